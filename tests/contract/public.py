@@ -104,11 +104,7 @@ def choices() -> Iterator[str]:
 
 def commands() -> Iterator[str]:
     """The line of each command that `--help` begins with; `train` has the keys of the config."""
-    for verb, text in _helps().items():
-        yield " ".join(text.partition("\n\n")[0].split())
-        older = importlib.util.find_spec(f"zerotrain.{verb}")
-        if older is not None and older.submodule_search_locations is None:  # a folder of the name is no command
-            yield f"python -m zerotrain.{verb}"
+    yield from (" ".join(text.partition("\n\n")[0].split()) for text in _helps().values())
 
 
 def exit_codes() -> Iterator[str]:

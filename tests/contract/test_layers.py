@@ -36,7 +36,7 @@ MAY_IMPORT = {
 FROM_EVERYWHERE = {"files", "device"}
 """They import nothing of ours; the first no torch either."""
 
-TOGETHER = {"commands", "planning", "replay", "run", "launching", "generate", "evaluate", "prepare", "export"}
+TOGETHER = {"commands", "planning", "replay", "run", "launching"}
 
 SPEAK_OF_ARGUMENTS = ("api.py", "comm", "checkpoint", "sharding", "engine")
 """Messages from here are read by users of `build_engine`, who have no config; `config/words.py` translates them."""

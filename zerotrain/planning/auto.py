@@ -1,7 +1,7 @@
 """Settings that may be `auto`: which values there are to choose from, and a config with those that were chosen."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import product
 from math import isqrt
 from typing import Any
@@ -18,6 +18,8 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "model.activation_checkpointing": (False, True),
     **dict.fromkeys(TIERS, ("device", "cpu", "disk")),
 }
+_ORDER = (*reversed(TIERS), "model.activation_checkpointing", MICRO_BATCH)
+"""Settings: the last is the first to give way."""
 _OF_A_PLAN = ("zero", "precision", "offload", "model", "data", "optimizer")
 _OF_A_STEP = ("micro_batch_size", "gradient_accumulation_steps", "virtual_ranks")
 
@@ -71,32 +73,20 @@ def with_least_memory(config: Config) -> Config:
     return with_values(config, {name: allowed(config, name)[-1] for name in autos_of(config)})
 
 
-@dataclass(frozen=True)
-class Way:
-    """Values of all that is `auto` but the stage."""
-
-    values: Mapping[str, Any]
-    """By setting."""
-    saves: tuple[int, ...]
-    """For each of them, its place among those allowed: a later one takes more time."""
-
-    def is_slower_than(self, other: "Way") -> bool:
-        """Whether each of its values takes as much time as the other's, or more."""
-        return all(mine >= others for mine, others in zip(self.saves, other.saves, strict=True))
-
-
-def ways_beside_stages(config: Config, *, on_host: bool) -> Iterator[Way]:
-    """All ways; the first is the fastest.
+def ways_beside_stages(config: Config, *, on_host: bool) -> list[dict[str, Any]]:
+    """Values of all that is `auto` but the stage, in the order in which they are tried. First a micro-batch becomes
+    smaller, then units are computed again, then state leaves the device: to host memory, at last to a disk.
 
     Args:
         on_host: a rank computes in the host's memory: offloading to that frees nothing.
     """
-    names = [name for name in autos_of(config) if name != STAGE]
-    values = {name: [*enumerate(allowed(config, name))] for name in names}
+    names = sorted((name for name in autos_of(config) if name != STAGE), key=_ORDER.index)
+    values = {name: allowed(config, name) for name in names}
     for name in values.keys() & {*TIERS} if on_host else ():
-        values[name] = [each for each in values[name] if each[1] != "cpu"]
-    for chosen in product(*values.values()):
-        yield Way({name: value for name, (_, value) in zip(names, chosen, strict=True)}, tuple(n for n, _ in chosen))
+        values[name] = ("device", "disk")
+    ways = [dict(zip(names, way, strict=True)) for way in product(*values.values())]
+    tiers = _VALUES[TIERS[0]]
+    return sorted(ways, key=lambda way: max((tiers.index(way[name]) for name in names if name in TIERS), default=0))
 
 
 def stages_in(config: Config) -> tuple[int, ...]:

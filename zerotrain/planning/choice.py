@@ -1,15 +1,13 @@
-"""Chooses what is `auto` in a config: of all that fits by its plan the fastest.
+"""Chooses what is `auto` in a config: the first way that fits by its plan, in a stated order.
+
+The order of ways: see `planning.auto.ways_beside_stages`. A way fits if any stage does.
 
 The order of stages. Each stage computes the same. The stage that sends least is taken among those that fit; among equal
 ones one whose ranks share the update is faster than one where each rank updates all; then the lowest moves least within
-a rank. Times of all stages on one host and over a link are in docs/results/summary.md.
-
-Each way has its best stage where more than the stage is `auto`, and the way of least time by `planning.cost` is
-chosen. The fastest is planned first, and no way that is slower in each value than one that fits at the best stage. A
-way that saves more may hold more all the same, as sums of micro-batches do: no way is left out for its memory.
+a rank. Times of all stages on one host and over a link are in docs/results/summary.md, and of all ways in auto.md.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,6 @@ from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import Optional, UntrustedFileError, read_json
 from zerotrain.planning.auto import (
     STAGE,
-    Way,
     allowed,
     asked_hash,
     stages_in,
@@ -29,7 +26,6 @@ from zerotrain.planning.auto import (
     ways_beside_stages,
     with_values,
 )
-from zerotrain.planning.cost import Speeds, step_s
 from zerotrain.planning.plan import PLAN_NAME, Memory, Planner, RunPlan
 from zerotrain.planning.rehearsal import StagePlan
 from zerotrain.settings import autos_of
@@ -53,7 +49,7 @@ class Choice:
     plan: RunPlan
     """The plan with these values."""
     why: str
-    """A sentence; before it a line for the rates and each way that was planned, if more than the stage was chosen."""
+    """A sentence; before it a line for each way that was planned, if more than the stage was chosen."""
     tried: list[str]
     """Those lines of ways."""
     alternatives: dict[int, int]
@@ -75,96 +71,74 @@ class Choice:
         )
 
 
-def choose(asked: Config, config: Config, planner: Planner, probe: Callable[[], Speeds]) -> Choice:
+def choose(asked: Config, config: Config, planner: Planner) -> Choice:
     """Choose the values of all that is `auto`.
 
     Args:
         asked: the config with its `auto`.
         config: the same, checked, with any values in their place.
-        probe: called where more than the stage is chosen.
 
     Raises:
         ConfigError: nobody can tell what fits, since the activations are unknown.
     """
     names, stages = autos_of(asked), stages_in(asked)
-    ways = [*ways_beside_stages(asked, on_host=planner.on_host)]
-    rates = probe() if len(ways) > 1 else None
-    tried: list[_Tried] = []
+    ways = ways_beside_stages(asked, on_host=planner.on_host)
+    tried: list[_PlannedWay] = []
     for way in ways:
-        if any(each.fits_best and way.is_slower_than(each.way) for each in tried):
-            continue
-        tried.append(_try(way, with_values(config, way.values), planner, stages, rates, names))
-    best = min(tried, key=lambda each: (not each.fits, each.taken if not each.fits else each.seconds))
-    values = {name: best.stage if name == STAGE else best.way.values[name] for name in names}
+        tried.append(_plan_way(way, with_values(config, way), planner, stages, names))
+        if tried[-1].fitting:
+            break
+    best = tried[-1] if tried[-1].fitting else min(tried, key=lambda planned: planned.taken)
+    values = {name: best.stage if name == STAGE else best.values[name] for name in names}
     chosen = with_values(config, values)
-    plans = best.plans | planner.stages(chosen, [each for each in range(len(STAGES)) if each not in best.plans])
+    plans = best.plans | planner.stages(chosen, [stage for stage in range(len(STAGES)) if stage not in best.plans])
     plan = RunPlan(stage=best.stage, num_ranks=planner.ranks.num_ranks, memory=planner.memory, stages=plans)
-    told = [each.told() for each in tried] if rates else []
+    lines = [planned.line() for planned in tried] if len(ways) > 1 else []
     others = sorted({*stages} - {best.stage}, key=lambda stage: _cost(plans[stage], stage, plan.num_ranks))
     alternatives = {stage: plan.memory.taken(plans[stage]) for stage in others}
-    if best.fits:
-        why = f"auto: {chosen_named(values)}: "
-        if rates:
-            why += (
-                f"of {sum(each.fits for each in tried)} ways planned that fit, the one of least time by the cost model"
-            )
-        if STAGE in names:
-            why += "; " * bool(rates) + _why(plan, stages, best.fitting)
-        lines = [str(rates), *told, why] if rates else [why]
-        return Choice(values=values, plan=plan, why="\n".join(lines), tried=told, alternatives=alternatives)
-    why = (
-        f"{', '.join(names)}: got auto, but nothing fits: with {chosen_named(values)} a rank would hold "
-        f"{in_unit(best.taken)}, of {in_unit(plan.memory.device)}; {_advice(chosen, planner)}"
-    )
-    return Choice(values=values, plan=plan, why=why, tried=told, alternatives=alternatives)
+    if best.fitting:
+        reasons = ["the first of the ways that fits"] if len(ways) > 1 else []
+        reasons += [_reason(plan, best.fitting)] if STAGE in names else []
+        why = "\n".join([*lines, f"auto: {chosen_named(values)}: {'; '.join(reasons)}"])
+    else:
+        why = (
+            f"{', '.join(names)}: got auto, but nothing fits: with {chosen_named(values)} a rank would hold "
+            f"{in_unit(best.taken)}, of {in_unit(plan.memory.device)}; {_advice(chosen, planner)}"
+        )
+    return Choice(values=values, plan=plan, why=why, tried=lines, alternatives=alternatives)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Tried:
+class _PlannedWay:
     """A way, at the stage that is best of those at which it fits; else at that which takes least."""
 
-    way: Way
+    values: dict[str, Any]
     plans: dict[int, StagePlan]
     stage: int
     fitting: list[int]
-    fits_best: bool
-    """Whether it fits at the stage that would be chosen with memory enough: no slower way is better."""
     taken: int
-    seconds: float
 
-    @property
-    def fits(self) -> bool:
-        return bool(self.fitting)
-
-    def told(self) -> str:
-        """A line."""
-        held = f"a rank holds {in_unit(self.taken)}"
-        told = f"{self.seconds:.3g} s a step by the cost model, {held}" if self.fits else f"does not fit: {held}"
-        return f"  {chosen_named(dict(self.way.values))}, stage {self.stage}: {told}"
+    def line(self) -> str:
+        fits = "fits" if self.fitting else "does not fit"
+        return f"  {chosen_named(self.values)}, stage {self.stage}: {fits}: a rank holds {in_unit(self.taken)}"
 
 
-def _try(
-    way: Way, config: Config, planner: Planner, stages: tuple[int, ...], rates: Speeds | None, names: list[str]
-) -> _Tried:
+def _plan_way(
+    values: dict[str, Any], config: Config, planner: Planner, stages: tuple[int, ...], names: list[str]
+) -> _PlannedWay:
     plans, memory = planner.stages(config, stages), planner.memory
-    if unknown := next((each.unknown_because for each in plans.values()), None):
+    if unknown := next((plan.unknown_because for plan in plans.values()), None):
         raise ConfigError(
             f"{', '.join(names)}: got auto, but {unknown} cannot be followed without values, so that activations "
             "are unknown; give a value"
         )
-    cost = {stage: _cost(plan, stage, planner.ranks.num_ranks) for stage, plan in plans.items()}
     taken = {stage: memory.taken(plan) for stage, plan in plans.items()}
     fitting = [stage for stage in stages if memory.fits(plans[stage])]
-    stage = min(fitting, key=cost.__getitem__) if fitting else min(stages, key=taken.__getitem__)
-    return _Tried(
-        way=way,
-        plans=plans,
-        stage=stage,
-        fitting=fitting,
-        fits_best=bool(fitting) and cost[stage] == min(cost.values()),
-        taken=taken[stage],
-        seconds=step_s(plans[stage], rates) if rates else 0.0,
-    )
+    if fitting:
+        stage = min(fitting, key=lambda stage: _cost(plans[stage], stage, planner.ranks.num_ranks))
+    else:
+        stage = min(stages, key=taken.__getitem__)
+    return _PlannedWay(values=values, plans=plans, stage=stage, fitting=fitting, taken=taken[stage])
 
 
 def as_chosen(config: Config, run_dir: Path, num_ranks: int | None = None) -> Config:
@@ -203,7 +177,8 @@ def _cost(plan: StagePlan, stage: int, num_ranks: int) -> tuple[int, bool, int]:
     return plan.sent or 0, num_ranks > 1 and not STAGES[stage].shards_optimizer, stage
 
 
-def _why(plan: RunPlan, stages: tuple[int, ...], fitting: list[int]) -> str:
+def _reason(plan: RunPlan, fitting: list[int]) -> str:
+    """Why its stage is the best of those that fit."""
     sent = in_unit(plan.stages[plan.stage].sent or 0)
     if plan.num_ranks == 1:
         return "one rank sends nothing and shares nothing, so that the lowest stage that fits is as good as any"

@@ -1,6 +1,5 @@
 """Counts the bytes of all tensors that are alive, operation by operation, and what they were when there were most."""
 
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -19,15 +18,6 @@ OTHERS = "activations"
 SCRATCH = "scratch"
 
 
-@dataclass(frozen=True)
-class Look:
-    """Bytes alive at a point of a step, without scratch."""
-
-    phase: str
-    total: int
-    by_kind: dict[str, int]
-
-
 class LiveMemory(TorchDispatchMode):
     """Counts the memory behind each tensor that an operation gives or gets within it, once, until it is freed.
 
@@ -44,8 +34,6 @@ class LiveMemory(TorchDispatchMode):
         """All that holds memory off the device."""
         self.peak_phase = ""
         """The part of a step in which there were most."""
-        self.looks: list[Look] | None = None
-        """All since `begin`; None: they are not kept."""
         self._most = 0
         """Most bytes alive at once since `begin`, of those that come and go."""
         self._at_most: dict[str, int] = {}
@@ -70,8 +58,6 @@ class LiveMemory(TorchDispatchMode):
         """Look for the most from now on, in the steps of an engine."""
         self._engine, self._off_device = engine, engine.held.homes.off_device
         self._most = 0
-        if self.looks is not None:
-            self.looks.clear()
         self._look()
 
     @property
@@ -147,10 +133,6 @@ class LiveMemory(TorchDispatchMode):
 
     def _look(self) -> None:
         nbytes = self.nbytes - self._by_kind.get(SCRATCH, 0)
-        if nbytes <= self._most and self.looks is None:
-            return
-        phase = "" if self._engine is None else self._engine.schedule.phase.value
-        if self.looks is not None:
-            self.looks.append(Look(phase, nbytes, dict(self._by_kind)))
         if nbytes > self._most:
-            self._most, self._at_most, self.peak_phase = nbytes, dict(self._by_kind), phase
+            self._most, self._at_most = nbytes, dict(self._by_kind)
+            self.peak_phase = "" if self._engine is None else self._engine.schedule.phase.value

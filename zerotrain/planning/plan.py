@@ -137,8 +137,6 @@ class Planner:
     def stages(self, config: Config, stages: Sequence[int]) -> dict[int, StagePlan]:
         """The plans of several stages, made on several cores, in children of this process. Raises as `stage`."""
         num, rehearsals = max(1, min(num_cores(), len(stages))), self._rehearsals(config)
-        with one_thread():  # a process of several is not forked
-            _ = rehearsals.few  # looked at once
         some = partial(_planned, rehearsals)
         with ExitStack() as children:
             others = [children.enter_context(beside(partial(some, stages[first::num]))) for first in range(1, num)]

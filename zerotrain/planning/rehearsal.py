@@ -2,10 +2,8 @@
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from copy import deepcopy
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,11 @@ from zerotrain.device.nowhere import rehearsing
 from zerotrain.engine.buckets.places.homes import OPTIMIZER_WINDOWS, Homes
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
-from zerotrain.engine.update.leaves import call_model
 from zerotrain.engine.update.optimizer_step import update_all
 from zerotrain.errors import ConfigError
 from zerotrain.offload.memory import PAGE_NBYTES
-from zerotrain.planning.live import OTHERS, SCRATCH, LiveMemory, Look
+from zerotrain.planning.live import OTHERS, SCRATCH, LiveMemory
 from zerotrain.planning.optimizer import RehearsedFactory, Seen
-from zerotrain.planning.repeated import KEPT, Blocks, UnevenError, grows_evenly, may_be_cut, require_even, with_all
 from zerotrain.planning.unreal import Unreal, attention_of, nothing_known
 from zerotrain.planning.wire import Links
 from zerotrain.run.factory import averages_in, build_engine_of, build_on_meta
@@ -70,10 +66,6 @@ class StagePlan:
     """From host and disk, in a step."""
     stored: int
     largest_unit: int
-    flops: int | None
-    """Those of all products of matrices and attention in a step: 2 for a multiplication and an addition."""
-    operations: int | None
-    """Operations of torch in a step."""
     unknown_because: str | None
     """The operation that cannot be followed without values."""
     recomputes: bool
@@ -109,38 +101,11 @@ class Rehearsals:
         return cls(config, links, row, optimizer, seen, run_dir)
 
     def plan(self, stage: int) -> StagePlan:
-        """The plan of a stage.
+        """The plan of a stage: of the rank that holds most.
 
         Raises:
             ConfigError: the model or the optimizer cannot be trained so, or the model cannot be built without memory.
         """
-        return self._by_few_blocks(stage) or self._whole(stage)
-
-    @cached_property
-    def few(self) -> "_Few | None":
-        """The model with a few of its blocks, for each stage; None where they are few anyway, or differ."""
-        if not may_be_cut(self.config):
-            return None
-        model = _model(self.config)
-        with suppress(Exception):  # of a model that needs all its blocks, or cannot be copied: the whole tells its own
-            if (blocks := Blocks.of(model)) is not None:
-                of_all, num = self._forward(model), len(blocks.run)
-                left = blocks.cut(model, KEPT[-1])
-                require_even([self._forward(left.copied(model, num_kept)) for num_kept in KEPT], of_all, num)
-                return _Few(model, left, num)
-        return None
-
-    def _by_few_blocks(self, stage: int) -> StagePlan | None:
-        """The plan by `repeated`; None where blocks do not add the same."""
-        if (few := self.few) is None:
-            return None
-        with suppress(Exception):  # see above
-            found = [self._of_few(stage, few.blocks.copied(few.model, num_kept)) for num_kept in KEPT]
-            return with_all([plan for plan, _ in found], [looks for _, looks in found], few.num)
-        return None
-
-    def _whole(self, stage: int) -> StagePlan:
-        """The plan of the rank that holds most."""
         rank = 0
         while True:
             mode = Unreal()
@@ -149,31 +114,6 @@ class Rehearsals:
                 if (busiest := _busiest(engine)) == rank:
                     return _Rehearsal(mode, engine, self.config, self.row).plan()
             rank = busiest
-
-    def _of_few(self, stage: int, model: nn.Module) -> tuple[StagePlan, list[Look]]:
-        """The plan of a model with a few of the blocks, and what was alive in it.
-
-        Raises:
-            UnevenError: each further block would not add the same.
-        """
-        mode = Unreal()
-        mode.looks = []
-        with self._without_memory(mode):
-            engine = self._engine(mode, stage, 0, model)
-            if not grows_evenly(engine):
-                raise UnevenError
-            return _Rehearsal(mode, engine, self.config, self.row).plan(), mode.looks
-
-    def _forward(self, model: nn.Module) -> tuple[int, int, int]:
-        """(operations, flops, bytes that are alive behind it) of a forward of a model."""
-        mode = Unreal()
-        with self._without_memory(mode):
-            copy = deepcopy(model).train()
-            rows = _rows(self.row, self.config.train.micro_batch_size)
-            mode.operations = mode.flops = 0
-            before = mode.nbytes
-            _ = call_model(copy, rows)  # held: it has what the forward has saved
-            return mode.operations, mode.flops, mode.nbytes - before
 
     @contextmanager
     def _without_memory(self, mode: Unreal) -> Iterator[None]:
@@ -196,16 +136,6 @@ class Rehearsals:
         if averages_in(self.config):  # which is as large with any settings
             engine.keep_average()
         return engine
-
-
-@dataclass(frozen=True)
-class _Few:
-    """A model with a few of its blocks."""
-
-    model: nn.Module
-    blocks: Blocks
-    num: int
-    """Those that it had."""
 
 
 def _model(config: Config) -> nn.Module:
@@ -261,7 +191,6 @@ class _Rehearsal:
             name_state(mode, engine)
             gc.collect()  # what the build has left in cycles would count until it is found
             mode.begin(engine)
-            mode.flops = mode.operations = 0
             before = self._saved_moved()
             engine.train_step(rows)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
@@ -291,8 +220,6 @@ class _Rehearsal:
             fetched=sum(fetched for fetched, _ in moved),
             stored=sum(stored for _, stored in moved),
             largest_unit=max(_unit_nbytes(unit.buckets) for unit in engine.schedule.units),
-            flops=None if failed else mode.flops * leaves * accumulated // num,
-            operations=None if failed else mode.operations * leaves * accumulated // num,
             unknown_because=failed,
             recomputes=bool(self._config.model_switches["activation_checkpointing"]),
         )

@@ -1,6 +1,6 @@
 """Operations on tensors without memory: each gives tensors of the right shapes, and computes nothing."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from zerotrain.planning.live import LiveMemory
 
@@ -31,26 +30,6 @@ _IS_SET_TO, _NUMBER = _aten.is_set_to.default, _aten._local_scalar_dense.default
 _GROUPED = _aten._grouped_mm.default
 
 
-def _attention_flops(*inputs: Any, **_: Any) -> int:
-    return sdpa_flop_count(*_heads_alike(*inputs[:3]))
-
-
-def _attention_backward_flops(grad: torch.Tensor, *inputs: Any, **_: Any) -> int:
-    return sdpa_backward_flop_count(grad.shape, *_heads_alike(*inputs[:3]))
-
-
-def _heads_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[tuple[int, ...]]:
-    """Their shapes (B, heads, T, size), as if each head of the query had a key and a value of its own: that is what is
-    computed, and torch 2.11 counts nothing else."""
-    return [(each.shape[0], query.shape[1], *each.shape[2:]) for each in (query, key, value)]
-
-
-_OF_CPU: dict[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-}
-"""Those that torch's own table lacks."""
-
 _OPERATIONS: dict[int, "_Operation"] = {}
 """By the id of torch's object, which is there for good."""
 _RESULTS: dict[Any, Any] = {}
@@ -66,9 +45,6 @@ class Unreal(LiveMemory):
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = 0
-        """Those of products of matrices and attention so far."""
-        self.operations = 0
         self.failed = ""
         """The first operation that cannot be followed without values."""
         self.unknown: float | None = None
@@ -78,7 +54,6 @@ class Unreal(LiveMemory):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         operation = _OPERATIONS.get(id(func)) or _Operation.of(func)
-        self.operations += 1
         if operation.is_view and args[0].is_meta:  # half of all: its memory is known
             return func(*args, **kwargs) if kwargs else func(*args)
         if operation.overwrites_first and args[0].is_meta and args[0].numel():
@@ -99,8 +74,6 @@ class Unreal(LiveMemory):
             given = self._result(func, operation, args, kwargs)
         else:
             given = func(*args, **kwargs)
-        if operation.flops is not None:
-            self.flops += operation.flops(*args, **kwargs, out_val=given)
         for each in given if isinstance(given, tuple | list) else (given,):
             if isinstance(each, torch.Tensor):
                 self._note(each)
@@ -246,8 +219,6 @@ class _Operation:
     """Whether it writes into its first argument, and gives that."""
     written: tuple[int, str] | None
     """(place, name) of the argument that it writes into, and gives: that stays what it was, without values."""
-    flops: Callable[..., int] | None
-    """Counts those of a call, by its arguments and result; None: it has none to speak of."""
 
     @classmethod
     def of(cls, func: Any) -> "_Operation":
@@ -260,14 +231,12 @@ class _Operation:
         is_plain = len(places) == len(schema.returns) == 1 and schema.returns[0].alias_info is not None
         changes_shape = torch.Tag.inplace_view in func.tags or func in _CHANGES_MEMORY
         written = places[0] if is_plain and not changes_shape else None
-        flops = _OF_CPU.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
         made = _OPERATIONS[id(func)] = cls(
             schema.is_mutable,
             not schema.is_mutable and all(each.alias_info is None for each in schema.returns),
             not schema.is_mutable and func is not _aten.lift_fresh.default and _gives_of_first(func),
-            written is not None and written[0] == 0 and flops is None and not schema.arguments[0].kwarg_only,
+            written is not None and written[0] == 0 and not schema.arguments[0].kwarg_only,
             written,
-            flops,
         )
         return made
 

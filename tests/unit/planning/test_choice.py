@@ -18,9 +18,7 @@ from tests.unit.planning.rows import MODELS, Row
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError
 from zerotrain.planning.auto import with_least_memory
-from zerotrain.planning.choice import Choice, as_chosen
-from zerotrain.planning.choice import choose as choose_by_rates
-from zerotrain.planning.cost import Speeds
+from zerotrain.planning.choice import as_chosen, choose
 from zerotrain.planning.plan import PLAN_NAME, Memory, Planner, RunPlan
 from zerotrain.planning.rehearsal import StagePlan
 from zerotrain.run.preflight.room import Ranks
@@ -75,15 +73,6 @@ def four_ranks(once, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, 
     asked = asking()
     planner = Remembering(once, asked, 4, tmp_path_factory.mktemp("plans"))
     return asked, planner, planner.run(with_least_memory(asked))
-
-
-def choose(asked: Config, config: Config, planner: Planner) -> Choice:
-    """The choice of a stage alone, which asks for no rates."""
-
-    def probe() -> Speeds:
-        raise AssertionError("nobody needs to know")
-
-    return choose_by_rates(asked, config, planner, probe)
 
 
 def with_room_for(planner: Planner, nbytes: float) -> Planner:

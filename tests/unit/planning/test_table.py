@@ -34,8 +34,6 @@ def stage_plan(parameters: int, gradients: int, optimizer: int, peak: int | None
         fetched=0,
         stored=0,
         largest_unit=MB,
-        flops=None if peak is None else 1,
-        operations=None if peak is None else 1,
         unknown_because="aten.nonzero" if peak is None else None,
         recomputes=False,
     )

@@ -1,13 +1,12 @@
-"""Settings beside the stage that are `auto`: the fastest way that fits by the cost model, and the rates it needs."""
+"""Settings beside the stage that are `auto`: the first way that fits, in the stated order."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from tests.unit.planning.rows import Row, batch_of_one, planned, step
+from tests.unit.planning.rows import Row, planned, step
 from tests.unit.planning.test_choice import Remembering, asking, with_room_for
 from zerotrain.comm.ranks.world import World
 from zerotrain.config.checks import value_problems
@@ -20,14 +19,10 @@ from zerotrain.planning.auto import (
     with_values,
 )
 from zerotrain.planning.choice import Choice, as_chosen, choose
-from zerotrain.planning.cost import Speeds, step_s
 from zerotrain.planning.plan import Planner
-from zerotrain.run.factory import build, build_engine_of
-from zerotrain.run.preflight.room import Ranks
-from zerotrain.run.probe import OF_A_NETWORK, probed
+from zerotrain.run.factory import build_engine_of
 
 NAMES = ["zero.stage", "train.micro_batch_size", "model.activation_checkpointing", "offload.optimizer"]
-SPEEDS = Speeds(flops=1e9, operations=1e5, memory=1e9, link=1e8, host=1e9, disk=1e8)
 
 
 def asking_for_all() -> Config:
@@ -45,9 +40,9 @@ def two_ranks(once, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, P
     return asked, Remembering(once, asked, 2, tmp_path_factory.mktemp("plans"))
 
 
-def chosen_of(asked: Config, planner: Planner, nbytes: float, rates: Speeds = SPEEDS) -> Choice:
+def chosen_of(asked: Config, planner: Planner, nbytes: float) -> Choice:
     """The choice with so much memory."""
-    return choose(asked, with_least_memory(asked), with_room_for(planner, nbytes), lambda: rates)
+    return choose(asked, with_least_memory(asked), with_room_for(planner, nbytes))
 
 
 def test_a_micro_batch_divides_the_rows_of_a_step_and_the_global_batch_stays():
@@ -64,13 +59,27 @@ def test_a_micro_batch_divides_the_rows_of_a_step_and_the_global_batch_stays():
     assert allowed(asked, "train.micro_batch_size") == (1,)
 
 
-def test_ways_go_from_the_fastest_on_and_a_cpu_offloads_to_disk_alone():
-    ways = [dict(way.values) for way in ways_beside_stages(asking_for_all(), on_host=True)]
-    on_gpu = [dict(way.values) for way in ways_beside_stages(asking_for_all(), on_host=False)]
+def test_a_smaller_micro_batch_gives_way_first_then_recomputation_and_a_disk_comes_last():
+    ways = [tuple(way.values()) for way in ways_beside_stages(asking_for_all(), on_host=True)]
+    on_gpu = [way["offload.optimizer"] for way in ways_beside_stages(asking_for_all(), on_host=False)]
 
-    assert (len(ways), len(on_gpu)) == (12, 18)
-    assert [*ways[0].values()] == [4, False, "device"]
-    assert [*ways[-1].values()] == [*on_gpu[-1].values()] == [1, True, "disk"]
+    of_tier = [(again, size) for again in (False, True) for size in (4, 2, 1)]
+    assert ways == [(tier, *way) for tier in ("device", "disk") for way in of_tier]
+    assert on_gpu == ["device"] * 6 + ["cpu"] * 6 + ["disk"] * 6
+
+
+def test_the_optimizer_leaves_the_device_before_weights_and_activations_and_no_tier_is_passed_over():
+    config = asking_for_all()
+    config.train.micro_batch_size, config.model["activation_checkpointing"] = 1, False
+    config.offload.parameters = config.offload.activations = "auto"
+
+    ways = ways_beside_stages(config, on_host=False)
+
+    places = [(way["offload.optimizer"], way["offload.parameters"], way["offload.activations"]) for way in ways]
+    assert len(places) == 27
+    assert places[:3] == [("device",) * 3, ("cpu", "device", "device"), ("device", "cpu", "device")]
+    assert all("disk" not in way for way in places[:8])
+    assert all("disk" in way for way in places[8:])
 
 
 def test_weights_go_to_a_disk_where_nothing_else_fits(once, tmp_path: Path):
@@ -92,28 +101,25 @@ def test_weights_go_to_a_disk_where_nothing_else_fits(once, tmp_path: Path):
     assert (found.zero.stage, found.offload.parameters, found.offload.uses_disk) == (3, "disk", True)
 
 
-def test_what_a_forward_saves_goes_to_a_disk_where_that_takes_less_time_than_to_compute_it_again(once, tmp_path: Path):
+def test_units_are_computed_again_before_what_a_forward_saves_goes_to_a_disk(once, tmp_path: Path):
     asked = asking()
-    asked.train.micro_batch_size = 16
+    asked.zero.stage, asked.train.micro_batch_size = 1, 16
     asked.offload.activations = asked.model["activation_checkpointing"] = "auto"
     assert value_problems(asked) == []
     planner = Remembering(once, asked, 1, tmp_path)
-    ways = [*ways_beside_stages(asked, on_host=True)]
-    plans = [planner.stage(with_values(with_least_memory(asked), way.values), 1) for way in ways]
-    assert [tuple(way.values.values()) for way in ways] == [
-        (False, "device"), (False, "disk"), (True, "device"), (True, "disk")
+    ways = ways_beside_stages(asked, on_host=True)
+    plans = [planner.stage(with_values(with_least_memory(asked), way), 1) for way in ways]
+    assert [tuple(way.values()) for way in ways] == [
+        ("device", False), ("device", True), ("disk", False), ("disk", True)
     ]  # fmt: skip
     taken = [planner.memory.taken(plan) for plan in plans]
     assert taken[0] > max(taken[1:])
-    assert plans[1].disk == plans[1].saved > 0
+    assert plans[2].disk == plans[2].saved > 0
     assert plans[0].saved == plans[0].fetched == 0
-    asked.zero.stage = 1
-    fast_disk, slow_disk = replace(SPEEDS, disk=1e12), replace(SPEEDS, disk=1e3)
 
-    chosen = [chosen_of(asked, planner, taken[0] - 1, rates).values for rates in (fast_disk, slow_disk)]
-
-    assert [each["offload.activations"] for each in chosen] == ["disk", "device"]
-    assert [each["model.activation_checkpointing"] for each in chosen] == [False, True]
+    for limit in taken:
+        first = next(way for way, nbytes in zip(ways, taken, strict=True) if nbytes <= limit)
+        assert chosen_of(asked, planner, limit).values == first
 
 
 @pytest.mark.parametrize("settings", [(), ("train.gradient_accumulation_steps=3",), ("train.virtual_ranks=4",)])
@@ -136,73 +142,35 @@ def test_what_a_forward_saves_elsewhere_is_planned_to_the_byte(settings: tuple[s
     assert saved.placed_nbytes == 0
 
 
-def test_the_seconds_of_a_step_are_those_of_the_formula(tmp_path: Path):
-    plan = planned(Row(model="mlp", ranks=2, stage=1, precision="fp32"), tmp_path)
-    by_hand = replace(plan, flops=10**9, operations=1000, optimizer=10**8, sent=10**7, fetched=10**6, stored=10**6)
-
-    assert step_s(by_hand, SPEEDS) == pytest.approx(1 + 0.01 + 0.2 + 0.1 + 0.002)
-    on_disk = replace(by_hand, disk=10**8)
-    assert step_s(on_disk, SPEEDS) == pytest.approx(1.1 * (1 + 0.01) + 0.4 + 0.1 + 0.02)
-    of_forwards = replace(on_disk, saved=10**8)
-    assert step_s(of_forwards, SPEEDS) == pytest.approx(1.1 * (1 + 0.01) + 0.2 + 0.1 + 0.02)
-
-
-def test_the_flops_of_a_plan_are_those_that_torch_counts(tmp_path: Path):
-    row = Row(model="mlp", ranks=1, stage=1, precision="fp32", settings=("train.gradient_accumulation_steps=3",))
-    model = build("model", row.config.model_target)
-    rows = tuple(each.repeat(4, 1) for each in batch_of_one("mlp"))
-    with FlopCounterMode(display=False) as counter:
-        model(*rows).backward()
-
-    told = planned(row, tmp_path)
-
-    assert told.flops == 3 * counter.get_total_flops()
-    assert told.operations > 300
-
-
-def test_what_is_computed_again_counts_with_the_rest(tmp_path: Path):
-    once = planned(Row(model="gpt", ranks=1, stage=1, precision="fp32"), tmp_path)
-    again = Row(model="gpt", ranks=1, stage=1, precision="fp32", settings=("model.activation_checkpointing=true",))
-
-    told = planned(again, tmp_path)
-
-    # A forward takes at most as much as its backward, and the last product of a block is not computed again.
-    assert 1.05 * once.flops < told.flops < 1.5 * once.flops
-    assert told.operations > once.operations
-
-
-def test_with_memory_enough_the_fastest_is_chosen_and_one_way_is_planned(two_ranks: tuple[Config, Planner]):
+def test_with_memory_enough_the_first_way_is_taken_and_no_other_is_planned(two_ranks: tuple[Config, Planner]):
     choice = chosen_of(*two_ranks, 1e12)
 
     assert choice.values == dict(zip(NAMES, (1, 4, False, "device"), strict=True))
     assert len(choice.tried) == 1
     assert sorted(choice.plan.stages) == [0, 1, 2, 3]
-    assert "the one of least time by the cost model; stages 0, 1, 2, 3 fit" in choice.why
+    assert "the first of the ways that fits; stages 0, 1, 2, 3 fit" in choice.why
 
 
-def test_the_choice_is_that_of_all_ways_and_stages_planned_and_follows_the_rates(two_ranks: tuple[Config, Planner]):
+def test_the_choice_is_the_first_way_of_all_that_fits_at_its_best_stage(two_ranks: tuple[Config, Planner]):
     asked, planner = two_ranks
-    ways = [*ways_beside_stages(asked, on_host=True)]
-    plans = [planner.run(with_values(with_least_memory(asked), way.values)) for way in ways]
+    ways = ways_beside_stages(asked, on_host=True)
+    plans = [planner.run(with_values(with_least_memory(asked), way)) for way in ways]
     taken = [[planner.memory.taken(plan.stages[stage]) for stage in (1, 2, 0, 3)] for plan in plans]
-    ends = sorted({nbytes for each in taken for nbytes in each})
-    slow_disk, slow_compute = replace(SPEEDS, disk=1e3), replace(SPEEDS, flops=1e6, operations=1e2, disk=1e12)
 
     seen = set()
-    for rates in (slow_disk, slow_compute, replace(SPEEDS, link=1e3)):
-        for limit in ends:
-            best = None
-            for way, plan, nbytes in zip(ways, plans, taken, strict=True):
-                stage = next((stage for stage, one in zip((1, 2, 0, 3), nbytes, strict=True) if one <= limit), None)
-                if stage is not None and (best is None or step_s(plan.stages[stage], rates) < best[0]):
-                    best = step_s(plan.stages[stage], rates), {"zero.stage": stage, **way.values}
-            choice = chosen_of(asked, planner, limit, rates)
-            assert best is not None
-            assert choice.plan.fits
-            assert choice.values == best[1]
-            seen.add(tuple(choice.values.values()))
+    for limit in sorted({nbytes for of_way in taken for nbytes in of_way}):
+        first, stage = next(
+            (way, stage)
+            for way, of_way in zip(ways, taken, strict=True)
+            for stage, nbytes in zip((1, 2, 0, 3), of_way, strict=True)
+            if nbytes <= limit
+        )
+        choice = chosen_of(asked, planner, limit)
+        assert choice.plan.fits
+        assert choice.values == {"zero.stage": stage, **first}
+        seen.add(tuple(choice.values.values()))
     assert len(seen) > 3
-    assert {each[3] for each in seen} == {"device", "disk"}
+    assert {of_choice[3] for of_choice in seen} == {"device", "disk"}
 
 
 def test_where_nothing_fits_all_ways_are_planned_and_what_would_fit_is_told(two_ranks: tuple[Config, Planner]):
@@ -249,21 +217,3 @@ def test_a_schedule_of_stages_leaves_nothing_to_choose():
     config.zero.schedule = {3: 1}
 
     assert [problem.partition(":")[0] for problem in value_problems(config)] == NAMES
-
-
-def test_a_probe_measures_what_it_can_and_names_what_it_assumes(tmp_path: Path):
-    config, cpu = with_least_memory(asking_for_all()), torch.device("cpu")
-
-    no_folder = tmp_path / "file"
-    no_folder.touch()
-
-    alone = probed(config, Ranks(2, 2), cpu, 1, tmp_path)
-    of_hosts = probed(config, Ranks(4, 2), cpu, 1, no_folder)
-
-    assert alone.assumed == ()
-    assert min(alone.flops, alone.operations, alone.memory, alone.link, alone.host, alone.disk) > 0
-    assert of_hosts.assumed == ("link", "disk")
-    assert of_hosts.link == OF_A_NETWORK
-    assert "link (assumed)" in str(of_hosts)
-    assert "assumed" not in str(alone)
-    assert [*tmp_path.iterdir()] == [no_folder]

@@ -15,14 +15,12 @@ from zerotrain.config.schema import Config
 from zerotrain.device.processes import beside
 from zerotrain.errors import ConfigError
 from zerotrain.launching.end import exits
-from zerotrain.launching.job.job import num_threads_per_rank
 from zerotrain.planning.auto import values_in, with_values
 from zerotrain.planning.choice import Choice, as_chosen, choose, chosen_named
 from zerotrain.planning.plan import PLAN_NAME, Memory, Planner
 from zerotrain.planning.rehearsal import StagePlan
 from zerotrain.planning.table import print_plan
 from zerotrain.run.preflight.room import Ranks
-from zerotrain.run.probe import probed
 from zerotrain.settings import autos_of
 from zerotrain.training.figures.report import PlannedUsage
 
@@ -53,7 +51,7 @@ def planned(asked: Config, config: Config, ranks: Ranks, run_dir: Path, shown: P
         shown: the folder as it is shown.
     """
     planner = Planner(config, ranks, _memory(config, ranks), run_dir)
-    choice = _choose(asked, config, planner, run_dir) if autos_of(asked) else None
+    choice = choose(asked, config, planner) if autos_of(asked) else None
     plan = planner.run(config) if choice is None else choice.plan
     print_plan(Console(), plan, config)
     if choice is None:
@@ -93,7 +91,7 @@ def _chosen_now(
     asked: Config, config: Config, ranks: Ranks, memory: Memory, run_dir: Path
 ) -> tuple[Config, dict[str, Any]]:
     """`chosen`, where no earlier run in the folder has chosen."""
-    found = _in_a_child(lambda: asdict(_choose(asked, config, Planner(config, ranks, memory, run_dir), run_dir)))
+    found = _in_a_child(lambda: asdict(choose(asked, config, Planner(config, ranks, memory, run_dir))))
     choice = Choice.of(found)
     if not choice.plan.fits:
         raise ConfigError(choice.why)
@@ -114,12 +112,6 @@ def _in_a_child(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def _memory(config: Config, ranks: Ranks) -> Memory:
     return Memory.of(config, choose_device(config.launch.device, 0), ranks.num_local)
-
-
-def _choose(asked: Config, config: Config, planner: Planner, run_dir: Path) -> Choice:
-    """The choice, with the rates of this machine where it needs them."""
-    device, num_threads = choose_device(config.launch.device, 0), num_threads_per_rank(config, planner.ranks.num_local)
-    return choose(asked, config, planner, lambda: probed(config, planner.ranks, device, num_threads, run_dir))
 
 
 def _usage(plan: StagePlan, stage: int, memory: Memory) -> PlannedUsage:
