@@ -45,11 +45,11 @@ def num_mapped(calls: str, nbytes: int, **environment: str) -> int:
 @pytest.mark.parametrize(
     ("calls", "mib", "is_mapped"),
     [
-        ("set_heap()", 24, 0),
-        ("set_heap()", 40, 1),
-        ("set_heap(returns=True)", 24, 1),
+        ("set_heap()", 12, 0),
+        ("set_heap()", 20, 1),
+        ("set_heap(returns=True)", 12, 1),
         ("set_heap(returns=True)", 2, 0),
-        ("set_heap(returns=True); set_heap()", 24, 0),
+        ("set_heap(returns=True); set_heap()", 12, 0),
     ],
 )
 def test_a_large_block_is_mapped_where_freed_memory_is_to_go_back(calls: str, mib: int, is_mapped: int) -> None:
