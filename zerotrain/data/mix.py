@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from zerotrain.data.reading.fetch import draws
-from zerotrain.data.reading.fingerprint import Fingerprint, fingerprint_of
+from zerotrain.data.reading.fingerprint import Fingerprint, fingerprint_of, within
 from zerotrain.data.reading.order import rows_at
 
 MAX_PERIOD = 100_000
@@ -62,9 +62,10 @@ class Mix:
             if hasattr(first, name):
                 setattr(self, name, getattr(first, name))
 
-    def fingerprint(self) -> Fingerprint:
+    def fingerprint(self, like: Mapping[str, Any] | None = None) -> Fingerprint:
         """The fingerprints of all sources, see `zerotrain.data.reading.fingerprint`."""
-        of_each = {name: fingerprint_of(data) for name, data in self.sources.items()}
+        likes = {name: within(like or {}, f"{name}.") for name in self.sources}
+        of_each = {name: fingerprint_of(data, like=likes[name]) for name, data in self.sources.items()}
         return {f"{name}.{what}": value for name, known in of_each.items() for what, value in known.items()}
 
     def summary(self) -> str:

@@ -1,5 +1,7 @@
 """Data that differs has another fingerprint, and equal data the same, whatever the items are."""
 
+import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -9,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from zerotrain.data import SyntheticTokens
+from zerotrain.data import Mix, SyntheticTokens
+from zerotrain.data.reading import fingerprint
 from zerotrain.data.reading.fetch import RowError
 from zerotrain.data.reading.fingerprint import fingerprint_of
 
@@ -55,6 +58,51 @@ def test_items_of_any_kind_are_told_apart(kind: str) -> None:
         other = of(lambda row, changed=changed: item(99 if row == changed else row))  # type: ignore[misc]
         assert [name for name in known if known[name] != other[name]] == list(known)[2:]
     assert known["rows"] != of(item, size=10)["rows"]
+
+
+@pytest.mark.parametrize("changed", [1, 7, 134])
+def test_one_row_of_few_that_differs_is_seen(changed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_CHEAP_S", 60.0)  # however busy the machine is
+    known = of(lambda row: row, size=136)
+    assert known["items_of_train"].endswith(" of 136 rows")
+    assert of(lambda row: -row if row == changed else row, size=136) != known
+
+
+def test_of_many_rows_a_thousand_are_read_and_of_slow_ones_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as busy:
+        busy.setattr(fingerprint, "_CHEAP_S", 0.0)
+        busy.setattr(fingerprint, "_MAX_S", 60.0)
+        assert of(lambda row: row, size=10**9)["items_of_train"].endswith(" of 1000 rows")
+    slow = of(lambda row: time.sleep(0.1) or row, size=50)["items_of_train"]
+    assert 3 <= int(slow.split()[-2]) <= 10
+
+
+@pytest.mark.parametrize("size", [1, 2, 9, 136, 137, 5000])
+def test_as_many_rows_are_read_as_for_the_one_to_compare_with(size: int) -> None:
+    """However many the machine would take by itself."""
+    read: list[int] = []
+    data = SimpleNamespace(train=Items(lambda row: read.append(row) or row, size), validation=Items(lambda row: row))
+    like = fingerprint_of(data)
+    assert fingerprint_of(data, like=like) == like
+    few = fingerprint_of(data, like={"items_of_train": "0" * 16 + " of 7 rows"})
+    assert few["items_of_train"].endswith(f" of {min(7, size)} rows")
+    assert fingerprint_of(data, like=few) == few
+    read.clear()
+    of_three = fingerprint_of(data, like={"items_of_train": "0" * 16})
+    assert sorted(set(read)) == sorted({0, size // 2, size - 1})
+    items = [hashlib.sha256(f"int {row} ".encode()).hexdigest() for row in sorted(set(read))]
+    assert of_three["items_of_train"] == hashlib.sha256("".join(items).encode()).hexdigest()[:16]
+
+
+def test_sets_and_sources_are_read_as_for_the_one_to_compare_with() -> None:
+    data = SimpleNamespace(train=Items(lambda row: row, 50), validation=Items(lambda row: row))
+    mix = Mix({name: {"data": data, "weight": 1} for name in ("a", "b")})
+    whole = fingerprint_of(mix, validation_sets={"more": data})
+    items = [name for name in whole if "items_of" in name]
+    assert len(items) == 6
+    like = whole | {name: "0" * 16 + f" of {number} rows" for number, name in enumerate(items, start=3)}
+    told = fingerprint_of(mix, validation_sets={"more": data}, like=like)
+    assert [told[name].split(" ", 1)[1] for name in items] == [like[name].split(" ", 1)[1] for name in items]
 
 
 def test_what_is_drawn_for_an_item_is_the_same_on_all_ranks() -> None:
