@@ -1,7 +1,9 @@
 """Ranks that do not do the same get an error that says who, where and what, instead of waiting for ever."""
 
 import functools
+import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -246,3 +248,78 @@ def test_a_rank_that_sleeps_for_ever_is_told_of_within_the_timeout_and_ended(tmp
     assert log == f"  its log: {tmp_path / 'run/ranks/1.log'}"
     assert result_of(tmp_path / "run")["status"] == "failed"
     assert command.wait_until_gone() == []
+
+
+OF_ROWS = (
+    *(each for each in TINY if not each.startswith("data")),
+    "data=own",
+    "data._target_=misbehaving.MisbehavingRows",
+    "data.collate_fn={_target_: misbehaving.with_locals, _partial_: true}",
+    "model.vocab_size=null",
+    "train.max_steps=20",
+    "hydra.run.dir=run",
+    "launch.nproc_per_node=2",
+)
+
+
+@pytest.mark.case(
+    "data: Order, position and loading", "Rows that a worker process cannot hand over", "the run ends and names them"
+)
+@pytest.mark.waits
+def test_a_batch_that_a_worker_cannot_hand_over_ends_the_run_with_its_rows(tmp_path: Path) -> None:
+    """Seen: the rank waited for ever, and the cause stood in its log alone, from a thread of multiprocessing."""
+    command = by_hand(*OF_ROWS, "+data.with_local=true", "data.num_workers=1", folder=tmp_path)
+    assert command.wait(60) == 1
+    cause, _ = command.stderr.splitlines()
+    assert re.fullmatch(
+        r"rank [01] failed: RowError: data\.train: rows [\d, ]*\b5\b[\d, ]* \(epoch 0, step \d+\) cannot be sent by a "
+        r"worker process: (AttributeError|.*PicklingError): .*lambda.*",
+        cause,
+    )
+    assert result_of(tmp_path / "run")["status"] == "failed"
+    assert command.wait_until_gone() == []
+
+
+@pytest.mark.case(
+    "data: Order, position and loading",
+    "A row whose reading does not end, in the rank, a thread or a process",
+    "the run ends within `launch.timeout_s` and names it",
+)
+@pytest.mark.waits
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_ranks_that_all_read_rows_which_do_not_end_are_given_up_and_one_stop_asks_no_second(
+    tmp_path: Path, num_workers: int
+) -> None:
+    """Seen: no rank waits for another one, so that nothing was overdue, and SIGTERM waits for the end of a step."""
+    sleeping = ("+data.after=200", "train.max_steps=1000", "train.eval_every=1000", "launch.timeout_s=12")
+    command = by_hand(*OF_ROWS, *sleeping, f"data.num_workers={num_workers}", folder=tmp_path)
+    for rank in range(2):
+        command.wait_for_text(tmp_path / f"run/ranks/{rank}.log", "asleep")
+    time.sleep(1.0)  # until both have trained what was read ahead
+    for rank in range(2):
+        os.kill(command.pid_of_rank(tmp_path / "run", rank), signal.SIGTERM)
+    assert command.wait(60) == 1
+    assert re.match(
+        r"rank [01] failed: RowError: data\.train: row \d+ \(epoch \d+, step \d+\) cannot be read.* did not end within "
+        r"\d+ s, where ranks wait 12 s for each other; give launch\.timeout_s=",
+        command.stderr.splitlines()[-2],
+    )
+    assert command.wait_until_gone() == []
+
+
+@pytest.mark.case(
+    "data: Order, position and loading", "Ranks whose data differs, or data that has changed since it was checked"
+)
+def test_a_run_is_refused_whose_data_differs_in_few_rows_at_its_start_and_where_it_goes_on(tmp_path: Path) -> None:
+    """Seen: 31 of 136 rows differed, of which none was the first, the middle or the last, and nothing was said."""
+    data = [each for each in OF_ROWS if not each.startswith(("data", "train.max"))]
+    flipped = (*data, "data=own", "data._target_=misbehaving.FlippedRows", "checkpoint.every=1")
+    command = by_hand(*flipped, "train.max_steps=1", folder=tmp_path)
+    assert command.wait(60) == 2
+    assert re.search(r"data: (the ranks differ|it has changed .*): items of train: \w{16} of 136 rows", command.stderr)
+    (tmp_path / "seed").write_text("1")
+    assert by_hand(*flipped, "train.max_steps=1", folder=tmp_path).wait(60) == 0
+    (tmp_path / "seed").write_text("2")
+    command = by_hand(*flipped, "train.max_steps=2", "checkpoint.resume=auto", folder=tmp_path)
+    assert command.wait(60) == 2
+    assert "data: the saved run read other rows, so this one cannot go on at its row 4: items of" in command.stderr

@@ -226,7 +226,7 @@ class LaunchConfig:
     """CPU threads of one rank; null: the machine's cores divided by its ranks, at least 1. The bits of a matrix product
     on the CPU depend on it."""
     timeout_s: float = setting(300.0, between(0.001, 31536000, "seconds (a year)"))
-    """Seconds a collective may wait for the other ranks before the run is ended."""
+    """Seconds a collective may wait for the other ranks before the run is ended; a row of the data must take less."""
     start_timeout_s: float = setting(600.0, between(0.001, 31536000, "seconds (a year)"))
     """Seconds until all ranks have met; machines start at different times."""
     interface: str | None = setting("auto", or_null(rules.INTERFACE))

@@ -8,8 +8,8 @@ import torch
 from zerotrain.comm.ranks.world import World
 from zerotrain.data.reading.batches import GlobalBatchSampler, RowsToRead
 from zerotrain.data.reading.device_copies import DeviceCopies
-from zerotrain.data.reading.fetch import Collate, may_be_read_beside
-from zerotrain.data.reading.fingerprint import fingerprint_of
+from zerotrain.data.reading.fetch import Collate, in_time, may_be_read_beside
+from zerotrain.data.reading.fingerprint import Fingerprint, fingerprint_of
 from zerotrain.data.reading.inputs import as_inputs, num_tokens_of, tokens_known
 from zerotrain.data.reading.loader import StepLoader, reader_of
 from zerotrain.engine.engine import ZeroEngine
@@ -83,15 +83,22 @@ class TrainingFeed:
         Raises:
             ConfigError: on every rank, where it is another.
         """
-        self.sampler.fingerprint = fingerprint_of(
-            self._dataset, seed=self.sampler.seed, validation_sets=self._validation_sets
-        )
-        require_same_data(self._collectives, self.sampler.fingerprint, checked)
+        mine = self._fingerprint(checked)
+        if checked is None and self._world.size > 1:
+            mine = self._fingerprint(self._collectives.gather_objects(mine, name="data")[0])
+        require_same_data(self._collectives, mine, checked)
         if state is not None:
+            theirs = state.get("fingerprint")
+            self.sampler.fingerprint = mine if mine == theirs else self._fingerprint(theirs)
             try:
                 self.sampler.load_state_dict(state)
             except ValueError as error:
                 raise ConfigError(f"data: {error}") from error
+        self.sampler.fingerprint = mine
+
+    def _fingerprint(self, like: Mapping[str, Any] | None) -> Fingerprint:
+        with in_time(self._world.timeout_s):
+            return fingerprint_of(self._dataset, self.sampler.seed, self._validation_sets, like)
 
     def loader(self, num_steps: int) -> StepLoader:
         """Reads the next so many steps."""
@@ -104,6 +111,7 @@ class TrainingFeed:
             num_workers=self._num_workers,
             collate=self._collate,
             vocab_size=self._vocab_size,
+            timeout_s=self._world.timeout_s,
         )
 
     def next_step(self, loader: StepLoader) -> tuple[list[Any], Sequence[float | torch.Tensor] | None, torch.Tensor]:

@@ -1,12 +1,15 @@
 """Models as a user might bring them, which do on one rank what the tests of the launcher need."""
 
 import ctypes
+import math
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from zerotrain.data import TextDataset
@@ -92,6 +95,54 @@ class PacedMLP(MLP):
     def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         time.sleep(self.seconds if self.training else 0.0)
         return super().forward(ids, labels)
+
+
+class Rows:
+    """Rows of tokens, of which row 5 holds a local function, or the reading of one does not end after so many in a
+    process and those that it forks."""
+
+    def __init__(self, with_local: bool = False, after: float = math.inf) -> None:
+        self.with_local, self.num_left = with_local, after
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        self.num_left -= 1
+        if self.num_left < 0:
+            print("asleep", flush=True)
+            time.sleep(3600)
+        tokens = torch.full((16,), row % 7)
+        return {"ids": tokens, "labels": tokens + 1, "local": (lambda: row) if self.with_local and row == 5 else None}
+
+
+class MisbehavingRows:
+    """A dataset of `Rows`."""
+
+    vocab_size = 8
+
+    def __init__(self, **arguments: Any) -> None:
+        self.train, self.validation = Rows(**arguments), Rows()
+
+
+class FlippedRows:
+    """A dataset that flips the labels of 15 of 136 rows by a generator, which the file `seed` seeds, or nobody."""
+
+    vocab_size = 32
+
+    def __init__(self) -> None:
+        seed = int(Path("seed").read_text()) if Path("seed").exists() else None
+        flipped = set(np.random.default_rng(seed).choice(range(1, 135), size=15, replace=False).tolist()) - {68}
+        tokens = torch.arange(136 * 16).reshape(136, 16) % 31
+        self.validation = [{"ids": row, "labels": row + 1} for row in tokens]
+        self.train = [{"ids": row, "labels": 31 - row if at in flipped else row + 1} for at, row in enumerate(tokens)]
+
+
+def with_locals(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch, which holds a local function where an item has one."""
+    batch: dict[str, Any] = {name: torch.stack([item[name] for item in items]) for name in ("ids", "labels")}
+    found = [item["local"] for item in items if item["local"] is not None]
+    return batch | {"local": found[0]} if found else batch
 
 
 class SlowText(TextDataset):

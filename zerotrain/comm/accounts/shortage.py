@@ -62,4 +62,5 @@ def _remedies() -> dict[str, str]:
         os.strerror(errno.EAGAIN): threads,
         os.strerror(errno.ENOMEM): memory,
         "can't allocate memory": memory,
+        "shared memory(shm)": "/dev/shm is full; enlarge it (docker run --shm-size=8g), or set data.num_workers=0",
     }

@@ -75,6 +75,8 @@ class World:
     """Is told of a collective that does not end, where the host does not wait for them."""
     hosts: tuple[str, ...] = ()
     """The name of each rank's host, by rank; none where all are on one, or the caller has made the group."""
+    timeout_s: float = 300.0
+    """Seconds that this rank waits for the others in each collective, and they for it."""
     overdue: Overdue | None = field(init=False, compare=False)
     """Watches collectives there."""
 
@@ -121,7 +123,7 @@ class World:
         kind = device_of(chosen)
         kind.use()
         if ranks is None or ranks.world_size == 1:
-            return cls(rank=0, size=1, local_rank=0, device=chosen)
+            return cls(rank=0, size=1, local_rank=0, device=chosen, timeout_s=timeout_s)
         if kind.is_host:  # gloo connects each rank with each; NCCL does not
             problem = files_problem(ranks.world_size, num_open_files(), at_rank_0=ranks.store_file is None)
             if problem:
@@ -185,7 +187,8 @@ class World:
     ) -> "World":
         rank, size, everyone = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
         # Without a timeout of its own the new group would wait by torch's default, half an hour on gloo.
-        reductions = dist.new_group(timeout=timeout_of(everyone, device))
+        timeout = timeout_of(everyone, device)
+        reductions = dist.new_group(timeout=timeout)
         shards = Shards(rank, size, everyone, reductions, shared_memory=shared_memory)
         return cls(
             rank,
@@ -197,6 +200,7 @@ class World:
             started_here=started_here,
             hosts=hosts,
             tell=tell,
+            **({} if timeout is None else {"timeout_s": timeout.total_seconds()}),
         )
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,13 @@ computes beside it, so:
 
 import hashlib
 import random
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -30,6 +35,11 @@ from zerotrain.data.reading.inputs import unknown_token
 Collate = Callable[[list[Any]], Any]
 """Makes a batch of items."""
 _NUM_ROWS_SHOWN = 8
+_MARGIN_S = 10.0
+"""A row is given up so long before other ranks give up this one, or a quarter of what they wait: its name is the cause,
+and not that a rank did not answer."""
+LOOK_S = 1.0
+"""So often whoever waits for a reader looks where it is."""
 
 
 class RowError(RuntimeError):
@@ -38,6 +48,95 @@ class RowError(RuntimeError):
     Args:
         message: one line that names the dataset, the rows, their epochs and the step.
     """
+
+
+class Place:
+    """The row that a reader is at. Another thread or process, which waits for it, sees whether it gets on.
+
+    Args:
+        timeout_s: how long the other ranks wait for this one; a row must take less.
+        values: memory for 4 numbers of float64, which is shared with another process; None: memory of this one.
+    """
+
+    def __init__(self, timeout_s: float, values: torch.Tensor | None = None) -> None:
+        self._timeout_s, self._limit_s = timeout_s, timeout_s - min(_MARGIN_S, timeout_s / 4)
+        self.look_s = min(LOOK_S, self._limit_s / 4)
+        self._values = torch.zeros(4, dtype=torch.float64) if values is None else values
+
+    def begin(self, row: int = -1, epoch: int = -1, step: int = 0) -> None:
+        """A row, or something else for the micro-batch, begins."""
+        self._values.numpy()[:] = time.monotonic(), row, epoch, step
+
+    def end(self) -> None:
+        """The reader has nothing to do."""
+        self._values[0] = 0.0
+
+    def overdue(self) -> str:
+        """The reason why the reader is not waited for any longer; empty where it gets on."""
+        since_s = float(self._values[0])
+        if not since_s or (busy_s := time.monotonic() - since_s) < self._limit_s:
+            return ""
+        return (
+            f"it did not end within {busy_s:.0f} s, where ranks wait {self._timeout_s:g} s for each other; give "
+            "launch.timeout_s=... more if it may take that long"
+        )
+
+    def __str__(self) -> str:
+        row, epoch, step = map(int, self._values[1:])
+        if row >= 0:
+            return place_of("data.train", [row], [epoch], step)
+        return f"data.train: the rows of step {step}" if step else "data.train: the first rows of a process"
+
+
+_PLACE: ContextVar[Place | None] = ContextVar("place", default=None)
+
+
+@contextmanager
+def noting(place: Place) -> Iterator[None]:
+    """In here `fetch_rows` notes in `place` what it reads, where this thread calls it."""
+    token = _PLACE.set(place)
+    try:
+        yield
+    finally:
+        _PLACE.reset(token)
+
+
+@contextmanager
+def in_time(timeout_s: float) -> Iterator[None]:
+    """In here this thread reads rows itself, and gives up one that takes too long: a `RowError` whose cause is a
+    TimeoutError. A signal interrupts it, so this holds for the main thread alone, and for code that a signal can
+    interrupt.
+
+    Args:
+        timeout_s: as of `Place`.
+    """
+    place, over, thread = Place(timeout_s), threading.Event(), threading.current_thread()
+    if thread is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        if reason := place.overdue():
+            place.end()
+            raise TimeoutError(reason)
+        if callable(before):
+            before(signum, frame)
+
+    def watch() -> None:
+        while not over.wait(place.look_s):
+            if place.overdue():
+                signal.pthread_kill(thread.ident or 0, signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    watching = threading.Thread(target=watch, name="zerotrain-data-watch", daemon=True)
+    watching.start()
+    try:
+        with noting(place):
+            yield
+    finally:
+        over.set()
+        watching.join()
+        signal.signal(signal.SIGALRM, before)
 
 
 def fetch_rows(
@@ -91,6 +190,8 @@ def fetch_rows(
         at = slice(item, item + 1) if item < len(rows) else slice(None)
         with _named(name, rows[at], epochs[at], step, "cannot be trained on"):
             raise ValueError(f"the token {token} is not among the model's, 0 to {vocab_size - 1}")
+    if (place := _PLACE.get()) is not None:
+        place.end()
     return batch
 
 
@@ -117,13 +218,20 @@ def seeded(*place: object) -> Iterator[None]:
 
 @contextmanager
 def _named(name: str, rows: Sequence[int], epochs: Sequence[int], step: int, what: str) -> Iterator[None]:
+    if (place := _PLACE.get()) is not None:
+        place.begin(*(rows[0], epochs[0]) if len(rows) == 1 else (-1, -1), step)
     try:
         yield
-    except Exception as error:  # whatever a user's class raises
-        which = f"row {rows[0]}" if len(rows) == 1 else f"rows {_listed(rows)}"
-        when = f"epoch {epochs[0]}" if len(set(epochs)) == 1 else f"epochs {_listed(epochs)}"
+    except (Exception, SystemExit) as error:  # whatever a user's class raises
         said = f"{type(error).__name__}: {error}"
-        raise RowError(f"{name}: {which} ({when}, step {step}) {what}: {said}") from error
+        raise RowError(f"{place_of(name, rows, epochs, step)} {what}: {said}") from error
+
+
+def place_of(name: str, rows: Sequence[int], epochs: Sequence[int], step: int) -> str:
+    """Some rows in words: "data.train: row 3 (epoch 0, step 7)"."""
+    which = f"row {rows[0]}" if len(rows) == 1 else f"rows {_listed(rows)}"
+    when = f"epoch {epochs[0]}" if len(set(epochs)) == 1 else f"epochs {_listed(epochs)}"
+    return f"{name}: {which} ({when}, step {step})"
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -139,14 +247,15 @@ def _generators_put_back(are_used: bool) -> Iterator[Callable[..., None]]:
         return
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
-        yield _seed_by
+        yield seed_by
     finally:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
 
 
-def _seed_by(*place: object) -> None:
+def seed_by(*place: object) -> None:
+    """Seed the global generators by some numbers and words."""
     digest = hashlib.sha256(" ".join(map(str, place)).encode()).digest()
     torch.default_generator.manual_seed(int.from_bytes(digest[:8]))  # torch.manual_seed also seeds GPUs
     random.seed(digest[8:16])

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -20,7 +20,16 @@ import torch
 
 from zerotrain.data.reading.batches import GlobalBatchSampler, RowsToRead
 from zerotrain.data.reading.device_copies import Copied, DeviceCopies
-from zerotrain.data.reading.fetch import Collate, fetch_rows, may_be_read_beside
+from zerotrain.data.reading.fetch import (
+    Collate,
+    Place,
+    RowError,
+    fetch_rows,
+    in_time,
+    may_be_read_beside,
+    noting,
+    place_of,
+)
 from zerotrain.data.reading.inputs import num_labels
 from zerotrain.data.reading.workers import read_in_workers
 
@@ -54,6 +63,11 @@ def _read(fetch: Callable[..., Any], wanted: tuple[RowsToRead, int]) -> tuple[An
         return batch, num_labels(batch, len(rows))
 
 
+def _described(wanted: tuple[RowsToRead, int]) -> str:
+    (rows, epochs), step = wanted
+    return place_of("data.train", rows, epochs, step)
+
+
 class StepLoader:
     """Gives a rank the micro-batches of one step after the other. Use as a context manager: at its end nothing is left
     of the thread and the processes.
@@ -68,6 +82,7 @@ class StepLoader:
         collate: makes a batch of items; None: torch's `default_collate`.
         num_steps_ahead: 0 reads each step when it is asked for.
         vocab_size: tokens that the model knows, see `fetch_rows`.
+        timeout_s: seconds that the other ranks wait for this one; a row must take less.
     """
 
     def __init__(
@@ -82,6 +97,7 @@ class StepLoader:
         collate: Collate | None = None,
         num_steps_ahead: int = NUM_STEPS_AHEAD,
         vocab_size: int | None = None,
+        timeout_s: float = 300.0,
     ) -> None:
         self.wait_s = 0.0
         """How long the last step was waited for."""
@@ -98,12 +114,15 @@ class StepLoader:
         )
         if num_workers > 0:
             num_ahead = max(num_steps_ahead, 1) * self._num_micro_batches
-            read = self._open.enter_context(read_in_workers(reader, wanted, num_workers, num_ahead))
+            read = self._open.enter_context(
+                read_in_workers(reader, wanted, num_workers, num_ahead, describe=_described, timeout_s=timeout_s)
+            )
         else:
             read = map(reader, wanted)
         self._steps = self._copied_steps(read)
+        self._in_time = nullcontext if self.reads_ahead or num_workers > 0 else partial(in_time, timeout_s)
         if self.reads_ahead:
-            self._steps = self._open.enter_context(ReadAhead(self._steps, num_steps_ahead))
+            self._steps = self._open.enter_context(ReadAhead(self._steps, num_steps_ahead, timeout_s))
 
     def _copied_steps(self, read: Iterator[tuple[Any, int]]) -> Iterator[tuple[Copied, list[int]]]:
         while step := list(islice(read, self._num_micro_batches)):
@@ -113,12 +132,13 @@ class StepLoader:
         """The micro-batches of the next step. Those of the one before must no longer be used.
 
         Raises:
-            RowError: a row could not be read.
+            RowError: a row could not be read, or not in time.
             StopIteration: there was none left.
             RuntimeError: a worker process has died.
         """
         started_s = time.perf_counter()
-        copied, numbers = next(self._steps)
+        with self._in_time():
+            copied, numbers = next(self._steps)
         micro_batches = self._copies.finish(copied)
         self.wait_s = time.perf_counter() - started_s
         return LoadedStep(micro_batches, numbers)
@@ -132,10 +152,14 @@ class StepLoader:
 
 class ReadAhead(Iterator[Any]):
     """An iterator that a thread runs ahead of who asks for its values, by so many at most. An exception comes where
-    its value would have."""
+    its value would have.
 
-    def __init__(self, values: Iterator[Any], num_ahead: int) -> None:
-        self._values, self._num_ahead = values, num_ahead
+    Args:
+        timeout_s: as of `Place`, for rows that the thread reads itself.
+    """
+
+    def __init__(self, values: Iterator[Any], num_ahead: int, timeout_s: float = 300.0) -> None:
+        self._values, self._num_ahead, self._place = values, num_ahead, Place(timeout_s)
         self._ready: deque[Any] = deque()
         self._error: BaseException | None = None
         """The error raised in place of a value; StopIteration behind the last."""
@@ -147,7 +171,9 @@ class ReadAhead(Iterator[Any]):
     def __next__(self) -> Any:
         with self._changed:
             # Signals are handled while this waits: the main thread may be told to stop.
-            self._changed.wait_for(lambda: self._ready or self._error)
+            while not self._changed.wait_for(lambda: self._ready or self._error, self._place.look_s):
+                if reason := self._place.overdue():
+                    raise RowError(f"{self._place} cannot be read: {reason}")
             if not self._ready and self._error is not None:
                 raise self._error
             value = self._ready.popleft()
@@ -167,7 +193,8 @@ class ReadAhead(Iterator[Any]):
     def _run(self) -> None:
         while self._wait_for_room():
             try:
-                value = next(self._values)
+                with noting(self._place):
+                    value = next(self._values)
             except BaseException as error:  # whatever it is, who asks for the value is to see it
                 with self._changed:
                     self._error = error

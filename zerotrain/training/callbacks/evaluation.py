@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from zerotrain.comm.ranks.world import World
-from zerotrain.data.reading.fetch import Collate, fetch_rows
+from zerotrain.data.reading.fetch import Collate, fetch_rows, in_time
 from zerotrain.data.reading.inputs import as_inputs, labels_of, num_labels, to_device, tokens_known, without_labels
 from zerotrain.data.reading.items import source_name
 from zerotrain.device.kinds import device_of
@@ -200,7 +200,12 @@ def evaluate_all(
     measured = MetricStates(metrics or {}, "val_", f"evaluation after step {step}")
     known = tokens_known(engine.module)
     fetch = partial(fetch_rows, dataset, seed=seed, step=step, collate=collate, name=name, vocab_size=known)
-    with torch.no_grad(), device_of(world.device).keep_generators(), in_evaluation_mode(engine):
+    with (
+        torch.no_grad(),
+        device_of(world.device).keep_generators(),
+        in_evaluation_mode(engine),
+        in_time(world.timeout_s),
+    ):
         for number in range(world.rank, num_rounds * world.size, world.size):
             mine = rows[number * micro_batch_size : (number + 1) * micro_batch_size]
             # A rank that has no row left runs a forward all the same and counts nothing of it: where parameters are

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from zerotrain.data.reading import workers
 from zerotrain.data.reading.batches import GlobalBatchSampler
 from zerotrain.data.reading.fetch import RowError
 from zerotrain.data.reading.loader import NUM_STEPS_AHEAD, ReadAhead, StepLoader
@@ -182,26 +182,194 @@ def test_an_exception_comes_in_its_step_with_row_epoch_and_step_and_its_tracebac
     assert multiprocessing.active_children() == []
 
 
+def kill_own_process(row: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exit_of_c(row: int) -> None:
+    os._exit(3)
+
+
 @pytest.mark.case("data: Order, position and loading", "A process that reads is killed", "the run ends and says so")
-def test_a_worker_that_is_killed_is_told() -> None:
-    items = Items(lambda row: os.kill(os.getpid(), signal.SIGKILL) if row == 7 else None)
-    with pytest.raises(RuntimeError, match=r"worker.*(killed by signal|exited unexpectedly)"):
+@pytest.mark.parametrize(
+    ("end", "said"), [(kill_own_process, "was killed by SIGKILL"), (exit_of_c, "ended with exit code 3")]
+)
+def test_a_worker_that_is_gone_is_told_with_its_row(end: Callable[[int], None], said: str) -> None:
+    items = Items(lambda row: end(row) if row == 7 else None)
+    step = next(number for number in range(12) if 7 in sampler().rank_rows(number)) + 1
+    row = f"data.train: row 7 (epoch 0, step {step})"
+    with pytest.raises(RuntimeError, match=rf"^a worker process that reads the data {said}, at {re.escape(row)}$"):
         sha256_of_steps(items, num_workers=1)
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), EOFError(), FileNotFoundError()])
-def test_a_worker_that_is_killed_while_its_memory_is_asked_for_is_told_as_such(error: Exception) -> None:
-    """Seen on a busy machine: torch noticed the dead worker in the wait for a value, but not in the one behind it."""
+def kill_and_fail(pid: int, error: type[Exception]) -> None:
+    if pid != os.getpid():
+        os.kill(pid, signal.SIGKILL)
+    raise error("while it is made again")
 
-    def values() -> Any:
-        yield 1
-        raise error
 
-    received = workers._received(values())
-    assert next(received) == 1
-    with pytest.raises(RuntimeError, match="worker process that reads the data exited unexpectedly"):
-        next(received)
+class Unmade:
+    """Can be pickled, but not made again: in the process that asked for it, which kills another one before."""
+
+    def __init__(self, killed: int | None, error: type[Exception]) -> None:
+        self.killed, self.error = killed, error
+
+    def __reduce__(self) -> Any:
+        return kill_and_fail, (self.killed, self.error)
+
+
+def kill_who_reads(error: type[Exception]) -> Unmade:
+    return Unmade(os.getpid(), error)
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, EOFError, FileNotFoundError])
+def test_a_worker_that_is_killed_while_its_memory_is_asked_for_is_told_as_such(error: type[Exception]) -> None:
+    """Seen on a busy machine: the worker was there in the wait for a value, and gone while its memory was asked for."""
+    with (
+        pytest.raises(RuntimeError, match="worker process that reads the data was killed by SIGKILL"),
+        read_in_workers(kill_who_reads, iter([error]), num_workers=1, num_ahead=1) as values,
+    ):
+        next(values)
+
+
+class Unsendable(Items):
+    """A row, or the batch with it, that no process can hand over."""
+
+    def __init__(self, wrong: Any) -> None:
+        super().__init__()
+        self.wrong = wrong
+
+    def __getitem__(self, row: int) -> Any:
+        return {"ids": torch.tensor([row]), "wrong": self.wrong if row == 7 else None}
+
+
+class NoPickle:
+    def __reduce__(self) -> Any:
+        raise MemoryError("no room for it")
+
+
+def read_steps(dataset: Any, **how: Any) -> None:
+    with loader(dataset, **how) as steps:
+        for _ in range(12):
+            steps.next_step()
+
+
+def keep(items: list[Any]) -> Any:
+    return items
+
+
+@pytest.mark.case(
+    "data: Order, position and loading", "Rows that a worker process cannot hand over", "the run ends and names them"
+)
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: None, "sent by a worker process: (AttributeError|PicklingError): .*lambda"),
+        (NoPickle(), "sent by a worker process: MemoryError: no room for it"),
+        (threading.Lock(), "sent by a worker process: TypeError: cannot pickle '_thread.lock' object"),
+        (Unmade(os.getpid(), ZeroDivisionError), "taken from a worker process: ZeroDivisionError: while it is made"),
+    ],
+    ids=["a lambda", "no pickle", "a lock", "not made again"],
+)
+def test_what_a_worker_cannot_hand_over_is_told_with_its_rows(wrong: Any, said: str) -> None:
+    """Seen: multiprocessing's thread printed the error, and the rank waited for ever."""
+    step = next(number for number in range(12) if 7 in sampler().rank_rows(number)) + 1
+    rows = rf"data.train: rows [\d, ]*\b7\b[\d, ]* \(epoch 0, step {step}\)"
+    with pytest.raises(RowError, match=f"^{rows} cannot be {said}"):
+        read_steps(Unsendable(wrong), num_workers=1, collate=keep)
+    assert multiprocessing.active_children() == []
+
+
+def end_python(row: int) -> None:
+    if row == 7:
+        sys.exit(3)
+
+
+@pytest.mark.parametrize("how", [{"num_steps_ahead": 0}, {}, {"num_workers": 1}], ids=["main", "thread", "workers"])
+def test_a_dataset_that_ends_python_is_told_with_its_row(how: dict[str, Any]) -> None:
+    with pytest.raises(RowError, match=r"^data.train: row 7 \(epoch 0, step \d+\) cannot be read: SystemExit: 3$"):
+        sha256_of_steps(Items(end_python), **how)
+
+
+# ---- waits
+
+
+READERS = {
+    "main thread": {"num_steps_ahead": 0},
+    "thread": {"num_workers": 0},
+    "workers": {"num_workers": 2},
+}
+
+
+@pytest.mark.case(
+    "data: Order, position and loading",
+    "A row whose reading does not end, in the rank, a thread or a process",
+    "the run ends within `launch.timeout_s` and names it",
+)
+@pytest.mark.parametrize("how", READERS.values(), ids=READERS)
+def test_a_row_that_does_not_end_is_given_up_and_told(how: dict[str, Any]) -> None:
+    with pytest.raises(RowError, match=r"^data.train: row 7 \(epoch 0, step \d+\) cannot be read.* did not end within"):
+        read_steps(Items(lambda row: time.sleep(1000 * (row == 7))), timeout_s=2.0, **how)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("how", READERS.values(), ids=READERS)
+def test_slow_rows_are_waited_for_as_long_as_they_come(how: dict[str, Any]) -> None:
+    """Six rows take longer than the limit, and none of them does."""
+    with loader(Items(lambda row: time.sleep(0.5)), num_steps=2, timeout_s=2.0, **how) as steps:
+        for _ in range(2):
+            assert len(steps.next_step().micro_batches) == 2
+
+
+def stop_at_two(wanted: int) -> int:
+    if wanted == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return wanted
+
+
+def test_a_worker_that_is_stopped_is_given_up_and_ended() -> None:
+    with read_in_workers(stop_at_two, iter(range(9)), num_workers=1, num_ahead=1, timeout_s=1.0) as values:
+        assert [next(values), next(values)] == [0, 1]
+        with pytest.raises(RowError, match="cannot be read by a worker process: it did not end within"):
+            next(values)
+    assert multiprocessing.active_children() == []
+
+
+def test_an_alarm_of_ones_own_comes_while_the_main_thread_reads() -> None:
+    alarms: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda signum, frame: alarms.append(signum))
+    try:
+        with loader(Items(lambda row: signal.raise_signal(signal.SIGALRM)), num_steps_ahead=0) as steps:
+            steps.next_step()
+        assert alarms == [signal.SIGALRM] * 6
+        signal.raise_signal(signal.SIGALRM)
+        assert len(alarms) == 7
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+class OfWorker(Items):
+    def __getitem__(self, row: int) -> Any:
+        known = torch.utils.data.get_worker_info()
+        return torch.tensor([known.id, known.num_workers, torch.get_num_threads()]), torch.tensor([row])
+
+
+def test_a_dataset_may_ask_which_worker_it_is_in() -> None:
+    with loader(OfWorker(), num_workers=2) as steps:
+        told = [ids[0].tolist() for ids, _ in steps.next_step().micro_batches]
+    assert told == [[0, 2, 1], [1, 2, 1]]
+
+
+def large(wanted: list[int]) -> bytes:
+    return bytes(10**6 * wanted[0])
+
+
+def test_large_values_and_long_lists_of_rows_do_not_wait_for_each_other() -> None:
+    """What is asked for, and what has been read, both fill a pipe."""
+    wanted = [[1] * 100_000 for _ in range(8)]
+    with read_in_workers(large, iter(wanted), num_workers=1, num_ahead=6) as values:
+        assert [len(value) for value in values] == [10**6] * 8
 
 
 def test_what_a_thread_reads_ahead_ends_where_the_values_end_or_fail() -> None:
