@@ -179,7 +179,7 @@ def evaluate(
         config.launch.device, why = device_for(config.launch.device, num_local, num_gpus_for(num_local))
         try:
             with _known_in_one_line(config, run.path):
-                data = _checked(config, told["weights"], averaged, num_local, num_ranks)
+                data = _checked(config, run, averaged, num_local, num_ranks)
             warnings += _warnings(why, run.data_fingerprint not in (None, data), settings)
             if not _is_one_of_others():
                 for warning in warnings:
@@ -345,13 +345,13 @@ def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]
     return ranks.local_world_size, ranks.world_size
 
 
-def _checked(config: Config, weights: str, averaged: bool, num_local: int, num_ranks: int) -> dict[str, Any]:
+def _checked(config: Config, run: OfRun, averaged: bool, num_local: int, num_ranks: int) -> dict[str, Any]:
     """The data as it is after all that can be checked without ranks. A ConfigError with every problem found."""
-    data = preflight.check(config, num_local, num_ranks)
+    data = preflight.check(config, num_local, num_ranks, like=run.data_fingerprint)
     if not data["validation_rows"] and not config.validation_set_targets:
         raise ConfigError("data.validation is empty, so that there is nothing to evaluate on; give other data")
     model = build_on_meta(config)
-    if model is not None and (misfits := weight_misfits(weights, model, averaged=averaged)):
+    if model is not None and (misfits := weight_misfits(str(run.path), model, averaged=averaged)):
         raise ConfigError(*(in_words_of_config(line) for line in misfits))
     return data
 

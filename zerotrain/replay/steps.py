@@ -97,7 +97,7 @@ def opened_steps(
     resumed = _resumed(config, engine, world, checkpoints, folder, console)
     done, state = (0, {}) if resumed is None else (resumed.step, resumed.state)
     feed = _feed(config, engine, world, dataset, done)
-    feed.agree(state.get("data"), None)
+    feed.agree(state.get("data"), None, like=data)
     if data is not None and (line := _other_data(data, feed.sampler.fingerprint or {})):
         raise ConfigError(line)
     freezing = RunFreezing(engine, console, frozen_steps(config, frozen, dataset.train, world.size))

@@ -72,18 +72,24 @@ class TrainingFeed:
         """Labels that the run was trained on, where that follows from its sequences."""
         return None if self.tokens_per_sequence is None else self.sampler.rows_consumed * self.tokens_per_sequence
 
-    def agree(self, state: Mapping[str, Any] | None, checked: Mapping[str, Any] | None) -> None:
+    def agree(
+        self,
+        state: Mapping[str, Any] | None,
+        checked: Mapping[str, Any] | None,
+        like: Mapping[str, Any] | None = None,
+    ) -> None:
         """Compare the data with that of the other ranks, of the process that checked it, and of the run that is gone on
         with; go on at that one's row. Collective.
 
         Args:
             state: what `sampler.state_dict` gave in that run; None: there was none.
             checked: see `require_same_data`.
+            like: see `fingerprint_of`; None: `checked`.
 
         Raises:
             ConfigError: on every rank, where it is another.
         """
-        mine = self._fingerprint(checked)
+        mine = self._fingerprint(like or checked)
         if checked is None and self._world.size > 1:
             mine = self._fingerprint(self._collectives.gather_objects(mine, name="data")[0])
         require_same_data(self._collectives, mine, checked)

@@ -13,19 +13,12 @@ from torch.utils.data import Dataset
 import zerotrain
 from zerotrain import ConfigError
 from zerotrain.comm.ranks.world import World
-from zerotrain.data.reading import fingerprint
 from zerotrain.data.reading.fetch import RowError
 from zerotrain.data.reading.fingerprint import fingerprint_of
 from zerotrain.data.reading.inputs import num_tokens_of
 from zerotrain.models import GPT
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training.sameness.same_data import require_same_data
-
-
-@pytest.fixture(autouse=True)
-def all_rows_are_cheap(monkeypatch):
-    """However busy the machine is."""
-    monkeypatch.setattr(fingerprint, "_CHEAP_S", 60.0)
 
 
 class Recorded(Dataset):

@@ -299,7 +299,7 @@ def test_a_dataset_that_cannot_decode_gets_a_word_instead_of_a_sample(make_train
 # ---- ends that are not the end
 
 
-ITEMS_COMPARED = 4
+ITEMS_COMPARED = 201
 """Read before the first step, to tell the data of one rank from that of another: the first one twice."""
 
 

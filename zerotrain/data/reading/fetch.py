@@ -88,17 +88,8 @@ class Place:
         return f"data.train: the rows of step {step}" if step else "data.train: the first rows of a process"
 
 
-_PLACE: ContextVar[Place | None] = ContextVar("place", default=None)
-
-
-@contextmanager
-def noting(place: Place) -> Iterator[None]:
-    """In here `fetch_rows` notes in `place` what it reads, where this thread calls it."""
-    token = _PLACE.set(place)
-    try:
-        yield
-    finally:
-        _PLACE.reset(token)
+PLACE: ContextVar[Place | None] = ContextVar("place", default=None)
+"""Where `fetch_rows` notes what it reads; each thread has its own."""
 
 
 @contextmanager
@@ -127,16 +118,17 @@ def in_time(timeout_s: float) -> Iterator[None]:
             if place.overdue():
                 signal.pthread_kill(thread.ident or 0, signal.SIGALRM)
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before, token = signal.signal(signal.SIGALRM, interrupt), PLACE.set(place)
     watching = threading.Thread(target=watch, name="zerotrain-data-watch", daemon=True)
     watching.start()
     try:
-        with noting(place):
-            yield
+        yield
     finally:
+        PLACE.reset(token)
         over.set()
         watching.join()
-        signal.signal(signal.SIGALRM, before)
+        if signal.getsignal(signal.SIGALRM) is interrupt:  # and not one that the dataset has set meanwhile
+            signal.signal(signal.SIGALRM, before)
 
 
 def fetch_rows(
@@ -190,7 +182,7 @@ def fetch_rows(
         at = slice(item, item + 1) if item < len(rows) else slice(None)
         with _named(name, rows[at], epochs[at], step, "cannot be trained on"):
             raise ValueError(f"the token {token} is not among the model's, 0 to {vocab_size - 1}")
-    if (place := _PLACE.get()) is not None:
+    if (place := PLACE.get()) is not None:
         place.end()
     return batch
 
@@ -218,7 +210,7 @@ def seeded(*place: object) -> Iterator[None]:
 
 @contextmanager
 def _named(name: str, rows: Sequence[int], epochs: Sequence[int], step: int, what: str) -> Iterator[None]:
-    if (place := _PLACE.get()) is not None:
+    if (place := PLACE.get()) is not None:
         place.begin(*(rows[0], epochs[0]) if len(rows) == 1 else (-1, -1), step)
     try:
         yield

@@ -21,7 +21,9 @@ _NUM_ORDERED = 1000
 _NUM_SPREAD = 1000
 _CHEAP_S, _MAX_S = 0.25, 1.0
 """All rows of a dataset are read where that takes so little, and `_NUM_SPREAD` of more, or as many as take `_MAX_S`."""
-_NUM_ROWS = re.compile(r"\w{16} of (\d+) rows")
+_MOST = 100_000
+"""What a file says of its data is no reason to read more."""
+_NUM_ROWS = re.compile(r"\w{16} of (\d{1,9}) rows")
 _OF_THREE = re.compile(r"\w{16}")
 """Of a checkpoint of an earlier release: the first, the middle and the last row."""
 
@@ -87,7 +89,7 @@ def _of_items(dataset: Any, seed: int, name: str, like: str) -> str:
     if not _OF_THREE.fullmatch(like):
         cost_s, number = statistics.median(costs_s), _NUM_ROWS.fullmatch(like)
         num_wanted = int(number[1]) if number else max(_CHEAP_S / cost_s, min(_NUM_SPREAD, _MAX_S / cost_s), len(rows))
-        num_rows = int(min(num_wanted, length))
+        num_rows = int(min(num_wanted, length, _MOST))
         rows = [each * (length - 1) // max(num_rows - 1, 1) for each in range(num_rows)]
         how_many = f" of {num_rows} rows"
     for row in rows:

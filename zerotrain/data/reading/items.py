@@ -114,17 +114,16 @@ def _parts(value: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _require_one_shape(batches: Sequence[Any], names: Sequence[str]) -> None:
-    shapes = [_shapes(batch) for batch in batches]
+    shapes = [
+        {path: tuple(part.shape[1:]) for path, part in _parts(batch, "") if isinstance(part, torch.Tensor)}
+        for batch in batches
+    ]
     for name, each in zip(names, shapes, strict=True):
         if each != shapes[0]:
             raise ValueError(
                 f"{name} has {_said(each)} and {names[0]} {_said(shapes[0])}; all items must have the same: pad them, "
                 f"with {IGNORED_LABEL} for labels, or give data.collate_fn, which pads each micro-batch"
             )
-
-
-def _shapes(batch: Any) -> dict[str, tuple[int, ...]]:
-    return {path: tuple(part.shape[1:]) for path, part in _parts(batch, "") if isinstance(part, torch.Tensor)}
 
 
 def _said(shapes: dict[str, tuple[int, ...]]) -> str:

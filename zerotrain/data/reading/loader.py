@@ -21,13 +21,13 @@ import torch
 from zerotrain.data.reading.batches import GlobalBatchSampler, RowsToRead
 from zerotrain.data.reading.device_copies import Copied, DeviceCopies
 from zerotrain.data.reading.fetch import (
+    PLACE,
     Collate,
     Place,
     RowError,
     fetch_rows,
     in_time,
     may_be_read_beside,
-    noting,
     place_of,
 )
 from zerotrain.data.reading.inputs import num_labels
@@ -191,10 +191,10 @@ class ReadAhead(Iterator[Any]):
         self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
+        PLACE.set(self._place)
         while self._wait_for_room():
             try:
-                with noting(self._place):
-                    value = next(self._values)
+                value = next(self._values)
             except BaseException as error:  # whatever it is, who asks for the value is to see it
                 with self._changed:
                     self._error = error

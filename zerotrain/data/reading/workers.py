@@ -26,7 +26,7 @@ import torch
 from torch import multiprocessing
 from torch.utils.data._utils import worker as torchs_worker
 
-from zerotrain.data.reading.fetch import Place, RowError, noting, seed_by
+from zerotrain.data.reading.fetch import PLACE, Place, RowError, seed_by
 
 _IGNORED_SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT,
@@ -160,7 +160,8 @@ def _work(
     )
     asked: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_take, args=(pipe, asked), name="zerotrain-data-end", daemon=True).start()
-    with noting(place), suppress(ConnectionError):
+    PLACE.set(place)
+    with suppress(ConnectionError):  # the rank is gone
         while True:
             place.end()
             wanted = asked.get()

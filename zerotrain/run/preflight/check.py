@@ -2,7 +2,7 @@
 
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +62,7 @@ def check(
     num_ranks: int = 1,
     goes_on_from: Manifest | None = None,
     run_dir: Path | None = None,
+    like: Mapping[str, Any] | None = None,
 ) -> Fingerprint:
     """Build what can be built without ranks: the model without memory, the dataset, the optimizer of one element.
 
@@ -73,6 +74,7 @@ def check(
         num_ranks: of all machines.
         goes_on_from: of the checkpoint that is tried first.
         run_dir: may not be there yet.
+        like: see `fingerprint_of`.
 
     Returns:
         The fingerprint of the data, for the ranks to compare theirs with.
@@ -90,7 +92,7 @@ def check(
         model = attempt("model", _require_module) if _take_vocab_size(config, data) else None
     sets = None if data is None else attempt("data", lambda config: validation_sets_of(data, config))
     batches = None if sets is None else attempt("data", lambda config: _first_batches(data, sets, config, ranks, room))
-    known = None if batches is None else attempt("data", lambda config: fingerprint_of(data, config.seed, sets))
+    known = None if batches is None else attempt("data", lambda config: fingerprint_of(data, config.seed, sets, like))
     frozen = None if model is None else attempt("model", lambda config: _try_model(model, config))
     if model is not None and frozen is not None:
         problems += _start_misfits(model, config.checkpoint, goes_on_from)

@@ -349,6 +349,17 @@ def test_an_alarm_of_ones_own_comes_while_the_main_thread_reads() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
+def test_a_handler_that_a_dataset_sets_for_its_own_alarms_stays() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    with loader(Items(lambda row: signal.signal(signal.SIGALRM, ignore_alarm)), num_steps_ahead=0) as steps:
+        steps.next_step()
+        assert signal.signal(signal.SIGALRM, before) is ignore_alarm
+
+
+def ignore_alarm(signum: int, frame: Any) -> None:
+    pass
+
+
 class OfWorker(Items):
     def __getitem__(self, row: int) -> Any:
         known = torch.utils.data.get_worker_info()
