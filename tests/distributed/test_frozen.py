@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -174,9 +175,66 @@ def test_a_change_of_what_trains_leaves_each_rank_its_own_buffers() -> None:
     assert seen_by_ranks(buffer_over_a_change) == [[[1.0] * 3, [2.0] * 3]] * 2
 
 
+CHANGING = ("layers.[01].down.*", "layers.[01].up.*", "norm.*")
+
+
+def average_over_changes(stage: int) -> list[dict[str, torch.Tensor]]:
+    """Weights and their average after two changes of what trains; {} on all ranks but the first."""
+    engine = build(stage)
+    engine.keep_average(decay=0.9)
+    one_step(engine)
+    engine.freeze(*CHANGING)
+    one_step(engine)
+    engine.unfreeze(*CHANGING)
+    one_step(engine)
+    weights = engine.full_state_dict()
+    with engine.averaged():
+        return [weights, engine.full_state_dict()]
+
+
+def plain_average_over_changes() -> list[dict[str, torch.Tensor]]:
+    """The same in plain PyTorch, of which each step computes the gradients of both ranks."""
+    torch.manual_seed(0)
+    model = Adapters()
+    weights = dict(model.named_parameters())
+    changing = [name for name in weights if any(fnmatchcase(name, pattern) for pattern in CHANGING)]
+    optimizer = torch.optim.AdamW(weights.values())
+    average: dict[str, torch.Tensor] = {}
+    for step, trains in enumerate((True, False, True)):
+        for name in changing:
+            weights[name].requires_grad_(trains)
+            average.pop(name, None)
+            if step == 2:
+                average[name] = weights[name].detach().clone()  # new to its average, and to the optimizer
+                optimizer.state.pop(weights[name])
+        trained = [each for each in weights.values() if each.requires_grad]
+        losses = [
+            model(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(rank))).pow(3).mean() for rank in (0, 1)
+        ]
+        for each, one, other in zip(trained, *(torch.autograd.grad(loss, trained) for loss in losses), strict=True):
+            each.grad = (one + other) / 2
+        optimizer.step()
+        for name, weight in weights.items():
+            weight.grad = None
+            if weight.requires_grad:
+                share = 1 - min(0.9, (1 + step) / (10 + step))
+                average[name] = average.get(name, weight.detach()).lerp(weight.detach(), share)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return [state, state | average]
+
+
+def test_weights_and_average_over_changes_of_what_trains_are_those_of_plain_pytorch() -> None:
+    """The adapters of two layers come first in new buckets, behind matrices that stay frozen."""
+    expected = plain_average_over_changes()
+    for by_rank in seen_by_ranks(average_over_changes):
+        for got, wanted in zip(by_rank[0], expected, strict=True):
+            assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == []
+
+
 ARGUMENTS: dict[Callable[[Any], Any], list[Any]] = {
     held_over_changes: [(stage, precision) for precision in ("fp32", "bf16") for stage in range(4)],
     most_full_frozen_nbytes: [3],
     answers: [0, 1, 2, 3],
     buffer_over_a_change: [1, 3],
+    average_over_changes: [0, 1, 2, 3],
 }

@@ -69,30 +69,30 @@ class Averaging:
         if average.num_updates == 0:  # it is the weights
             yield
             return
-        self._swap()
-        average.is_in_use = True
+        self._swap(average)
         try:
             yield
         except CommError:  # there is nobody to train with
-            raise
+            with held.breaks_if_it_fails("engine.averaged"):
+                raise
         except BaseException:
             with suppress(Exception):  # the first cause is what the user reads
-                self._swap(gathers=False)  # other ranks may be elsewhere: the next forward gathers
-                average.is_in_use = False
+                self._swap(average, gathers=False)  # other ranks may be elsewhere: the next forward gathers
             raise
-        self._swap()
-        average.is_in_use = False
+        self._swap(average)
 
     @makes_memory
-    def _swap(self, *, gathers: bool = True) -> None:
+    def _swap(self, average: Average, *, gathers: bool = True) -> None:
         schedule = self._held.schedule
-        if gathers:
-            schedule.gathers.prepare_updated(schedule.trained)
-        for bucket in schedule.trained:
-            bucket.weights.finish_gather()
-            bucket.update.swap_average()
-            bucket.forget()
+        with self._held.breaks_if_it_fails("engine.averaged"):
             if gathers:
-                schedule.gathers.gather_updated(bucket)
-        schedule.end_update()
+                schedule.gathers.prepare_updated(schedule.trained)
+            for bucket in schedule.trained:
+                bucket.weights.finish_gather()
+                bucket.update.swap_average()
+                bucket.forget()
+                if gathers:
+                    schedule.gathers.gather_updated(bucket)
+            schedule.end_update()
         self._held.weights_changed()
+        average.is_in_use = not average.is_in_use

@@ -212,14 +212,14 @@ class Checkpoints:
         """The model's `state_dict()` as in plain PyTorch, hooks and extra state included: full fp32 parameters on the
         CPU, on rank 0; {} elsewhere. Collective: all ranks call it.
         """
-        agreed(self._held.collectives, "engine.full_state_dict", lambda: (None, {}))
-        return full_state_dict(self._held.module, self._held.schedule.buckets, self._held.collectives)
+        buckets = agreed(self._held.collectives, "engine.full_state_dict", lambda: (self._held.schedule.buckets, {}))
+        return full_state_dict(self._held.module, buckets, self._held.collectives)
 
     @makes_memory
     def weights_sha256(self) -> str:
         """SHA-256 over the full fp32 master weights in name order, the same on every rank. Collective."""
-        agreed(self._held.collectives, "engine.weights_sha256", lambda: (None, {}))
-        return weights_sha256(self._held.schedule.buckets, self._held.collectives)
+        buckets = agreed(self._held.collectives, "engine.weights_sha256", lambda: (self._held.schedule.buckets, {}))
+        return weights_sha256(buckets, self._held.collectives)
 
     def _adopt(self, manifest: Manifest) -> None:
         """Let train what trains in a checkpoint, in the groups it has."""

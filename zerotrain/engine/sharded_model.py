@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
@@ -23,6 +23,7 @@ from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.model.checks import require_leaves, require_own_memory, require_plain, require_values
 from zerotrain.engine.model.engine_call import makes_memory
+from zerotrain.engine.model.live_parameter import LiveParameter, UnreadyParameter, settle
 from zerotrain.engine.model.newcomers import Newcomers
 from zerotrain.engine.model.unit_forward import offload_saved
 from zerotrain.engine.options import EngineOptions
@@ -34,7 +35,7 @@ from zerotrain.engine.state.owned import Holdings
 from zerotrain.engine.state.saving.under_way import SaveUnderWay
 from zerotrain.engine.state.source import Source
 from zerotrain.engine.state.sources.other_buckets import Described, OtherBuckets, described_state
-from zerotrain.engine.state.together import agreed
+from zerotrain.engine.state.together import agreed, told
 from zerotrain.engine.update.average import Average
 from zerotrain.engine.update.optimizer_step import written_to
 from zerotrain.engine.usage import Usage
@@ -53,6 +54,21 @@ class HalfLoaded:
     """Whether it had begun with the optimizer's state too, which no weights alone make whole."""
 
 
+class Broken:
+    """Stands in place of a schedule that a failed call has left in pieces, and owns the parameters: whatever is asked of
+    it, it tells why.
+
+    Args:
+        why: the sentence, with the first cause.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, _: str) -> NoReturn:
+        raise EngineStateError(self._why)
+
+
 class ShardedModel:
     """A model whose parameters, gradients and optimizer state are held as a plan says.
 
@@ -69,7 +85,8 @@ class ShardedModel:
     """
 
     schedule: Schedule
-    """Units and buckets, and where the model is among them. Another one after each change of what trains."""
+    """Units and buckets, and where the model is among them. Another one after each change of what trains; a `Broken`
+    after one that failed in its midst."""
     first_node: int
     """The first node of a graph that was made with the weights of now. See [Note: positions in a backward]."""
     last_save: SaveUnderWay | None = None
@@ -259,11 +276,31 @@ class ShardedModel:
 
         with self.groups.undone_if_refused():
             is_change, kept = self.between_steps(call, "what trains cannot change", plan)
+            if is_change and self.last_save is not None:
+                self.last_save.wait_until_read()
         if is_change:
-            self._cut_anew(OtherBuckets(self.schedule.buckets, kept, self.plan, self.collectives))
+            with self.breaks_if_it_fails(call):
+                self._cut_anew(OtherBuckets(self.schedule.buckets, kept, self.plan, self.collectives))
+
+    @contextmanager
+    def breaks_if_it_fails(self, call: str) -> Iterator[None]:
+        """In here a call moves what the engine holds. If that fails, some is where it was and some where it was to be:
+        each later call of the engine, and each look at a parameter, raises EngineStateError with the first cause."""
+        try:
+            yield
+        except BaseException as error:
+            broken: Any = Broken(
+                f"{call} has failed halfway ({told(error).text}), and the engine holds a part of it: build the model "
+                "and its engine anew, and load the last checkpoint"
+            )
+            live = [each for each in self.module.parameters() if isinstance(each, LiveParameter)]
+            settle(live, broken)
+            for parameter in live:
+                parameter.__class__ = UnreadyParameter
+            self.schedule = broken
+            raise
 
     def _cut_anew(self, source: Source) -> None:
-        self.wait_until_saved()
         self._disconnect()
         former = self.schedule.buckets
         for bucket in former:
@@ -278,14 +315,15 @@ class ShardedModel:
         """Let everything lie where other options have it, between two steps. Collective."""
         theory = self.usage.switch_nbytes(options.plan)
         before = self.ledger.outside_steps.sent_nbytes
-        self._disconnect()
-        self.pools.clear()
-        give_back_freed()
-        move = self._builder.under(options, self.schedule)
-        del self.schedule
-        schedule = move()
-        self.options, self.plan = options, options.plan
-        self._connect(schedule)
+        with self.breaks_if_it_fails("engine.set_stage"):
+            self._disconnect()
+            self.pools.clear()
+            give_back_freed()
+            move = self._builder.under(options, self.schedule)
+            del self.schedule
+            schedule = move()
+            self.options, self.plan = options, options.plan
+            self._connect(schedule)
         return StageSwitch(options.zero.stage, self.ledger.outside_steps.sent_nbytes - before, theory)
 
     @contextmanager
@@ -319,11 +357,6 @@ class ShardedModel:
                 f"loading {self.half_loaded.path} failed halfway, and the engine holds a part of it: first load one "
                 "that can be read"
             )
-
-    def wait_until_saved(self) -> None:
-        """Wait until a save that is under way, if any, has read all there is."""
-        if self.last_save is not None:
-            self.last_save.wait_until_read()
 
     def wait_until_save_ended(self) -> None:
         """Wait until its folder is there, or will never be: it may be what is to be loaded."""

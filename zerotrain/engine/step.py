@@ -127,12 +127,12 @@ class Steps:
             EngineStateError: `loss` is not one number, or does not depend on the parameters since the last step.
         """
         self._require_unbroken()
+        self._held.schedule.require_unchanged()
         if self._held.average is not None:
             self._held.average.require_out_of_use("engine.backward was called")
         require_graph(loss, self._held.first_node)
         counts = not weighs_nothing(weight)
         scaled = _times(loss, weight * self.loss_scale)
-        self._held.schedule.require_unchanged()
         self._held.ledger.in_step = True
         if counts:
             self._losses.append(loss.detach())

@@ -39,7 +39,7 @@ FAULTS = {
     ),
     "values-from-16-bits": Fault(
         NAMED,
-        "        part = _current_weight(bucket).to(",
+        "        part = current_weight(bucket).to(",
         "        part = bucket.weights.held.float().to(",
         "full weights, and those that move, are rounded",
         (*OF_TRANSFER, *OF_NAMED),

@@ -1,5 +1,9 @@
 """A refusal leaves the engine what it was, on ranks that are threads. All calls: distributed/test_refusals.py."""
 
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +11,7 @@ import torch
 
 import zerotrain
 from tests.unit.engine.parts import Linears, engine_on, inputs, train
-from zerotrain.errors import ConfigError, DisagreementError
+from zerotrain.errors import CommError, ConfigError, DisagreementError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 
 
@@ -103,3 +107,96 @@ def test_weights_that_cannot_be_read_are_named_before_any_is_taken() -> None:
         assert engine.weights_sha256() == before
 
     run_threads(on_a_rank, 2)
+
+
+class Making:
+    """Makes an optimizer, until there is no room left for one."""
+
+    num_left = 1000
+
+    def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise MemoryError("no room for a bucket")
+        return torch.optim.SGD(groups, lr=0.5, momentum=0.9)
+
+
+FAILING: dict[str, Callable[[zerotrain.ZeroEngine, Path], object]] = {
+    "freeze": lambda engine, _: engine.freeze("input.*"),
+    "unfreeze": lambda engine, _: engine.unfreeze("output.*"),
+    "add_param_group": lambda engine, _: engine.add_param_group({"params": ["output.*"], "name": "new"}),
+    "set_stage": lambda engine, _: engine.set_stage(engine.options.zero.stage ^ 1),
+    "load": lambda engine, folder: engine.load(folder),
+    "averaged": lambda engine, _: fail_within(engine.averaged()),
+}
+LATER: dict[str, Callable[[zerotrain.ZeroEngine, Path], object]] = {
+    "call": lambda engine, _: engine(inputs(0, 0)),
+    "forward_scope": lambda engine, _: engine.forward_scope().__enter__(),
+    "backward": lambda engine, _: engine.backward(torch.zeros(())),
+    "step": lambda engine, _: engine.step(),
+    "train_step": lambda engine, _: engine.train_step([(inputs(0, 0),)]),
+    "leaf": lambda engine, _: engine.leaf(0, [(inputs(0, 0),)]),
+    "zero_grad": lambda engine, _: engine.zero_grad(),
+    "keep_average": lambda engine, _: engine.keep_average(),
+    "save": lambda engine, folder: engine.save(folder / "another"),
+    "load_weights": lambda engine, folder: engine.load_weights(folder),
+    "load_state_dict": lambda engine, _: engine.load_state_dict({}, strict=False),
+    "full_state_dict": lambda engine, _: engine.full_state_dict(),
+    "weights_sha256": lambda engine, _: engine.weights_sha256(),
+    "memory_bytes": lambda engine, _: engine.memory_bytes(),
+    "the model": lambda engine, _: engine.module(inputs(0, 0)),
+    "its state_dict": lambda engine, _: engine.module.state_dict(),
+    "a parameter": lambda engine, _: engine.module.output.weight.data,
+    **FAILING,
+}
+
+
+def fail_within(context: AbstractContextManager[None]) -> None:
+    with context:
+        raise CommError("rank 7 is gone")
+
+
+@pytest.mark.case(
+    "calls: Calls",
+    "`freeze`, `unfreeze`, `add_param_group`, `set_stage` or `load` fails halfway: no memory, a disk, another rank",
+    "each later call of the engine, and each look at a weight, raises EngineStateError with the first cause",
+)
+@pytest.mark.parametrize("call", FAILING)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_change_that_fails_leaves_all_as_it_was_or_each_later_call_tells_of_it(
+    stage: int, call: str, tmp_path: Path
+) -> None:
+    def on_a_rank(world: zerotrain.World, num_left: int) -> list[str]:
+        making = Making()
+        engine = engine_on(world, optimizer=making, zero={"stage": stage})
+        engine.keep_average()
+        train(engine, 0)
+        engine.save(tmp_path / f"saved after {num_left}")
+        engine.freeze("output.*")
+        train(engine, 1)
+        before = engine.weights_sha256()
+        making.num_left = num_left
+        with pytest.raises((MemoryError, CommError)):
+            FAILING[call](engine, tmp_path / f"saved after {num_left}")
+        making.num_left = 1000
+        said = []
+        for later in LATER.values():
+            try:
+                assert engine.weights_sha256() == before
+                train(engine, 2)
+                return ["as it was"]
+            except EngineStateError:
+                with pytest.raises(EngineStateError) as raised:
+                    later(engine, tmp_path / f"saved after {num_left}")
+                said.append(str(raised.value))
+        return said
+
+    cause = "rank 7 is gone" if call == "averaged" else "MemoryError: no room for a bucket"
+    broken = (
+        f"engine.{call} has failed halfway ({cause}), and the engine holds a part of it: build the model and its "
+        "engine anew, and load the last checkpoint"
+    )
+    size = 1 if stage else 2  # where each has all, all fail at one place
+    said = [run_threads(functools.partial(on_a_rank, num_left=num_left), size)[0][0] for num_left in (0, 3)]
+    assert all(set(each) in ({broken}, {"as it was"}) for each in said), said
+    assert {broken} in [set(each) for each in said]

@@ -38,7 +38,7 @@ class NamedPiece:
 def pieces(bucket: Bucket, role: str) -> Iterator[NamedPiece]:
     """Give what this rank holds of the parameters of a bucket in one role, in place, without what is empty."""
     if role == WEIGHT:
-        yield from cut_pieces(bucket, role, _current_weight(bucket), _weight_range(bucket))
+        yield from cut_pieces(bucket, role, current_weight(bucket), kept_range(bucket))
     elif not isinstance(bucket, TrainedBucket):
         return
     elif role == GRADIENT:
@@ -118,9 +118,9 @@ def capture(bucket: Bucket, role: str, dtype: torch.dtype, collectives: Collecti
     Not for what is kept of tensors that are updated whole: their owners have that (`pieces`).
     """
     if role == WEIGHT:
-        part = _current_weight(bucket).to(collectives.world.device)
+        part = current_weight(bucket).to(collectives.world.device)
     else:
-        where = _weight_range(bucket)
+        where = kept_range(bucket)
         part = torch.zeros(where.stop - where.start, dtype=dtype, device=collectives.world.device)
         for piece in pieces(bucket, role):
             if piece.in_bucket is not None:
@@ -140,7 +140,7 @@ def full_weights(bucket: Bucket, collectives: Collectives) -> Iterator[tuple[Man
         yield managed, slot_view(flat, slot)
 
 
-def _current_weight(bucket: Bucket) -> torch.Tensor:
+def current_weight(bucket: Bucket) -> torch.Tensor:
     """The weights that this rank keeps, with what others than the engine have written into the parameters."""
     if isinstance(bucket, TrainedBucket):
         return bucket.update.current_weight()
@@ -149,7 +149,7 @@ def _current_weight(bucket: Bucket) -> torch.Tensor:
     return bucket.weights.held
 
 
-def _weight_range(bucket: Bucket) -> slice:
+def kept_range(bucket: Bucket) -> slice:
     """The elements of a bucket whose weights this rank keeps up to date."""
     if isinstance(bucket, TrainedBucket):
         return bucket.update.where

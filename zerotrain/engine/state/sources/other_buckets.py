@@ -16,7 +16,15 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.device.device import lies_on_host
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.parts.spans import update_range
-from zerotrain.engine.state.named import KeptState, NamedPiece, capture, current_average, kept_states
+from zerotrain.engine.state.named import (
+    KeptState,
+    NamedPiece,
+    capture,
+    current_average,
+    current_weight,
+    kept_range,
+    kept_states,
+)
 from zerotrain.engine.state.source import Keeps, KeptOnce, KeptTensor, Source
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.flat_buffer import slot_view
@@ -81,18 +89,16 @@ class OtherBuckets(Source):
         piece.values.copy_(self._whole[piece.in_bucket])
 
     def hand_over(self, bucket: Bucket, role: str, where: slice | int) -> torch.Tensor | None:
-        old = self._old(bucket)
-        assert isinstance(old, TrainedBucket)
-        if isinstance(where, int):
-            kept = self._from_owners[where] if where in self._from_owners else old.update.whole_state(where)[role]
-            assert isinstance(kept, torch.Tensor)
-            return kept
-        if self._whole is not None:
+        if isinstance(where, int) and where in self._from_owners:
+            return self._from_owners[where]
+        if isinstance(where, slice) and self._whole is not None:
             # Where all is kept it is not copied: a bucket is whole but once.
             return self._whole[where].clone() if self._plan.shards_optimizer else self._whole[where]
-        for held, values in _held(old, role):
+        for held, values in _held(self._old(bucket), role):
             if held == where:
                 return values
+            if isinstance(held, int) or isinstance(where, int):
+                continue
             if held.start <= where.start and where.stop <= held.stop:
                 return values[where.start - held.start : where.stop - held.start].clone()
         raise AssertionError(f"{role} of {bucket.spec.name} is not where the plans have it")
@@ -200,16 +206,12 @@ def _kept(described: tuple[Any, Any]) -> KeptTensor | KeptOnce:
     return KeptTensor(*described) if isinstance(described[1], torch.dtype) else KeptOnce(*described)
 
 
-def _held(bucket: TrainedBucket, role: str) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Values that this rank has of a bucket in one role, and which elements of the bucket they are."""
+def _held(bucket: Bucket, role: str) -> Iterator[tuple[slice | int, torch.Tensor]]:
+    """Values that this rank has of a bucket in one role, and of which elements or of which slot of the bucket."""
     if role == WEIGHT:
-        yield bucket.update.where, bucket.update.current_weight()
-        return
-    if role == AVERAGE:
-        average = current_average(bucket)
-        assert average is not None
-        yield bucket.update.where, average
-        return
+        yield kept_range(bucket), current_weight(bucket)
+    elif role == AVERAGE and (average := current_average(bucket)) is not None:
+        yield kept_range(bucket), average
     for kept in kept_states(bucket):
-        if isinstance(kept.where, slice) and role in kept.values:
+        if role in kept.values:
             yield kept.where, kept.values[role]
