@@ -41,7 +41,7 @@ class Averaging:
             if held.average is not None:
                 raise ConfigError("engine.keep_average: the engine keeps an average already, and has room for one")
             average = Average(decay=decay, every=every, warmup=warmup)
-            return average, {"decay": decay, "every": every, "warmup": warmup}
+            return average, {"decay": average.decay, "every": average.every, "warmup": warmup}
 
         held.average = held.between_steps("engine.keep_average", "an average cannot begin", plan)
 

@@ -55,8 +55,8 @@ class HalfLoaded:
 
 
 class Broken:
-    """Stands in place of a schedule that a failed call has left in pieces, and owns the parameters: whatever is asked of
-    it, it tells why.
+    """Stands in place of a schedule that a failed call has left in pieces, and owns the parameters: whatever is asked
+    of it, it tells why.
 
     Args:
         why: the sentence, with the first cause.

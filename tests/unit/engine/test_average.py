@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -397,3 +398,14 @@ def test_one_that_differs_by_rank_or_is_not_there_is_refused() -> None:
         engine.keep_average()
 
     run_threads(on_a_rank, 2)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    def averaged(decay: Any, every: Any) -> str:
+        engine = build(alone(), Kind(), 2)
+        engine.keep_average(decay=decay, every=every, warmup=False)
+        train(engine, 0, 1, 2, 3)
+        with engine.averaged():
+            return engine.weights_sha256()
+
+    assert averaged(np.float32(0.9), np.int64(2)) == averaged(float(np.float32(0.9)), 2) != averaged(0.9, 1)

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import zerotrain
-from tests.unit.engine.parts import Linears, engine_on, inputs, train
+from tests.unit.engine.parts import Linears, alone, engine_on, inputs, train
 from zerotrain.errors import CommError, ConfigError, DisagreementError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 
@@ -200,3 +202,51 @@ def test_a_change_that_fails_leaves_all_as_it_was_or_each_later_call_tells_of_it
     said = [run_threads(functools.partial(on_a_rank, num_left=num_left), size)[0][0] for num_left in (0, 3)]
     assert all(set(each) in ({broken}, {"as it was"}) for each in said), said
     assert {broken} in [set(each) for each in said]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_all_frozen_by_hand_is_told_with_the_call_to_make(stage: int) -> None:
+    """The loss has no graph then, which the engine took for one under torch.no_grad()."""
+    engine = engine_on(alone(), zero={"stage": stage})
+    engine.module.requires_grad_(False)
+    with pytest.raises(EngineStateError, match=r"^requires_grad of input.weight was set to False after build_engine; "):
+        train(engine, 0)
+    engine.module.requires_grad_(True)
+    train(engine, 1)
+
+
+class Table(nn.Module):
+    """Rows of a matrix, whose gradient has those rows alone if it is asked for so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.ones(9, 3))
+        self.output = nn.Linear(3, 1)
+
+    def forward(self, way: str, is_sparse: bool) -> torch.Tensor:
+        numbers = torch.tensor([[1, 2, 1]])
+        read = {
+            "embedding": lambda: F.embedding(numbers, self.rows, sparse=is_sparse),
+            "embedding_bag": lambda: F.embedding_bag(numbers, self.rows, mode="sum", sparse=is_sparse),
+            "gather": lambda: self.rows.gather(0, numbers, sparse_grad=is_sparse),
+        }[way]()
+        return self.output(read).float().square().mean()
+
+
+@pytest.mark.case(
+    "models: What a forward does",
+    "`F.embedding(sparse=True)`, `F.embedding_bag` and `torch.gather(sparse_grad=True)` of a parameter",
+    "refused in the backward, with the parameter's name; nothing of the step is left",
+)
+@pytest.mark.parametrize("way", ["embedding", "embedding_bag", "gather"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_sparse_gradient_is_refused_by_name_and_leaves_nothing(stage: int, way: str) -> None:
+    engines = [engine_on(alone(), Table, zero={"stage": stage}) for _ in range(2)]
+    with pytest.raises(
+        EngineStateError, match=r"^the gradient of rows is sparse, and buckets hold dense ones: in the "
+    ):
+        engines[0].backward(engines[0](way, True))
+    for engine in engines:
+        engine.backward(engine(way, False))
+        engine.step()
+    assert engines[0].weights_sha256() == engines[1].weights_sha256()

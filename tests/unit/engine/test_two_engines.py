@@ -104,13 +104,20 @@ def test_a_generator_and_its_critic_train_as_in_plain_pytorch(size: int, precisi
                 assert torch.allclose(got[name], value, atol=1e-5 if precision == "fp32" else 0.01), name
 
 
-@pytest.mark.case("optimizers", "a backward through another engine's model", "refused")
+@pytest.mark.case("optimizers", "a backward through another engine's model, or a loss over both", "refused")
+@pytest.mark.parametrize("through", ["the other's model", "both models"])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_backward_through_another_engines_model_is_refused_and_the_next_step_works(stage: int) -> None:
+def test_a_backward_through_another_engines_model_is_refused_and_the_next_step_works(stage: int, through: str) -> None:
     def on_a_rank(world: World) -> None:
         generator, critic = engines(world, stage, "fp32")
-        with pytest.raises(EngineStateError, match=r"outside engine\.backward|between engine calls"):
-            generator.backward(away_from(1.0, critic(generator(drawn(0, world.rank, 8)))))
+        images = generator(drawn(0, world.rank, 8))
+        if through == "both models":
+            loss = images.square().mean() + away_from(1.0, critic(drawn(0, world.rank, 6)))
+        else:
+            loss = away_from(1.0, critic(images))
+        answer = r"outside engine\.backward.* build one engine of both, as an nn\.ModuleList of them"
+        with pytest.raises(EngineStateError, match=answer if stage < 3 else "between engine calls"):
+            generator.backward(loss)
         critic.backward(away_from(1.0, critic(drawn(0, world.rank, 6))))
         critic.step()
         generator.backward(generator(drawn(0, world.rank, 8)).sum())

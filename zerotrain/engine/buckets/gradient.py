@@ -207,12 +207,25 @@ class BucketGradient:
         Args:
             gradients: see `Segment.move`.
             counts: False: zeros are moved in their place.
+
+        Raises:
+            EngineStateError: one is sparse.
         """
         _, views = _begun(self._filled)
         if not counts:
             gradients[:] = [None] * len(gradients)
-        with named_range("move gradient", self.spec.name):
-            segment.move(gradients, views)
+        try:
+            with named_range("move gradient", self.spec.name):
+                segment.move(gradients, views)
+        except RuntimeError as error:  # torch copies no sparse tensor into a dense one
+            members = zip(self.spec.parameters[segment.slots], gradients, strict=True)
+            for managed, gradient in members:
+                if gradient is not None and gradient.layout is not torch.strided:
+                    raise EngineStateError(
+                        f"the gradient of {managed.names[0]} is sparse, and buckets hold dense ones: in the forward "
+                        "call F.embedding or F.embedding_bag with sparse=False, torch.gather with sparse_grad=False"
+                    ) from error
+            raise
 
     def _wire_buffer(self) -> Scratch:
         return self._own or self._pool.take(self.layout.padded_numel, self.layout)

@@ -150,7 +150,8 @@ class Schedule:
             for each in self.trained:
                 each.gradient.clear_unmoved()
             raise EngineStateError(
-                "gradients arrived outside engine.backward(); call engine.backward(loss), not loss.backward()"
+                "gradients arrived outside engine.backward(); call engine.backward(loss), not loss.backward(); for a "
+                "loss through the models of two engines build one engine of both, as an nn.ModuleList of them"
             )
         if bucket.weights.life.state is not WeightState.FULL:
             raise EngineStateError(LEFT_ITS_UNIT.format(bucket.spec.name))

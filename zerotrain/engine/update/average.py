@@ -1,6 +1,8 @@
 """How a moving average of weights follows them: by which share, at which steps."""
 
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 from zerotrain.errors import ConfigError, EngineStateError
 
@@ -26,6 +28,7 @@ class Average:
     def __post_init__(self) -> None:
         if problems := average_problems(decay=self.decay, every=self.every, warmup=self.warmup):
             raise ConfigError(*(f"engine.keep_average: {each}" for each in problems))
+        self.decay, self.every = float(self.decay), int(self.every)  # of numpy's numbers too
 
     def share(self, step: int) -> float | None:
         """The share of what lies between weights and average by which step `step`, from 1, brings it nearer; None: the
@@ -51,12 +54,12 @@ class Average:
             )
 
 
-def average_problems(*, decay: object, every: object, warmup: object) -> list[str]:
+def average_problems(*, decay: Any, every: object, warmup: object) -> list[str]:
     """A line for each of these values that an average cannot have."""
     problems = []
-    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
+    if isinstance(decay, bool) or not isinstance(decay, Real) or not 0 <= decay < 1:
         problems.append(f"decay={decay}; it must be at least 0 and below 1, such as 0.999")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    if isinstance(every, bool) or not isinstance(every, Integral) or every < 1:
         problems.append(f"every={every}; it must be a whole number of steps, at least 1")
     if not isinstance(warmup, bool):
         problems.append(f"warmup={warmup}; it must be true or false")

@@ -296,6 +296,19 @@ def from_a_load_on(run: Any, *frozen: str) -> None:
     run.train(3)
 
 
+def weights_and_average(
+    script: Any, frozen: Sequence[str], folder: Path, world: World, *, averages: bool, **settings: Any
+) -> list[dict[str, torch.Tensor]]:
+    """On a rank, after a script; of an engine without an average the weights twice."""
+    engine = engine_on(world, **settings)
+    if averages:
+        engine.keep_average(decay=DECAY)
+    script(Trained(engine, folder), *frozen)
+    weights = engine.full_state_dict()
+    with engine.averaged() if averages else nullcontext():
+        return [weights, engine.full_state_dict()]
+
+
 DECAY = 0.9
 MUON = zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=0.05, adamw_weight_decay=0.1, fused=False)
 DECAYING: Any = functools.partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1, fused=False)
@@ -330,22 +343,15 @@ def test_whatever_was_frozen_wherever_it_lay_weights_and_average_are_those_of_pl
     """Where what had been frozen came first in a new bucket an engine with an average died, and so did a load
     (2026-11-27). By default a small part of the product, another one for each test."""
     rows = list(enumerate(product(FROZEN, range(4), BUCKETS, [True, False], [1, 2])))
-    given = OPTIMIZERS[optimizer]
     first = SCRIPTS.index(script) * len(OPTIMIZERS) + list(OPTIMIZERS).index(optimizer)
     for number, (frozen, stage, bucket_mb, averages, size) in rows if all_rows else rows[first::29]:
-
-        def on_a_rank(world: World) -> list[dict[str, torch.Tensor]]:
-            engine = engine_on(world, optimizer=given, zero={"stage": stage, "bucket_mb": bucket_mb})
-            if averages:
-                engine.keep_average(decay=DECAY)
-            script(Trained(engine, tmp_path / str(number)), *frozen)
-            states = [engine.full_state_dict()]
-            with engine.averaged() if averages else nullcontext():
-                return [*states, engine.full_state_dict()]
-
-        plain = Followed(size, given)
+        plain = Followed(size, OPTIMIZERS[optimizer])
         script(plain, *frozen)
         weights = {name: each.detach() for name, each in plain.parameters.items()}
-        trained, averaged = run_threads(on_a_rank, size)[0][0]
+        zero, folder = {"stage": stage, "bucket_mb": bucket_mb}, tmp_path / str(number)
+        run = functools.partial(
+            weights_and_average, script, frozen, folder, averages=averages, optimizer=OPTIMIZERS[optimizer], zero=zero
+        )
+        trained, averaged = run_threads(run, size)[0][0]
         assert_same(trained, weights)
         assert_same(averaged, weights | plain.average if averages else weights)
