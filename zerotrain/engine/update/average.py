@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
 
 from zerotrain.errors import ConfigError, EngineStateError
 
@@ -54,10 +53,10 @@ class Average:
             )
 
 
-def average_problems(*, decay: Any, every: object, warmup: object) -> list[str]:
+def average_problems(*, decay: object, every: object, warmup: object) -> list[str]:
     """A line for each of these values that an average cannot have."""
     problems = []
-    if isinstance(decay, bool) or not isinstance(decay, Real) or not 0 <= decay < 1:
+    if isinstance(decay, bool) or not isinstance(decay, Real) or decay < 0 or not decay < 1:
         problems.append(f"decay={decay}; it must be at least 0 and below 1, such as 0.999")
     if isinstance(every, bool) or not isinstance(every, Integral) or every < 1:
         problems.append(f"every={every}; it must be a whole number of steps, at least 1")
