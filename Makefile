@@ -33,7 +33,6 @@ KILLS ?= 200
 SEED ?= 0
 chaos: $(INSTALLED_DEV) ## kill -9 of a rank, the parent or all at each place of a run, 200 times, and restarts; KILLS, SEED; under 12 minutes
 	$(BIN)/python -m tests.chaos --kills $(KILLS) --seed $(SEED)
-	$(BIN)/python -m tests.chaos.shared --kills 50 --seed $(SEED)
 	$(BIN)/python -m tests.chaos.starting --kills 100 --seed $(SEED)
 
 cluster: $(INSTALLED_DEV) ## a real Slurm of three nodes on this machine, and hosts that lose their cable, come and go; needs root, slurm-wlm, iproute2

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -99,8 +99,6 @@ def batch_of(model: str, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _ours(model: str, stage: int) -> Callable[[], object]:
     world = World.current(torch.device("cpu"))
-    # By sockets: torch's allocator, which counts for all, knows nothing of memory that ranks share.
-    world = replace(world, shards=replace(world.shards, shared_memory=False))
     engine = build_engine_of(config_of(model), world, stage)
     batch = batch_of(model)
     return lambda: engine.train().train_step([batch])
@@ -207,7 +205,7 @@ def _all_of(events: Iterable[Any]) -> Iterator[Any]:
 def _our_plan(model: str, stage: int, num_ranks: int) -> int:
     config = config_of(model)
     optimizer = build("optimizer", config.optimizer_target)
-    links = Links(num_ranks, num_ranks, on_host=True, ordered=True, shared_memory=False)
+    links = Links(num_ranks, on_host=True, ordered=True)
     seen = look_at(optimizer, on_host=True)
     plan = Rehearsals.of(config, links, batch_of(model, 1), optimizer, seen, Path(tempfile.gettempdir())).plan(stage)
     if plan.peak is None:

@@ -45,8 +45,6 @@ class EngineSpec:
     compiles: bool = True
     """Whether torch.compile works with it."""
     options: dict[str, Any] = field(default_factory=dict)
-    in_all: bool = True
-    """Whether it runs where all are asked for, and not by its name alone."""
 
     def load(self) -> None:
         """Import the library, so that its own memory and time are not counted as the engine's."""
@@ -108,17 +106,6 @@ ENGINES |= {
     # At stage 3 DeepSpeed 0.19 lets the compiler see the weight of a tied output layer while it is sharded.
     for stage, compiles in enumerate((True, True, True, False))
 }
-ENGINES |= {
-    f"zero{stage}_sockets": EngineSpec(
-        f"zerotrain stage {stage}, by sockets",
-        "benchmarks.engines.ours",
-        stage,
-        is_ours=True,
-        options={"stage": stage, "shared_memory": False},
-        in_all=False,
-    )
-    for stage in range(4)
-}
 PEERS: dict[int, list[str]] = {}
 """Engines of other libraries by ZeRO stage."""
 for _name, _spec in ENGINES.items():
@@ -139,7 +126,7 @@ def choose_engines(wanted: str, precision: str, *, compiled: bool = False) -> tu
     """
     names = wanted.split(",")
     if wanted == "all":
-        fitting = {name: spec for name, spec in ENGINES.items() if spec.in_all and precision in spec.precisions}
+        fitting = {name: spec for name, spec in ENGINES.items() if precision in spec.precisions}
         names = [name for name, spec in fitting.items() if spec.compiles or not compiled]
     for name in names:
         if name not in ENGINES:

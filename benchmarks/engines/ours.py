@@ -1,7 +1,6 @@
 """zerotrain's own engine."""
 
 import os
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -49,9 +48,8 @@ def current_world(device: torch.device) -> World:
     )
 
 
-def build(model: nn.Module, workload: Workload, *, stage: int, shared_memory: bool = True) -> ZerotrainTraining:
+def build(model: nn.Module, workload: Workload, *, stage: int) -> ZerotrainTraining:
     """Train by our engine at a ZeRO stage; weight decay on every parameter, as AdamW does by itself."""
-    world = current_world(next(model.parameters()).device)
     engine = build_engine(
         model,
         optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),
@@ -62,6 +60,6 @@ def build(model: nn.Module, workload: Workload, *, stage: int, shared_memory: bo
         decay_all=True,
         max_grad_norm=workload.max_grad_norm,
         compile=workload.compiled,
-        world=replace(world, shards=replace(world.shards, shared_memory=shared_memory)),
+        world=current_world(next(model.parameters()).device),
     )
     return ZerotrainTraining(engine, workload.num_micro_batches)

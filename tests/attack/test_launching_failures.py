@@ -38,8 +38,9 @@ def test_an_exception_on_one_rank_ends_all_and_is_what_the_user_reads(launch, tm
     assert command.wait_until_gone() == []
 
 
-def test_a_killed_rank_ends_all_and_is_named_with_its_signal(launch, tmp_path: Path):
-    command = launch(*MISBEHAVING, "+model.action=kill", TWO_RANKS, folder=tmp_path)
+@pytest.mark.parametrize("settings", [(TWO_RANKS,), ("launch.nproc_per_node=3", "zero.stage=3")], ids=["2", "3"])
+def test_a_killed_rank_ends_all_and_is_named_with_its_signal(launch, settings: tuple[str, ...], tmp_path: Path):
+    command = launch(*MISBEHAVING, "+model.action=kill", *settings, folder=tmp_path)
     assert command.wait() == 1
     cause, log = command.stderr.splitlines()
     assert cause.startswith("rank 1 was killed by SIGKILL")

@@ -36,7 +36,7 @@ def prepare(place: Callable[[int], None], dies: int, rank: int) -> None:
 
 
 @pytest.mark.case(
-    "hosts: Ranks of one host, which read each other's memory",
+    "hosts: Ranks of one host",
     "a loop of your own whose rank is killed, at any moment after all have come",
     "the others end within 30 s; a rank killed while they joined is named",
 )
@@ -61,7 +61,7 @@ def test_a_rank_that_is_killed_when_it_has_come_is_named_and_not_waited_for_as_a
 
 
 @pytest.mark.case(
-    "hosts: Ranks of one host, which read each other's memory",
+    "hosts: Ranks of one host",
     "a loop of your own whose rank is killed, at any moment after all have come",
 )
 @pytest.mark.parametrize("seed", range(4))
@@ -79,9 +79,9 @@ REFUSED = "ConfigError: rank {}: a process may open "
 
 
 @pytest.mark.case(
-    "hosts: Ranks of one host, which read each other's memory",
+    "hosts: Ranks of one host",
     "and whose ranks may open too few files",
-    "refused before they meet, with the limit; with just enough files they train, if need be by sockets",
+    "refused before they meet, with the limit; with just enough files they train",
     under="a loop of your own whose rank is killed, at any moment after all have come",
 )
 @pytest.mark.parametrize(("size", "spare"), [(2, 4), (2, 12), (2, 21), (3, 12), (3, 24)])
@@ -92,12 +92,10 @@ def test_ranks_that_may_open_too_few_files_are_refused_before_they_meet(size: in
 
 
 @pytest.mark.case(
-    "hosts: Ranks of one host, which read each other's memory",
+    "hosts: Ranks of one host",
     "and whose ranks may open too few files",
     under="a loop of your own whose rank is killed, at any moment after all have come",
 )
 @pytest.mark.parametrize(("size", "spare"), [(2, 23), (2, 24), (3, 26), (3, 27)])
-def test_ranks_that_may_open_just_enough_train_without_each_others_memory(size: int, spare: int) -> None:
-    """The kernel dropped the file that one sent to the other, which took it for a stranger and waited for 300 s
-    (2026-11-23)."""
+def test_ranks_that_may_open_just_enough_train(size: int, spare: int) -> None:
     assert run_loop(size, Disturbance(spare_files=spare)) == ["completed (exit code 0)"] * size

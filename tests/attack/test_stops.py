@@ -3,10 +3,12 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from commands import TINY, Command, result_of
+from commands import TINY, Command, by_hand, result_of
 
 from zerotrain.testing.limits import HANG_S
 
@@ -148,3 +150,80 @@ def test_a_rank_that_dies_while_the_others_stop_is_the_cause(launch, tmp_path: P
     result = result_of(tmp_path / "run")
     assert (result["status"], result["stopped_by"], result["restarts"]) == ("failed", None, 0)
     assert command.wait_until_gone() == []
+
+
+# ---- a signal that stops a rank for a while, or for ever
+
+LONGER = (*RUN, "zero.stage=2", "zero.bucket_mb=0.25", "train.max_steps=40", "checkpoint.save_at_end=false", TWO_RANKS)
+
+
+def completed(command: Command) -> str:
+    """The hash of the weights of a run that has trained to its end, and left no process."""
+    assert command.wait() == 0, command.stdout + command.stderr
+    assert command.wait_until_gone() == []
+    return str(result_of(command.folder / "run")["weights_sha256"])
+
+
+@pytest.fixture
+def wanted(launch, once: Callable[[str, Callable[[], Any]], Any], tmp_path: Path) -> str:
+    """The hash of the weights of `LONGER` alone."""
+
+    def alone() -> str:
+        (tmp_path / "alone").mkdir()
+        return completed(launch(*LONGER, folder=tmp_path / "alone"))
+
+    return str(once("stops, alone", alone))
+
+
+@pytest.mark.case(
+    "hosts: Ranks of one host",
+    "under the launcher; or again and again for a moment",
+    "reported by name within `launch.timeout_s`; the same bits",
+    under="a rank is stopped",
+)
+def test_a_rank_that_is_stopped_is_told_of_within_the_timeout_by_name(launch, tmp_path: Path) -> None:
+    commands = {}
+    for stage in (1, 3):
+        (tmp_path / str(stage)).mkdir()
+        settings = (*ENDLESS, "launch.timeout_s=6", f"zero.stage={stage}", TWO_RANKS)
+        commands[stage] = launch(*settings, folder=tmp_path / str(stage))
+    for stage, command in commands.items():
+        run = tmp_path / str(stage) / "run"
+        command.wait_for_text(run / "ranks/0.log", "step 1/")
+        os.kill(command.pid_of_rank(run, 1), signal.SIGSTOP)
+    for stage, command in commands.items():
+        assert command.wait() == 1
+        cause = "rank 1 did not answer for 6 s, last seen in training"
+        assert command.stderr.startswith(cause), command.stderr
+        assert str(result_of(tmp_path / str(stage) / "run")["error"]).startswith(cause)
+        assert command.wait_until_gone() == []
+
+
+@pytest.mark.case(
+    "hosts: Ranks of one host",
+    "under the launcher; or again and again for a moment",
+    under="a rank is stopped",
+)
+def test_a_rank_that_is_stopped_again_and_again_for_a_moment_costs_no_bit(wanted: str, tmp_path: Path) -> None:
+    command = by_hand(*LONGER, folder=tmp_path)
+    deadline, num_stops = time.monotonic() + HANG_S, 0
+    try:
+        victim = command.pid_of_rank(tmp_path / "run", 1)
+        while command.process.poll() is None and time.monotonic() < deadline:
+            for signum in (signal.SIGSTOP, signal.SIGCONT):
+                os.kill(victim, signum)
+                time.sleep(0.03)
+            num_stops += 1
+    except ProcessLookupError:  # it has ended
+        pass
+    assert completed(command) == wanted
+    assert num_stops > 3
+
+
+@pytest.mark.case("hosts: Ranks of one host", "two runs at once", "do not mix")
+def test_two_runs_at_once_do_not_mix(launch, wanted: str, tmp_path: Path) -> None:
+    commands = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        commands.append(launch(*LONGER, folder=tmp_path / name))
+    assert [completed(command) for command in commands] == [wanted] * 2

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import test_calls
-import test_hosts
 import test_parameters
 import test_parity
 import test_precision
@@ -43,15 +42,6 @@ def test_the_native_reduction_of_three_ranks(precision: str, stage: int) -> None
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(2, 1), (3, 2)])
 def test_half_precisions(num_ranks: int, num_micro_batches: int) -> None:
     test_precision.require_bits(num_ranks, num_micro_batches, others_than(two_stages))
-
-
-@pytest.mark.parametrize(("precision", "stage"), [("fp32", 2), ("bf16", 1)])
-def test_two_hosts(precision: str, stage: int) -> None:
-    test_hosts.require_bits_of_stages(precision, [stage])
-
-
-def test_late_ranks_on_two_hosts() -> None:
-    test_hosts.require_bits_where_late([(0, "gather"), (2, "reduction")])
 
 
 def test_each_way_to_call_a_model() -> None:

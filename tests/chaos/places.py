@@ -89,9 +89,6 @@ def arm() -> None:
     striker = Striker.of_this_process()
     if striker is None:
         return
-    from tests.chaos import shared_places  # which needs this module
-
-    shared_places.watch(striker)
     _watch_files(striker)
     if striker.rank == LAUNCHER:
         _watch_launcher(striker)

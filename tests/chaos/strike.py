@@ -65,11 +65,6 @@ class Striker:
         self._num_passed += 1
         return self._num_passed == planned.passing
 
-    def planned_here(self, place: str) -> Strike | None:
-        """The next kill, if it is this one and of this process."""
-        planned = self._strikes[self._next] if self._next < len(self._strikes) else None
-        return planned if planned is not None and (planned.place, planned.rank) == (place, self.rank) else None
-
     def strike(self) -> None:
         """Kill whom the plan says. Returns where that is another process."""
         planned = self._strikes[self._next]

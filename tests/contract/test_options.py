@@ -103,7 +103,6 @@ OPTIONS = """
     launch.timeout_s
     launch.start_timeout_s
     launch.interface
-    launch.shared_memory
     launch.max_restarts
     launch.overwrite
     launch.exit_code_when_stopped

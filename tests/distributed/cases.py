@@ -23,8 +23,6 @@ from zerotrain.models import GPT
 from zerotrain.testing import run_ranks
 
 VOCAB, SEQ_LEN, SEQUENCES = 256, 32, 2
-SHARES_MEMORY = True
-"""Whether the engines of this rank's process read the memory of other ranks."""
 OPTIMIZERS: dict[str, Any] = {
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True),
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -86,14 +84,7 @@ def place() -> tuple[int, int]:
 def post_no_receives() -> None:
     """From now on this rank's engines do as those of more ranks than post receives for each other: gathers and ordered
     reductions are gloo's own collectives, and not sends and receives."""
-    global SHARES_MEMORY
-    SHARES_MEMORY, process_groups.MAX_RANKS_OF_EXCHANGE = False, 1
-
-
-def world_by_sockets() -> zerotrain.World:
-    """The ranks, which do not read each other's memory."""
-    world = zerotrain.World.current(torch.device("cpu"))
-    return replace(world, shards=replace(world.shards, shared_memory=False))
+    process_groups.MAX_RANKS_OF_EXCHANGE = 1
 
 
 def build(case: Case, model: nn.Module | None = None) -> zerotrain.ZeroEngine:
@@ -107,7 +98,6 @@ def build(case: Case, model: nn.Module | None = None) -> zerotrain.ZeroEngine:
         max_grad_norm=case.max_grad_norm,
         max_skipped_steps=case.max_skipped_steps,
         decay_all=False,  # two groups, as in runs from a config
-        world=None if SHARES_MEMORY else world_by_sockets(),
     )
 
 

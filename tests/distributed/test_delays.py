@@ -56,9 +56,8 @@ def after_a_sleep(on_time: Any) -> Any:
 
 
 @pytest.mark.case(
-    "hosts: Ranks of one host, which read each other's memory",
-    "every stage, precision and size of buckets; 2, 3, 4, 9 ranks; accumulation, a late rank; "
-    "`launch.shared_memory=false`",
+    "hosts: Ranks of one host",
+    "every stage, precision and size of buckets; 2, 3, 4, 6, 9 ranks; accumulation, a late rank",
 )
 @pytest.mark.parametrize("late_at", ["gather", "reduction", "step"])
 def test_a_rank_that_is_late_changes_no_bit(late_at: str) -> None:

@@ -141,7 +141,7 @@ def hashes_through_a_communicator(device: str, precision: str, reduction: str) -
     kind = device_of(choose_device(device, 0))
     kind.use()
     dist.init_process_group(kind.backend, store=dist.HashStore(), rank=0, world_size=1)
-    groups = Shards(0, 1, dist.group.WORLD, dist.new_group(), shared_memory=False)
+    groups = Shards(0, 1, dist.group.WORLD, dist.new_group())
     process_groups.MAX_RANKS_OF_EXCHANGE = 0  # gloo's own collectives, as with many ranks
     make_wire = partial(process_groups.process_groups, groups, kind.device)
     alone = World.current(kind.device)

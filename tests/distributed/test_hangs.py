@@ -21,7 +21,8 @@ import zerotrain
 from zerotrain.comm.accounts import whereabouts
 from zerotrain.comm.ranks.world import Shards
 from zerotrain.config.schema import ZeroConfig
-from zerotrain.errors import ZeroTrainError
+from zerotrain.errors import CommError, ZeroTrainError
+from zerotrain.testing import run_ranks
 from zerotrain.testing.limits import HANG_S
 
 TIMEOUT_S = 5.0
@@ -48,10 +49,11 @@ def build(
     buffer_size: int = 1,
     momentum: float = 0.0,
     precision: Any = "fp32",
+    timeout_s: float = TIMEOUT_S,
     **zero: Any,
 ) -> Engine:
-    """An engine in groups of its own, which wait for TIMEOUT_S and can fail without harm to other cases."""
-    gathers, reductions = (dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)) for _ in range(2))
+    """An engine in groups of its own, which wait for `timeout_s` and can fail without harm to other cases."""
+    gathers, reductions = (dist.new_group(timeout=timedelta(seconds=timeout_s)) for _ in range(2))
     rank, size = dist.get_rank(), dist.get_world_size()
     world = zerotrain.World(
         rank, size, rank, torch.device("cpu"), shards=Shards(rank, size, gathers, reductions), group=gathers
@@ -216,6 +218,93 @@ def test_ranks_that_do_not_do_the_same_all_end_and_say_where_each_was() -> None:
         if part not in message
     ]
     assert not wrong
+
+
+def trained_until(stage: int, timeout_s: float, end: Callable[[], None], *, in_forward: bool = False) -> str:
+    """What a rank is told when rank 1 does `end` in the midst of its second backward, or forward."""
+    whereabouts.GRACE_S = 0.5
+    engine = build(stage, timeout_s=timeout_s)
+    blocks = engine.module.blocks
+    try:
+        for number in range(3):
+            if number == 1 and dist.get_rank() == 1:
+                hooked = blocks[1].register_forward_pre_hook if in_forward else blocks[1].register_full_backward_hook
+                hooked(lambda *_: end())
+            engine.backward(engine(torch.ones(2, 8, requires_grad=True)))
+            engine.step()
+    except CommError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def killed(case: tuple[int, bool]) -> str:
+    """Rank 1 is killed; a child from before the engine answers for it, since the others are ended where none does."""
+    setattr(dist, "barrier", lambda: None)  # noqa: B010 -- at the end ranks would wait for the killed one
+    setattr(dist, "destroy_process_group", lambda: None)  # noqa: B010
+    if dist.get_rank() == 1:
+        gone, _kept = os.pipe()
+        if os.fork() == 0:
+            os.close(_kept)
+            os.read(gone, 1)
+            return "killed"
+    stage, in_forward = case
+    return trained_until(stage, 300.0, lambda: os.kill(os.getpid(), signal.SIGKILL), in_forward=in_forward)
+
+
+@pytest.mark.case(
+    "hosts: Ranks of one host", "a rank is killed in a backward or a forward", "the others end at once, and say so"
+)
+@pytest.mark.parametrize("case", [(0, False), (2, False), (3, True)])
+def test_a_rank_that_is_killed_is_told_of_at_once(case: tuple[int, bool]) -> None:
+    """Long before the five minutes that a collective waits, or the test waits for its ranks: also by what cleans up
+    behind the error, and the end of the engine, which wait for the same once more."""
+    told, killed_one = run_ranks(killed, 2, case)
+    assert killed_one == "killed"
+    assert told.startswith("rank 0 failed in ")
+    assert re.search("Connection (closed|reset) by peer", told)
+    assert "(step 2, " in told
+
+
+def stopped(_: None) -> list[str]:
+    """Rank 1 is stopped until rank 0 has given up on it."""
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    told = trained_until(2, TIMEOUT_S, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    if dist.get_rank() == 0:
+        os.kill(int(pids[1]), signal.SIGCONT)
+    return [told]
+
+
+@pytest.mark.case(
+    "hosts: Ranks of one host", "a rank is stopped", "reported after the timeout; it fails when it goes on"
+)
+@pytest.mark.waits
+def test_a_rank_that_is_stopped_is_told_of_after_the_timeout_and_fails_when_it_goes_on() -> None:
+    [[waiting], [continued]] = run_ranks(stopped, 2, None)
+    assert re.search(r"Timed out waiting \d+ms .*; no answer from rank 1", waiting, re.DOTALL), waiting
+    assert "rank 0 failed in " in continued
+
+
+def engines_that_go(_: None) -> str:
+    """Of two engines, one is deleted with reductions under way and one with gathers; another trains on."""
+    first, second = build(2), build(1)
+    train(second)
+    first.backward(first(torch.ones(2, 8)))
+    weights = first.module
+    first = second = None
+    assert all(torch.isfinite(parameter).all() for parameter in weights.parameters())
+    third = build(3)
+    train(third)
+    return third.weights_sha256()
+
+
+@pytest.mark.case(
+    "hosts: Ranks of one host",
+    "an engine is deleted with reductions or gathers under way; two at once",
+    "its parameters stay, and another engine trains on",
+)
+def test_an_engine_that_is_deleted_in_the_midst_of_collectives_harms_no_other() -> None:
+    assert len(set(run_ranks(engines_that_go, 2, None))) == 1
 
 
 def timeouts_of_groups(_: None) -> list[float]:

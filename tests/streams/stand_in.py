@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from tests.streams.clocks import Clock, Clocks, HostReads, Kernels, join
 from zerotrain.comm.ranks.world import Shards, World
-from zerotrain.comm.scratch import zeros_on
 from zerotrain.comm.wire import Wire
 from zerotrain.comm.wires import backend_handles
 from zerotrain.comm.wires.backend_handles import AllToAll, NativeGather, NativeReduction, OrderedReduction
@@ -234,7 +233,6 @@ def wire(board: Board, rank: int, ordered: bool) -> Wire:
         gather_small=gather_small,
         broadcast=broadcast,
         store=lambda: board.store,
-        zeros=zeros_on(CPU),
     )
 
 

@@ -46,10 +46,8 @@ class Collectives:
             self._wire = _wire_of(world, ordered)
         except RuntimeError as error:
             self._journal.fail("comparison", "where ranks are", error, time.monotonic() - started_s)
-        self.zeros = self._wire.zeros
-        """(numel, dtype) -> zeros on this rank's device, from which gathers and reductions send without a copy."""
-        self.not_shared = self._wire.not_shared
-        """See `Wire.not_shared`."""
+        self.zeros = self._wire.zeros or zeros_on(world.device)
+        """(numel, dtype) -> (numel,) zeros for a part of a step; see `Wire.zeros`."""
 
     @property
     def order(self) -> int:
@@ -63,7 +61,6 @@ class Collectives:
     def gather_now(self, name: str, full: torch.Tensor, shard: torch.Tensor) -> None:
         """The same once, waited for."""
         gather = self.gather(name, full, shard)
-        gather.is_used_again = False
         gather.issue()
         gather.finish()
         self._settle()
@@ -145,11 +142,11 @@ def _wire_of(world: World, ordered: bool) -> Wire:
     if world.shards.make_wire is not None:
         return world.shards.make_wire(ordered)
     if world.shards.size == 1:
-        return _alone(world.device)
+        return _alone()
     return process_groups(world.shards, world.device, ordered=ordered)
 
 
-def _alone(device: torch.device) -> Wire:
+def _alone() -> Wire:
     """The wire of one rank: what is gathered or reduced is a copy, or there already."""
 
     def exchange(spec: ExchangeSpec) -> Exchange:
@@ -162,7 +159,6 @@ def _alone(device: torch.device) -> Wire:
         gather_small=lambda values, _: values.view(1, -1),
         broadcast=lambda _values, _source: None,
         store=dist.HashStore,
-        zeros=zeros_on(device),
     )
 
 

@@ -9,15 +9,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NoReturn, TypeAlias
+from typing import ClassVar, NoReturn
 
 import torch
 
 from zerotrain.comm.accounts.ledger import Journal
 from zerotrain.comm.scratch import Scratch, ScratchPool
-
-Watch: TypeAlias = Callable[[int, torch.Tensor], None]
-"""Is told (first element, values) of each piece of a result, maybe on another thread."""
 
 
 class Handle(ABC):
@@ -36,8 +33,6 @@ class Handle(ABC):
     """Whether nothing is ever sent: the ledger does not count it, and nothing is waited for."""
     sent_nbytes: int
     """Bytes this rank sends each time."""
-    is_used_again = True
-    """Whether memory that it needs on the way may stay for its next use."""
 
     def __init__(self, name: str, journal: Journal) -> None:
         self.name = name
@@ -204,7 +199,6 @@ class Reduction(Handle):
         super().__init__(spec.name, spec.journal)
         self.out, self.num_leaves = spec.out, spec.num_leaves
         self._full: torch.Tensor | None = None
-        self._watch: Watch | None = None
         self._pool = spec.pool
         self._received: Scratch | None = None
 
@@ -227,19 +221,13 @@ class Reduction(Handle):
         self._pool.give_back(self._received)
         self._received = None
 
-    def issue(self, full: torch.Tensor, watch: Watch | None = None) -> None:
-        """Start. `full`, this rank's part of the mean, is the handle's own until finished.
-
-        Args:
-            watch: is told the pieces of `out` until finished, while they are in the cache if that can be.
-        """
-        self._full, self._watch = full, watch
+    def issue(self, full: torch.Tensor) -> None:
+        """Start. `full`, this rank's part of the mean, is the handle's own until finished."""
+        self._full = full
         self._issue_noted()
 
     def _complete(self) -> None:
-        if self._watch is not None:
-            self._watch(0, self.out)
-        self._full = self._watch = None
+        self._full = None
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,8 @@ class Wire:
     """Leaves the values of one rank on every rank."""
     store: Callable[[], dist.Store]
     """Keeps small texts that ranks leave each other, see `Notes`."""
-    zeros: Zeros
-    """Memory from which handles send as fast as they can; from all other memory they send too."""
-    not_shared: str = ""
-    """Why ranks do not read each other's memory, though they may; nothing where they do, or never could."""
+    zeros: Zeros | None = None
+    """Makes the buffers of a step. None: torch does; a plan of memory counts them."""
 
 
 def gather_objects(

@@ -11,7 +11,6 @@ from zerotrain.config import rules
 from zerotrain.settings import (
     CLIPPING,
     PLANNED,
-    SENT,
     SEQUENCES,
     SHARES,
     STAGE,
@@ -232,10 +231,6 @@ class LaunchConfig:
     interface: str | None = setting("auto", or_null(rules.INTERFACE))
     """Network interface, such as eth0, by which ranks of several machines send; auto: that which reaches the machine at
     which they meet; null: gloo's and NCCL's choice. Your own GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME comes first."""
-    shared_memory: Any = setting("auto", one_of("auto", False), SENT)
-    """auto: ranks that compute on the CPU read the memory of those of their host, where each host has as many, 2, 4, 8
-    or another power of two, or there is one. false: they send through sockets, as they do where that cannot be, which
-    the start of a run says; the bits are the same."""
     max_restarts: int = setting(0, between(0, 1000, "restarts"))
     """How often the ranks are started again after one has failed or died, each time from the newest checkpoint; after
     two in a row that brought no newer one there is no other. With torchrun: its own --max-restarts."""

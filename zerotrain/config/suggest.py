@@ -1,4 +1,5 @@
-"""Did you mean: our name for a word that others use, or else the nearest of the names that exist."""
+"""Did you mean: our name for a word that others use, or else the nearest of the names that exist; and what to do in
+place of a setting that is no more."""
 
 import difflib
 from collections.abc import Iterable
@@ -80,12 +81,19 @@ OURS = {word: ours for words, ours in _WORDS.items() for word in words.split()}
 has for it: choices and the name of a setting."""
 
 
+REMOVED = {"launch.shared_memory": "leave it out: ranks of one host send through sockets, to the same bits"}
+"""Settings that zerotrain had, and what to do now. A saved config may still have them: they changed no result."""
+
+
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """`"; did you mean X?"` where a candidate is near to `name`, else nothing. Names may be dotted.
+    """`"; did you mean X?"` where a candidate is near to `name`, else nothing. Names may be dotted. For a setting that
+    was removed: what to do.
 
     The same one elsewhere comes first (`max_steps` for `train.max_steps`), then one beside `name` (`zero.stge` for
     `zero.stage`), then one anywhere.
     """
+    if name in REMOVED:
+        return f" any more; {REMOVED[name]}"
     known = sorted(set(candidates))
     parent, _, last = name.rpartition(".")
     beside = {candidate.rpartition(".")[2]: candidate for candidate in known if candidate.rpartition(".")[0] == parent}

@@ -24,7 +24,6 @@ SETTINGS = {
     "World.from_environment(timeout_s)": "launch.timeout_s",
     "World.from_environment(start_timeout_s)": "launch.start_timeout_s",
     "World.from_environment(interface)": "launch.interface",
-    "World.from_environment(shared_memory)": "launch.shared_memory",
     "MuonWithAdamW(matrices)": "optimizer.matrices",
 }
 """Argument in Python -> setting; in parentheses what is no argument of `build_engine`."""

@@ -17,7 +17,7 @@ from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.parts.spans import update_range
 from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.buckets.update import BucketUpdate
-from zerotrain.engine.buckets.weights import BucketWeights, weight_memory
+from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.groups.hyperparameters import shown_groups
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.model.checks import require_trainable
@@ -144,7 +144,8 @@ class Builder:
             where = update_range(layout, plan, collectives.shards.rank)
             dtype = self._options.precision.of_bucket(spec.dtype).master
             master = torch.zeros(where.stop - where.start, dtype=dtype, device=collectives.world.device)
-        bucket = self._around(spec, layout, owners, weight_memory(layout, spec.dtype, plan, collectives), master)
+        values = FlatBuffer.zeros(layout, spec.dtype, collectives.world.device)
+        bucket = self._around(spec, layout, owners, values, master)
         fill(source, [bucket], collectives)
         return bucket
 
@@ -215,7 +216,7 @@ class Builder:
         self, spec: BucketSpec, layout: BucketLayout, dtype: torch.dtype, initial: InitialValues
     ) -> FlatBuffer:
         """The weights of a bucket as rank 0 has them."""
-        values = weight_memory(layout, dtype, self._options.plan, self._collectives)
+        values = FlatBuffer.zeros(layout, dtype, self._collectives.world.device)
         if self._collectives.shards.rank == 0:
             initial.copy_to(values.views(), spec.tensors)
         self._collectives.broadcast(values.tensor, name=spec.name)

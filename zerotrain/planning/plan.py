@@ -153,7 +153,7 @@ class Planner:
         reduction, on_host = config.zero.reduction, self.on_host
         ordered = reduction in ("ordered", "fp32") or (reduction == "auto" and on_host)
         num = self.ranks.num_ranks if num_ranks is None else num_ranks
-        links = Links(num, self.ranks.num_local, on_host, ordered, config.launch.shared_memory == "auto")
+        links = Links(num, on_host, ordered)
         return Rehearsals.of(config, links, self._row, self._optimizer, self._seen, self._run_dir)
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from zerotrain.comm.ranks.world import Shards, World
-from zerotrain.comm.scratch import zeros_on
 from zerotrain.config.schema import Config
 from zerotrain.data.reading.inputs import as_inputs, with_tensors
 from zerotrain.device.nowhere import rehearsing
@@ -124,13 +123,14 @@ class Rehearsals:
     def _engine(self, mode: Unreal, stage: int, rank: int, model: nn.Module) -> ZeroEngine:
         links = self.links
 
-        def scratch(memory: torch.Tensor) -> torch.Tensor:
+        def scratch(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            memory = torch.zeros(numel, dtype=dtype, device=_META)
             mode.name(SCRATCH, memory)
             return memory
 
-        wire = links.wire(zeros_on(_META), scratch)
+        wire = links.wire(scratch)
         shards = Shards(rank, links.num_ranks, make_wire=lambda _: wire)
-        world = World(rank, links.num_ranks, rank % links.num_local, _META, shards=shards)
+        world = World(rank, links.num_ranks, rank, _META, shards=shards)
         factory = RehearsedFactory(self.optimizer, self.seen)
         engine = build_engine_of(self.config, world, stage, self.run_dir, model=model, optimizer=factory)
         if averages_in(self.config):  # which is as large with any settings

@@ -1,6 +1,5 @@
 """A wire to ranks that are not there: nothing is sent, and what real handles borrow on the way is borrowed."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Reduction, ReductionSpec
 from zerotrain.comm.means import CHUNK_NUMEL
 from zerotrain.comm.process_groups import MAX_RANKS_OF_EXCHANGE
-from zerotrain.comm.scratch import Scratch, ScratchPool, Zeros
+from zerotrain.comm.scratch import Zeros
 from zerotrain.comm.wire import Wire
 from zerotrain.comm.wires.backend_handles import ring_nbytes
 
@@ -19,97 +18,62 @@ class Links:
     """The ways in which the ranks of a run send: which handles of `process_groups` they would have."""
 
     num_ranks: int
-    num_local: int
-    """Ranks of this machine; the others have as many."""
     on_host: bool
     ordered: bool
     """Reductions are added by one tree."""
-    shared_memory: bool
-    """Ranks of one host may read each other's memory."""
 
     @property
-    def reads_memory(self) -> bool:
-        """Whether ranks of one host read each other's memory."""
-        num_hosts, rest = divmod(self.num_ranks, self.num_local)
-        is_tree = not rest and self.num_local > 1 and not self.num_local & (self.num_local - 1)
-        one_host = num_hosts == 1 and not rest
-        return self.on_host and self.shared_memory and (one_host or (is_tree and num_hosts <= MAX_RANKS_OF_EXCHANGE))
+    def posts_receives(self) -> bool:
+        """Whether the receives of a reduction are posted ahead."""
+        return self.on_host and self.ordered and self.num_ranks <= MAX_RANKS_OF_EXCHANGE
 
-    def received(self, wire_itemsize: int, out_itemsize: int) -> tuple[int, bool]:
-        """(bytes that a reduction receives into, for each element of a rank's part; whether its receives are posted
-        ahead)."""
+    def num_received(self, *, widens: bool) -> int:
+        """The number of ranks' parts that a reduction receives into a buffer.
+
+        Args:
+            widens: the result is of another dtype than what is sent.
+        """
         if not self.ordered:
-            return (0 if wire_itemsize == out_itemsize else wire_itemsize), False
-        if self.reads_memory:
-            num_hosts = self.num_ranks // self.num_local
-            roots = 0 if num_hosts == 1 else num_hosts * 4
-            return (roots if wire_itemsize == 4 else 2 * roots), True
-        if self.on_host and self.num_ranks <= MAX_RANKS_OF_EXCHANGE:
-            return (self.num_ranks - 1) * wire_itemsize, True
-        return self.num_ranks * wire_itemsize, False
+            return int(widens)
+        return self.num_ranks - self.posts_receives
 
     def added_nbytes(self, numel: int) -> int:
         """Bytes that one mean over `numel` elements of each rank is added in."""
-        pairs = ((self.num_local if self.reads_memory else self.num_ranks) + 1) // 2
+        pairs = (self.num_ranks + 1) // 2
         return 4 * pairs * (min(numel, max(1, CHUNK_NUMEL // pairs)) if self.on_host else numel)
 
-    def wire(self, zeros: Zeros, name: Callable[[torch.Tensor], torch.Tensor]) -> Wire:
+    def wire(self, zeros: Zeros) -> Wire:
         """The wire of a rank.
 
         Args:
-            zeros: makes memory.
-            name: counts memory as scratch.
+            zeros: makes the buffers of a step.
         """
-
-        shared: set[int] = set()
-
-        def made(numel: int, dtype: torch.dtype) -> torch.Tensor:
-            memory = name(zeros(numel, dtype))
-            shared.add(memory.untyped_storage()._cdata)
-            return memory
-
-        staging = ScratchPool(dtype=torch.uint8, device=zeros(1, torch.uint8).device, zeros=made)
-
-        def stage(shard: torch.Tensor) -> Scratch | None:
-            """A copy that others can read, of a shard that was offloaded."""
-            reads = self.reads_memory and self.num_ranks > 1
-            return staging.take(shard.nbytes) if reads and shard.untyped_storage()._cdata not in shared else None
 
         def alike(values: torch.Tensor, _: str) -> torch.Tensor:
             """Zeros of each rank, which are known: what ranks compare is alike."""
             return torch.zeros(self.num_ranks, values.numel(), dtype=values.dtype)
 
         return Wire(
-            gather=lambda spec: _Gather(spec, self, stage, staging.give_back),
+            gather=lambda spec: _Gather(spec, self.num_ranks),
             reduction=lambda spec: _Reduction(spec, self),
             exchange=_Exchange,
             gather_small=alike,
             broadcast=lambda _values, _source: None,
             store=dist.HashStore,
-            zeros=made,
+            zeros=zeros,
         )
 
 
 class _Gather(Gather):
-    def __init__(
-        self,
-        spec: GatherSpec,
-        links: Links,
-        stage: Callable[[torch.Tensor], Scratch | None],
-        unstage: Callable[[Scratch], None],
-    ) -> None:
+    def __init__(self, spec: GatherSpec, num_ranks: int) -> None:
         super().__init__(spec)
-        self.sent_nbytes = ring_nbytes(spec.full, links.num_ranks)
-        self._stage, self._unstage = stage, unstage
-        self._staged: Scratch | None = None
+        self.sent_nbytes = ring_nbytes(spec.full, num_ranks)
 
     def _issue(self) -> None:
-        self._staged = self._stage(self.shard)
+        pass
 
     def _wait(self) -> None:
-        if self._staged is not None:
-            self._unstage(self._staged)
-            self._staged = None
+        pass
 
     def _done(self) -> bool:
         return True
@@ -121,18 +85,20 @@ class _Reduction(Reduction):
     def __init__(self, spec: ReductionSpec, links: Links) -> None:
         super().__init__(spec)
         self._links = links
+        self._num_received = links.num_received(widens=self._pool.dtype.itemsize != self.out.itemsize)
         num_sent = 2 if links.on_host and not links.ordered else 1  # of gloo's own, each byte is sent twice
         self.sent_nbytes = num_sent * self._part_nbytes * (links.num_ranks - 1)
 
     def _prepare(self) -> None:
-        per_element, is_ahead = self._links.received(self._pool.dtype.itemsize, self.out.itemsize)
-        if is_ahead and per_element and self._received is None:
-            self._borrow(-(-per_element // self._pool.dtype.itemsize))
+        if self._links.posts_receives:
+            self._receive()
 
     def _issue(self) -> None:
-        per_element, _ = self._links.received(self._pool.dtype.itemsize, self.out.itemsize)
-        if per_element and self._received is None:
-            self._borrow(-(-per_element // self._pool.dtype.itemsize))
+        self._receive()
+
+    def _receive(self) -> None:
+        if self._num_received and self._received is None:
+            self._borrow(self._num_received)
 
     def _wait(self) -> None:
         pass

@@ -99,13 +99,11 @@ def run(
 def join_ranks(config: Config, tell: Tell = tell_log) -> World:
     """See `World.from_environment`."""
     launch = config.launch
-    shared_memory = launch.shared_memory == "auto"
     return World.from_environment(
         launch.device,
         launch.timeout_s,
         start_timeout_s=launch.start_timeout_s,
         interface=launch.interface,
-        shared_memory=shared_memory,
         tell=tell,
     )
 

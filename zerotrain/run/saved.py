@@ -17,6 +17,7 @@ from zerotrain.checkpoint.whole import CheckpointTensors, opened
 from zerotrain.config.checks import must_be, value_problems
 from zerotrain.config.compose import first_line, from_values
 from zerotrain.config.schema import Config
+from zerotrain.config.suggest import REMOVED
 from zerotrain.config.targets import target_problems
 from zerotrain.config.words import word
 from zerotrain.errors import CheckpointError, ConfigError
@@ -181,6 +182,9 @@ def config_from(values: Any, path: Path) -> Config | None:
     if not isinstance(values, dict) or "model" not in values:
         return None
     unknown = f"{path} has a config that this zerotrain does not know: "
+    for group, _, name in (removed.partition(".") for removed in REMOVED):
+        if isinstance(values.get(group), dict):
+            values[group].pop(name, None)
     try:
         config = from_values(values)
     except OmegaConfBaseException as error:

@@ -15,12 +15,17 @@ class FlatBuffer:
 
     Parameters of the model are views of it: what a collective writes is what the model reads, without a copy.
     `release` frees the memory and keeps the tensor, its views and all that autograd saved of them; `allocate`
-    brings memory back under the same views; both are for memory that torch itself made.
+    brings memory back under the same views.
     """
 
     def __init__(self, layout: BucketLayout, tensor: torch.Tensor) -> None:
         self.layout = layout
         self.tensor = tensor
+
+    @classmethod
+    def zeros(cls, layout: BucketLayout, dtype: torch.dtype, device: torch.device) -> "FlatBuffer":
+        """Zeroed memory of its own."""
+        return cls(layout, torch.zeros(layout.padded_numel, dtype=dtype, device=device))
 
     def views(self) -> list[torch.Tensor]:
         """The slots in order, each with its parameter's shape and strides."""

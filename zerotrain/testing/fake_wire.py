@@ -29,7 +29,6 @@ from zerotrain.comm.accounts.frames import OtherNamesError
 from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Handle, Reduction, ReductionSpec
 from zerotrain.comm.means import mean_by_tree
 from zerotrain.comm.ranks.world import Shards, World
-from zerotrain.comm.scratch import zeros_on
 from zerotrain.comm.wire import Wire
 from zerotrain.testing.limits import HANG_S
 
@@ -132,7 +131,6 @@ class BoardEnd:
             gather_small=self.gather_small,
             broadcast=lambda values, source: values.copy_(self.gather_small(values, "broadcast")[source]),
             store=lambda: self.board.store,
-            zeros=zeros_on(self.device),
         )
 
     def next_key(self, what: str) -> tuple[str, int]:

@@ -61,7 +61,6 @@ def print_start(
         "data": _data(dataset),
         "sets": ", ".join(f"{name}: {len(rows_of_set(each)):,} rows" for name, each in validation_sets.items()),
         "ranks": _ranks(engine),
-        "sockets": engine.collectives.not_shared,
         "memory": ", ".join(_memory(engine, plan_name, sampler.num_micro_batches)),
         "buckets": _buckets(engine),
         "offload": "; ".join(_offloaded(engine, sampler.num_micro_batches)),

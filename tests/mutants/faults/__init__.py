@@ -31,7 +31,6 @@ from tests.mutants.faults import (
     saves,
     schedule,
     schedulers,
-    shared,
     starts,
     state,
     step,
@@ -46,7 +45,6 @@ FAULTS: dict[str, Fault] = {
     name: fault
     for room in (
         comm,
-        shared,
         gradient,
         groups,
         weights,

@@ -308,31 +308,6 @@ FAULTS = {
         "reduction=native adds by the tree all the same",
         REAL,
     ),
-    "read-though-told-not-to": Fault(
-        GROUPS,
-        'why = "" if shards.shared_memory else "it has shared_memory=False"',
-        'why = ""',
-        "ranks with shared_memory=False read each other's memory",
-        REAL,
-    ),
-    "zeros-that-nobody-can-read": Fault(
-        GROUPS,
-        "numbers=tags),\n                zeros=local.memory.zeros,\n",
-        "numbers=tags),\n",
-        "all that is sent is copied first",
-        (
-            "distributed/test_shared_memory.py::test_no_parameter_or_gradient_goes_through_a_socket_or_is_copied_to_be_read",
-        ),
-    ),
-    "reason-kept-to-itself": Fault(
-        GROUPS,
-        'not_shared=str(error) if shards.shared_memory else ""',
-        'not_shared=""',
-        "a run does not say why its ranks send through sockets",
-        (
-            "distributed/test_hosts.py::test_where_hosts_do_not_hold_as_many_ranks_all_send_by_sockets_to_the_same_bits_and_say_why",
-        ),
-    ),
     "objects-without-a-name": Fault(
         WIRE,
         "device=device), name).flatten()",
@@ -381,15 +356,6 @@ FAULTS = {
         "            order += each\n",
         "fp64 rounds the order where there are several kinds",
         ORDER,
-    ),
-    "waits-as-long-as-torch": Fault(
-        GROUPS,
-        "(timeout_of(gathers, device) or _DEFAULT_TIMEOUT)",
-        "_DEFAULT_TIMEOUT",
-        "ranks that read each other's memory wait half an hour for one that does not come",
-        (
-            "distributed/test_shared_memory.py::test_a_rank_that_is_stopped_is_told_of_after_the_timeout_and_fails_when_it_goes_on",
-        ),
     ),
     "words-before-classes": Fault(
         "comm/accounts/blame.py",

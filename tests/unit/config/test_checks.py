@@ -69,7 +69,6 @@ def test_what_we_ship_has_no_problems(compose, group):
         "launch.device=tpu",
         "launch.threads_per_rank=0",
         "launch.timeout_s=0",
-        "launch.shared_memory=true",
     ],
 )
 def test_a_value_outside_its_range_is_refused_in_one_line(compose, override):

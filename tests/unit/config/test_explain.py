@@ -49,6 +49,11 @@ CONF = Path(__file__).resolve().parents[3] / "conf"
             "train.warmup_steps: there is no such setting; did you mean scheduler.warmup_steps?",
         ),
         ("model.num_layer=3", "model.num_layer: there is no such setting; did you mean model.num_layers?"),
+        (
+            "launch.shared_memory=false",
+            "launch.shared_memory: there is no such setting any more; leave it out: ranks of one host send through "
+            "sockets, to the same bits",
+        ),
         ("precison=bf16", "precison: there is no such setting; did you mean precision?"),
         ("precision=bf17", "precision=bf17: there is no such choice; did you mean bf16?; there are bf16, fp16, fp32"),
         (

@@ -10,6 +10,7 @@ import torch
 
 from zerotrain.config.compose import from_values
 from zerotrain.config.schema import Config
+from zerotrain.config.suggest import REMOVED
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.models import GPT
 from zerotrain.run.saved import OfRun, config_from
@@ -86,3 +87,13 @@ def test_a_config_that_builds_more_than_its_files_hold_is_refused_before_it_is_b
     run = OfRun(path=tmp_path, step=1, config=config, data_fingerprint=None, tensors=lambda: iter(()))
     with pytest.raises(ConfigError, match=r"more parameters than the files have bytes \(10,000\)$"):
         build(run)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_config_of_before_a_setting_was_removed_is_read_without_it(name: str, tmp_path: Path):
+    group, _, setting = name.partition(".")
+    values: dict[str, Any] = {"model": {"_target_": "zerotrain.models.GPT", **TINY}}
+    expected = from_values(values)
+    assert config_from(values | {group: {setting: "auto"}}, tmp_path) == expected
+    with pytest.raises(ConfigError, match=f"{group}: got auto; it must be a group of settings"):
+        config_from(values | {group: "auto"}, tmp_path)

@@ -27,11 +27,11 @@ _SCHEMA = {"size": Natural(), "machine": str, "name": str, "route": [str], "fixe
 
 
 def host_name() -> str:
-    """Identifies all that can reach this rank's unix sockets: a boot of a machine, and a network namespace."""
+    """Identifies a host: a boot of a machine, and a network namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:  # where they are hidden; who shares a name and cannot connect says so
+    except OSError:  # where they are hidden
         return platform.node()
 
 

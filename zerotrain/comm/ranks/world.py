@@ -49,8 +49,6 @@ class Shards:
     """Carries gradients. A group of its own: one NCCL communicator runs its collectives one after the other."""
     tags: Iterator[int] = field(default_factory=itertools.count, compare=False)
     """Numbers that keep sends and receives apart; taken in the same order on every rank."""
-    shared_memory: bool = True
-    """CPU ranks of one host read each other's memory; False: they send through sockets."""
     make_wire: "Callable[[bool], Wire] | None" = field(default=None, compare=False)
     """Makes the wire of an engine (with an ordered reduction or not), in place of the groups."""
 
@@ -97,7 +95,6 @@ class World:
         *,
         start_timeout_s: float = 600.0,
         interface: str | None = "auto",
-        shared_memory: bool = True,
         tell: Tell = tell_log,
     ) -> "World":
         """Join the ranks that RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR/PORT describe; without them, be alone.
@@ -109,7 +106,6 @@ class World:
             interface: the network interface, such as "eth0", by which ranks of several hosts send to each other; auto:
                 that of the route to MASTER_ADDR; None: gloo's and NCCL's own choice. Your GLOO_SOCKET_IFNAME or
                 NCCL_SOCKET_IFNAME comes first.
-            shared_memory: CPU ranks of one host read each other's memory; False: they send through sockets.
             tell: told on a thread of a collective that does not end, some seconds before NCCL ends the process.
 
         Raises:
@@ -141,9 +137,7 @@ class World:
                 timeout=timedelta(seconds=timeout_s),
                 device_id=None if kind.is_host else chosen,
             )
-            return cls._around(
-                chosen, local_rank, started_here=True, shared_memory=shared_memory, tell=tell, hosts=met.hosts
-            )
+            return cls._around(chosen, local_rank, started_here=True, tell=tell, hosts=met.hosts)
 
         limit_s = _JOIN_S[kind.backend] + ranks.world_size * _JOIN_S_OF_A_RANK
         return make_together(ranks, join, min(timeout_s, limit_s), met.hosts)
@@ -181,7 +175,6 @@ class World:
         device: torch.device,
         local_rank: int,
         started_here: bool,
-        shared_memory: bool = True,
         tell: Tell = tell_log,
         hosts: tuple[str, ...] = (),
     ) -> "World":
@@ -189,7 +182,7 @@ class World:
         # Without a timeout of its own the new group would wait by torch's default, half an hour on gloo.
         timeout = timeout_of(everyone, device)
         reductions = dist.new_group(timeout=timeout)
-        shards = Shards(rank, size, everyone, reductions, shared_memory=shared_memory)
+        shards = Shards(rank, size, everyone, reductions)
         return cls(
             rank,
             size,

@@ -141,7 +141,8 @@ class BucketGradient:
         if options.plan.shards_gradients:
             self.shard = torch.zeros(layout.shard_numel, dtype=self.precision.compute, device=collectives.world.device)
         else:
-            self._own = Scratch(collectives.zeros(layout.padded_numel, self.precision.compute))
+            whole = torch.zeros(layout.padded_numel, dtype=self.precision.compute, device=collectives.world.device)
+            self._own = Scratch(whole)
             self.shard = self._own.storage[layout.shard(collectives.shards.rank)]
         self._subtrees = Subtrees(layout.padded_numel, dtype=self.precision.master, zeros=collectives.zeros)
         self.reduction = BucketReduction(

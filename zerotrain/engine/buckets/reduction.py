@@ -6,7 +6,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import Gather
 from zerotrain.comm.scratch import Scratch, ScratchPool
 from zerotrain.device.kinds import device_of
-from zerotrain.engine.buckets.parts.norm import BlockSquares
+from zerotrain.engine.buckets.parts.norm import block_squares
 from zerotrain.engine.model.ranges import named_range
 from zerotrain.engine.options import EngineOptions
 
@@ -44,8 +44,6 @@ class BucketReduction:
         """The gradient in the dtype of the wire, if it was filled in another."""
         self._sum: torch.Tensor | None = None
         """(shard_numel,) master dtype: what the backwards of this step have reduced, from the second on."""
-        self._squares: BlockSquares | None = None
-        """Squares of the reduction under way, taken while the mean is in the cache; None if that is not the whole."""
         self.handle = collectives.reduction(name, shard, wire_pool, leaves_per_rank=options.leaves_per_rank)
         """To be prepared before what the other ranks send may come, which may be before this rank's own part."""
         self._updated = shard if whole is None or options.plan.shards_optimizer else whole
@@ -87,12 +85,8 @@ class BucketReduction:
             self._widened = self._wire_pool.take(root.numel())
             root = self._widened.storage[: root.numel()].copy_(root)
         self.completes = completes
-        self._squares = None
-        if completes and self._sum is None:
-            self._squares = BlockSquares(self.shard, exact=self.has_exact_norm)
-        squares = None if self._squares is None else self._squares.take
         with named_range("reduce", self._name):
-            self.handle.issue(root, squares)
+            self.handle.issue(root)
 
     def finish(self) -> None:
         """Wait for it, and leave the sum over all backwards in `shard`. Before loans of others are given back.
@@ -114,19 +108,15 @@ class BucketReduction:
                 self._gather.issue()
 
     def take_squares(self, loss_scale: float, *, exact: bool = False) -> torch.Tensor:
-        """(shard_numel / 64,) fp64: the sum of squares of each block of `shard`, for the norm; see `BlockSquares`.
+        """(shard_numel / 64,) fp64: the sum of squares of each block of `shard`, for the norm; see `block_squares`.
 
         Args:
             loss_scale: a power of two that the gradient is too large by, and will be divided by later.
             exact: also where squares beyond fp32 would make it NaN.
         """
         with named_range("square", self._name):
-            blocks, self._squares = self._squares, None
-            if blocks is None:
-                blocks = BlockSquares(self.shard, exact=exact or self.has_exact_norm)
-                blocks.take(0, self.shard)
-            squares = blocks.squares()
-            # Of the squares, not of their digits: numbers of another size would be cut at other bits.
+            squares = block_squares(self.shard, exact=exact or self.has_exact_norm)
+            # The squares are divided, and not their digits: numbers of another size would be cut at other bits.
             return squares if loss_scale == 1.0 else squares.div_(loss_scale**2)
 
     def reduced(self) -> torch.Tensor:
@@ -140,7 +130,7 @@ class BucketReduction:
         if self._gather is not None:
             self._finish_gather(self._gather)
         self.handle.withdraw()
-        self._squares = self._sum = None
+        self._sum = None
 
     def give_back(self) -> None:
         """Nothing is on the wire any more: end the loan."""

@@ -28,13 +28,6 @@ _MODULUS = 2**50
 _version_of: Any = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 
 
-def weight_memory(layout: BucketLayout, dtype: torch.dtype, plan: Plan, collectives: Collectives) -> FlatBuffer:
-    """Zeroed memory for a bucket's parameters, which are views of it. A buffer to gather from stays allocated."""
-    if plan.shards_parameters:
-        return FlatBuffer(layout, torch.zeros(layout.padded_numel, dtype=dtype, device=collectives.world.device))
-    return FlatBuffer(layout, collectives.zeros(layout.padded_numel, dtype))
-
-
 class BucketWeights:
     """Owns the storage behind a bucket's parameters. They are `LiveParameter`s, and until it is full
     `UnreadyParameter`s. The schedule sets their owner.
@@ -70,7 +63,7 @@ class BucketWeights:
         self.life = Life(f"weights of {spec.name}", WeightState.FULL, WEIGHT_TRANSITIONS)
         self.model_weight = values
         if values.tensor.dtype != spec.dtype:
-            self.model_weight = weight_memory(layout, spec.dtype, plan, collectives)
+            self.model_weight = FlatBuffer.zeros(layout, spec.dtype, values.tensor.device)
             self.model_weight.tensor.copy_(values.tensor)
         self._classes = [live_class(kind) for kind in map(type, spec.tensors)]
         for parameter, view in zip(spec.tensors, self.model_weight.views(), strict=True):
@@ -82,7 +75,7 @@ class BucketWeights:
         self.own = layout.shard(collectives.shards.rank)
         self.shard = self.model_weight.tensor[self.own]
         if plan.shards_parameters:
-            self.shard = collectives.zeros(layout.shard_numel, spec.dtype).copy_(self.shard)
+            self.shard = self.shard.clone()
         self.home = homes.of_shard(plan, self.shard)
         self.home.put_away()
         self.home.forget()

@@ -49,7 +49,7 @@ def test_a_file_that_cannot_be_opened_is_told_with_the_limit() -> None:
 
 
 @pytest.mark.case(
-    "hosts: Ranks of one host, which read each other's memory",
+    "hosts: Ranks of one host",
     "a rank gets no more files, threads or memory",
     "that is the cause, with the limit to raise, and no loss of another",
 )

@@ -105,9 +105,7 @@ def test_who_came_and_does_not_join_is_named_by_all_others(ranks):
     assert not any(error.is_own for error in errors.values())
 
 
-@pytest.mark.case(
-    "hosts: Ranks of one host, which read each other's memory", "a rank gets no more files, threads or memory"
-)
+@pytest.mark.case("hosts: Ranks of one host", "a rank gets no more files, threads or memory")
 def test_who_lacks_something_says_so_and_the_others_do_not_take_it_for_gone(ranks):
     over = threading.Event()
 

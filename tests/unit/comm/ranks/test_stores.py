@@ -79,7 +79,7 @@ def test_where_nobody_keeps_the_store_the_wait_ends_and_a_port_that_is_taken_is_
 
 
 @pytest.mark.case(
-    "hosts: Ranks of one host, which read each other's memory",
+    "hosts: Ranks of one host",
     "a loop of your own whose rank is killed, at any moment after all have come",
 )
 def test_a_keeper_that_was_there_and_is_gone_is_told_of_and_not_waited_for(monkeypatch):

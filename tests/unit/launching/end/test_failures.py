@@ -58,9 +58,7 @@ def test_an_error_of_the_users_own_that_mentions_gloo_is_not_the_loss_of_a_rank(
     assert first_failure(tmp_path).cause.startswith("failed: ValueError")
 
 
-@pytest.mark.case(
-    "hosts: Ranks of one host, which read each other's memory", "a rank gets no more files, threads or memory"
-)
+@pytest.mark.case("hosts: Ranks of one host", "a rank gets no more files, threads or memory")
 @pytest.mark.parametrize(
     ("own", "says"),
     [

@@ -37,47 +37,35 @@ _NO_DIGIT = -1000.0
 """The top digit of an all-zero shard: below that of any fp64 number."""
 
 
-class BlockSquares:
-    """The sum of squares of each block of a shard, taken piece by piece.
+def block_squares(shard: torch.Tensor, *, exact: bool) -> torch.Tensor:
+    """The sum of squares of each block of a shard.
 
     Args:
-        shard: (n,) any floating dtype, n a multiple of 64; read no more than its size.
+        shard: (n,) any floating dtype, n a multiple of 64.
         exact: square in fp64, for a norm that gradients are clipped by; otherwise in fp32, five times faster, for a
             norm that is only shown (and that is infinite already where squares leave fp32). On a GPU that is then the
             norm of the shard, taken as one block.
+
+    Returns:
+        (n / 64,) fp64, or (1,).
     """
-
-    def __init__(self, shard: torch.Tensor, *, exact: bool) -> None:
-        device = device_of(shard.device)
-        self._on_host, self._holds_values, self._exact = device.is_host, device.holds_values, exact
-        num_blocks = shard.numel() // ALIGN_NUMEL if exact or self._on_host else 1
-        self._roots = torch.empty(num_blocks, dtype=torch.float64, device=shard.device)
-        """Roots of the sums of squares; a tree on a GPU gives those sums themselves."""
-        self._widened = None
-        if exact and self._on_host:
-            self._widened = torch.empty(min(CHUNK_NUMEL, shard.numel()), dtype=torch.float64, device=shard.device)
-
-    def take(self, start: int, values: torch.Tensor) -> None:
-        """(m,) of the shard, from element `start` on, both multiples of 64; on a GPU all of it at once."""
-        if not self._on_host:
-            if self._exact:
-                squares_by_tree(values, self._roots)
-            else:
-                self._roots.copy_(torch.linalg.vector_norm(values, dtype=torch.float32))
-            return
-        roots = self._roots[start // ALIGN_NUMEL : (start + values.numel()) // ALIGN_NUMEL]
-        if self._widened is None:
-            roots.copy_(torch.linalg.vector_norm(values.view(-1, ALIGN_NUMEL), dim=1, dtype=torch.float32))
-            return
-        if not self._holds_values:  # each further chunk does as the first, in the same memory
-            values, roots = values[:CHUNK_NUMEL], roots[: CHUNK_NUMEL // ALIGN_NUMEL]
-        for chunk, out in zip(values.split(CHUNK_NUMEL), roots.split(CHUNK_NUMEL // ALIGN_NUMEL), strict=True):
-            widened = self._widened[: chunk.numel()].copy_(chunk)
-            torch.linalg.vector_norm(widened.view(-1, ALIGN_NUMEL), dim=1, out=out)
-
-    def squares(self) -> torch.Tensor:
-        """(n / 64,) fp64, or (1,), once all are taken. To be called once."""
-        return self._roots if self._exact and not self._on_host else self._roots.square_()
+    device = device_of(shard.device)
+    if not exact:
+        rows = shard.view(-1, ALIGN_NUMEL) if device.is_host else shard
+        norms = torch.linalg.vector_norm(rows, dim=1 if device.is_host else None, dtype=torch.float32)
+        return norms.to(torch.float64).view(-1).square_()
+    sums = torch.empty(shard.numel() // ALIGN_NUMEL, dtype=torch.float64, device=shard.device)
+    if not device.is_host:
+        squares_by_tree(shard, sums)
+        return sums
+    widened = torch.empty(min(CHUNK_NUMEL, shard.numel()), dtype=torch.float64, device=shard.device)
+    roots = sums
+    if not device.holds_values:  # each further chunk does as the first, in the same memory
+        shard, roots = shard[:CHUNK_NUMEL], sums[: CHUNK_NUMEL // ALIGN_NUMEL]
+    for chunk, out in zip(shard.split(CHUNK_NUMEL), roots.split(CHUNK_NUMEL // ALIGN_NUMEL), strict=True):
+        values = widened[: chunk.numel()].copy_(chunk)
+        torch.linalg.vector_norm(values.view(-1, ALIGN_NUMEL), dim=1, out=out)
+    return sums.square_()
 
 
 def squares_by_tree(values: torch.Tensor, sums: torch.Tensor) -> None:

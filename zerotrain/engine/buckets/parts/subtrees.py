@@ -17,7 +17,7 @@ class Subtrees:
 
     Args:
         numel, dtype: of a leaf, in the dtype that leaves are added in.
-        zeros: makes memory to send from.
+        zeros: makes the buffers.
     """
 
     def __init__(self, numel: int, *, dtype: torch.dtype, zeros: Zeros) -> None:

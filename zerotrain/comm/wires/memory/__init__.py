@@ -1,1 +1,0 @@
-"""Ranks of one host read each other's memory."""
