@@ -10,30 +10,17 @@ CHUNK_NUMEL = 2**18
 """Elements averaged at a time on a CPU, where what is added and the sum (1 MiB each in fp32) stay in the cache:
 measured in bf16, 3.2 million elements of two ranks took 14 ms at once and 2 ms in chunks."""
 
-BLOCK_NUMEL = 64
-"""Pieces of a mean begin on multiples of this many elements."""
 
-
-def mean_by_tree(
-    parts: Sequence[torch.Tensor] | torch.Tensor,
-    out: torch.Tensor,
-    num_leaves: int,
-    *,
-    sums: torch.Tensor | None = None,
-) -> None:
+def mean_by_tree(parts: Sequence[torch.Tensor] | torch.Tensor, out: torch.Tensor, num_leaves: int) -> None:
     """Leave the mean of `num_leaves` leaves in `out` (n), of which `parts`, (ranks, n) or one tensor for each rank, are
     sums of equally many each.
 
     Neighbours are added in pairs in fp32, then the sums in pairs, and so on; the last of an odd number goes up as it
     is. The sum is divided by the number of leaves, then rounded to the dtype of `out`, which may be one of the parts.
-
-    Args:
-        sums: (ranks / 2 rounded up, as many as are added at a time, or n) fp32 to add in; None: it is made here.
     """
     pairs = (len(parts) + 1) // 2
     step = max(1, CHUNK_NUMEL // pairs) if lies_on_host(out) else out.numel()
-    if sums is None:
-        sums = torch.empty(pairs, min(step, out.numel()), dtype=torch.float32, device=out.device)
+    sums = torch.empty(pairs, min(step, out.numel()), dtype=torch.float32, device=out.device)
     for start in range(0, out.numel(), step):
         where = slice(start, start + step)
         mean = out[where]

@@ -182,9 +182,10 @@ def config_from(values: Any, path: Path) -> Config | None:
     if not isinstance(values, dict) or "model" not in values:
         return None
     unknown = f"{path} has a config that this zerotrain does not know: "
-    for group, _, name in (removed.partition(".") for removed in REMOVED):
-        if isinstance(values.get(group), dict):
-            values[group].pop(name, None)
+    for removed in REMOVED:
+        outer, _, inner = removed.partition(".")
+        if isinstance(values.get(outer), dict):
+            values[outer].pop(inner, None)
     try:
         config = from_values(values)
     except OmegaConfBaseException as error:
