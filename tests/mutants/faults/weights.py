@@ -85,7 +85,7 @@ FAULTS = {
     ),
     "shard-within-freed-memory": Fault(
         WEIGHTS,
-        "            self.shard = collectives.zeros(layout.shard_numel, spec.dtype).copy_(self.shard)\n",
+        "            self.shard = self.shard.clone()\n",
         "            pass\n",
         "at stage 3 this rank's part is freed with the rest",
         OF_WEIGHTS,
