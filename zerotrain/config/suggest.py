@@ -72,16 +72,15 @@ _WORDS = {
     "init_checkpoint load_weights": "checkpoint.init_from",
     "default_root_dir out_dir output_dir run_dir save_dir": "hydra.run.dir",
 }
-_GONE = {
-    "offload.heap": "it is gone, leave it out: freed memory is kept for the next step, and given back with a disk",
-}
-"""Settings of the past, and what to do without them."""
 OURS = {word: ours for words, ours in _WORDS.items() for word in words.split()}
 """Words of other trainers: a name, one with its group, or with the value that it is given, and what a command line here
 has for it: choices and the name of a setting."""
 
 
-REMOVED = {"launch.shared_memory": "leave it out: ranks of one host send through sockets, to the same bits"}
+REMOVED = {
+    "launch.shared_memory": "leave it out: ranks of one host send through sockets, to the same bits",
+    "offload.heap": "leave it out: freed memory is kept for the next step, and given back with a disk",
+}
 """Settings that zerotrain had, and what to do now. A saved config may still have them: they changed no result."""
 
 
@@ -106,10 +105,7 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
 
 
 def we_call_it(name: str, value: str = "") -> str:
-    """`"; zerotrain calls it X"` where others use this word, whatever group they have it in; what to do without it if
-    the setting is gone; else nothing."""
-    if name in _GONE:
-        return f"; {_GONE[name]}"
+    """`"; zerotrain calls it X"` where others use this word, whatever group they have it in, else nothing."""
     *_, last = parts = name.split(".")
     for word in (f"{last}={value}", ".".join(parts[-2:]), last):
         if word in OURS:

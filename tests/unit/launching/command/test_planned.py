@@ -60,7 +60,7 @@ def test_a_plan_of_auto_tells_what_a_run_would_choose(
     [
         (["zero.stage=9"], "zero.stage: got 9"),
         (["plan.memory_gb=0"], "plan.memory_gb: got 0"),
-        (["offload.heap=return"], "offload.heap: there is no such setting; it is gone, leave it out"),
+        (["offload.heap=return"], "offload.heap: there is no such setting any more; leave it out"),
         (["plan.num_ranks=0"], "plan.num_ranks: got 0"),
     ],
 )
