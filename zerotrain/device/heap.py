@@ -9,7 +9,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3)."""
 _REUSED_NBYTES, _RETURNED_NBYTES = 2**24, 2**22
 """Larger blocks get pages of their own, and give them back when they are freed. With 32 MiB for the first, places of
-logits of 31 MB stayed between others: a rank held up to 307 MiB beside its tensors, with 16 MiB 15 to 95 (2026-11-27)."""
+logits of 31 MB stayed between others: a rank held up to 307 MiB beside its tensors, with 16 MiB 15 to 95
+(2026-11-27)."""
 _SET_BY_USER = any(
     name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 )
