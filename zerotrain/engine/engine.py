@@ -59,7 +59,8 @@ class ZeroEngine:
     # ---- a step, see `Steps`
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Run the model; floating-point inputs are cast to the compute precision. Returns what the model returns."""
+        """Run the model; in 16 bits wider floating-point inputs are rounded where PyTorch wants one dtype beside
+        weights, and nowhere else. Returns what the model returns."""
         return self.steps.call(*inputs, **named_inputs)
 
     forward_scope = _of("steps", Steps.forward_scope)

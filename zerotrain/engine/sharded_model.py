@@ -25,7 +25,7 @@ from zerotrain.engine.model.checks import require_leaves, require_own_memory, re
 from zerotrain.engine.model.engine_call import makes_memory
 from zerotrain.engine.model.live_parameter import LiveParameter, UnreadyParameter, settle
 from zerotrain.engine.model.newcomers import Newcomers
-from zerotrain.engine.model.unit_forward import offload_saved
+from zerotrain.engine.model.unit_forward import offload_saved, round_at_entry
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision.kept_fp32 import cast_around_kept, dtypes_of
 from zerotrain.engine.results import StageSwitch
@@ -145,6 +145,7 @@ class ShardedModel:
             homes=self.homes,
         )
         self._newcomers = Newcomers(walked, dtypes)
+        round_at_entry(walked, dtypes)
         if self.homes.saved is not None:
             restore = offload_saved(walked, options.zero.unit_patterns, self.homes.saved, options.offload.activations)
             weakref.finalize(self, restore).atexit = False

@@ -1,5 +1,6 @@
 """The steps of a training: forward, backward, update."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
@@ -12,6 +13,7 @@ import torch
 from zerotrain.engine.agreement import StepStamps
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.life import Phase
+from zerotrain.engine.model.arguments import WideArguments
 from zerotrain.engine.model.engine_call import makes_memory, outside_graphs
 from zerotrain.engine.model.live_parameter import LEFT_ITS_UNIT, reads_freed_memory
 from zerotrain.engine.precision.loss_scale import LossScaler
@@ -52,6 +54,7 @@ class Steps:
         """Those that this rank runs."""
         self.optimizer_step = OptimizerStep(held.module, held.options, held.collectives, self.stamps, loss_scaler)
         self._held = held
+        self._wide_arguments = WideArguments(held.precision.compute)
         self._syncs = True
         self._in_last_leaf = leaves == 1
         self._losses: list[torch.Tensor] = []
@@ -88,15 +91,17 @@ class Steps:
 
     @outside_graphs
     def call(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Run the model; floating-point inputs are cast to the compute precision. Returns what the model returns."""
-        with self.forward_scope():
-            inputs, named_inputs = self._held.precision.cast_inputs((inputs, named_inputs))
-            return self._held.module(*inputs, **named_inputs)
+        """See `ZeroEngine.__call__`."""
+        with self.forward_scope(), self._wide_arguments.around_forward((inputs, named_inputs)):
+            output = self._held.module(*inputs, **named_inputs)
+        if not torch.is_grad_enabled():
+            self._warn_of_overflow()
+        return output
 
     @contextmanager
     def forward_scope(self) -> Iterator[None]:
         """In here the model may be called by another name, such as `engine.module.encoder(inputs)`: on all ranks the
-        same modules in the same order, with inputs in the compute precision. A loss may use the outputs."""
+        same modules in the same order, with floating-point inputs in the compute precision. A loss may use the outputs."""
         self._held.require_usable()
         self._require_unbroken()
         in_step, backward_follows = self._held.ledger.in_step, torch.is_grad_enabled()
@@ -137,7 +142,7 @@ class Steps:
         if counts:
             self._losses.append(loss.detach())
         self.stamps.num_backwards += 1
-        with self._phase(Phase.BACKWARD), self._clean_after_error():
+        with self._phase(Phase.BACKWARD), self._clean_after_error(), self._wide_arguments.around_backward():
             completes = self._syncs and self._in_last_leaf
             self._held.schedule.begin_backward(
                 Backward(
@@ -150,7 +155,16 @@ class Steps:
                 )
             )
             at_root = loss.register_hook(self._held.schedule.root_reached)
-            scaled.backward(retain_graph=retain_graph)
+            # Below the functions of torch, which would leave the mode of arguments.
+            torch.autograd.graph._engine_run_backward(
+                (scaled,),
+                (torch.ones_like(scaled),),
+                retain_graph,
+                False,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
             at_root.remove()
             self._held.schedule.end_backward()
 
@@ -243,6 +257,7 @@ class Steps:
             result, reason = self.optimizer_step.run(
                 self._held.schedule, groups, self._losses, loss, self._signal, share
             )
+        self._warn_of_overflow()
         self._losses.clear()
         self._in_last_leaf = self._held.options.leaves_per_rank == 1
         if not result.skipped:
@@ -374,6 +389,16 @@ class Steps:
                 total += weight * loss.detach().float()
             del loss
         return total
+
+    def _warn_of_overflow(self) -> None:
+        if self._wide_arguments.take_overflow():
+            warnings.warn(
+                f"a floating-point argument of the model has values that {self._held.precision.name} does not reach, "
+                "and became inf where it met 16-bit weights; scale it, keep the module that reads it in "
+                "precision.keep_fp32, or use precision='bf16'",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _require_unbroken(self) -> None:
         if self._broken_off_by:

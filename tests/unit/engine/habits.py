@@ -38,11 +38,13 @@ class Net(nn.Module):
         return x
 
 
-def build(world: zerotrain.World, stage: int, precision: str, model: nn.Module | None = None) -> zerotrain.ZeroEngine:
+def build(
+    world: zerotrain.World, stage: int, precision: str, model: nn.Module | None = None, **settings: bool
+) -> zerotrain.ZeroEngine:
     zero = zerotrain.ZeroConfig(stage=stage, bucket_mb=0.0005, reduction="ordered")
     given = zerotrain.PrecisionConfig(precision, initial_scale=LOSS_SCALE)
     model = seeded(Net) if model is None else model
-    return zerotrain.build_engine(model, optimizer=SGD, zero=zero, precision=given, world=world)
+    return zerotrain.build_engine(model, optimizer=SGD, zero=zero, precision=given, world=world, **settings)
 
 
 def in_plain_pytorch(
@@ -52,11 +54,13 @@ def in_plain_pytorch(
     precision: str,
     cast: Callable[[nn.Module], object] = lambda model: None,
     steps: int = 2,
+    rounds_inputs: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Name -> fp32 weight after training in one process: each rank's gradient apart, what weighs 0 left out.
 
     Args:
         cast: brings what is not computed in `precision` back to fp32.
+        rounds_inputs: False: the model does, where it must.
     """
     model = seeded(make)
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -72,8 +76,9 @@ def in_plain_pytorch(
             mine = {name: torch.zeros_like(weight) for name, weight in weights.items()}
             for inputs, factor in micro_batches(step, rank):
                 model.zero_grad()
-                floats = [each.to(DTYPES[precision]) if each.is_floating_point() else each for each in inputs]
-                loss = model(*floats)
+                if rounds_inputs:
+                    inputs = [each.to(DTYPES[precision]) if each.is_floating_point() else each for each in inputs]
+                loss = model(*inputs)
                 if factor:
                     (loss * (factor * scale)).backward()
                 for name, parameter in model.named_parameters():

@@ -7,7 +7,7 @@ outside the compiled graph. A recomputation happens within the unit's backward, 
 import copy
 import functools
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as checkpoints
 
+from zerotrain.engine.model.arguments import WideArguments, one_dtype_at_entry
 from zerotrain.engine.model.ranges import named_range
 from zerotrain.errors import ConfigError
 from zerotrain.offload.saved import SavedTensors
@@ -47,9 +48,12 @@ def replace_forwards(
     if compile:
         require_compiler()
         for loss in [each for each in model.modules() if isinstance(each, nn.modules.loss._Loss)]:
-            loss.forward = _UnitForward(torch.compile(loss.forward), loss.forward)
+            compiled = one_dtype_at_entry(torch.compile(loss.forward), WideArguments.widened)
+            loss.forward = _UnitForward(compiled, loss.forward)
     for name, module in modules.items():
-        trained = torch.compile(module.forward) if compile else module.forward
+        trained = module.forward
+        if compile:
+            trained = one_dtype_at_entry(torch.compile(module.forward), WideArguments.rounded)
         if activation_checkpointing:
             trained = _checkpointed(trained, name)
         module.forward = _UnitForward(trained, module.forward)
@@ -96,6 +100,21 @@ def offload_saved(
     return restore
 
 
+def round_at_entry(walked: WalkedModel, dtypes: Mapping[nn.Parameter, torch.dtype]) -> None:
+    """Round the floating-point inputs of modules of torch with weights of 16 bits that compare dtypes themselves, or
+    that look for modes such as `WideArguments` and would compute otherwise.
+
+    Args:
+        dtypes: what each parameter is held in.
+    """
+    in_16_bits = {parameter for parameter, dtype in dtypes.items() if dtype.itemsize == 2}
+    kinds = nn.RNNBase | nn.MultiheadAttention | nn.TransformerEncoder | nn.TransformerEncoderLayer
+    for module in walked.modules.values():
+        if isinstance(module, kinds) and not in_16_bits.isdisjoint(module.parameters()):
+            rounding = one_dtype_at_entry(module.forward, WideArguments.rounded)
+            module.forward = _UnitForward(rounding, module.forward, without_graph=rounding)
+
+
 def require_units(walked: WalkedModel, units: Sequence[str] | None, setting: str) -> dict[str, nn.Module]:
     """The units of a model by name.
 
@@ -128,12 +147,12 @@ class _UnitForward:
     """Replaces a unit's own `forward`. A copy of the module has its own again: with this one it
     would compute with the weights of the module it was copied from."""
 
-    def __init__(self, trained: Forward, own: Forward) -> None:
+    def __init__(self, trained: Forward, own: Forward, without_graph: Forward | None = None) -> None:
         functools.update_wrapper(self, own)
-        self._trained, self._own = trained, own
+        self._trained, self._own, self._without_graph = trained, own, without_graph or own
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
-        chosen = self._trained if torch.is_grad_enabled() else self._own
+        chosen = self._trained if torch.is_grad_enabled() else self._without_graph
         return chosen(*inputs, **named_inputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from zerotrain.engine.model.structures import cast_floating
 from zerotrain.engine.precision.policy import Precision
-from zerotrain.engine.precision.structures import cast_floating
 from zerotrain.errors import ConfigError
 from zerotrain.sharding.units import ModelParameter, WalkedModel
 

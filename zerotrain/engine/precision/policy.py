@@ -1,11 +1,9 @@
-"""Which dtypes compute, travel and are kept, and the cast of inputs at the root."""
+"""Which dtypes compute, travel and are kept."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from zerotrain.engine.precision.structures import cast_floating
 from zerotrain.errors import ConfigError
 
 
@@ -34,10 +32,6 @@ class Precision:
     def of_bucket(self, dtype: torch.dtype) -> "Precision":
         """That of a bucket whose parameters are held in `dtype`."""
         return replace(self, compute=dtype)
-
-    def cast_inputs(self, inputs: Any) -> Any:
-        """Floating-point tensors anywhere in `inputs`, in the compute dtype; all else as it is, also in fp32."""
-        return cast_floating(inputs, self.compute) if self.separate_master else inputs
 
 
 PRECISIONS = {

@@ -15,7 +15,7 @@ from zerotrain.engine.model.live_parameter import get_grad, register_last_hook
 from zerotrain.engine.model.module_hook import ModuleHook
 from zerotrain.engine.model.newcomers import Watch
 from zerotrain.engine.model.ranges import named_range, profiler_runs
-from zerotrain.engine.precision.structures import tensors_in
+from zerotrain.engine.model.structures import tensors_in
 from zerotrain.engine.schedule.live_unit import LiveUnit, UnitCall
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.errors import EngineStateError
