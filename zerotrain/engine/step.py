@@ -101,7 +101,7 @@ class Steps:
     @contextmanager
     def forward_scope(self) -> Iterator[None]:
         """In here the model may be called by another name, such as `engine.module.encoder(inputs)`: on all ranks the
-        same modules in the same order, with floating-point inputs in the compute precision. A loss may use the outputs."""
+        same modules in the same order, with floats in the compute precision. A loss may use the outputs."""
         self._held.require_usable()
         self._require_unbroken()
         in_step, backward_follows = self._held.ledger.in_step, torch.is_grad_enabled()

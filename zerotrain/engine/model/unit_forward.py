@@ -7,8 +7,8 @@ outside the compiled graph. A recomputation happens within the unit's backward, 
 import copy
 import functools
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def replace_forwards(
         if compile:
             trained = one_dtype_at_entry(torch.compile(module.forward), WideArguments.rounded)
         if activation_checkpointing:
-            trained = _checkpointed(trained, name)
+            trained = _checkpointed(trained, name, module)
         module.forward = _UnitForward(trained, module.forward)
 
 
@@ -133,14 +133,63 @@ def require_units(walked: WalkedModel, units: Sequence[str] | None, setting: str
     return modules
 
 
-def _checkpointed(forward: Forward, name: str) -> Forward:
+def _checkpointed(forward: Forward, name: str, unit: nn.Module) -> Forward:
+    owners = [module for module in unit.modules() if module._buffers]
+
     def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        return nullcontext(), named_range("recompute", name)
+        buffers = _BuffersBefore(owners, name)
+        return buffers.copied(), buffers
 
     # Taken now: processes of zerotrain replace it once torch is imported.
     return functools.partial(
         checkpoints.checkpoint, forward, use_reentrant=False, preserve_rng_state=True, context_fn=contexts
     )
+
+
+class _BuffersBefore:
+    """The buffers of a unit as they were before a forward, such as the statistics of a batch norm: the context of its
+    recomputations. They read and write copies. So they compute what the forward did, and each buffer is updated once.
+
+    Args:
+        owners: the modules that have them.
+        name: of the unit.
+    """
+
+    def __init__(self, owners: Sequence[nn.Module], name: str) -> None:
+        self._owners, self._name = owners, name
+        self._entered: list[AbstractContextManager[None]] = []
+        self._copies: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+
+    @contextmanager
+    def copied(self) -> Iterator[None]:
+        before = [(owner._buffers, key, value) for owner in self._owners for key, value in owner._buffers.items()]
+        versions = [None if value is None else value._version for _, _, value in before]
+        copies = {value: value.detach().clone() for _, _, value in before if value is not None}
+        yield
+        for (buffers, key, value), version in zip(before, versions, strict=True):
+            # Torch's batch norm, whose statistics are vectors, counts no version. A constant table needs no copy.
+            if value is not None and (value.ndim < 2 or buffers.get(key) is not value or value._version != version):
+                self._copies.append((buffers, key, copies[value]))
+
+    def __enter__(self) -> None:
+        self._entered.append(self._recomputing())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        updated = [buffers[key] for buffers, key, _ in self._copies]
+        again = {value: value.clone() for _, _, value in self._copies}  # another backward may need them too
+        for buffers, key, value in self._copies:
+            buffers[key] = again[value]
+        try:
+            with named_range("recompute", self._name):
+                yield
+        finally:
+            for (buffers, key, _), value in zip(self._copies, updated, strict=True):
+                buffers[key] = value
 
 
 class _UnitForward:

@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 import zerotrain
-from tests.unit.engine.parts import Plain, assert_same, engine_on, train
+from tests.unit.engine.parts import Plain, assert_same, engine_on, seeded, train
 from zerotrain.engine.model.unit_forward import require_compiler
 from zerotrain.testing.fake_wire import run_threads
 
@@ -108,3 +108,89 @@ def test_gradients_taken_in_a_forward_that_is_computed_again_are_those_of_plain_
         return engine.full_state_dict()
 
     assert_same(run_threads(on_a_rank, 2, late_rank=1)[0][0], Plain(2, Energies).train(0, 1, 2))
+
+
+class Remembers(nn.Module):
+    """Keeps numbers in buffers of all kinds: reads and writes them, in place or by another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("table", torch.arange(64.0).view(8, 8) / 64)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("moments", torch.zeros(2, 8))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("absent", None)
+        self.same = nn.Module()
+        self.same.register_buffer("moments", self.moments)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        self.mean = self.mean + x.detach().mean(0)
+        self.moments.lerp_(torch.stack([x, x.square()]).detach().mean(1), 0.1)
+        hidden = self.spectral(self.norm(x)) + self.linear(x) * (self.same.moments.sum() / self.calls.clone())
+        return x + torch.tanh(hidden @ self.table - self.mean)
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Remembers() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.input(x)
+        for block in [*self.blocks, self.blocks[0]]:  # the first is called twice
+            x = block(x)
+        return x.square().mean()
+
+
+def remembered(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+@pytest.mark.case(
+    "around_a_step",
+    "buffers that units with activation checkpointing update: batch norm, `spectral_norm`, own ones",
+    "as after one forward, and the same bits",
+)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_a_unit_that_is_computed_again_updates_its_buffers_once(stage: int, keeps_graph: bool) -> None:
+    """Two ranks with buffers of their own, beside plain PyTorch without checkpoints; also with two backwards of one
+    forward."""
+
+    def on_a_rank(world: zerotrain.World) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        zero = {"stage": stage, "reduction": "ordered"}
+        engine = engine_on(world, Remembering, zero=zero, activation_checkpointing=True)
+        for step in range(3):
+            loss = engine(remembered(step, world.rank))
+            if keeps_graph:
+                with engine.no_sync():
+                    engine.backward(loss, retain_graph=True)
+            engine.backward(loss)
+            engine.step()
+        return {name: value.clone() for name, value in engine.module.named_buffers()}, engine.full_state_dict()
+
+    ranks = [seeded(Remembering) for _ in range(2)]
+    optimizer = torch.optim.SGD(ranks[0].parameters(), lr=0.5)
+    for step in range(3):
+        for rank, model in enumerate(ranks):
+            model.load_state_dict({name: value.detach() for name, value in ranks[0].named_parameters()}, strict=False)
+            model.zero_grad()
+            loss = model(remembered(step, rank))
+            for _ in range(1 + keeps_graph):
+                loss.backward(retain_graph=True)
+        for mine, other in zip(*(model.parameters() for model in ranks), strict=True):
+            mine.grad = (mine.grad + other.grad) / 2
+        optimizer.step()
+
+    results = run_threads(on_a_rank, 2, late_rank=1)[0]
+    assert_same(
+        {name: results[0][1][name] for name, _ in ranks[0].named_parameters()}, dict(ranks[0].named_parameters())
+    )
+    for (buffers, _), model in zip(results, ranks, strict=True):
+        assert_same(buffers, dict(model.named_buffers()))
+    assert ranks[0].blocks[0].calls == 6
