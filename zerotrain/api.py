@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerotrain.comm.accounts.ledger import Ledger
+from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ranks.world import World
 from zerotrain.deferred.init import InitialValues, deferred_init
 from zerotrain.device.kinds import device_of
@@ -15,6 +17,7 @@ from zerotrain.engine.model.engine_call import makes_memory
 from zerotrain.engine.model.unit_forward import replace_forwards
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.sharded_model import ShardedModel
+from zerotrain.engine.state.together import failing_together
 from zerotrain.errors import ConfigError
 from zerotrain.settings import EngineConfig, OffloadConfig, PrecisionConfig, ZeroConfig, problems_in
 from zerotrain.sharding.plan import Plan
@@ -100,19 +103,21 @@ def assemble_engine(
         ConfigError: the model or optimizer cannot be trained so.
     """
     options = EngineOptions.resolve(given, world)
-    model, initial = _with_initial_values(model, world, options.plan)
-    replace_forwards(
-        model, units=options.zero.unit_patterns, compile=compile, activation_checkpointing=activation_checkpointing
-    )
-    held = ShardedModel(
-        model,
-        optimizer=optimizer,
-        world=world,
-        options=options,
-        decay_all=decay_all,
-        param_groups=param_groups,
-        initial=initial,
-    )
+    collectives = Collectives(world, ledger=Ledger(), ordered=options.ordered, overlap=options.zero.overlap)
+    with failing_together(collectives, doing="building the engine", left="no rank has one"):
+        model, initial = _with_initial_values(model, world, options.plan)
+        replace_forwards(
+            model, units=options.zero.unit_patterns, compile=compile, activation_checkpointing=activation_checkpointing
+        )
+        held = ShardedModel(
+            model,
+            optimizer=optimizer,
+            collectives=collectives,
+            options=options,
+            decay_all=decay_all,
+            param_groups=param_groups,
+            initial=initial,
+        )
     return ZeroEngine(held)
 
 

@@ -179,3 +179,62 @@ def test_a_call_that_one_rank_makes_alone_ends_with_a_sentence_on_all() -> None:
         assert f"rank 0 failed in comparison of engine.{name} (step 2, idle)" in lone
         assert "rank 1 failed in reduction of" in other
         assert "All ranks must make the same calls in the same order" in lone
+
+
+# ---- a build that fails on one rank alone
+
+
+def read_vocabulary() -> torch.nn.Module:
+    Path("/no/vocab.json").read_text(encoding="utf-8")
+    return torch.nn.Linear(3, 3)
+
+
+class Unreadable(torch.nn.Parameter):
+    """Rank 0 alone reads it, for the others."""
+
+    def detach(self) -> torch.Tensor:
+        raise RuntimeError("no such block")
+
+
+def with_unreadable() -> torch.nn.Module:
+    model = torch.nn.Linear(3, 3)
+    model.weight = Unreadable(torch.ones(3, 3))
+    return model
+
+
+FAILING: dict[str, tuple[Any, int, str]] = {
+    "the function that builds the model, on rank 1": (read_vocabulary, 1, "No such file or directory"),
+    "rank 0's first values": (with_unreadable, 0, "no such block"),
+    "a refused model on rank 0": (lambda: torch.nn.Linear(3, 3).double(), 0, "are fp64, and the engine trains fp32"),
+}
+
+
+def build_failing(case: tuple[str, int]) -> tuple[str, str]:
+    """On each rank: the kind of its error, and what it says; then all build an engine."""
+    make, failing, _ = FAILING[case[0]]
+    zero = zerotrain.ZeroConfig(stage=case[1])
+    with pytest.raises(Exception) as error:  # noqa: PT011
+        zerotrain.build_engine(
+            make if place()[0] == failing else lambda: torch.nn.Linear(3, 3), optimizer=torch.optim.SGD, zero=zero
+        )
+    engine = zerotrain.build_engine(torch.nn.Linear(3, 3), optimizer=torch.optim.SGD, zero=zero)
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    engine.step()
+    return type(error.value).__name__, str(error.value)
+
+
+@pytest.mark.case(
+    "around_a_step",
+    "a build that fails on one rank alone: in the function that builds the model, at rank 0's first values, at its end",
+    "the first cause on all ranks, none of which waits; the next build works",
+)
+def test_a_build_that_fails_on_one_rank_ends_on_all_with_its_cause() -> None:
+    cases = [(name, stage) for name in FAILING for stage in (1, 3)]
+    for (name, _), by_rank in zip(cases, run_over(cases, build_failing, 2), strict=True):
+        _, failing, cause = FAILING[name]
+        (own, said), (kind, told) = by_rank[failing], by_rank[1 - failing]
+        assert cause in said, name
+        assert told.startswith(f"building the engine failed, rank {failing}: "), name
+        assert cause in told, name
+        assert told.endswith("; no rank has one"), name
+        assert kind == ("ConfigError" if own == "ConfigError" else "EngineStateError"), name

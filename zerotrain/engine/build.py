@@ -28,6 +28,7 @@ from zerotrain.engine.state.fill import fill, fill_state
 from zerotrain.engine.state.given_up import GivenUpMemory
 from zerotrain.engine.state.source import Source
 from zerotrain.engine.state.sources.other_buckets import OtherBuckets, described_state
+from zerotrain.engine.state.together import wait_for_others
 from zerotrain.errors import ConfigError
 from zerotrain.sharding.bucketing import BucketSpec, cut_buckets
 from zerotrain.sharding.flat_buffer import FlatBuffer
@@ -219,6 +220,7 @@ class Builder:
         values = FlatBuffer.zeros(layout, dtype, self._collectives.world.device)
         if self._collectives.shards.rank == 0:
             initial.copy_to(values.views(), spec.tensors)
+        wait_for_others(self._collectives, spec.name)
         self._collectives.broadcast(values.tensor, name=spec.name)
         return values
 
@@ -242,6 +244,8 @@ def share_unmanaged(walked: WalkedModel, collectives: Collectives) -> None:
     require_same(collectives, {"the model (buffers, and parameters that are no floating-point numbers)": fact})
     for tensor in tensors.values():
         tensor.data = tensor.data.to(collectives.world.device).contiguous()
+    wait_for_others(collectives, "buffers")
+    for tensor in tensors.values():
         if tensor.numel() > 0:
             # As bytes: backends do not send every dtype.
             collectives.broadcast(tensor.data.view(-1).view(torch.uint8), name="buffers")

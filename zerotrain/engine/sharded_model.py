@@ -9,9 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
-from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.ranks.world import World
 from zerotrain.comm.scratch import ScratchPools
 from zerotrain.deferred.init import InitialValues
 from zerotrain.device.heap import give_back_freed
@@ -74,7 +72,7 @@ class ShardedModel:
 
     Args:
         model: built alike on every rank; rank 0's weights and buffers are used. It is changed in place: its parameters
-            become views of the engine's buckets, on `world.device`, in the compute precision.
+            become views of the engine's buckets, on the ranks' device, in the compute precision.
         optimizer: makes an optimizer from a list of parameter groups: an element-wise one, or one that is declared to
             update whole tensors (see `zerotrain.engine.groups.optimizer_factory`).
         decay_all, param_groups: as for `build_engine`.
@@ -102,12 +100,13 @@ class ShardedModel:
         model: nn.Module,
         *,
         optimizer: OptimizerFactory,
-        world: World,
+        collectives: Collectives,
         options: EngineOptions,
         decay_all: bool = True,
         param_groups: Sequence[dict[str, Any]] | None = None,
         initial: InitialValues | None = None,
     ) -> None:
+        world = collectives.world
         walked = walk(model)
         require_plain(walked)
         require_values(walked, world.device)
@@ -118,8 +117,7 @@ class ShardedModel:
         self.world = world
         self.options = options
         self.plan, self.precision = options.plan, options.precision
-        self.ledger = Ledger()
-        self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.zero.overlap)
+        self.collectives, self.ledger = collectives, collectives.ledger
         require_same(self.collectives, options.settings())
         units = cut_units(walked, options.zero.unit_patterns, options.bucket_numel)
         dtypes = dtypes_of(walked.managed, self.precision)

@@ -207,3 +207,74 @@ def test_a_function_that_builds_the_model_gives_the_same_engine_as_the_model(sta
         return [engine.full_state_dict() for engine in engines]
 
     assert_same(*run_threads(on_a_rank, 1)[0][0])
+
+
+class Unreadable(nn.Parameter):
+    def detach(self) -> torch.Tensor:
+        raise OSError(5, "Input/output error", "weights.bin")
+
+
+def fail_in_the_constructor() -> nn.Module:
+    raise FileNotFoundError(2, "No such file or directory", "vocab.json")
+
+
+def fail_at_a_weight() -> nn.Module:
+    model = seeded(Linears)
+    model.last = nn.Module()
+    model.last.weight = Unreadable(torch.ones(3))
+    return model
+
+
+def fail_by_a_kind_of_parameter() -> nn.Module:
+    return seeded(Linears).double()
+
+
+def fail_at_the_end() -> nn.Module:
+    """Behind all collectives of a build, where an encoder's hook is registered."""
+    model = seeded(Linears)
+    model.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
+    model.encoder.register_forward_pre_hook = None
+    return model
+
+
+def other(make: Any) -> Any:
+    """The same model for a rank that does not fail."""
+    model = seeded(Linears)
+    if make is fail_at_a_weight:
+        model.last = nn.Module()
+        model.last.weight = nn.Parameter(torch.ones(3))
+    if make is fail_at_the_end:
+        model.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
+    return model
+
+
+CAUSES = {
+    fail_in_the_constructor: "vocab.json: No such file or directory",
+    fail_at_a_weight: "weights.bin: Input/output error",
+    fail_by_a_kind_of_parameter: "are fp64, and the engine trains fp32 weights at most",
+    fail_at_the_end: "TypeError: 'NoneType' object is not callable",
+}
+
+
+@pytest.mark.parametrize("fail", CAUSES)
+@pytest.mark.parametrize("failing", [{0}, {1}, {0, 2}])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_one_rank_fails_in_is_read_on_all_and_none_waits(fail: Any, failing: set[int], stage: int) -> None:
+    if fail is fail_at_a_weight and 0 not in failing:
+        failing = {0}  # whose values are used
+
+    def on_a_rank(world: World) -> tuple[str, str]:
+        make = fail if world.rank in failing else lambda: other(fail)
+        with pytest.raises(Exception) as raised:  # noqa: PT011
+            zerotrain.build_engine(make, optimizer=SGD, zero=zerotrain.ZeroConfig(stage=stage), world=world)
+        again = engine_on(world, zero={"stage": stage})
+        train(again, 0)
+        return str(raised.value), again.weights_sha256()
+
+    ranks, _ = run_threads(on_a_rank, 3, late_rank=1)
+    first = min(failing)
+    for rank, (text, _) in enumerate(ranks):
+        cause = CAUSES[fail].removeprefix("TypeError: ") if rank in failing else f"failed, rank {first}: "
+        assert cause.split(": ")[-1] in text, rank
+    assert len({sha256 for _, sha256 in ranks}) == 1
+    assert all(text.endswith("; no rank has one") for rank, (text, _) in enumerate(ranks) if rank not in failing)

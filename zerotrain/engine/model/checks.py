@@ -30,7 +30,7 @@ def require_trainable(model: nn.Module, *, trains: bool) -> None:
 
 def require_plain(walked: WalkedModel) -> None:
     """Make sure that no part of the model is more than a module: wrapped by another engine, scripted, not ready, in
-    fp64, or one that changes its weights in the forward.
+    fp64 or sparse, or one that changes its weights in the forward.
 
     Raises:
         ConfigError: naming the part and what to give instead.
@@ -50,6 +50,14 @@ def require_plain(walked: WalkedModel) -> None:
             raise ConfigError(
                 f"{part} with max_norm={module.max_norm}, which changes its weight in the forward by this rank's "
                 "inputs only; build it with max_norm=None, and scale its output"
+            )
+    named = [*((each.names[0], each.parameter) for each in walked.parameters), *walked.buffers.items()]
+    for name, tensor in named:
+        if tensor.layout != torch.strided:
+            kind = str(tensor.layout).removeprefix("torch.")
+            raise ConfigError(
+                f"{name} is a tensor of layout {kind}, which ranks and checkpoints do not carry; keep it dense, "
+                "or keep its indices and values as buffers and make it in the forward"
             )
     double = [each.names[0] for each in walked.parameters if each.parameter.dtype == torch.float64]
     if double:

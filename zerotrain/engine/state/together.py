@@ -1,7 +1,8 @@
 """Errors that one rank alone meets and all ranks tell alike; and calls that begin on all ranks, or on none."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -14,16 +15,19 @@ from zerotrain.errors import (
     ConfigError,
     DisagreementError,
     EngineStateError,
+    OffloadError,
     ZeroTrainError,
 )
 
 T = TypeVar("T")
 LEFT = "nothing of the engine has changed"
 SAME_CALLS = "all ranks must make the same calls in the same order"
+_FAILURE = "a failure"
+"""The name of the comparison that a rank comes to which has failed."""
 MAX_NUM_SHOWN = 160
 """Characters of what a rank was given."""
 _KINDS: dict[str, type[ZeroTrainError]] = {
-    kind.__name__: kind for kind in (CheckpointError, ConfigError, EngineStateError)
+    kind.__name__: kind for kind in (CheckpointError, ConfigError, EngineStateError, OffloadError)
 }
 
 
@@ -140,6 +144,40 @@ def on_all(collectives: Collectives, call: Callable[[], T], *, doing: str, left:
     result, error = attempt(call)
     raise_first(collectives, error, doing=doing, left=left)
     return cast(T, result)
+
+
+@contextmanager
+def failing_together(collectives: Collectives, *, doing: str, left: str) -> Iterator[None]:
+    """What one rank fails in here, at whatever place, all ranks fail in, with the first rank's cause: a comparison at
+    the end, and one before each collective that is none itself, tells the others.
+
+    Args:
+        doing, left: as for `raise_first`.
+
+    Raises:
+        ZeroTrainError: on a rank that has not failed. One that has raises its own error.
+    """
+    try:
+        yield
+        wait_for_others(collectives, "an end")
+    except Exception as error:
+        of_others = isinstance(error, DisagreementError) and _FAILURE in str(error)
+        if collectives.shards.size == 1 or (isinstance(error, CommError) and not of_others):
+            raise
+        if not of_others:
+            with suppress(DisagreementError):  # the others are at a comparison of the call, and learn of it there
+                wait_for_others(collectives, _FAILURE)
+        mine = None if of_others else list(told(error))
+        ranks = collectives.gather_objects(mine, name="causes", in_order=False)
+        failed = [(rank, Told(*each)) for rank, each in enumerate(ranks) if each is not None]
+        if mine is not None and failed[0][1] == Told(*mine):
+            raise
+        raise joint(failed, len(ranks), doing=doing, left=left, otherwise=EngineStateError).error() from error
+
+
+def wait_for_others(collectives: Collectives, name: str) -> None:
+    """Wait until all ranks have come to here; raises DisagreementError where one has come to another place."""
+    collectives.gather_small(torch.zeros(1, device=collectives.world.device), name=name, in_order=False)
 
 
 def from_rank_0(collectives: Collectives, call: Callable[[], T], *, doing: str) -> T:
