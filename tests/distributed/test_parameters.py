@@ -239,7 +239,7 @@ class Embedded(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        ids = (x[:, 0].float().abs() * 100).long() % self.embedding.num_embeddings
+        ids = (x[:, 0].to(self.embedding.weight.dtype).float().abs() * 100).long() % self.embedding.num_embeddings
         hidden = self.embedding(ids)
         for block in self.blocks:
             hidden = block(hidden)

@@ -16,6 +16,7 @@ from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.model.arguments import WideArguments
 from zerotrain.engine.model.engine_call import makes_memory, outside_graphs
 from zerotrain.engine.model.live_parameter import LEFT_ITS_UNIT, reads_freed_memory
+from zerotrain.engine.precision.kept_fp32 import require_one_dtype
 from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.results import StepResult, TrainStepResult
 from zerotrain.engine.schedule.hooks import require_graph
@@ -112,6 +113,9 @@ class Steps:
                 self._held.schedule.begin_forward()
                 yield
                 returned = True
+        except RuntimeError as error:
+            require_one_dtype(self._held.module, self._held.precision, error)
+            raise
         finally:
             self._held.schedule.end_forward(backward_follows=backward_follows and returned)
             self._held.ledger.in_step = backward_follows or in_step

@@ -324,12 +324,20 @@ TRANSFORMS: dict[str, Callable[[Callable[..., torch.Tensor], torch.Tensor], torc
         torch.func.vmap(torch.func.grad(lambda z: model(z).float().square().sum()))(x).float().square().mean()
     ),
     "vmap": lambda model, x: torch.func.vmap(model)(x).float().square().mean(),
+    "jacrev before an ordinary forward": lambda model, x: (
+        torch.func.jacrev(model)(x[0]).float().square().mean() + model(x).float().square().mean()
+    ),
+    "an ordinary forward before and after vmap of grad": lambda model, x: (
+        model(x).float().mean()
+        + torch.func.vmap(torch.func.grad(lambda z: model(z).float().square().sum()))(x).float().square().mean()
+        + model(x).float().square().mean()
+    ),
 }
 
 
 @pytest.mark.case(
     "around_a_step",
-    "`jacrev`, `grad`, `vmap` of `engine.module` inside `engine.forward_scope()`",
+    "`jacrev`, `grad`, `vmap` of `engine.module` inside `engine.forward_scope()`, also beside ordinary forwards",
     "as in plain PyTorch",
 )
 @EVERYWHERE

@@ -9,6 +9,7 @@ weights of 16 bits ("expected scalar type BFloat16 but found Float").
 """
 
 import re
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -18,9 +19,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from zerotrain.engine.model.arguments import refuses_dtypes
 from zerotrain.engine.model.structures import cast_floating
 from zerotrain.engine.precision.policy import Precision
-from zerotrain.errors import ConfigError
+from zerotrain.errors import ConfigError, listed
 from zerotrain.sharding.units import ModelParameter, WalkedModel
 
 
@@ -88,6 +90,28 @@ def _widen(
 
 def _narrow(dtype: torch.dtype, _module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
     return cast_floating(output, dtype)
+
+
+def require_one_dtype(model: nn.Module, precision: Precision, refusal: RuntimeError) -> None:
+    """A forward has raised: say so by name if PyTorch refuses a buffer in fp32 beside 16 bits.
+
+    Raises:
+        ConfigError: naming the module and what to do.
+    """
+    if not (precision.separate_master and refuses_dtypes(refusal)):
+        return
+    names = {module: name for name, module in model.named_modules()}
+    for frame, _ in reversed(list(traceback.walk_tb(refusal.__traceback__))):
+        module = frame.f_locals.get("self")
+        buffers = module._buffers.items() if module in names else ()
+        if wide := [key for key, value in buffers if value is not None and value.dtype == precision.master]:
+            name, _, _ = names[module].partition(".parametrizations.")
+            can_keep = name != "" and any(True for _ in model.get_submodule(name).parameters())
+            keeps = f"keep it in fp32 with precision.keep_fp32=[{name}], or " if can_keep else ""
+            raise ConfigError(
+                f"{name or type(model).__name__} has buffers in fp32 ({listed(wide)}), which PyTorch refuses beside "
+                f"{precision.name} ({str(refusal).splitlines()[0]}); {keeps}cast them where they are read"
+            ) from refusal
 
 
 def _outermost_within(

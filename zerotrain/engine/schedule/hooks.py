@@ -184,7 +184,9 @@ def _announce_backward(unit: LiveUnit, schedule: Schedule, output: Any, first_no
     if last_node + 1 < next_node():
         schedule.keep(unit)
     if first_node < next_node():
-        unit.add_call(call, is_held=last_node >= first_node)
+        # Within torch.func the hooks are on tensors of the transform's own graph, which is gone before the backward.
+        is_held = last_node >= first_node and torch._C._functorch.peek_interpreter_stack() is None
+        unit.add_call(call, is_held=is_held)
 
 
 def _hook_gradients(schedule: Schedule) -> list[LastGradientHook]:

@@ -1,6 +1,7 @@
 """Which parameters a pattern keeps, and what a kept module is given and gives. Bits and bytes: tests/distributed."""
 
 import functools
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -103,3 +104,62 @@ def test_a_pattern_that_matches_nothing_is_refused_in_every_precision() -> None:
             zerotrain.ConfigError, match=r"^precision\.keep_fp32: no module or parameter matches 'rms'; "
         ):
             run("norms", "rms", precision=precision)
+
+
+class Waves(nn.Module):
+    """Has a buffer of its own in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("frequencies", torch.ones(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x @ self.frequencies)
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("numbers", torch.ones(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.numbers
+
+
+BUFFERS = {
+    "middle has buffers in fp32 (_u, _v), which PyTorch refuses beside bf16 (": lambda: (
+        nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    ),
+    "middle has buffers in fp32 (frequencies), which PyTorch refuses beside bf16 (": Waves,
+    "middle has buffers in fp32 (numbers), which PyTorch refuses beside bf16 (": Table,
+}
+
+
+def around(middle: nn.Module, keep: list[str]) -> zerotrain.ZeroEngine:
+    parts = OrderedDict(embed=nn.Embedding(5, 8), middle=middle, last=nn.Linear(8, 1))
+    return zerotrain.build_engine(
+        nn.Sequential(parts),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        precision=zerotrain.PrecisionConfig("bf16", keep),
+    )
+
+
+@pytest.mark.parametrize(("said", "make"), BUFFERS.items(), ids=["spectral_norm", "own", "of no parameters"])
+def test_a_buffer_in_fp32_that_meets_16_bits_is_named_with_what_to_do(said: str, make: Any) -> None:
+    with pytest.raises(zerotrain.ConfigError) as raised:
+        around(make(), [])(torch.arange(4))
+    assert str(raised.value).startswith(said)
+    assert ("keep_fp32=[middle]" in str(raised.value)) == (make is not Table)
+    if make is not Table:
+        engine = around(make(), ["middle"])
+        engine.backward(engine(torch.arange(4)).float().square().mean())
+        assert not engine.step().skipped
+
+
+def test_an_error_that_is_of_no_buffer_stays_pytorchs() -> None:
+    engine = around(nn.Linear(7, 8), [])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        engine(torch.arange(4))
+    with pytest.raises(RuntimeError, match="Expected tensor for argument #1 'indices' to have"):
+        engine(torch.ones(4))
