@@ -109,8 +109,9 @@ def round_at_entry(walked: WalkedModel, dtypes: Mapping[nn.Parameter, torch.dtyp
     """
     in_16_bits = {parameter for parameter, dtype in dtypes.items() if dtype.itemsize == 2}
     kinds = nn.RNNBase | nn.MultiheadAttention | nn.TransformerEncoder | nn.TransformerEncoderLayer
-    for module in walked.modules.values():
-        if isinstance(module, kinds) and not in_16_bits.isdisjoint(module.parameters()):
+    modules: list[nn.Module] = [module for module in walked.modules.values() if isinstance(module, kinds)]
+    for module in modules:
+        if not in_16_bits.isdisjoint(module.parameters()):
             rounding = one_dtype_at_entry(module.forward, WideArguments.rounded)
             module.forward = _UnitForward(rounding, module.forward, without_graph=rounding)
 
@@ -188,8 +189,8 @@ class _BuffersBefore:
             with named_range("recompute", self._name):
                 yield
         finally:
-            for (buffers, key, _), value in zip(self._copies, updated, strict=True):
-                buffers[key] = value
+            for (buffers, key, _), current in zip(self._copies, updated, strict=True):
+                buffers[key] = current
 
 
 class _UnitForward:

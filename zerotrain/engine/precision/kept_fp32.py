@@ -100,12 +100,12 @@ def require_one_dtype(model: nn.Module, precision: Precision, refusal: RuntimeEr
     """
     if not (precision.separate_master and refuses_dtypes(refusal)):
         return
-    names = {module: name for name, module in model.named_modules()}
+    names = {id(module): name for name, module in model.named_modules()}
     for frame, _ in reversed(list(traceback.walk_tb(refusal.__traceback__))):
         module = frame.f_locals.get("self")
-        buffers = module._buffers.items() if module in names else ()
+        buffers = module._buffers.items() if isinstance(module, nn.Module) and id(module) in names else ()
         if wide := [key for key, value in buffers if value is not None and value.dtype == precision.master]:
-            name, _, _ = names[module].partition(".parametrizations.")
+            name, _, _ = names[id(module)].partition(".parametrizations.")
             can_keep = name != "" and any(True for _ in model.get_submodule(name).parameters())
             keeps = f"keep it in fp32 with precision.keep_fp32=[{name}], or " if can_keep else ""
             raise ConfigError(
