@@ -42,7 +42,8 @@ class WideArguments(TorchFunctionMode):
 
     def rounded(self, value: Any) -> Any:
         """`value` with every floating-point tensor inside it in the compute dtype."""
-        for tensor in tensors_in(value):
+        # What torch.func transforms cannot be looked at outside of it.
+        for tensor in tensors_in(value) if torch._C._functorch.peek_interpreter_stack() is None else ():
             # bf16 reaches as far as fp32.
             if tensor.is_floating_point() and torch.finfo(tensor.dtype).max > 2 * torch.finfo(self._compute).max:
                 overflow = (tensor.isfinite() & (tensor.abs() > torch.finfo(self._compute).max)).any()

@@ -304,3 +304,22 @@ def test_a_compiled_unit_rounds_its_arguments_and_a_compiled_loss_does_not() -> 
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(F.huber_loss(rounded.mean(-1).float(), target).item(), abs=0.5)
     assert not engine.step().skipped
+
+
+class Transformed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(torch.func.jacrev(self.linear))(x).float().square().mean()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_arguments_are_rounded_within_transforms_too(precision: str) -> None:
+    x = torch.rand(3, 4)
+    engine = engine_of(seeded(Transformed), zerotrain.PrecisionConfig(precision, initial_scale=1.0))
+    loss = engine(x)
+    engine.backward(loss)
+    assert not engine.step().skipped
+    assert torch.equal(loss, seeded(Transformed).to(DTYPES[precision])(x.to(DTYPES[precision])))
