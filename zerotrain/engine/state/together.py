@@ -15,7 +15,6 @@ from zerotrain.errors import (
     ConfigError,
     DisagreementError,
     EngineStateError,
-    OffloadError,
     ZeroTrainError,
 )
 
@@ -27,7 +26,7 @@ _FAILURE = "a failure"
 MAX_NUM_SHOWN = 160
 """Characters of what a rank was given."""
 _KINDS: dict[str, type[ZeroTrainError]] = {
-    kind.__name__: kind for kind in (CheckpointError, ConfigError, EngineStateError, OffloadError)
+    kind.__name__: kind for kind in (CheckpointError, ConfigError, EngineStateError)
 }
 
 
