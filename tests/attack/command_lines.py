@@ -294,8 +294,8 @@ YAMLS = [
         "mine/experiment/bad.yaml, line 3: train.max_stps: there is no such setting; did",
     ),
     of_yaml(
-        TOP + "train:\\n  eval_batches: abc\\n",
-        "mine/experiment/bad.yaml, line 3: train.eval_batches: got abc; it must be 1",
+        TOP + "train:\\n  gradient_accumulation_steps: abc\\n",
+        "mine/experiment/bad.yaml, line 3: train.gradient_accumulation_steps: got abc; it must be 1",
     ),
     of_yaml(
         TOP + "train:\\n  log_every: abc\\n",

@@ -76,6 +76,7 @@ OPTIONS = """
     train.max_tokens
     train.micro_batch_size
     train.gradient_accumulation_steps
+    train.loss_over
     train.virtual_ranks
     train.max_grad_norm
     train.on_nonfinite

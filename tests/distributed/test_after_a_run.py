@@ -129,7 +129,7 @@ def test_settings_of_the_evaluation_can_be_others(run: Path, capsys) -> None:
         ("train.eval_batchs=1", "train.eval_batchs=1: is no setting with a value of this run"),
         ("zero.stage", "zero.stage: is no setting with a value"),
         ("train.eval_batches=0", "train.eval_batches: got 0; it must be 1 or more"),
-        ("train.eval_batches=many", "train.eval_batches=many: "),
+        ("train.eval_batches=many", "train.eval_batches: got many; it must be 1 or more batches, or all"),
     ):
         assert evaluate.main([str(run), setting]) == 2
         [line] = capsys.readouterr().err.splitlines()

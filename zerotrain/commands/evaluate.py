@@ -74,7 +74,7 @@ OPEN_GROUPS = ("model", "data")
 """Those whose settings their classes decide."""
 AT_WORK: tuple[str, ...] = ("seed", "zero.", "precision.", "model.", "data.", "train.eval_batches")
 AT_WORK += ("train.micro_batch_size", "train.deterministic", "launch.device", "launch.nproc_per_node")
-AT_WORK += ("launch.threads_per_rank", "launch.timeout_s")
+AT_WORK += ("train.loss_over", "launch.threads_per_rank", "launch.timeout_s")
 """How names of settings begin that an evaluation has a use for, but for those of `IDLE`."""
 IDLE = ("zero.schedule", "data.num_workers")
 _LOSS = {"metrics": Each(float)}

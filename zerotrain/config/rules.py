@@ -119,6 +119,7 @@ PROMPTS = Rule(
     "a list of texts such as ['def main','class A'], or null",
     lambda value: value is None or (isinstance(value, list) and bool(value) and all(map(_is_prompt, value))),
 )
+EVAL_BATCHES = Rule("1 or more batches, or all", lambda value: value == "all" or (type(value) is int and value >= 1))
 SCHEDULE = Rule(
     "steps done and the stage (0 to 3) from there on, such as {0: 2, 500: 3}, or null for zero.stage in all steps",
     _is_schedule,

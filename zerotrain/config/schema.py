@@ -143,6 +143,12 @@ class TrainConfig:
     virtual_ranks. auto: chosen as a run starts, with gradient_accumulation_steps; the global batch is as with 1."""
     gradient_accumulation_steps: int = setting(1, at_least(1, "micro-batches"))
     """Micro-batches per virtual rank in one optimizer step."""
+    loss_over: str = setting("auto", one_of("auto", "labels", "shifted_labels", "rows", "model", "micro_batches"))
+    """What the model's loss is the mean over: a micro-batch weighs as many in a step and in an evaluation as it has of
+    them. labels: those that are not -100, which means ignored in signed whole numbers alone. shifted_labels: likewise
+    from the second of each row on. model: the number that the model's method `loss_count` returns for a batch. auto:
+    that number where the model has the method, else labels that are signed whole numbers, else rows. micro_batches:
+    each counts alike, so that the run depends on their size. Parts of a batch are tried before any rank starts."""
     virtual_ranks: int | None = setting(None, VIRTUAL_RANKS)
     """Shares of the global batch, a power of two times the number of ranks: each rank runs as many one after the other,
     and any number of ranks comes to the same weights. null: one for each rank."""
@@ -155,9 +161,9 @@ class TrainConfig:
     eval_every: Any = setting(100, rules.EVAL_EVERY, EVALUATES)
     """Optimizer steps between evaluations, or tokens or epochs, which become whole steps; there is one before the first
     step and after the last. 0: only the last."""
-    eval_batches: int = setting(16, at_least(1, "batches"), EVALUATES)
+    eval_batches: Any = setting(16, rules.EVAL_BATCHES, EVALUATES)
     """Batches of 8 sequences, or fewer if validation has no more, read in one evaluation: the same sequences at any
-    batch size and number of ranks."""
+    batch size and number of ranks. all: the whole validation."""
     log_every: Any = setting(10, rules.rhythm_rule())
     """Optimizer steps between lines of metrics.jsonl, or tokens or epochs, which become whole steps."""
     sample_tokens: int = setting(200, at_least(0, "tokens"))

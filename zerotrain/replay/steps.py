@@ -141,6 +141,7 @@ def _feed(config: Config, engine: ZeroEngine, world: World, dataset: Any, first_
         first_step=first_step,
         num_workers=0,
         collate=build_collate(config),
+        loss_over=config.train.loss_over,
     )
 
 

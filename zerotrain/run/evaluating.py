@@ -78,6 +78,7 @@ def run(
             micro_batch_size=config.train.micro_batch_size,
             seed=config.seed,
             collate=build_collate(config),
+            loss_over=config.train.loss_over,
             metrics=metrics_in(build_callbacks(config), OF_VALIDATION),
         )
         result = {"metrics": evaluation.after(step)}

@@ -10,7 +10,7 @@ from zerotrain.data.reading.batches import GlobalBatchSampler, RowsToRead
 from zerotrain.data.reading.device_copies import DeviceCopies
 from zerotrain.data.reading.fetch import Collate, in_time, may_be_read_beside
 from zerotrain.data.reading.fingerprint import Fingerprint, fingerprint_of
-from zerotrain.data.reading.inputs import as_inputs, num_tokens_of, tokens_known
+from zerotrain.data.reading.inputs import AUTO, as_inputs, num_tokens_of, tokens_known, weighing_of
 from zerotrain.data.reading.loader import StepLoader, reader_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError
@@ -33,6 +33,7 @@ class TrainingFeed:
         first_step: int,
         num_workers: int,
         collate: Collate | None,
+        loss_over: str = AUTO,
     ) -> None:
         self._dataset, self._validation_sets = dataset, validation_sets
         self._world, self._collectives = world, engine.collectives
@@ -41,8 +42,11 @@ class TrainingFeed:
         """Steps done before."""
         self.reads_tokens = False
         """Whether the rows of the last step were of tokens."""
-        self.num_labels: list[int] = []
-        """Labels that count in each micro-batch of the last step."""
+        self.counts: tuple[list[float], list[int]] = [], []
+        """(weights in the mean loss, labels that count) of the micro-batches of the last step."""
+        counted, self._weigh = weighing_of(loss_over, engine.module)
+        self._weighs_rows = counted not in ("model", "shifted_labels")
+        """Whether rows weigh the same where they have the same number of labels."""
         self.tokens_per_sequence: int | None = getattr(dataset.train, "tokens_per_sequence", None)
         """Labels that count in each sequence, where all have the same number."""
         self.sampler = GlobalBatchSampler(
@@ -118,19 +122,21 @@ class TrainingFeed:
             collate=self._collate,
             vocab_size=self._vocab_size,
             timeout_s=self._world.timeout_s,
+            weigh=self._weigh,
         )
 
     def next_step(self, loader: StepLoader) -> tuple[list[Any], Sequence[float | torch.Tensor] | None, torch.Tensor]:
         """(inputs of each micro-batch, weight of each, [labels that count, tokens] over all ranks) of the next step.
         Tokens count with their padding; there are 0 in rows of something else."""
-        micro_batches, self.num_labels = loader.next_step()
+        micro_batches, weights, num_labels = loader.next_step()
+        self.counts = weights, num_labels
         num_tokens = sum(map(num_tokens_of, micro_batches))
         self.reads_tokens = num_tokens > 0
-        return [as_inputs(batch) for batch in micro_batches], *self._loss_weights(self.num_labels, num_tokens)
+        return [as_inputs(batch) for batch in micro_batches], *self._loss_weights(num_tokens)
 
     def leaf(self, virtual_rank: int) -> tuple[list[Any], list[float | torch.Tensor] | None]:
         """(inputs of each micro-batch, weight of each) of one virtual rank in the next step, read here and alone. If
-        sequences differ in their labels, it reads all of the step to count them.
+        sequences differ in what they weigh, it reads all of the step to weigh them.
 
         Raises:
             ValueError: there is no such virtual rank.
@@ -141,26 +147,26 @@ class TrainingFeed:
             raise ValueError(f"virtual_rank={virtual_rank}: there are {len(numbers)}; give 0 to {numbers[-1]}")
         read = list(self._read(self.sampler.micro_batches(position, [virtual_rank])))
         inputs = self._inputs([batch for batch, _ in read])
-        if self.tokens_per_sequence is not None:
+        if self._weighs_alike:
             return inputs, None
-        of_all = sum(num_labels for _, num_labels in self._read(self.sampler.micro_batches(position, numbers)))
+        of_all = sum(weight for _, weight in self._read(self.sampler.micro_batches(position, numbers)))
         total = torch.tensor(of_all, dtype=torch.float64, device=self._world.device)
-        return inputs, self._weights([number for _, number in read], total)
+        return inputs, self._parts_of([weight for _, weight in read], total)
 
     def without(self, rows: Set[int]) -> tuple[list[Any], list[float | torch.Tensor] | None]:
         """(inputs of each micro-batch, weight of each) of all virtual ranks in the next step, read here and alone, as
         if the labels of some rows did not count. A micro-batch of these rows alone keeps them, and weighs nothing."""
-        inputs, num_labels = [], []
+        inputs, weights = [], []
         for whole in self.sampler.micro_batches(self.sampler.rows_consumed, range(self.sampler.num_virtual_ranks)):
             kept = [(row, epoch) for row, epoch in zip(*whole, strict=True) if row not in rows]
             left = RowsToRead(*map(list, zip(*kept, strict=True))) if kept else whole
-            [(batch, number)] = self._read([left])
+            [(batch, weight)] = self._read([left])
             inputs.append(batch)
-            num_labels.append(number if kept else 0)
-        if not rows and self.tokens_per_sequence is not None:
+            weights.append(weight if kept else 0)
+        if not rows and self._weighs_alike:
             return self._inputs(inputs), None
-        total = torch.tensor(sum(num_labels), dtype=torch.float64, device=self._world.device)
-        return self._inputs(inputs), self._weights(num_labels, total)
+        total = torch.tensor(sum(weights), dtype=torch.float64, device=self._world.device)
+        return self._inputs(inputs), self._parts_of(weights, total)
 
     def rows_of(self, virtual_rank: int, micro_batch: int) -> RowsToRead:
         """The rows of one micro-batch of the next step."""
@@ -171,11 +177,11 @@ class TrainingFeed:
         [inputs] = self._inputs([batch for batch, _ in self._read([rows])])
         return inputs
 
-    def _read(self, micro_batches: Iterable[RowsToRead]) -> Iterator[tuple[Any, int]]:
-        """(batch, labels that count) of each, in the host's memory; for the next step."""
+    def _read(self, micro_batches: Iterable[RowsToRead]) -> Iterator[tuple[Any, float]]:
+        """(batch, what it weighs) of each, in the host's memory; for the next step."""
         reader = reader_of(self._dataset.train, self.sampler.seed, self._collate, self._vocab_size)
         step = 1 + self.sampler.rows_consumed // self.sampler.global_batch_size
-        return (reader((rows, step)) for rows in micro_batches)
+        return ((batch, self._weigh(batch, num)) for batch, num in (reader((rows, step)) for rows in micro_batches))
 
     def _inputs(self, batches: list[Any]) -> list[Any]:
         """The inputs of the model in each batch, on the device."""
@@ -197,26 +203,31 @@ class TrainingFeed:
             "and is read by a thread"
         )
 
-    def _loss_weights(
-        self, num_labels: list[int], num_tokens: int
-    ) -> tuple[list[float | torch.Tensor] | None, torch.Tensor]:
-        """The weight of each micro-batch's mean loss in the mean over all labels, and [labels, tokens] of all ranks.
+    @property
+    def _weighs_alike(self) -> bool:
+        """Whether all micro-batches weigh the same."""
+        return self._weighs_rows and self.tokens_per_sequence is not None
 
-        The engine takes the mean over virtual ranks, so a micro-batch with n of the global batch's tokens weighs
-        n * num_virtual_ranks / total. If all sequences have the same number of tokens, that is 1 / len, the engine's
-        default; else the ranks must add up their counts. That is not done needlessly: the sum would wait behind the
-        parameters still being gathered after the last step, which the engine hides behind the forward.
+    def _loss_weights(self, num_tokens: int) -> tuple[list[float | torch.Tensor] | None, torch.Tensor]:
+        """The weight of each micro-batch's loss in the mean over the step, and [labels that count, tokens] of all
+        ranks.
 
-        A micro-batch without any label weighs 0, and says so as a number: the engine then lets nothing of it through,
-        also where its loss is nan.
+        The engine takes the mean over virtual ranks, so a micro-batch with n of what the losses of the global batch
+        are means over weighs n * num_virtual_ranks / total. If all sequences have the same number, that is 1 / len, the
+        engine's default; else the ranks must add up their counts. That is not done needlessly: the sum would wait
+        behind the parameters still being gathered after the last step, which the engine hides behind the forward.
+
+        A micro-batch of weight 0 says so as a number: the engine then lets nothing of it through, also where its loss
+        is nan.
         """
-        if self.tokens_per_sequence is not None:
+        weights, num_labels = self.counts
+        if self._weighs_alike and self.tokens_per_sequence is not None:
             of_all = (self.sampler.global_batch_size * self.tokens_per_sequence, num_tokens * self._world.size)
             return None, torch.tensor(of_all, dtype=torch.float64)
-        mine = torch.tensor((sum(num_labels), num_tokens), dtype=torch.float64)
+        mine = torch.tensor((sum(weights), sum(num_labels), num_tokens), dtype=torch.float64)
         total = self._world.sum(mine.to(self._world.device, non_blocking=True))
-        return self._weights(num_labels, total[0]), total
+        return self._parts_of(weights, total[0]), total[1:]
 
-    def _weights(self, num_labels: list[int], total: torch.Tensor) -> list[float | torch.Tensor]:
-        per_label, size = total.clamp(min=1), self.sampler.num_virtual_ranks
-        return [(num * size / per_label).float() if num else 0.0 for num in num_labels]
+    def _parts_of(self, weights: list[float], total: torch.Tensor) -> list[float | torch.Tensor]:
+        of_all, size = torch.where(total > 0, total, 1.0), self.sampler.num_virtual_ranks
+        return [(weight * size / of_all).float() if weight else 0.0 for weight in weights]

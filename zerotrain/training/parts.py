@@ -5,7 +5,7 @@ from rich.console import Console
 from zerotrain.training.callback import Callback, CallbackList
 from zerotrain.training.callbacks.checkpoints import RunCheckpoints
 from zerotrain.training.callbacks.control import CONTROL_NAME, Control
-from zerotrain.training.callbacks.evaluation import RunEvaluation
+from zerotrain.training.callbacks.evaluation import RunEvaluation, num_eval_rows
 from zerotrain.training.callbacks.profile import Recording
 from zerotrain.training.callbacks.progress import ShowProgress
 from zerotrain.training.callbacks.sample import Sample
@@ -57,7 +57,7 @@ def callbacks_of(
         Sample(num_tokens=given.sample_tokens, prompts=given.sample_prompts, seed=given.seed),
         stages,
         RunFreezing(engine, console, given.frozen),
-        ShowStart(stages, feed.sampler, given.validation_sets),
+        ShowStart(stages, feed.sampler, given.validation_sets, num_eval_rows(given.eval_batches)),
         ShowProgress(),
         Recording(trace=given.profile, memory=given.memory_snapshot),
     ]
@@ -74,6 +74,7 @@ def callbacks_of(
             micro_batch_size=given.micro_batch_size,
             seed=given.seed,
             collate=given.collate_fn,
+            loss_over=given.loss_over,
             metrics=metrics_in(given.callbacks, OF_VALIDATION),
         ),
         *([] if given.pruning is None else [given.pruning]),

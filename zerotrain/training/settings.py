@@ -9,6 +9,7 @@ from rich.console import Console
 
 from zerotrain.comm.ranks.world import World
 from zerotrain.data.reading.fetch import Collate
+from zerotrain.data.reading.inputs import AUTO
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.training.callback import Callback
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
@@ -40,7 +41,8 @@ class TrainerSettings:
     micro_batch_size: int
     gradient_accumulation_steps: int
     eval_every: int
-    eval_batches: int
+    eval_batches: int | str
+    """Of `ROWS_PER_EVAL_BATCH` rows, or "all" rows."""
     log_every: int
     sample_tokens: int
     run_dir: Path
@@ -65,6 +67,8 @@ class TrainerSettings:
     """Processes that read the training data ahead."""
     collate_fn: Collate | None = None
     """Makes a batch of items; None: torch's default_collate."""
+    loss_over: str = AUTO
+    """What the loss of a micro-batch is the mean over, and so what it weighs in a step; see `TrainConfig`."""
     data_checked: Mapping[str, Any] | None = None
     """Fingerprint of the data when it was checked, see `zerotrain.data.reading.fingerprint`; None if it was not."""
     data_state: Mapping[str, Any] | None = None

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from zerotrain.data.reading.batches import GlobalBatchSampler
+from zerotrain.data.reading.inputs import tokens_known
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.training.callback import Callback, Run
@@ -23,8 +24,11 @@ class ShowStart(Callback):
 
     ranks = "first"
 
-    def __init__(self, stages: RunStages, sampler: GlobalBatchSampler, validation_sets: Mapping[str, Any]) -> None:
-        self._stages, self._sampler, self._validation_sets = stages, sampler, validation_sets
+    def __init__(
+        self, stages: RunStages, sampler: GlobalBatchSampler, validation_sets: Mapping[str, Any], num_eval_rows: int
+    ) -> None:
+        self._stages, self._sampler = stages, sampler
+        self._validation_sets, self._num_eval_rows = validation_sets, num_eval_rows
 
     def start(self, run: Run) -> None:
         """See `Callback.start`."""
@@ -33,6 +37,7 @@ class ShowStart(Callback):
             engine=run.engine,
             dataset=run.dataset,
             validation_sets=self._validation_sets,
+            num_eval_rows=self._num_eval_rows,
             sampler=self._sampler,
             plan_name=self._stages.named(run.step),
             num_steps=run.max_steps - run.step,
@@ -45,6 +50,7 @@ def print_start(
     engine: ZeroEngine,
     dataset: Any,
     validation_sets: Mapping[str, Any],
+    num_eval_rows: int,
     sampler: GlobalBatchSampler,
     plan_name: str,
     num_steps: int,
@@ -52,14 +58,19 @@ def print_start(
     """Print what trains on what, where, and for how long; readable at 80 columns, with and without colours.
 
     Args:
+        num_eval_rows: that an evaluation reads of a set that has as many.
         sampler: of the run's training.
         plan_name: how the memory is shared, such as "stage 2".
         num_steps: steps to go.
     """
+    read = _read_of(dataset.validation, num_eval_rows)
     lines = {
         "model": _model(engine),
         "data": _data(dataset),
-        "sets": ", ".join(f"{name}: {len(rows_of_set(each)):,} rows" for name, each in validation_sets.items()),
+        "eval": f"{read} each time; train.eval_batches=all reads all" if " of " in read else "",
+        "sets": ", ".join(
+            f"{name}: {_read_of(rows_of_set(each), num_eval_rows)}" for name, each in validation_sets.items()
+        ),
         "ranks": _ranks(engine),
         "memory": ", ".join(_memory(engine, plan_name, sampler.num_micro_batches)),
         "buckets": _buckets(engine),
@@ -68,7 +79,8 @@ def print_start(
         "decay": ", ".join(_decay(engine)),
     }
     num_rows = sampler.rows_consumed + num_steps * sampler.global_batch_size
-    if repeated := ", ".join(_repeated(dataset.train, num_rows)):
+    is_of_text = tokens_known(engine.module) is not None or hasattr(dataset, "decode")
+    if is_of_text and (repeated := ", ".join(_repeated(dataset.train, num_rows))):
         lines["warning"] = f"the run reads each row {repeated}; more data or fewer train.max_steps avoid that"
     for name, line in lines.items():
         if not line:
@@ -89,6 +101,11 @@ def _data(dataset: Any) -> str:
     if callable(getattr(dataset, "summary", None)):
         return f"{name}: {dataset.summary()}"
     return ", ".join([name, *_lengths(dataset)])
+
+
+def _read_of(rows: Any, num_eval_rows: int) -> str:
+    """How many rows an evaluation reads, and of how many."""
+    return f"{num_eval_rows:,} of {len(rows):,} rows" if num_eval_rows < len(rows) else f"{len(rows):,} rows"
 
 
 def _lengths(dataset: Any) -> Iterator[str]:

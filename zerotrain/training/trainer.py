@@ -52,6 +52,7 @@ class Trainer(TrainerSettings):
             first_step=self.first_step,
             num_workers=self.num_workers,
             collate=self.collate_fn,
+            loss_over=self.loss_over,
         )
         self.result = RunResult(
             world_size=self.world.size, steps=self.first_step, skipped_steps=self.skipped_before, **self.run_facts
@@ -67,6 +68,7 @@ class Trainer(TrainerSettings):
             self.world,
             num_virtual_ranks=self.feed.sampler.num_virtual_ranks,
             num_micro_batches=self.gradient_accumulation_steps,
+            model=self.engine.module,
         )
         self._callbacks = callbacks_of(
             self, self.console, self.feed, self.result, self.clock, self.checkpoints, self.metrics
@@ -173,7 +175,7 @@ class Trainer(TrainerSettings):
                     seed_each = partial(seed_leaf, self.seed, step)
                     wishes = Request(signal=stop.signum) | self._callbacks.ask(run)
                     self.engine.signal = wishes.encoded(self._callbacks.names)
-                    measuring = self.metrics.of_step(step + 1, micro_batches, self.feed.num_labels)
+                    measuring = self.metrics.of_step(step + 1, micro_batches, self.feed.counts)
                     outcome = self.engine.train_step(micro_batches, weights=weights, before_each=seed_each, **measuring)
                 num_labels, num_tokens = read_counts()  # only now: the step has waited for the device anyway
                 self.clock.count(num_tokens, loader.wait_s, num_labels=num_labels, traffic=self.engine.ledger.last_step)

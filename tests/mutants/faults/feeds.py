@@ -6,6 +6,7 @@ STORE, OF_STORE = "data/store/", "unit/data/store/"
 READING, OF_READING = "data/reading/", "unit/data/reading/"
 PREPARING, OF_PREPARING = "data/preparing/", "unit/data/preparing/"
 TRAINING, OF_TRAINING = "training/", "unit/training/"
+OF_LOSSES = ("distributed/test_loss_over.py",)
 
 FAULTS = {
     "feeds-fewer-documents-than-files": Fault(
@@ -157,12 +158,40 @@ FAULTS = {
     ),
     "feeds-weighs-by-ranks": Fault(
         TRAINING + "feed.py",
-        "per_label, size = total.clamp(min=1), self.sampler.num_virtual_ranks",
-        "per_label, size = total.clamp(min=1), self.sampler.num_ranks",
+        "of_all, size = torch.where(total > 0, total, 1.0), self.sampler.num_virtual_ranks",
+        "of_all, size = torch.where(total > 0, total, 1.0), self.sampler.num_ranks",
         "with virtual ranks the gradient of uneven labels is too small",
         (
             "unit/training/test_feed.py::test_uneven_micro_batches_weigh_by_their_labels_whatever_virtual_rank_runs_them",
         ),
+    ),
+    "feeds-every-label-of-minus-100-is-ignored": Fault(
+        "data/reading/inputs.py",
+        "return labels.dtype in _SIGNED",
+        "return True",
+        "a target of a regression that is -100.0 does not count in what its micro-batch weighs",
+        OF_LOSSES,
+    ),
+    "feeds-equal-labels-hide-the-count-of-the-model": Fault(
+        TRAINING + "feed.py",
+        'self._weighs_rows = counted not in ("model", "shifted_labels")',
+        "self._weighs_rows = True",
+        "where all rows have as many labels a model's own count is not asked",
+        OF_LOSSES,
+    ),
+    "feeds-evaluates-by-labels-alone": Fault(
+        TRAINING + "callbacks/evaluation.py",
+        "_, weigh = weighing_of(loss_over, engine.module)",
+        '_, weigh = weighing_of("auto", None)',
+        "the validation loss depends on the size of micro-batches",
+        OF_LOSSES,
+    ),
+    "feeds-the-whole-is-not-tried": Fault(
+        "run/preflight/data.py",
+        "if abs(means[counted] - of_whole) <= near:\n            return",
+        "if True:\n            return",
+        "a loss that is another mean trains beside the gradient of the whole batch",
+        ("unit/run/preflight/test_loss_over.py",),
     ),
     "feeds-clock-forgets-the-earlier": Fault(
         TRAINING + "figures/metrics.py",

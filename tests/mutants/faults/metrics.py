@@ -42,8 +42,8 @@ FAULTS = {
     ),
     "metrics-of-rows-read-for-others": Fault(
         EVALUATION,
-        "if mine else 0\n            batch =",
-        "if mine else 1\n            batch =",
+        "if mine else (0, 0)\n            batch =",
+        "if mine else (1, 1)\n            batch =",
         "a rank without a row left measures the first one again",
         OF_METRICS,
     ),

@@ -10,14 +10,14 @@ OF_SPIKES = ("unit/training/figures/test_spikes.py",)
 FAULTS = {
     "replay-removes-rows-and-keeps-their-share": Fault(
         "training/feed.py",
-        "num_labels.append(number if kept else 0)",
-        "num_labels.append(number)",
+        "weights.append(weight if kept else 0)",
+        "weights.append(weight)",
         "a micro-batch all of whose rows are left out weighs as much as before",
         OF_REPLAY,
     ),
     "replay-takes-equal-weights-for-fewer-rows": Fault(
         "training/feed.py",
-        "if not rows and self.tokens_per_sequence is not None:\n            return self._inputs(inputs), None",
+        "if not rows and self._weighs_alike:\n            return self._inputs(inputs), None",
         "if True:\n            return self._inputs(inputs), None",
         "micro-batches with fewer rows weigh as much as the others",
         OF_REPLAY,

@@ -63,6 +63,8 @@ def test_what_we_ship_has_no_problems(compose, group):
         "train.max_skipped_steps=0",
         "train.eval_every=-1",
         "train.eval_batches=0",
+        "train.eval_batches=2.5",
+        "train.eval_batches=some",
         "train.log_every=0",
         "train.sample_tokens=-1",
         "launch.nproc_per_node=0",

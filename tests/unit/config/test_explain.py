@@ -150,8 +150,8 @@ def test_the_inner_key_is_named_and_what_is_not_installed(compose, override: str
             "{file}, line 4: train.max_stps: there is no such setting; did",
         ),
         (
-            "{top}train:\n  eval_batches: abc\n",
-            "{file}, line 3: train.eval_batches: got abc; it must be 1 or more batches",
+            "{top}train:\n  gradient_accumulation_steps: abc\n",
+            "{file}, line 3: train.gradient_accumulation_steps: got abc; it must be 1 or more micro-batches",
         ),
         ("{top}train: [\n", "{file}, line 3: expected the node content, but found '<stream end>'"),
         ("{top}seed: 1\nseed: 2\n", "{file}, line 3: found duplicate key seed"),

@@ -48,3 +48,16 @@ def test_a_model_without_labels_is_trained_and_its_losses_are_weighed_by_rows(ma
     body = make_trainer(engine=engine, dataset=SimpleNamespace(train=rows, validation=rows)).run()
     assert body["status"] == "completed"
     assert body["final_val_loss"] > 0
+
+
+def test_data_of_no_text_is_not_spoken_of_as_text(make_trainer, screen):
+    class Distance(torch.nn.Linear):
+        def forward(self, pixels):
+            return super().forward(pixels).square().mean()
+
+    engine = zerotrain.build_engine(Distance(4, 2), optimizer=torch.optim.SGD)
+    rows = list(torch.eye(4))
+    make_trainer(engine=engine, dataset=SimpleNamespace(train=rows, validation=rows), sample_tokens=9).run()
+    assert "an epoch is 1.0 steps" in screen.getvalue()
+    assert "No sample of text" not in screen.getvalue()
+    assert "more data or fewer" not in screen.getvalue()

@@ -139,7 +139,7 @@ def test_what_cannot_be_the_same_on_any_number_of_ranks_is_refused(metric, probl
 
 def test_what_a_checkpoint_says_of_metrics_of_training_is_looked_at_before_it_is_used() -> None:
     states = MetricStates({"accuracy": Accuracy()}, "train_", "training")
-    states.add(3, torch.tensor(1.5), 2, torch.eye(3)[None, :2], torch.tensor([[0, 2]]))
+    states.add(3, torch.tensor(1.5), 2, torch.eye(3)[None, :2], (None, torch.tensor([[0, 2]])), 2)
     told = json.loads(json.dumps({"num": 4, "kept": states.state_dict()}))
     assert are_told(told)
     again = MetricStates({"accuracy": Accuracy()}, "train_", "training")
@@ -160,7 +160,7 @@ def test_what_a_checkpoint_says_of_metrics_of_training_is_looked_at_before_it_is
 def test_of_a_metric_that_keeps_many_numbers_a_checkpoint_has_none() -> None:
     states = MetricStates({"all": TorchMetric(f1()), "accuracy": Accuracy()}, "train_", "training")
     outputs, labels = torch.zeros(1, 2, CLASSES), torch.tensor([[0, 2]])
-    states.add(0, torch.tensor(1.0), 2, outputs, labels)
+    states.add(0, torch.tensor(1.0), 2, outputs, (None, labels), 2)
     states._kept["all"][0] = [torch.zeros(MAX_TOLD + 1)]
     assert list(states.state_dict()) == ["loss", "accuracy"]
 
@@ -188,9 +188,109 @@ def test_measuring_a_micro_batch_waits_for_no_device(num_counted: int) -> None:
     states = MetricStates({"accuracy": Accuracy(), "perplexity": Perplexity()}, "train_", "training")
     outputs, loss = torch.eye(3)[torch.tensor([[0, 1], [1, 2]])], torch.tensor(0.5, dtype=torch.float64)
     with Waits() as waits:
-        states.add(0, loss, num_counted, outputs, labels)
+        states.add(0, loss, 2, outputs, (None, labels), num_counted)
     assert not waits.seen
     assert states.state_dict()["accuracy"]["0"] == [[0, [], [2]], [0, [], [num_counted]]]
     with Waits() as waits:
         outputs[labels != -100].sum().item()
     assert len(waits.seen) >= 2
+
+
+# ---- which dimension has the classes, and what the outputs are compared with
+
+
+class Given(torch.nn.Module):
+    """Gives the outputs that stand in the batch, and 0 for a loss."""
+
+    def __init__(self, *, next_token_labels: bool = False):
+        super().__init__()
+        self.weight, self.next_token_labels = torch.nn.Parameter(torch.zeros(1)), next_token_labels
+
+    def forward(self, outputs, labels=None):
+        return outputs if labels is None else self.weight.sum() * 0
+
+
+def right_in(outputs: torch.Tensor, labels: torch.Tensor, dim: int) -> float:
+    right = (outputs.argmax(dim=dim) == labels)[labels != -100]
+    return right.sum().item() / right.numel()
+
+
+def classified(shape: tuple[int, ...], num_classes: int, dtype=torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs, and labels of the other dimensions than 1, of which signed ones are ignored here and there."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(num_classes, (shape[0], *shape[2:]), generator=generator)
+    if dtype != torch.uint8:
+        labels.flatten()[::5] = -100
+    return torch.randn(shape, generator=generator), labels.to(dtype)
+
+
+def evaluated(world, pairs, metrics, **options):
+    engine = zerotrain.build_engine(Given(**options), optimizer=torch.optim.SGD, world=world)
+    rows = list(zip(*pairs, strict=True))
+    return evaluate_all(
+        engine=engine, world=world, dataset=rows, num_sequences=len(rows), micro_batch_size=3, metrics=metrics
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.uint8])
+def test_the_classes_are_where_the_sizes_say(world, dtype) -> None:
+    images, words = classified((8, 5, 3, 4), 5, dtype), classified((8, 6), 6, dtype)
+    assert evaluated(world, images, {"accuracy": Accuracy()})["val_accuracy"] == right_in(*images, dim=1)
+    assert evaluated(world, words, {"accuracy": Accuracy()})["val_accuracy"] == right_in(*words, dim=1)
+    last = images[0].movedim(1, -1), images[1]
+    assert evaluated(world, last, {"accuracy": Accuracy()})["val_accuracy"] == right_in(*images, dim=1)
+    jaccard = torchmetrics.JaccardIndex(
+        "multiclass", num_classes=5, ignore_index=-100 if dtype != torch.uint8 else None
+    )
+    found = evaluated(world, images, {"jaccard": TorchMetric(jaccard)})
+    jaccard.reset()
+    jaccard.update(*images)
+    assert found["val_jaccard"] == pytest.approx(float(jaccard.compute()))
+
+
+def test_where_two_dimensions_may_have_the_classes_the_metric_says_which(world) -> None:
+    outputs, labels = classified((8, 4, 4), 4)
+    first, last = right_in(outputs, labels, dim=1), right_in(outputs, labels, dim=-1)
+    assert first != last
+    for class_dim, expected in ((1, first), (-1, last)):
+        metrics = {"accuracy": Accuracy(class_dim=class_dim)}
+        assert evaluated(world, (outputs, labels), metrics)["val_accuracy"] == expected
+    with pytest.raises(
+        CallbackError, match=r"callbacks\.accuracy: .*\(3, 4, 4\) may be in dimension 1 or in the last, by"
+    ):
+        evaluated(world, (outputs, labels), {"accuracy": Accuracy()})
+    found = evaluated(world, (outputs, labels), {"accuracy": Accuracy()}, next_token_labels=True)
+    assert found["val_accuracy"] == last
+    with pytest.raises(ValueError, match=r"^class_dim: got 2; it must be 1, -1 or null$"):
+        Accuracy(class_dim=2)
+
+
+class Regression(torch.nn.Linear):
+    """The target has a name of its own, or stands within another part."""
+
+    def forward(self, features, target=None, *, with_outputs=False):
+        inner = features if isinstance(features, dict) else {"x": features, "y": target}
+        outputs = super().forward(inner["x"]).squeeze(-1)
+        if inner.get("y") is None:
+            return outputs
+        loss = (outputs - inner["y"]).square().mean()
+        return (loss, outputs.detach()) if with_outputs else loss
+
+
+@pytest.mark.parametrize("target", ["target", "features.y"])
+def test_a_metric_compares_with_the_part_that_it_names(make_trainer, tmp_path, target) -> None:
+    generator = torch.Generator().manual_seed(0)
+    features, y = torch.randn(12, 3, generator=generator), torch.randn(12, generator=generator)
+    y[::4] = -100.0
+    parts = zip(features, y, strict=True)
+    rows = [{"features": x, "target": y} if target == "target" else {"features": {"x": x, "y": y}} for x, y in parts]
+    model = Regression(3, 1)
+    engine = zerotrain.build_engine(model, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.0))
+    metrics = {"mse": TorchMetric(torchmetrics.MeanSquaredError(), target=target, of=["validation", "training"])}
+    data = type("Data", (), {"train": rows, "validation": rows})
+    body = make_trainer(engine=engine, dataset=data, callbacks=metrics, max_steps=3, eval_batches=2, log_every=3).run()
+    expected = (model(features) - y).square().mean().item()
+    assert body["val_metrics"]["val_mse"] == pytest.approx(expected, rel=1e-5)
+    assert body["final_val_loss"] == pytest.approx(expected, rel=1e-5)
+    told = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train_mse"] for line in told if line.get("step") == 3 and "train_mse" in line]

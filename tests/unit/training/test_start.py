@@ -9,12 +9,14 @@ import torch
 from rich.console import Console
 
 from zerotrain import PrecisionConfig, ZeroConfig, build_engine
+from zerotrain.training.callbacks.evaluation import num_eval_rows
 from zerotrain.training.start import print_start
 
 EXPECTED = """\
 model   GPT, 27,008 parameters trained, 0 frozen
 data    SyntheticTokens, 3,200 tokens to train on, 320 tokens to
         validate
+eval    16 of 20 rows each time; train.eval_batches=all reads all
 ranks   1 on CPU, threads of each: 1; fp32
 memory  stage 2, kB of a rank: 108 parameters, 108 gradients, 216.1
         optimizer
@@ -30,6 +32,7 @@ def shown(trainer, **terminal) -> str:
         engine=trainer.engine,
         dataset=trainer.dataset,
         validation_sets=trainer.validation_sets,
+        num_eval_rows=num_eval_rows(trainer.eval_batches),
         sampler=trainer.feed.sampler,
         plan_name="stage 2",
         num_steps=trainer.max_steps,
@@ -40,10 +43,16 @@ def shown(trainer, **terminal) -> str:
 def test_what_runs_is_said_in_a_few_lines_of_80_columns(make_trainer):
     trainer = make_trainer()
     text = shown(trainer, width=80)
-    assert [line.split()[0] for line in text.splitlines()] == ["model", "data", "ranks", "memory", "steps", "decay"]
+    names = ["model", "data", "eval", "ranks", "memory", "steps", "decay"]
+    assert [line.split()[0] for line in text.splitlines()] == names
     assert max(map(len, text.splitlines())) <= 80
     assert all(line == line.rstrip() for line in text.splitlines())
     assert shown(trainer, width=72) == EXPECTED
+
+
+@pytest.mark.parametrize("eval_batches", [3, "all"])
+def test_an_evaluation_that_reads_all_rows_needs_no_word(make_trainer, eval_batches):
+    assert "\neval" not in shown(make_trainer(eval_batches=eval_batches), width=80)
 
 
 def test_it_is_the_same_in_colour_in_a_pipe_and_in_a_dumb_terminal(make_trainer, monkeypatch):

@@ -57,7 +57,7 @@ def test_each_set_is_evaluated_as_it_is_alone_and_changes_nothing_else(
     assert body["val_loss_by_source"] == {name: last[f"val_loss/{name}"] for name in ("few", "mix", "mix/a", "mix/b")}
     assert body["val_metrics"]["val_accuracy/mix/b"] == last["val_accuracy/mix/b"]
     said = " ".join(screen.getvalue().split())
-    assert f"sets few: {len(few.train)} rows, mix: " in said
+    assert f"sets few: 16 of {len(few.train)} rows, mix: " in said
     assert f"val/few {last['val_loss/few']:.3f} val/mix {last['val_loss/mix']:.3f}" in said
 
 

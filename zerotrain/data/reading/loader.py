@@ -30,7 +30,7 @@ from zerotrain.data.reading.fetch import (
     may_be_read_beside,
     place_of,
 )
-from zerotrain.data.reading.inputs import num_labels
+from zerotrain.data.reading.inputs import Weigh, num_labels
 from zerotrain.data.reading.workers import read_in_workers
 
 NUM_STEPS_AHEAD = 2
@@ -43,12 +43,14 @@ class LoadedStep(NamedTuple):
 
     micro_batches: list[Any]
     """On the device, as collate has made them; in the order in which the rank runs them."""
+    weights: list[float]
+    """Of each of them, in the mean loss of the step."""
     num_labels: list[int]
     """In each of them, those that count."""
 
 
 Read = Callable[[tuple[RowsToRead, int]], tuple[Any, int]]
-"""(a micro-batch, its labels that count) of (rows, number of the step from 1)."""
+"""(a micro-batch, its number of rows) of (rows, number of the step from 1)."""
 
 
 def reader_of(dataset: Any, seed: int, collate: Collate | None, vocab_size: int | None = None) -> Read:
@@ -60,7 +62,7 @@ def _read(fetch: Callable[..., Any], wanted: tuple[RowsToRead, int]) -> tuple[An
     (rows, epochs), step = wanted
     with torch.profiler.record_function("zerotrain data: read rows"):
         batch = fetch(rows, epochs=epochs, step=step)
-        return batch, num_labels(batch, len(rows))
+        return batch, len(rows)
 
 
 def _described(wanted: tuple[RowsToRead, int]) -> str:
@@ -83,6 +85,7 @@ class StepLoader:
         num_steps_ahead: 0 reads each step when it is asked for.
         vocab_size: tokens that the model knows, see `fetch_rows`.
         timeout_s: seconds that the other ranks wait for this one; a row must take less.
+        weigh: of a micro-batch in the host's memory.
     """
 
     def __init__(
@@ -98,11 +101,12 @@ class StepLoader:
         num_steps_ahead: int = NUM_STEPS_AHEAD,
         vocab_size: int | None = None,
         timeout_s: float = 300.0,
+        weigh: Weigh = num_labels,
     ) -> None:
         self.wait_s = 0.0
         """How long the last step was waited for."""
         self.reads_ahead = num_steps_ahead > 0 and (num_workers > 0 or may_be_read_beside(dataset, collate))
-        self._copies = DeviceCopies(device)
+        self._copies, self._weigh = DeviceCopies(device), weigh
         self._open = ExitStack()
         self._num_micro_batches = sampler.num_micro_batches * sampler.leaves_per_rank
         reader = reader_of(dataset, sampler.seed, collate, vocab_size)
@@ -124,9 +128,10 @@ class StepLoader:
         if self.reads_ahead:
             self._steps = self._open.enter_context(ReadAhead(self._steps, num_steps_ahead, timeout_s))
 
-    def _copied_steps(self, read: Iterator[tuple[Any, int]]) -> Iterator[tuple[Copied, list[int]]]:
+    def _copied_steps(self, read: Iterator[tuple[Any, int]]) -> Iterator[tuple[Copied, list[float], list[int]]]:
         while step := list(islice(read, self._num_micro_batches)):
-            yield self._copies.start([batch for batch, _ in step]), [number for _, number in step]
+            counts = [self._weigh(*each) for each in step], [num_labels(*each) for each in step]
+            yield self._copies.start([batch for batch, _ in step]), *counts
 
     def next_step(self) -> LoadedStep:
         """The micro-batches of the next step. Those of the one before must no longer be used.
@@ -138,10 +143,10 @@ class StepLoader:
         """
         started_s = time.perf_counter()
         with self._in_time():
-            copied, numbers = next(self._steps)
+            copied, weights, numbers = next(self._steps)
         micro_batches = self._copies.finish(copied)
         self.wait_s = time.perf_counter() - started_s
-        return LoadedStep(micro_batches, numbers)
+        return LoadedStep(micro_batches, weights, numbers)
 
     def __enter__(self) -> "StepLoader":
         return self

@@ -45,6 +45,7 @@ from zerotrain.run.preflight.data import (
     require_asked_for,
     require_callbacks_fit,
     require_fit,
+    require_loss_over,
     validation_sets_of,
 )
 from zerotrain.run.preflight.length import take_max_steps
@@ -98,6 +99,8 @@ def check(
         problems += _start_misfits(model, config.checkpoint, goes_on_from)
         if batches is not None:
             attempt("data", lambda _: require_fit(model, data, batches))
+            if not problems and not config.plan.only:
+                attempt("train", lambda config: require_loss_over(model, data, batches["data.train"][0], config))
     if batches is not None:
         attempt("train", lambda config: require_asked_for(data, config))
         attempt("train", lambda config: take_max_steps(config, data, num_ranks, goes_on_from))
@@ -113,7 +116,7 @@ def check(
         stages, first = _stages_to_come(goes_on_from, config), batches["data.train"][0]
         attempt("model", lambda config: require_memory(config, sized, factory, first, ranks, room, stages))
     attempt("scheduler", _naming_the_argument("scheduler", try_schedule))
-    attempt("callbacks", lambda config: require_callbacks_fit(data, sets or {}, config, model))
+    attempt("callbacks", lambda config: require_callbacks_fit(data, sets or {}, config, model, batches))
     if problems:
         raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
     return known or {}

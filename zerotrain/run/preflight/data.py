@@ -1,30 +1,60 @@
-"""Checks of the data before any rank starts."""
+"""Checks of the data, and of the model's loss of it, before any rank starts."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import nn
 
 from zerotrain.config.checks import SETS as SETS_OF
 from zerotrain.config.schema import Config
-from zerotrain.data.reading.inputs import WITH_OUTPUTS, ids_of
+from zerotrain.data.reading.fetch import fetch_rows, seeded
+from zerotrain.data.reading.inputs import (
+    AUTO,
+    LOSS_COUNT,
+    MODEL,
+    WEIGHTS,
+    WITH_OUTPUTS,
+    as_inputs,
+    ids_of,
+    names_in,
+    num_labels,
+    target_of,
+    tensors_in,
+    to_device,
+    weighing_of,
+    with_tensors,
+    without_targets,
+)
 from zerotrain.data.reading.items import first_batches, require_next_tokens, require_taken
+from zerotrain.engine.update.leaves import call_model
 from zerotrain.errors import ConfigError
 from zerotrain.files.printable import printable
-from zerotrain.run.factory import build_callbacks, build_collate, build_data, build_validation_sets
+from zerotrain.run.factory import build, build_callbacks, build_collate, build_data, build_validation_sets
 from zerotrain.settings import problems_in
 from zerotrain.training import Callback
 from zerotrain.training.callbacks.early_stopping import EarlyStopping
-from zerotrain.training.callbacks.evaluation import in_set, rows_of_set
+from zerotrain.training.callbacks.evaluation import in_set, rows_of_set, validation_rows
 from zerotrain.training.callbacks.sample import prompts_of
+from zerotrain.training.figures.flops import count_flops
 from zerotrain.training.metrics.metric import OF_TRAINING, OF_VALIDATION, Metric, metrics_in
+from zerotrain.training.metrics.states import class_dim_of, logits_in
 
 SETS = ("train", "validation")
 NO_VALIDATION = "data.validation is empty; give data.validation_fraction=0.1, or leave this out"
 NONE = "give null, or data of text"
 MIN_SEQUENCES = 1024
 """As many a rank may read in a step though the data has fewer, to learn a few by heart."""
+NUM_TRIED = 8
+"""Rows of which the loss is tried at most."""
+MOST_NUMEL, MOST_FLOPS = 2**25, 10**10
+"""Parameters of a model whose loss is tried at most, and what that may compute: less than a second of one core."""
+TOLERANCE = 1e-5
+"""By this part of the largest loss tried another may differ from what it should be: sums in fp32 round by a tenth."""
 
 
 def dataset_of(config: Config) -> Any:
@@ -73,10 +103,14 @@ def has_rows(dataset: Any) -> bool:
 
 
 def require_callbacks_fit(
-    data: Any, sets: Mapping[str, Any], config: Config, model: nn.Module | None = None
+    data: Any,
+    sets: Mapping[str, Any],
+    config: Config,
+    model: nn.Module | None = None,
+    batches: Mapping[str, Sequence[Any]] | None = None,
 ) -> dict[str, Callback]:
     """The callbacks; ConfigError where one needs an evaluation that there is not, a metric that an evaluation has not,
-    or outputs that the model does not give."""
+    outputs that the model does not give, or labels that no batch has."""
     callbacks = build_callbacks(config)
     metrics, of_training = metrics_in(callbacks, OF_VALIDATION), metrics_in(callbacks, OF_TRAINING)
     if "loss" in metrics:
@@ -86,6 +120,8 @@ def require_callbacks_fit(
             raise ConfigError(f"callbacks.{name}: metrics.jsonl has train_{name} already; give the metric another name")
     if model is not None:
         require_outputs(model, of_training)
+    for where, [first, *_] in (batches or {}).items():
+        require_measurable(of_training if where == "data.train" else metrics, where, first, model)
     if data is None:
         return callbacks
     followed = {
@@ -120,6 +156,150 @@ def require_outputs(model: nn.Module, of_training: Mapping[str, Metric]) -> None
                 f"{WITH_OUTPUTS}=True and return (loss, outputs); it has no such argument: give it one, or leave "
                 f"{OF_TRAINING} out"
             )
+
+
+def require_measurable(metrics: Mapping[str, Metric], where: str, batch: Any, model: nn.Module | None) -> None:
+    """Check that a batch has what metrics compare the outputs with, and that an evaluation gets outputs of one meaning.
+
+    Args:
+        where: the dataset that `batch` is of.
+        model: without memory; None: unknown.
+    """
+    looking = {name: metric for name, metric in metrics.items() if metric.needs_outputs}
+    for name, metric in looking.items():
+        if target_of(batch, metric.target) is None and (metric.target is not None or metric.needs_labels):
+            missing, named = metric.target or "labels", ", ".join(_names_of_tensors(batch))
+            advice = f"give callbacks.{name}.target=NAME one of these" if named else "give dicts, or pairs of tensors"
+            raise ConfigError(
+                f"callbacks.{name}: compares outputs with {missing}, and a batch of {where} has "
+                f"{named or 'no such part'}; {advice}"
+            )
+    if model is None or not looking or where == "data.train":
+        return
+    kind, inputs = type(model).__name__, without_targets(batch, {metric.target for metric in looking.values()})
+    try:
+        call_model(inspect.signature(model.forward).bind, inputs)
+    except TypeError as error:
+        raise ConfigError(
+            f"callbacks.{next(iter(looking))}: an evaluation calls {kind}.forward without labels for its outputs: "
+            f"{error}; give that argument a default, without which the loss is not computed"
+        ) from error
+    outputs = None
+    with suppress(Exception), torch.no_grad():  # of a model that computes with values
+        outputs = logits_in(call_model(model, to_device(inputs, torch.device("meta"))))
+    for name, metric in looking.items():
+        known = metric.class_dim or (-1 if getattr(model, "next_token_labels", False) else None)
+        try:
+            class_dim_of(outputs, target_of(batch, metric.target), known)
+        except ValueError as error:
+            raise ConfigError(f"callbacks.{name}: {error}") from error
+
+
+def _names_of_tensors(batch: Any) -> Iterator[str]:
+    for name, part in names_in(batch).items():
+        if isinstance(part, torch.Tensor):
+            yield str(name)
+        yield from (f"{name}.{inner}" for inner in _names_of_tensors(part))
+
+
+def require_loss_over(model: nn.Module, data: Any, first: Any, config: Config) -> None:
+    """Check that a model's loss of a batch is the mean that `train.loss_over` says: that of its parts, each by its
+    weight. Both are computed here, in evaluation mode, by the model with first weights.
+
+    It is not tried where each micro-batch is to count alike, with the models of zerotrain, whose losses are known, and
+    where it cannot be: the model is large, fails on the CPU, or draws random numbers in evaluation mode.
+
+    Args:
+        model: without memory.
+        first: a batch of one row to train on.
+
+    Raises:
+        ConfigError: it is another mean, or none; or the model's own count is no number.
+    """
+    given, kind, num_rows = config.train.loss_over, type(model).__name__, len(data.train)
+    try:
+        counted, _ = weighing_of(given, model)
+        weighings = WEIGHTS | dict([weighing_of(AUTO, model)])
+        weighings[counted](first, 1)
+    except Exception as error:  # whatever the user's method raises
+        raise ConfigError(f"train.loss_over: got {given}; {printable(f'{error}', keep='')}") from error
+    is_known = type(model).__module__.startswith("zerotrain.models.") and counted in (AUTO, "labels")
+    if is_known or counted == "micro_batches" or (num := _num_affordable(model, first, num_rows)) < 2:
+        return
+    rows = sorted(validation_rows(num_rows, num), key=lambda row: num_labels(_rows_read(data, config, [row]), 1))
+    whole, ways = _whole_and_parts(data, config, rows)
+    found = _losses(config, [whole, whole, *(part for parts in ways for part, _ in parts)])
+    if found is None or not abs(found[0] - found[1]) <= TOLERANCE * abs(found[0]):
+        return
+    of_whole, _, *of_parts = found
+    near, said = TOLERANCE * max(map(abs, filter(math.isfinite, found))), ""
+    for parts in ways:
+        of_two, of_parts = of_parts[:2], of_parts[2:]
+        means = {name: _mean(of_two, [weigh(*part) for part in parts]) for name, weigh in weighings.items()}
+        if abs(means[counted] - of_whole) <= near:
+            return
+        said = f"train.loss_over: got {given}; of {len(rows)} rows the loss of {kind} is {of_whole:.7g}, but"
+        if abs(sum(of_two) - of_whole) <= near:
+            raise ConfigError(f"{said} it is the sum of those of two parts; let the model return a mean")
+        said += f" {means[counted]:.7g} by two parts of them"
+        for fitting in (MODEL, "labels", "shifted_labels", "rows"):
+            if abs(means.get(fitting, math.nan) - of_whole) <= near:
+                raise ConfigError(f"{said}; train.loss_over={fitting} fits")
+    raise ConfigError(
+        f"{said}, and labels, shifted_labels and rows fit no better; give "
+        f"{kind} a method {LOSS_COUNT}, which gets a batch as forward does and returns what the loss divides by, or, "
+        "where rows act on each other, train.loss_over=micro_batches"
+    )
+
+
+def _rows_read(data: Any, config: Config, rows: Sequence[int]) -> Any:
+    told: Any = {"seed": config.seed, "epochs": [0] * len(rows), "step": 1}
+    return fetch_rows(data.train, rows, **told, collate=build_collate(config))
+
+
+def _num_affordable(model: nn.Module, first: Any, most: int) -> int:
+    """Rows of which the loss can be tried; 0 of a model that is too large."""
+    numel, flops = sum(each.numel() for each in model.parameters()), None
+    if numel > MOST_NUMEL:
+        return 0
+    with suppress(Exception):  # of a model that computes with values
+        flops = count_flops(model, first)
+    model.zero_grad()
+    if flops is None:  # as if each element of a row met each parameter
+        flops = 6 * numel * max((each.numel() for each in tensors_in(first)), default=1)
+    return int(min(NUM_TRIED, most, MOST_FLOPS // max(flops, 1)))
+
+
+def _whole_and_parts(data: Any, config: Config, rows: Sequence[int]) -> tuple[Any, list[list[tuple[Any, int]]]]:
+    """A batch, and (batch, number of rows) of each of its two parts, in one or two ways: read as micro-batches are, so
+    that each is padded to its longest; and cut out of the whole, where a collate function may draw other numbers for a
+    part, and where the model looks at the padding."""
+    num = max(1, len(rows) * 3 // 8)
+    whole, sizes = _rows_read(data, config, rows), (num, len(rows) - num)
+    read = [_rows_read(data, config, part) for part in (rows[:num], rows[num:])]
+    ways = [list(zip(read, sizes, strict=True))]
+    if config.data_switches["collate_fn"] and all(each.shape[:1] == (len(rows),) for each in tensors_in(whole)):
+        cut = [with_tensors(whole, itemgetter(part)) for part in (slice(num), slice(num, None))]
+        ways.append(list(zip(cut, sizes, strict=True)))
+    return whole, ways
+
+
+def _losses(config: Config, batches: Sequence[Any]) -> list[float] | None:
+    """The loss of each batch; None where they cannot be computed here."""
+    with suppress(Exception), seeded("loss tried", config.seed), torch.no_grad():  # see `require_loss_over`
+        model = build("model", config.model_target).eval()
+        for parameter in model.parameters():
+            if not parameter.any():  # of zeros, such as those of the last layer, all losses may be the same
+                parameter.normal_(std=0.02)
+        losses = [float(call_model(model, as_inputs(batch))) for batch in batches]
+        return losses if math.isfinite(losses[0]) else None
+    return None
+
+
+def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
+    """The mean of losses by weights; of a loss that weighs nothing nothing counts."""
+    weighed = (loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+    return sum(weighed) / (sum(weights) or math.nan)
 
 
 def require_fit(model: nn.Module, data: Any, batches: Mapping[str, Sequence[Any]]) -> None:

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from zerotrain.config.schema import Config
-from zerotrain.data.reading.inputs import as_inputs, with_tensors
+from zerotrain.data.reading.inputs import as_inputs, tensors_in, with_tensors
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.precision.policy import precision_named
@@ -142,7 +141,7 @@ def _by_memory(config: Config, plan: Plan, kept: Mapping[str, float], device: st
 def _saved_nbytes(config: Config, model: nn.Module, first: Any) -> float:
     """Bytes that the forward of a micro-batch saves for its backward, tried without memory; 0 for a small one, and if
     they cannot be known: it computes with values, or the run moves or compiles what it saves."""
-    num_rows, shapes = config.train.micro_batch_size, [each.shape for each in _tensors(first)]
+    num_rows, shapes = config.train.micro_batch_size, [each.shape for each in tensors_in(first)]
     numel = sum(shape.numel() for shape in shapes) * num_rows
     moves = any(config.forward_switches.values()) or config.offload.activations != "device"
     if moves or numel < LARGE_NUMEL or any(shape[:1] != (1,) for shape in shapes):
@@ -162,10 +161,6 @@ def _saved_nbytes(config: Config, model: nn.Module, first: Any) -> float:
     with suppress(Exception), _WithoutAttention(), torch.autograd.graph.saved_tensors_hooks(note, lambda each: each):
         _ = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)  # kept: its graph holds what is saved
     return sum(nbytes for memory, nbytes in saved.values() if not memory.expired())
-
-
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
 
 
 class _WithoutAttention(TorchFunctionMode):

@@ -1,6 +1,7 @@
 """The validation loss."""
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -11,7 +12,15 @@ from rich.console import Console
 
 from zerotrain.comm.ranks.world import World
 from zerotrain.data.reading.fetch import Collate, fetch_rows, in_time
-from zerotrain.data.reading.inputs import as_inputs, labels_of, num_labels, to_device, tokens_known, without_labels
+from zerotrain.data.reading.inputs import (
+    AUTO,
+    as_inputs,
+    num_labels,
+    to_device,
+    tokens_known,
+    weighing_of,
+    without_targets,
+)
 from zerotrain.data.reading.items import source_name
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
@@ -30,7 +39,7 @@ class RunEvaluation(Callback):
     """The evaluations of one run: the same sequences each time. Warns once of a loss that is no number.
 
     Args:
-        num_batches: of `ROWS_PER_EVAL_BATCH` sequences.
+        num_batches: of `ROWS_PER_EVAL_BATCH` sequences; "all" reads all.
         dataset: the validation set; there are no evaluations of an empty one.
         validation_sets: further data by name, of which `rows_of_set` are evaluated too.
         every: steps between two in training, with one before the first step; 0: after the last step alone.
@@ -42,7 +51,7 @@ class RunEvaluation(Callback):
         self,
         console: Console,
         *,
-        num_batches: int,
+        num_batches: int | str,
         dataset: Any,
         validation_sets: Mapping[str, Any] | None = None,
         every: int = 0,
@@ -53,8 +62,7 @@ class RunEvaluation(Callback):
         self._every, self._evaluated_at = every, evaluated_at
         self._dataset = dataset if len(dataset) else None
         self._sets = {name: rows_of_set(each) for name, each in (validation_sets or {}).items()}
-        num_sequences = num_batches * ROWS_PER_EVAL_BATCH
-        self._evaluate = partial(evaluate_sources, num_sequences=num_sequences, **arguments)
+        self._evaluate = partial(evaluate_sources, num_sequences=num_eval_rows(num_batches), **arguments)
 
     def start(self, run: Run) -> None:
         """Evaluate where it is due before the next step: the first of all, or one that a stop came before."""
@@ -104,6 +112,11 @@ class RunEvaluation(Callback):
                 highlight=False,
             )
         return metrics
+
+
+def num_eval_rows(num_batches: int | str) -> int:
+    """The rows that an evaluation reads of a dataset that has as many, by `train.eval_batches`."""
+    return sys.maxsize if isinstance(num_batches, str) else num_batches * ROWS_PER_EVAL_BATCH
 
 
 def rows_of_set(data: Any) -> Any:
@@ -172,9 +185,9 @@ def evaluate_all(
     collate: Collate | None = None,
     name: str = "data.validation",
     metrics: Mapping[str, Metric] | None = None,
+    loss_over: str = AUTO,
 ) -> dict[str, float]:
-    """Mean loss in nats over all labels of the same validation sequences, and metrics, the same bits at any number of
-    ranks. Collective.
+    """Mean loss of the same validation sequences, and metrics, the same bits at any number of ranks. Collective.
 
     Args:
         num_sequences: how many of the dataset's are read, over all ranks.
@@ -183,10 +196,10 @@ def evaluate_all(
         step, name: steps done and the dataset's name, for messages.
         collate: makes a batch of a list of items; None: torch's `default_collate`.
         metrics: by name.
+        loss_over: what the model's loss is the mean over, as `train.loss_over`.
 
     Returns:
-        {"val_loss": loss}, and "val_" with its name for each metric. nan where no label counts. Each sequence counts as
-        one if there are no labels at all.
+        {"val_loss": loss}, and "val_" with its name for each metric. nan where nothing weighs anything.
 
     Raises:
         RowError: an item could not be read.
@@ -197,7 +210,9 @@ def evaluate_all(
     """
     rows = validation_rows(len(dataset), num_sequences)
     num_rounds = max(1, math.ceil(len(rows) / (world.size * micro_batch_size)))
-    measured = MetricStates(metrics or {}, "val_", f"evaluation after step {step}")
+    measured = MetricStates(metrics or {}, "val_", f"evaluation after step {step}", engine.module)
+    targets = {metric.target for metric in (metrics or {}).values() if metric.needs_outputs}
+    _, weigh = weighing_of(loss_over, engine.module)
     known = tokens_known(engine.module)
     fetch = partial(fetch_rows, dataset, seed=seed, step=step, collate=collate, name=name, vocab_size=known)
     with (
@@ -212,11 +227,11 @@ def evaluate_all(
             # sharded, the others need its part of them.
             read = mine or [0]
             batch = fetch(read, epochs=[0] * len(read))
-            num_counted = num_labels(batch, len(mine)) if mine else 0
+            weight, num_counted = (weigh(batch, len(mine)), num_labels(batch, len(mine))) if mine else (0, 0)
             batch = to_device(batch, world.device)
             loss = call_model(engine, as_inputs(batch))
-            outputs = call_model(engine, without_labels(batch)) if measured.needs_outputs else None
-            measured.add(number, loss, num_counted, outputs, labels_of(batch))
+            outputs = call_model(engine, without_targets(batch, targets)) if measured.needs_outputs else None
+            measured.add(number, loss, weight, outputs, batch, num_counted)
         return measured.values(world, num_rounds * world.size)
 
 

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from zerotrain.data.reading.items import ids_of
+from zerotrain.data.reading.inputs import ids_of, tokens_known
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import CommError
 from zerotrain.files.printable import printable
@@ -54,11 +54,13 @@ def show_sample(
     prompts: Sequence[str] | None = None,
 ) -> None:
     """Let the model continue each prompt; without any the beginning of the validation text, or of the training text
-    where there is none; unless by 0 tokens. Collective."""
+    where there is none; unless by 0 tokens. Data that cannot decode gets a word where the model is a language model.
+    Collective."""
     if num_tokens == 0:
         return
     if getattr(dataset, "decode", None) is None:
-        console.print("No sample of text: the dataset has no decode().")
+        if tokens_known(engine.module) is not None:
+            console.print("No sample of text: the dataset has no decode().")
         return
     name, rows = ("validation", dataset.validation) if len(dataset.validation) else ("training", dataset.train)
     first = ids_of(rows[0])

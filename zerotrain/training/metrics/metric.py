@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from zerotrain.data.reading.inputs import is_counted
 from zerotrain.training.callback import Callback
 
 States = Sequence[torch.Tensor]
@@ -31,27 +32,40 @@ class Metric(Callback):
     Args:
         of: `OF_VALIDATION` (each evaluation), `OF_TRAINING` (the micro-batches that were trained on since the last
             line of train_loss), or both.
+        target: the part of a batch that outputs are compared with, by its name, with dots where it lies within
+            another: "features.y". None: `labels`, or the second part of a batch without names.
+        class_dim: the dimension of the outputs with the classes, 1 or -1 (the last). None: the one for which the sizes
+            of outputs and labels agree.
 
     Raises:
-        ValueError: `of` has something else, or nothing.
+        ValueError: `of` has something else, or nothing; or `class_dim` is another.
     """
 
     of: Sequence[str] = (OF_VALIDATION,)
-    """As the argument, also where a constructor of one's own has none."""
+    """As the argument, also where a constructor of one's own has none; so are the next two."""
+    target: str | None = None
+    class_dim: int | None = None
 
     higher_is_better: bool = True
     """Which way `checkpoint.best` and early stopping prefer it."""
     needs_outputs: ClassVar[bool] = True
     """Whether it looks at the model's outputs: an evaluation then runs each micro-batch once more, without labels."""
+    needs_labels: ClassVar[bool] = False
+    """Whether a batch without labels is refused."""
 
-    def __init__(self, *, of: Sequence[str] = (OF_VALIDATION,)) -> None:
+    def __init__(
+        self, *, of: Sequence[str] = (OF_VALIDATION,), target: str | None = None, class_dim: int | None = None
+    ) -> None:
         if not isinstance(of, list | tuple) or not of or not {*map(str, of)} <= {OF_VALIDATION, OF_TRAINING}:
             raise ValueError(f"of: got {of}; it must be a list of {OF_VALIDATION}, {OF_TRAINING} or both")
-        self.of = tuple(of)
+        if class_dim not in (None, 1, -1):
+            raise ValueError(f"class_dim: got {class_dim}; it must be 1, -1 or null")
+        self.of, self.target, self.class_dim = tuple(of), target, class_dim
 
     def measure(self, outputs: Any, labels: torch.Tensor | None) -> States:
         """The numbers to keep of one micro-batch. Outputs and labels come as (N, classes) and (N,), without ignored
-        labels, where labels are whole numbers and outputs have one dimension more, with the classes."""
+        labels, where labels are whole numbers and outputs have one dimension more, the last, with the classes. With the
+        classes in dimension 1 they come as they are: (N, classes, ...) and (N, ...)."""
         raise NotImplementedError
 
     @abstractmethod
@@ -77,12 +91,14 @@ class Perplexity(Metric):
 class Accuracy(Metric):
     """The share of labels whose class the model finds likeliest, 0 to 1."""
 
+    needs_labels = True
+
     def measure(self, outputs: Any, labels: torch.Tensor | None) -> States:
         """See `Metric.measure`."""
-        if labels is None or not isinstance(outputs, torch.Tensor) or outputs.shape[:-1] != labels.shape:
-            raise ValueError("accuracy needs labels, and outputs with the classes in one more dimension, the last")
-        right = (outputs.argmax(dim=-1) == labels).sum()
-        return right, torch.full_like(right, labels.numel())
+        if labels is None or not isinstance(outputs, torch.Tensor) or class_dims(outputs, labels)[:1] != [1]:
+            raise ValueError("accuracy needs labels, and outputs with the classes in one more dimension, 1 or the last")
+        counts = is_counted(labels)
+        return ((outputs.argmax(dim=1) == labels) & counts).sum(), counts.sum()
 
     def value(self, loss: float, kept: Sequence[States]) -> float:
         """See `Metric.value`."""
@@ -97,16 +113,24 @@ class TorchMetric(Metric):
         metric: has `update(preds, target)`, `compute()` and `reset()`, and states made by `add_state` that are summed,
             concatenated, or of which the largest or the smallest counts.
         higher_is_better: None: as the metric says.
-        of: see `Metric`.
+        of, target, class_dim: see `Metric`.
 
     Raises:
         ValueError: a state is reduced otherwise, or the metric does not say which way is better.
     """
 
+    needs_labels = True
+
     def __init__(
-        self, metric: Any, *, higher_is_better: bool | None = None, of: Sequence[str] = (OF_VALIDATION,)
+        self,
+        metric: Any,
+        *,
+        higher_is_better: bool | None = None,
+        of: Sequence[str] = (OF_VALIDATION,),
+        target: str | None = None,
+        class_dim: int | None = None,
     ) -> None:
-        super().__init__(of=of)
+        super().__init__(of=of, target=target, class_dim=class_dim)
         name = type(metric).__name__
         if not all(hasattr(metric, each) for each in ("update", "compute", "reset", "_defaults", "_reductions")):
             raise ValueError(f"metric: {name} has not the interface of torchmetrics.Metric")
@@ -144,6 +168,13 @@ class TorchMetric(Metric):
                 setattr(self._metric, name, MERGED_BY[reduction.__name__](list(states)))
         self._metric._update_count = len(kept)
         return float(self._metric.compute())
+
+
+def class_dims(outputs: torch.Tensor, labels: torch.Tensor) -> list[int]:
+    """The dimensions of outputs that may be that of the classes, by their sizes and those of the labels: 1, the last,
+    both or none."""
+    dims = sorted({1, outputs.dim() - 1}) if labels.dim() and outputs.dim() == labels.dim() + 1 else []
+    return [dim for dim in dims if outputs.shape[:dim] + outputs.shape[dim + 1 :] == labels.shape]
 
 
 def _joined(values: list[torch.Tensor]) -> torch.Tensor:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from zerotrain.comm.ranks.world import World
-from zerotrain.data.reading.batches import IGNORED_LABEL
+from zerotrain.data.reading.inputs import count_labels, is_counted, is_signed, target_of
 from zerotrain.errors import CallbackError
 from zerotrain.files.printable import printable
 from zerotrain.files.untrusted import Each, Natural, has_schema
-from zerotrain.training.metrics.metric import Metric, States
+from zerotrain.training.metrics.metric import Metric, States, class_dims
 
 NUM_DIMENSIONS = 8
 """Dimensions that a state may have."""
@@ -34,10 +34,12 @@ class MetricStates:
     Args:
         prefix: of their names, such as "val_".
         where: for messages: "evaluation after step 3".
+        model: whose outputs they are; a language model has its classes in the last dimension.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric], prefix: str, where: str) -> None:
+    def __init__(self, metrics: Mapping[str, Metric], prefix: str, where: str, model: Any = None) -> None:
         self._metrics, self._prefix, self.where = metrics, prefix, where
+        self._class_dim = -1 if getattr(model, "next_token_labels", False) else None
         names = [LOSS, *(name for name, metric in metrics.items() if metric.needs_outputs)]
         self._kept: dict[str, dict[int, States]] = {name: {} for name in names}
         """By name, and by the number of the micro-batch among those of all ranks."""
@@ -47,26 +49,28 @@ class MetricStates:
         """Whether the model is to be called for its outputs."""
         return len(self._kept) > 1
 
-    def add(self, number: int, loss: torch.Tensor, num_counted: int, outputs: Any, labels: torch.Tensor | None) -> None:
-        """Measure a micro-batch, unless no label counts: then its mean loss is nan in many models. The device is not
-        waited for, if no metric does so.
+    def add(self, number: int, loss: torch.Tensor, weight: float, outputs: Any, batch: Any, num_counted: int) -> None:
+        """Measure a micro-batch, unless it weighs nothing: then its mean loss is nan in many models. The device is not
+        waited for, if no metric does so and none names its target.
 
         Args:
             loss: the mean, 0-dim.
-            num_counted: labels that count, as this process knows.
+            weight: of the loss.
             outputs: of the model, if `needs_outputs`.
+            num_counted: labels of the batch that count, as this process knows.
         """
-        if not num_counted:
+        if not weight:
             return
         loss = loss.double()
-        self._kept[LOSS][number] = [torch.stack([loss * num_counted, torch.full_like(loss, num_counted)])]
-        if self.needs_outputs:
-            outputs, labels = predictions(outputs, labels, num_counted)
+        self._kept[LOSS][number] = [torch.stack([loss * weight, torch.full_like(loss, weight)])]
         for name, kept in self._kept.items():
             if name == LOSS:
                 continue
+            metric, labels = self._metrics[name], target_of(batch, self._metrics[name].target)
+            known = num_counted if metric.target is None else None
             with self._named(name):
-                kept[number] = self._metrics[name].measure(outputs, labels)
+                measured = predictions(outputs, labels, known, metric.class_dim or self._class_dim)
+                kept[number] = metric.measure(*measured)
                 require_states(kept[number])
 
     def values(self, world: World, num_micro_batches: int) -> dict[str, float]:
@@ -118,25 +122,59 @@ class MetricStates:
             raise CallbackError(f"callbacks.{metric}: {self.where}: {cause}") from error
 
 
-def predictions(outputs: Any, labels: torch.Tensor | None, num_counted: int) -> tuple[Any, torch.Tensor | None]:
-    """(outputs, labels) of a micro-batch as `Metric.measure` takes them. The logits
-    count of an output with several parts, or else the first."""
-    if not isinstance(outputs, torch.Tensor):
-        found = getattr(outputs, "logits", None)
-        if found is None and isinstance(outputs, Mapping):
-            found = outputs.get("logits")
-        if found is None and isinstance(outputs, tuple | list) and outputs:
-            found = outputs[0]
-        outputs = outputs if found is None else found
-    is_of_classes = labels is not None and not labels.is_floating_point() and isinstance(outputs, torch.Tensor)
-    if not is_of_classes or labels is None or not labels.dim() or outputs.shape[:-1] != labels.shape:
+def predictions(
+    outputs: Any, labels: torch.Tensor | None, num_counted: int | None = None, class_dim: int | None = None
+) -> tuple[Any, torch.Tensor | None]:
+    """(outputs, labels) of a micro-batch as `Metric.measure` takes them.
+
+    Args:
+        num_counted: signed labels that are not ignored; None: the device is asked.
+        class_dim: see `Metric`.
+
+    Raises:
+        ValueError: the classes may be in two dimensions.
+    """
+    outputs = logits_in(outputs)
+    dim = class_dim_of(outputs, labels, class_dim)
+    if labels is None or dim is None or dim < outputs.dim() - 1:
         return outputs, labels
     outputs, labels = outputs.flatten(0, -2), labels.flatten()
+    num_counted = count_labels(labels) if num_counted is None or not is_signed(labels) else num_counted
     if num_counted == len(labels):
         return outputs, labels
     # An index by a mask waits for the device, which alone knows how many there are. These are in the same order.
-    places = (labels == IGNORED_LABEL).to(torch.uint8).argsort(stable=True)[:num_counted]
+    places = (~is_counted(labels)).to(torch.uint8).argsort(stable=True)[:num_counted]
     return outputs[places], labels[places]
+
+
+def logits_in(outputs: Any) -> Any:
+    """The logits of an output with several parts, or else the first."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    found = getattr(outputs, "logits", None)
+    if found is None and isinstance(outputs, Mapping):
+        found = outputs.get("logits")
+    if found is None and isinstance(outputs, tuple | list) and outputs:
+        found = outputs[0]
+    return outputs if found is None else found
+
+
+def class_dim_of(outputs: Any, labels: torch.Tensor | None, class_dim: int | None) -> int | None:
+    """The dimension of the classes where labels are whole numbers: the one given, if the sizes allow it, or the one
+    that they tell; None where there is none.
+
+    Raises:
+        ValueError: it may be dimension 1 or the last.
+    """
+    if labels is None or labels.is_floating_point() or not isinstance(outputs, torch.Tensor):
+        return None
+    dims = class_dims(outputs, labels)
+    if len(dims) > 1 and class_dim is None:
+        raise ValueError(
+            f"the classes of outputs of shape {tuple(outputs.shape)} may be in dimension 1 or in the last, by labels "
+            f"of shape {tuple(labels.shape)}; give class_dim=1 or class_dim=-1"
+        )
+    return next(iter(dims[::-1] if class_dim == -1 else dims), None)
 
 
 def require_states(states: States) -> None:

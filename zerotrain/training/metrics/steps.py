@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from zerotrain.comm.ranks.world import World
-from zerotrain.data.reading.inputs import labels_of
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.metrics.metric import OF_TRAINING, metrics_in
 from zerotrain.training.metrics.states import LOSS, MAX_MICRO_BATCHES, MetricStates
@@ -21,41 +20,48 @@ class TrainingMetrics(Callback):
 
     Args:
         callbacks: of the user, by name, the metrics among them.
+        model: see `MetricStates`.
         num_virtual_ranks: of all ranks.
         num_micro_batches: of a virtual rank in a step.
     """
 
     def __init__(
-        self, callbacks: Mapping[str, Callback], world: World, *, num_virtual_ranks: int, num_micro_batches: int
+        self,
+        callbacks: Mapping[str, Callback],
+        world: World,
+        *,
+        num_virtual_ranks: int,
+        num_micro_batches: int,
+        model: Any = None,
     ) -> None:
-        self._metrics, self._world = metrics_in(callbacks, OF_TRAINING), world
+        self._metrics, self._world, self._model = metrics_in(callbacks, OF_TRAINING), world, model
         self._num_virtual_ranks, self._num_micro_batches = num_virtual_ranks, num_micro_batches
         self._begin()
 
     def _begin(self) -> None:
-        self._states = MetricStates(self._metrics, PREFIX, "training")
+        self._states = MetricStates(self._metrics, PREFIX, "training", self._model)
         self._num_before = self._num = 0
         """Micro-batches of all ranks since the last line: before the step of now, and with it."""
 
-    def of_step(self, step: int, micro_batches: Sequence[Any], num_labels: Sequence[int]) -> dict[str, Any]:
+    def of_step(self, step: int, micro_batches: Sequence[Any], counts: Sequence[Sequence[float]]) -> dict[str, Any]:
         """Arguments with which `engine.train_step` measures a step; none where there are no metrics.
 
         Args:
             step: its number, for messages.
-            micro_batches, num_labels: of this rank, and the labels that count in each.
+            micro_batches, counts: of this rank, and (weight of each, labels that count in each).
         """
         if not self._metrics:
             return {}
         self._states.where = f"training in step {step}"
         self._num_before, self._num = self._num, self._num + self._num_virtual_ranks * self._num_micro_batches
-        measured = iter(zip(micro_batches, num_labels, strict=True))
+        measured = iter(zip(micro_batches, *counts, strict=True))
         return {"after_each": partial(self._measure, measured), "with_outputs": self._states.needs_outputs}
 
     def _measure(self, measured: Any, virtual_rank: int, index: int, loss: torch.Tensor, outputs: Any) -> None:
         """The next of this rank's micro-batches has had its forward."""
-        batch, num_labels = next(measured)
+        batch, weight, num_labels = next(measured)
         number = self._num_before + index * self._num_virtual_ranks + virtual_rank
-        self._states.add(number, loss, num_labels, outputs, labels_of(batch))
+        self._states.add(number, loss, weight, outputs, batch, num_labels)
 
     def take(self) -> dict[str, float]:
         """{train_NAME: value} since the last line, which this is. Collective, where there are metrics."""

@@ -80,8 +80,8 @@ def sha256_of_steps(dataset: Any, **how: Any) -> str:
     digest = hashlib.sha256()
     with loader(dataset, **how) as steps:
         for _ in range(12):
-            micro_batches, num_labels = steps.next_step()
-            assert num_labels == [int((labels != -100).sum()) for _, labels in micro_batches]
+            micro_batches, weights, num_labels = steps.next_step()
+            assert weights == num_labels == [int((labels != -100).sum()) for _, labels in micro_batches]
             for part in itertools.chain(*micro_batches):
                 digest.update(part.numpy().tobytes())
     return digest.hexdigest()

@@ -137,3 +137,107 @@ def test_the_best_is_of_a_loss_that_an_evaluation_has(best: str | None, problem:
     settings = Config(checkpoint=CheckpointConfig(best=best), callbacks={"accuracy": accuracy})
     with nullcontext() if problem is None else pytest.raises(ConfigError, match=problem):
         require_callbacks_fit(data, {}, settings)
+
+
+class Named(torch.nn.Linear):
+    """Regression of dicts."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+
+    def forward(self, features: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        outputs = super().forward(features).squeeze(-1)
+        return outputs if target is None else (outputs - target).square().mean()
+
+
+class AlwaysLoss(Named):
+    def forward(self, features: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(features, target)
+
+
+class Square(torch.nn.Module):
+    """As many classes as positions, in dimension 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(4, 4)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        outputs = self.embedding(ids).transpose(1, 2)
+        return outputs if labels is None else torch.nn.functional.cross_entropy(outputs, labels)
+
+
+class Table:
+    def __init__(self, kind: str = "named") -> None:
+        x, ids = torch.ones(3), torch.tensor([0, 1, 2, 3])
+        rows = {
+            "named": {"features": x, "target": x.sum()},
+            "nested": {"features": {"x": x, "y": x.sum()}, "target": x.sum()},
+            "single": x,
+            "square": (ids, ids),
+        }
+        self.train = self.validation = [rows[kind]] * 4
+
+
+R2 = {"_target_": "zerotrain.training.TorchMetric", "metric": {"_target_": "torchmetrics.R2Score"}}
+
+
+@pytest.mark.case(
+    "losses",
+    "A metric whose labels or `target` no batch has, or that cannot know which dimension has the classes",
+    "refused before any rank starts, with the names that there are",
+)
+@pytest.mark.parametrize(
+    ("model", "kind", "metric", "problem"),
+    [
+        (
+            "Named",
+            "named",
+            R2,
+            "compares outputs with labels, and a batch of data.validation has features, target; give",
+        ),
+        ("Named", "named", R2 | {"target": "target"}, None),
+        (
+            "Named",
+            "named",
+            R2 | {"target": "tarqet"},
+            "compares outputs with tarqet, and a batch of data.validation has f",
+        ),
+        (
+            "Named",
+            "nested",
+            R2 | {"target": "features.z"},
+            "with features.z, .* has features.x, features.y, target; give",
+        ),
+        (
+            "Named",
+            "single",
+            R2,
+            "compares outputs with labels, and a batch of data.validation has no such part; give d",
+        ),
+        (
+            "AlwaysLoss",
+            "named",
+            R2 | {"target": "target"},
+            "calls AlwaysLoss.forward without labels for its outputs: mis",
+        ),
+        (
+            "Square",
+            "square",
+            {"_target_": "zerotrain.training.Accuracy"},
+            "classes of outputs of shape .1, 4, 4. may be",
+        ),
+        ("Square", "square", {"_target_": "zerotrain.training.Accuracy", "class_dim": 1}, None),
+    ],
+)
+def test_a_metric_without_its_labels_is_refused_before_any_rank_starts(model, kind, metric, problem) -> None:
+    pytest.importorskip("torchmetrics")
+    settings = Config(
+        model={"_target_": f"{__name__}.{model}"},
+        data={"_target_": f"{__name__}.Table", "kind": kind},
+        optimizer=ADAMW,
+        scheduler=CONSTANT,
+        callbacks={"mine": metric},
+    )
+    with nullcontext() if problem is None else pytest.raises(ConfigError, match=rf"^callbacks\.mine: .*{problem}"):
+        preflight.check(settings)

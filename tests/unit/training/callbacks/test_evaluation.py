@@ -279,3 +279,14 @@ def test_the_loss_is_the_same_bits_at_any_number_of_ranks(stage, micro_batch_siz
     monkeypatch.setattr(World, "sum", summed)
     for size in (1, 2, 3, 4, 5):
         assert set(run_threads(on_a_rank, size)[0]) == {loss_sum / total}
+
+
+def test_all_rows_are_evaluated_where_all_are_asked_for(make_trainer, dataset, world) -> None:
+    trainer = make_trainer(eval_batches="all", max_steps=1)
+    assert len(dataset.validation) > 2 * 8
+    loss = trainer.run()["final_val_loss"]
+    arguments = {"engine": trainer.engine, "world": world, "dataset": dataset.validation, "micro_batch_size": 4}
+    assert loss == evaluate(**arguments, num_sequences=len(dataset.validation))
+    assert loss != evaluate(**arguments, num_sequences=16)
+    mix = Mix({"a": {"data": dataset, "weight": 3}, "b": {"data": dataset, "weight": 1}})
+    assert make_trainer(eval_batches="all", max_steps=1, dataset=mix, engine=trainer.engine).run()["final_val_loss"]
