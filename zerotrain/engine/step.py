@@ -266,6 +266,7 @@ class Steps:
         self._in_last_leaf = self._held.options.leaves_per_rank == 1
         if not result.skipped:
             self._held.weights_changed()
+            self._held.groups.count_step()
             if average is not None and share is not None:
                 average.num_updates += 1
         self.stamps.close_step()

@@ -163,7 +163,7 @@ def _busiest(engine: ZeroEngine) -> int:
         for rank in range(size):
             shard = bucket.layout.shard(rank)
             by_elements[rank] += max(0, shard.stop - max(shard.start, first))
-    state = engine.held.groups.samples.state_nbytes
+    state = engine.held.groups.state_nbytes
     kept = [state([whole[r]], is_whole=True) + state([by_elements[r]], is_whole=False) for r in range(size)]
     return here if kept[here] == max(kept) else kept.index(max(kept))
 

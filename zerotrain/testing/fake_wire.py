@@ -180,6 +180,11 @@ class _Fake(Handle):
         return self._end.is_done
 
 
+def _are_same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype have the same bytes: a NaN in padding is no change."""
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+
+
 class _FakeGather(_Fake, Gather):
     def __init__(self, end: BoardEnd, spec: GatherSpec) -> None:
         super().__init__(end, spec)
@@ -192,7 +197,7 @@ class _FakeGather(_Fake, Gather):
         self.full.view(self._end.board.size, -1)[self._end.rank] = self._sent
 
     def _complete(self) -> None:
-        assert torch.equal(self.shard, self._sent), f"{self.name} was changed while it was on the wire"
+        assert _are_same(self.shard, self._sent), f"{self.name} was changed while it was on the wire"
         parts = self.full.view(self._end.board.size, -1)
         others = torch.cat([parts[: self._end.rank], parts[self._end.rank + 1 :]])
         assert others.isnan().all(), f"what {self.name} receives into was written to while it was on the wire"
@@ -212,7 +217,7 @@ class _FakeReduction(_Fake, Reduction):
 
     def _complete(self) -> None:
         assert self._full is not None
-        assert torch.equal(self._full, self._sent), f"{self.name} was changed while it was on the wire"
+        assert _are_same(self._full, self._sent), f"{self.name} was changed while it was on the wire"
         if self._full.untyped_storage().data_ptr() != self.out.untyped_storage().data_ptr():
             self._full.fill_(float("nan"))  # a buffer that is given back now
         start = self._end.rank * self.out.numel()
@@ -233,7 +238,7 @@ class _FakeExchange(_Fake, Exchange):
 
     def _complete(self) -> None:
         sent, received = self._spec.sent, self._spec.received
-        assert torch.equal(sent, self._before), f"{self.name} was changed while it was on the wire"
+        assert _are_same(sent, self._before), f"{self.name} was changed while it was on the wire"
         assert received.isnan().all(), f"what {self.name} receives into was written to while it was on the wire"
         sent.fill_(float("nan"))  # a buffer that is given back now
         torch.cat([parts[self._end.rank] for parts in self._arrived], out=received)

@@ -17,7 +17,6 @@ from zerotrain.engine.buckets.parts.whole_tensors import Updates, WholeTensors
 from zerotrain.engine.buckets.places.home import Home
 from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.buckets.weights import BucketWeights
-from zerotrain.engine.groups.own_numbers import own_numbers
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.model.ranges import named_range
 from zerotrain.errors import EngineStateError
@@ -109,13 +108,10 @@ class BucketUpdate:
 
     def _planned_nbytes(self) -> int:
         """Bytes that the home will hold once the optimizer has made its state."""
-        samples, owned = self._groups.samples, self.whole.targets.values() if self.whole is not None else ()
-        state = samples.state_nbytes([span.target.numel() for span in self.spans], is_whole=False)
-        return (
-            self.kept.separate_master_nbytes
-            + state
-            + samples.state_nbytes([each.numel() for each in owned], is_whole=True)
-        )
+        groups, owned = self._groups, self.whole.targets.values() if self.whole is not None else ()
+        state = groups.state_nbytes([span.target.numel() for span in self.spans], is_whole=False)
+        state += groups.state_nbytes([each.numel() for each in owned], is_whole=True)
+        return self.kept.separate_master_nbytes + state
 
     # ---- a step
 
@@ -325,7 +321,8 @@ def _step(
 ) -> None:
     if optimizer is None:
         return
-    with own_numbers(optimizer, groups.show_hyperparameters(optimizer)), _turned_off(optimizer, is_off):
+    groups.show_hyperparameters(optimizer)
+    with _turned_off(optimizer, is_off):
         step_on_lent(optimizer, updates)
 
 

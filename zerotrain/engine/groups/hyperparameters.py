@@ -1,6 +1,7 @@
 """The hyperparameters of a group of parameters, and what the ranks compare of them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from numbers import Real
 from typing import Any
 
@@ -21,8 +22,12 @@ class Hyperparameters(dict[str, Any]):
     they find one, and whoever changes "lr" before means theirs to begin with that.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    own: frozenset[str]
+    """The names of the numbers that the optimizer's steps change."""
+
+    def __init__(self, settings: Mapping[str, Any], own: frozenset[str] = frozenset()) -> None:
         super().__init__(settings)
+        self.own = own
         self.first_lr = float(self.get("lr") or 0.0)
 
     def __missing__(self, name: str) -> float:
@@ -34,6 +39,43 @@ class Hyperparameters(dict[str, Any]):
                 "shards; parameters are in engine.module.parameters(), and gradients are clipped by max_grad_norm"
             )
         raise KeyError(name)
+
+
+class OwnNumbers:
+    """The numbers that an optimizer changes in a group itself, such as a count of steps, from step to step.
+
+    They are the group's, and the same on all ranks: also where a rank holds nothing of the group, and where each of its
+    buckets has an optimizer that counts. So they are those to which an optimizer of one small tensor comes.
+
+    Args:
+        optimizer: of a group of the same settings, with one tensor.
+        names: of the numbers.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
+        self.names, self._optimizer = names, optimizer
+
+    def step(self, group: dict[str, Any], *, trains: bool = True) -> None:
+        """Bring a group's numbers to what they are after a step.
+
+        Args:
+            trains: whether any parameter of the group has a gradient.
+        """
+        if not self.names:
+            return
+        (own,) = self._optimizer.param_groups
+        own["params"][0].grad = torch.ones_like(own["params"][0]) if trains else None
+        show(group, self.names, own)
+        self._optimizer.step()
+        group.update({name: own[name] for name in self.names if name in own})
+
+
+def show(settings: Mapping[str, Any], own: Collection[str], group: dict[str, Any]) -> None:
+    """Give a group of an optimizer the settings as they are now. It may change its `own` numbers where they lie."""
+    for name in own:
+        group.pop(name, None)
+    group.update(settings)
+    group.update({name: deepcopy(settings[name]) for name in own if name in settings})
 
 
 def told(value: Any) -> Any:
@@ -95,6 +137,8 @@ def saved_group(group: Mapping[str, Any]) -> dict[str, Any]:
 def restore_group(group: Hyperparameters, saved: Mapping[str, Any], first_lr: float) -> None:
     """Give a group the values that `saved_group` gave of another. Tensors are filled where they lie; objects stay."""
     group.first_lr = first_lr
+    for name in group.own - saved.keys():  # saved before the first step
+        group.pop(name, None)
     for name, value in without_objects(saved).items():
         if name not in OF_THIS_MACHINE:
             group[name] = restored(value, group.get(name))

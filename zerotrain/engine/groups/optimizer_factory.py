@@ -17,18 +17,6 @@ are updated whole; the names of their groups begin with "whole ", and they are n
 NEEDS_EVERYTHING = {"LBFGS": "needs all parameters at once", "SparseAdam": "needs sparse gradients"}
 """Optimizers of torch that neither a shard nor a whole tensor is enough for."""
 
-NEEDS_WHOLE_TENSORS = {
-    "Adafactor": "factors whole matrices",
-    "LAMB": "takes the norms of whole tensors",
-    "LARS": "takes the norms of whole tensors",
-    "Lamb": "takes the norms of whole tensors",
-    "Lars": "takes the norms of whole tensors",
-    "Muon": "orthogonalises whole matrices",
-    "SOAP": "preconditions whole matrices",
-    "Shampoo": "preconditions whole matrices",
-}
-"""By the name of the class: several packages have each of them."""
-
 WHOLE_TENSOR_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.Muon)
 """Those of torch that update each tensor apart from the others; any other class says `whole_tensor = True`."""
 
@@ -43,16 +31,10 @@ def build_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> 
     Raises:
         ConfigError: it is known to need more than it would get, or refuses what it gets.
     """
-    whole = groups[0]["name"].startswith(WHOLE)
     optimizer = _made(factory, groups)
     kind = type(optimizer).__name__
     if kind in NEEDS_EVERYTHING:
         raise ConfigError(f"optimizer={kind}: {NEEDS_EVERYTHING[kind]}, which no rank has; use AdamW, SGD or the like")
-    if kind in NEEDS_WHOLE_TENSORS and not (whole and works_on_whole_tensors(optimizer)):
-        raise ConfigError(
-            f"optimizer={kind}: {NEEDS_WHOLE_TENSORS[kind]}, which a shard does not hold; if it updates each tensor "
-            "apart from the others, say `whole_tensor = True` in its class, and ranks will gather tensors for it"
-        )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigError(
             f"optimizer={kind}: differentiable=True asks for gradients through the update, and shards are updated "
@@ -92,6 +74,13 @@ def works_on_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, WHOLE_TENSOR_OPTIMIZERS) or getattr(optimizer, "whole_tensor", False)
 
 
+def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's, as torch made it: nobody has hung anything on its step."""
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    return is_torchs and not any(hooks) and "step" not in vars(optimizer)
+
+
 def needing_whole(factory: OptimizerFactory, units: Sequence[Unit[ModelParameter]]) -> list[ModelParameter]:
     """The trainable parameters of `units` that the optimizer needs whole: those it names, or all, or none.
 
@@ -125,7 +114,7 @@ def _sample(factory: OptimizerFactory) -> torch.optim.Optimizer:
 def _made(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     try:
         made = factory(groups)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"optimizer: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -10,21 +10,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerotrain.engine.groups.hyperparameters import Hyperparameters, shown_groups, told
+from zerotrain.device.kinds import device_of
+from zerotrain.engine.groups.hyperparameters import Hyperparameters, OwnNumbers, show, shown_groups, told
 from zerotrain.engine.groups.optimizer_factory import (
+    SAMPLE_SHAPE,
     WHOLE,
     OptimizerFactory,
     build_optimizer,
     needing_whole,
+    require_values,
+    sampled_nbytes,
+    updates_whole,
 )
-from zerotrain.engine.groups.samples import GroupSamples
+from zerotrain.engine.groups.probe import probe
 from zerotrain.errors import CheckpointError, ConfigError
+from zerotrain.sharding.layout import round_up
 from zerotrain.sharding.units import ManagedParameter, ModelParameter, Unit, matching, no_match
 
 _CPU = torch.device("cpu")
 OF_THE_REST = ("matrices", "others")
 """The names of the groups of what no other has, where weight decay is for matrices alone."""
-_CHANGING = ("_group", "_home", "_settings", "_generation", "_classified", "_whole")
+_CHANGING = ("_group", "_home", "_settings", "_generation", "_classified", "_whole", "_numbers")
 
 
 class ParamGroups:
@@ -41,7 +47,7 @@ class ParamGroups:
         decay_all: False: weight decay is for parameters of two or more dimensions, unless a group sets it: a group NAME
             has those of fewer in "NAME others", whose weight decay is 0, and what no group names is in "matrices" and
             "others".
-        device: of the master weights, on which optimizers are tried; None: they are not.
+        device: of the master weights, on which optimizers are probed; None: they are not.
         warns: whether a group without parameters is to be told of.
 
     Raises:
@@ -55,8 +61,6 @@ class ParamGroups:
     """For each group the class of its optimizer."""
     defaults: dict[str, Any]
     """The optimizer's own settings."""
-    samples: GroupSamples
-    """Optimizers as those of the groups."""
 
     def __init__(
         self,
@@ -70,7 +74,13 @@ class ParamGroups:
         warns: bool = True,
     ) -> None:
         self.factory = factory
-        self.samples = GroupSamples(factory, device)
+        self._device = device if device is not None and device_of(device).holds_values else None
+        self._probed: dict[str, frozenset[str]] = {}
+        """What `probe` has returned, by hyperparameters as text."""
+        self._numbers: list[OwnNumbers | None] = []
+        """For each group the numbers that its optimizer changes; None: there are none."""
+        self._state_nbytes: dict[bool, int] = {}
+        self._all_whole = updates_whole(factory) and not hasattr(factory, "needs_whole")
         self.hyperparameters, self.kinds = [], []
         self._units, self._decay_all, self._warns = units, decay_all, warns
         self._parameters = parameters
@@ -85,7 +95,7 @@ class ParamGroups:
         self._classified: set[nn.Parameter] = set()
         """The parameters that have been trained: only those are known to be updated whole or not."""
         self._whole: set[nn.Parameter] = set()
-        self._decays = not decay_all and self.samples.decays
+        self._decays = not decay_all and "weight_decay" in self._sample(self._named("parameters")).defaults
         """Whether weight decay is for matrices alone."""
         self._classify(self.trainable)
         for group in given or ():
@@ -97,6 +107,7 @@ class ParamGroups:
             # First, since of the first group's learning rate is told as of the run's.
             self.hyperparameters = self.hyperparameters[num_given:] + self.hyperparameters[:num_given]
             self.kinds = self.kinds[num_given:] + self.kinds[:num_given]
+            self._numbers = self._numbers[num_given:] + self._numbers[:num_given]
             self._take_places(self._home)
         elif without := [parameter for parameter in rest if parameter.requires_grad]:
             raise ConfigError(
@@ -144,8 +155,8 @@ class ParamGroups:
             elif others:
                 self._settings[f"{name} others"] = settings | {"weight_decay": 0.0}
                 self._home |= dict.fromkeys(others, f"{name} others")
-        bare = self.samples.named(name)
-        self.samples.require_known({self._full_name(each) for each in members} or {bare}, settings)
+        bare = self._named(name)
+        self._require_known({self._full_name(each) for each in members} or {bare}, settings)
         for part in dict.fromkeys(self._full_name(each) for each in members if each.requires_grad) or [bare]:
             self._append(part)
         self._take_places(members)
@@ -153,15 +164,59 @@ class ParamGroups:
             warnings.warn(f"param_groups: group {name!r} holds no parameter", stacklevel=2)
 
     def _append(self, name: str, saved: Mapping[str, Any] | None = None) -> None:
-        """Append a group, its hyperparameters those that were given for it, or saved, and the optimizer's own."""
-        settings, optimizer = self.samples.with_settings(name, self._settings[name.removeprefix(WHOLE)], saved)
+        """Append a group: its hyperparameters are those given for it or saved, and the optimizer's own.
+
+        Raises:
+            ConfigError: the optimizer cannot have a value, or cannot work here.
+        """
+        sample = self._sample(name)
+        known = sample.defaults.keys() | {"initial_lr"}
+        given = {key: value for key, value in self._settings[name.removeprefix(WHOLE)].items() if key in known}
+        require_values(sample, given)
+        optimizer = self._sample(name, given if saved is None else saved)
+        settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        at_first = sample.param_groups[0].keys() | known  # without numbers that steps have added before a save
+        own = self._own_numbers({key: value for key, value in settings.items() if key in at_first})
         self.defaults = optimizer.defaults
-        self.hyperparameters.append(Hyperparameters(settings))
+        self.hyperparameters.append(Hyperparameters(settings, own))
         self.kinds.append(type(optimizer).__name__)
+        counting = self._sample(name, settings, torch.ones(SAMPLE_SHAPE, device=self._device)) if own else None
+        self._numbers.append(None if counting is None else OwnNumbers(counting, own))
+
+    def _own_numbers(self, settings: dict[str, Any]) -> frozenset[str]:
+        """The names of the numbers that steps change in a group of these settings, once it is known to work here."""
+        if self._device is None:
+            return frozenset()
+        tried = {name: told(value) for name, value in settings.items() if name not in ("name", "lr", "initial_lr")}
+        key = repr((settings["name"].startswith(WHOLE), tried))
+        if key not in self._probed:
+            self._probed[key] = probe(self.factory, settings, self._device)
+        return self._probed[key]
+
+    def _sample(
+        self, name: str, settings: Mapping[str, Any] | None = None, tensor: torch.Tensor | None = None
+    ) -> torch.optim.Optimizer:
+        """An optimizer of one small tensor, as a group of this name has it."""
+        tensor = torch.zeros(SAMPLE_SHAPE) if tensor is None else tensor
+        return build_optimizer(self.factory, [{"params": [tensor], "name": name, **(settings or {})}])
+
+    def _require_known(self, names: Collection[str], settings: Mapping[str, Any]) -> None:
+        """Make sure that the optimizer of some of these groups has each of the settings; ConfigError otherwise."""
+        samples = [self._sample(name) for name in sorted(names)]
+        known = {key for sample in samples for key in sample.defaults}
+        if unknown := settings.keys() - known - {"initial_lr"}:
+            kinds = " and ".join(dict.fromkeys(type(sample).__name__ for sample in samples))
+            raise ConfigError(
+                f"param_groups: {kinds} has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}"
+            )
+
+    def _named(self, name: str) -> str:
+        """The name of a group of parameters of which the optimizer has not said that it updates them whole."""
+        return f"{WHOLE}{name}" if self._all_whole else name
 
     def _full_name(self, parameter: nn.Parameter) -> str:
         name = self._home[parameter]
-        return f"{WHOLE}{name}" if parameter in self._whole else self.samples.named(name)
+        return f"{WHOLE}{name}" if parameter in self._whole else self._named(name)
 
     def _take_places(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note the numbers of the groups of parameters, as far as there are such groups."""
@@ -223,13 +278,26 @@ class ParamGroups:
         described = [{"params": tensors, **self.hyperparameters[group]} for group, tensors in members.items()]
         return build_optimizer(self.factory, described) if described else None
 
-    def show_hyperparameters(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        """Give one of those optimizers the hyperparameters as they are now; returns those of each of its groups."""
+    def show_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give one of those optimizers the hyperparameters as they are now."""
         by_name = {group["name"]: group for group in self.hyperparameters}
-        shown = [by_name[group["name"]] for group in optimizer.param_groups]
-        for group, settings in zip(optimizer.param_groups, shown, strict=True):
-            group.update(settings)
-        return shown
+        for group in optimizer.param_groups:
+            settings = by_name[group["name"]]
+            show(settings, settings.own, group)
+
+    def count_step(self) -> None:
+        """Bring the numbers that the optimizer changes in its groups to what they are after a step, once it is made."""
+        training = {self._group[parameter] for parameter in self.trainable} if any(self._numbers) else set()
+        for index, (numbers, group) in enumerate(zip(self._numbers, self.hyperparameters, strict=True)):
+            if numbers is not None:
+                numbers.step(group, trains=index in training)
+
+    def state_nbytes(self, numels: Sequence[int], *, is_whole: bool) -> int:
+        """Bytes that the optimizer will keep of tensors of so many elements, each on a border of 256 bytes."""
+        if numels and is_whole not in self._state_nbytes:
+            self._state_nbytes[is_whole] = sampled_nbytes(self.factory, is_whole=is_whole)
+        sample_numel = SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1]
+        return sum(round_up(numel * self._state_nbytes[is_whole] // sample_numel, 256) + 256 for numel in numels)
 
     # ---- changes of what trains
 

@@ -22,7 +22,7 @@ from zerotrain.data.reading.fingerprint import Fingerprint, fingerprint_of
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.places.homes import NOT_ON_HOST
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
-from zerotrain.engine.groups.trial import Trials
+from zerotrain.engine.groups.probe import probe
 from zerotrain.engine.model.checks import require_own_memory, require_plain, require_trainable
 from zerotrain.engine.model.unit_forward import replace_forwards, require_units
 from zerotrain.engine.options import leaves_per_rank
@@ -286,5 +286,5 @@ def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device
         made = build_optimizer(factory, [given])
         if device is not None and device_of(device).is_host:
             settings = {key: value for key, value in made.param_groups[0].items() if key != "params"}
-            Trials(factory, device).require_fit(settings)
+            probe(factory, settings, device)
     return factory

@@ -118,11 +118,12 @@ class _Keeper:
 class InAnObject(Own):
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, lr)
-        self.keeper = _Keeper()
+        self.keepers: dict[Any, _Keeper] = {}
 
     def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        self.keeper.history.append(gradient.clone())
-        return gradient + 0.1 * self.keeper.history[0]
+        history = self.keepers.setdefault(weight, _Keeper()).history
+        history.append(gradient.clone())
+        return gradient + 0.1 * history[0]
 
 
 class OnTheParameter(Own):

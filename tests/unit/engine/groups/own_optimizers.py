@@ -48,11 +48,30 @@ class CountsInItsGroup(Own):
         return gradient / group["step"]
 
 
-class FlatOnly(Own):
+class CountsFromTheStart(Own):
+    """Has its number among its arguments, as those have it that average over steps."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr, k=0)
+
+    def begin(self, weights: list[torch.Tensor]) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+
     def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        if weight.ndim != 1:
-            raise ValueError("takes vectors alone")
-        return gradient
+        return gradient / group["k"]
+
+
+class CountsInATensor(Own):
+    """Adam's rule over lists of tensors, with a count of steps that is changed where it lies."""
+
+    def begin(self, weights: list[torch.Tensor]) -> None:
+        (group,) = self.param_groups
+        group.setdefault("step", torch.zeros(())).add_(1)
+        gradients = [weight.grad for weight in weights]
+        means = [self.state[weight].setdefault("mean", torch.zeros_like(weight)) for weight in weights]
+        torch._foreach_lerp_(means, gradients, 0.1)
+        torch._foreach_copy_(gradients, torch._foreach_div(means, float(1 - 0.9 ** group["step"])))
 
 
 class LayerwiseRate(Own):
@@ -119,6 +138,61 @@ class InBlocksOf8Bits(Own):
         return ((blocks / scale).round() * scale).view(-1)[: gradient.numel()].view(gradient.shape)
 
 
+class ProjectsSometimes(Own):
+    """AdamP by another name: only a change that is orthogonal to its weight is projected."""
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        mean = state.setdefault("mean", torch.zeros_like(weight)).lerp_(gradient, 0.1)
+        flat, direction = mean.flatten(), weight.flatten() / weight.norm()
+        cosine = (flat @ direction) / flat.norm()
+        return (
+            mean if cosine.abs() > 0.1 / weight.numel() ** 0.5 else mean - (flat @ direction) * direction.view_as(mean)
+        )
+
+
+class RoundsByPlace(Own):
+    """A processor takes a power of many numbers at once by another rule than that of the last few."""
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return gradient.abs().pow(0.24) * gradient.sign()
+
+
+class OneNumberOfATensor(Own):
+    """What it keeps is one number, of one dimension."""
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        count = state.setdefault("count", torch.zeros(1)).add_(1)
+        return gradient / float(count)
+
+
+class InBlocks(Own):
+    """Keeps what it needs of each element, in rows of four."""
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        rows = torch.nn.functional.pad(gradient.flatten(), (0, -gradient.numel() % 4)).view(-1, 4)
+        mean = state.setdefault("mean", torch.zeros_like(rows)).lerp_(rows, 0.1)
+        return mean.flatten()[: gradient.numel()].view_as(gradient)
+
+
+class InAList(Own):
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return state.setdefault("means", [torch.zeros_like(weight)])[0].lerp_(gradient, 0.1)
+
+
+class DoesNothing(Own):
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return torch.zeros_like(gradient)
+
+
+class NeedsTheGraph(Own):
+    """A second derivative: of parameters alone, as ranks hold no parameters to derive by."""
+
+    def begin(self, weights: list[torch.Tensor]) -> None:
+        derived = [weight for weight in weights if weight.requires_grad]
+        if derived:
+            torch.autograd.grad([weight.grad for weight in derived], derived, [weight.grad for weight in derived])
+
+
 class ClipsAll(Own):
     def begin(self, weights: list[torch.Tensor]) -> None:
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
@@ -142,7 +216,7 @@ class GuessesItsRate(Own):
         return self.distance * gradient.sign()
 
 
-class KeepsNumbersInItsGroup(Own):
+class CountsTensorsInItsGroup(Own):
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, lr, k=0)
 

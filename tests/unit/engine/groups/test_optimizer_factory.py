@@ -67,21 +67,12 @@ def test_any_element_wise_optimizer_of_torch_updates_as_by_itself(optimizer: fun
         assert torch.equal(got[name], value), name
 
 
-class SOAP(torch.optim.SGD):
-    """Called like one that preconditions whole matrices."""
-
-
-class DeclaredSOAP(SOAP):
+class OfWholeTensors(torch.optim.SGD):
     whole_tensor = True
 
 
-DeclaredSOAP.__name__ = "SOAP"
-
-
-def test_an_optimizer_that_needs_whole_tensors_is_refused_unless_it_is_declared_so() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer=SOAP: preconditions whole matrices.* `whole_tensor = True`"):
-        zerotrain.build_engine(model(), optimizer=functools.partial(SOAP, lr=0.1))
-    engine = zerotrain.build_engine(model(), optimizer=functools.partial(DeclaredSOAP, lr=0.1))
+def test_an_optimizer_that_is_declared_to_update_whole_tensors_has_groups_of_such() -> None:
+    engine = zerotrain.build_engine(model(), optimizer=functools.partial(OfWholeTensors, lr=0.1))
     assert [group["name"] for group in engine.param_groups] == ["whole parameters"]
     expected = one_step(zerotrain.build_engine(model(), optimizer=functools.partial(torch.optim.SGD, lr=0.1)))
     assert all(torch.equal(value, expected[name]) for name, value in one_step(engine).items())

@@ -226,21 +226,22 @@ def test_what_goes_on_training_keeps_its_state_and_what_is_unfrozen_starts_anew(
         assert torch.equal(value, plain.state_dict()[key]), key
 
 
-class RowSums(torch.optim.Optimizer):
-    """Keeps a tensor that is neither of the weight's shape nor a single number."""
+class RowsLater(torch.optim.SGD):
+    """Keeps, later than it is probed, a tensor that is neither of the weight's shape nor a single number."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self) -> None:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                self.state[weight]["rows"] = torch.zeros(3)
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for weight in self.param_groups[0]["params"]:
+            state = self.state[weight]
+            state["count"] = state.get("count", 0) + 1
+            if state["count"] > 12:
+                state["rows"] = torch.zeros(3)
 
 
 def test_a_change_is_refused_with_state_that_cannot_be_cut() -> None:
-    engine = build(optimizer=RowSums)
-    one_step(engine)
+    engine = build(optimizer=functools.partial(RowsLater, lr=0.1))
+    for _ in range(13):
+        one_step(engine)
     with pytest.raises(EngineStateError, match=r"keeps 'rows' of shape \(3,\)"):
         engine.freeze("0.*")
     one_step(engine)

@@ -1,0 +1,266 @@
+"""A probe of an optimizer on small tensors: whether ranks can train with it as plain PyTorch does.
+
+A rank updates a flat piece of many tensors as one tensor, with an optimizer of its own. A change of stage, a change of
+what trains and a checkpoint build that optimizer again from its state and its groups. So the probe makes some steps on
+small tensors, and the same steps on flat pieces of them and with an optimizer that is built again in their midst. All
+must come to the same bits. The probe misses a behaviour that begins after these steps. Torch's own optimizers make one
+step: tests try each.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zerotrain.device.device import lies_on_host
+from zerotrain.device.kinds import device_of
+from zerotrain.engine.groups.hyperparameters import OwnNumbers, saved_group, show, told, without_objects
+from zerotrain.engine.groups.optimizer_factory import WHOLE, OptimizerFactory, is_torchs_own
+from zerotrain.errors import ConfigError
+
+NUM_STEPS = 11
+"""Some optimizers look at more than one element in every tenth step only."""
+STEPS_BEFORE_ANEW = 5
+"""Odd, and followed by a tenth step."""
+SHAPES = ((48, 96), (67,), *[(1, 4)] * 8)
+"""The first is above 4096 elements: optimizers with state in 8 bits leave smaller tensors alone. The second is no
+multiple of what a processor computes at once. In the last ones a gradient may well be orthogonal to its weight."""
+MATRICES = ((48, 96), (16, 12))
+"""For an optimizer of whole tensors that takes matrices alone."""
+BORDERS = (128, 704)
+"""Between the pieces: multiples of 64, as the borders of shards are."""
+RATE = 0.5
+"""The learning rate, instead of one that may be too small to see anything, or 0 before a warm-up."""
+FAILS = "its step fails on small tensors ({}: {})"
+NO_CLOSURE = "; step() is called without a closure, so use AdamW, SGD or another optimizer that needs none"
+NOTHING = "its steps changed no weight of small tensors; use one whose step updates the weights it is given"
+FORM = "its step changes the shape or dtype of a weight; it must keep both"
+RANDOM = (
+    "two runs of the same steps on small tensors came to other weights, by random numbers most likely: copies of a "
+    "weight would drift apart between ranks and stages; use one without noise"
+)
+IN_PARTS = (
+    "in a test on small tensors, it updated a tensor in parts differently than at once, and ranks hold parts. It "
+    "updates each tensor by itself: set `whole_tensor = True` in its class, and ranks gather tensors for it"
+)
+EVERYTHING = (
+    "in a test on small tensors, the update of one depended on the others (a norm or a number over all of them), which "
+    "no rank has; use one that updates each tensor by itself, such as AdamW (max_grad_norm clips over the whole model)"
+)
+UNFIT = (
+    "it keeps {}, which ranks cannot cut and save; it must keep each under a name of its own in self.state[parameter]: "
+    "a number, a tensor of no dimension or one of the weight's shape (of any, if its class says `whole_tensor = True`)"
+)
+ELSEWHERE = (
+    "in a test on small tensors, it continued differently after it was rebuilt from its state, as engine.set_stage, "
+    "freeze and checkpoints rebuild it: {} is kept elsewhere; it must keep what later steps need in "
+    "self.state[parameter], as tensors and numbers"
+)
+
+Tensors = list[torch.Tensor]
+Split = Callable[[Tensors], list[Tensors]]
+
+
+def probe(factory: OptimizerFactory, settings: Mapping[str, Any], device: torch.device) -> frozenset[str]:
+    """Make sure that an optimizer of these hyperparameters does in an engine what it does in plain PyTorch.
+
+    Args:
+        settings: of a group, with its "name".
+
+    Returns:
+        The names of the numbers that its steps change in a group.
+
+    Raises:
+        ConfigError: it does not, or its step fails.
+    """
+    settings = {name: _rate_like(value) if name == "lr" else value for name, value in settings.items()}
+    is_whole, failure = settings["name"].startswith(WHOLE), ""
+    for shapes in (SHAPES, MATRICES) if is_whole else (SHAPES,):
+        probed = _Probe(lambda tensors: factory([{"params": tensors, **settings}]), settings, device, shapes, is_whole)
+        first = probed.make([torch.ones(shapes[0], device=device)])
+        try:
+            with device_of(device).keep_generators():
+                if is_torchs_own(first):
+                    return _make_one_step(first)
+                problem = probed.problem()
+        except Exception as error:
+            failure = FAILS.format(type(error).__name__, (str(error).splitlines() or [""])[0])
+            failure += NO_CLOSURE if "closure" in failure else ""
+            continue
+        if problem is None:
+            return probed.own
+        failure = problem
+        break
+    raise ConfigError(f"optimizer={type(first).__name__}: {failure}")
+
+
+def _make_one_step(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Without what torch puts around a step, which imports its compiler: half a second of each start. Returns the names
+    of the group's numbers that it changes, of which there are none."""
+    (tensor,) = optimizer.param_groups[0]["params"]
+    tensor.grad = torch.ones_like(tensor)
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(optimizer)
+    return frozenset()
+
+
+class _Outcome(NamedTuple):
+    """Of a run of steps."""
+
+    rows: torch.Tensor
+    """(NUM_STEPS + 1, numel) fp32, the elements before and after each step."""
+    optimizers: list[torch.optim.Optimizer]
+    group: dict[str, Any]
+    """The settings of their groups after the last step."""
+
+
+@dataclass
+class _Probe:
+    """Runs of steps on small tensors."""
+
+    make: Callable[[Tensors], torch.optim.Optimizer]
+    settings: Mapping[str, Any]
+    device: torch.device
+    shapes: Sequence[tuple[int, ...]]
+    is_whole: bool
+    own: frozenset[str] = frozenset()
+    """The names of the numbers that steps change in a group."""
+
+    def problem(self) -> str | None:
+        """The sentence about what the optimizer does that it must not; None for nothing."""
+        plain = self.run(_as_one, as_engine=False)
+        (optimizer,) = plain.optimizers
+        tensors = optimizer.param_groups[0]["params"]
+        before, after = (saved_group({**group, "params": None}) for group in (self.settings, plain.group))
+        self.own = frozenset(name for name, value in without_objects(after).items() if value != before.get(name, ""))
+        if [(each.shape, each.dtype) for each in tensors] != [(each, torch.float32) for each in self.shapes]:
+            return FORM
+        if not plain.rows.diff(dim=0).any():
+            return NOTHING
+        if not self.gives(plain, _apart if self.is_whole else _in_pieces):
+            if not self.gives(plain, _as_one, as_engine=False):
+                return RANDOM
+            return IN_PARTS if not self.is_whole and self.gives(plain, _apart) else EVERYTHING
+        if unfit := list(dict.fromkeys(_unfit_in_state(optimizer, self.is_whole))):
+            return UNFIT.format(" and ".join(unfit))
+        kept, others = _kept_elsewhere(optimizer), dict[str, str]()
+        with suppress(Exception):
+            renewed = self.run(_as_one, is_renewed=True)
+            others = _kept_elsewhere(renewed.optimizers[0])
+            # A counter or a logger may count for nothing; a tensor that nobody needs would not be kept.
+            lost = [name for name, text in kept.items() if "tensor(" in text and text != others.get(name)]
+            if self.agree(plain, renewed) and not lost:
+                return None
+        names = [name for name, text in kept.items() if text != others.get(name)] or kept
+        return ELSEWHERE.format(" and ".join(f"self.{name}" for name in names) or "what it needs")
+
+    def gives(self, other: "_Outcome", split: Split, *, as_engine: bool = True) -> bool:
+        """Whether a run comes to the same as another. False if it fails."""
+        with suppress(Exception):
+            return self.agree(other, self.run(split, as_engine=as_engine))
+        return False
+
+    def agree(self, left: "_Outcome", right: "_Outcome") -> bool:
+        """Whether two runs have come to the same weights and numbers: on a host to the same bits, as plain PyTorch has
+        them there."""
+        rtol, atol = (0.0, 0.0) if lies_on_host(left.rows) else (1e-4, 1e-6)
+        numbers = [[repr(told(run.group.get(name))) for name in sorted(self.own)] for run in (left, right)]
+        same = torch.allclose(left.rows, right.rows, rtol=rtol, atol=atol, equal_nan=True)
+        return same and numbers[0] == numbers[1]
+
+    def run(self, split: Split, *, as_engine: bool = True, is_renewed: bool = False) -> "_Outcome":
+        """Make `NUM_STEPS` steps.
+
+        Args:
+            split: into the tensors, or the pieces of them, that have an optimizer each.
+            as_engine: groups get their own numbers as in an engine.
+            is_renewed: the optimizers are made anew after `STEPS_BEFORE_ANEW`.
+        """
+        group, former = dict(self.settings), []
+        numbers = OwnNumbers(self.make([torch.ones(8, 8, device=self.device)]), self.own)
+        weights = [0.001 * wave for wave in self.waves(0)]
+        parts = split(weights if as_engine else list(map(torch.nn.Parameter, weights)))
+        optimizers = [self.make(part) for part in parts]
+        rows = [_row(parts)]
+        for step in range(NUM_STEPS):
+            if is_renewed and step == STEPS_BEFORE_ANEW:
+                former = [*zip(parts, optimizers, strict=True)]  # kept, or others would get the same places in memory
+                parts = [[tensor.detach().clone() for tensor in part] for part in parts]
+                optimizers = [self.make(part) for part in parts]
+                for (tensors, old), part, new in zip(former, parts, optimizers, strict=True):
+                    pairs = zip(part, tensors, strict=True)
+                    new.state.update({copied: deepcopy(old.state[each]) for copied, each in pairs if each in old.state})
+            for optimizer, part, gradients in zip(optimizers, parts, split(self.gradients(step)), strict=True):
+                for tensor, gradient in zip(part, gradients, strict=True):
+                    tensor.grad = gradient
+                if as_engine:
+                    show(group, self.own, optimizer.param_groups[0])
+                optimizer.step()
+            if as_engine:
+                numbers.step(group)
+            rows.append(_row(parts))
+        return _Outcome(torch.stack(rows), optimizers, group if as_engine else optimizers[0].param_groups[0])
+
+    def gradients(self, step: int) -> Tensors:
+        """Small, middling or large, each a hundredfold in its last two thirds, with means of both signs."""
+        gradients = [wave + (-1) ** index for index, wave in enumerate(self.waves(step + 1))]
+        for gradient in gradients:
+            gradient.view(-1)[gradient.numel() // 3 :].mul_(100)
+            gradient.mul_(100.0 ** (step % 3 - 1))
+        return gradients
+
+    def waves(self, number: int) -> Tensors:
+        """Numbers of -1.5 to 1.5 that look random."""
+        numels = [torch.Size(shape).numel() for shape in self.shapes]
+        places = torch.arange(1 + number, sum(numels) + 1 + number, dtype=torch.float64, device="cpu")
+        values = (1.5 * places.square().sin()).float().to(self.device)
+        return [part.view(shape) for part, shape in zip(values.split(numels), self.shapes, strict=True)]
+
+
+def _as_one(tensors: Tensors) -> list[Tensors]:
+    return [tensors]
+
+
+def _apart(tensors: Tensors) -> list[Tensors]:
+    return [[tensor] for tensor in tensors]
+
+
+def _in_pieces(tensors: Tensors) -> list[Tensors]:
+    return [[piece] for piece in torch.cat([tensor.flatten() for tensor in tensors]).tensor_split(BORDERS)]
+
+
+def _row(parts: list[Tensors]) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten() for part in parts for tensor in part])
+
+
+def _unfit_in_state(optimizer: torch.optim.Optimizer, is_whole: bool) -> Iterator[str]:
+    """The parts of an optimizer's state that are of no tensor, or that a checkpoint does not hold: nothing is cut where
+    tensors are updated whole."""
+    tensors = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    for tensor, state in optimizer.state.items():
+        if id(tensor) not in tensors:
+            yield f"self.state[{tensor!r}], which is of no parameter"
+            continue
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value):
+                if value.ndim > 0 and not is_whole and value.shape != tensor.shape:
+                    yield f"{name!r} of shape {tuple(value.shape)} of a weight of shape {tuple(tensor.shape)}"
+            elif type(value) not in (bool, int, float, str, type(None)):
+                yield f"{name!r}, a {type(value).__name__}"
+
+
+def _kept_elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The attributes of an optimizer as text, without those that torch gives every optimizer."""
+    of_torch = vars(torch.optim.SGD([torch.zeros(())])).keys() | {"step", "_step_count", "_opt_called"}
+    return {name: repr(value) for name, value in vars(optimizer).items() if name not in of_torch}
+
+
+def _rate_like(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.full_like(value, RATE)
+    return RATE if isinstance(value, int | float) else value
