@@ -246,6 +246,7 @@ class ShardedModel:
         if self.average is not None:
             self.average.require_out_of_use(what)
         self.require_no_gradient(what)
+        self.groups.require_usable()
 
     def between_steps(
         self, call: str, what: str, plan: Callable[[], tuple[T, Mapping[str, object]]], given: str = ""

@@ -240,7 +240,8 @@ class Steps:
         gradients: some may be clipped already, and some buckets updated.
 
         Raises:
-            EngineStateError: no backward has reduced its gradients since the last step.
+            EngineStateError: no backward has reduced its gradients since the last step, or a group of `param_groups`
+                has lost what an update needs.
             DisagreementError: the ranks have not done the same since the last step.
             TrainingError: too many steps in a row were skipped, on every rank alike, or no smaller loss scale is left.
         """
@@ -252,6 +253,7 @@ class Steps:
                 "micro-batch of a step outside `with engine.no_sync()`"
                 + (f", and this rank's {leaves} virtual ranks in engine.each_virtual_rank()" if leaves > 1 else "")
             )
+        self._held.groups.require_usable()
         with self._phase(Phase.UPDATE), self._clean_after_error(), self._held.ledger.updating():
             groups, average = self._held.groups.hyperparameters, self._held.average
             share = None if average is None else average.share(self.stamps.num_steps + 1)

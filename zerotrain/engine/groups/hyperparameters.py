@@ -13,6 +13,7 @@ from zerotrain.errors import EngineStateError
 
 _TOLD_AS_IT_IS = frozenset({float, int, bool, str, type(None)})
 _ON_THE_DEVICE = "on the device"
+_MISSING = object()
 
 
 class Hyperparameters(dict[str, Any]):
@@ -28,6 +29,7 @@ class Hyperparameters(dict[str, Any]):
     def __init__(self, settings: Mapping[str, Any], own: frozenset[str] = frozenset()) -> None:
         super().__init__(settings)
         self.own = own
+        self._built = dict(settings)
         self.first_lr = float(self.get("lr") or 0.0)
 
     def __missing__(self, name: str) -> float:
@@ -39,6 +41,28 @@ class Hyperparameters(dict[str, Any]):
                 "shards; parameters are in engine.module.parameters(), and gradients are clipped by max_grad_norm"
             )
         raise KeyError(name)
+
+    def require_usable(self) -> None:
+        """Make sure that an update can be computed with what has become of the group.
+
+        Raises:
+            EngineStateError: it was renamed, has lost a setting, or a number in it is no number any more.
+        """
+        for name, built in self._built.items():
+            value, problem = self.get(name, _MISSING), ""
+            if value is _MISSING:
+                problem = "was removed; set it to a value instead" if name not in self.own else ""
+            elif name == "name" and value != built:
+                problem = f"was changed to {value!r}; keep the name, by which checkpoints find the group"
+            elif is_number(built) and not is_number(value):
+                problem = f"was set to {value!r}; it must be a number"
+            if problem:
+                raise EngineStateError(f"engine.param_groups: {name} of group {self._built['name']!r} {problem}")
+
+
+def is_number(value: object) -> bool:
+    """Whether a setting is a number, and no flag; a tensor may be one."""
+    return isinstance(value, Real | torch.Tensor) and not isinstance(value, bool)
 
 
 class OwnNumbers:

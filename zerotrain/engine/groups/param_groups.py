@@ -23,7 +23,7 @@ from zerotrain.engine.groups.optimizer_factory import (
     updates_whole,
 )
 from zerotrain.engine.groups.probe import probe
-from zerotrain.errors import CheckpointError, ConfigError
+from zerotrain.errors import CheckpointError, ConfigError, EngineStateError
 from zerotrain.sharding.layout import round_up
 from zerotrain.sharding.units import ManagedParameter, ModelParameter, Unit, matching, no_match
 
@@ -98,7 +98,7 @@ class ParamGroups:
         self._decays = not decay_all and "weight_decay" in self._sample(self._named("parameters")).defaults
         """Whether weight decay is for matrices alone."""
         self._classify(self.trainable)
-        for group in given or ():
+        for group in [] if given is None else given if isinstance(given, Iterable) else [given]:
             self._add(group)
         num_given = len(self.hyperparameters)
         rest = [parameter for parameter in self._names if parameter not in self._home]
@@ -285,6 +285,21 @@ class ParamGroups:
             settings = by_name[group["name"]]
             show(settings, settings.own, group)
 
+    def require_usable(self) -> None:
+        """Make sure that `hyperparameters`, which are the user's to change, are still those of the groups.
+
+        Raises:
+            EngineStateError: a group was added, removed or replaced, or see `Hyperparameters.require_usable`.
+        """
+        groups = [group for group in self.hyperparameters if isinstance(group, Hyperparameters)]
+        if len(self.hyperparameters) != len(self.kinds) or len(groups) != len(self.kinds):
+            raise EngineStateError(
+                f"engine.param_groups: it was built with {len(self.kinds)} groups, and some were added, removed or "
+                "replaced by hand; change the values in a group, and call engine.add_param_group for another"
+            )
+        for group in groups:
+            group.require_usable()
+
     def count_step(self) -> None:
         """Bring the numbers that the optimizer changes in its groups to what they are after a step, once it is made."""
         training = {self._group[parameter] for parameter in self.trainable} if any(self._numbers) else set()
@@ -420,9 +435,13 @@ class ParamGroups:
         return f"{first} is" if len(parameters) == 1 else f"{first} and {len(parameters) - 1} more are"
 
 
-def _named_in(group: dict[str, Any]) -> list[Any]:
-    if "params" not in group:
-        raise ConfigError(f'param_groups: a group has no "params": {group}; give it names, patterns or parameters')
+def _named_in(group: Any) -> list[Any]:
+    if not isinstance(group, Mapping) or "params" not in group:
+        found = f'has no "params": {group}' if isinstance(group, Mapping) else f"is a {type(group).__name__}"
+        raise ConfigError(
+            f"param_groups: a group {found}; it takes a list of dicts, each with names, patterns or parameters as "
+            '"params", such as [{"params": ["*.bias"], "weight_decay": 0.0}, {"params": ["*"]}]'
+        )
     return _as_list(group["params"])
 
 

@@ -1,10 +1,18 @@
-"""What ranks compare of hyperparameters."""
+"""What ranks compare of hyperparameters, and what users may make of them."""
 
+import functools
 import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 
+import zerotrain
+from tests.unit.engine.groups.own_optimizers import Own
+from tests.unit.engine.parts import Linears, alone, engine_on, train
 from zerotrain.engine.groups.hyperparameters import (
     Hyperparameters,
     mixed,
@@ -13,6 +21,7 @@ from zerotrain.engine.groups.hyperparameters import (
     shown_groups,
     told_values,
 )
+from zerotrain.errors import ConfigError, EngineStateError
 
 
 def test_values_are_told_alike_on_ranks_that_have_the_same() -> None:
@@ -72,3 +81,80 @@ def test_how_an_update_is_computed_is_this_machines_and_what_it_computes_is_the_
     restore_group(own, saved_group({"lr": 0.25, "betas": (0.8, 0.9), "amsgrad": True} | others), 0.125)
     assert own == {"lr": 0.25, "betas": (0.8, 0.9), "amsgrad": True} | how
     assert own["initial_lr"] == 0.125
+
+
+# ---- what a user may make of engine.param_groups
+
+
+def sgd(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "answer"),
+    [
+        (lambda groups: groups[0].update(lr="1e-3"), "lr of group 'first' was set to '1e-3'; it must be a number"),
+        (lambda groups: groups[0].update(lr=None), "lr of group 'first' was set to None; it must be a number"),
+        (lambda groups: groups[1].pop("momentum"), "momentum of group 'second' was removed; set it to a value instead"),
+        (lambda groups: groups[0].pop("name"), "name of group 'first' was removed"),
+        (lambda groups: groups[0].update(name="other"), "name of group 'first' was changed to 'other'; keep the name"),
+        (lambda groups: groups.pop(), "built with 2 groups, and some were added, removed or replaced by hand"),
+        (lambda groups: groups.append({"lr": 0.1}), "call engine.add_param_group for another"),
+        (lambda groups: groups.__setitem__(0, dict(groups[0])), "replaced by hand; change the values in a group"),
+    ],
+)
+def test_a_group_that_no_update_can_take_is_refused_with_what_to_do_and_nothing_has_changed(
+    change: Callable[[Any], object], answer: str, tmp_path: Path
+) -> None:
+    engine = engine_on(
+        alone(),
+        optimizer=sgd,
+        param_groups=[{"params": "*.bias", "name": "first"}, {"params": "*", "name": "second", "momentum": 0.9}],
+    )
+    train(engine, 0)
+    kept, before = [*engine.param_groups], [{**group} for group in engine.param_groups]
+    weights = engine.weights_sha256()
+    change(engine.param_groups)
+    for call in (lambda: train(engine, 1), lambda: engine.save(tmp_path / "save"), lambda: engine.set_stage(3)):
+        with pytest.raises(EngineStateError, match=f"engine.param_groups: .*{answer}"):
+            call()
+        engine.zero_grad()
+    assert engine.weights_sha256() == weights
+    assert not (tmp_path / "save").exists()
+    engine.param_groups[:] = kept
+    for group, values in zip(engine.param_groups, before, strict=True):
+        group.update(values)
+    train(engine, 1)
+    assert engine.weights_sha256() != weights
+
+
+@pytest.mark.parametrize("value", [numpy.float32(0.01), torch.tensor(0.01), 1])
+def test_a_rate_may_be_any_number(value: Any) -> None:
+    engine = engine_on(alone(), optimizer=sgd)
+    engine.param_groups[0]["lr"] = value
+    train(engine, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        (lambda model: list(model.parameters()), "param_groups: a group is a Parameter; it takes a list of dicts"),
+        (lambda model: model.parameters(), "param_groups: a group is a Parameter; it takes a list of dicts"),
+        (lambda model: {"params": ["*"]}, "param_groups: a group is a str; it takes a list of dicts"),
+        (lambda model: [["*"]], "param_groups: a group is a list; it takes a list of dicts"),
+        (lambda model: 3, "param_groups: a group is a int; it takes a list of dicts"),
+    ],
+)
+def test_groups_of_another_kind_are_answered_with_what_they_must_be(given: Callable[[Any], Any], answer: str) -> None:
+    model = Linears()
+    with pytest.raises(ConfigError, match=answer):
+        zerotrain.build_engine(model, optimizer=sgd, param_groups=given(model), world=alone())
+
+
+@pytest.mark.parametrize("rate", [None, "1e-3"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, Own, torch.optim.RMSprop])
+def test_a_rate_that_is_no_number_is_refused_at_the_build(rate: Any, kind: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^optimizer"):
+        engine_on(alone(), optimizer=functools.partial(kind, lr=rate))
+    with pytest.raises(ConfigError, match=r"lr|optimizer"):
+        engine_on(alone(), optimizer=functools.partial(kind, lr=0.1), param_groups=[{"params": "*", "lr": rate}])
