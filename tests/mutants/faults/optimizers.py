@@ -1,11 +1,10 @@
-"""Around the user's optimizer: what is tried of it, what is compared of its groups, what torch's schedulers see."""
+"""Around the user's optimizer: what is probed of it, what is compared of its groups, what torch's schedulers see."""
 
 from tests.mutants.fault import Fault
 
-TRIAL, AGREEMENT = "engine/groups/trial.py", "engine/agreement.py"
+PROBE, AGREEMENT = "engine/groups/probe.py", "engine/agreement.py"
 LENT, OF_LENT = "engine/buckets/update.py", ("unit/engine/buckets/test_lent.py",)
-OF_ANEW = ("unit/engine/groups/test_made_anew.py",)
-OF_TRIAL = ("unit/engine/groups/test_trial.py",)
+OF_PROBE = ("unit/engine/groups/test_probe.py",)
 OF_HABITS = ("unit/engine/test_optimizer_habits.py",)
 
 FAULTS = {
@@ -17,25 +16,25 @@ FAULTS = {
         OF_HABITS,
     ),
     "pieces-not-tried": Fault(
-        TRIAL,
-        "[[piece] for piece in _flat(tensors)[0].tensor_split(BORDERS)]",
+        PROBE,
+        "[[piece] for piece in torch.cat([tensor.flatten() for tensor in tensors]).tensor_split(BORDERS)]",
         "_apart(tensors)",
         "an optimizer that takes norms of tensors gets pieces of them",
-        OF_TRIAL,
+        OF_PROBE,
     ),
     "tensors-not-tried-apart": Fault(
-        TRIAL,
-        "        if self._gives(rows, chosen, _apart):\n",
-        "        if rows is not None:\n",
+        PROBE,
+        "return IN_PARTS if not self.is_whole and self.gives(plain, _apart) else EVERYTHING",
+        "return IN_PARTS",
         "an optimizer that clips over all tensors is told to declare itself, and clips each rank's",
-        OF_TRIAL,
+        OF_PROBE,
     ),
-    "trial-at-the-rate-given": Fault(
-        TRIAL,
+    "probed-at-the-rate-given": Fault(
+        PROBE,
         "return RATE if isinstance(value, int | float) else value",
         "return value",
         "a rate of 0 before a warm-up hides that an optimizer takes norms",
-        OF_TRIAL,
+        OF_PROBE,
     ),
     "assigned-weights-forgotten": Fault(
         LENT,
@@ -73,39 +72,53 @@ FAULTS = {
         OF_LENT,
     ),
     "not-tried-anew": Fault(
-        TRIAL,
-        "anew_after=STEPS_BEFORE_ANEW)",
-        "anew_after=None)",
+        PROBE,
+        "renewed = self.run(_as_one, is_renewed=True)",
+        "renewed = self.run(_as_one)",
         "state outside of self.state is lost with a change of stage",
-        OF_ANEW,
+        OF_PROBE,
     ),
     "averages-elsewhere-overlooked": Fault(
-        TRIAL,
-        " and not differing(tensors_alone(before), tensors_alone(after)):",
-        ":",
+        PROBE,
+        "if self.agree(plain, renewed) and not lost:",
+        "if self.agree(plain, renewed):",
         "an average of weights begins anew with a change of stage",
-        OF_ANEW,
+        OF_PROBE,
     ),
     "nested-state-overlooked": Fault(
-        "engine/groups/made_anew.py",
-        '            found.append(f"self.state[parameter][{name!r}]")\n',
-        "            pass\n",
+        PROBE,
+        """                yield f"{name!r}, a {type(value).__name__}"\n""",
+        "                pass\n",
         "a dict of tensors in an optimizer's state is given to shards whole",
-        OF_ANEW,
+        OF_PROBE,
     ),
     "numbers-of-groups-lost": Fault(
-        "engine/groups/own_numbers.py",
-        "                optimizer.state[target][OF_GROUP + name] = value\n",
-        "                pass\n",
+        "engine/step.py",
+        "            self._held.groups.count_step()\n",
+        "            pass\n",
         "an optimizer that counts its steps in its group begins anew in each",
-        OF_ANEW,
+        OF_PROBE,
+    ),
+    "numbers-of-groups-shared": Fault(
+        "engine/groups/hyperparameters.py",
+        "    group.update({name: deepcopy(settings[name]) for name in own if name in settings})\n",
+        "",
+        "a count of steps in a tensor is counted by each bucket",
+        OF_PROBE,
+    ),
+    "state-of-another-shape-taken": Fault(
+        PROBE,
+        "if value.ndim > 0 and not is_whole and value.shape != tensor.shape:",
+        "if False:",
+        "state that no rank can cut is refused in the first save",
+        OF_PROBE,
     ),
     "hooks-of-torchs-own-not-tried": Fault(
-        TRIAL,
+        "engine/groups/optimizer_factory.py",
         "return is_torchs and not any(hooks)",
         "return is_torchs",
         "a hook that clips over all tensors clips each rank's",
-        OF_ANEW,
+        OF_PROBE,
     ),
     "forgetting-ends-forwards": Fault(
         "engine/schedule/schedule.py",
