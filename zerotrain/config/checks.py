@@ -140,7 +140,7 @@ def _settings_of(config: Config) -> Iterator[tuple[str, Setting, Any]]:
     yield from settings_in(config)
     yield from settings_in(ModelSwitches(**config.model_switches), "model.")
     yield from settings_in(DataSwitches(**config.data_switches), "data.")
-    yield from settings_in(OptimizerSwitches(config.optimizer.get("groups")), "optimizer.")
+    yield from settings_in(OptimizerSwitches(**config.optimizer_switches), "optimizer.")
 
 
 def _open_group_problems(values: dict[str, Any], group: str) -> Iterator[str]:

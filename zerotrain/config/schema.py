@@ -102,6 +102,9 @@ class OptimizerSwitches:
     """Groups of parameters with options of their own, such as lr, weight_decay or betas: {NAME: {match: patterns,
     option: value}}. The first group that matches a parameter has it; all else is as without groups, also that vectors
     have no weight decay where a group does not set it."""
+    whole_tensor: bool = setting(False, TRUE_OR_FALSE)
+    """Ranks gather each tensor for an optimizer whose class does not say that it needs complete tensors: it looks at a
+    norm, a factor or the shape of a tensor, and updates each tensor apart from the others."""
 
 
 @dataclass
@@ -366,6 +369,12 @@ class Config:
     def optimizer_target(self) -> dict[str, Any]:
         """The optimizer's class and its arguments, without the switches."""
         return {key: value for key, value in self.optimizer.items() if key not in OPTIMIZER_SWITCHES}
+
+    @property
+    def optimizer_switches(self) -> dict[str, Any]:
+        """The value of each of the `OptimizerSwitches`."""
+        given = {key: value for key, value in self.optimizer.items() if key in OPTIMIZER_SWITCHES}
+        return asdict(OptimizerSwitches()) | given
 
     @property
     def optimizer_groups(self) -> list[dict[str, Any]] | None:

@@ -19,7 +19,7 @@ from zerotrain.files.whole import whole
 from zerotrain.planning.optimizer import look_at
 from zerotrain.planning.rehearsal import Rehearsals, StagePlan
 from zerotrain.planning.wire import Links
-from zerotrain.run.factory import build, build_collate, build_data
+from zerotrain.run.factory import build_collate, build_data, build_optimizer_factory
 from zerotrain.run.preflight.memory_room import Room
 from zerotrain.run.preflight.room import Ranks
 from zerotrain.sharding.plan import STAGES
@@ -117,7 +117,7 @@ class Planner:
 
     def __init__(self, config: Config, ranks: Ranks, memory: Memory, run_dir: Path) -> None:
         self.ranks, self.memory, self.on_host, self._run_dir = ranks, memory, memory.on_host, run_dir
-        self._optimizer = build("optimizer", config.optimizer_target)
+        self._optimizer = build_optimizer_factory(config)
         with one_thread():  # `stages` forks, and a long row is copied by several
             train, collate = build_data(config).train, build_collate(config)
             self._row = first_batches(train, "data.train", seed=config.seed, collate=collate)[0]

@@ -187,7 +187,7 @@ def build_engine_of(
     return assemble_engine(
         build_model if model is None else build_model(),
         given,
-        optimizer=optimizer or build("optimizer", config.optimizer_target),
+        optimizer=optimizer or build_optimizer_factory(config),
         world=world,
         decay_all=False,
         param_groups=config.optimizer_groups,
@@ -290,6 +290,15 @@ def build(group: str, values: dict[str, Any]) -> Any:
         raise ConfigError(in_group(group, cause, values)) from cause
     except SystemExit as ending:
         raise ConfigError(ended_in(group, ending, values)) from ending
+
+
+def build_optimizer_factory(config: Config) -> OptimizerFactory:
+    """The maker of the run's optimizers, which says what the config says of it."""
+    factory: Any = build("optimizer", config.optimizer_target)
+    if config.optimizer_switches["whole_tensor"] and callable(factory):
+        factory = partial(factory)
+        factory.whole_tensor = True
+    return factory
 
 
 def _schedule_of(config: Config) -> Any:

@@ -11,8 +11,10 @@ from zerotrain.errors import ConfigError
 from zerotrain.sharding.units import ModelParameter, Unit
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""Makes an optimizer from parameter groups. It may have a method `needs_whole(units)`, which names the parameters that
-are updated whole; the names of their groups begin with "whole ", and they are never mixed with the rest."""
+"""Makes an optimizer from parameter groups. It may have an attribute `whole_tensor`, as an optimizer's class may: true
+where each tensor is updated whole, apart from the others. Or it may have a method `needs_whole(units)`, which names the
+parameters that are updated whole. The names of their groups begin with "whole ", and they are never mixed with the
+rest."""
 
 NEEDS_EVERYTHING = {"LBFGS": "needs all parameters at once", "SparseAdam": "needs sparse gradients"}
 """Optimizers of torch that neither a shard nor a whole tensor is enough for."""
@@ -69,11 +71,6 @@ def require_values(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]
         raise ConfigError(f"param_groups: {kind.__name__} cannot have {told}: {error}") from error
 
 
-def works_on_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is declared to update whole tensors, each apart from the others."""
-    return isinstance(optimizer, WHOLE_TENSOR_OPTIMIZERS) or getattr(optimizer, "whole_tensor", False)
-
-
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is one of torch's, as torch made it: nobody has hung anything on its step."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
@@ -104,7 +101,10 @@ def needing_whole(factory: OptimizerFactory, units: Sequence[Unit[ModelParameter
 
 def updates_whole(factory: OptimizerFactory) -> bool:
     """Whether any parameters may be updated whole."""
-    return hasattr(factory, "needs_whole") or works_on_whole_tensors(_sample(factory))
+    if hasattr(factory, "needs_whole") or getattr(factory, "whole_tensor", False):
+        return True
+    sample = _sample(factory)
+    return isinstance(sample, WHOLE_TENSOR_OPTIMIZERS) or getattr(sample, "whole_tensor", False)
 
 
 def _sample(factory: OptimizerFactory) -> torch.optim.Optimizer:

@@ -280,7 +280,7 @@ class ParamGroups:
 
     def show_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Give one of those optimizers the hyperparameters as they are now."""
-        by_name = {group["name"]: group for group in self.hyperparameters}
+        by_name = {group["name"]: group for group in self.hyperparameters if isinstance(group, Hyperparameters)}
         for group in optimizer.param_groups:
             settings = by_name[group["name"]]
             show(settings, settings.own, group)

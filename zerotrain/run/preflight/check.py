@@ -33,8 +33,8 @@ from zerotrain.engine.state.sources.fit import model_misfits
 from zerotrain.errors import ConfigError
 from zerotrain.run.factory import (
     TOO_LARGE_A_TENSOR,
-    build,
     build_on_meta,
+    build_optimizer_factory,
     ended_in,
     in_group,
     try_schedule,
@@ -273,7 +273,7 @@ def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device
     Returns:
         The optimizer's factory.
     """
-    factory = build("optimizer", config.optimizer_target)
+    factory = build_optimizer_factory(config)
     units = [] if model is None else cut_units(walk(model), config.zero.unit_patterns, max_numel=1)
     with suppress(ValueError):  # which build_optimizer has a sentence for
         made = factory([{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "matrices"}])

@@ -19,7 +19,7 @@ from zerotrain.engine.precision.policy import precision_named
 from zerotrain.errors import ConfigError, OffloadError
 from zerotrain.offload.rates import SAMPLE_NBYTES
 from zerotrain.offload.scratch_file import ScratchFile, file_system_of, lies_in_memory
-from zerotrain.run.factory import averages_in, build
+from zerotrain.run.factory import averages_in, build_optimizer_factory
 from zerotrain.sharding.plan import STAGES, Plan, Volume
 from zerotrain.sharding.units import model_parameters
 
@@ -105,7 +105,7 @@ def _folders(given: Path) -> tuple[Path, Path]:
 
 def _needed_nbytes(config: Config, model: nn.Module, ranks: Ranks) -> int:
     """Bytes of all ranks of this machine at the stage that takes most, with those that they measure its rates by."""
-    volume, optimizer_nbytes = model_sizes(config, model, build("optimizer", config.optimizer_target), ranks)
+    volume, optimizer_nbytes = model_sizes(config, model, build_optimizer_factory(config), ranks)
     needed = 0.0
     for plan in plans_of(config.zero.stages.values()):
         held, placed = volume.memory_nbytes(plan, optimizer_nbytes), 0.0

@@ -11,6 +11,7 @@ import torch
 
 from tests.unit.run.test_factory import ADAMW, COSINE, GPT
 from zerotrain.checkpoint.manifest import Manifest
+from zerotrain.comm.ranks.world import World
 from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, PrecisionGroup, TrainConfig, ZeroGroup
 from zerotrain.data import SyntheticTokens
 from zerotrain.errors import ConfigError
@@ -30,6 +31,16 @@ def config(**groups: Any) -> Config:
 
 def test_a_config_that_can_run_passes() -> None:
     preflight.check(config())
+
+
+def test_a_config_may_say_of_an_optimizer_of_others_that_it_needs_complete_tensors() -> None:
+    layerwise = {"_target_": "tests.unit.engine.groups.own_optimizers.LayerwiseRate", "_partial_": True, "lr": 0.01}
+    with pytest.raises(ConfigError, match=r"optimizer=LayerwiseRate: .* \(in a config optimizer\.whole_tensor=true\)"):
+        preflight.check(config(optimizer=layerwise))
+    declared = config(optimizer=layerwise | {"whole_tensor": True})
+    preflight.check(declared)
+    engine = factory.build_engine_of(declared, World(rank=0, size=1, local_rank=0, device=torch.device("cpu")))
+    assert {group["name"] for group in engine.param_groups} == {"whole matrices", "whole others"}
 
 
 @pytest.mark.parametrize(
