@@ -60,6 +60,7 @@ OPTIONS = """
     data.validation_fraction
     data.cache_dir
     optimizer.groups
+    optimizer.whole_tensor
     optimizer._target_
     optimizer._partial_
     optimizer.lr

@@ -33,6 +33,8 @@ PHRASES = {
     "(max_skipped_steps)": "(train.on_nonfinite=skip, train.max_skipped_steps)",
     "the optimizer's lr": "optimizer.lr",
     "strict=False": "checkpoint.strict=false",
+    "set `whole_tensor = True` in its class": "choose optimizer.whole_tensor=true",
+    "its class says `whole_tensor = True`": "optimizer.whole_tensor=true",
     "torchrun --nproc-per-node=": "launch.nproc_per_node=",
 }
 """Phrases that the config words differently altogether."""

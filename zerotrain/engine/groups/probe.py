@@ -46,8 +46,7 @@ RANDOM = (
 )
 IN_PARTS = (
     "in a test on small tensors, it updated a tensor in parts differently than at once, and ranks hold parts. It "
-    "updates each tensor by itself: set `whole_tensor = True` in its class (in a config optimizer.whole_tensor=true), "
-    "and ranks gather tensors for it"
+    "updates each tensor by itself: set `whole_tensor = True` in its class, and ranks gather tensors for it"
 )
 EVERYTHING = (
     "in a test on small tensors, the update of one depended on the others (a norm or a number over all of them), which "
