@@ -66,7 +66,7 @@ CHOICES_OTHERS_RELY_ON = {
     "experiment": {"gpt2_bf16"},
     "debug": {"fast"},
     "metrics": {"accuracy", "perplexity"},
-    "logger": {"tensorboard", "wandb", "mlflow", "trackio"},
+    "logger": {"tensorboard", "wandb"},
 }
 
 

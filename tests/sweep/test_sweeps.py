@@ -122,17 +122,16 @@ def test_eight_jobs_of_which_four_do_not_do_well(sweep: Callable[..., Command], 
 def test_a_tracker_is_told_the_sweep_and_the_journal_the_run(
     sweep: Callable[..., Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY"):
-        monkeypatch.setenv(name, "true")
-    mlflow = pytest.importorskip("mlflow")
-    tracker = ("logger=mlflow", "callbacks.mlflow.tracking_uri=tracked", "launch.nproc_per_node=1")
-    command = sweep("well0,refused", *tracker)
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    command = sweep("well0,refused", "logger=wandb", "callbacks.wandb.mode=offline", "launch.nproc_per_node=1")
     assert command.wait() == 1, command.stderr
-    client = mlflow.MlflowClient((tmp_path / "tracked").as_uri())
-    [run] = client.search_runs([each.experiment_id for each in client.search_experiments()])
-    assert (run.info.run_name, run.data.tags["sweep"]) == ("+case=well0", f"{tmp_path.name}/sweep")
+    [file] = (tmp_path / "sweep/0/wandb").glob("offline-run-*/*.wandb")
+    content, run_id = file.read_bytes(), json.loads((tmp_path / "sweep/0/wandb.json").read_text())["id"]
+    assert b"+case=well0" in content
+    assert f"{tmp_path.name}/sweep".encode() in content
     ids = {case_of(event): event["trackers"] for event in journal_of(tmp_path) if event["event"] != "begun"}
-    assert ids == {"well0": {"mlflow": run.info.run_id}, "refused": {}}
+    assert ids == {"well0": {"wandb": run_id}, "refused": {}}
 
 
 def test_jobs_of_submitit_are_in_the_journal_and_taken_again(sweep: Callable[..., Command], tmp_path: Path):

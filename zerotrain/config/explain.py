@@ -15,7 +15,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseE
 from zerotrain.config.checks import CALLBACKS, OPEN_GROUPS, checked_config, must_be
 from zerotrain.config.compose import first_line, known_keys
 from zerotrain.config.places import find_yaml, holds_no_settings, place_of, syntax_problem
-from zerotrain.config.suggest import did_you_mean, we_call_it
+from zerotrain.config.suggest import REMOVED, did_you_mean, we_call_it
 from zerotrain.config.targets import without_arguments
 from zerotrain.errors import ConfigError
 
@@ -136,6 +136,8 @@ def _missing_choice(override: str, error: MissingConfigException, folders: Seque
         package = "'zerotrain[sweeps]'" if got in _OF_EXTRA else package
         return f"{override}: is not installed; pip install {package}{choices}"
     name = asked.rpartition("/")[2] or got
+    if f"{key}={name}" in REMOVED:
+        return f"{override}: {name} is no choice any more; {REMOVED[f'{key}={name}']}"
     meant = we_call_it(key, got) or did_you_mean(name, options) or _of_another_group(name, folders)
     if is_missing:
         return f"{override}: there is no such choice{meant}{choices}"

@@ -63,7 +63,6 @@ _WORDS = {
     "report_to tracker": "logger",
     "report_to=tensorboard": "logger=tensorboard",
     "report_to=wandb": "logger=wandb",
-    "report_to=mlflow": "logger=mlflow",
     "checkpoint_every checkpoint_interval every_n_train_steps save_every save_every_n save_every_n_steps save_freq "
     "save_interval save_steps callbacks=checkpoint callbacks=model_checkpoint": "checkpoint.every",
     "keep_last max_checkpoints save_total_limit": "checkpoint.keep",
@@ -75,6 +74,13 @@ _WORDS = {
 OURS = {word: ours for words, ours in _WORDS.items() for word in words.split()}
 """Words of other trainers: a name, one with its group, or with the value that it is given, and what a command line here
 has for it: choices and the name of a setting."""
+
+_OF_EXAMPLE = "examples/{0}_logger.py of the repository does it, from the folder that you start in: +callbacks.{0}={1}"
+REMOVED = {
+    "logger=mlflow": _OF_EXAMPLE.format("mlflow", "{_target_:mlflow_logger.MLflowLogger}"),
+    "logger=trackio": _OF_EXAMPLE.format("trackio", "{_target_:trackio_logger.TrackioLogger}"),
+}
+"""Choices that there were, and what to do instead."""
 
 
 REMOVED = {

@@ -88,7 +88,7 @@ class JobEvent:
     value: float | None = None
     """The first of the sweep's objectives."""
     trackers: dict[str, str] = field(default_factory=dict)
-    """The ids of an ended job's run at wandb, mlflow and trackio, by their names."""
+    """The ids of an ended job's run at its trackers, by their names."""
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
     time: float = field(default_factory=time.time)

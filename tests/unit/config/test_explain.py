@@ -121,6 +121,16 @@ def test_whatever_else_hydra_refuses_stays_one_line(compose, override):
             "callbacks.tensorboard.max_queue=3",
             "callbacks.tensorboard.max_queue: there is no such setting; logger=tensorboard brings that callback",
         ),
+        (
+            "logger=mlflow",
+            "logger=mlflow: mlflow is no choice any more; examples/mlflow_logger.py of the repository does",
+        ),
+        (
+            "logger=[wandb,trackio]",
+            "logger=[wandb,trackio]: trackio is no choice any more; "
+            "examples/trackio_logger.py of the repository does it, "
+            "from the folder that you start in: +callbacks.trackio={_target_:trackio_logger.TrackioLogger}",
+        ),
         ("hydra/launcher=rq", "hydra/launcher=rq: is not installed; pip install hydra-rq-launcher; there"),
         ("hydra/sweeper=ax", "hydra/sweeper=ax: is not installed; pip install hydra-ax-sweeper; there"),
         ("data.path='a${b'", "data.path='a${b': ${ begins a reference and needs a } to close it"),

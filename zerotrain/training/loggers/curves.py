@@ -8,10 +8,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
+from zerotrain.engine.options import dotted
 from zerotrain.files.regular import only_regular
 from zerotrain.files.untrusted import UntrustedFileError, parse_json
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.figures.sinks import METRICS_NAME
+from zerotrain.training.loggers.facts import uncommitted_changes
+
+CHANGES_NAME = "git.diff"
+"""File in the run's folder with the changes to the code that no commit has."""
 
 
 @dataclass
@@ -34,7 +39,8 @@ class Written:
 
 
 class Curves(Callback):
-    """Writes each number of metrics.jsonl to another place, at its step, and each point once.
+    """Writes each number of metrics.jsonl to another place, at its step, and each point once; before them what the run
+    is, and at its end its result.
 
     The lines of metrics.jsonl from before a run went on are written too where they are missing: the run may be in
     another folder now, or has had no such logger.
@@ -56,12 +62,27 @@ class Curves(Callback):
         """Open the place, and return what is there."""
 
     @abstractmethod
+    def _describe_run(self, run: Run) -> None:
+        """Send what the run is: it begins, or goes on."""
+
+    @abstractmethod
     def _write(self, numbers: dict[str, float], step: int) -> None:
         """Write points of one step."""
+
+    def _keep_file(self, path: Path) -> None:
+        """Send a file of the run's folder, where the place keeps files."""
+
+    @abstractmethod
+    def _close_run(self, result: dict[str, float], status: str | None) -> None:
+        """Send the result of a run, which is completed, stopped or failed; None: leave it as it was found."""
 
     def start(self, run: Run) -> None:
         """See `Callback.start`."""
         self._written = self._open(run)
+        self._describe_run(run)
+        if changes := uncommitted_changes():
+            (run.folder / CHANGES_NAME).write_text(changes)
+            self._keep_file(run.folder / CHANGES_NAME)
         for step, metrics in _lines_of(run.folder / METRICS_NAME):
             self._write_new(metrics, step)
 
@@ -69,16 +90,31 @@ class Curves(Callback):
         """See `Callback.log`."""
         self._write_new(metrics, run.step)
 
+    def completed(self, run: Run) -> None:
+        """See `Callback.completed`."""
+        self._finish(run, run.result.status)
+
+    def end(self, run: Run) -> None:
+        """See `Callback.end`."""
+        if run.stopped_by:  # else `completed` comes, which knows more
+            self._finish(run, "stopped")
+
+    def failure(self, run: Run, error: BaseException) -> None:
+        """See `Callback.failure`."""
+        self._finish(run, run.result.status)
+
+    def _finish(self, run: Run, status: str) -> None:
+        if self._written is not None:
+            self._written = None
+            numbers = numbers_of(dotted(run.result.body()))
+            self._close_run({f"result/{name}": value for name, value in numbers.items()}, status)
+
     def _write_new(self, metrics: dict[str, Any], step: int) -> None:
         if (written := self._written) is None:
             return
-        numbers = {self._named(name): value for name, value in numbers_of(metrics).items()}
+        numbers = numbers_of(metrics)
         if new := {name: value for name, value in numbers.items() if not written.has(name, step)}:
             self._write(new, step)
-
-    def _named(self, name: str) -> str:
-        """The name of a curve there."""
-        return name
 
 
 def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:

@@ -8,22 +8,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from zerotrain.engine.options import dotted
 from zerotrain.files.untrusted import Check, UntrustedFileError, parse_json, read_json, require_schema
 from zerotrain.files.whole import whole
 from zerotrain.training.callback import Run
-from zerotrain.training.figures.result import RunResult
-from zerotrain.training.loggers.curves import Curves, Written, numbers_of
-from zerotrain.training.loggers.facts import uncommitted_changes
+from zerotrain.training.loggers.curves import Curves, Written
 
 MAX_NBYTES = 4096
 """Largest note that is read."""
-NAMES = ("wandb", "mlflow", "trackio")
+NAMES = ("wandb",)
 """Each has a note NAME.json in the run's folder."""
 SWEEP_VARIABLE = "ZEROTRAIN_SWEEP_JOB"
 """Variable of the environment in which the ranks of a sweep's job find its group and its name, as JSON."""
-CHANGES_NAME = "git.diff"
-"""File in the run's folder with the changes to the code that no commit has."""
 
 
 def of_sweep(key: str) -> str | None:
@@ -44,7 +39,7 @@ def ids_in(folder: Path) -> dict[str, str]:
 
 
 class Tracker(Curves):
-    """Sends curves to an experiment tracker, before them what the run is, and at its end its result.
+    """Sends curves to an experiment tracker.
 
     A run is one there, with one id, however often it is killed, stopped or restarted here: its checkpoints keep the id,
     and so does a note in its folder. It comes to the same numbers again, so that points which are there stay. A run of
@@ -62,30 +57,6 @@ class Tracker(Curves):
     @abstractmethod
     def _open_run(self, run: Run, run_id: str | None) -> tuple[str, Written]:
         """Open the run of an id, or a new one for None; return its id, and what is there."""
-
-    @abstractmethod
-    def _describe_run(self, run: Run) -> None:
-        """Send what the run is: it begins, or goes on."""
-
-    def _keep_file(self, path: Path) -> None:
-        """Send a file of the run's folder, where the tracker keeps files."""
-
-    @abstractmethod
-    def _close_run(self, result: dict[str, float], status: str | None) -> None:
-        """Send the result of a run, which is completed, stopped or failed; None: leave it as it was found."""
-
-    def completed(self, run: Run) -> None:
-        """See `Callback.completed`."""
-        self._finish(run.result, run.result.status)
-
-    def end(self, run: Run) -> None:
-        """See `Callback.end`."""
-        if run.stopped_by:  # else `completed` comes, which knows more
-            self._finish(run.result, "stopped")
-
-    def failure(self, run: Run, error: BaseException) -> None:
-        """See `Callback.failure`."""
-        self._finish(run.result, run.result.status)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
@@ -107,20 +78,10 @@ class Tracker(Curves):
         if not known and written.last > run.step:
             self._close_run({}, None)
             run_id, written = self._open_run(run, None)
-        self._describe_run(run)
-        if changes := uncommitted_changes():
-            (run.folder / CHANGES_NAME).write_text(changes)
-            self._keep_file(run.folder / CHANGES_NAME)
         self._note = {"id": run_id, "config_hash": config_hash}
         with whole(path) as file:
             file.write((json.dumps(self._note) + "\n").encode())
         return written
-
-    def _finish(self, result: RunResult, status: str) -> None:
-        if self._written is not None:
-            self._written = None
-            numbers = numbers_of(dotted(result.body()))
-            self._close_run({f"result/{name}": value for name, value in numbers.items()}, status)
 
     def _read(self, path: Path) -> dict[str, Any] | None:
         """The note of an earlier sitting in the run's folder; None where there is none that can be read."""

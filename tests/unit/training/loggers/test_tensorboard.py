@@ -19,7 +19,8 @@ def curves(run_dir):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     shown = accumulator.EventAccumulator(str(run_dir / "tensorboard"))
     shown.Reload()
-    return {name: [(each.step, each.value) for each in shown.Scalars(name)] for name in shown.Tags()["scalars"]}
+    names = [name for name in shown.Tags()["scalars"] if not name.startswith("result/")]
+    return {name: [(each.step, each.value) for each in shown.Scalars(name)] for name in names}
 
 
 def lines_of(run_dir):
@@ -41,6 +42,24 @@ def test_each_number_of_the_file_is_a_point(make_trainer, tmp_path):
     make_trainer(max_steps=3, eval_every=2, callbacks={"tensorboard": TensorBoard()}).run()
     assert curves(tmp_path) == lines_of(tmp_path)
     assert {"train_loss", "val_loss"} <= set(curves(tmp_path))
+
+
+def test_the_settings_the_versions_and_the_result_are_there(make_trainer, tmp_path, changed_code):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    settings = {"zero": {"stage": 2, "schedule": None}, "seed": 3}
+    trainer = make_trainer(max_steps=3, eval_every=2, callbacks={"tensorboard": TensorBoard()}, settings=settings)
+    body = trainer.run()
+    shown = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    shown.Reload()
+    texts = {name: shown.Tensors(name)[-1].tensor_proto.string_val[0].decode() for name in shown.Tags()["tensors"]}
+    assert json.loads(texts["settings/text_summary"]) == settings
+    assert {"torch", "python", "command", "host", "git_revision"} <= set(json.loads(texts["environment/text_summary"]))
+    assert texts["status/text_summary"].strip() == "completed"
+    results = {name: shown.Scalars(name)[-1] for name in shown.Tags()["scalars"] if name.startswith("result/")}
+    assert (results["result/steps"].step, results["result/steps"].value) == (3, 3)
+    assert results["result/final_val_loss"].value == pytest.approx(body["final_val_loss"], rel=1e-6)
+    assert "result/memory_bytes.peak" in results
+    assert "-old = 1" in (tmp_path / "git.diff").read_text()
 
 
 def test_what_is_no_finite_number_is_left_out(make_trainer, tmp_path):
