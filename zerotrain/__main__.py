@@ -4,6 +4,8 @@ replay; without a verb it trains."""
 import importlib
 import sys
 
+from zerotrain.files.here_last import look_here_last, require_here  # imports nothing that could lie in this folder
+
 MODULES = {
     "train": "zerotrain.commands.train",
     "generate": "zerotrain.commands.generate",
@@ -25,12 +27,11 @@ ONLY_PRINT = ("generate", "inspect", "plan")
 
 def run(verb: str, arguments: list[str]) -> None:
     """Run a command as this process, and exit with its code."""
+    require_here()
     if verb == "train":
         importlib.import_module(MODULES[verb]).main(arguments)
         return
-    import zerotrain.files.here_last  # noqa: F401 before all else: they read files of others, perhaps in this folder
-
-    # isort: split
+    look_here_last()
     from zerotrain.files.terminal import run_command
     from zerotrain.launching.start.imports import importing
 

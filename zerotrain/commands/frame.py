@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zerotrain.errors import CheckpointError, ConfigError
+from zerotrain.files.printable import printable
 from zerotrain.launching.end import exits
 
 RUN: dict[str, Any] = {"type": Path, "metavar": "RUN", "help": "a run, a checkpoint or an export"}
@@ -47,7 +48,6 @@ def exit_code(
     work: Callable[[], int | None],
     *,
     when_stopped: str | None = None,
-    of_disk: int = exits.CONFIG_PROBLEM,
     is_told: bool = True,
 ) -> int:
     """Do the work of a command; return the exit code. It prints errors that the user can mend on stderr, a line each.
@@ -55,15 +55,16 @@ def exit_code(
     Args:
         work: may return a code; None for success.
         when_stopped: the line printed on Ctrl-C; None: none.
-        of_disk: the exit code where a checkpoint could not be read or written since the disk has failed.
         is_told: whether this process tells what is wrong, and not another one.
     """
     try:
         return work() or exits.COMPLETED
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, OSError) as error:
+        # A file that cannot be read or written, or a folder in its place: whoever has named it mends that.
+        named = isinstance(error, OSError) and error.filename is not None
         if is_told:
-            print(error, file=sys.stderr)
-        return of_disk if isinstance(error.__cause__, OSError) else exits.CONFIG_PROBLEM
+            print(printable(f"{error.filename}: {error.strerror}", keep="") if named else error, file=sys.stderr)
+        return exits.of_error(error)
     except KeyboardInterrupt:
         if when_stopped is not None:
             print(when_stopped, file=sys.stderr)

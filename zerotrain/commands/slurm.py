@@ -58,9 +58,10 @@ def slurm(given: Sequence[str]) -> int:
         return 0
     try:
         return int(subprocess.run(["sbatch"], input=text, text=True).returncode != 0)
-    except FileNotFoundError as error:
+    except OSError as error:
         raise ConfigError(
-            f"{SUBMIT}: there is no sbatch on this machine; leave {SUBMIT} out, and hand the file to sbatch on another"
+            f"{SUBMIT}: sbatch cannot be run on this machine: {error.strerror}; leave {SUBMIT} out, and hand the file "
+            "to sbatch on another"
         ) from error
 
 
@@ -92,9 +93,7 @@ def _grouped(options: Sequence[str]) -> list[list[str]]:
     lines: list[list[str]] = []
     for each in options:
         if "\n" in each or each.partition("=")[0] in _NOT_OURS:
-            raise ConfigError(
-                f"{each.partition('=')[0].splitlines()[0]}: it cannot stand in a file for sbatch; leave it out"
-            )
+            raise ConfigError(f"{each.partition('=')[0] or each}: it cannot stand in a file for sbatch; leave it out")
         if each.startswith("-"):
             lines.append([each])
         elif lines and "=" not in lines[-1][0] and len(lines[-1]) == 1:

@@ -158,9 +158,9 @@ FAULTS = {
         ("unit/files/test_whole.py::test_nothing_is_left_of_what_could_not_be_written",),
     ),
     "ends-code-of-the-disk": Fault(
-        "commands/frame.py",
-        "return of_disk if isinstance(error.__cause__, OSError) else exits.CONFIG_PROBLEM",
-        "return exits.CONFIG_PROBLEM",
+        "launching/end/exits.py",
+        "return FAILED if isinstance(cause, OSError) and cause.errno in _OF_DISK else CONFIG_PROBLEM",
+        "return CONFIG_PROBLEM",
         "an export whose disk has failed has the exit code of a wrong argument",
         (
             "unit/commands/export/test_export.py::test_a_disk_that_fails_at_the_last_moment_leaves_the_export_that_was_there",

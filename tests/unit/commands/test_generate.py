@@ -52,3 +52,9 @@ def test_a_prompt_is_of_tokens_that_the_model_knows() -> None:
             list(continuation(counting([]), chr(unknown), sampling()))
     with pytest.raises(ConfigError, match="--prompt: got an empty text"):
         list(continuation(counting([]), "", sampling()))
+
+
+def test_a_temperature_near_0_draws_the_likeliest_token() -> None:
+    for temperature in (5e-324, 1e-300, 1e-30):
+        drawn = sampling(temperature=temperature, top_k=50)
+        assert "".join(continuation(counting([]), "AB", drawn)) == "CDEFG"

@@ -35,7 +35,8 @@ def test_the_file_has_the_options_given_those_of_a_run_that_goes_on_and_the_sett
         (["--nodes=2", "zero.stage=3"], "zero.stage=3: it is no option of sbatch; settings stand behind --, as in "),
         (["--wrap=ls"], "--wrap: it cannot stand in a file for sbatch; leave it out"),
         (["--comment=a\nrm -rf x"], "--comment: it cannot stand in a file for sbatch; leave it out"),
-        (["--submit", "--nodes=1"], "--submit: there is no sbatch on this machine; leave --submit out, and hand the"),
+        (["=\n"], "=\\n: it cannot stand in a file for sbatch; leave it out"),
+        (["--submit", "--nodes=1"], "--submit: sbatch cannot be run on this machine: No such file or directory; leave"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_nothing_is_submitted(
@@ -46,6 +47,17 @@ def test_what_is_wrong_is_one_line_and_nothing_is_submitted(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(line)
+
+
+def test_an_sbatch_that_cannot_be_run_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys):
+    (tmp_path / "sbatch").write_text("no program")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["--submit", "--ntasks=1"]) == 2
+    said = (
+        "--submit: sbatch cannot be run on this machine: Exec format error; leave --submit out, and hand the file to "
+    )
+    assert capsys.readouterr().err == f"{said}sbatch on another\n"
 
 
 @pytest.mark.parametrize("code", [0, 7])

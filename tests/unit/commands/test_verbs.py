@@ -1,5 +1,6 @@
 """`python -m zerotrain VERB`: one command with one frame."""
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 from tests.zygote.client import Zygote
 from zerotrain.__main__ import MODULES, main
+from zerotrain.commands.frame import exit_code
+from zerotrain.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[3] / "zerotrain"
 
@@ -31,6 +34,38 @@ def test_training_is_the_verb_that_may_be_left_out(zygote: Zygote, tmp_path: Pat
     wrong = zygote.run(["train", "zero.stage=9"], tmp_path, module="zerotrain")
     assert wrong == zygote.run(["zero.stage=9"], tmp_path, module="zerotrain")
     assert (wrong.code, wrong.out, wrong.err.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize("verb", MODULES)
+def test_a_folder_that_is_gone_is_one_line_of_each_verb(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "x"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "the working directory no longer exists; change to one that does\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "a\nb"), 2, "a\\nb: Is a directory"),
+        (PermissionError(errno.EACCES, "Permission denied"), 2, "[Errno 13] Permission denied"),
+        (OSError(errno.ENOSPC, "No space left on device", "disk"), 1, "disk: No space left on device"),
+        (ConfigError("--out: is wrong"), 2, "--out: is wrong"),
+    ],
+)
+def test_what_the_disk_refuses_is_one_line_and_the_users_to_mend_unless_it_is_full(
+    error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> None:
+        raise error
+
+    assert exit_code(work) == code
+    assert capsys.readouterr().err == f"{said}\n"
 
 
 def test_no_file_of_the_package_hides_one_of_the_standard_library() -> None:

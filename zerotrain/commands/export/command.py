@@ -33,7 +33,8 @@ checkpoint. The export is verified, and DIR appears when it is complete.
   python -m zerotrain export outputs/2026-11-22/10-00-00 --out averaged --weights ema
   python -m zerotrain export outputs/2026-11-22/10-00-00 --out dcp --dcp
 
-Exit code 0: it is there; 1: the disk failed; 2: an argument is wrong or the checkpoint is damaged, one line;
+Exit code 0: it is there; 1: a disk is full or broken; 2: an argument is wrong, --out cannot be written or the
+checkpoint is damaged, one line;
 130, 143, 129: a signal, and nothing is left.
 """
 MB = 10**6
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code_of(ending)
         return exits.COMPLETED
 
-    return exit_code(work, when_stopped="stopped by Ctrl-C; nothing is left", of_disk=exits.FAILED)
+    return exit_code(work, when_stopped="stopped by Ctrl-C; nothing is left")
 
 
 def export(path: str | os.PathLike[str], asked: Asked) -> Iterator[str]:

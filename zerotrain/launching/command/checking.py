@@ -74,7 +74,7 @@ def settings_of(read: ReadConfig, run_dir: Path, ranks: RankEnvironment | None) 
 
 
 def _folder_problems(config: Config, run_dir: Path, ranks: RankEnvironment | None) -> list[str]:
-    if config.plan.only or (ranks is not None and num_restarts()):
+    if ranks is not None and num_restarts():
         return []
     return earlier.folder_problems(config, run_dir, of_sweep=HydraConfig.get().mode == RunMode.MULTIRUN)
 

@@ -1,6 +1,5 @@
 """The problems of a command line that Hydra would not run, a line for each. Imports no torch."""
 
-import errno
 import sys
 import traceback
 from argparse import Namespace
@@ -22,10 +21,10 @@ from zerotrain.config.interpolation import interpolation_line, quoted
 from zerotrain.config.suggest import did_you_mean
 from zerotrain.errors import ConfigError
 from zerotrain.files.printable import printable
+from zerotrain.launching.end import exits
 
 PRIMARY_CONFIG = "train"
 _OF_PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def put_options_last(arguments: list[str]) -> None:
@@ -96,7 +95,7 @@ def problems_with(error: Exception, conf: Path) -> list[str]:
     problems += [] if problems else _plugin_problems(arguments)
     if not problems and isinstance(error, OmegaConfBaseException) and str(error.full_key or "").startswith("hydra."):
         problems = [interpolation_line(str(error.full_key), _raw_value(error), error)]
-    if not problems and isinstance(error, OSError) and error.filename is not None and error.errno not in _NO_ROOM:
+    if not problems and isinstance(error, OSError) and error.filename is not None and error.errno not in exits.NO_ROOM:
         setting = "hydra.sweep.dir" if is_sweep() else "hydra.run.dir"
         problems = [f"{setting}: {error.filename} cannot be made: {error.strerror}; give a folder that can be written"]
     if not problems and isinstance(error, HydraException | ValueError):

@@ -15,6 +15,7 @@ from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.config.interpolation import quoted
 from zerotrain.device.processes import end_with_parent
 from zerotrain.errors import ConfigError, ZeroTrainError
+from zerotrain.files.here_last import require_here
 from zerotrain.files.terminal import code_of, outlast_readers, with_output_written
 from zerotrain.launching.command.command_line import composed_once, is_sweep, problems_with, put_options_last
 from zerotrain.launching.end import exits
@@ -43,12 +44,9 @@ def dispatch(main: Callable[[], None], conf: Path) -> NoReturn:
 
 def _exit_code(main: Callable[[], None], conf: Path) -> int:
     outlast_readers()
-    try:
-        # Users name classes of modules that lie in the folder they work in.
-        sys.path.append(os.getcwd())
-    except FileNotFoundError:
-        print("the working directory no longer exists; change to one that does", file=sys.stderr)
-        return exits.CONFIG_PROBLEM
+    require_here()
+    # Users name classes of modules that lie in the folder they work in.
+    sys.path.append(os.getcwd())
     # Hydra then passes its exceptions on instead of printing them in its own way.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:

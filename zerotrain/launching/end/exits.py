@@ -1,6 +1,7 @@
 """Exit codes."""
 
 import atexit
+import errno
 import os
 import signal
 import sys
@@ -16,6 +17,17 @@ DOES_NOT_FIT = 3
 """A plan ends so, whose stage needs more memory than there is."""
 STOPPED = 85
 """A run in a job of a scheduler ends so that a signal has stopped in order, saved: it is to be tried again."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk that is full."""
+_OF_DISK = (*NO_ROOM, errno.EFBIG, errno.EIO)
+
+
+def of_error(error: BaseException) -> int:
+    """The exit code of a command that this error has ended: the user has given what cannot be, unless a disk is full or
+    broken."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return FAILED if isinstance(cause, OSError) and cause.errno in _OF_DISK else CONFIG_PROBLEM
 
 
 def of_signal(signum: int) -> int:

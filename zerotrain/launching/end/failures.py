@@ -1,6 +1,5 @@
 """Failures of ranks, and which of several was the first cause."""
 
-import errno
 import json
 import math
 import signal
@@ -205,7 +204,7 @@ def lost_folder(run_dir: Path) -> RunError:
 
 def name_full_disk(error: BaseException, run_dir: Path) -> bool:
     """Whether a disk was full. Python says which file only where it could not be opened, so the folder is said then."""
-    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    is_full = isinstance(error, OSError) and error.errno in exits.NO_ROOM
     if isinstance(error, OSError) and is_full and error.filename is None:
         error.filename = str(run_dir)
     return is_full

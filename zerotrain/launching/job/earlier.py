@@ -15,12 +15,13 @@ from zerotrain.files.regular import kind_of
 from zerotrain.files.untrusted import UntrustedFileError, read_regular, shown
 from zerotrain.launching.job.job import COMPOSITION, CONFIG_NAME, RANKS
 from zerotrain.planning.choice import as_chosen
+from zerotrain.planning.plan import PLAN_NAME
 from zerotrain.training.figures.result import RESULT_NAME, read_result
 from zerotrain.training.figures.sinks import METRICS_NAME, STEPS_NAME
 
 AUTO = "auto"
 _KINDS = dict.fromkeys((CHECKPOINTS, RANKS, COMPOSITION), stat.S_IFDIR)
-_KINDS |= dict.fromkeys((RESULT_NAME, METRICS_NAME, STEPS_NAME, CONFIG_NAME), stat.S_IFREG)
+_KINDS |= dict.fromkeys((RESULT_NAME, METRICS_NAME, STEPS_NAME, CONFIG_NAME, PLAN_NAME), stat.S_IFREG)
 _KINDS |= {f"{COMPOSITION}/{name}.yaml": stat.S_IFREG for name in ("config", "hydra", "overrides")}
 """The files and folders that a run has in its folder, by kind."""
 _OF_ONE_START = ("launch.", "checkpoint.", "sweep.")
@@ -40,6 +41,8 @@ def folder_problems(config: Config, run_dir: Path, *, of_sweep: bool = False) ->
     another = f"another hydra.{'sweep' if of_sweep else 'run'}.dir"
     if (foreign := _foreign(run_dir)) is not None:
         return [f"hydra.run.dir: got {run_dir}, where {foreign}; move that away, or give {another}"]
+    if config.plan.only:
+        return []
     resume, erases = config.checkpoint.resume, config.launch.overwrite
     if resume is not None and erases:
         if _is_within(resume, run_dir):

@@ -9,7 +9,7 @@ from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.config.schema import Config
 from zerotrain.config.words import word
 from zerotrain.errors import ConfigError
-from zerotrain.files.untrusted import Natural
+from zerotrain.files.untrusted import MAX_INT, Natural
 from zerotrain.run.rhythms import batch_size_of, tokens_per_sequence
 from zerotrain.settings import problems_in
 from zerotrain.training.callbacks.checkpoints import OF_TRAINER
@@ -25,7 +25,7 @@ def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Mani
         goes_on_from: of the checkpoint that is tried first.
 
     Raises:
-        ConfigError: the data does not tell, or the checkpoint is further than the run is to go.
+        ConfigError: the data does not tell, the checkpoint is further than the run is to go, or there is no end.
     """
     train = config.train
     if train.max_steps is not None or problems_in(train):
@@ -41,6 +41,8 @@ def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Mani
             f"{length_given(config)}: is {math.ceil(num_sequences):,} sequences, and the checkpoint to go on from has "
             f"been trained on {num_read:,}; give more"
         )
+    if step + num_steps > MAX_INT:
+        raise ConfigError(f"{length_given(config)}: is more steps than anybody can count, 2**63 or more; give fewer")
     train.max_steps = step + num_steps
 
 

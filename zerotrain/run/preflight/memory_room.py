@@ -30,6 +30,8 @@ LARGE_NUMEL = 2**20
 """Elements of a micro-batch from which on its forward is tried without memory."""
 PATIENCE_S = 2.0
 """So long a model is built that has no room, to know how much it would need."""
+PLANNING_S = 60.0
+"""So long a model is built that is only planned, for which there is always room."""
 SMALLER_MODEL = (
     "choose a smaller model, or less of it on a machine: more machines with zero.stage=3, precision=bf16, "
     "offload.optimizer=disk"
@@ -74,19 +76,25 @@ def _shown(nbytes: float) -> str:
 
 def refusing_too_large(config: Config, ranks: Ranks, room: Room) -> AbstractContextManager[None]:
     """Inside, a model whose weights alone have no room is refused before the last of a million layers is made, which
-    would take minutes even without memory."""
+    would take minutes even without memory. So is one that is planned and takes minutes."""
     itemsize = precision_named(config.precision.name).compute.itemsize
     may_share = any(plan.shards_parameters for plan in plans_of(config.zero.stages.values()))
     num_sharing = ranks.num_ranks if may_share else 1
-    patient_until_s = time.monotonic() + PATIENCE_S
+    patient_until_s = time.monotonic() + (PLANNING_S if config.plan.only else PATIENCE_S)
     most_numel = getattr(room, room.device) * num_sharing / itemsize
 
     def look(live: LiveParameters) -> None:
+        if config.plan.only and time.monotonic() > patient_until_s:
+            raise ConfigError(
+                f"model: has {live.recount():,} parameters after {PLANNING_S:.0f} s, and is not complete; a plan "
+                "builds all of it several times: choose a smaller model"
+            )
         if live.numel > most_numel and time.monotonic() > patient_until_s:
             nbytes = live.recount() * itemsize / num_sharing
             room.require("model", {room.device: nbytes}, ranks.num_local, "the weights", SMALLER_MODEL)
 
-    return nullcontext() if config.offload.parameters != "device" else watching_parameters(look)
+    is_elsewhere = config.offload.parameters != "device" and not config.plan.only
+    return nullcontext() if is_elsewhere else watching_parameters(look)
 
 
 def require_rows(config: Config, row_nbytes: int, num_rows: int, ranks: Ranks, room: Room) -> None:

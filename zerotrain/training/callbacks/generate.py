@@ -7,6 +7,9 @@ import torch
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.training.callbacks.evaluation import in_evaluation_mode
 
+LEAST_TEMPERATURE = 1e-20
+"""Logits that are divided by less may be no numbers, and only the likeliest token is drawn long before."""
+
 
 @torch.no_grad()
 def generate(
@@ -54,9 +57,9 @@ def next_token(logits: torch.Tensor, *, temperature: float, top_k: int, generato
 
     Args:
         logits: (vocab_size,) fp32, on the CPU.
-        temperature, top_k: as for `generate`; 0: the likeliest.
+        temperature, top_k: as for `generate`; below `LEAST_TEMPERATURE` the likeliest.
     """
-    if temperature == 0:
+    if temperature < LEAST_TEMPERATURE:
         return logits.argmax(dim=0, keepdim=True)
     top = (logits / temperature).topk(min(top_k, len(logits)))
     choice = torch.multinomial(top.values.softmax(dim=0), num_samples=1, generator=generator)

@@ -279,6 +279,13 @@ def test_a_disk_that_fails_at_the_last_moment_leaves_the_export_that_was_there(h
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_name_that_cannot_be_made_is_the_users_to_mend(hard, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert refused([str(hard[0]), "--out", str(tmp_path / "file/out")], capsys).endswith(
+        "/file/out cannot be written: File exists"
+    )
+
+
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     capsys.readouterr()
     assert main(arguments) == 2

@@ -224,7 +224,15 @@ MADE: dict[str, Callable[[Path], object]] = {
     "a link that leads nowhere": lambda path: path.symlink_to("gone"),
     "a file": Path.touch,
 }
-FILES = ("result.json", "metrics.jsonl", "config.yaml", ".hydra/config.yaml", ".hydra/overrides.yaml", "ranks/0.log")
+FILES = (
+    "result.json",
+    "metrics.jsonl",
+    "config.yaml",
+    "plan.json",
+    ".hydra/config.yaml",
+    ".hydra/overrides.yaml",
+    "ranks/0.log",
+)
 FOLDERS = ("checkpoints", "checkpoints/step-00000003", "ranks", ".hydra")
 FOREIGN = [(name, kind) for name in FILES for kind in MADE if kind != "a file"]
 FOREIGN += [(name, kind) for name in FOLDERS for kind in MADE if kind != "a folder"]

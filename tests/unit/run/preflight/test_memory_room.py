@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.unit.run.preflight.test_check import config
 from tests.unit.run.test_factory import ADAMW
-from zerotrain.config.schema import Config, PrecisionGroup, TrainConfig, ZeroGroup
+from zerotrain.config.schema import Config, PlanConfig, PrecisionGroup, TrainConfig, ZeroGroup
 from zerotrain.errors import ConfigError
 from zerotrain.run.factory import build, build_on_meta
 from zerotrain.run.preflight import check as preflight
@@ -154,6 +154,18 @@ def test_a_model_of_countless_layers_is_refused_while_it_is_built(
         for _ in range(100):
             nn.Linear(4, 4, bias=False, device="meta")  # and dropped
     made.extend(nn.Linear(4, 4, bias=False, device="meta") for _ in range(100))  # behind it nothing is counted
+
+
+def test_a_model_of_countless_layers_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_room, "PLANNING_S", 0.0)
+    wanted, made = config(plan=PlanConfig(only=True)), list[nn.Module]()
+    with (
+        pytest.raises(
+            ConfigError, match=r"^model: has 16 parameters after 0 s, and is not complete; a plan builds all "
+        ),
+        refusing_too_large(wanted, Ranks(2, 1), Room(math.inf, math.inf)),
+    ):
+        made.extend(nn.Linear(4, 4, bias=False, device="meta") for _ in range(10**6))
 
 
 @pytest.mark.parametrize(
