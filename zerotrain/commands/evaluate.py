@@ -22,7 +22,7 @@ from zerotrain.comm.ranks.world import num_gpus_for
 from zerotrain.commands.frame import RUN, TRUST, WEIGHTS, exit_code, is_averaged, parser_of
 from zerotrain.config.checks import OPEN_GROUPS as CHECKED_GROUPS
 from zerotrain.config.checks import callback_problems, class_problems, value_problems
-from zerotrain.config.compose import first_line, from_values, known_keys, literal
+from zerotrain.config.compose import first_paragraph, from_values, known_keys, literal
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.config.suggest import did_you_mean
 from zerotrain.config.targets import makes
@@ -248,7 +248,7 @@ def _known_in_one_line(config: Config, path: Path) -> Iterator[None]:
     except Exception as error:
         if names_others(config, BUILT):
             raise
-        raise ConfigError(f"{path} cannot be evaluated: {type(error).__name__}: {first_line(error)}") from error
+        raise ConfigError(f"{path} cannot be evaluated: {type(error).__name__}: {first_paragraph(error)}") from error
 
 
 def _warnings(why: str | None, is_other_data: bool, settings: Sequence[str]) -> list[str]:
@@ -315,7 +315,7 @@ def with_settings(
                 values.merge_with_dotlist([each])
                 from_values(OmegaConf.to_container(values, resolve=True))
             except (OmegaConfBaseException, ValueError) as error:
-                problems.append(f"{each}: {first_line(error)}")
+                problems.append(f"{each}: {first_paragraph(error)}")
             except (YAMLError, RecursionError, TypeError, AttributeError, LookupError):
                 problems.append(
                     f"{each}: cannot be read as a value; close its quotes and brackets, or quote it as a text"

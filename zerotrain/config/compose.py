@@ -145,9 +145,12 @@ def known_keys(values: Any = None) -> list[str]:
     return sorted({*schema, *_keys(schema), *(key for key in _keys(present) if _is_known(key))})
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error's message: the rest of OmegaConf's are its own names for nodes."""
-    return str(error).strip().split("\n")[0].rstrip(".")
+def first_paragraph(error: Exception) -> str:
+    """All that an exception says of itself in the first paragraph: Hydra breaks its lines anywhere. `full_key` and the
+    like are names of OmegaConf for what is known from the rest."""
+    lines = (line.strip() for line in str(error).strip().split("\n\n")[0].splitlines())
+    said = (line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type=")))
+    return " ".join(said).rstrip(".")
 
 
 def _keys(values: Any, prefix: str = "") -> Iterator[str]:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, ValidationError
 
 from zerotrain.config.checks import CALLBACKS, OPEN_GROUPS, checked_config, must_be
-from zerotrain.config.compose import first_line, known_keys
+from zerotrain.config.compose import first_paragraph, known_keys
 from zerotrain.config.places import find_yaml, holds_no_settings, place_of, syntax_problem
 from zerotrain.config.suggest import REMOVED, did_you_mean, we_call_it
 from zerotrain.config.targets import without_arguments
@@ -120,8 +120,8 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
         return f"{override}: {key} cannot be left out; give it another value"
     if isinstance(cause, ValidationError):
         all_of_it = f"{override}: {key} is a group of settings: {', '.join(members)}" if members else None
-        return must_be(key, got) or all_of_it or f"{override}: {first_line(cause)}"
-    return f"{override}: {first_line(error)}"
+        return must_be(key, got) or all_of_it or f"{override}: {first_paragraph(cause)}"
+    return f"{override}: {first_paragraph(error)}"
 
 
 def _missing_choice(override: str, error: MissingConfigException, folders: Sequence[Path]) -> str:
@@ -175,10 +175,10 @@ def _line_of_file(name: str, override: str | None, cause: Exception, known: list
     if path is not None and place is None and key == name.partition("/")[0]:
         return f"{path}: its settings go to {key}, which does not exist; its first line must be `# @package _global_`"
     if not key:
-        return f"{path or where}: {first_line(cause).lstrip(': ')}"
+        return f"{path or where}: {first_paragraph(cause).lstrip(': ')}"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         return f"{where}: {key}: there is no such setting{we_call_it(key) or did_you_mean(key, known)}"
-    return f"{where}: {must_be(key, place.value) if place and place.value else f'{key}: {first_line(cause)}'}"
+    return f"{where}: {must_be(key, place.value) if place and place.value else f'{key}: {first_paragraph(cause)}'}"
 
 
 def _innermost(override: str, cause: BaseException) -> tuple[str, str, bool] | None:
@@ -255,4 +255,4 @@ def _choices(override: str) -> list[str]:
     try:
         return [f"{parsed.get_key_element()}={choice}" for choice in parsed.sweep_string_iterator()]
     except (ValueError, TypeError) as error:  # such as range(1,2,0)
-        raise ConfigError(f"{override}: {first_line(error)}") from error
+        raise ConfigError(f"{override}: {first_paragraph(error)}") from error

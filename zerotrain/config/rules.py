@@ -155,7 +155,3 @@ PRUNER = Rule(
 EVAL_EVERY = rhythm_rule(others=", or 0 for only the last", allows=lambda value: type(value) is int and value == 0)
 WEIGHTS = Rule("a file with weights, a folder of Hugging Face or torch's DCP, a checkpoint", bool)
 EVERY = rhythm_rule(times=True, others=", or null for never", allows=lambda value: value is None)
-BEST_OF = Rule(
-    "val_loss, val_NAME of a metric, or with /NAME that of a source of data=mix or of one of data.validation_sets",
-    lambda value: re.fullmatch(r"val_\w+(/.+)?", value) is not None,
-)

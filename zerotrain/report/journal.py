@@ -4,7 +4,6 @@ under the file's lock, so that all launchers, and several drivers of one folder,
 A process that is killed leaves a job that has begun and not ended. A job's result.json counts more.
 """
 
-import io
 import json
 import os
 import re
@@ -39,8 +38,8 @@ PRUNED = "pruned"
 BEGUN, ENDED, TAKEN, REFUSED = "begun", "ended", "taken", "refused"
 _OF_TRAINING = re.compile(rf"(^| ){TrainingError.__name__}: ")
 """In the error of a run that train.on_nonfinite has ended."""
-_MAX_NBYTES = 2**26
-"""Our lines have 400 bytes."""
+_MAX_NBYTES = 2**20
+"""Of a line: ours have 400. What is longer is read in parts, and is none."""
 _MAX_RESULT_NBYTES = 2**26
 _SCHEMA = {
     "event": OneOf((BEGUN, ENDED, TAKEN, REFUSED)),
@@ -221,8 +220,8 @@ class SweepJournal:
                 self._events, self._num_read = [], 0
             with suppress(OSError), open(self.path, "rb", opener=only_regular) as file:
                 file.seek(self._num_read)
-                for line in io.BytesIO(file.read(_MAX_NBYTES)):
-                    if not line.endswith(b"\n"):  # the rest is about to come
+                for line in iter(lambda: file.readline(_MAX_NBYTES), b""):
+                    if not line.endswith(b"\n") and len(line) < _MAX_NBYTES:  # the rest is about to come
                         break
                     self._num_read += len(line)
                     with suppress(UntrustedFileError, TypeError):

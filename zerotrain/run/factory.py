@@ -18,7 +18,7 @@ from zerotrain.api import assemble_engine
 from zerotrain.comm.accounts.overdue import Tell, tell_log
 from zerotrain.comm.ranks.world import World
 from zerotrain.config.checks import SETS
-from zerotrain.config.compose import noted
+from zerotrain.config.compose import first_paragraph, noted
 from zerotrain.config.interpolation import unresolved
 from zerotrain.config.rules import Rhythm
 from zerotrain.config.schema import VALIDATION_FRACTION, Config, TrainConfig
@@ -252,8 +252,9 @@ def build_validation_sets(config: Config) -> dict[str, Any]:
             with seeded(called, config.seed):
                 sets[name] = build(called, values)
         except ConfigError as error:
-            lines = (each.removeprefix(f"{called}: ") for each in error.problems)
-            raise ConfigError(*(_OF_DATA.sub(f"{called}.", line) for line in lines)) from error
+            lines = (_OF_DATA.sub(f"{called}.", each.removeprefix(f"{called}: ")) for each in error.problems)
+            named = (line if line.startswith(called) else f"{called}: {line}" for line in lines)
+            raise ConfigError(*named) from error
     return sets
 
 
@@ -324,6 +325,8 @@ def in_group(group: str, error: Exception, values: Any) -> str:
         if isinstance(value, str) and "\n" in value:  # of what the user gave, all is shown
             said = said.replace(value, printable(value, keep=""))
     line = (said.splitlines() or [type(error).__name__])[0]
+    if isinstance(error, InstantiationException):  # which Hydra breaks anywhere
+        line = first_paragraph(error)
     if isinstance(error, KeyError):
         line = f"KeyError: {line}"
     return line if line.startswith(f"{group}.") else f"{group}: {line}"

@@ -15,7 +15,7 @@ from torch import nn
 
 from zerotrain.checkpoint.whole import CheckpointTensors, opened
 from zerotrain.config.checks import must_be, value_problems
-from zerotrain.config.compose import first_line, from_values
+from zerotrain.config.compose import first_paragraph, from_values
 from zerotrain.config.schema import Config
 from zerotrain.config.suggest import REMOVED
 from zerotrain.config.targets import target_problems
@@ -191,7 +191,7 @@ def config_from(values: Any, path: Path) -> Config | None:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{unknown}{_refused(values, error)}") from None
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise ConfigError(f"{unknown}{first_line(error)}") from None
+        raise ConfigError(f"{unknown}{first_paragraph(error)}") from None
     for group in fields(config):
         found, expected = getattr(config, group.name), type(getattr(Config(), group.name))
         if not isinstance(found, expected):

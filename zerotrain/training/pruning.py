@@ -3,6 +3,8 @@
 import math
 import os
 import re
+import sqlite3
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from zerotrain.errors import ConfigError
 from zerotrain.files.extras import package
 from zerotrain.files.printable import printable
 from zerotrain.files.regular import only_regular
+from zerotrain.files.untrusted import shown
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.figures.report import say
 from zerotrain.training.request import PRUNER, Request
@@ -116,8 +119,14 @@ def _require_sqlite(path: Path) -> None:
         with open(path, "rb", opener=only_regular) as file:
             found = file.read(len(_MAGIC))
         problem = None if found in (b"", _MAGIC) else "it is no database of SQLite"
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", timeout=_WAIT_S, uri=True)) as database:
+            tables = [] if problem else [name for (name,) in database.execute("SELECT name FROM sqlite_master")]
+        if tables and "studies" not in tables:
+            problem = f"it is a database of something else, with {shown(tables[0])}"
     except OSError as error:
         problem = str(error.strerror)
+    except sqlite3.Error as error:
+        problem = str(error)
     if problem is not None:
         raise ConfigError(
             f"hydra.sweeper.storage: got {path}, which cannot be read: {problem}; move it away, or give another "

@@ -54,6 +54,15 @@ def test_lines_of_somebody_else_are_left_out(tmp_path: Path, line: str):
     assert [each.job for each in journal.events()] == [1]
 
 
+def test_a_line_without_an_end_hides_no_job(tmp_path: Path):
+    (tmp_path / JOURNAL_NAME).write_bytes(b"x" * (2**26 + 5))
+    journal = SweepJournal(tmp_path)
+    assert journal.events() == []
+    journal.append(event(1))
+    assert [each.job for each in journal.events()] == [1]
+    assert [each.job for each in SweepJournal(tmp_path).events()] == [1]
+
+
 def test_threads_that_read_at_once_read_each_line_once(tmp_path: Path):
     line = json.dumps(asdict(event(1))) + "\n"
     (tmp_path / JOURNAL_NAME).write_text(line * 1000)

@@ -1,5 +1,6 @@
 """The problems of a command line that Hydra would not run, a line for each. Imports no torch."""
 
+import os
 import sys
 import traceback
 from argparse import Namespace
@@ -16,6 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from zerotrain.config.compose import first_paragraph
 from zerotrain.config.explain import composition_problems, parsed_override
 from zerotrain.config.interpolation import interpolation_line, quoted
 from zerotrain.config.suggest import did_you_mean
@@ -99,24 +101,17 @@ def problems_with(error: Exception, conf: Path) -> list[str]:
         setting = "hydra.sweep.dir" if is_sweep() else "hydra.run.dir"
         problems = [f"{setting}: {error.filename} cannot be made: {error.strerror}; give a folder that can be written"]
     if not problems and isinstance(error, HydraException | ValueError):
-        problems = [_sentences(error)]
+        problems = [first_paragraph(error)]
     if not problems and not isinstance(error, OSError) and not _comes_from_user(error):
-        problems = [f"the command line cannot be run: {type(error).__name__}: {_sentences(error)}"]
+        problems = [f"the command line cannot be run: {type(error).__name__}: {first_paragraph(error)}"]
     return [printable(problem, keep="") for problem in problems]
-
-
-def _sentences(error: Exception) -> str:
-    """All that an exception says of itself in the first paragraph: Hydra breaks its lines anywhere. `full_key` and the
-    like are names of OmegaConf for what is known from the rest."""
-    lines = (line.strip() for line in str(error).strip().split("\n\n")[0].splitlines())
-    return " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type=")))
 
 
 def _comes_from_user(error: Exception) -> bool:
     """Whether an exception was raised in code that is neither ours nor installed."""
-    *_, last = traceback.extract_tb(error.__traceback__)
+    frames = [each.filename for each in traceback.extract_tb(error.__traceback__) if os.path.isabs(each.filename)]
     installed = {sys.prefix, sys.base_prefix, *map(str, Path(__file__).resolve().parents[:3])}
-    return not any(Path(last.filename).is_relative_to(folder) for folder in installed)
+    return not any(Path(frames[-1]).is_relative_to(folder) for folder in installed)  # compiled code has no path
 
 
 def _plugin_problems(arguments: Namespace) -> list[str]:

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from zerotrain.comm.ranks.environment import RankEnvironment, num_restarts
 from zerotrain.config.checks import doubtful, without_effect
-from zerotrain.config.compose import first_line
+from zerotrain.config.compose import first_paragraph
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.printable import printable
@@ -198,7 +198,7 @@ def _run_dir() -> Path:
     try:
         return Path(HydraConfig.get().runtime.output_dir)
     except OmegaConfBaseException as error:  # Hydra has resolved the name, made the folder, and resolves the name again
-        print(f"hydra.run.dir: {first_line(error)}; a folder's name cannot hold `${{`", file=sys.stderr)
+        print(f"hydra.run.dir: {first_paragraph(error)}; a folder's name cannot hold `${{`", file=sys.stderr)
         raise SystemExit(exits.CONFIG_PROBLEM) from error
 
 

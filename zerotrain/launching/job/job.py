@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf.errors import OmegaConfBaseException
 
 from zerotrain.checkpoint.kept import CHECKPOINTS, remove_all
-from zerotrain.config.compose import config_hash, first_line, from_values, save_config
+from zerotrain.config.compose import config_hash, first_paragraph, from_values, save_config
 from zerotrain.config.schema import Config
 from zerotrain.device.processes import num_cores
 from zerotrain.errors import ConfigError
@@ -119,7 +119,7 @@ class Job:
             config = from_values(said["config"])
         except (OmegaConfBaseException, ValueError, TypeError, LookupError) as error:
             raise ConfigError(
-                f"the description of the job, as this rank received it, is damaged: {first_line(error)}"
+                f"the description of the job, as this rank received it, is damaged: {first_paragraph(error)}"
             ) from None
         values = {name: said[name] for name in _JOB} | {"config": config, "run_dir": Path(said["run_dir"])}
         return cls(**values)

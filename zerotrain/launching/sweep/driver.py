@@ -3,23 +3,24 @@
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from zerotrain.config.schema import SweepConfig
+from zerotrain.config.schema import Config, SweepConfig
 from zerotrain.config.suggest import did_you_mean
-from zerotrain.config.targets import target_problems
+from zerotrain.config.targets import makes, target_problems
 from zerotrain.config.words import word
 from zerotrain.errors import ConfigError
 from zerotrain.files.printable import printable
 from zerotrain.launching.end import exits
 from zerotrain.launching.sweep.study import begin_study, has_study
-from zerotrain.launching.sweep.sweep import Sweep, objective_of
+from zerotrain.launching.sweep.sweep import MAX_JOBS, Sweep, settings_of, swept_in
 from zerotrain.launching.sweep.telling import Teller
 from zerotrain.report.journal import JOURNAL_NAME, SweepJournal, note_earlier_results
 from zerotrain.settings import settings_in
@@ -63,7 +64,7 @@ def _with_study(sweep: Sweep, config: DictConfig) -> Sweep:
     """The sweep with its study, where Optuna chooses its jobs. Ends the process where that cannot be: of another
     exception Hydra would make a warning."""
     try:
-        if problems := list(_objective_problems(config)):
+        if problems := list(_problems(config, sweep.total)):
             raise ConfigError(*problems)
         return replace(sweep, study=begin_study(config, sweep)) if has_study(config) else sweep
     except (ConfigError, ImportError) as error:
@@ -74,43 +75,75 @@ def _with_study(sweep: Sweep, config: DictConfig) -> Sweep:
     raise SystemExit(exits.CONFIG_PROBLEM)
 
 
-def _objective_problems(config: DictConfig) -> Iterator[str]:
-    """A line for each thing that is wrong with what the jobs are compared by, as far as nobody need train for it."""
-    given = SweepConfig(**objective_of(config))
+def _problems(config: DictConfig, total: int | None) -> Iterator[str]:
+    """A line for each thing that is wrong with a sweep, as far as nobody need train for it.
+
+    Args:
+        total: of its jobs, where that is known.
+    """
+    given, swept = settings_of(config), swept_in(config) or []
     settings = settings_in(given, "sweep.")
     if refused := [
         setting.must_be(name, value, word) for name, setting, value in settings if not setting.allows(value)
     ]:
         yield from refused
         return
+    for each in swept:
+        bounds = [getattr(each.value(), name, None) for name in ("start", "end", "stop", "step")]
+        if any(isinstance(bound, float) and not isfinite(bound) for bound in bounds):
+            yield f"{each.input_line}: its bounds must be finite numbers"
+    if total is not None and total > MAX_JOBS and not has_study(config):
+        yield f"-m: got {total:,} jobs or more; a sweep has {MAX_JOBS:,} at most; give fewer values"
     names, directions, pruner = given.objectives, given.directions, given.pruner
     if len(names) != len(directions):
         yield f"sweep.direction: got {len(directions)} for {len(names)} objectives; give one for each, or one for all"
     if len(names) > 1 and not has_study(config):
         yield f"sweep.objective: got {len(names)}; several need hydra/sweeper=optuna; give one"
     if names != [SweepConfig.objective] or pruner is not None:
-        from zerotrain.training.figures.objective import in_evaluation, known_names, may_be_known  # imports torch
-
-        for name in names:
-            if not may_be_known(name):
-                known = known_names()
-                yield (
-                    f"sweep.objective: got {name}; there is no such value{did_you_mean(name, known)}; there are "
-                    f"{', '.join(known)}, and val_NAME of a metric"
-                )
-        if pruner is not None and len(names) == 1 and in_evaluation(names[0]) is None:
-            yield (
-                f"sweep.objective: got {names[0]}, which no evaluation measures, with sweep.pruner; give val_loss or "
-                "another metric, or leave the pruner out"
-            )
+        yield from _objective_problems(config, given, [each.get_key_element().lstrip("+") for each in swept])
     if pruner is None:
         return
     if not has_study(config):
         yield "sweep.pruner: needs hydra/sweeper=optuna; leave it out, or give that"
     elif len(names) > 1:
         yield f"sweep.pruner: got one for {len(names)} objectives; Optuna prunes by one; leave it out"
+    elif problems := list(target_problems(pruner, name="sweep.pruner")):
+        yield from problems
     else:
-        yield from target_problems(pruner, name="sweep.pruner")
+        from zerotrain.run.factory import build  # imports torch
+
+        if not hasattr(made := build("sweep.pruner", pruner), "prune"):
+            kind = type(made).__name__
+            yield f"sweep.pruner._target_: got {pruner['_target_']}, which makes a {kind}; it must be a pruner"
+
+
+def _objective_problems(config: DictConfig, given: SweepConfig, swept: list[str]) -> Iterator[str]:
+    """Those of the objectives' names. The metrics are known where no job has others of its own."""
+    from zerotrain.training.figures.objective import NUMBERS, in_evaluation  # imports torch
+    from zerotrain.training.metrics import Metric
+
+    fixed = {each.name for each in fields(Config)} - {"callbacks", "data"}
+    metrics: list[str] | None = None
+    if {each.partition(".")[0] for each in swept} <= fixed:
+        callbacks: Any = OmegaConf.to_container(config.get("callbacks") or OmegaConf.create(), resolve=False)
+        targets = {name: each.get("_target_") for name, each in callbacks.items() if isinstance(each, dict)}
+        metrics = [name for name, target in targets.items() if isinstance(target, str) and makes(target, Metric)]
+    known = [f"val_{each}" for each in ("loss", *(metrics or ()))]
+    for name in given.objectives:
+        evaluated = in_evaluation(name)
+        is_there = evaluated is not None and (metrics is None or evaluated.partition("/")[0] in known)
+        if name not in NUMBERS and not is_there:
+            there = [*known, *NUMBERS]
+            more = ", and val_NAME of a metric" if metrics is None else ""
+            yield (
+                f"sweep.objective: got {name}; there is no such value{did_you_mean(name, there)}; there are "
+                f"{', '.join(there)}{more}"
+            )
+        elif evaluated is None and given.pruner is not None and len(given.objectives) == 1:
+            yield (
+                f"sweep.objective: got {name}, which no evaluation measures, with sweep.pruner; give val_loss or "
+                "another metric, or leave the pruner out"
+            )
 
 
 def joined(folder: Path) -> Sweep:

@@ -3,12 +3,15 @@
 import os
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
@@ -16,11 +19,12 @@ from zerotrain.config.schema import SweepConfig
 from zerotrain.launching.sweep.study import Study
 from zerotrain.report.journal import ENDED, FAILED, Identity, JobEvent, SweepJournal
 
+MAX_JOBS = 100_000
+"""More are a mistake; Hydra makes a list of all before the first begins."""
 FEW = 4
 """Jobs of which all that they print is shown."""
 _NOT_HASHED = ("launch.", "checkpoint.")
 _BASIC = ("hydra._internal.core_plugins.basic_launcher.", "hydra._internal.core_plugins.basic_sweeper.")
-_SETTINGS = ("again", "diverged", "max_failures_in_a_row", "output")
 _GRID = "optuna.samplers.GridSampler"
 
 
@@ -61,26 +65,25 @@ class Sweep:
         Args:
             config: as Hydra tells it to its callbacks, with `hydra`.
         """
-        folder = Path(config.hydra.sweep.dir).absolute()
-        given = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-        swept, total = _grid([f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()])
-        more, num = _grid(list(map(str, given)))  # type: ignore[arg-type]
+        folder, given, sweeper = Path(config.hydra.sweep.dir).absolute(), settings_of(config), config.hydra.sweeper
         is_basic = [str(config.hydra[each].get("_target_", "")).startswith(_BASIC) for each in ("launcher", "sweeper")]
-        total = None if total is None or num is None else total * num
-        settings = {name: OmegaConf.select(config, f"sweep.{name}") for name in _SETTINGS}
-        compared = SweepConfig(**objective_of(config))
-        num_jobs = OmegaConf.select(config, "sweep.jobs") or config.hydra.launcher.get("n_jobs") or 1
+        swept = swept_in(config)
+        total = None if swept is None else prod(map(_num_values, swept)) or None
+        num_jobs = given.jobs or config.hydra.launcher.get("n_jobs") or 1
         return cls(
             folder=folder,
             start=SweepJournal(folder).nbytes,
-            swept=(*swept, *more),
-            total=total if is_basic[1] else _num_trials(config.hydra.sweeper, total),
-            objectives=tuple(compared.objectives),
-            directions=tuple(compared.directions),
+            swept=tuple(each.get_key_element().lstrip("+") for each in swept or ()),
+            total=total if is_basic[1] else _num_trials(sweeper, total),
+            again=given.again,
+            diverged=given.diverged,
+            max_failures_in_a_row=given.max_failures_in_a_row,
+            output=given.output,
+            objectives=tuple(given.objectives),
+            directions=tuple(given.directions),
             waits=not is_basic[1],
             in_driver=is_basic[0],
             num_at_once=num_jobs if num_jobs > 0 else os.cpu_count() or 1,
-            **{name: value for name, value in settings.items() if value is not None},
         )
 
     @cached_property
@@ -136,24 +139,37 @@ def _num_trials(sweeper: DictConfig, num_in_grid: int | None) -> int | None:
     return min(wanted, num_in_grid) if wanted is not None and is_grid and num_in_grid is not None else wanted
 
 
-def objective_of(config: DictConfig) -> dict[str, Any]:
-    """The settings of `sweep` that say what its jobs are compared by, as given."""
-    found = {name: OmegaConf.select(config, f"sweep.{name}") for name in ("objective", "direction", "pruner")}
-    known = {name: value for name, value in found.items() if value is not None}
-    return {
-        name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for name, value in known.items()
-    }
+def settings_of(config: DictConfig) -> SweepConfig:
+    """The settings of `sweep`, as given.
+
+    Args:
+        config: as Hydra tells it to its callbacks.
+    """
+    found = {each.name: OmegaConf.select(config, f"sweep.{each.name}") for each in fields(SweepConfig)}
+    return SweepConfig(
+        **{
+            name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+            for name, value in found.items()
+            if value is not None
+        }
+    )
 
 
-def _grid(overrides: list[str]) -> tuple[list[str], int | None]:
-    """The settings that have several values, and the number of their combinations; None where Hydra alone can tell."""
-    swept, num = [], 1
+def swept_in(config: DictConfig) -> list[Override] | None:
+    """The settings that have several values, the sweeper's own first; None where Hydra alone can tell."""
+    given = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
     try:
-        for override in OverridesParser.create().parse_overrides(overrides):
-            if override.is_sweep_override():
-                swept.append(override.get_key_element().lstrip("+"))
-                is_listed = override.is_discrete_sweep()
-                num *= len(list(override.sweep_string_iterator())) if is_listed else 0
+        parsed = OverridesParser.create().parse_overrides([*params, *map(str, given)])  # type: ignore[arg-type]
     except HydraException:
-        return swept, None
-    return swept, num or None
+        return None
+    return [each for each in parsed if each.is_sweep_override()]
+
+
+def _num_values(swept: Override) -> int:
+    """The values of a setting, of which no more than `MAX_JOBS` are counted; 0 where they are not listed."""
+    if not swept.is_discrete_sweep():
+        return 0
+    value = swept.value()
+    values = value.range() if isinstance(value, RangeSweep) else swept.sweep_string_iterator()
+    return sum(1 for _ in islice(values, MAX_JOBS + 1))

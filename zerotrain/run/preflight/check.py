@@ -13,7 +13,7 @@ from torch import nn
 
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.comm.ranks.world import choose_device
-from zerotrain.config.compose import first_line
+from zerotrain.config.compose import first_paragraph
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.config.targets import HYDRA_KEYS
 from zerotrain.config.words import in_words_of_config, word, words_of_config
@@ -223,7 +223,7 @@ def _lacks_memory(error: Exception) -> bool:
 
 
 def _too_large(group: str, error: Exception) -> str:
-    return f"{group}: needs more memory than there is: {first_line(error)}; choose smaller values"
+    return f"{group}: needs more memory than there is: {first_paragraph(error)}; choose smaller values"
 
 
 def _of_row(error: RowError) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zerotrain.config.checks import SETS as SETS_OF
-from zerotrain.config.schema import Config
+from zerotrain.config.schema import Config, SweepConfig
 from zerotrain.data.reading.fetch import fetch_rows, seeded
 from zerotrain.data.reading.inputs import (
     AUTO,
@@ -41,6 +41,7 @@ from zerotrain.training.callbacks.early_stopping import EarlyStopping
 from zerotrain.training.callbacks.evaluation import in_set, rows_of_set, validation_rows
 from zerotrain.training.callbacks.sample import prompts_of
 from zerotrain.training.figures.flops import count_flops
+from zerotrain.training.figures.objective import in_evaluation
 from zerotrain.training.metrics.metric import OF_TRAINING, OF_VALIDATION, Metric, metrics_in
 from zerotrain.training.metrics.states import class_dim_of, logits_in
 
@@ -124,19 +125,23 @@ def require_callbacks_fit(
         require_measurable(of_training if where == "data.train" else metrics, where, first, model)
     if data is None:
         return callbacks
-    followed = {
-        f"callbacks.{name}.metric": each.metric for name, each in callbacks.items() if isinstance(each, EarlyStopping)
-    }
+    followed = [
+        (f"callbacks.{name}.metric", each.metric) for name, each in callbacks.items() if isinstance(each, EarlyStopping)
+    ]
     if config.checkpoint.best is not None:
-        followed["checkpoint.best"] = config.checkpoint.best
+        followed.append(("checkpoint.best", config.checkpoint.best))
+    compared = [] if config.sweep.objective == SweepConfig.objective else map(str, config.sweep.objectives)
+    followed += [("sweep.objective", name) for each in compared if (name := in_evaluation(each)) is not None]
     has_validation = has_rows(data.validation)
-    if not (has_validation or sets) and (needing := [*followed, *(f"callbacks.{name}" for name in metrics)]):
+    if not (has_validation or sets) and (
+        needing := [*(name for name, _ in followed), *(f"callbacks.{name}" for name in metrics)]
+    ):
         raise ConfigError(f"{needing[0]}: needs evaluations, and {NO_VALIDATION}")
     of_each = [f"val_{name}" for name in ("loss", *metrics)]
     known = _with_sources(of_each, data.validation) if has_validation else []
     for name, each in sets.items():
         known += [in_set(metric, name) for metric in _with_sources(of_each, rows_of_set(each))]
-    for name, metric in followed.items():
+    for name, metric in followed:
         if metric not in known:
             raise ConfigError(f"{name}: got {metric}; an evaluation has {', '.join(known)}")
     return callbacks

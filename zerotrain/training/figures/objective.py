@@ -12,27 +12,23 @@ from zerotrain.training.figures.result import RunResult
 VAL_LOSS = "final_val_loss"
 _OF_AN_EVALUATION = re.compile(r"val_\w+(/.+)?")
 _NUMBERS = tuple(each.name for each in fields(RunResult) if each.type in (int, float | None))
+NUMBERS = (
+    *_NUMBERS,
+    *(f"comm_bytes_per_step.{each}" for each in ("sent", "theory")),
+    *(f"memory_bytes.{each}" for each in ("peak", "parameters", "gradients", "optimizer", "offloaded", "scratch")),
+    *(f"memory_bytes.theory.{each}" for each in ("parameters", "gradients", "optimizer", "offloaded")),
+)
+"""Those of each result.json, by the names of objectives."""
 _OBJECTS = tuple(each.name for each in fields(RunResult) if each.type in (dict[str, int] | None, dict[str, Any] | None))
 _MAX_TOLD = 40
-
-
-def may_be_known(name: str) -> bool:
-    """Whether a result.json may have this value; the metrics of an evaluation are known only when there was one."""
-    if name in _NUMBERS or name.partition(".")[0] in _OBJECTS:
-        return True
-    return _OF_AN_EVALUATION.fullmatch(name) is not None and name not in (each.name for each in fields(RunResult))
-
-
-def known_names() -> list[str]:
-    """The names that do not depend on a run's metrics."""
-    return [*_NUMBERS, "val_loss"]
 
 
 def in_evaluation(name: str) -> str | None:
     """The name of this value in an evaluation; None where none measures it."""
     if name == VAL_LOSS:
         return "val_loss"
-    return name if name not in _NUMBERS and _OF_AN_EVALUATION.fullmatch(name) else None
+    is_field = name in (each.name for each in fields(RunResult))
+    return None if is_field or _OF_AN_EVALUATION.fullmatch(name) is None else name
 
 
 def value_in(result: Mapping[str, Any], name: str) -> float | None:

@@ -1,9 +1,11 @@
 """The study of a sweep, as a driver begins it and Optuna's sweeper uses it, in one process."""
 
+import contextlib
 import copy
 import functools
 import gc
 import os
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,25 @@ REFUSED = {
     "sweep.objective=val_metrics": "sweep.objective: got val_metrics; there is",
     "sweep.objective=3": "sweep.objective: got 3; it must be a number of result.json",
     "sweep.objective=[]": "sweep.objective: got []; it must be a number of result.json",
+    "sweep.objective=val_nope": "sweep.objective: got val_nope; there is no such value; ",
+    "sweep.objective=val_accuracy/docs": "sweep.objective: got val_accuracy/docs; there is no such value; there are ",
+    "sweep.objective=comm_bytes_per_step": "sweep.objective: got comm_bytes_per_step; there is no such value; ",
+    "sweep.objective=memory_bytes.peak.x": "sweep.objective: got memory_bytes.peak.x; there is no such value; ",
+    "sweep.objective=steps.x": "sweep.objective: got steps.x; there is no such value; ",
+    "sweep.jobs=0": "sweep.jobs: got 0; it must be between 1 and 1024 jobs, or null; the default is null",
+    "sweep.again=never": "sweep.again: got never; it must be failed, all or none",
+    "sweep.pruner={_target_:os.system,command:ls}": (
+        "sweep.pruner: Target 'os.system' is blocklisted because it allows config data to control executable behavior "
+    ),
+    "sweep.pruner={_target_:builtins.dict}": "sweep.pruner._target_: got builtins.dict, which makes a dict; it must ",
+    "hydra.overrides.task=['optimizer.lr=interval(0,1e400)']": "optimizer.lr=interval(0,1e400): its bounds must be ",
+    "hydra.overrides.task=['seed=range(0,1e400)']": "seed=range(0,1e400): its bounds must be finite numbers",
+    "sweeper=basic hydra.sweeper.params=null hydra.overrides.task=['seed=range(0,1000000000)']": (
+        "-m: got 100,001 jobs or more; a sweep has 100,000 at most; give fewer values"
+    ),
+    "sweeper=basic hydra.sweeper.params=null hydra.overrides.task=['a=range(0,1000)','b=range(1,1001)']": (
+        "-m: got 1,000,000 jobs or more; "
+    ),
     "sweep.direction=up": "sweep.direction: got up; it must be minimize or maximize",
     "sweep.direction=[minimize,maximize]": "sweep.direction: got 2 for 1 objectives; give one for each",
     "hydra.sweeper.direction=maximize": (
@@ -121,6 +142,30 @@ def test_what_cannot_be_is_one_line_before_the_first_job(
     assert driver.driven() is None
 
 
+@pytest.mark.parametrize(
+    ("swept", "objective", "is_known"),
+    [
+        ("seed=0,1", "val_accuracy", True),
+        ("seed=0,1", "val_perplexity", False),
+        ("metrics=accuracy,perplexity", "val_perplexity", True),  # of some jobs, which refuse or measure it
+        ("+case=a,b", "val_perplexity", True),
+        ("model.num_layers=1,2", "val_perplexity", False),
+    ],
+)
+def test_a_metric_is_known_before_the_first_job_where_all_jobs_have_the_same(
+    begin: Begin, capsys: pytest.CaptureFixture[str], swept: str, objective: str, is_known: bool
+):
+    given = (f"hydra.overrides.task=['{swept}']", f"sweep.objective={objective}")
+    if is_known:
+        begin(*given, groups=("metrics=accuracy",))
+        return
+    with pytest.raises(SystemExit):
+        begin(*given, groups=("metrics=accuracy",))
+    said = capsys.readouterr().err
+    assert said.startswith(f"sweep.objective: got {objective}; there is no such value; ")
+    assert "; there are val_loss, val_accuracy, world_size, " in said
+
+
 def make_text(path: Path) -> None:
     path.write_text("optimizer.lr=1")
 
@@ -131,14 +176,25 @@ def make_of_maximize(path: Path) -> None:
 
 def make_of_another_optuna(path: Path) -> None:
     optuna.create_study(study_name="sweep", storage=f"sqlite:///{path}")
-    import sqlite3
-
     with sqlite3.connect(path) as database:
         database.execute("UPDATE version_info SET schema_version = 99")
         database.execute("UPDATE alembic_version SET version_num = 'v99.0.0'")
 
 
+def make_of_others(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE books (title TEXT)")
+
+
 FILES = {
+    "database of others": (
+        make_of_others,
+        "which cannot be read: it is a database of something else, with books; move",
+    ),
+    "cut-off database": (
+        lambda path: path.write_bytes(b"SQLite format 3\0"),
+        "which cannot be read: file is not a data",
+    ),
     "FIFO": (os.mkfifo, "study.db, which cannot be read: it is a FIFO, and must be"),
     "folder": (Path.mkdir, "study.db, which cannot be read: "),
     "text": (make_text, "study.db, which cannot be read: it is no database of SQLite; move it away"),
