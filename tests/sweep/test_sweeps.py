@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import REPOSITORY, Command, result_of
+from commands import REPOSITORY, Command, by_hand, result_of
 
 from tests.sweep.conftest import SETTINGS
 from tests.zygote.client import Zygote
@@ -260,6 +260,24 @@ def test_a_machine_on_which_all_fails_ends_the_sweep(sweep: Callable[..., Comman
     assert len(said := journal_of(tmp_path)) == 4
     assert [event["status"] for event in said if event["event"] == "ended"] == ["failed", "failed"]
     assert not (tmp_path / "sweep/2").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("sweep.objective=val_nope", "sweep.objective: got val_nope; there is no such value; "),
+        ("sweep.jobs=0", "sweep.jobs: got 0; it must be between 1 and 1024 jobs, or null; "),
+    ],
+)
+def test_what_no_job_can_be_compared_by_or_run_with_is_refused_before_the_first(
+    zygote: Zygote, tmp_path: Path, given: str, line: str
+):
+    command = by_hand("-m", *SETTINGS, "seed=0,1", "hydra.sweep.dir=sweep", given, folder=tmp_path, zygote=zygote)
+    assert command.wait() == 2
+    [said] = command.stderr.splitlines()
+    assert said.startswith(line)
+    assert not list(tmp_path.glob("sweep/*/config.yaml"))
+    assert not (tmp_path / "sweep/sweep.jsonl").exists()
 
 
 def test_the_latest_sweep_goes_on_by_that_name(sweep: Callable[..., Command], tmp_path: Path):

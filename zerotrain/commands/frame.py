@@ -61,9 +61,11 @@ def exit_code(
         return work() or exits.COMPLETED
     except (ConfigError, CheckpointError, OSError) as error:
         # A file that cannot be read or written, or a folder in its place: whoever has named it mends that.
-        named = isinstance(error, OSError) and error.filename is not None
+        said = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            said = printable(f"{error.filename}: {error.strerror}", keep="")
         if is_told:
-            print(printable(f"{error.filename}: {error.strerror}", keep="") if named else error, file=sys.stderr)
+            print(said, file=sys.stderr)
         return exits.of_error(error)
     except KeyboardInterrupt:
         if when_stopped is not None:

@@ -87,6 +87,8 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
     members = [name for name in known if name.startswith(f"{key}.")]
     if isinstance(error, OverrideParseException) or not key:
         shown = override or "''"
+        if isinstance(error.__cause__, TypeError | ValueError):  # of a function of Hydra's, such as choice(...)
+            return f"{shown}: cannot be read: {first_paragraph(error.__cause__)}"
         return (
             f"{shown}: cannot be read; write key=value, such as zero.stage=3; special characters need quotes inside "
             "the shell's quotes, such as 'data.path=\"a (b)\"'"

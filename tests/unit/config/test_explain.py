@@ -131,6 +131,11 @@ def test_whatever_else_hydra_refuses_stays_one_line(compose, override):
             "examples/trackio_logger.py of the repository does it, "
             "from the folder that you start in: +callbacks.trackio={_target_:trackio_logger.TrackioLogger}",
         ),
+        (
+            "seed=choice(null,1.0)",
+            "seed=choice(null,1.0): cannot be read: mismatch type argument args[0]: NoneType is in",
+        ),
+        ("seed=int(x)", "seed=int(x): cannot be read: invalid literal for int() with base 10: 'x'"),
         ("hydra/launcher=rq", "hydra/launcher=rq: is not installed; pip install hydra-rq-launcher; there"),
         ("hydra/sweeper=ax", "hydra/sweeper=ax: is not installed; pip install hydra-ax-sweeper; there"),
         ("data.path='a${b'", "data.path='a${b': ${ begins a reference and needs a } to close it"),

@@ -215,8 +215,10 @@ def test_ranks_with_other_data_are_told_what_differs_with_both_values():
     said = compared([mine, other, mine])
     assert len(set(said)) == 1
     assert said[0].splitlines() == [
-        "data: the ranks differ: rows: 100 on ranks 0, 2, 110 on rank 1; give all machines the same files",
-        "data: the ranks differ: files: ab on ranks 0, 2, cd on rank 1; give all machines the same files",
+        "data: the ranks differ: rows: 100 on ranks 0, 2, 110 on rank 1; give all machines the same files, and seed "
+        "what a dataset draws alike on all ranks",
+        "data: the ranks differ: files: ab on ranks 0, 2, cd on rank 1; give all machines the same files, and seed "
+        "what a dataset draws alike on all ranks",
     ]
     assert compared([mine, dict(reversed(mine.items()))]) == ["", ""]
 
@@ -224,7 +226,8 @@ def test_ranks_with_other_data_are_told_what_differs_with_both_values():
 def test_ranks_with_other_kinds_of_data_are_told():
     said = compared([{"rows": 100}, {"rows": 100, "split": "by chunk"}])
     assert said[0] == (
-        "data: the ranks differ: split: nothing on rank 0, by chunk on rank 1; give all machines the same files"
+        "data: the ranks differ: split: nothing on rank 0, by chunk on rank 1; give all machines the same files, "
+        "and seed what a dataset draws alike on all ranks"
     )
 
 

@@ -38,7 +38,8 @@ class Hyperparameters(dict[str, Any]):
         if name == "params":
             raise EngineStateError(
                 "a group of engine.param_groups holds only hyperparameters, because the updated tensors are "
-                "shards; parameters are in engine.module.parameters(), and gradients are clipped by max_grad_norm"
+                "shards; parameters are in engine.module.parameters(), gradients are clipped by max_grad_norm, and "
+                "with precision=fp16 the engine scales the loss itself: leave out a GradScaler"
             )
         raise KeyError(name)
 

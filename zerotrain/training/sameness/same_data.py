@@ -25,7 +25,7 @@ def require_same_data(collectives: Collectives, mine: Mapping[str, Any], checked
     numbers = collectives.gather_small(number, name="data").flatten().tolist()
     if len(set(numbers)) > 1:
         by_rank = collectives.gather_objects(dict(mine), name="data")
-        advice = "give all machines the same files"
+        advice = "give all machines the same files, and seed what a dataset draws alike on all ranks"
         named = {f"on rank {rank}": each for rank, each in enumerate(by_rank)}
         raise ConfigError(*_differences(named, "the ranks differ", advice))
     if checked is not None and dict(checked) != dict(mine):

@@ -137,6 +137,11 @@ def test_the_best_is_of_a_loss_that_an_evaluation_has(best: str | None, problem:
     settings = Config(checkpoint=CheckpointConfig(best=best), callbacks={"accuracy": accuracy})
     with nullcontext() if problem is None else pytest.raises(ConfigError, match=problem):
         require_callbacks_fit(data, {}, settings)
+    if best is not None:  # of jobs that are compared by it likewise
+        settings.checkpoint.best, settings.sweep.objective = None, best
+        said = None if problem is None else problem.replace("checkpoint.best", "sweep.objective")
+        with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+            require_callbacks_fit(data, {}, settings)
 
 
 class Named(torch.nn.Linear):
