@@ -5,6 +5,7 @@ The comparison of a step rides on the exchange of the norm, so it costs no colle
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,6 @@ STAMP = (
 """Values of a step that each rank sends, as fp64 numbers; they must be equal."""
 HYPERPARAMETERS = STAMP.index("hyperparameters")
 """A hash, which tells nothing: what differs is asked for."""
-MAX_SHOWN_NBYTES = 200
 
 
 class Exchanged(NamedTuple):
@@ -132,27 +132,27 @@ def require_same(collectives: Collectives, facts: Mapping[str, object]) -> None:
     """Compare settings over the ranks. Collective: one small exchange, and one more where they differ.
 
     Args:
-        facts: value by the name the user knows it by; the same names on every rank.
+        facts: value by the name the user knows it by; the same names on every rank. Of a list the first of its texts
+            that differs is told.
 
     Raises:
         ConfigError: on every rank, with a line for each setting that differs.
     """
-    texts = [str(value) for value in facts.values()]
-    hashes = [_hash(text, num_bytes=7) for text in texts]
+    hashes = [_hash(str(value), num_bytes=7) for value in facts.values()]
     device = collectives.world.device
     everyone = collectives.gather_small(
         torch.tensor(hashes, dtype=torch.int64, device=device), name="settings"
     ).tolist()
-    different = [index for index, values in enumerate(zip(*everyone, strict=True)) if len(set(values)) > 1]
+    different = [name for name, values in zip(facts, zip(*everyone, strict=True), strict=True) if len(set(values)) > 1]
     if not different:
         return
-    shown = "".join(texts[index].ljust(MAX_SHOWN_NBYTES)[:MAX_SHOWN_NBYTES] for index in different)
-    packed = torch.tensor(list(shown.encode("ascii", "replace")), dtype=torch.uint8, device=device)
-    rows = collectives.gather_small(packed, name="settings").view(collectives.shards.size, len(different), -1).tolist()
+    mine = [value if isinstance(value, list) else [str(value)] for value in map(facts.__getitem__, different)]
     problems = []
-    for place, index in enumerate(different):
-        values = by_rank([bytes(row[place]).decode().strip() for row in rows])
-        problems.append(f"{list(facts)[index]}: differs between the ranks: {values}; give all ranks the same")
+    for name, lists in zip(
+        different, zip(*collectives.gather_objects(mine, name="settings"), strict=True), strict=True
+    ):
+        texts = next(each for each in zip_longest(*lists, fillvalue="nothing more") if len(set(each)) > 1)
+        problems.append(f"{name}: differs between the ranks: {by_rank(texts)}; give all ranks the same")
     raise ConfigError(*problems)
 
 

@@ -1,8 +1,6 @@
 """From a model and options to live buckets, units and a schedule."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -77,7 +75,9 @@ class Builder:
         layouts = [spec.layout(self._collectives.shards.size) for spec in specs]
         facts = {
             "the model (buckets and their parameters)": _described(specs, layouts),
-            "the optimizer (its parameter groups)": _groups_described(self._groups.hyperparameters),
+            "the optimizer (its parameter groups)": [
+                f"{name} {value}" for name, value in shown_groups(self._groups.hyperparameters).items()
+            ],
         }
         require_same(self._collectives, facts)
         whole = [
@@ -239,9 +239,8 @@ def share_unmanaged(walked: WalkedModel, collectives: Collectives) -> None:
                 f"{name} is {tensor.dtype} and requires a gradient, which no bucket holds: make it two real "
                 "parameters (torch.view_as_real), or freeze it with requires_grad_(False)"
             )
-    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
-    fact = f"{len(tensors)} tensors, hash {_hash(shapes)}"
-    require_same(collectives, {"the model (buffers, and parameters that are no floating-point numbers)": fact})
+    shapes = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
+    require_same(collectives, {"the model (buffers, and parameters that are no floating-point numbers)": shapes})
     for tensor in tensors.values():
         tensor.data = tensor.data.to(collectives.world.device).contiguous()
     wait_for_others(collectives, "buffers")
@@ -251,17 +250,10 @@ def share_unmanaged(walked: WalkedModel, collectives: Collectives) -> None:
             collectives.broadcast(tensor.data.view(-1).view(torch.uint8), name="buffers")
 
 
-def _described(specs: Sequence[BucketSpec], layouts: Sequence[BucketLayout]) -> str:
-    """Few words that differ where anything about buckets does."""
+def _described(specs: Sequence[BucketSpec], layouts: Sequence[BucketLayout]) -> list[str]:
+    """Texts that differ where anything about buckets does: how many there are, and each with its parameters."""
     num_parameters, numel = sum(len(spec.tensors) for spec in specs), sum(layout.numel for layout in layouts)
-    details = [spec.described() for spec in specs]
-    return f"{len(specs)} buckets, {num_parameters} parameters, {numel} elements, hash {_hash(details)}"
-
-
-def _groups_described(groups: Sequence[dict[str, Any]]) -> str:
-    """The same for hyperparameters."""
-    return f"{len(groups)} group{'s' * (len(groups) > 1)}, hash {_hash(shown_groups(groups))}"
-
-
-def _hash(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
+    lines = [f"{len(specs)} buckets, {num_parameters} parameters, {numel} elements"]
+    for spec in specs:
+        lines += [f"bucket {spec.name}", *spec.described()]
+    return lines

@@ -54,10 +54,11 @@ class BucketSpec:
         shapes = [managed.parameter.shape for managed in self.parameters]
         return BucketLayout.pack(shapes, num_shards, [managed.stride for managed in self.parameters])
 
-    def described(self) -> object:
-        """Something whose `repr` differs where anything about the bucket does."""
-        return self.name, [
-            (managed.names, tuple(managed.parameter.shape), managed.stride, managed.is_updated_whole, managed.span)
+    def described(self) -> list[str]:
+        """Texts that differ where anything about the bucket does, one for each parameter."""
+        return [
+            f"{' = '.join(managed.names)} {tuple(managed.parameter.shape)}, stride {managed.stride}, "
+            f"updated {'whole' if managed.is_updated_whole else f'by {managed.span}'}"
             for managed in self.parameters
         ]
 
