@@ -146,13 +146,10 @@ def settings_of(config: DictConfig) -> SweepConfig:
         config: as Hydra tells it to its callbacks.
     """
     found = {each.name: OmegaConf.select(config, f"sweep.{each.name}") for each in fields(SweepConfig)}
-    return SweepConfig(
-        **{
-            name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-            for name, value in found.items()
-            if value is not None
-        }
-    )
+    plain: dict[str, Any] = {
+        name: OmegaConf.to_container(each) if OmegaConf.is_config(each) else each for name, each in found.items()
+    }
+    return SweepConfig(**{name: value for name, value in plain.items() if value is not None})
 
 
 def swept_in(config: DictConfig) -> list[Override] | None:

@@ -131,7 +131,7 @@ def require_callbacks_fit(
     if config.checkpoint.best is not None:
         followed.append(("checkpoint.best", config.checkpoint.best))
     compared = [] if config.sweep.objective == SweepConfig.objective else map(str, config.sweep.objectives)
-    followed += [("sweep.objective", name) for each in compared if (name := in_evaluation(each)) is not None]
+    followed += [("sweep.objective", metric) for metric in map(in_evaluation, compared) if metric is not None]
     has_validation = has_rows(data.validation)
     if not (has_validation or sets) and (
         needing := [*(name for name, _ in followed), *(f"callbacks.{name}" for name in metrics)]
