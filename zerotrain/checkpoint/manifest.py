@@ -183,7 +183,7 @@ def parse_manifest(text: str, path: Path) -> Manifest:
         CheckpointError: as above.
     """
     try:
-        content = parse_json(text, object)
+        content = parse_json(text, Any)
     except UntrustedFileError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:

@@ -5,27 +5,15 @@ where it says, is checked here first: afterwards no number of it leads out of a 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import torch
+from msgspec import Meta
 
 from zerotrain.checkpoint.blocks import BLOCK_NBYTES, HASH
-from zerotrain.files.untrusted import (
-    MAX_INT,
-    Check,
-    Each,
-    FileName,
-    Natural,
-    OneOf,
-    Optional,
-    Shape,
-    UntrustedFileError,
-    require_schema,
-    shown,
-)
+from zerotrain.files.untrusted import FileName, Name, Natural, Shape, UntrustedFileError, one_of, require_kind, shown
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -41,32 +29,97 @@ WEIGHT = "weight"
 AVERAGE = "weight_average"
 """The role of the moving average of a weight, which the parameters that train have if the run keeps one."""
 
-
-_NAME = Check(lambda value: isinstance(value, str) and value.isprintable(), "a printable name")
-"""Checks the name of a parameter, buffer and the like, which messages show."""
+_Dtype = Annotated[str, one_of(*DTYPES)]
 
 
-def _are_pieces(value: Any) -> bool:
-    """Whether a value says where the elements of a tensor lie. There are many: no schema is as fast."""
-    return type(value) is list and all(
-        type(each) is dict and all(type(each.get(name)) is int and 0 <= each[name] <= MAX_INT for name in PLACES)
-        for each in value
-    )
+class _Piece(TypedDict):
+    file: Natural
+    byte: Natural
+    start: Natural
+    stop: Natural
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """A hyperparameter, or what an optimizer keeps once: a number, a text, null, a tensor of few numbers, a list of
-    these, or the name of an object's class."""
+class _Tensor(TypedDict):
+    dtype: _Dtype
+    pieces: list[_Piece]
+    shape: NotRequired[Shape]
 
-    def problem(self, value: Any) -> str | None:
-        if value is None or type(value) in (bool, int, float, str):
-            return None
-        if type(value) is list:
-            return next(filter(None, map(self.problem, value)), None)
-        if type(value) is dict and (type(value.get("object")) is str or _is_tensor(value)):
-            return None
-        return "a number, a text, null, a tensor, a list of these, or an object's class"
+
+class _Buffer(TypedDict):
+    dtype: _Dtype
+    pieces: list[_Piece]
+    shape: Shape
+
+
+class _Parameter(TypedDict):
+    names: list[Name]
+    shape: Shape
+    stride: list[Natural]
+    trains: bool
+    group: int | None
+    generation: Natural
+    is_updated_whole: bool
+    counts: dict[str, Any]
+    tensors: dict[str, _Tensor]
+
+
+class _Settings(TypedDict):
+    name: Name
+    lr: NotRequired[float | dict[str, Any]]
+
+
+class _Group(TypedDict):
+    optimizer: Name
+    first_lr: float
+    hyperparameters: dict[str, Any]
+
+
+class _Scaler(TypedDict):
+    scale: float
+    num_clean_steps: Natural
+
+
+class _Average(TypedDict):
+    num_updates: Natural
+
+
+class _File(TypedDict):
+    name: FileName
+    nbytes: Natural
+    hashes: list[str]
+
+
+class _Manifest(TypedDict):
+    hash_function: Annotated[str, one_of(HASH)]
+    block_nbytes: Annotated[int, Meta(ge=BLOCK_NBYTES, le=BLOCK_NBYTES)]
+    versions: dict[str, Name]
+    step: Natural
+    skipped_in_a_row: Natural
+    loss_scaler: _Scaler | None
+    stage: Annotated[int, Meta(ge=0, le=3)]
+    ranks: Natural
+    virtual_ranks: Natural
+    precision: Name
+    config_sha256: str | None
+    config: Any
+    extra: Any
+    own: NotRequired[list[Any]]
+    groups: list[_Group]
+    parameters: dict[str, _Parameter]
+    buffers: dict[str, _Buffer]
+    extra_state: NotRequired[dict[str, dict[str, Any]]]
+    average: NotRequired[_Average | None]
+    files: list[_File]
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether a value is a hyperparameter, or what an optimizer keeps once: a number, a text, null, a tensor of few
+    numbers, a list of these, or the name of an object's class."""
+    if type(value) is list:
+        return all(map(_is_setting, value))
+    if type(value) is dict:
+        return type(value.get("object")) is str or _is_tensor(value)
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _is_tensor(given: Mapping[str, Any]) -> bool:
@@ -79,51 +132,29 @@ def _is_tensor(given: Mapping[str, Any]) -> bool:
     return True
 
 
-_TENSOR = {
-    "dtype": OneOf(DTYPES),
-    "pieces": Check(_are_pieces, f"a list of pieces, each with whole numbers as {', '.join(PLACES)}"),
-    "shape": Optional(Shape()),
-}
-_BUFFER = {**_TENSOR, "shape": Shape()}
-_RATE = Check(
-    lambda value: type(value) in (int, float) or (type(value) is dict and _is_tensor(value)),
-    "a number",
-)
-"""A learning rate."""
-_PARAMETER = {
-    "names": [_NAME], "shape": Shape(), "stride": [Natural()], "trains": bool, "group": (int, None),
-    "generation": Natural(), "is_updated_whole": bool, "counts": Each(_Setting()), "tensors": Each(_TENSOR),
-}  # fmt: skip
-_GROUP = {"optimizer": _NAME, "first_lr": float, "hyperparameters": Each(_Setting())}
-_SCHEMA = {
-    "hash_function": OneOf((HASH,)), "block_nbytes": OneOf((BLOCK_NBYTES,)), "versions": Each(_NAME),
-    "step": Natural(), "skipped_in_a_row": Natural(), "loss_scaler": (dict, None), "stage": Natural(3),
-    "ranks": Natural(), "virtual_ranks": Natural(), "precision": _NAME, "config_sha256": (str, None),
-    "config": object, "extra": object, "own": Optional(list), "groups": [_GROUP], "parameters": Each(_PARAMETER),
-    "buffers": Each(_BUFFER), "extra_state": Optional(Each(dict)),
-    "average": Optional((dict, None)),
-    "files": [{"name": FileName(), "nbytes": Natural(), "hashes": [str]}],
-}  # fmt: skip
-_SCALER = {"scale": float, "num_clean_steps": Natural()}
-_AVERAGE = {"num_updates": Natural()}
-
-
 def require_whole(content: Any) -> None:
     """Make sure that a manifest can be read by.
 
     Raises:
         UntrustedFileError: it cannot; the text names the place.
     """
-    require_schema(content, _SCHEMA)
-    if content["loss_scaler"] is not None:
-        require_schema(content["loss_scaler"], _SCALER)
-    if content.get("average") is not None:
-        require_schema(content["average"], _AVERAGE)
-    for settings in (each["hyperparameters"] for each in content["groups"]):
-        require_schema(settings, {"name": _NAME, "lr": Optional(_RATE)})
-    for name, state in content.get("extra_state", {}).items():
-        require_schema(state, {"value": object} if "value" in state else _BUFFER)
-        require_schema(name, _NAME)
+    require_kind(content, _Manifest)
+    states = content.get("extra_state", {})
+    for state in states.values():
+        require_kind(state, dict[str, Any] if "value" in state else _Buffer)
+    for name in (*content["buffers"], *states):
+        require_kind(name, Name)
+    groups = [each["hyperparameters"] for each in content["groups"]]
+    for group in groups:
+        lr = require_kind(group, _Settings).get("lr", 0.0)
+        if isinstance(lr, dict) and not _is_tensor(lr):
+            raise UntrustedFileError(f"lr: got {shown(lr)}; it must be a number")
+    for settings in (*groups, *(each["counts"] for each in content["parameters"].values())):
+        if bad := [name for name, value in settings.items() if not _is_setting(value)]:
+            raise UntrustedFileError(
+                f"{shown(bad[0])}: got {shown(settings[bad[0]])}; it must be a number, a text, null, a tensor, a list "
+                "of these, or an object's class"
+            )
     for problem in (*_of_files(content), *_of_parameters(content), *_of_places(content)):
         raise UntrustedFileError(problem)
 
@@ -150,8 +181,6 @@ def _of_parameters(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"parameters.{shown(name)} is of group {group}, and there are {len(content['groups'])}"
         if group is None and each["trains"]:
             yield f"parameters.{shown(name)} trains, and is of no group"
-    for name in content["buffers"]:
-        require_schema(name, _NAME)
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -201,7 +230,7 @@ def _tensors(content: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, A
             if numel > 0 and (role not in tensors or not DTYPES[tensors[role]["dtype"]].is_floating_point):
                 raise UntrustedFileError(f"parameters.{shown(name)} has no {role} of floating-point numbers")
         for role, tensor in tensors.items():
-            require_schema(role, _NAME)
+            require_kind(role, Name)
             own = "shape" in tensor
             if own != (parameter["is_updated_whole"] and role not in (WEIGHT, AVERAGE)):
                 raise UntrustedFileError(f"{role} of {shown(name)} has {'a' if own else 'no'} shape of its own")

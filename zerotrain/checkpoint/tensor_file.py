@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -92,7 +92,7 @@ class TensorFile:
             self.hashes = writer.hashes
 
     def described(self) -> dict[str, Any]:
-        """For the manifest: name, size, hashes, and where each tensor lies in it, as `DESCRIBED`."""
+        """For the manifest: name, size, hashes, and where each tensor lies in it, as `Described`."""
         pieces = [
             {
                 "name": entry.name,
@@ -108,8 +108,24 @@ class TensorFile:
         return {"name": self.name, "nbytes": self.nbytes, "hashes": self.hashes, "pieces": pieces}
 
 
-DESCRIBED = {"name": FileName(), "nbytes": Natural(), "hashes": [str], "pieces": [{"name": str, "role": str}]}
-"""The manifest's own schema sees to the rest once it is read."""
+class _Piece(TypedDict):
+    name: str
+    role: str
+    dtype: str
+    kept_shape: list[int] | None
+    start: int
+    stop: int
+    byte: int
+
+
+class Described(TypedDict):
+    name: FileName
+    nbytes: Natural
+    hashes: list[str]
+    pieces: list[_Piece]
+
+
+"""The manifest's own kinds see to the rest once it is read."""
 
 
 def planned(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from omegaconf import OmegaConf
@@ -31,7 +31,7 @@ from zerotrain.engine.state.sources.files import weight_misfits
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.printable import printable
-from zerotrain.files.untrusted import Each, read_json
+from zerotrain.files.untrusted import read_json
 from zerotrain.launching.command.placing import device_for, num_local_ranks
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import Failure, RunError
@@ -77,7 +77,12 @@ AT_WORK += ("train.micro_batch_size", "train.deterministic", "launch.device", "l
 AT_WORK += ("train.loss_over", "launch.threads_per_rank", "launch.timeout_s")
 """How names of settings begin that an evaluation has a use for, but for those of `IDLE`."""
 IDLE = ("zero.schedule", "data.num_workers")
-_LOSS = {"metrics": Each(float)}
+
+
+class _Loss(TypedDict):
+    metrics: dict[str, float]
+
+
 METRICS = {name: {TARGET: f"zerotrain.training.metrics.{name.capitalize()}"} for name in ("accuracy", "perplexity")}
 """Those that no run need have."""
 NO_METRICS = ("zerotrain.training.callbacks.", "zerotrain.training.loggers.")
@@ -362,7 +367,7 @@ def _by_ranks(config: Config, told: dict[str, Any], num_ranks: int) -> dict[str,
         job = Job(config=config, run_dir=folder, overrides=[], evaluates=told)
         job.ranks_dir.mkdir()
         run_ranks(Attempts(job), num_ranks)
-        result: dict[str, Any] = read_json(folder / evaluating.LOSS_NAME, _LOSS, max_nbytes=MAX_LOSS_NBYTES)
+        result: dict[str, Any] = read_json(folder / evaluating.LOSS_NAME, _Loss, max_nbytes=MAX_LOSS_NBYTES)
         return result
 
 

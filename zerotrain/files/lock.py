@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict
 
 from zerotrain.files.regular import only_regular
 from zerotrain.files.untrusted import UntrustedFileError, read_json, shown
@@ -15,7 +15,15 @@ from zerotrain.files.untrusted import UntrustedFileError, read_json, shown
 LOCK_NAME = ".lock"
 """The lock of a run's folder."""
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-_HOLDER = {"pid": int, "host": str, "started": str}
+
+
+class Holder(TypedDict):
+    pid: int
+    host: str
+    started: str
+
+
+"""The note of the process that holds a lock."""
 _MAX_NBYTES = 10_000
 
 
@@ -87,17 +95,17 @@ def note_holder(file: BinaryIO, **more: Any) -> None:
     os.pwrite(file.fileno(), (json.dumps(said | more) + "\n").encode(), 0)
 
 
-def read_note(path: Path, schema: Any) -> Any:
-    """The note in the file of a lock; None where there is none of this schema."""
+def read_note(path: Path, kind: Any) -> Any:
+    """The note in the file of a lock; None where there is none of this kind."""
     try:
-        return read_json(path, schema, max_nbytes=_MAX_NBYTES)
+        return read_json(path, kind, max_nbytes=_MAX_NBYTES)
     except (OSError, UntrustedFileError):
         return None
 
 
 def holder(path: Path) -> str:
     """The process that holds a lock, as it says itself: "pid 17 on node3, started 2026-11-21 10:00:00"."""
-    said = read_note(path, _HOLDER)
+    said = read_note(path, Holder)
     if said is None:  # it is about to say so
         return "another process"
     return f"pid {said['pid']} on {shown(said['host'])}, started {shown(said['started'])}"

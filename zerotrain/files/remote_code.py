@@ -71,7 +71,7 @@ def _items(value: Any) -> Any:
 def _code_of(folder: str) -> Iterator[str]:
     for name in CONFIGS:
         try:
-            auto_map = read_json(Path(folder) / name, {"auto_map": object}, max_nbytes=MAX_NBYTES)["auto_map"]
+            auto_map = read_json(Path(folder) / name, dict[str, Any], max_nbytes=MAX_NBYTES).get("auto_map")
         except (OSError, UntrustedFileError):
             continue
         named = auto_map.values() if isinstance(auto_map, dict) else auto_map if isinstance(auto_map, list) else ()

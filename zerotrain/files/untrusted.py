@@ -1,23 +1,18 @@
-"""Read files that somebody else may have written: a schema and limits of size and depth come before their content.
+"""Read files that somebody else may have written: limits of size and depth, then types, come before their content.
 
-    said = read_json(path, {"step": Natural(), "files": [{"name": FileName(), "nbytes": Natural()}]}, max_nbytes=10**6)
+    said = read_json(path, Described, max_nbytes=10**6)
 
-A schema is one of
-    a type, or several in a tuple: the value has exactly one of them (True is no int; int passes as float);
-    None, within a tuple: null;
-    a dict: these keys, each with its own schema; `Optional(schema)` may be missing; other keys are let through unread;
-    a list of one schema: a list of values that have it;
-    an object with `problem(value)`, such as `Natural`, `OneOf`, `FileName`, `Each`: None, or what the value must be;
-    object: anything.
+A kind is any type that msgspec knows: a dataclass, a TypedDict, `dict[str, float | None]`, `Annotated[int, Meta(le=3)]`
+and the types below. Keys that a kind does not name are let through unread. True is no int; an int passes as float.
 """
 
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any
+
+from msgspec import Meta, ValidationError, convert
 
 from zerotrain.files.printable import printable
 from zerotrain.files.regular import NotRegularError, only_regular
@@ -25,8 +20,12 @@ from zerotrain.files.regular import NotRegularError, only_regular
 MAX_DEPTH = 64
 """Lists and objects within each other. Ours have 12; Python's own reader gives up at about 1,000 with a traceback."""
 MAX_INT = 2**63 - 1
+MAX_DIGITS = 300
+"""Digits of a whole number, where a kind is asked for. A float holds it, so that nothing ends in an OverflowError."""
+Natural = Annotated[int, Meta(ge=0, le=MAX_INT)]
 _TOKENS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _NUM_SHOWN = 60
+_MAX_PROBLEM = 300
 _PART_NBYTES = 2**20
 
 
@@ -59,47 +58,60 @@ def read_regular(path: str | os.PathLike[str], *, max_nbytes: int) -> bytes:
         return bytes(content)
 
 
-def read_json(path: str | os.PathLike[str], schema: Any, *, max_nbytes: int) -> Any:
-    """The JSON in a regular file, which has the schema.
+def read_json(path: str | os.PathLike[str], kind: Any, *, max_nbytes: int) -> Any:
+    """The JSON in a regular file, as a value of a kind.
 
     Raises:
         OSError: it cannot be opened or read; `FileNotFoundError` where there is none.
         UntrustedFileError: it is not of this form, or larger than `max_nbytes`.
     """
-    return parse_json(read_regular(path, max_nbytes=max_nbytes), schema)
+    return parse_json(read_regular(path, max_nbytes=max_nbytes), kind)
 
 
-def parse_json(text: str | bytes, schema: Any) -> Any:
+def parse_json(text: str | bytes, kind: Any) -> Any:
     """The same of a text that was read already.
 
     Raises:
-        UntrustedFileError: it is no JSON, it is nested too deeply, or it does not have the schema.
+        UntrustedFileError: it is no JSON, it is nested too deeply, a number is too long, or it is not of the kind.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
         _require_shallow(text)
-        content = json.loads(text)
+        # Not by msgspec: ours write NaN, and names that are no UTF-8 as halves of characters.
+        content = json.loads(text, parse_int=int if kind is Any else _short_int)
     except UntrustedFileError:
         raise
     except (ValueError, RecursionError) as error:
         raise UntrustedFileError(f"it is no JSON: {error}") from None
-    require_schema(content, schema)
-    return content
+    return require_kind(content, kind)
 
 
-def require_schema(value: Any, schema: Any) -> None:
-    """Make sure that a value has a schema.
+def require_kind(value: Any, kind: Any) -> Any:
+    """A value of lists and dicts as one of a kind.
 
     Raises:
-        UntrustedFileError: it has not; the text names the place, as in `files.3.nbytes`.
+        UntrustedFileError: it is none; the text names the place, as in `files[3].nbytes`.
     """
-    for place, must, found in _misfits(value, schema, ()):
-        raise UntrustedFileError(f"{'.'.join(place) or 'it'} is {shown(found)}, and must be {must}")
+    try:
+        return convert(value, kind, dec_hook=_checked, str_keys=True)
+    except ValidationError as error:
+        problem, _, place = str(error).partition(" - at `")
+        place = place.removesuffix("`").removeprefix("$").removeprefix(".")
+        raise UntrustedFileError(f"{shown(place) or 'it'}: {problem[:1].lower()}{problem[1:_MAX_PROBLEM]}") from None
 
 
-def has_schema(value: Any, schema: Any) -> bool:
-    """Whether a value has a schema."""
-    return not any(_misfits(value, schema, ()))
+def is_kind(value: Any, kind: Any) -> bool:
+    """Whether a value is of a kind."""
+    try:
+        require_kind(value, kind)
+    except UntrustedFileError:
+        return False
+    return True
+
+
+def one_of(*words: str) -> Meta:
+    """For the annotation of a text: it is one of these."""
+    return Meta(pattern=rf"^({'|'.join(map(re.escape, words))})\Z")
 
 
 def shown(value: Any) -> str:
@@ -107,137 +119,53 @@ def shown(value: Any) -> str:
     return printable(value if isinstance(value, str) else repr(value)[: 10 * _NUM_SHOWN], 2000, keep="")[:_NUM_SHOWN]
 
 
-@runtime_checkable
-class Schema(Protocol):
-    """A check of one value."""
+class Name(str):
+    """A text that can be shown as it is."""
 
-    def problem(self, value: Any) -> str | None:
-        """None, or what the value must be."""
-
-
-@dataclass(frozen=True)
-class Optional:
-    """A key that may be missing."""
-
-    schema: Any
+    def __new__(cls, value: Any) -> "Name":
+        if not isinstance(value, str) or not value.isprintable():
+            raise ValueError(f"got {shown(value)}; it must be a printable name")
+        return super().__new__(cls, value)
 
 
-@dataclass(frozen=True)
-class Each:
-    """An object of any keys, whose values have one schema."""
-
-    schema: Any
-
-
-@dataclass(frozen=True)
-class Check:
-    """A value that a function says yes to."""
-
-    holds: Callable[[Any], bool]
-    must: str
-    """Words for a valid value, in messages."""
-
-    def problem(self, value: Any) -> str | None:
-        return None if self.holds(value) else self.must
-
-
-@dataclass(frozen=True)
-class Natural:
-    """A whole number from 0 to `most`, which never exceeds 2**63 - 1."""
-
-    most: int = MAX_INT
-
-    def problem(self, value: Any) -> str | None:
-        return None if type(value) is int and 0 <= value <= self.most else f"a whole number from 0 to {self.most}"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The lengths of a tensor, of which torch can have one: it multiplies those beside a 0 too."""
-
-    def problem(self, value: Any) -> str | None:
-        are_lengths = type(value) is list and all(type(each) is int and 0 <= each <= MAX_INT for each in value)
-        if are_lengths and len(value) <= MAX_DEPTH and prod(max(1, each) for each in value) <= MAX_INT:
-            return None
-        return "a list of lengths"
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """One of some values."""
-
-    allowed: Collection[Any]
-
-    def problem(self, value: Any) -> str | None:
-        if any(type(value) is type(each) and value == each for each in self.allowed):
-            return None
-        return f"one of {', '.join(map(str, self.allowed))}"
-
-
-@dataclass(frozen=True)
-class FileName:
+class FileName(str):
     """The plain name of a file in this very folder, as `../x`, `a/b`, `/x` and `` are none."""
 
-    def problem(self, value: Any) -> str | None:
-        is_plain = (
-            isinstance(value, str) and value not in ("", ".", "..") and not any(each in value for each in "/\\\0")
-        )
-        return None if is_plain and value.isprintable() else "the name of a file in this folder"
+    def __new__(cls, value: Any) -> "FileName":
+        is_text = isinstance(value, str) and value.isprintable() and value not in ("", ".", "..")
+        if not is_text or "/" in value or "\\" in value:
+            raise ValueError(f"got {shown(value)}; it must be the name of a file in this folder")
+        return super().__new__(cls, value)
 
 
-@dataclass(frozen=True)
-class FilePath:
+class FilePath(str):
     """The name of a file in this folder, or in one within it, such as `templates/chat.jinja`."""
 
-    def problem(self, value: Any) -> str | None:
-        parts = value.split("/") if isinstance(value, str) else [value]
-        is_within = all(FileName().problem(part) is None for part in parts)
-        return None if is_within else "the name of a file in this folder or below"
+    def __new__(cls, value: Any) -> "FilePath":
+        for part in value.split("/") if isinstance(value, str) else [value]:
+            FileName(part)
+        return super().__new__(cls, value)
 
 
-def _misfits(value: Any, schema: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, Any]]:
-    if isinstance(schema, dict):
-        if not isinstance(value, dict):
-            yield place, "an object", value
-            return
-        for name, each in schema.items():
-            if name in value:
-                inner = each.schema if isinstance(each, Optional) else each
-                yield from _misfits(value[name], inner, (*place, name))
-            elif not isinstance(each, Optional):
-                yield (*place, name), "there", "missing"
-    elif isinstance(schema, list):
-        if not isinstance(value, list):
-            yield place, "a list", value
-            return
-        for number, item in enumerate(value):
-            yield from _misfits(item, schema[0], (*place, str(number)))
-    elif isinstance(schema, Each):
-        if not isinstance(value, dict):
-            yield place, "an object", value
-            return
-        for name, item in value.items():
-            yield from _misfits(item, schema.schema, (*place, shown(name)))
-    elif isinstance(schema, type | tuple):
-        if (problem := _type_problem(value, schema if isinstance(schema, tuple) else (schema,))) is not None:
-            yield place, problem, value
-    elif isinstance(schema, Schema):
-        if (problem := schema.problem(value)) is not None:
-            yield place, problem, value
-    else:
-        raise TypeError(f"{schema!r} is no schema")
+class Shape(tuple[int, ...]):
+    """The lengths of a tensor, of which torch can have one: it multiplies those beside a 0 too."""
+
+    def __new__(cls, value: Any) -> "Shape":
+        are_lengths = isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+        if not are_lengths or len(value) > MAX_DEPTH or prod(max(1, each) for each in value) > MAX_INT:
+            raise ValueError(f"got {shown(value)}; it must be a list of lengths")
+        return super().__new__(cls, value)
 
 
-_WORDS: dict[Any, str] = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", None: "null"}
-_WORDS |= {dict: "an object", list: "a list"}
+def _checked(kind: Any, value: Any) -> Any:
+    """A value as one of the classes above, of which msgspec knows nothing."""
+    return kind(value)
 
 
-def _type_problem(value: Any, allowed: tuple[Any, ...]) -> str | None:
-    if object in allowed or (value is None and None in allowed) or type(value) in allowed:
-        return None
-    if float in allowed and type(value) is int:
-        return None
-    return " or ".join(_WORDS[each] for each in allowed)
+def _short_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise UntrustedFileError(f"it has a whole number of more than {MAX_DIGITS} digits")
+    return int(digits)
 
 
 def _require_shallow(text: str) -> None:

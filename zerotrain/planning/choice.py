@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from zerotrain.config.schema import Config
 from zerotrain.config.words import word
 from zerotrain.errors import ConfigError
-from zerotrain.files.untrusted import Optional, UntrustedFileError, read_json
+from zerotrain.files.untrusted import UntrustedFileError, read_json
 from zerotrain.planning.auto import (
     STAGE,
     allowed,
@@ -34,7 +34,14 @@ from zerotrain.training.figures.report import in_unit
 
 CHOSEN = "chosen"
 ASKED = "asked"
-_SCHEMA = {"num_ranks": int, ASKED: Optional((str, None)), CHOSEN: Optional((dict, None))}
+
+
+class _Plan(TypedDict):
+    num_ranks: int
+    asked: NotRequired[str | None]
+    chosen: NotRequired[dict[str, Any] | None]
+
+
 _MAX_NBYTES = 2**20
 MORE_RANKS = (2, 4, 8, 16)
 """Times the ranks of the run, that may let it fit."""
@@ -152,7 +159,7 @@ def as_chosen(config: Config, run_dir: Path, num_ranks: int | None = None) -> Co
     if not autos:
         return config
     try:
-        said = read_json(run_dir / PLAN_NAME, _SCHEMA, max_nbytes=_MAX_NBYTES)
+        said = read_json(run_dir / PLAN_NAME, _Plan, max_nbytes=_MAX_NBYTES)
     except (OSError, UntrustedFileError):
         return config
     values: Any = said.get(CHOSEN)

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from zerotrain.engine.options import dotted
 from zerotrain.errors import ConfigError
-from zerotrain.files.untrusted import Natural, Optional, UntrustedFileError, parse_json, read_regular
+from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, read_regular
 from zerotrain.training.figures.result import without_non_finite
 from zerotrain.training.figures.sinks import STEPS_NAME
 from zerotrain.training.figures.spikes import Spikes
@@ -15,8 +15,28 @@ from zerotrain.training.loggers.record import recorded
 
 MAX_NBYTES = 2**30
 """A steps.jsonl of some 8 million steps."""
-_NUMBER = Optional((float, None))
-_LINE = {"step": Natural(), "start": Optional(dict), "loss": _NUMBER, "grad_norm": _NUMBER, "update": Optional(str)}
+
+
+class _Start(TypedDict, total=False):
+    torch: str
+    zerotrain: str
+    device: str
+    machine: str
+    kernels: str
+    threads: int
+    settings: dict[str, Any] | None
+    data: dict[str, Any]
+
+
+class _Line(TypedDict):
+    step: Natural
+    start: NotRequired[_Start]
+    loss: NotRequired[float | None]
+    grad_norm: NotRequired[float | None]
+    update: NotRequired[str]
+    skipped: NotRequired[bool]
+
+
 COMPARED = ("loss", "grad_norm", "update", "skipped")
 OF_ENVIRONMENT = ("torch", "zerotrain", "device", "machine", "kernels", "threads")
 """The names of all that a step's bits depend on beside settings and data."""
@@ -95,7 +115,7 @@ def read_record(folder: Path) -> Record:
     starts: dict[int, Any] = {}
     for number, line in enumerate(lines, 1):
         try:
-            said = parse_json(line, _LINE)
+            said = parse_json(line, _Line)
         except UntrustedFileError as error:
             if number == len(lines):
                 break

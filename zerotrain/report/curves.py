@@ -7,10 +7,10 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from zerotrain.files.regular import only_regular
-from zerotrain.files.untrusted import Optional, UntrustedFileError, parse_json
+from zerotrain.files.untrusted import UntrustedFileError, parse_json
 from zerotrain.report.values import number
 
 MAX_POINTS = 200
@@ -18,8 +18,14 @@ MAX_POINTS = 200
 NUM_WINDOWS, WINDOW_NBYTES = 128, 2**14
 """So many windows of a long file are read, at equal distances."""
 AXES = ("step", "tokens", "train_s")
-_NUMBER = Optional((float, None))
-_SCHEMA = dict.fromkeys((*AXES, "train_loss", "val_loss"), _NUMBER)
+
+
+class _Line(TypedDict, total=False):
+    step: float | None
+    tokens: float | None
+    train_s: float | None
+    train_loss: float | None
+    val_loss: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +89,7 @@ def _points(lines: list[bytes], kind: str) -> Iterator[tuple[float, ...]]:
     before = -math.inf
     for line in lines:
         try:
-            said = parse_json(line, _SCHEMA)
+            said = parse_json(line, _Line)
         except UntrustedFileError:  # it is cut off, or of somebody else
             continue
         values = [number(said.get(name)) for name in (*AXES, kind)]

@@ -15,21 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, NotRequired, TypedDict
 
 from zerotrain.errors import ConfigError, TrainingError
 from zerotrain.files.lock import lock, open_lock
 from zerotrain.files.regular import NotRegularError, only_regular
-from zerotrain.files.untrusted import (
-    Each,
-    FilePath,
-    Natural,
-    OneOf,
-    Optional,
-    UntrustedFileError,
-    parse_json,
-    read_json,
-)
+from zerotrain.files.untrusted import FilePath, Natural, UntrustedFileError, is_kind, one_of, parse_json, read_json
 
 JOURNAL_NAME = "sweep.jsonl"
 RESULT_NAME = "result.json"
@@ -41,37 +32,23 @@ _OF_TRAINING = re.compile(rf"(^| ){TrainingError.__name__}: ")
 _MAX_NBYTES = 2**20
 """Of a line: ours have 400. What is longer is read in parts, and is none."""
 _MAX_RESULT_NBYTES = 2**26
-_SCHEMA = {
-    "event": OneOf((BEGUN, ENDED, TAKEN, REFUSED)),
-    "job": Natural(),
-    "folder": str,
-    "hash": (str, None),
-    "overrides": [str],
-    "pid": Natural(),
-    "host": str,
-    "time": float,
-    "status": OneOf((COMPLETED, DIVERGED, FAILED, STOPPED, RUNNING, PRUNED, None)),
-    "error": (str, None),
-    "final_val_loss": (float, None),
-    "value": Optional((float, None)),
-    "trackers": Optional(Each(str)),
-}
-_OF_A_RESULT = {
-    "status": OneOf((COMPLETED, FAILED, STOPPED)),
-    "overrides": (list, None),
-    "config_hash": Optional((str, None)),
-    "error": Optional((str, None)),
-    "final_val_loss": Optional((float, None)),
-}
+
+
+class _Result(TypedDict):
+    status: Annotated[str, one_of(COMPLETED, FAILED, STOPPED)]
+    overrides: list[str] | None
+    config_hash: NotRequired[str | None]
+    error: NotRequired[str | None]
+    final_val_loss: NotRequired[float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobEvent:
     """One line."""
 
-    event: str
+    event: Annotated[str, one_of(BEGUN, ENDED, TAKEN, REFUSED)]
     """begun, ended, taken (left as it is, with its status) or refused (for its settings)."""
-    job: int
+    job: Natural
     """Number of the job in the sweep that the driver runs."""
     folder: str
     """The job's, below that of the sweep."""
@@ -80,7 +57,7 @@ class JobEvent:
     not be read. It is made before the data is read: that in result.json may differ."""
     overrides: list[str]
     """The job's own settings."""
-    status: str | None = None
+    status: Annotated[str, one_of(COMPLETED, DIVERGED, FAILED, STOPPED, RUNNING, PRUNED)] | None = None
     """Null of a job that has begun."""
     error: str | None = None
     final_val_loss: float | None = None
@@ -88,7 +65,7 @@ class JobEvent:
     """The first of the sweep's objectives."""
     trackers: dict[str, str] = field(default_factory=dict)
     """The ids of an ended job's run at its trackers, by their names."""
-    pid: int = field(default_factory=os.getpid)
+    pid: Natural = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
     time: float = field(default_factory=time.time)
     """Seconds since the epoch, by the clock of `host`."""
@@ -96,7 +73,7 @@ class JobEvent:
     @property
     def is_within(self) -> bool:
         """Whether its folder lies below that of the sweep: no other is looked into."""
-        return FilePath().problem(self.folder) is None
+        return is_kind(self.folder, FilePath)
 
     def is_of(self, identity: "Identity") -> bool:
         """Whether it is about this job, whatever number it had."""
@@ -224,11 +201,8 @@ class SweepJournal:
                     if not line.endswith(b"\n") and len(line) < _MAX_NBYTES:  # the rest is about to come
                         break
                     self._num_read += len(line)
-                    with suppress(UntrustedFileError, TypeError):
-                        said = parse_json(line, _SCHEMA)
-                        self._events.append(
-                            (self._num_read, JobEvent(**{name: said[name] for name in _SCHEMA if name in said}))
-                        )
+                    with suppress(UntrustedFileError):
+                        self._events.append((self._num_read, parse_json(line, JobEvent)))
             return [event for end, event in self._events if end > start]
 
 
@@ -236,8 +210,8 @@ def note_earlier_results(folder: Path) -> None:
     """Begin the journal of a sweep that has none with what lies in its folder."""
     found: list[JobEvent] = []
     for path in sorted(folder.rglob(RESULT_NAME)):
-        with suppress(OSError, UntrustedFileError, TypeError):
-            said: dict[str, Any] = read_json(path, _OF_A_RESULT, max_nbytes=_MAX_RESULT_NBYTES)
+        with suppress(OSError, UntrustedFileError):
+            said: dict[str, Any] = read_json(path, _Result, max_nbytes=_MAX_RESULT_NBYTES)
             name = path.parent.relative_to(folder).as_posix()
             found.append(
                 JobEvent(
@@ -245,7 +219,7 @@ def note_earlier_results(folder: Path) -> None:
                     job=int(name) if name.isdecimal() else len(found),
                     folder=name,
                     hash=said.get("config_hash"),
-                    overrides=[str(each) for each in said["overrides"] or []],
+                    overrides=said["overrides"] or [],
                     status=said["status"],
                     error=said.get("error"),
                     final_val_loss=said.get("final_val_loss"),

@@ -4,12 +4,13 @@ import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Annotated, Any, TypedDict
 
 import torch
 
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.errors import ConfigError
-from zerotrain.files.untrusted import Natural, OneOf, UntrustedFileError, read_json
+from zerotrain.files.untrusted import Natural, UntrustedFileError, one_of, read_json
 from zerotrain.run.saved import OfRun, config_from, opened_run
 
 ABOUT = "zerotrain_export.json"
@@ -20,12 +21,16 @@ ADAPTERS = "adapters"
 MERGED = "a model of Hugging Face, adapters merged"
 DCP = "a folder of torch.distributed.checkpoint"
 MAX_ABOUT_NBYTES = 1 << 26
-_ABOUT = {
-    "step": Natural(),
-    "form": OneOf((MODEL, HUGGING_FACE, ADAPTERS, MERGED, DCP)),
-    "config": object,
-    "data_fingerprint": object,
-}
+_Form = Annotated[str, one_of(MODEL, HUGGING_FACE, ADAPTERS, MERGED, DCP)]
+
+
+class _About(TypedDict):
+    step: Natural
+    form: _Form
+    config: Any
+    data_fingerprint: Any
+
+
 ONE_SET = "--weights: got ema, but {} holds one set of weights; leave it out"
 _OF_DCP = "model"
 """The part of such a folder that weights lie in."""
@@ -38,7 +43,7 @@ def exported_run(folder: Path, *, trust_code: bool = False) -> OfRun | None:
         ConfigError: it does not say so, or has a config of another version.
     """
     try:
-        said = read_json(folder / ABOUT, _ABOUT, max_nbytes=MAX_ABOUT_NBYTES)
+        said = read_json(folder / ABOUT, _About, max_nbytes=MAX_ABOUT_NBYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

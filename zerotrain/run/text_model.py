@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -20,6 +20,10 @@ from zerotrain.run.saved import OfRun, has_tokenizer
 from zerotrain.training.callbacks.generate import stop_token_of
 
 NO_LIMIT = sys.maxsize
+
+
+class _Adapters(TypedDict):
+    base_model_name_or_path: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +116,7 @@ def _base_of(path: Path) -> str:
     """The folder, or the name on the hub, of the config of a model: adapters alone name the model they are for."""
     if (path / "config.json").is_file():
         return str(path)
-    said = read_json(path / "adapter_config.json", {"base_model_name_or_path": str}, max_nbytes=MAX_NBYTES)
+    said = read_json(path / "adapter_config.json", _Adapters, max_nbytes=MAX_NBYTES)
     return str(said["base_model_name_or_path"])
 
 

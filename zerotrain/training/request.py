@@ -3,9 +3,11 @@
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-from zerotrain.files.untrusted import Natural
+from msgspec import Meta
+
+from zerotrain.files.untrusted import is_kind
 
 SAVE = 1 << 8
 """Added to the number of a signal, or to 0."""
@@ -35,7 +37,7 @@ class Request:
     """A signal to stop."""
 
     def __post_init__(self) -> None:
-        if not _may_be_asked_for(self.stage):
+        if not is_kind(self.stage, Annotated[int, Meta(ge=0, le=3)] | None):
             raise ValueError(f"Request(stage={self.stage!r}): it must be 0, 1, 2, 3 or None")
 
     def __or__(self, other: "Request") -> "Request":
@@ -68,10 +70,6 @@ def is_over(stopped_by: str | None) -> bool:
     """Whether a run that was stopped by this is done, as EarlyStopping or a pruner wants it. A run that a signal or
     control.yaml has stopped is to go on."""
     return stopped_by is not None and stopped_by.startswith((CALLBACK, PRUNER))
-
-
-def _may_be_asked_for(asked: Any) -> bool:
-    return asked is None or Natural(3).problem(asked) is None
 
 
 def decoded(numbers: Sequence[int], names: Sequence[str] = (ASKED, PRUNER)) -> Request:

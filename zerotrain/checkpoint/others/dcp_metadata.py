@@ -16,7 +16,7 @@ import torch
 from zerotrain.checkpoint.manifest_schema import DTYPES
 from zerotrain.checkpoint.others.open_file import OpenFile
 from zerotrain.errors import CheckpointError
-from zerotrain.files.untrusted import FileName, Natural, Shape, require_schema
+from zerotrain.files.untrusted import FileName, Natural, Shape, require_kind
 
 METADATA = ".metadata"
 """The file that makes a folder one of DCP."""
@@ -75,8 +75,8 @@ def _tensors(folder: Path, content: Any) -> Iterator[DcpTensor]:
     for name, each in content.state_dict_metadata.items():
         if not hasattr(each, "chunks"):
             continue  # a number, a text and the like, as bytes
-        dtype, shape = each.properties.state[0], _numbers(each.size, Shape())
-        boxes = [(_numbers(box.offsets, [Natural()]), _numbers(box.sizes, Shape())) for box in each.chunks]
+        dtype, shape = each.properties.state[0], _numbers(each.size, Shape)
+        boxes = [(_numbers(box.offsets, list[Natural]), _numbers(box.sizes, Shape)) for box in each.chunks]
         boxes = [box for box in boxes if prod(box[1]) > 0]
         if not isinstance(dtype, torch.dtype) or not _fills(shape, boxes):
             raise ValueError
@@ -107,14 +107,12 @@ def _piece(folder: Path, info: Any, offsets: tuple[int, ...], sizes: tuple[int, 
             f"{folder} was compressed or changed by {', '.join(map(str, how))}, and cannot be read: write it without"
         )
     byte, nbytes = info.offset, info.length
-    require_schema([byte, nbytes], [Natural()])
-    require_schema(info.relative_path, FileName())
-    return DcpPiece(offsets, sizes, info.relative_path, byte, nbytes)
+    require_kind([byte, nbytes], list[Natural])
+    return DcpPiece(offsets, sizes, require_kind(info.relative_path, FileName), byte, nbytes)
 
 
-def _numbers(values: Any, schema: Any) -> tuple[int, ...]:
-    require_schema(list(values), schema)
-    return tuple(values)
+def _numbers(values: Any, kind: Any) -> tuple[int, ...]:
+    return tuple(require_kind(list(values), kind))
 
 
 class _Record:

@@ -8,23 +8,14 @@ https://huggingface.co/docs/safetensors/index#format
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from zerotrain.checkpoint.others.given import GivenTensor, row_by_row
 from zerotrain.checkpoint.others.open_file import FileRange, OpenFile
 from zerotrain.errors import CheckpointError
-from zerotrain.files.untrusted import (
-    Check,
-    Each,
-    Natural,
-    Shape,
-    UntrustedFileError,
-    has_schema,
-    parse_json,
-    require_schema,
-)
+from zerotrain.files.untrusted import Natural, Shape, UntrustedFileError, parse_json, require_kind
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
@@ -37,11 +28,10 @@ MAX_HEADER_NBYTES = 100_000_000
 """As in the library."""
 
 
-def _is_range(value: Any) -> bool:
-    return has_schema(value, [Natural()]) and len(value) == 2 and value[0] <= value[1]
-
-
-_HEADER = Each({"dtype": str, "shape": Shape(), "data_offsets": Check(_is_range, "two whole numbers, rising")})
+class _Entry(TypedDict):
+    dtype: str
+    shape: Shape
+    data_offsets: tuple[Natural, Natural]
 
 
 def safetensors_in(file: OpenFile) -> list[GivenTensor]:
@@ -61,9 +51,9 @@ def safetensors_in(file: OpenFile) -> list[GivenTensor]:
             f"{file.path} is cut: {nbytes} bytes, and its header says that it has {8 + length} itself"
         )
     try:
-        header = parse_json(bytes(file.bytes(8, length)), {})
+        header = parse_json(bytes(file.bytes(8, length)), dict[str, Any])
         header.pop("__metadata__", None)
-        require_schema(header, _HEADER)
+        header = require_kind(header, dict[str, _Entry])
     except UntrustedFileError as error:
         raise CheckpointError(f"{file.path} is no safetensors file, or damaged in its header: {error}") from None
     _require_places(file.path, header, 8 + length, nbytes)
@@ -76,7 +66,8 @@ def _require_places(path: Path, header: Mapping[str, Any], data_start: int, nbyt
     for name, entry in sorted(header.items(), key=lambda each: each[1]["data_offsets"]):
         start, stop = entry["data_offsets"]
         dtype = DTYPES.get(entry["dtype"])
-        if start != place or (dtype is not None and stop - start != prod(entry["shape"]) * dtype.itemsize):
+        size = max(0, stop - start) if dtype is None else prod(entry["shape"]) * dtype.itemsize
+        if start != place or stop - start != size:
             raise CheckpointError(f"{path} is damaged: its header gives {name} a place where it cannot be")
         place = stop
     if data_start + place != nbytes:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -25,13 +25,19 @@ from zerotrain.checkpoint.others.torch_file import is_of_torch, torch_tensors_in
 from zerotrain.checkpoint.reading import Reader
 from zerotrain.checkpoint.verify import problems_in
 from zerotrain.errors import CheckpointError, listed
-from zerotrain.files.untrusted import Each, FileName, UntrustedFileError, read_json, shown
+from zerotrain.files.untrusted import FileName, UntrustedFileError, read_json, shown
 
 INDEX_END = ".index.json"
 IN_FOLDERS = tuple(name + end for name in ("model.safetensors", "pytorch_model.bin") for end in ("", INDEX_END))
 """Files read in a folder of Hugging Face: the first of these that exists."""
 OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 """Ends of names of files that may hold weights."""
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, FileName]
+
+
 MAX_INDEX_NBYTES = 100_000_000
 ALLOWED = (
     f"give a file of safetensors or torch.save, a folder with {IN_FOLDERS[0]} or {IN_FOLDERS[2]} (or an index of "
@@ -87,7 +93,7 @@ def _files_of(index: Path) -> dict[Path, list[str] | None]:
     """The names that lie in each file that an index tells of."""
     files: dict[Path, list[str] | None] = {}
     try:
-        said = read_json(index, {"weight_map": Each(FileName())}, max_nbytes=MAX_INDEX_NBYTES)
+        said = read_json(index, _Index, max_nbytes=MAX_INDEX_NBYTES)
         for name, file in said["weight_map"].items():
             names = files.setdefault(index.parent / file, [])
             assert names is not None

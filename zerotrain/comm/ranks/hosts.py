@@ -11,8 +11,9 @@ import platform
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from zerotrain.errors import ConfigError
 from zerotrain.files.printable import printable
@@ -23,7 +24,6 @@ _VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 """By backend."""
 _SIOCGIFADDR = 0x8915
 """Linux' request for the IPv4 address of an interface."""
-_SCHEMA = {"size": Natural(), "machine": str, "name": str, "route": [str], "fixed": str, "fixed_by": str}
 
 
 def host_name() -> str:
@@ -39,7 +39,7 @@ def host_name() -> str:
 class RankHost:
     """The place of a rank, as it tells the others when they meet."""
 
-    size: int
+    size: Natural
     """Number of ranks, as it was told."""
     machine: str
     """See `host_name`."""
@@ -73,10 +73,9 @@ class RankHost:
     @classmethod
     def from_json(cls, text: bytes) -> "RankHost":
         """Read what `to_json` wrote; ValueError where it is something else."""
-        said = parse_json(text, _SCHEMA)
-        texts = {name: printable(said[name]) for name in ("name", "fixed", "fixed_by")}
-        route = tuple(printable(each) for each in said["route"])
-        return cls(**{name: said[name] for name in _SCHEMA} | texts | {"route": route})
+        place: RankHost = parse_json(text, cls)
+        texts: dict[str, Any] = {name: printable(getattr(place, name)) for name in ("name", "fixed", "fixed_by")}
+        return replace(place, route=tuple(map(printable, place.route)), **texts)
 
 
 def names_of_hosts(places: Sequence[RankHost]) -> tuple[str, ...]:

@@ -9,18 +9,24 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from zerotrain.checkpoint.folder import LOCK, PartialFolder
 from zerotrain.checkpoint.kept import CHECKPOINTS
 from zerotrain.checkpoint.others.safetensors_out import write_text
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
-from zerotrain.files.untrusted import FilePath, Optional, UntrustedFileError, read_json
+from zerotrain.files.untrusted import FilePath, UntrustedFileError, read_json
 from zerotrain.files.whole import sync_file, sync_folder
 from zerotrain.run.exported import ABOUT
 
 FILES = "files"
 """The key in `ABOUT` of the names of all other files of an export: `--overwrite` removes these alone."""
+
+
+class _About(TypedDict):
+    files: NotRequired[list[FilePath]]
+
+
 MAX_ABOUT_NBYTES = 64 * 2**20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _IN_TORCHS_WRITER = "inline_container"
@@ -152,7 +158,7 @@ def _files_of_export(folder: Path, shown: Path | None = None) -> list[Path]:
     if folder.is_symlink() or not (folder / ABOUT).is_file():
         raise ConfigError(f"--overwrite: {shown} is no folder that zerotrain.export has written; {_GO_ON}")
     try:
-        said = read_json(folder / ABOUT, {FILES: Optional([FilePath()])}, max_nbytes=MAX_ABOUT_NBYTES)
+        said = read_json(folder / ABOUT, _About, max_nbytes=MAX_ABOUT_NBYTES)
     except (OSError, UntrustedFileError) as error:
         raise ConfigError(f"--overwrite: {shown / ABOUT} does not list the files of an export: {error}") from None
     if FILES not in said:

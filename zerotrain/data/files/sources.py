@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerotrain.data.files.text_kinds import BINARY, require_no_dataset, require_text, why_left
-from zerotrain.files.lock import read_note
+from zerotrain.files.lock import Holder, read_note
 
 STDLIB_SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
 """Other people's packages, and tests, which only some distributions of Python install."""
@@ -103,7 +103,7 @@ def _holds_run(folder: Path) -> bool:
     if any(all((folder / name).exists() for name in names) for names in _OWN_FILES):
         return True
     # A run's lock is there before anything else of it; other programs' locks say something else.
-    return read_note(folder / ".lock", dict.fromkeys(("pid", "host", "started"), object)) is not None
+    return read_note(folder / ".lock", Holder) is not None
 
 
 def _source_files(folder: str) -> Iterator[Path]:

@@ -154,7 +154,7 @@ def _lines(
 
 def _row_of(line: str) -> Any:
     try:
-        return parse_json(line, object)
+        return parse_json(line, Any)
     except UntrustedFileError as error:
         problem = f"{str(error).removeprefix('it ')}; mend it, or leave the file out"
         raise ValueError(_ARRAY if line.lstrip().startswith("[") else problem) from error

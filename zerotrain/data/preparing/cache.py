@@ -41,7 +41,7 @@ _TICK_S = 0.05
 class Seal:
     """The state of a store and its sources after they were read whole."""
 
-    nbytes: int
+    nbytes: Natural
     sha256: str
     """Hash of the store's files."""
     sources_sha256: str
@@ -49,9 +49,6 @@ class Seal:
     """Hash of the sizes, times and places on disk of the store's files and its sources."""
     recipe: str
     """A hash of how the sources were made into tokens."""
-
-
-_SEAL = {"nbytes": Natural(), "sha256": str, "sources_sha256": str, "stamp": str, "recipe": str}
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -216,8 +213,8 @@ def _stamp(marks: list[tuple[int, ...]]) -> str:
 
 
 def _read_seal(folder: Path) -> Seal:
-    said = read_json(folder / SEAL_NAME, _SEAL, max_nbytes=MAX_SEAL_NBYTES)
-    return Seal(**{name: said[name] for name in _SEAL})
+    seal: Seal = read_json(folder / SEAL_NAME, Seal, max_nbytes=MAX_SEAL_NBYTES)
+    return seal
 
 
 def _require_unchanged(sources: Sequence[Path], marks: list[tuple[int, ...]], folder: Path) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from zerotrain.data.store.store import INDEX_NAME, write_index
-from zerotrain.files.untrusted import Natural, UntrustedFileError, read_json
+from zerotrain.files.untrusted import Natural, UntrustedFileError, read_json, require_kind
 from zerotrain.files.whole import whole
 
 SHARD_TOKENS = 1 << 27
@@ -32,22 +32,16 @@ class Done:
 
     made_of: str
     """A hash of what it is made of."""
-    file: int = 0
+    file: Natural = 0
     """The number of the source."""
-    offset: int = 0
+    offset: Natural = 0
     """In the source, see `text_files.read_pieces`."""
-    tokens: int = 0
-    documents: int = 0
+    tokens: Natural = 0
+    documents: Natural = 0
     begins: bool = False
     """The next token is the first of a document."""
-    nulls: int = 0
+    nulls: Natural = 0
     """Rows that were left out, since their text is null."""
-
-
-_DONE = {
-    "made_of": str, "file": Natural(), "offset": Natural(), "tokens": Natural(), "documents": Natural(), "begins": bool,
-    "nulls": Natural(),
-}  # fmt: skip
 
 
 def _hash_of(done: Done) -> str:
@@ -144,9 +138,9 @@ class StoreWriter:
     def _left(self, made_of: str) -> Done | None:
         """The notes of an earlier writer; None if writing cannot resume there."""
         try:
-            said = read_json(self._folder / NOTES_NAME, {**_DONE, "hash": str}, max_nbytes=MAX_NOTES_NBYTES)
-            done = Done(**{name: said[name] for name in _DONE})
-            if said["hash"] != _hash_of(done):
+            notes = read_json(self._folder / NOTES_NAME, dict[str, Any], max_nbytes=MAX_NOTES_NBYTES)
+            done: Done = require_kind(notes, Done)
+            if notes.get("hash") != _hash_of(done):
                 return None
             last, rest = divmod(done.tokens, SHARD_TOKENS)
             needed = {_name(number): SHARD_TOKENS * self._dtype.itemsize for number in range(last)}

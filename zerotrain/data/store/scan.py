@@ -33,13 +33,12 @@ class Extremes:
     """The smallest and the largest token of a store, and the first place of each."""
 
     smallest: int
-    smallest_at: int
+    smallest_at: Natural
     largest: int
-    largest_at: int
+    largest_at: Natural
 
 
 MAX_NBYTES = 10_000
-_EXTREMES = {"smallest": int, "smallest_at": Natural(), "largest": int, "largest_at": Natural()}
 
 
 def require_known(store: TokenStore, *, vocab_size: int, source: str, cache_folder: Path) -> None:
@@ -72,7 +71,7 @@ def _kept_extremes(store: TokenStore, source: str, cache_folder: Path) -> Extrem
         file = open_lock(path, mode=0o600)
     except OSError as error:  # of a folder that is only read something may still be known
         with suppress(OSError, UntrustedFileError):
-            return _said(read_regular(path, max_nbytes=MAX_NBYTES))
+            return _parsed(read_regular(path, max_nbytes=MAX_NBYTES))
         print(
             f"{source}: the facts about its files cannot be kept in data.cache_dir={cache_folder} ({error.strerror}); "
             "each process of the run reads all of them again",
@@ -83,7 +82,7 @@ def _kept_extremes(store: TokenStore, source: str, cache_folder: Path) -> Extrem
     with file:
         _wait_for(file, source)
         with suppress(UntrustedFileError):  # empty, or half written: by a process that was ended
-            return _said(file.read(MAX_NBYTES))
+            return _parsed(file.read(MAX_NBYTES))
         found = _extremes(store, source)
         with suppress(OSError):  # a full disk: found again the next time
             file.seek(0)
@@ -93,9 +92,9 @@ def _kept_extremes(store: TokenStore, source: str, cache_folder: Path) -> Extrem
         return found
 
 
-def _said(text: bytes) -> Extremes:
-    said = parse_json(text, _EXTREMES)
-    return Extremes(**{name: said[name] for name in _EXTREMES})
+def _parsed(text: bytes) -> Extremes:
+    extremes: Extremes = parse_json(text, Extremes)
+    return extremes
 
 
 def _wait_for(file: BinaryIO, source: str) -> None:

@@ -17,12 +17,13 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import numpy as np
+from msgspec import Meta
 
 from zerotrain.data.store.shards import Shard, ShardReader
-from zerotrain.files.untrusted import FileName, Natural, OneOf, UntrustedFileError, has_schema, read_json, shown
+from zerotrain.files.untrusted import FileName, Natural, UntrustedFileError, one_of, read_json, require_kind, shown
 from zerotrain.files.whole import whole
 
 FORMAT = 1
@@ -34,6 +35,20 @@ STORE_DTYPES = ("uint8", "uint16", "uint32")
 MAX_VOCAB_SIZE = 1 << 32
 """As many as the widest of the dtypes has values."""
 _PIECE = 1 << 20
+
+
+class _ShardEntry(TypedDict):
+    name: FileName
+    tokens: Natural
+
+
+class _Index(TypedDict):
+    dtype: Annotated[str, one_of(*STORE_DTYPES)]
+    vocab_size: Annotated[int, Meta(ge=1, le=MAX_VOCAB_SIZE)]
+    tokenizer: str | None
+    shards: list[_ShardEntry]
+    documents: FileName | None
+    num_documents: NotRequired[Natural]
 
 
 class TokenStore:
@@ -191,7 +206,7 @@ def write_index(
 
 def _read_index(file: Path) -> dict[str, Any]:
     try:
-        index = read_json(file, object, max_nbytes=MAX_INDEX_NBYTES)
+        index = read_json(file, Any, max_nbytes=MAX_INDEX_NBYTES)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{file.parent} has no {INDEX_NAME}; a store of tokens has one, written last: this one is not complete"
@@ -211,25 +226,15 @@ def _require_index(index: Any, file: Path) -> None:
             f"{file} has format {shown(index['format'])}, and this zerotrain reads format {FORMAT}; make the "
             "store anew, or read it with the zerotrain that wrote it"
         )
-    shards, documents, count = index.get("shards"), index.get("documents", 0), index.get("num_documents", 0)
-    checks = {
-        "dtype": has_schema(index.get("dtype"), OneOf(STORE_DTYPES)),
-        "vocab_size": has_schema(index.get("vocab_size"), Natural(MAX_VOCAB_SIZE)) and index["vocab_size"] > 0,
-        "tokenizer": has_schema(index.get("tokenizer", 0), (str, None)),
-        "shards": has_schema(shards, [{"name": FileName(), "tokens": Natural()}]) and _are_distinct(shards, documents),
-        "documents": documents is None or has_schema(documents, FileName()),
-        "num_documents": has_schema(count, Natural()) and not (count and documents is None),
-    }
-    for field, fits in checks.items():
-        if not fits:
-            given = json.dumps(index.get(field), default=str)[:80]
-            raise ValueError(f"{file}: {field} is {given}, which is not valid; make the store again")
-
-
-def _are_distinct(shards: Any, documents: Any) -> bool:
-    """Whether no file is named twice."""
-    names = [INDEX_NAME, *(each["name"] for each in shards), *([documents] if isinstance(documents, str) else [])]
-    return len(set(names)) == len(names)
+    try:
+        require_kind(index, _Index)
+    except UntrustedFileError as error:
+        raise ValueError(f"{file}: {error}; make the store again") from None
+    names = [INDEX_NAME, index["documents"], *(each["name"] for each in index["shards"])]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{file}: shards: a file is named twice; make the store again")
+    if index.get("num_documents") and index["documents"] is None:
+        raise ValueError(f"{file}: num_documents: got {index['num_documents']} without documents; make the store again")
 
 
 def _nbytes(file: Path) -> int:

@@ -16,10 +16,10 @@ from zerotrain.comm.accounts.shortage import shortage
 from zerotrain.comm.accounts.whereabouts import named
 from zerotrain.errors import CallbackError, CommError, ConfigError, DisagreementError, ZeroTrainError
 from zerotrain.files.printable import printable
-from zerotrain.files.untrusted import Each, Natural, read_json, require_schema
+from zerotrain.files.untrusted import Natural, read_json
 from zerotrain.files.whole import whole
 from zerotrain.launching.end import exits
-from zerotrain.launching.end.presence import RankState, clock_error, read_states
+from zerotrain.launching.end.presence import RankState, SignalName, clock_error, read_states
 
 _SIGNS_OF_LOST_PEERS = ("/gloo/", "Connection closed by peer", "Connection reset by peer")
 """In the messages of the collectives that a user's own code calls; ours raise CommError."""
@@ -51,7 +51,7 @@ class RunError(ZeroTrainError):
 class Failure:
     """How one rank failed."""
 
-    rank: int
+    rank: Natural
     cause: str
     """Completes the sentence "rank 1 ..."."""
     from_peers: bool = False
@@ -62,12 +62,12 @@ class Failure:
     """Since the epoch; once written, by the clock of the folder's file system."""
     saw_alive: Mapping[int, str] = field(default_factory=dict)
     """The other ranks whose processes were there then, and where: what has ended them later is no cause of this."""
-    unheard: tuple[int, ...] = ()
+    unheard: tuple[Natural, ...] = ()
     """The ranks that this one has waited for in vain, and of which nothing was heard."""
     where: str = ""
     """The place in the training where it waited for them."""
     waited_s: float = 0.0
-    stopped_by: str | None = None
+    stopped_by: SignalName | None = None
     """The signal that told this rank alone to stop, so that the others missed it."""
     subject: str = ""
     """The subject of that sentence where it is another, such as "rank 1 on n0" or "n1 (ranks 2, 3)"."""
@@ -104,12 +104,8 @@ class Failure:
     @classmethod
     def read(cls, path: Path) -> "Failure":
         """Read what `write` has left."""
-        said = read_json(path, _FAILURE, max_nbytes=_MAX_NBYTES)
-        saw_alive = {int(rank): phase for rank, phase in said["saw_alive"].items()}
-        require_schema(said["problems"] or [], [str])
-        problems = tuple(said["problems"]) if said["problems"] else None
-        changed = {"saw_alive": saw_alive, "unheard": tuple(said["unheard"]), "problems": problems}
-        return cls(**{name: said[name] for name in _FAILURE} | changed)
+        failure: Failure = read_json(path, cls, max_nbytes=_MAX_NBYTES)
+        return failure
 
     def describe(self, ranks_dir: Path) -> str:
         """Two lines for the user: the cause and the rank's log."""
@@ -121,12 +117,6 @@ class Failure:
     def as_error(self, ranks_dir: Path) -> ZeroTrainError:
         """The exception to raise where the ranks were started."""
         return ConfigError(*self.problems) if self.problems else RunError(self.describe(ranks_dir))
-
-
-_FAILURE = {
-    "rank": Natural(), "cause": str, "from_peers": bool, "problems": (list, None), "time_s": float,
-    "saw_alive": Each(str), "unheard": [Natural()], "where": str, "waited_s": float,
-}  # fmt: skip
 
 
 def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_user: bool = False) -> Failure | None:

@@ -14,10 +14,13 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
 
 from zerotrain.files.lock import can_lock, lock
 from zerotrain.files.regular import only_regular
-from zerotrain.files.untrusted import Natural, parse_json
+from zerotrain.files.untrusted import Natural, one_of, parse_json
 
 _NUM_BYTES = 2**14
 """Size of the file's text, written at once: on a disk that is full later, a change needs no room. With 1 KiB a failure
@@ -32,24 +35,27 @@ _STEP_NUM_BYTES = 16
 """At the front, written in every step: 2 us."""
 
 
+SignalName = Annotated[str, one_of(*signal.Signals.__members__)]
+
+
 @dataclass(frozen=True)
 class RankState:
     """One rank, as it has said itself."""
 
-    rank: int
+    rank: Natural
     phase: str
     """Its activity, such as "building the engine"."""
     step: int = 0
     """Step of the training; 0 before the first."""
-    pid: int = 0
+    pid: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     host: str = ""
-    stopped_by: str | None = None
+    stopped_by: SignalName | None = None
     """The signal that told it to stop."""
     stopped_s: float = 0.0
     """When that came, since the epoch, by the clock of the folder's file system."""
     in_order: bool = False
     """Whether the rank, told to stop, is about to end its step and the run in order."""
-    gone: tuple[int, ...] = ()
+    gone: tuple[Natural, ...] = ()
     """The ranks that had ended before it came."""
     failed: str | None = None
     """The cause of its failure, if the disk had no room for a file with it."""
@@ -58,12 +64,6 @@ class RankState:
     def last_seen(self) -> str:
         """Its last phase, and its step if the training has begun."""
         return f"{self.phase}, step {self.step}" if self.step else self.phase
-
-
-_STATE = {
-    "rank": Natural(), "phase": str, "pid": Natural(2**31 - 1), "host": str, "stopped_by": (str, None),
-    "stopped_s": float, "in_order": bool, "gone": [Natural()], "failed": (str, None),
-}  # fmt: skip
 
 
 class Presence:
@@ -164,9 +164,8 @@ def read_states(ranks_dir: Path) -> list[tuple[RankState, bool]]:
     for path in sorted(ranks_dir.glob("*.state")):
         try:
             with open(path, opener=only_regular) as file:
-                step, said = int(file.read(_STEP_NUM_BYTES)), parse_json(file.read(_NUM_BYTES), _STATE)
-                said = {name: said[name] for name in _STATE} | {"gone": tuple(said["gone"]), "step": step}
-                found.append((RankState(**said), _is_locked(file.fileno())))
+                step, state = int(file.read(_STEP_NUM_BYTES)), parse_json(file.read(_NUM_BYTES), RankState)
+                found.append((replace(state, step=step), _is_locked(file.fileno())))
         except (OSError, ValueError):  # its work is done, or it is about to write
             continue
     return found

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypedDict
 
 from zerotrain.errors import ConfigError
 from zerotrain.files.lock import LOCK_NAME, holder, lock, note_holder, open_lock, read_note
@@ -17,6 +17,12 @@ _OF_THE_FOLDER = (
     errno.EINVAL, errno.EISDIR,
 )  # fmt: skip
 """Errors of a folder as such: a setting can mend them, unlike a full disk."""
+
+
+class _Note(TypedDict):
+    job: str
+
+
 _INSTANT_S = 0.02
 """A report that looks whether a run is under way locks its folder, for far less than this."""
 
@@ -57,7 +63,7 @@ def locked(run_dir: Path, **note: str) -> Iterator[None]:
 
 def holding_job(run_dir: Path) -> str | None:
     """The job of a sweep that the last holder of a folder's lock was, as it has noted; None if none."""
-    said = read_note(run_dir / LOCK_NAME, {"job": str})
+    said = read_note(run_dir / LOCK_NAME, _Note)
     return None if said is None else str(said["job"])
 
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from omegaconf.errors import OmegaConfBaseException
 
@@ -31,12 +31,27 @@ _OF_A_RANK = re.compile(
 )
 """Files in `RANKS`; nobody else's go."""
 _REFUSED = "refused.json"
-_JOB = {
-    "config": dict, "run_dir": str, "overrides": [str], "data_checked": (dict, None), "resume_from": [str],
-    "restarts": Natural(), "stage": (int, None), "evaluates": (dict, None),
-    "trial": (dict, None), "planned": (dict, None),
-}  # fmt: skip
-"""Schema of the job that is sent to ranks in other processes."""
+_OBJECT = dict[str, Any] | None
+
+
+class _SentJob(TypedDict):
+    config: dict[str, Any]
+    run_dir: str
+    overrides: list[str]
+    data_checked: _OBJECT
+    resume_from: list[str]
+    restarts: Natural
+    stage: int | None
+    evaluates: _OBJECT
+    trial: _OBJECT
+    planned: _OBJECT
+
+
+"""The job that is sent to ranks in other processes."""
+
+
+class _Refusal(TypedDict):
+    error: str
 
 
 @dataclass(frozen=True)
@@ -115,14 +130,13 @@ class Job:
             ConfigError: it is something else.
         """
         try:
-            said = parse_json(text, _JOB)
+            said = parse_json(text, _SentJob)
             config = from_values(said["config"])
         except (OmegaConfBaseException, ValueError, TypeError, LookupError) as error:
             raise ConfigError(
                 f"the description of the job, as this rank received it, is damaged: {first_paragraph(error)}"
             ) from None
-        values = {name: said[name] for name in _JOB} | {"config": config, "run_dir": Path(said["run_dir"])}
-        return cls(**values)
+        return cls(**said | {"config": config, "run_dir": Path(said["run_dir"])})
 
 
 def write_refusal(
@@ -154,7 +168,7 @@ def write_refusal(
 def refusal_in(run_dir: Path) -> str | None:
     """The refusal of a job that was to go on in the folder of an earlier one; None where there is none."""
     try:
-        return str(read_json(run_dir / RANKS / _REFUSED, {"error": str}, max_nbytes=2**20)["error"])
+        return str(read_json(run_dir / RANKS / _REFUSED, _Refusal, max_nbytes=2**20)["error"])
     except (OSError, UntrustedFileError):
         return None
 

@@ -4,11 +4,11 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypedDict
 
 from zerotrain.files.plain_yaml import parse_yaml
 from zerotrain.files.regular import only_regular
-from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, read_regular, require_schema
+from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, read_regular, require_kind
 from zerotrain.report.journal import BEGUN, JobEvent
 
 _ERASED = "\r\x1b[K"
@@ -16,6 +16,19 @@ _NBYTES = 2**14
 """Read from the end of a metrics.jsonl; a line of ours has 500."""
 _MAX_CONFIG_NBYTES = 10**5
 _USUAL_COLUMNS = 80
+
+
+class _Line(TypedDict):
+    step: Natural
+    train_loss: float | None
+
+
+class _Train(TypedDict):
+    max_steps: Natural
+
+
+class _Config(TypedDict):
+    train: _Train
 
 
 class StatusLine:
@@ -78,7 +91,7 @@ def _last_measured(path: Path) -> "dict[str, int | float | None] | None":
         file.seek(max(0, os.fstat(file.fileno()).st_size - _NBYTES))
         for line in reversed(file.read(_NBYTES).split(b"\n")):
             with suppress(UntrustedFileError):
-                said: dict[str, int | float | None] = parse_json(line, {"step": Natural(), "train_loss": (float, None)})
+                said: dict[str, int | float | None] = parse_json(line, _Line)
                 return said
     return None
 
@@ -86,7 +99,6 @@ def _last_measured(path: Path) -> "dict[str, int | float | None] | None":
 def _max_steps(path: Path) -> int | None:
     """The steps of a run by its config.yaml; None where that does not say."""
     with suppress(OSError, UntrustedFileError):
-        config = parse_yaml(read_regular(path, max_nbytes=_MAX_CONFIG_NBYTES))
-        require_schema(config, {"train": {"max_steps": Natural()}})
+        config = require_kind(parse_yaml(read_regular(path, max_nbytes=_MAX_CONFIG_NBYTES)), _Config)
         return int(config["train"]["max_steps"])
     return None

@@ -9,7 +9,7 @@ from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.config.schema import Config
 from zerotrain.config.words import word
 from zerotrain.errors import ConfigError
-from zerotrain.files.untrusted import MAX_INT, Natural
+from zerotrain.files.untrusted import MAX_INT, Natural, is_kind
 from zerotrain.run.rhythms import batch_size_of, tokens_per_sequence
 from zerotrain.settings import problems_in
 from zerotrain.training.callbacks.checkpoints import OF_TRAINER
@@ -69,4 +69,4 @@ def _num_read(manifest: Manifest, batch_size: int) -> int:
     found: Any = manifest.content["extra"]
     for name in (OF_TRAINER, "run", "data", "rows_consumed"):
         found = found.get(name) if isinstance(found, dict) else None
-    return manifest.step * batch_size if Natural().problem(found) else int(found)
+    return int(found) if is_kind(found, Natural) else manifest.step * batch_size

@@ -1,11 +1,16 @@
 """The end of a run that no longer becomes better."""
 
 import math
-from typing import Any
+from typing import Any, TypedDict
 
-from zerotrain.files.untrusted import Natural, require_schema
+from zerotrain.files.untrusted import Natural, require_kind
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.request import Request
+
+
+class _State(TypedDict):
+    best: float | None
+    num_worse: Natural
 
 
 class EarlyStopping(Callback):
@@ -50,5 +55,5 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`."""
-        require_schema(state, {"best": (float, None), "num_worse": Natural()})
+        state = require_kind(state, _State)
         self._best, self._num_worse = state["best"], state["num_worse"]

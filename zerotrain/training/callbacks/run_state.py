@@ -1,48 +1,69 @@
 """Which contents the state of a run may have that a checkpoint brings back."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
+
+from msgspec import Meta
 
 from zerotrain.errors import CheckpointError
-from zerotrain.files.untrusted import Check, Each, Natural, Optional, UntrustedFileError, require_schema
-from zerotrain.training.figures.metrics import EARLIER
+from zerotrain.files.untrusted import Natural, UntrustedFileError, require_kind
 from zerotrain.training.metrics.states import are_told
 
-_LOSS = Optional((float, None))
+_Object = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class AskedStages:
-    """The stages that operators asked for: steps done, as a text, and the stage from there on."""
-
-    def problem(self, value: Any) -> str | None:
-        is_one = isinstance(value, dict) and all(map(_is_stage_from, value.items()))
-        return None if is_one else "an object of steps and stages"
-
-
-def _is_stage_from(pair: tuple[str, Any]) -> bool:
-    step, stage = pair
-    return step.isascii() and step.isdecimal() and len(step) < 20 and Natural(3).problem(stage) is None
+class _Result(TypedDict, total=False):
+    skipped_steps: Natural
+    final_train_loss: float | None
+    final_val_loss: float | None
+    val_loss_by_source: _Object | None
+    val_metrics: _Object | None
+    stages: list[_Object]
 
 
-_RESULT = {
-    "skipped_steps": Optional(Natural()), "final_train_loss": _LOSS, "final_val_loss": _LOSS,
-    "val_loss_by_source": Optional((dict, None)), "val_metrics": Optional((dict, None)), "stages": Optional([dict]),
-}  # fmt: skip
-_CLOCK = dict.fromkeys(EARLIER[:-1], float) | {EARLIER[-1]: Optional(float)}
-_STATE = {
-    "data": dict, "skipped_steps": Natural(), "evaluated_at": (int, None), "result": _RESULT,
-    "clock": _CLOCK, "sinks": [(dict, None)], "asked_stages": AskedStages(),
-    "callbacks": Optional(Each(dict)), "frozen": Optional([str]),
-    "best": Optional({"metric": str, "value": float, "step": Natural()}),
-    "training_metrics": Optional(Check(are_told, "numbers that metrics have kept")),
-}  # fmt: skip
+class _Clock(TypedDict):
+    train_s: float
+    steps: float
+    seconds: float
+    tokens: float
+    waits_s: float
+    labels: NotRequired[float]
+
+
+AskedStages = dict[Annotated[int, Meta(ge=0, lt=10**18)], Annotated[int, Meta(ge=0, le=3)]]
+"""The stages that operators asked for: steps done, as a text, and the stage from there on."""
+
+
+class _Best(TypedDict):
+    metric: str
+    value: float
+    step: Natural
+
+
+class _State(TypedDict):
+    data: _Object
+    skipped_steps: Natural
+    evaluated_at: int | None
+    result: _Result
+    clock: _Clock
+    sinks: list[_Object | None]
+    asked_stages: AskedStages
+    callbacks: NotRequired[dict[str, _Object]]
+    frozen: NotRequired[list[str]]
+    best: NotRequired[_Best]
+    training_metrics: NotRequired[Any]
+
+
+class _Extra(TypedDict):
+    built_groups: list[_Object]
+    run: _State
 
 
 def require_run_state(path: Path, state: Any) -> None:
     """Make sure that a run can go on from what a checkpoint has for it, or raise CheckpointError."""
     try:
-        require_schema(state, {"built_groups": [dict], "run": _STATE})
+        run = require_kind(state, _Extra)["run"]
     except UntrustedFileError as error:
         raise CheckpointError(f"{path} does not hold the state of its run: {error}") from None
+    if "training_metrics" in run and not are_told(run["training_metrics"]):
+        raise CheckpointError(f"{path} does not hold the state of its run: run.training_metrics: no numbers of metrics")

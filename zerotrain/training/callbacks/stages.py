@@ -10,6 +10,7 @@ from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.comm.ranks.world import World
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import StageSwitch, TrainStepResult
+from zerotrain.files.untrusted import is_kind
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.checkpoints import OF_TRAINER
 from zerotrain.training.callbacks.run_state import AskedStages
@@ -44,7 +45,7 @@ def stages_from(manifest: Manifest | None, schedule: Mapping[int, int]) -> tuple
     found: Any = manifest.content["extra"]
     for name in (OF_TRAINER, "run", "asked_stages"):
         found = found.get(name) if isinstance(found, dict) else None
-    return _with_asked(schedule, {} if AskedStages().problem(found) else found), manifest.step
+    return _with_asked(schedule, found if is_kind(found, AskedStages) else {}), manifest.step
 
 
 def _with_asked(schedule: Mapping[int, int], asked: Mapping[str, int]) -> dict[int, int]:

@@ -7,10 +7,12 @@ import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from zerotrain.files.printable import printable
-from zerotrain.files.untrusted import Natural, OneOf, Optional, UntrustedFileError, read_json, require_schema
+from zerotrain.files.untrusted import Natural, UntrustedFileError, one_of, read_json
 from zerotrain.files.whole import whole
 
 RESULT_NAME = "result.json"
@@ -20,42 +22,14 @@ MAX_NBYTES = 2**26
 """Largest result.json that is read: each stage tells of all ranks."""
 
 
-@dataclass(frozen=True)
-class _Texts:
-    """A list of texts, or null."""
-
-    def problem(self, value: Any) -> str | None:
-        try:
-            require_schema([] if value is None else value, [str])
-        except UntrustedFileError:
-            return "a list of texts or null"
-        return None
-
-
-_NUMBER, _TEXT = Optional((float, None)), Optional((str, None))
-_SCHEMA = {
-    "status": OneOf(("completed", "stopped", "failed")),
-    "world_size": Natural(),
-    "steps": Natural(),
-    "overrides": _Texts(),
-    "error": _TEXT,
-    "stopped_by": _TEXT,
-    "exit_code": Optional((int, None)),
-    "config_hash": _TEXT,
-    "checkpoint": _TEXT,
-    "weights_sha256": _TEXT,
-    "final_val_loss": _NUMBER,
-    "tokens_per_s": _NUMBER,
-    "step_ms_median": _NUMBER,
-}
-"""Schema of the fields of a result.json that programs read."""
+_StopName = Meta(pattern=rf"^({'|'.join(signal.Signals.__members__)}|control\.yaml|sweep\.pruner|callbacks\..+)\Z")
 
 
 @dataclass
 class RunResult:
     """The body of result.json. Null is what was not known when the run ended, and a loss that is no number."""
 
-    world_size: int
+    world_size: Natural
     """Ranks."""
     stage: int | None = None
     """ZeRO stage: the last, where it has changed."""
@@ -63,13 +37,13 @@ class RunResult:
     """The settings given on the command line."""
     config_hash: str | None = None
     """Equal where all settings are equal."""
-    status: str = "failed"
+    status: Annotated[str, one_of("completed", "stopped", "failed")] = "failed"
     """completed, stopped (from outside) or failed."""
     error: str | None = None
     """The error that ended a run before it completed."""
-    stopped_by: str | None = None
+    stopped_by: Annotated[str, _StopName] | None = None
     """The signal after which the run ended in order, its step done on all ranks; null however else it ended."""
-    exit_code: int | None = None
+    exit_code: Annotated[int, Meta(ge=0, le=255)] | None = None
     """The exit code of the command, also where torchrun makes 1 of it; null of a run that has not ended, or was killed.
     See `code_of_stop`."""
     restarts: int = 0
@@ -78,7 +52,7 @@ class RunResult:
     """The checkpoint that the last sitting of the run has gone on from."""
     checkpoint: str | None = None
     """The newest checkpoint of the run."""
-    steps: int = 0
+    steps: Natural = 0
     """Optimizer steps done, skipped ones included."""
     skipped_steps: int = 0
     """Those of them that changed nothing, because the gradient was not finite."""
@@ -171,7 +145,7 @@ def code_of_stop(stopped_by: str, given: int | None) -> int:
         stopped_by: a signal's name, or who has asked for the stop.
         given: the code after a signal; None: that of a shell for SIGINT, else 0.
     """
-    signum = getattr(signal.Signals, stopped_by, None)
+    signum = signal.Signals.__members__.get(stopped_by)
     if signum is None:
         return 0
     if given is not None:
@@ -186,8 +160,10 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
         OSError: it cannot be read; `FileNotFoundError` where there is none.
         UntrustedFileError: it is no result of a run.
     """
-    said = read_json(path, _SCHEMA, max_nbytes=MAX_NBYTES)
-    return {name: said.get(name, default) for name, default in RunResult(world_size=0).body().items()}
+    result: RunResult = read_json(path, RunResult, max_nbytes=MAX_NBYTES)
+    if result.status == "failed" and result.exit_code == 0:
+        raise UntrustedFileError("exit_code: got 0 of a run that has failed")
+    return result.body()
 
 
 def without_non_finite(value: Any) -> Any:

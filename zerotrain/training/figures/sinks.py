@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from zerotrain.files.regular import only_regular
 from zerotrain.files.untrusted import UntrustedFileError, parse_json
@@ -16,6 +16,10 @@ from zerotrain.training.figures.result import RunResult, without_non_finite
 METRICS_NAME = "metrics.jsonl"
 STEPS_NAME = "steps.jsonl"
 """A line for each step, see `zerotrain.training.loggers.record`."""
+
+
+class _Line(TypedDict):
+    step: float
 
 
 class MetricSink(Protocol):
@@ -95,6 +99,6 @@ def keep_lines(source: Path, target: Path, *, until: int) -> None:
 def _step_of(line: bytes) -> float:
     """Infinite for a line that is cut off."""
     try:
-        return float(parse_json(line, {"step": float})["step"])
-    except (UntrustedFileError, OverflowError):
+        return float(parse_json(line, _Line)["step"])
+    except UntrustedFileError:
         return math.inf

@@ -6,17 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 from zerotrain.engine.options import dotted
 from zerotrain.files.regular import only_regular
-from zerotrain.files.untrusted import UntrustedFileError, parse_json
+from zerotrain.files.untrusted import UntrustedFileError, parse_json, require_kind
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.figures.sinks import METRICS_NAME
 from zerotrain.training.loggers.facts import uncommitted_changes
 
 CHANGES_NAME = "git.diff"
 """File in the run's folder with the changes to the code that no commit has."""
+
+
+class _Line(TypedDict):
+    step: int
 
 
 @dataclass
@@ -131,7 +135,8 @@ def _lines_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with open(path, "rb", opener=only_regular) as lines:
         for line in lines:
             try:
-                metrics = parse_json(line, {"step": int})
+                metrics = parse_json(line, dict[str, Any])
+                step = require_kind(metrics, _Line)["step"]
             except UntrustedFileError:
                 continue
-            yield metrics.pop("step"), metrics
+            yield step, {name: value for name, value in metrics.items() if name != "step"}

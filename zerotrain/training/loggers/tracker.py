@@ -6,9 +6,9 @@ import re
 from abc import abstractmethod
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
-from zerotrain.files.untrusted import Check, UntrustedFileError, parse_json, read_json, require_schema
+from zerotrain.files.untrusted import UntrustedFileError, parse_json, read_json, require_kind, shown
 from zerotrain.files.whole import whole
 from zerotrain.training.callback import Run
 from zerotrain.training.loggers.curves import Curves, Written
@@ -21,10 +21,28 @@ SWEEP_VARIABLE = "ZEROTRAIN_SWEEP_JOB"
 """Variable of the environment in which the ranks of a sweep's job find its group and its name, as JSON."""
 
 
+class _SweepJob(TypedDict):
+    group: str
+    name: str
+
+
+class _Id(TypedDict):
+    id: str
+
+
+class _Note(TypedDict):
+    id: str
+    config_hash: str | None
+
+
+class _State(TypedDict):
+    note: _Note | None
+
+
 def of_sweep(key: str) -> str | None:
     """The `group` or the `name` that the run has as a job of a sweep; None where it is none, or has no name there."""
     with suppress(UntrustedFileError):
-        said = parse_json(os.environ.get(SWEEP_VARIABLE, "{}"), {"group": str, "name": str})
+        said = parse_json(os.environ.get(SWEEP_VARIABLE, "{}"), _SweepJob)
         return str(said[key]) or None
     return None
 
@@ -34,7 +52,7 @@ def ids_in(folder: Path) -> dict[str, str]:
     found = {}
     for name in NAMES:
         with suppress(OSError, UntrustedFileError):
-            found[name] = str(read_json(folder / f"{name}.json", {"id": str}, max_nbytes=MAX_NBYTES)["id"])
+            found[name] = str(read_json(folder / f"{name}.json", _Id, max_nbytes=MAX_NBYTES)["id"])
     return found
 
 
@@ -64,10 +82,8 @@ class Tracker(Curves):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`."""
-        require_schema(state, {"note": (dict, None)})
-        if state["note"] is not None:
-            require_schema(state["note"], self._schema())
-        self._note = state["note"]
+        note = require_kind(state, _State)["note"]
+        self._note = None if note is None else self._checked(note)
 
     def _open(self, run: Run) -> Written:
         path, config_hash = run.folder / f"{self.package}.json", run.result.config_hash
@@ -86,11 +102,12 @@ class Tracker(Curves):
     def _read(self, path: Path) -> dict[str, Any] | None:
         """The note of an earlier sitting in the run's folder; None where there is none that can be read."""
         try:
-            note: dict[str, Any] = read_json(path, self._schema(), max_nbytes=MAX_NBYTES)
+            return self._checked(read_json(path, _Note, max_nbytes=MAX_NBYTES))
         except (OSError, UntrustedFileError):
             return None
-        return note
 
-    def _schema(self) -> dict[str, Any]:
-        is_id = Check(lambda value: isinstance(value, str) and bool(re.fullmatch(self.id_pattern, value)), "an id")
-        return {"id": is_id, "config_hash": (str, None)}
+    def _checked(self, note: dict[str, Any]) -> dict[str, Any]:
+        """A note with an id as this tracker makes them."""
+        if not re.fullmatch(self.id_pattern, note["id"]):
+            raise UntrustedFileError(f"note.id: got {shown(note['id'])}; it must be an id of {self.package}")
+        return note

@@ -3,15 +3,16 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import torch
+from msgspec import Meta
 
 from zerotrain.comm.ranks.world import World
 from zerotrain.data.reading.inputs import count_labels, is_counted, is_signed, target_of
 from zerotrain.errors import CallbackError
 from zerotrain.files.printable import printable
-from zerotrain.files.untrusted import Each, Natural, has_schema
+from zerotrain.files.untrusted import is_kind
 from zerotrain.training.metrics.metric import Metric, States, class_dims
 
 NUM_DIMENSIONS = 8
@@ -25,6 +26,13 @@ LOSS = "loss"
 MAX_TOLD = 2**16
 """Numbers of one metric that a checkpoint keeps at most."""
 MAX_MICRO_BATCHES = 2**20
+
+
+class _Kept(TypedDict):
+    num: Annotated[int, Meta(ge=0, le=MAX_MICRO_BATCHES)]
+    kept: dict[str, dict[str, list[list[Any]]]]
+
+
 """As many are told of in a checkpoint at most."""
 
 
@@ -241,7 +249,7 @@ def _of_told(told: list[Any], device: torch.device) -> torch.Tensor:
 
 def are_told(value: Any) -> bool:
     """Whether a value out of a file has the form of {"num": how many micro-batches, "kept": `state_dict()`}."""
-    if not has_schema(value, {"num": Natural(MAX_MICRO_BATCHES), "kept": Each(Each([list]))}):
+    if not is_kind(value, _Kept):
         return False
     try:
         for name, kept in value["kept"].items():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zerotrain.checkpoint.manifest import MAX_NBYTES
-from zerotrain.checkpoint.tensor_file import DESCRIBED, TensorFile
+from zerotrain.checkpoint.tensor_file import Described, TensorFile
 from zerotrain.comm.accounts.notes import Notes
 from zerotrain.engine.state.saving.snapshot import Snapshot
 from zerotrain.engine.state.together import Told, joint, told
@@ -137,7 +137,7 @@ class Writing:
             return self.file.described()
         path = self.folder / description_name(rank)
         try:
-            described: dict[str, Any] = read_json(path, DESCRIBED, max_nbytes=MAX_NBYTES)
+            described: dict[str, Any] = read_json(path, Described, max_nbytes=MAX_NBYTES)
         except UntrustedFileError as error:
             raise CheckpointError(f"{path} is not what rank {rank} has written: {error}") from None
         except FileNotFoundError:
