@@ -94,10 +94,11 @@ def require_kind(value: Any, kind: Any) -> Any:
     """
     try:
         return convert(value, kind, dec_hook=_checked, str_keys=True)
-    except ValidationError as error:
+    except (ValidationError, UnicodeEncodeError) as error:  # the second: a key with halves of characters
         problem, _, place = str(error).partition(" - at `")
-        place = place.removesuffix("`").removeprefix("$").removeprefix(".")
-        raise UntrustedFileError(f"{shown(place) or 'it'}: {problem[:1].lower()}{problem[1:_MAX_PROBLEM]}") from None
+        place = shown(place.removesuffix("`").removeprefix("$").removeprefix("."))
+        told = problem[:1].lower() + problem[1:_MAX_PROBLEM]
+        raise UntrustedFileError(f"{place}: {told}" if place else told) from None
 
 
 def is_kind(value: Any, kind: Any) -> bool:

@@ -281,7 +281,7 @@ def test_state_that_a_callback_cannot_take_ends_the_run_by_its_name(make_trainer
     trainer = make_trainer(
         engine=first.engine, max_steps=3, callbacks={"a": EarlyStopping(patience=1)}, checkpoint=policy
     )
-    with pytest.raises(CallbackError, match=r"callbacks\.a: load_state_dict: UntrustedFileError: best is missing"):
+    with pytest.raises(CallbackError, match=r"callbacks\.a: load_state_dict: UntrustedFileError: object missing required field `best`"):
         trainer.run()
 
 
@@ -291,7 +291,7 @@ def test_state_of_no_form_that_a_run_writes_is_refused(make_trainer, tmp_path, m
     first._state = lambda: state() | {"callbacks": {"a": [3]}}
     first.run()
     policy = CheckpointPolicy(resume=checkpoints_in(tmp_path / "checkpoints"))
-    with pytest.raises(CheckpointError, match=r"run\.callbacks\.a is \[3\], and must be"):
+    with pytest.raises(CheckpointError, match=r"run\.callbacks.*: expected `object`, got `array`"):
         make_trainer(engine=first.engine, max_steps=3, callbacks={"a": Total()}, checkpoint=policy).run()
 
 

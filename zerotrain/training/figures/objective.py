@@ -7,11 +7,12 @@ from dataclasses import fields
 from typing import Any
 
 from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import Natural
 from zerotrain.training.figures.result import RunResult
 
 VAL_LOSS = "final_val_loss"
 _OF_AN_EVALUATION = re.compile(r"val_\w+(/.+)?")
-_NUMBERS = tuple(each.name for each in fields(RunResult) if each.type in (int, float | None))
+_NUMBERS = tuple(each.name for each in fields(RunResult) if each.type in (int, Natural, float | None))
 NUMBERS = (
     *_NUMBERS,
     *(f"comm_bytes_per_step.{each}" for each in ("sent", "theory")),
