@@ -1,16 +1,15 @@
 """`python -m zerotrain replay RUN --step N [SETTING=VALUE ...]`: a step of a run again, compared with what the run
 recorded, and which virtual rank, micro-batch, parameter and row its loss and gradient came from."""
 
-import code
 import json
-import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from omegaconf import OmegaConf
@@ -27,7 +26,7 @@ from zerotrain.engine.results import TrainStepResult
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.extras import package
 from zerotrain.files.kept_out import nothing_imported_from
-from zerotrain.files.printable import printable
+from zerotrain.files.regular import only_regular
 from zerotrain.files.whole import whole
 from zerotrain.launching.end import exits
 from zerotrain.launching.job.job import num_threads_per_rank
@@ -35,8 +34,7 @@ from zerotrain.launching.job.resuming import first_readable
 from zerotrain.replay.record import Record, read_record
 from zerotrain.replay.report import StepReport, batch_of, report_of
 from zerotrain.replay.steps import ReplayedSteps, of_replay, opened_steps
-from zerotrain.replay.tables import print_around, print_report, print_side_by_side
-from zerotrain.replay.what_if import Change, side_by_side
+from zerotrain.replay.tables import print_around, print_report
 from zerotrain.run.factory import join_ranks
 from zerotrain.run.saved import NO_CONFIG, config_from
 from zerotrain.run.trust import require_trusted
@@ -52,8 +50,6 @@ offload, data, or the threads.
 
   python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812
   python -m zerotrain replay outputs/2026-11-22/10-00-00 --worst --rows
-  python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812 --without-rows 7,12
-  python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812 --lr 1e-4 --clip 0.5
   python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812 zero.stage=3 offload.optimizer=cpu
   python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812 data.path=moved --save-batch batch.safetensors
 
@@ -63,6 +59,8 @@ is nothing to go on from, one line a problem; 130: Ctrl-C.
 AT_WORK = ("zero.", "offload.", "data.", "launch.device", "launch.threads_per_rank", "launch.timeout_s")
 BUILT = ("model", "data", "optimizer", "scheduler")
 REPLAY_NAME = "replay.json"
+OURS = {"replay": "zerotrain"}
+"""The begin of its content."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +74,6 @@ class ReplayArguments:
     rows: bool = False
     around: int = 0
     """Steps before it, and as many after it."""
-    without_rows: str = ""
-    """Numbers, such as 7,12."""
-    lr: float | None = None
-    clip: float | None = None
-    interactive: bool = False
     save_batch: Path | None = None
     out: Path = Path(REPLAY_NAME)
     trust_code: bool = False
@@ -96,15 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     which.add_argument("--worst", action="store_true", help="the first step not finite, or the largest spike")
     parser.add_argument("--rows", action="store_true", help="compute each row of the worst micro-batch alone")
     parser.add_argument("--around", type=int, default=0, metavar="K", help="K steps before and after it, a line each")
-    parser.add_argument(
-        "--without-rows", default="", metavar="ROWS",
-        help="the step again without the labels of these rows, such as 7,12, side by side",
-    )  # fmt: skip
-    parser.add_argument("--lr", type=float, metavar="RATE", help="the step again with this learning rate, likewise")
-    parser.add_argument("--clip", type=float, metavar="NORM", help="the step again, clipped to this norm, likewise")
-    parser.add_argument(
-        "--interactive", action="store_true", help="a Python shell before the step: engine, batch, report"
-    )
     parser.add_argument("--save-batch", type=Path, metavar="FILE", help="write the worst micro-batch, as safetensors")
     parser.add_argument("--out", type=Path, default=Path(REPLAY_NAME), metavar="FILE", help=f"{REPLAY_NAME} by default")
     parser.add_argument("--trust-code", **TRUST)
@@ -114,23 +98,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(asked: ReplayArguments) -> int:
-    with words_of_config():
-        body = replay(asked, Console())
-    with whole(asked.out) as file:
-        file.write((json.dumps(body, indent=2) + "\n").encode())
+    _require_in_range(asked)
+    with _made("--out", asked.out, asked.path) as out, _made("--save-batch", asked.save_batch, asked.path) as batch:
+        with words_of_config():
+            body = replay(asked, Console(), lambda tensors: batch.write(_safetensors().save(tensors)))
+        out.write((json.dumps(OURS | body, indent=2) + "\n").encode())
     print(f"in {asked.out}")
     return exits.FAILED if body["differs"] else exits.COMPLETED
 
 
-def replay(asked: ReplayArguments, console: Console) -> dict[str, Any]:
+def replay(
+    asked: ReplayArguments, console: Console, keep_batch: Callable[[dict[str, torch.Tensor]], Any]
+) -> dict[str, Any]:
     """Compute a step of a run again, print what it was made of, and return that for JSON.
+
+    Args:
+        keep_batch: gets the worst micro-batch, if `asked.save_batch` is there.
 
     Raises:
         ConfigError: an argument is wrong, or the run cannot be built here.
         CheckpointError: no checkpoint before the step is whole.
     """
-    _require_in_range(asked)
-    _require_elsewhere(asked)
     folder = asked.path.absolute()
     if os.path.isfile(folder / MANIFEST):
         folder = folder.parent.parent
@@ -161,7 +149,7 @@ def replay(asked: ReplayArguments, console: Console) -> dict[str, Any]:
             steps = opened_steps(config, world, checkpoints, Path(scratch), console, start.get("data"))
             if step > steps.max_steps:
                 raise ConfigError(f"--step: got {step}; the run has {steps.max_steps} steps; give one of them")
-            found = _computed(steps, asked, record, step, Path(scratch))
+            found = _computed(steps, asked, record, step, keep_batch)
             causes = []
             if found.first_that_differs is not None:
                 causes = record.causes(found.first_that_differs["step"], environment(world.device), settings)
@@ -170,8 +158,6 @@ def replay(asked: ReplayArguments, console: Console) -> dict[str, Any]:
     print_report(console, found.report, steps.began_at, record, found.differs, causes)
     if found.around:
         print_around(console, found.around, step)
-    if found.what_if is not None:
-        print_side_by_side(console, found.what_if, step)
     about = {"from_step": steps.began_at, "recorded": step in record.steps, "causes": causes}
     return without_non_finite(found.body() | about)
 
@@ -185,7 +171,6 @@ class _Found:
     first_that_differs: dict[str, Any] | None
     """The first of all steps that differs from the record."""
     around: list[dict[str, Any]]
-    what_if: dict[str, Any] | None
 
     @property
     def differs(self) -> str | None:
@@ -201,20 +186,21 @@ class _Found:
             | {"skipped": outcome.skipped, "loss_scale": outcome.loss_scale, "update": outcome.update_hash}
             | {"differs": self.differs}
             | ({"around": self.around} if self.around else {})
-            | ({} if self.what_if is None else {"what_if": self.what_if})
         )
 
 
-def _computed(steps: ReplayedSteps, asked: ReplayArguments, record: Record, step: int, scratch: Path) -> _Found:
+def _computed(
+    steps: ReplayedSteps,
+    asked: ReplayArguments,
+    record: Record,
+    step: int,
+    keep_batch: Callable[[dict[str, torch.Tensor]], Any],
+) -> _Found:
     """Go on to a step, and to those after it that are asked for."""
     found = _compared(steps, record, step - 1)
     report = report_of(steps, each_row=asked.rows)
     if asked.save_batch is not None:
-        _save(batch_of(steps, report.worst.virtual_rank, report.worst.micro_batch), asked.save_batch)
-    if asked.interactive:
-        _shell(steps, report, scratch)
-    change = Change(without_rows=_row_numbers(asked), lr=asked.lr, clip=asked.clip)
-    what_if = side_by_side(steps, change, scratch) if str(change) else None
+        keep_batch(batch_of(steps, report.worst.virtual_rank, report.worst.micro_batch))
     [(_, outcome)] = steps.train(step)
     found.append(_beside_record(steps, record, step, outcome))
     found += _compared(steps, record, min(step + asked.around, steps.max_steps))
@@ -223,7 +209,6 @@ def _computed(steps: ReplayedSteps, asked: ReplayArguments, record: Record, step
         outcome=outcome,
         first_that_differs=next((each for each in found if each["differs"]), None),
         around=[each for each in found if asked.around and abs(each["step"] - step) <= asked.around],
-        what_if=what_if,
     )
 
 
@@ -232,19 +217,6 @@ def _require_in_range(asked: ReplayArguments) -> None:
         raise ConfigError(f"--step: got {asked.step}; it must be 1 or more, the number of a step")
     if asked.around < 0:
         raise ConfigError(f"--around: got {asked.around}; it must be 0 or more steps")
-    if asked.lr is not None and not (math.isfinite(asked.lr) and asked.lr >= 0):
-        raise ConfigError(f"--lr: got {asked.lr:g}; it must be a learning rate of 0 or more")
-    if asked.clip is not None and not (math.isfinite(asked.clip) and asked.clip > 0):
-        raise ConfigError(f"--clip: got {asked.clip:g}; it must be a norm above 0")
-    _row_numbers(asked)
-
-
-def _row_numbers(asked: ReplayArguments) -> frozenset[int]:
-    try:
-        return frozenset(map(int, filter(None, asked.without_rows.split(","))))
-    except ValueError:
-        given = printable(asked.without_rows, 100)
-        raise ConfigError(f"--without-rows: got {given}; it must be numbers of rows, such as 7,12") from None
 
 
 def _safetensors() -> Any:
@@ -254,17 +226,33 @@ def _safetensors() -> Any:
         raise ConfigError(str(error)) from error
 
 
-def _require_elsewhere(asked: ReplayArguments) -> None:
-    """Make sure that what is written can be, before anything is computed, and lies outside the run."""
-    if asked.save_batch is not None:
+@contextmanager
+def _made(name: str, path: Path | None, run: Path) -> Iterator[BinaryIO]:
+    """The file that an argument names, to be written: it is there before anything is computed, and has its name at the
+    end.
+
+    Raises:
+        ConfigError: it cannot be written, lies in the run, or is no file of an earlier replay.
+    """
+    if path is None:
+        yield BytesIO()
+        return
+    if name == "--save-batch":
         _safetensors()
-    for name, path in (("--out", asked.out), ("--save-batch", asked.save_batch)):
-        if path is None:
-            continue
-        if not path.absolute().parent.is_dir():
-            raise ConfigError(f"{name}: got {path}, whose folder is not there; give a file in a folder that is")
-        if path.resolve().is_relative_to(asked.path.resolve()):
-            raise ConfigError(f"{name}: got {path}, which is in the folder of the run; give a file elsewhere")
+    if path.resolve().is_relative_to(run.resolve()):
+        raise ConfigError(f"{name}: got {path}, which is in the folder of the run; give a file elsewhere")
+    begin = json.dumps(OURS, indent=2).removesuffix("\n}").encode()
+    with ExitStack() as stack:
+        try:
+            if os.path.lexists(path):
+                with open(path, "rb", opener=only_regular) as there:
+                    if there.read(len(begin)) != begin:
+                        raise ConfigError(f"{name}: got {path}, which is there already; give a new name")
+            file = stack.enter_context(whole(path))
+        except OSError as error:
+            told = f"{name}: got {path}, which cannot be written: {error.strerror}"
+            raise ConfigError(f"{told}; give a file in a folder where you may write") from None
+        yield file
 
 
 def _checkpoints_before(path: Path, step: int, *, has_start: bool) -> list[Path]:
@@ -329,22 +317,3 @@ def _beside_record(steps: ReplayedSteps, record: Record, step: int, outcome: Tra
         "as_recorded": None if step not in record.steps else differs is None,
         "differs": differs,
     }
-
-
-def _shell(steps: ReplayedSteps, report: StepReport, scratch: Path) -> None:
-    """A Python shell at the moment before the step. Its end undoes what was done to the engine there."""
-    worst = report.worst
-    inputs, _ = steps.feed.leaf(worst.virtual_rank)
-    names = {"engine": steps.engine, "batch": inputs[worst.micro_batch], "report": report, "steps": steps}
-    about = f"before step {report.step}: engine, batch (the micro-batch that stands out), report, steps; Ctrl-D goes on"
-    saved = steps.engine.save(scratch / "of_shell")
-    with suppress(SystemExit):  # by exit()
-        code.interact(banner=about, local=names, exitmsg="")
-    steps.engine.load(saved)
-
-
-def _save(batch: Mapping[str, torch.Tensor], path: Path) -> None:
-    try:
-        _safetensors().save_file(dict(batch), path)
-    except OSError as error:
-        raise ConfigError(f"--save-batch: got {path}, which cannot be written: {error}") from error

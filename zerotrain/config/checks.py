@@ -21,6 +21,8 @@ COLLATE_FN = "data.collate_fn"
 SETS = "data.validation_sets"
 PARTIAL_GROUPS = ("optimizer", "scheduler", COLLATE_FN)
 """These get more arguments later: the parameters, the step, the items."""
+MAX_MICRO_BATCHES = 2**20
+"""Of a step, on all ranks: more have too many noughts."""
 
 
 def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
@@ -77,6 +79,12 @@ def value_problems(config: Config) -> list[str]:
     if config.precision.name == "fp16" and config.train.on_nonfinite == "stop":
         problems.append(
             "train.on_nonfinite: got stop; it must be skip with precision=fp16, which finds its loss scale by overflows"
+        )
+    train = config.train
+    if train.gradient_accumulation_steps * (train.virtual_ranks or 1) > MAX_MICRO_BATCHES:
+        problems.append(
+            f"train.virtual_ranks: got {train.virtual_ranks} with train.gradient_accumulation_steps="
+            f"{train.gradient_accumulation_steps}; a step must have {MAX_MICRO_BATCHES} micro-batches or fewer"
         )
     if config.zero.schedule is not None:
         problems += [

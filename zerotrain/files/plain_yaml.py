@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from zerotrain.files.untrusted import MAX_DEPTH, UntrustedFileError
+from zerotrain.files.untrusted import MAX_DEPTH, MAX_DIGITS, UntrustedFileError
 
 _KINDS = ("str", "int", "float", "bool", "null", "seq", "map")
 
@@ -42,6 +42,17 @@ class _PlainLoader(yaml.SafeLoader):
             if key in keys[:number]:
                 raise UntrustedFileError(f"{key} is there twice")
         return super().construct_mapping(node, deep=deep)
+
+
+def _short_int(loader: _PlainLoader, node: Any) -> int:
+    """Such as 0xff or 1:59:59; one that no float holds is refused, as in JSON."""
+    value: int = loader.construct_yaml_int(node)
+    if abs(value) >= 10**MAX_DIGITS:
+        raise UntrustedFileError(f"it has a whole number of more than {MAX_DIGITS} digits")
+    return value
+
+
+_PlainLoader.add_constructor("tag:yaml.org,2002:int", _short_int)
 
 
 def parse_yaml(content: bytes) -> Any:

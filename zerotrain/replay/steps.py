@@ -41,20 +41,12 @@ class ReplayedSteps:
     began_at: int
     """Steps done in the checkpoint that was taken; 0: the run's own beginning."""
 
-    def rate_factor(self) -> float:
-        """That of the learning rates in the next step."""
-        return float(self.schedule(self.done - self.skipped, self.max_steps))
-
-    def set_rates(self, factor: float) -> None:
-        """Let the learning rate of each group be this part of what it began with."""
-        set_rates(self.engine.param_groups, factor)
-
     def train(self, until: int) -> Iterator[tuple[int, TrainStepResult]]:
         """Go on to a step; yield the number of each and what it came to."""
         self.feed.first_step = self.done
         with self.feed.loader(max(0, until - self.done)) as loader:
             while self.done < until:
-                self.set_rates(self.rate_factor())
+                set_rates(self.engine.param_groups, self.schedule(self.done - self.skipped, self.max_steps))
                 micro_batches, weights, _ = self.feed.next_step(loader)
                 seed_each = partial(seed_leaf, self.seed, self.done)
                 outcome = self.engine.train_step(micro_batches, weights=weights, before_each=seed_each)

@@ -92,25 +92,6 @@ def print_around(console: Console, steps: Sequence[Mapping[str, Any]], asked: in
     console.print(table)
 
 
-def print_side_by_side(console: Console, found: Mapping[str, Any], step: int) -> None:
-    """Print a row for the step as it was, and one for the changed step."""
-    table = Table(
-        "",
-        "loss",
-        "gradient",
-        "clipped to",
-        "learning rate",
-        "loss after it",
-        title=f"step {step} with {found['change']}",
-        box=box.SIMPLE_HEAD,
-    )
-    for name, each in (("as it was", found["as_it_was"]), ("changed", found["changed"])):
-        clipped = "skipped" if each["skipped"] else _number(each["grad_norm"] * each["clip_coefficient"])
-        numbers = map(_number, (each["loss"], each["grad_norm"]))
-        table.add_row(name, *numbers, clipped, _number(each["lr"]), _number(each["loss_after"]))
-    console.print(table)
-
-
 def _bar(part: Part, longest: Part) -> str:
     """As long as the gradient is large."""
     if not (math.isfinite(part.grad_norm) and math.isfinite(longest.grad_norm)):

@@ -51,13 +51,13 @@ def csv_of(report: Report) -> bytes:
     """A line for each job. An apostrophe precedes text that a program of tables would take for a formula."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    bodies = [row_body(row, report) for row in report.rows]
-    figures = list(report.rows[0].figures) if report.rows else []
-    names = ["job", "folder", "status", *report.settings, *figures, "weights_sha256", "config_hash", "error", "command"]
-    writer.writerow(map(_cell, names))
-    for body in bodies:
-        values = {**body, **body["settings"]}
-        writer.writerow([_cell(values.get(name)) for name in names])
+    first = ["job", "folder", "status"]
+    others = [*(report.rows[0].figures if report.rows else ()), "weights_sha256", "config_hash", "error", "command"]
+    writer.writerow(map(_cell, [*first, *report.settings, *others]))
+    for body in (row_body(row, report) for row in report.rows):
+        # By place: a setting of an edited config may have the name of another column.
+        values = [*map(body.get, first), *body["settings"].values(), *map(body.get, others)]
+        writer.writerow(map(_cell, values))
     return text.getvalue().encode(errors="backslashreplace")
 
 

@@ -12,7 +12,7 @@ from zerotrain.files.plain_yaml import parse_yaml
 from zerotrain.files.untrusted import UntrustedFileError, read_regular
 from zerotrain.report.curves import NO_CURVE, Curve, read_curves
 from zerotrain.report.journal import DIVERGED, FAILED, REFUSED, RUNNING, JobEvent, SweepJournal, outcome
-from zerotrain.report.values import in_order
+from zerotrain.report.values import in_order, shortened
 from zerotrain.training.figures.result import RESULT_NAME, RunResult, read_result
 from zerotrain.training.figures.sinks import METRICS_NAME
 
@@ -23,6 +23,8 @@ MAX_DEPTH = 6
 """Folders within each other in which a run is looked for."""
 MAX_CONFIG_NBYTES = 10**5
 """Largest yaml that is read: a longer one may take minutes. Ours have 2 kB."""
+MAX_NAME = 200
+"""Characters of the name of a setting, or of a group of them, that are shown."""
 UNFINISHED = "unfinished"
 GONE = "its process is gone; the same command again goes on with it"
 MAX_ENTRIES = 200_000
@@ -165,8 +167,9 @@ def _section(content: bytes) -> dict[str, Any]:
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items() if isinstance(values, dict) else ():
+        path = prefix + shortened(str(name), MAX_NAME)
         if isinstance(value, dict) and value:
-            found |= _flat(value, f"{prefix}{name}.")
+            found |= _flat(value, f"{path}.")
         else:
-            found[f"{prefix}{name}"] = value
+            found[path] = value
     return found

@@ -13,7 +13,7 @@ from typing import Any
 from zerotrain.files.printable import printable
 from zerotrain.report.curves import Curve
 from zerotrain.report.journal import JobEvent
-from zerotrain.report.reading import JobFiles, label_of, read_jobs
+from zerotrain.report.reading import MAX_NAME, JobFiles, label_of, read_jobs
 from zerotrain.report.values import at, cell, first_line, number, numbers_at, shortened
 from zerotrain.training.figures.objective import value_in
 
@@ -241,7 +241,7 @@ def _differing(jobs: Sequence[JobFiles]) -> list[str]:
 def _given(overrides: Sequence[str] | None) -> dict[str, Any]:
     """The settings of a command line, as texts or as the numbers that they are."""
     pairs = (each.lstrip("+~").partition("=") for each in overrides or [])
-    return {name: _read(value) for name, is_one, value in pairs if is_one}
+    return {shortened(name, MAX_NAME): _read(value) for name, is_one, value in pairs if is_one}
 
 
 def _read(text: str) -> Any:

@@ -1,6 +1,5 @@
 """Values out of files of others, as numbers and as texts that people read."""
 
-import math
 import re
 from typing import Any
 
@@ -14,7 +13,7 @@ MAX_CELL = 60
 
 def number(value: Any) -> float | None:
     """A value if it is a number to reckon with; None if it is nan, infinite, a text or of a size that nothing has."""
-    is_one = type(value) in (int, float) and math.isfinite(value) and abs(value) < MAX_NUMBER
+    is_one = type(value) in (int, float) and abs(value) < MAX_NUMBER
     return value if is_one else None
 
 

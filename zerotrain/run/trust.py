@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -16,13 +16,13 @@ import torch
 import zerotrain
 import zerotrain.data
 import zerotrain.models
+import zerotrain.training
 import zerotrain.training.metrics
 from zerotrain.config.interpolation import nested, unresolved
 from zerotrain.config.schema import Config
 from zerotrain.engine.groups.muon import MuonWithAdamW
 from zerotrain.errors import ConfigError
 from zerotrain.files.printable import printable
-from zerotrain.training.schedule import constant, warmup_cosine
 
 TARGET = "_target_"
 _MAX_SHOWN = 300
@@ -82,7 +82,7 @@ def _targets(values: Any, group: str) -> Iterator[tuple[str, Any]]:
 
 def _is_known(target: Any) -> bool:
     found = _named(target) if isinstance(target, str) else None
-    return isinstance(found, type | type(constant)) and found in _known()
+    return isinstance(found, type | FunctionType) and found in _known()
 
 
 def _named(target: str) -> Any:
@@ -110,4 +110,5 @@ def _known() -> frozenset[Any]:
     ]
     packages = (zerotrain.models, zerotrain.data, zerotrain.training.metrics)
     ours = [vars(package).get(name) for package in packages for name in package.__all__]
-    return frozenset([*of_torch, *filter(inspect.isclass, ours), MuonWithAdamW, constant, warmup_cosine])
+    schedules = (vars(zerotrain.training)[name] for name in zerotrain.training.__all__)
+    return frozenset([*of_torch, *filter(inspect.isclass, ours), MuonWithAdamW, *filter(inspect.isfunction, schedules)])

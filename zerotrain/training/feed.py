@@ -1,6 +1,6 @@
 """Feeds a rank: the run's place in the data, the next micro-batches, and their weights in the loss."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,21 +152,6 @@ class TrainingFeed:
         of_all = sum(weight for _, weight in self._read(self.sampler.micro_batches(position, numbers)))
         total = torch.tensor(of_all, dtype=torch.float64, device=self._world.device)
         return inputs, self._parts_of([weight for _, weight in read], total)
-
-    def without(self, rows: Set[int]) -> tuple[list[Any], list[float | torch.Tensor] | None]:
-        """(inputs of each micro-batch, weight of each) of all virtual ranks in the next step, read here and alone, as
-        if the labels of some rows did not count. A micro-batch of these rows alone keeps them, and weighs nothing."""
-        inputs, weights = [], []
-        for whole in self.sampler.micro_batches(self.sampler.rows_consumed, range(self.sampler.num_virtual_ranks)):
-            kept = [(row, epoch) for row, epoch in zip(*whole, strict=True) if row not in rows]
-            left = RowsToRead(*map(list, zip(*kept, strict=True))) if kept else whole
-            [(batch, weight)] = self._read([left])
-            inputs.append(batch)
-            weights.append(weight if kept else 0)
-        if not rows and self._weighs_alike:
-            return self._inputs(inputs), None
-        total = torch.tensor(sum(weights), dtype=torch.float64, device=self._world.device)
-        return self._inputs(inputs), self._parts_of(weights, total)
 
     def rows_of(self, virtual_rank: int, micro_batch: int) -> RowsToRead:
         """The rows of one micro-batch of the next step."""

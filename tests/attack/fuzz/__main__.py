@@ -14,7 +14,7 @@ import warnings
 
 import torch
 
-from tests.attack.fuzz.cases import TARGETS
+from tests.attack.fuzz.cases import OF_KINDS, TARGETS
 from tests.attack.fuzz.trial import ANOTHER, BAD, REFUSED, UNCHANGED, tried
 
 
@@ -22,7 +22,9 @@ def main(arguments: list[str]) -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.attack.fuzz", description=__doc__)
     parser.add_argument("--mutations", type=int, default=10_000, help="of all files together")
-    parser.add_argument("--seed", type=int, default=0, help="of the first of each file")
+    parser.add_argument(
+        "--seed", type=int, default=0, help=f"of the first of each file; from {OF_KINDS} on of kinds and sizes alone"
+    )
     parser.add_argument("--only", action="append", choices=list(TARGETS), help="one file; may be given again")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -32,7 +34,12 @@ def main(arguments: list[str]) -> int:
     print(f"{'file':40} {'damaged':>8} {'refused':>8} {'unchanged':>10} {'another':>8} {'bad':>5}")
     total, bad = 0, {}
     for name in names:
-        tally = tried(TARGETS[name], range(given.seed, given.seed + each))
+        half = -(-each // 2)
+        seeds = [
+            *range(given.seed, given.seed + half),
+            *range(OF_KINDS + given.seed, OF_KINDS + given.seed + each - half),
+        ]
+        tally = tried(TARGETS[name], seeds if len(seeds) > 1 else [given.seed])
         counts = [tally.counts[kind] for kind in (REFUSED, UNCHANGED, ANOTHER, BAD)]
         total += each
         row = [each, *counts]

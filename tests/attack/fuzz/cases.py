@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.attack.fuzz import data, runs, tensors
-from tests.attack.fuzz.mutations import damaged_bytes, damaged_json, text_of
+from tests.attack.fuzz.mutations import damaged_bytes, damaged_json, damaged_kind, text_of
 from zerotrain.errors import CheckpointError, ConfigError
 
 Refusals = tuple[type[BaseException], ...]
 Reader = Callable[[Path], Any]
 """Gives what it has read, to be compared by its `repr`."""
+
+
+OF_KINDS = 10**6
+"""Seeds from here on damage kinds and sizes: the damage of the others stays what it was when they found something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +28,8 @@ class Target:
     read: Reader
     json: bool = False
     """Every second damage is to its values."""
+    form: str = ""
+    """lines of JSON, or yaml: of a file with values that is no JSON."""
     reseal: Callable[[bytes], bytes] | None = None
     """All damage is to values, and the hash is made to fit: the schema is all there is to find it."""
     others: tuple[str, ...] = ()
@@ -39,6 +45,9 @@ class Target:
 
     def damaged(self, original: bytes, others: tuple[bytes, ...], seed: int) -> tuple[bytes, bool]:
         """The damaged file, and whether its hash fits."""
+        if seed >= OF_KINDS:
+            damaged = damaged_kind(original, seed, "json" if self.json or self.reseal else self.form)
+            return (damaged, False) if self.reseal is None else (_resealed(self.reseal, damaged), True)
         if self.reseal is not None:
             return _resealed(self.reseal, text_of(damaged_json(original, seed))), True
         if self.json and seed % 2:
@@ -97,14 +106,40 @@ TARGETS: dict[str, Target] = {
     "preparing.json": Target(make=data.make_begun, file="preparing.json", read=data.read_begun, json=True),
     "scan.json": _of_data(data.make_scan, "scan.json", data.read_scan, json=True),
     "tokenizer.json": _of_data(data.make_tokenizer, "tokenizer.json", data.read_tokenizer, json=True),
-    "jsonl": _of_data(data.make_jsonl, "texts.jsonl", data.read_jsonl),
+    "jsonl": _of_data(data.make_jsonl, "texts.jsonl", data.read_jsonl, form="lines"),
+    "text": _of_data(data.make_text, "text.txt", data.read_text),
+    "text.gz": _of_data(data.make_text, "text.txt.gz", data.read_text),
+    "jsonl.zst": _of_data(data.make_text, "rows.jsonl.zst", data.read_text),
+    "parquet": _of_data(data.make_text, "rows.parquet", data.read_text),
+    "tokens.npy": _of_data(data.make_tokens, "numpy.npy", data.read_tokens, hot=128),
+    "tokens of llm.c": _of_data(data.make_tokens, "llm_c.bin", data.read_tokens, hot=16),
+    "index of Megatron": _of_data(data.make_tokens, "megatron.idx", data.read_tokens, hot=34),
+    "plain tokens": _of_data(data.make_tokens, "plain.bin", data.read_tokens),
     "job.json": _of_run(runs.make_job, "job.json", runs.read_job, json=True),
     "error of a rank": _of_run(runs.make_ranks, "1.error.json", runs.read_ranks, json=True),
     "state of a rank": _of_run(runs.make_ranks, "0.state", runs.read_ranks),
     ".lock": _of_run(runs.make_lock, ".lock", runs.read_lock, json=True),
     "lock of a store": _of_run(runs.make_lock, "lock", runs.read_lock, json=True),
-    "metrics.jsonl": _of_run(runs.make_metrics, "metrics.jsonl", runs.read_metrics),
+    "metrics.jsonl": _of_run(runs.make_metrics, "metrics.jsonl", runs.read_metrics, form="lines"),
+    "steps.jsonl": _of_run(runs.make_steps, "steps.jsonl", runs.read_steps, form="lines"),
+    "config.yaml": _of_run(runs.make_settings, "config.yaml", runs.read_settings, form="yaml"),
+    "plan.json": _of_run(runs.make_plan, "plan.json", runs.read_plan, json=True),
+    "result.json, how a run has ended": _of_run(runs.make_ended, "result.json", runs.read_ended, json=True),
+    "refused.json": _of_run(runs.make_ended, "ranks/refused.json", runs.read_ended, json=True),
+    "note of a tracker": _of_run(runs.make_note, "wandb.json", runs.read_note, json=True),
+    "study.db": _of_run(runs.make_study, "study.db", runs.read_study),
+    "config.json of Hugging Face": _of_run(runs.make_auto_map, "config.json", runs.read_auto_map, json=True),
+    "adapter_config.json": _of_run(
+        runs.make_adapters, "adapter_config.json", runs.read_adapters, json=True, refusals=(CheckpointError, *OF_DATA)
+    ),
+    "loss.json of an evaluation": _of_run(
+        runs.make_loss, "loss.json", runs.read_loss, json=True, refusals=(CheckpointError, *OF_DATA)
+    ),
+    "zerotrain_export.json to be replaced": _of_run(runs.make_exported, tensors.ABOUT, runs.read_exported, json=True),
+    "described by a rank": Target(
+        make=runs.make_described, read=runs.read_described, file="described-00001.json", json=True, is_the_word=True
+    ),
     "result.json": _of_run(runs.make_result, "0/result.json", runs.read_result, json=True),
-    "sweep.jsonl": _of_run(runs.make_result, "sweep.jsonl", runs.read_journal),
-    "control.yaml": _of_run(runs.make_control, "control.yaml", runs.read_control),
+    "sweep.jsonl": _of_run(runs.make_result, "sweep.jsonl", runs.read_journal, form="lines"),
+    "control.yaml": _of_run(runs.make_control, "control.yaml", runs.read_control, form="yaml"),
 }

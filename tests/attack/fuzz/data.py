@@ -1,21 +1,28 @@
 """Files of data, each made once, and read as commands read them."""
 
 import contextlib
+import gzip
 import io
 import json
+import struct
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
 
 from tests.attack.fuzz.common import require_printable
 from tests.unit.data.tokenizers_made import saved
 from zerotrain.data.files.text_files import read_pieces
+from zerotrain.data.files.text_kinds import require_no_dataset, require_text
 from zerotrain.data.preparing.cache import kept_store, sealed_recipe
 from zerotrain.data.preparing.tokenizer import TextTokenizer
 from zerotrain.data.preparing.writer import StoreWriter
 from zerotrain.data.store import scan
+from zerotrain.data.store.formats import open_files
 from zerotrain.data.store.store import TokenStore, write_index
 
 
@@ -118,3 +125,49 @@ def read_tokenizer(folder: Path) -> Any:
     tokenizer = TextTokenizer(str(folder))
     ids = tokenizer.encode("to be or not to be, that is the question").tolist()
     return tokenizer.vocab_size, tokenizer.end_of_text, ids, tokenizer.decode(ids)
+
+
+def make_text(folder: Path) -> None:
+    text = "to be or not to be, that is the question\n" * 40
+    rows = [f"row {number}: {text[:number]}" for number in range(30)]
+    (folder / "text.txt").write_text(text)
+    (folder / "text.txt.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+    lines = "".join(json.dumps({"text": row}) + "\n" for row in rows).encode()
+    (folder / "rows.jsonl.zst").write_bytes(zstandard.compress(lines))
+    pq.write_table(pa.table({"text": rows}), folder / "rows.parquet")
+
+
+def read_text(folder: Path) -> Any:
+    """As `data=text` and `prepare` read them."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        require_text(path, f"data.path={path.name}")
+        require_no_dataset(path, "text", f"data.path={path.name}", is_named=True)
+        found.append(b"|".join(each.text for each in read_pieces(path, field="text")))
+    return found
+
+
+def make_tokens(folder: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 500, 400).astype("<u2")
+    np.save(folder / "numpy.npy", tokens)
+    (folder / "plain.bin").write_bytes(tokens.tobytes())
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(tokens)
+    (folder / "llm_c.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    (folder / "megatron.bin").write_bytes(tokens.tobytes())
+    lengths = np.array([100, 200, 100], "<i4")
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 3, 4) + lengths.tobytes()
+    index += np.array([0, 200, 600], "<i8").tobytes() + np.array([0, 1, 2, 3], "<i8").tobytes()
+    (folder / "megatron.idx").write_bytes(index)
+
+
+def read_tokens(folder: Path) -> Any:
+    """As `data=tokens` reads them."""
+    found = []
+    for name in ("numpy.npy", "plain.bin", "llm_c.bin", "megatron.bin"):
+        store = open_files([folder / name], dtype="uint16", vocab_size=500, source=f"data.path={name}")
+        documents = store.documents
+        found.append(
+            (store.tokens, store.read(0, min(store.tokens, 10**6)).tobytes(), documents is None or documents.tolist())
+        )
+    return found

@@ -5,6 +5,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import yaml
+
 DEEP = "a list 5,000 deep, which json.dumps itself cannot write"
 LIST = "[" * 5000 + "]" * 5000
 NASTY: tuple[Any, ...] = (
@@ -126,3 +128,71 @@ def _near(value: Any, chance: random.Random) -> Any:
             (value[::-1], value[:-1], value + value, {}, {str(n): each for n, each in enumerate(value)})
         )
     return list(value.items()) if isinstance(value, dict) else 0
+
+
+SPECIAL = {
+    "a giant": "1" + "0" * 399,
+    "less than a giant": "-1" + "0" * 399,
+    "infinity": "1e400",
+    "no number": "NaN",
+    "deep": "[" * 60 + "]" * 60,
+    "too deep": LIST,
+}
+"""Values that `json.dumps` cannot write, by what stands for them there."""
+KINDS: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 3, 255, 256, 2**31, 2**40, 2**63 - 1, 2**63, 2**64, 10**299, 0.5, -0.5, 1e300, "", "x",
+    "0", "null", "SIGTERM", "SIG_NONE", "__class__", "\0", "\ud800", "\x1b[2J", "9" * 400, "x" * 10**6, [], [1], ["x"], [None],
+    [[]], {}, {"a": 1}, {"": None}, [0] * 10**5, {str(n): n for n in range(10**4)}, *SPECIAL, *SPECIAL,
+)  # fmt: skip
+LINE_NBYTES = 64 * 2**20
+
+
+def damaged_kind(original: bytes, seed: int, form: str) -> bytes:
+    """The file with a value of another kind or size, a key of another name, or bytes that are none of its form.
+
+    Args:
+        form: json, lines (of JSON each), yaml, or "" of what holds no values.
+    """
+    chance = random.Random(seed)
+    what = chance.choice(
+        ["value"] * 12 + ["key"] * 3 + ["cut", "nul", "no text", "mark", "twice"] + ["line"] * (seed % 20 == 0)
+    )
+    if what in ("value", "key") and form:
+        return _with_another(original, chance, form, what)
+    at = chance.randrange(len(original) + 1)
+    pieces = {"nul": b"\0" * 9, "no text": b"\xff\xfe\xc3", "mark": b"\xef\xbb\xbf", "line": b"x" * LINE_NBYTES}
+    if what == "cut":
+        return original[:at]
+    if what == "twice":
+        return original + original
+    piece = pieces.get(what) or chance.choice([*pieces.values()][:3])
+    return piece + original if what == "mark" else original[:at] + piece + original[at:]
+
+
+def _with_another(original: bytes, chance: random.Random, form: str, what: str) -> bytes:
+    lines = original.splitlines() if form == "lines" else [original]
+    number = chance.randrange(len(lines))
+    content = yaml.safe_load(lines[number]) if form == "yaml" else json.loads(lines[number])
+    places = list(_places(content))
+    holder, key = chance.choice(places)
+    if what == "value" or not isinstance(holder, dict):
+        holder[key] = chance.choice(KINDS)
+    else:
+        holder[chance.choice(("", "0", "status", "=x", "__class__", "\x1b[2J", "\ud800", "x" * 10**5))] = holder.pop(
+            key
+        )
+    if chance.random() < 0.02:
+        content = chance.choice(KINDS)
+    if form == "yaml" and isinstance(content, dict):
+        text = "\n".join(f"{json.dumps(name)}: {_special(value)}" for name, value in content.items())
+    else:
+        text = _special(content)
+    lines[number] = text.encode()
+    return b"\n".join(lines) + b"\n" * (form == "lines")
+
+
+def _special(content: Any) -> str:
+    text = json.dumps(content)
+    for name, value in SPECIAL.items():
+        text = text.replace(json.dumps(name), value)
+    return text

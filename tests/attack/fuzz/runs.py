@@ -1,30 +1,57 @@
 """Files that a run leaves, each made once, and read as commands read them."""
 
+import contextlib
 import io
 import json
+import sqlite3
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from tests.attack.fuzz.common import require_printable
-from zerotrain.config.schema import Config
+from zerotrain.commands import evaluate
+from zerotrain.commands.ended import ended
+from zerotrain.commands.export import destination
+from zerotrain.commands.replay import BUILT
+from zerotrain.config.compose import save_config
+from zerotrain.config.schema import CheckpointConfig, Config, ZeroGroup
 from zerotrain.data.files import sources
 from zerotrain.data.preparing import lock as prepare_lock
+from zerotrain.engine.state.saving.writing import Writing
+from zerotrain.files import remote_code
 from zerotrain.files.lock import holder
+from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import read_json
 from zerotrain.launching.end.failures import Failure, first_failure
 from zerotrain.launching.end.presence import RankState, continue_stopped, read_states, seen_alive
 from zerotrain.launching.job import folder_lock
+from zerotrain.launching.job.earlier import folder_problems
 from zerotrain.launching.job.job import Job, write_ending
-from zerotrain.report.curves import read_curves
-from zerotrain.report.journal import JOURNAL_NAME, JobEvent, SweepJournal
+from zerotrain.launching.sweep import status_line
+from zerotrain.planning.auto import asked_hash
+from zerotrain.planning.choice import as_chosen
+from zerotrain.replay.record import read_record
+from zerotrain.replay.steps import _other_data, of_replay
+from zerotrain.report.curves import AXES, read_curves
+from zerotrain.report.files import csv_of, json_of
+from zerotrain.report.journal import JOURNAL_NAME, JobEvent, SweepJournal, note_earlier_results
 from zerotrain.report.page.page import page_of
 from zerotrain.report.rows import read_report
 from zerotrain.report.table import print_table
+from zerotrain.run import text_model
+from zerotrain.run.saved import config_from
+from zerotrain.run.trust import require_trusted
+from zerotrain.training import pruning
 from zerotrain.training.callbacks import control
 from zerotrain.training.figures.result import RunResult
 from zerotrain.training.figures.sinks import keep_lines
+from zerotrain.training.loggers import curves
+from zerotrain.training.loggers.record import environment
+from zerotrain.training.loggers.tracker import Tracker, ids_in
 
 
 def make_result(folder: Path) -> None:
@@ -119,12 +146,189 @@ def read_control(folder: Path) -> Any:
 
 
 def make_metrics(folder: Path) -> None:
-    lines = [{"step": step, "train_loss": 1 / (step + 1)} for step in range(30)]
+    lines: list[dict[str, Any]] = [{"step": step, "train_loss": 1 / (step + 1)} for step in range(30)]
+    lines += [{"step": 30, "val_loss": 0.5}, {"step": 30, "train_loss": 0.25, "tokens": 4096, "train_s": 1.5}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
 
 
 def read_metrics(folder: Path) -> Any:
-
-    read_curves(folder / "metrics.jsonl")
+    """By a report, by a resume, by the line of a sweep, and by a tracker."""
+    for curve in read_curves(folder / "metrics.jsonl"):
+        for axis in AXES:
+            curve.over(axis)
+    status_line._last_measured(folder / "metrics.jsonl")
+    for step, metrics in curves._lines_of(folder / "metrics.jsonl"):
+        assert type(step) is int
+        curves.numbers_of(metrics)
     keep_lines(folder / "metrics.jsonl", folder / "kept.jsonl", until=20)
     return (folder / "kept.jsonl").read_bytes()
+
+
+def make_settings(folder: Path) -> None:
+    settings = Config(model={"_target_": "zerotrain.models.MLP", "hidden_size": 8}, data={"length": 7})
+    save_config(settings, folder / "config.yaml")
+    for number in (0, 1):
+        (folder / str(number)).mkdir()
+        RunResult(world_size=2, status="completed", final_val_loss=2.5, steps=9).write(folder / str(number))
+    save_config(Config(model={"_target_": "zerotrain.models.GPT", "hidden_size": 4}), folder / "1/config.yaml")
+
+
+def read_settings(folder: Path) -> Any:
+    """By a report, by the line of a sweep, and by a run that is to go on there."""
+    (folder / "config.yaml").rename(folder / "0/config.yaml")
+    report = read_report(folder)
+    said = csv_of(report) + json_of(report)
+    require_printable(said.decode().splitlines())
+    require_printable(page_of(report).decode().splitlines())
+    status_line._max_steps(folder / "0/config.yaml")
+    config = Config(checkpoint=CheckpointConfig(resume="auto"))
+    problems = folder_problems(config, folder / "0")
+    require_printable(problems)
+    return report.rows[0].settings, report.rows[0].status, len(problems)
+
+
+def make_steps(folder: Path) -> None:
+    settings = asdict(
+        Config(model={"_target_": "zerotrain.models.MLP"}, scheduler={"_target_": "zerotrain.training.constant"})
+    )
+    start = environment(torch.device("cpu")) | {"ranks": 2, "data": {"rows": 9}, "settings": settings}
+    lines: list[dict[str, Any]] = [{"step": 0, "start": json.loads(json.dumps(start, default=str))}]
+    for step in range(1, 30):
+        lines.append({"step": step, "loss": 1 / step, "grad_norm": 1.0, "update": "a" * 16, "skipped": False})
+    (folder / "steps.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+
+def read_steps(folder: Path) -> Any:
+    """By a replay, until it builds what the settings name."""
+    record = read_record(folder)
+    if not record.steps:
+        return None
+    step = record.worst
+    start = record.start_of(step)
+    config = config_from(start.get("settings"), folder)
+    outcome = SimpleNamespace(mean_loss=0.5, grad_norm=1.0, update_hash="b", skipped=False)
+    lines = [
+        record.difference(step, outcome) or "",
+        *record.causes(step, environment(torch.device("cpu")), start.get("settings")),
+    ]
+    lines.append(_other_data(start.get("data") or {}, {"rows": 3}) or "")
+    require_printable(printable(each, keep="") for each in lines)
+    if config is not None:
+        require_trusted(config, BUILT, folder)
+        of_replay(config)
+    return record.last, lines, config
+
+
+def make_plan(folder: Path) -> None:
+    said = {"num_ranks": 2, "asked": asked_hash(AUTO), "chosen": {"zero.stage": 1}, "stages": {}, "memory": 10**9}
+    (folder / "plan.json").write_text(json.dumps(said))
+
+
+AUTO = Config(zero=ZeroGroup(stage="auto"))
+
+
+def read_plan(folder: Path) -> Any:
+    """By a run that goes on."""
+    return as_chosen(AUTO, folder, 2).zero.stage
+
+
+def make_ended(folder: Path) -> None:
+    (folder / "ranks").mkdir()
+    (folder / "ranks/refused.json").write_text(json.dumps({"error": "seed: got -1"}))
+    RunResult(world_size=2, status="failed", error="lost", exit_code=1, steps=9).write(folder)
+
+
+def read_ended(folder: Path) -> Any:
+    """By the command, by a run in the folder, and by the begin of a sweep's journal."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = ended(folder)
+    require_printable(said.getvalue().splitlines())
+    assert 0 <= code < 256
+    require_printable(folder_problems(Config(), folder))
+    sweep = folder / "sweep"
+    (sweep / "3").mkdir(parents=True)
+    (folder / "result.json").rename(sweep / "3/result.json")
+    note_earlier_results(sweep)
+    return code, said.getvalue(), len(SweepJournal(sweep).events())
+
+
+def make_note(folder: Path) -> None:
+    (folder / "wandb.json").write_text(json.dumps({"id": "abc123", "config_hash": "a"}))
+
+
+class _Wandb(Tracker):
+    """Reads notes as wandb does, of which nothing is needed for that."""
+
+    package, id_pattern = "wandb", "[a-z0-9]{1,20}"
+    _open_run = _describe_run = _close_run = _write = None  # type: ignore[assignment]
+
+
+def read_note(folder: Path) -> Any:
+    return ids_in(folder), _Wandb()._read(folder / "wandb.json")
+
+
+def make_study(folder: Path) -> None:
+    sqlite3.connect(folder / "study.db").execute("create table studies (study_id integer)").connection.close()
+
+
+def read_study(folder: Path) -> Any:
+    pruning._require_sqlite(folder / "study.db")
+    return "it is one of SQLite"
+
+
+def make_auto_map(folder: Path) -> None:
+    said = {"model_type": "llama", "auto_map": {"AutoModel": "theirs--modeling.Model", "AutoConfig": ["a.B", None]}}
+    (folder / "config.json").write_text(json.dumps(said))
+
+
+def read_auto_map(folder: Path) -> Any:
+    code = list(remote_code._code_of(str(folder)))
+    return code, remote_code.refusal(str(folder), ValueError("trust_remote_code"))
+
+
+def make_adapters(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "gpt2", "r": 8}))
+
+
+def read_adapters(folder: Path) -> Any:
+    return text_model._base_of(folder)
+
+
+def make_loss(folder: Path) -> None:
+    (folder / "loss.json").write_text(json.dumps({"metrics": {"val_loss": 1.5, "val_accuracy": 0.5}}))
+
+
+def read_loss(folder: Path) -> Any:
+    return read_json(folder / "loss.json", evaluate._Loss, max_nbytes=evaluate.MAX_LOSS_NBYTES)["metrics"]
+
+
+def make_exported(folder: Path) -> None:
+    (folder / "a").mkdir()
+    (folder / "a/model.safetensors").write_bytes(b"x")
+    said = {"step": 3, "files": ["a/model.safetensors"], "config": {}}
+    (folder / "zerotrain_export.json").write_text(json.dumps(said))
+
+
+def read_exported(folder: Path) -> Any:
+    destination.require_free(folder, overwrite=True)
+    return "it may be replaced"
+
+
+def make_described(folder: Path) -> None:
+    piece = {
+        "name": "a.weight",
+        "role": "weight",
+        "dtype": "float32",
+        "kept_shape": None,
+        "start": 0,
+        "stop": 3,
+        "byte": 64,
+    }
+    said = {"name": "rank-00001.safetensors", "nbytes": 99, "hashes": ["a"], "pieces": [piece]}
+    (folder / "described-00001.json").write_text(json.dumps(said))
+
+
+def read_described(folder: Path) -> Any:
+    """By rank 0, which writes the manifest of it."""
+    return Writing._described_by(SimpleNamespace(folder=folder), 1)  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ FORGERIES: dict[str, tuple[Edit, str]] = {
         lambda content: content["files"][0].update(name="../step/rank-00000.safetensors"),
         r"files\[0\]\.name: got ../step/rank-00000.safetensors; it must be the name of a file in this folder",
     ),
-    "an absolute file": (lambda content: content["files"][1].update(name="/etc/passwd"), r"files\[1\]\.name: got /etc/passwd"),
+    "an absolute file": (lambda content: content["files"][1].update(name="/etc/passwd"), r"name: got /etc/passwd"),
     "one file twice": (lambda content: content["files"][1].update(content["files"][0]), "another for each of 2 ranks"),
     "a dtype that is a function": (
         lambda content: parameter(content)["tensors"]["weight"].update(dtype="load"),
@@ -107,7 +107,7 @@ FORGERIES: dict[str, tuple[Edit, str]] = {
     ),
     "a file that is not there": (lambda content: pieces(content)[0].update(file=2), "of file 2, where they cannot lie"),
     "a negative byte": (lambda content: pieces(content)[0].update(byte=-4), r"pieces\[0\]\.byte: expected `int` >= 0"),
-    "a number that is a text": (lambda content: pieces(content)[0].update(stop="7"), r"stop: expected `int`, got `str`"),
+    "a number that is a text": (lambda content: pieces(content)[0].update(stop="7"), "stop: expected `int`"),
     "no room for the shape": (
         lambda content: parameter(content).update(shape=[10**30, 0]), "shape: got .1000000000000000000000000000000, 0.",
     ),
@@ -120,12 +120,12 @@ FORGERIES: dict[str, tuple[Edit, str]] = {
     "a step below 0": (lambda content: content.update(step=-1), "step: expected `int` >= 0"),
     "no parameters": (lambda content: content.pop("parameters"), "missing required field `parameters`"),
     "a rate that is a text": (
-        lambda content: content["groups"][0]["hyperparameters"].update(lr="fast"), "lr: expected `float | object`, got `str`".replace("|", r"\|"),
+        lambda content: content["groups"][0]["hyperparameters"].update(lr="fast"), "lr: expected `float",
     ),
     "a group that is not there": (lambda content: parameter(content).update(group=7), "is of group 7, and there are 1"),
     "the group behind the last": (lambda content: parameter(content).update(group=1), "is of group 1, and there are 1"),
     "a count of no dtype": (
-        lambda content: parameter(content)["counts"].update(step={"dtype": "load", "value": 1}), "step: got .*; it must be a number, a text",
+        lambda content: parameter(content)["counts"].update(step={"dtype": "load", "value": 1}), "step: got .*; it must",
     ),
     "a name that moves the cursor": (
         lambda content: content["buffers"].update({"\x1b[2Jx": content["buffers"].pop("num_calls")}),

@@ -47,7 +47,10 @@ HEADERS: dict[str, tuple[Any, str]] = {
     "a tensor that is a number": ({"x": 3}, "expected `object`, got `int`"),
     "no JSON": (b"{" * 2 + b"}", "it is no JSON"),
     "lists in lists": (b'{"x":' + b"[" * 9999 + b"]" * 9999 + b"}", "more than 64 deep"),
-    "a number of 5,000 digits": (b'{"x":{"dtype":"F32","shape":[' + b"9" * 5000 + b"]}}", "a whole number of more than 300 digits"),
+    "a number of 5,000 digits": (
+        b'{"x":{"dtype":"F32","shape":[' + b"9" * 5000 + b"]}}",
+        "a whole number of more than 300 digits",
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 """`python -m zerotrain ended RUN`: the exit code of a run, also where torchrun has hidden it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,31 @@ def test_a_run_without_a_result_or_with_another_file_in_its_place_is_to_be_tried
     (tmp_path / "result.json").write_text('{"status": "\x1b[31m"}')
     code, line = ended(tmp_path, capsys)
     assert (code, "\x1b" in line) == (1, False)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"exit_code": 256},
+        {"exit_code": -1},
+        {"exit_code": 0},
+        {"exit_code": 10**400},
+        {"exit_code": True},
+        {"exit_code": None, "status": "stopped", "stopped_by": "nobody"},
+        {"exit_code": None, "status": "stopped", "stopped_by": "__class__"},
+        {"exit_code": None, "status": "stopped", "stopped_by": ["SIGTERM"]},
+        {"steps": 10**400},
+        {"val_metrics": {"a": 10**400}},
+        {"memory_bytes": {"peak": 10**400}},
+        {"stages": [[]]},
+    ],
+    ids=str,
+)
+def test_a_failed_run_has_no_result_by_which_it_is_well(tmp_path: Path, capsys, forged):
+    body = RunResult(world_size=2, status="failed", exit_code=1).body()
+    (tmp_path / "result.json").write_text(json.dumps(body | forged))
+    code, line = ended(tmp_path, capsys)
+    assert (code, line[:30]) == (1, "its result.json cannot be read")
 
 
 def test_a_refusal_counts_until_the_run_has_completed(tmp_path: Path, capsys):

@@ -73,12 +73,9 @@ def test_a_learning_rate_that_ruins_a_run_stands_beside_that_of_the_steps_around
     (tmp_path / "run").mkdir()
     factory.run(config, tmp_path / "run", overrides=[], config_hash="")
 
-    body = replayed(tmp_path, "--step", SPIKE_AT, "--around", 2, "--lr", SGD["lr"])
+    body = replayed(tmp_path, "--step", SPIKE_AT, "--around", 2)
 
     rates = {each["step"]: each["lr"] for each in body["around"]}
     assert rates == pytest.approx({step: 50.0 if step == SPIKE_AT else 0.05 for step in range(3, 8)})
     losses = {each["step"]: each["loss"] or float("inf") for each in body["around"]}
     assert max(losses[4], losses[5]) < min(losses[6], losses[7])
-    what_if = body["what_if"]
-    assert what_if["as_it_was"]["lr"] == pytest.approx(50.0)
-    assert what_if["changed"]["loss_after"] < what_if["changed"]["loss"] < (what_if["as_it_was"]["loss_after"] or 1e9)

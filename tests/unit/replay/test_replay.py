@@ -1,6 +1,5 @@
 """`python -m zerotrain replay`: steps again, to the bit, and what a bad one came from. One run for each precision."""
 
-import io
 import json
 import math
 import shutil
@@ -17,7 +16,6 @@ from zerotrain.commands import replay
 from zerotrain.config.schema import Config
 from zerotrain.data.reading import fingerprint
 from zerotrain.run import factory
-from zerotrain.training.sameness.seeds import seed_leaf
 
 POISONED, MISLABELLED, HUGE = 17, 23, 29
 """Rows."""
@@ -258,12 +256,18 @@ def test_a_row_that_has_changed_is_the_cause_that_is_left(
         (["--step", "2", "train.max_steps=9"], "train.max_steps=9: has no effect on a replay"),
         (["--step", "2", "zero.stag=9"], "zero.stag=9: is no setting with a value of this run"),
         (["--step", "2", "--around", "-1"], "--around: got -1; it must be 0 or more steps"),
-        (["--step", "2", "--lr", "nan"], "--lr: got nan; it must be a learning rate of 0 or more"),
-        (["--step", "2", "--clip", "0"], "--clip: got 0; it must be a norm above 0"),
-        (["--step", "2", "--without-rows", "7,x"], "--without-rows: got 7,x; it must be numbers of rows, such as 7,12"),
-        (["--step", "2", "--without-rows", "99"], "--without-rows: got 99; the rows of step 2 are "),
         (["--step", "2", "data.length=5"], "data: validation rows: 4 in the run, 5 here; items of validation: "),
-        (["--step", "2", "--save-batch", "/nowhere/b"], "--save-batch: got /nowhere/b, whose folder is not there"),
+        (
+            ["--step", "2", "--save-batch", "/nowhere/b"],
+            "--save-batch: got /nowhere/b, which cannot be written: No such file or directory; give a file in a folder",
+        ),
+        (["--step", "2", "--save-batch", "/proc/b"], "--save-batch: got /proc/b, which cannot be written: "),
+        (["--step", "2", "--save-batch", "/"], "--save-batch: got /, "),
+        (["--step", "2", "--save-batch", f"/tmp/{'b' * 300}"], "--save-batch: got /tmp/bbb"),
+        (
+            ["--step", "2", "--save-batch", __file__],
+            f"--save-batch: got {__file__}, which is there already; give a new",
+        ),
     ],
 )
 def test_wrong_input_is_answered_in_one_line(
@@ -274,6 +278,60 @@ def test_wrong_input_is_answered_in_one_line(
     assert code == 2
     assert line.startswith(told), line
     assert not (tmp_path / "r.json").exists()
+
+
+@pytest.mark.parametrize("option", ["--out", "--save-batch"])
+def test_a_file_of_a_user_stays_and_what_cannot_be_written_is_refused_before_a_step_is_computed(
+    runs: dict[str, Path],
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(replay, "replay", None)
+    theirs, link = tmp_path / "theirs.json", tmp_path / "link"
+    theirs.write_text('{"replay": 1}')
+    link.symlink_to("nowhere")
+    for path in (theirs, link, tmp_path, tmp_path / "no/such", "/proc/x", "x" * 300):
+        arguments = [str(runs["fp32"]), "--step", "2", "--trust-code", option, str(path)]
+        assert replay.main(arguments) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{option}: got {path}, which ")
+    assert theirs.read_text() == '{"replay": 1}'
+    assert {each.name for each in tmp_path.iterdir()} == {"theirs.json", "link"}
+
+
+def test_what_an_earlier_replay_has_written_is_replaced(runs: dict[str, Path], tmp_path: Path) -> None:
+    for step in (1, 2):
+        code, body = replayed(tmp_path, runs["fp32"], "--step", step)
+        assert (code, body["replay"], body["step"]) == (0, "zerotrain", step)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"train": {"virtual_ranks": 2**40}}, "train.virtual_ranks: got 1099511627776 with train.gradient_accumulat"),
+        ({"train": {"gradient_accumulation_steps": 2**40}}, "train.virtual_ranks: got "),
+        ({"train": {"virtual_ranks": "many"}}, "train.virtual_ranks: got many"),
+        ({"train": None}, "train: got null"),
+        ({"seed": [3]}, "seed: got "),
+    ],
+    ids=str,
+)
+def test_kinds_and_sizes_in_the_record_are_refused_in_one_line(
+    runs: dict[str, Path], change: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(runs["fp32"], folder)
+    lines = [json.loads(each) for each in (folder / "steps.jsonl").read_text().splitlines()]
+    for settings in (each["start"]["settings"] for each in lines if "start" in each):
+        for name, value in change.items():
+            settings[name] = settings[name] | value if isinstance(value, dict) else value
+    (folder / "steps.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    assert replay.main([str(folder), "--step", "2", "--trust-code", "--out", str(tmp_path / "r.json")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{folder} has a config that this zerotrain does not know: {told}"), line
 
 
 def test_a_batch_that_no_package_can_write_is_refused_before_anything_is_computed(
@@ -301,90 +359,3 @@ def test_a_run_without_record_and_a_damaged_checkpoint(
     assert "the oldest checkpoint is of step 2" in capsys.readouterr().err
     code, body = replayed(tmp_path, folder, "--step", 3)
     assert (code, body["recorded"]) == (0, False)
-
-
-LR_OF_FIRST = ADAMW["lr"] * 0.5
-"""Of the first step: half of the rise."""
-
-
-def in_plain_pytorch(parts: list[list[int]], without: list[int], lr: float, clip: float) -> tuple[float, ...]:
-    """(loss, norm, loss after it) of the first step with the rows that are left of its micro-batches."""
-    torch.manual_seed(config_of().seed)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    left = [[row for row in rows if row not in without] for rows in parts]
-
-    def total_loss() -> torch.Tensor:
-        total = torch.zeros(())
-        for number, rows in enumerate(left):
-            if rows:
-                seed_leaf(config_of().seed, 0, *divmod(number, 2))
-                features, labels = map(torch.stack, zip(*(Rows()[row] for row in rows), strict=True))
-                total = total + model(features, labels) * len(rows) / sum(map(len, left))
-        return total
-
-    loss = total_loss()
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-    optimizer.step()
-    return loss.item(), norm.item(), total_loss().item()
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "lr", "clip"), [(1, None, None), (3, None, None), (0, 0.3, None), (0, None, 1e-3), (3, 0.3, 0.5)]
-)
-def test_a_step_with_one_thing_changed_is_that_of_plain_pytorch_and_changes_nothing(
-    runs: dict[str, Path], num_rows: int, lr: float | None, clip: float | None, tmp_path: Path
-) -> None:
-    _, plain = replayed(tmp_path, runs["fp32"], "--step", 1)
-    parts = [each["rows"] for each in plain["parts"]]
-    # Three leave none of the first micro-batch.
-    without = [row for rows in parts for row in rows][:num_rows]
-    given = ["--without-rows", ",".join(map(str, without))] if without else []
-    given += [] if lr is None else ["--lr", lr]
-    given += [] if clip is None else ["--clip", clip]
-    code, body = replayed(tmp_path, runs["fp32"], "--step", 1, *given, "zero.stage=3")
-    assert code == 0
-    found = body.pop("what_if")
-    assert body == plain
-    assert found["change"] == " ".join(map(str, given))
-    assert found["as_it_was"]["update"] == plain["update"]
-    for each, values in (
-        ("as_it_was", ([], LR_OF_FIRST, 1.0)),
-        ("changed", (without, lr or LR_OF_FIRST, clip or 1.0)),
-    ):
-        loss, norm, after = in_plain_pytorch(parts, *values)
-        got = found[each]
-        assert (got["loss"], got["grad_norm"]) == pytest.approx((loss, norm), rel=1e-5)
-        if each == "changed" or not without:  # the loss after it is that of the rows that are left
-            assert got["loss_after"] == pytest.approx(after, rel=1e-4)
-        assert got["lr"] == pytest.approx(values[1])
-
-
-def test_a_shell_has_the_engine_and_the_batch_and_changes_nothing_for_the_steps_after_it(
-    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    typed = "engine.train_step([batch] * 4)\nprint('rows:', batch[0].tolist())\nengine.zero_gradd()\nexit()\n"
-    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-    code, body = replayed(tmp_path, runs["fp32"], "--step", 5, "--around", 1, "--interactive")
-    assert code == 0
-    assert [each["as_recorded"] for each in body["around"]] == [True] * 3
-    told = capsys.readouterr()
-    assert "rows: " in told.out
-    assert "AttributeError" in told.err
-
-
-def test_a_step_without_the_row_that_is_no_number_is_made(
-    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, body = replayed(tmp_path, runs["fp32"], "--worst", "--without-rows", POISONED, "--around", 1)
-    found, step = body["what_if"], body["step"]
-    assert code == 0
-    assert (found["as_it_was"]["skipped"], found["changed"]["skipped"]) == (True, False)
-    assert found["as_it_was"]["grad_norm"] is None
-    assert found["changed"]["loss_after"] < found["changed"]["loss"]
-    around = [(each["step"], each["as_recorded"]) for each in body["around"]]
-    assert around == [(each, True) for each in range(max(1, step - 1), min(STEPS, step + 1) + 1)]
-    shown = capsys.readouterr().out
-    assert f"step {step} with --without-rows {POISONED}" in shown
-    assert "steps around it" in shown

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import zerotrain.data
 import zerotrain.models
@@ -13,9 +14,10 @@ from zerotrain.config.compose import from_values
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError
 from zerotrain.run.factory import build
-from zerotrain.run.trust import require_trusted
+from zerotrain.run.trust import are_known, require_trusted
 
 HERE = Path("/run")
+CONF = Path(__file__).parents[3] / "conf"
 KNOWN = [
     *(f"zerotrain.models.{name}" for name in zerotrain.models.__all__),
     *(f"zerotrain.data.{name}" for name in zerotrain.data.__all__),
@@ -71,6 +73,13 @@ def refusal(given: Config, groups: tuple[str, ...] = ("model",), **named: Any) -
 @pytest.mark.parametrize("name", KNOWN)
 def test_models_data_layers_and_optimizers_are_known(name: str) -> None:
     assert refusal(config(model={"_target_": name})) is None
+
+
+@pytest.mark.parametrize("group", ["model", "data", "optimizer", "scheduler"])
+def test_whatever_a_file_of_conf_names_is_known(group: str) -> None:
+    for path in sorted((CONF / group).glob("*.yaml")):
+        values = yaml.safe_load(path.read_text())
+        assert values.get("_target_") == "???" or are_known(values), path
 
 
 @pytest.mark.parametrize("name", FOREIGN, ids=str)

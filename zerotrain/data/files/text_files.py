@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from zerotrain.data.files.pieces import AnyPlace, Cut, cut_text
 from zerotrain.files.extras import package
+from zerotrain.files.printable import printable
 from zerotrain.files.untrusted import UntrustedFileError, parse_json
 
 JSONL = (".jsonl", ".ndjson")
@@ -99,7 +100,7 @@ def read_pieces(path: Path, *, field: str, start: int = 0, cut: Cut | None = Non
     except Exception as error:
         if not isinstance(error, _broken()) or (isinstance(error, OSError) and error.errno is not None):  # of the disk
             raise
-        said = (str(error).splitlines() or [type(error).__name__])[0]
+        said = printable((str(error).splitlines() or [type(error).__name__])[0], keep="")
         raise ValueError(f"data.path: {path} is broken: {said}; copy it again, or leave it out") from error
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from zerotrain.data.store.guess import require_plain_tokens
 from zerotrain.data.store.shards import Shard
 from zerotrain.data.store.store import TokenStore
+from zerotrain.files.printable import printable
 
 PLAIN_DTYPES = ("uint8", "uint16", "uint32", "uint64")
 _NPY_MAGIC = b"\x93NUMPY"
@@ -104,8 +105,9 @@ def _token_file(path: Path, plain: np.dtype, vocab_size: int | None, name: str) 
 def _npy(path: Path, name: str) -> TokenFile:
     try:
         array = np.load(path, mmap_mode="r")  # reads the header alone
-    except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{name} is a damaged .npy file: {error}; write it anew") from error
+    except Exception as error:  # its header is Python: TokenError, SyntaxError, TypeError, MemoryError
+        said = printable(str(error), keep="")
+        raise ValueError(f"{name} is a damaged .npy file: {said}; write it anew") from error
     if array.ndim != 1 or array.dtype.kind not in "ui" or len(array) == 0:
         raise ValueError(
             f"{name} holds an array of {array.dtype} with shape {array.shape}; give one dimension of "

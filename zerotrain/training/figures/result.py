@@ -60,9 +60,9 @@ class RunResult:
     """Mean loss over the tokens of the last logged global batch, in nats."""
     final_val_loss: float | None = None
     """Mean loss over the tokens of the last evaluation, in nats."""
-    val_loss_by_source: dict[str, float] | None = None
+    val_loss_by_source: Mapping[str, float | None] | None = None
     """Likewise of each source of `data=mix`, and of each of `data.validation_sets`; null where there are none."""
-    val_metrics: dict[str, float] | None = None
+    val_metrics: Mapping[str, float | None] | None = None
     """Other metrics of the last evaluation, by name; null where there are none."""
     tokens_per_s: float | None = None
     """Tokens of all ranks per second of training, padding too, the first steps and evaluations left out; null of data

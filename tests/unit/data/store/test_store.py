@@ -114,7 +114,10 @@ def test_an_index_is_only_written_of_shards_that_are_there(tmp_path):
         ({"shards": [{"name": "000000.bin", "tokens": 3}] * 2}, "shards: a file is named twice"),
         ({"shards": [{"name": "index.json", "tokens": 0}]}, "shards: a file is named twice"),
         ({"tokenizer": 5}, r"tokenizer: expected `str \| null`, got `int`"),
-        ({"shards": [{"name": "../secret", "tokens": 1}]}, r"shards\[0\]\.name: got ../secret; it must be the name of a file in this folder"),
+        (
+            {"shards": [{"name": "../secret", "tokens": 1}]},
+            r"shards\[0\]\.name: got ../secret; it must be the name of a file in this folder",
+        ),
         ({"shards": [{"name": "000000.bin", "tokens": -3}]}, r"shards\[0\]\.tokens: expected `int` >= 0"),
         ({"shards": {}}, "shards: expected `array`, got `object`"),
         ({"documents": "/etc/passwd"}, "documents: got /etc/passwd; it must be the name of a file"),

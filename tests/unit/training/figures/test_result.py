@@ -1,11 +1,14 @@
 import json
 import math
 import resource
+import signal
 from contextlib import contextmanager
+from dataclasses import fields
 
 import pytest
 
 from zerotrain.training import RunResult
+from zerotrain.training.figures.result import read_result
 
 KEYS = [
     "status",
@@ -55,6 +58,22 @@ def test_a_loss_that_is_no_number_is_null_so_that_any_json_reader_can_read_it(tm
     assert "Infinity" not in text
     assert json.loads(text)["final_train_loss"] is None
     assert json.loads(text)["memory_bytes"] == {"theory": {"peak": None}}
+
+
+def test_whatever_a_run_writes_is_read_again(tmp_path):
+    numbers = {each.name: math.nan for each in fields(RunResult) if each.type == float | None}
+    metrics = {
+        "val_loss_by_source": {"a": math.nan},
+        "val_metrics": {"b": math.inf},
+        "comm_bytes_per_step": {"sent": 1},
+    }
+    for name in (None, *signal.Signals.__members__, "control.yaml", "sweep.pruner", "callbacks.early_stopping"):
+        given = RunResult(
+            world_size=2, overrides=["data.path=\udcff"], stages=[{"a": [math.nan]}], **numbers, **metrics
+        )
+        given.end(name, 9, None, 143)
+        given.write(tmp_path)
+        assert read_result(tmp_path / "result.json") == given.body()
 
 
 def test_a_result_replaces_an_older_one_and_leaves_no_other_file(tmp_path):
