@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.attack.fuzz.cases import TARGETS, Target
+from tests.attack.fuzz.cases import OF_KINDS, TARGETS, Target
 from tests.attack.fuzz.trial import REFUSED, tried
 
 NUM_OF_EACH = 18
@@ -22,18 +22,21 @@ FOUND: dict[str, tuple[int, ...]] = {
     "index of Hugging Face": (29, 33, 103),
     "index of Hugging Face, by transformers": (29, 33, 34, 51, 135, 140, 151, 189),
     "index.json of a store": (151, 188, 100053, 100059),
-    "preparing.json": (31, 125),
-    "tokenizer.json": (103,),
+    "preparing.json": (1, 31, 125),
+    "tokenizer.json": (103, 1001074),
     "job.json": (95, 133),
     ".lock": (43, 81),
     "metrics.jsonl": (33,),
+    "export json": (1063,),
+    "parquet": (10,),
+    "tokens.npy": (4, 11),
 }
 """Seeds at which there was something to mend, beside the first ones."""
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_damaged_file_is_one_line_or_what_it_was(name: str) -> None:
-    seeds = [*range(NUM_OF_EACH), *FOUND.get(name, ())]
+    seeds = [*range(NUM_OF_EACH // 2), *range(OF_KINDS, OF_KINDS + NUM_OF_EACH // 2), *FOUND.get(name, ())]
     tally = tried(TARGETS[name], seeds)
     assert tally.bad == {}
     assert sum(tally.counts.values()) == len(seeds)

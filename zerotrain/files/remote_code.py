@@ -31,6 +31,8 @@ def require_no_kernels(fields: Any, of: str) -> None:
 
 def refusal(folder: str, error: Exception) -> str:
     """The first line of what transformers says of a folder; where it lacks code of its own, which it is."""
+    if isinstance(error, AttributeError | TypeError):  # it met a value of another kind, and speaks of its own code
+        return "a file of it is damaged"
     line = printable((str(error).splitlines() or [type(error).__name__])[0], _MAX_REASON, keep="")
     if "trust_remote_code" not in str(error):
         return line

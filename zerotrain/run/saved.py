@@ -208,7 +208,10 @@ def _refused(values: Any, error: OmegaConfBaseException) -> str:
     name = str(error.full_key or "").partition("[")[0]
     if not name:  # of a group that is none
         known = asdict(Config())
-        name = next(each for each in values if isinstance(known[each], dict) and not isinstance(values[each], dict))
+        groups = [each for each in values if isinstance(known.get(each), dict) and not isinstance(values[each], dict)]
+        if not groups:
+            return first_line(error)
+        name = groups[0]
     got: Any = values
     for part in name.split("."):
         got = got.get(part) if isinstance(got, dict) else None

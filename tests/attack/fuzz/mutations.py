@@ -141,8 +141,8 @@ SPECIAL = {
 """Values that `json.dumps` cannot write, by what stands for them there."""
 KINDS: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 3, 255, 256, 2**31, 2**40, 2**63 - 1, 2**63, 2**64, 10**299, 0.5, -0.5, 1e300, "", "x",
-    "0", "null", "SIGTERM", "SIG_NONE", "__class__", "\0", "\ud800", "\x1b[2J", "9" * 400, "x" * 10**6, [], [1], ["x"], [None],
-    [[]], {}, {"a": 1}, {"": None}, [0] * 10**5, {str(n): n for n in range(10**4)}, *SPECIAL, *SPECIAL,
+    "0", "null", "SIGTERM", "SIG_NONE", "__class__", "\0", "\ud800", "\x1b[2J", "9" * 400, "x" * 10**6, [], [1],
+    ["x"], [None], [[]], {}, {"a": 1}, {"": None}, [0] * 10**5, {str(n): n for n in range(10**4)}, *SPECIAL, *SPECIAL,
 )  # fmt: skip
 LINE_NBYTES = 64 * 2**20
 

@@ -127,7 +127,7 @@ FAULTS = {
         "    os.ftruncate(file.fileno(), 0)\n",
         "",
         "who holds a lock is not told where the one before had more to say",
-        ("unit/files/test_lock.py::test_a_note_replaces_the_last_and_is_read_by_its_schema",),
+        ("unit/files/test_lock.py::test_a_note_replaces_the_last_and_is_read_by_its_kind",),
     ),
     "ends-limit-is-too-much": Fault(
         "files/untrusted.py",

@@ -35,7 +35,7 @@ FAULTS = {
         FORGED,
     ),
     "reading-leads-away": Fault(
-        SCHEMA, '{"name": FileName(), ', '{"name": str, ', "a manifest has files of other folders read", FORGED
+        SCHEMA, "    name: FileName\n", "    name: str\n", "a manifest has files of other folders read", FORGED
     ),
     "reading-state-of-another-kind": Fault(
         "engine/checkpoints.py",
@@ -53,15 +53,15 @@ FAULTS = {
     ),
     "reading-lengths-of-any-size": Fault(
         "checkpoint/others/safetensors_file.py",
-        '"shape": Shape()',
-        '"shape": [Natural()]',
+        "    shape: Shape\n",
+        "    shape: list[Natural]\n",
         "lengths that torch cannot have end in its own words",
         HOSTILE,
     ),
     "reading-index-leads-away": Fault(
         "checkpoint/others/weights.py",
-        "Each(FileName())",
-        "Each(str)",
+        "dict[str, FileName]",
+        "dict[str, str]",
         "an index has files of other folders read",
         HOSTILE,
     ),
@@ -74,7 +74,7 @@ FAULTS = {
     ),
     "reading-notes-that-were-changed": Fault(
         "data/preparing/writer.py",
-        '            if said["hash"] != _hash_of(done):\n                return None\n',
+        '            if notes.get("hash") != _hash_of(done):\n                return None\n',
         "",
         "text is left out where what was noted of it was damaged",
         ("unit/data/preparing/test_prepare_notes.py",),

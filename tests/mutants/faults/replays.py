@@ -8,41 +8,6 @@ OF_TEXT = ("unit/data/test_text.py",)
 OF_SPIKES = ("unit/training/figures/test_spikes.py",)
 
 FAULTS = {
-    "replay-removes-rows-and-keeps-their-share": Fault(
-        "training/feed.py",
-        "weights.append(weight if kept else 0)",
-        "weights.append(weight)",
-        "a micro-batch all of whose rows are left out weighs as much as before",
-        OF_REPLAY,
-    ),
-    "replay-takes-equal-weights-for-fewer-rows": Fault(
-        "training/feed.py",
-        "if not rows and self._weighs_alike:\n            return self._inputs(inputs), None",
-        "if True:\n            return self._inputs(inputs), None",
-        "micro-batches with fewer rows weigh as much as the others",
-        OF_REPLAY,
-    ),
-    "replay-goes-on-from-the-changed-step": Fault(
-        "replay/what_if.py",
-        "        steps.engine.load(saved)\n",
-        "",
-        "a question about a step changes what the replay finds then",
-        OF_REPLAY,
-    ),
-    "replay-changes-the-rate-after-the-step": Fault(
-        "replay/what_if.py",
-        "steps.set_rates(factor * change.lr / lr)",
-        "steps.set_rates(factor * change.lr)",
-        "--lr is a factor in place of a rate",
-        OF_REPLAY,
-    ),
-    "replay-keeps-the-other-clipping": Fault(
-        "replay/what_if.py",
-        "    finally:\n        update.max_grad_norm = clip",
-        "    finally:\n        pass",
-        "the steps after a question are clipped as it was",
-        OF_REPLAY,
-    ),
     "replay-counts-tokens-from-the-first-document": Fault(
         "data/store/store.py",
         "token {position - documents[number]}",

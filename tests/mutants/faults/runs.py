@@ -281,7 +281,7 @@ FAULTS = {
     ),
     "stages-forget-what-was-asked": Fault(
         "training/callbacks/stages.py",
-        "    return _with_asked(schedule, {} if AskedStages().problem(found) else found), manifest.step\n",
+        "    return _with_asked(schedule, found if is_kind(found, AskedStages) else {}), manifest.step\n",
         "    return dict(schedule), manifest.step\n",
         "a run goes on with an engine built at the stage of the schedule, not at that an operator has asked for",
         (

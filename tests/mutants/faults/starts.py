@@ -54,8 +54,8 @@ FAULTS = {
     ),
     "start-leads-away": Fault(
         METADATA,
-        "    require_schema(info.relative_path, FileName())\n",
-        "",
+        "require_kind(info.relative_path, FileName)",
+        "info.relative_path",
         "a folder has files elsewhere read",
         TESTS,
     ),

@@ -38,8 +38,8 @@ FAULTS = {
     ),
     "tokens-of-a-path-outside": Fault(
         STORE,
-        'has_schema(shards, [{"name": FileName(), ',
-        'has_schema(shards, [{"name": str, ',
+        "class _ShardEntry(TypedDict):\n    name: FileName",
+        "class _ShardEntry(TypedDict):\n    name: str",
         "an index names files outside of its folder",
         OF_STORE,
     ),

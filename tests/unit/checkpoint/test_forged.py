@@ -125,7 +125,7 @@ FORGERIES: dict[str, tuple[Edit, str]] = {
     "a group that is not there": (lambda content: parameter(content).update(group=7), "is of group 7, and there are 1"),
     "the group behind the last": (lambda content: parameter(content).update(group=1), "is of group 1, and there are 1"),
     "a count of no dtype": (
-        lambda content: parameter(content)["counts"].update(step={"dtype": "load", "value": 1}), "step: got .*; it must",
+        lambda content: parameter(content)["counts"].update(step={"dtype": "load"}), "step: got .*; it must be",
     ),
     "a name that moves the cursor": (
         lambda content: content["buffers"].update({"\x1b[2Jx": content["buffers"].pop("num_calls")}),

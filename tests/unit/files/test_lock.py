@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from pathlib import Path
+from typing import TypedDict
 
 import pytest
 
@@ -66,12 +67,21 @@ def test_a_file_system_without_locks_is_told_and_what_else_goes_wrong_raised(tmp
             assert lock(file) == os.strerror(number)
 
 
-def test_a_note_replaces_the_last_and_is_read_by_its_schema(tmp_path: Path):
+class Kept(TypedDict):
+    kept: bool
+    pid: int
+
+
+class Why(TypedDict):
+    why: str
+
+
+def test_a_note_replaces_the_last_and_is_read_by_its_kind(tmp_path: Path):
     with open_lock(tmp_path / "it") as file:
         note_holder(file, why="x" * 200)
         note_holder(file, kept=True)
-    assert read_note(tmp_path / "it", {"kept": bool, "pid": int})["kept"] is True
-    assert read_note(tmp_path / "it", {"why": str}) is None
+    assert read_note(tmp_path / "it", Kept)["kept"] is True
+    assert read_note(tmp_path / "it", Why) is None
     for content in ("", "x", "[" * 5000, '{"pid": "1", "host": "h", "started": "s"}', " " * 20_000):
         (tmp_path / "it").write_text(content)
         assert holder(tmp_path / "it") == "another process"

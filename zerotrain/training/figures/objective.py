@@ -1,7 +1,7 @@
 """The value by which the jobs of a sweep are compared: a number of result.json, or a metric of the last evaluation."""
 
-import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -67,5 +67,5 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    is_one = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_one = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     return float(value) if is_one else None

@@ -197,7 +197,7 @@ FORGED = [
 
 @pytest.mark.parametrize("state", FORGED, ids=str)
 def test_an_id_of_another_form_is_refused(state):
-    with pytest.raises(ValueError, match="must be"):
+    with pytest.raises(ValueError, match=r"must be|expected|missing"):
         Book({}).load_state_dict(state)
 
 
