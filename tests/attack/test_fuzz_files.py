@@ -28,6 +28,7 @@ FOUND: dict[str, tuple[int, ...]] = {
     ".lock": (43, 81),
     "metrics.jsonl": (33,),
     "export json": (1063,),
+    "jsonl": (1001079,),
     "parquet": (10,),
     "tokens.npy": (4, 11),
 }

@@ -90,7 +90,8 @@ def read_journal(folder: Path) -> Any:
     journal.append(JobEvent(event="begun", job=1, folder="1", hash="b", overrides=[]))
     assert [event.job for event in SweepJournal(folder).events()] == [*(event.job for event in before), 1]
     assert (folder / JOURNAL_NAME).read_bytes().endswith(b"\n")
-    return [(row.job, row.status, row.error) for row in read_report(folder).rows]
+    said = [(each.job, each.folder, each.status, each.overrides, each.time) for each in before]
+    return said, [(row.job, row.status, row.error) for row in read_report(folder).rows]
 
 
 def make_job(folder: Path) -> None:

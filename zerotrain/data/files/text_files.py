@@ -179,7 +179,7 @@ def _text_of(row: Any, field: str) -> str | None:
         raise ValueError(_ARRAY)
     given = f"is a {type(row).__name__}"
     if isinstance(row, dict):
-        given = f"has the fields {', '.join(map(str, row))[:200]}"
+        given = f"has the fields {printable(', '.join(map(str, row))[:200], keep='')}"
         given = f"has a {type(row[field]).__name__} there" if field in row else given
     raise ValueError(
         f"has no text in the field {field!r}: it {given}; give data.text_field, or a path without this file"
