@@ -23,7 +23,7 @@ FOUND: dict[str, tuple[int, ...]] = {
     "index of Hugging Face, by transformers": (29, 33, 34, 51, 135, 140, 151, 189),
     "index.json of a store": (151, 188, 100053, 100059),
     "preparing.json": (1, 31, 125),
-    "tokenizer.json": (103, 1001074),
+    "tokenizer.json": (103, 20099, 1001074),
     "job.json": (95, 133),
     ".lock": (43, 81),
     "metrics.jsonl": (33,),

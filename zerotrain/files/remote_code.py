@@ -29,9 +29,10 @@ def require_no_kernels(fields: Any, of: str) -> None:
         raise ValueError(f"{of} asks for code of the hub ({name}), which zerotrain does not run; take that field out")
 
 
-def refusal(folder: str, error: Exception) -> str:
+def refusal(folder: str, error: BaseException) -> str:
     """The first line of what transformers says of a folder; where it lacks code of its own, which it is."""
-    if isinstance(error, AttributeError | TypeError):  # it met a value of another kind, and speaks of its own code
+    # It met a value of another kind, and speaks of its own code.
+    if isinstance(error, AttributeError | TypeError) or not isinstance(error, Exception):
         return "a file of it is damaged"
     line = printable((str(error).splitlines() or [type(error).__name__])[0], _MAX_REASON, keep="")
     if "trust_remote_code" not in str(error):

@@ -41,7 +41,16 @@ def test_steps_that_come_a_second_time_are_left_out(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", '{"step": "1", "train_loss": 2}', "\0" * 99, '{"step": 1e999, "train_loss": 2}', '{"train_loss": 1}'],
+    [
+        "",
+        "{",
+        '{"step": "1", "train_loss": 2}',
+        "\0" * 99,
+        '{"step": 1e999, "train_loss": 2}',
+        '{"train_loss": 1}',
+        f'{{"step": {10**400}, "train_loss": 2}}',
+        f'{{"step": 1, "train_loss": {10**400}}}',
+    ],
 )
 def test_lines_that_are_none_of_ours_are_passed_over(tmp_path: Path, content: str):
     path = tmp_path / "metrics.jsonl"

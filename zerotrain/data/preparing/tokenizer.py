@@ -27,7 +27,9 @@ class TextTokenizer:
         try:
             with only_errors():
                 self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
-        except Exception as error:  # transformers raises all kinds for files that it cannot read
+        except BaseException as error:  # transformers raises all kinds for files that it cannot read
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of tokenizers, in Rust
+                raise
             raise ValueError(
                 f"data.tokenizer={name_or_path} is neither a folder with a tokenizer nor one that the Hugging Face hub "
                 f"can give: {refusal(name_or_path, error)}; null reads the text as bytes"
