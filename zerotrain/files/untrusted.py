@@ -20,6 +20,8 @@ from zerotrain.files.regular import NotRegularError, only_regular
 MAX_DEPTH = 64
 """Lists and objects within each other. Ours have 12; Python's own reader gives up at about 1,000 with a traceback."""
 MAX_INT = 2**63 - 1
+MAX_NAME_NBYTES = 255
+"""Of a file, as Linux has it."""
 MAX_DIGITS = 300
 """Digits of a whole number, where a kind is asked for. A float holds it, so that nothing ends in an OverflowError."""
 Natural = Annotated[int, Meta(ge=0, le=MAX_INT)]
@@ -96,7 +98,7 @@ def require_kind(value: Any, kind: Any) -> Any:
         return convert(value, kind, dec_hook=_checked, str_keys=True)
     except (ValidationError, UnicodeEncodeError) as error:  # the second: a key with halves of characters
         problem, _, place = str(error).partition(" - at `")
-        place = shown(place.removesuffix("`").removeprefix("$").removeprefix("."))
+        place = shown(place.removesuffix("`").removeprefix("key` in `").removeprefix("$").removeprefix("."))
         told = problem[:1].lower() + problem[1:_MAX_PROBLEM]
         raise UntrustedFileError(f"{place}: {told}" if place else told) from None
 
@@ -133,8 +135,8 @@ class FileName(str):
     """The plain name of a file in this very folder, as `../x`, `a/b`, `/x` and `` are none."""
 
     def __new__(cls, value: Any) -> "FileName":
-        is_text = isinstance(value, str) and value.isprintable() and value not in ("", ".", "..")
-        if not is_text or "/" in value or "\\" in value:
+        is_text = isinstance(value, str) and value.isprintable() and value not in (".", "..")
+        if not is_text or not 0 < len(value.encode()) <= MAX_NAME_NBYTES or "/" in value or "\\" in value:
             raise ValueError(f"got {shown(value)}; it must be the name of a file in this folder")
         return super().__new__(cls, value)
 

@@ -173,7 +173,24 @@ def test_what_is_of_another_kind_is_refused_with_its_place(kind, value, says):
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "../x", "a/b", "/etc/passwd", "a\\b", "a\0", "a\nb", "\x1b[2J", 3, None, ["x"]]
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "../x",
+        "a/b",
+        "/etc/passwd",
+        "a\\b",
+        "a\0",
+        "a\nb",
+        "\x1b[2J",
+        "\u00e9" * 128,
+        "\ud800",
+        3,
+        None,
+        ["x"],
+    ],
 )
 def test_a_name_that_leaves_the_folder_is_no_name(name):
     with pytest.raises(UntrustedFileError, match="must be the name of a file in this folder"):

@@ -124,7 +124,7 @@ class FileWeights(Weights):
                 tensors = torch_tensors_in(file) if is_of_torch(file) else safetensors_in(file)
                 known = {tensor.names[0]: tensor for tensor in tensors}
                 if absent := [name for name in names or () if name not in known]:
-                    raise CheckpointError(f"{each} has no {absent[0]}, which its index lists")
+                    raise CheckpointError(f"{each} has no {shown(absent[0])}, which its index lists")
                 self.tensors += tensors if names is None else [known[name] for name in names]
             self._opened = opened.pop_all()
         told = [(each.part, each.names, each.kind, each.shape, each.stride) for each in self.tensors]
