@@ -135,8 +135,7 @@ class FileName(str):
     """The plain name of a file in this very folder, as `../x`, `a/b`, `/x` and `` are none."""
 
     def __new__(cls, value: Any) -> "FileName":
-        is_text = isinstance(value, str) and value.isprintable() and value not in (".", "..")
-        if not is_text or not 0 < len(value.encode()) <= MAX_NAME_NBYTES or "/" in value or "\\" in value:
+        if not _is_file_name(value):
             raise ValueError(f"got {shown(value)}; it must be the name of a file in this folder")
         return super().__new__(cls, value)
 
@@ -145,9 +144,15 @@ class FilePath(str):
     """The name of a file in this folder, or in one within it, such as `templates/chat.jinja`."""
 
     def __new__(cls, value: Any) -> "FilePath":
-        for part in value.split("/") if isinstance(value, str) else [value]:
-            FileName(part)
+        if not all(map(_is_file_name, value.split("/") if isinstance(value, str) else [value])):
+            raise ValueError(f"got {shown(value)}; it must be the name of a file in this folder or below")
         return super().__new__(cls, value)
+
+
+def _is_file_name(value: Any) -> bool:
+    if not isinstance(value, str) or not value.isprintable() or value in (".", ".."):
+        return False
+    return 0 < len(value.encode()) <= MAX_NAME_NBYTES and "/" not in value and "\\" not in value
 
 
 class Shape(tuple[int, ...]):

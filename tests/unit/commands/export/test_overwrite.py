@@ -137,15 +137,15 @@ def test_a_file_that_comes_while_the_new_export_is_written_stays(
         (None, "was exported by an older zerotrain, which did not note its files; give a new name"),
         (
             ["../thesis.txt"],
-            "does not list the files of an export: files.0 is ../thesis.txt, and must be the name of a file",
+            "does not list the files of an export: files[0]: got ../thesis.txt; it must be the name of a file",
         ),
         (["/etc/passwd"], "does not list the files of an export"),
         (["mine/../../thesis.txt"], "does not list the files of an export"),
         (
             ["model.safetensors", 3],
-            "does not list the files of an export: files.1 is 3, and must be the name of a file",
+            "does not list the files of an export: files[1]: got 3; it must be the name of a file",
         ),
-        ({"thesis.txt": 1}, "does not list the files of an export: files is"),
+        ({"thesis.txt": 1}, "does not list the files of an export: files: expected"),
         ([""], "does not list the files of an export"),
         ([f"{'a/' * 3000}b"], "model.safetensors was not written by the export in that folder"),
     ],
