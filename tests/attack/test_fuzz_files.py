@@ -17,7 +17,7 @@ from tests.attack.fuzz.trial import REFUSED, tried
 NUM_OF_EACH = 18
 FOUND: dict[str, tuple[int, ...]] = {
     "manifest.json": (34, 51),
-    "manifest.json, its hash made to fit": (184, 253, 543),
+    "manifest.json, its hash made to fit": (184, 253, 543, 1050030),
     "torch.save": (203,),
     "index of Hugging Face": (29, 33, 103, 1020074),
     "index of Hugging Face, by transformers": (29, 33, 34, 51, 135, 140, 151, 189),
@@ -29,7 +29,7 @@ FOUND: dict[str, tuple[int, ...]] = {
     "metrics.jsonl": (33,),
     "export json": (1063,),
     "jsonl": (1001079,),
-    "parquet": (10,),
+    "parquet": (10, 1050027),
     "tokens.npy": (4, 11),
 }
 """Seeds at which there was something to mend, beside the first ones."""

@@ -107,7 +107,7 @@ def read_pieces(path: Path, *, field: str, start: int = 0, cut: Cut | None = Non
 def _broken() -> tuple[type[Exception], ...]:
     """Exceptions of readers for files that are truncated or of another format."""
     errors: list[type[Exception]] = [EOFError, OSError, zlib.error]
-    for module, name in (("zstandard", "ZstdError"), ("pyarrow", "ArrowInvalid")):
+    for module, name in (("zstandard", "ZstdError"), ("pyarrow", "ArrowException")):
         try:
             errors.append(getattr(__import__(module), name))
         except ImportError:

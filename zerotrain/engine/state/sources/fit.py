@@ -91,7 +91,7 @@ def _groups(manifest: Manifest, holdings: Holdings) -> Iterator[str]:
     if saved_names[: len(names)] != names:
         yield f"its parameter groups are {saved_names}, and the engine's {names}"
     elif saved_kinds[: len(kinds)] != kinds:
-        yield f"its optimizer is {', '.join(saved_kinds)}, and the engine's {', '.join(kinds)}"
+        yield f"its optimizer is {', '.join(map(shown, saved_kinds))}, and the engine's {', '.join(kinds)}"
     else:
         for group, settings in zip(groups.hyperparameters, (each["hyperparameters"] for each in saved), strict=False):
             for name in hyperparameters.misfits(group, settings):
