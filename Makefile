@@ -59,8 +59,10 @@ bench-link: $(INSTALLED_BENCH) ## the same on two hosts (network namespaces) joi
 	$(BIN)/python -m benchmarks --link 1gbit --out outputs/bench/link
 
 # A machine with a GPU may have neither a network nor a virtual environment: PYTHON is its own, and what it lacks comes
-# along as wheels in a folder, which are unpacked onto PYTHONPATH. Our own engine needs these, all pure Python:
+# along as wheels in a folder, which are unpacked onto PYTHONPATH. Our own engine needs these; msgspec is compiled for one
+# version of Python, here for 3.12:
 #     pip wheel --no-deps -c constraints.txt --wheel-dir FOLDER hydra-core omegaconf antlr4-python3-runtime
+#     pip download --no-deps -c constraints.txt --python-version 3.12 --only-binary :all: --dest FOLDER msgspec
 WHEELS ?=
 CARRIED := $(CURDIR)/build/carried
 WITH_WHEELS = $(if $(WHEELS),rm -rf $(CARRIED) && mkdir -p $(CARRIED) && \

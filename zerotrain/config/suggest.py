@@ -76,18 +76,16 @@ OURS = {word: ours for words, ours in _WORDS.items() for word in words.split()}
 has for it: choices and the name of a setting."""
 
 _OF_EXAMPLE = "examples/{0}_logger.py of the repository does it, from the folder that you start in: +callbacks.{0}={1}"
-REMOVED = {
-    "logger=mlflow": _OF_EXAMPLE.format("mlflow", "{_target_:mlflow_logger.MLflowLogger}"),
-    "logger=trackio": _OF_EXAMPLE.format("trackio", "{_target_:trackio_logger.TrackioLogger}"),
-}
-"""Choices that there were, and what to do instead."""
 
 
 REMOVED = {
     "launch.shared_memory": "leave it out: ranks of one host send through sockets, to the same bits",
     "offload.heap": "leave it out: freed memory is kept for the next step, and given back with a disk",
+    "logger=mlflow": _OF_EXAMPLE.format("mlflow", "{_target_:mlflow_logger.MLflowLogger}"),
+    "logger=trackio": _OF_EXAMPLE.format("trackio", "{_target_:trackio_logger.TrackioLogger}"),
 }
-"""Settings that zerotrain had, and what to do now. A saved config may still have them: they changed no result."""
+"""Settings and choices that zerotrain had, and what to do now. A saved config may still have the settings: they changed
+no result."""
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

@@ -210,7 +210,7 @@ def _refused(values: Any, error: OmegaConfBaseException) -> str:
         known = asdict(Config())
         groups = [each for each in values if isinstance(known.get(each), dict) and not isinstance(values[each], dict)]
         if not groups:
-            return first_line(error)
+            return first_paragraph(error)
         name = groups[0]
     got: Any = values
     for part in name.split("."):

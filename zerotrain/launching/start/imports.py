@@ -13,7 +13,7 @@ from typing import Any
 
 from zerotrain.device.processes import no_threads_of_openblas
 
-_NEEDED = ("torch", "hydra", "omegaconf", "numpy", "rich", "xxhash")
+_NEEDED = ("torch", "hydra", "omegaconf", "numpy", "rich", "msgspec", "xxhash")
 """The packages without which nothing runs."""
 _COMPILER = "torch._dynamo"
 _NO_COMPILER = SimpleNamespace(
