@@ -133,22 +133,6 @@ def test_while_a_gradient_waits_what_trains_cannot_change() -> None:
     engine.freeze("output.bias")
 
 
-class Keeping(torch.optim.SGD):
-    """Keeps of each tensor two rows, whatever its shape."""
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["rows"] = torch.zeros(2, 7)
-
-
-def test_an_optimizer_whose_state_nobody_can_cut_is_told_so() -> None:
-    engine = engine_on(alone(), optimizer=functools.partial(Keeping, lr=0.1))
-    train(engine, 0)
-    with pytest.raises(EngineStateError, match=r"'rows' of shape \(2, 7\)"):
-        engine.freeze("output.bias")
-
-
 class Norms(Linears):
     """With a parameter that lies transposed in memory."""
 
