@@ -249,7 +249,7 @@ def _unfit_in_state(optimizer: torch.optim.Optimizer, is_whole: bool) -> Iterato
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value):
                 if value.ndim > 0 and not is_whole and value.shape != tensor.shape:
-                    yield f"{name!r} of shape {tuple(value.shape)} of a weight of shape {tuple(tensor.shape)}"
+                    yield f"{name!r} of shape {tuple(value.shape)}"
             elif type(value) not in (bool, int, float, str, type(None)):
                 yield f"{name!r}, a {type(value).__name__}"
 
