@@ -142,12 +142,12 @@ class _Probe:
             return FORM
         if not plain.rows.diff(dim=0).any():
             return NOTHING
+        if unfit := list(dict.fromkeys(_unfit_in_state(optimizer, self.is_whole))):
+            return UNFIT.format(" and ".join(unfit))
         if not self.gives(plain, _apart if self.is_whole else _in_pieces):
             if not self.gives(plain, _as_one, as_engine=False):
                 return RANDOM
             return IN_PARTS if not self.is_whole and self.gives(plain, _apart) else EVERYTHING
-        if unfit := list(dict.fromkeys(_unfit_in_state(optimizer, self.is_whole))):
-            return UNFIT.format(" and ".join(unfit))
         kept, others = _kept_elsewhere(optimizer), dict[str, str]()
         with suppress(Exception):
             renewed = self.run(_as_one, is_renewed=True)

@@ -140,7 +140,7 @@ def test_torchs_that_need_whole_tensors_are_seen_to(name: str) -> None:
     unknown = type("Unknown", (getattr(torch.optim, name),), {"__module__": "somewhere"})
     factory = functools.partial(unknown, lr=0.01)
     assert not probe(factory, {"name": "whole parameters", **settings_of(unknown, {})}, CPU)
-    with pytest.raises(ConfigError, match=IN_PARTS if name == "Adafactor" else FAILS.format("ValueError")):
+    with pytest.raises(ConfigError, match=r"it keeps .*row_var" if name == "Adafactor" else FAILS.format("ValueError")):
         probe(factory, {"name": "parameters", **settings_of(unknown, {})}, CPU)
 
 
@@ -277,7 +277,7 @@ def test_adafactor_of_transformers_is_taken_whole() -> None:
     class Whole(transformers.Adafactor):  # type: ignore[misc]
         whole_tensor = True
 
-    with pytest.raises(ConfigError, match=f"optimizer=Adafactor: .*{IN_PARTS}"):
+    with pytest.raises(ConfigError, match=r"optimizer=Adafactor: it keeps .* `whole_tensor = True`"):
         engine_on(alone(), optimizer=adafactor)
     engine = engine_on(alone(), Linears, optimizer=lambda groups: Whole(groups, lr=0.01, relative_step=False))
     assert engine.train_step([(inputs(0, 0),)]).grad_norm > 0
