@@ -364,9 +364,7 @@ OF_ROWS = (
 )
 
 
-@pytest.mark.case(
-    "data: Order, position and loading", "Rows that a worker process cannot hand over", "the run ends and names them"
-)
+@pytest.mark.case("data: Order, position and loading", "Rows that a worker process cannot hand over")
 @pytest.mark.waits
 def test_a_batch_that_a_worker_cannot_hand_over_ends_the_run_with_its_rows(tmp_path: Path) -> None:
     """Seen: the rank waited for ever, and the cause stood in its log alone, from a thread of multiprocessing."""
@@ -385,7 +383,6 @@ def test_a_batch_that_a_worker_cannot_hand_over_ends_the_run_with_its_rows(tmp_p
 @pytest.mark.case(
     "data: Order, position and loading",
     "A row whose reading does not end, in the rank, a thread or a process",
-    "the run ends within `launch.timeout_s` and names it",
 )
 @pytest.mark.waits
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -32,7 +32,7 @@ AVERAGE = "weight_average"
 _Dtype = Annotated[str, one_of(*DTYPES)]
 
 
-class _Piece(TypedDict):
+class _ManifestPiece(TypedDict):
     file: Natural
     byte: Natural
     start: Natural
@@ -41,13 +41,13 @@ class _Piece(TypedDict):
 
 class _Tensor(TypedDict):
     dtype: _Dtype
-    pieces: list[_Piece]
+    pieces: list[_ManifestPiece]
     shape: NotRequired[Shape]
 
 
 class _Buffer(TypedDict):
     dtype: _Dtype
-    pieces: list[_Piece]
+    pieces: list[_ManifestPiece]
     shape: Shape
 
 

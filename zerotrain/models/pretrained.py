@@ -12,7 +12,7 @@ from transformers.utils import cached_file
 from zerotrain.files.untrusted import FileName, read_json, shown
 
 
-class _Index(TypedDict):
+class _PretrainedIndex(TypedDict):
     weight_map: dict[str, FileName]
 
 
@@ -51,7 +51,7 @@ def find_weights(name_or_path: str) -> dict[str, str] | None:
     """
     index = _find(name_or_path, "model.safetensors.index.json")
     if index is not None:
-        said = read_json(index, _Index, max_nbytes=MAX_INDEX_NBYTES)
+        said = read_json(index, _PretrainedIndex, max_nbytes=MAX_INDEX_NBYTES)
         parts = said["weight_map"]
         found = {part: _find(name_or_path, part) for part in sorted(set(parts.values()))}
         missing = [part for part, path in found.items() if path is None]

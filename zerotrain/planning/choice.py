@@ -36,7 +36,7 @@ CHOSEN = "chosen"
 ASKED = "asked"
 
 
-class _Plan(TypedDict):
+class _PlanFile(TypedDict):
     num_ranks: int
     asked: NotRequired[str | None]
     chosen: NotRequired[dict[str, Any] | None]
@@ -159,7 +159,7 @@ def as_chosen(config: Config, run_dir: Path, num_ranks: int | None = None) -> Co
     if not autos:
         return config
     try:
-        said = read_json(run_dir / PLAN_NAME, _Plan, max_nbytes=_MAX_NBYTES)
+        said = read_json(run_dir / PLAN_NAME, _PlanFile, max_nbytes=_MAX_NBYTES)
     except (OSError, UntrustedFileError):
         return config
     values: Any = said.get(CHOSEN)

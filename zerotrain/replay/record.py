@@ -17,7 +17,7 @@ MAX_NBYTES = 2**30
 """A steps.jsonl of some 8 million steps."""
 
 
-class _Start(TypedDict, total=False):
+class _RecordStart(TypedDict, total=False):
     torch: str
     zerotrain: str
     device: str
@@ -28,9 +28,9 @@ class _Start(TypedDict, total=False):
     data: dict[str, Any]
 
 
-class _Line(TypedDict):
+class _StepLine(TypedDict):
     step: Natural
-    start: NotRequired[_Start]
+    start: NotRequired[_RecordStart]
     loss: NotRequired[float | None]
     grad_norm: NotRequired[float | None]
     update: NotRequired[str]
@@ -115,7 +115,7 @@ def read_record(folder: Path) -> Record:
     starts: dict[int, Any] = {}
     for number, line in enumerate(lines, 1):
         try:
-            said = parse_json(line, _Line)
+            said = parse_json(line, _StepLine)
         except UntrustedFileError as error:
             if number == len(lines):
                 break

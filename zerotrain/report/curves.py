@@ -20,7 +20,7 @@ NUM_WINDOWS, WINDOW_NBYTES = 128, 2**14
 AXES = ("step", "tokens", "train_s")
 
 
-class _Line(TypedDict, total=False):
+class _PlottedLine(TypedDict, total=False):
     step: float | None
     tokens: float | None
     train_s: float | None
@@ -89,7 +89,7 @@ def _points(lines: list[bytes], kind: str) -> Iterator[tuple[float, ...]]:
     before = -math.inf
     for line in lines:
         try:
-            said = parse_json(line, _Line)
+            said = parse_json(line, _PlottedLine)
         except UntrustedFileError:  # it is cut off, or of somebody else
             continue
         values = [number(said.get(name)) for name in (*AXES, kind)]

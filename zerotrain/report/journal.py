@@ -34,7 +34,7 @@ _MAX_NBYTES = 2**20
 _MAX_RESULT_NBYTES = 2**26
 
 
-class _Result(TypedDict):
+class _JobResult(TypedDict):
     status: Annotated[str, one_of(COMPLETED, FAILED, STOPPED)]
     overrides: list[str] | None
     config_hash: NotRequired[str | None]
@@ -211,7 +211,7 @@ def note_earlier_results(folder: Path) -> None:
     found: list[JobEvent] = []
     for path in sorted(folder.rglob(RESULT_NAME)):
         with suppress(OSError, UntrustedFileError):
-            said: dict[str, Any] = read_json(path, _Result, max_nbytes=_MAX_RESULT_NBYTES)
+            said: dict[str, Any] = read_json(path, _JobResult, max_nbytes=_MAX_RESULT_NBYTES)
             name = path.parent.relative_to(folder).as_posix()
             found.append(
                 JobEvent(

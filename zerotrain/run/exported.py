@@ -24,7 +24,7 @@ MAX_ABOUT_NBYTES = 1 << 26
 _Form = Annotated[str, one_of(MODEL, HUGGING_FACE, ADAPTERS, MERGED, DCP)]
 
 
-class _About(TypedDict):
+class _ExportAbout(TypedDict):
     step: Natural
     form: _Form
     config: Any
@@ -43,7 +43,7 @@ def exported_run(folder: Path, *, trust_code: bool = False) -> OfRun | None:
         ConfigError: it does not say so, or has a config of another version.
     """
     try:
-        said = read_json(folder / ABOUT, _About, max_nbytes=MAX_ABOUT_NBYTES)
+        said = read_json(folder / ABOUT, _ExportAbout, max_nbytes=MAX_ABOUT_NBYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -234,7 +234,7 @@ class Table(nn.Module):
 
 
 @pytest.mark.case(
-    "models: What a forward does",
+    "models: Models and optimizers",
     "`F.embedding(sparse=True)`, `F.embedding_bag` and `torch.gather(sparse_grad=True)` of a parameter",
     "refused in the backward, with the parameter's name; nothing of the step is left",
 )

@@ -28,7 +28,7 @@ MAX_HEADER_NBYTES = 100_000_000
 """As in the library."""
 
 
-class _Entry(TypedDict):
+class _HeaderEntry(TypedDict):
     dtype: str
     shape: Shape
     data_offsets: tuple[Natural, Natural]
@@ -53,7 +53,7 @@ def safetensors_in(file: OpenFile) -> list[GivenTensor]:
     try:
         header = parse_json(bytes(file.bytes(8, length)), dict[str, Any])
         header.pop("__metadata__", None)
-        header = require_kind(header, dict[str, _Entry])
+        header = require_kind(header, dict[str, _HeaderEntry])
     except UntrustedFileError as error:
         raise CheckpointError(f"{file.path} is no safetensors file, or damaged in its header: {error}") from None
     _require_places(file.path, header, 8 + length, nbytes)

@@ -50,7 +50,7 @@ class RowError(RuntimeError):
     """
 
 
-class Place:
+class RowPlace:
     """The row that a reader is at. Another thread or process, which waits for it, sees whether it gets on.
 
     Args:
@@ -88,7 +88,7 @@ class Place:
         return f"data.train: the rows of step {step}" if step else "data.train: the first rows of a process"
 
 
-PLACE: ContextVar[Place | None] = ContextVar("place", default=None)
+PLACE: ContextVar[RowPlace | None] = ContextVar("place", default=None)
 """Where `fetch_rows` notes what it reads; each thread has its own."""
 
 
@@ -99,9 +99,9 @@ def in_time(timeout_s: float) -> Iterator[None]:
     interrupt.
 
     Args:
-        timeout_s: as of `Place`.
+        timeout_s: as of `RowPlace`.
     """
-    place, over, thread = Place(timeout_s), threading.Event(), threading.current_thread()
+    place, over, thread = RowPlace(timeout_s), threading.Event(), threading.current_thread()
     if thread is not threading.main_thread():
         yield
         return

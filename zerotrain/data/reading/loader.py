@@ -23,8 +23,8 @@ from zerotrain.data.reading.device_copies import Copied, DeviceCopies
 from zerotrain.data.reading.fetch import (
     PLACE,
     Collate,
-    Place,
     RowError,
+    RowPlace,
     fetch_rows,
     in_time,
     may_be_read_beside,
@@ -160,11 +160,11 @@ class ReadAhead(Iterator[Any]):
     its value would have.
 
     Args:
-        timeout_s: as of `Place`, for rows that the thread reads itself.
+        timeout_s: as of `RowPlace`, for rows that the thread reads itself.
     """
 
     def __init__(self, values: Iterator[Any], num_ahead: int, timeout_s: float = 300.0) -> None:
-        self._values, self._num_ahead, self._place = values, num_ahead, Place(timeout_s)
+        self._values, self._num_ahead, self._place = values, num_ahead, RowPlace(timeout_s)
         self._ready: deque[Any] = deque()
         self._error: BaseException | None = None
         """The error raised in place of a value; StopIteration behind the last."""

@@ -5,7 +5,7 @@ holds the other, that is when the run is over, or its rank was killed, whatever 
 stop it ignores: they come to all processes of a terminal, and of torchrun, and it is the rank that ends in order.
 
 What a worker sends it pickles itself before it sends the first byte, so that whatever fails is told in the value's
-place. Who waits for a value looks at the worker's process, and at the row where it is (`Place`).
+place. Who waits for a value looks at the worker's process, and at the row where it is (`RowPlace`).
 """
 
 import os
@@ -26,7 +26,7 @@ import torch
 from torch import multiprocessing
 from torch.utils.data._utils import worker as torchs_worker
 
-from zerotrain.data.reading.fetch import PLACE, Place, RowError, seed_by
+from zerotrain.data.reading.fetch import PLACE, RowError, RowPlace, seed_by
 
 _IGNORED_SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT,
@@ -52,7 +52,7 @@ def read_in_workers(
     Args:
         num_ahead: values that are computed before they are asked for, at least one by each process.
         describe: the words for what is wanted, such as "data.train: row 3", where no row is at fault alone.
-        timeout_s: as of `Place`.
+        timeout_s: as of `RowPlace`.
 
     Raises:
         RowError: `read` has raised an exception, of which the message and, as the cause, the traceback come. Or a value
@@ -60,7 +60,7 @@ def read_in_workers(
         RuntimeError: a worker has died.
     """
     shared = torch.zeros(num_workers, 4, dtype=torch.float64).share_memory_()
-    places = [Place(timeout_s, values) for values in shared]
+    places = [RowPlace(timeout_s, values) for values in shared]
     pipes = [multiprocessing.Pipe() for _ in places]
     ends = [end for pipe in pipes for end in pipe]
     workers: list[_Worker] = []
@@ -99,7 +99,7 @@ class WorkerError(Exception):
 class _Worker(NamedTuple):
     process: BaseProcess
     pipe: Connection
-    place: Place
+    place: RowPlace
 
     def receive(self, described: str) -> Any:
         """The value that it was asked for first, of those which it was not yet taken from."""
@@ -140,7 +140,7 @@ def _in_order(
 def _work(
     read: Any,
     describe: Callable[[Any], str],
-    place: Place,
+    place: RowPlace,
     pipe: Connection,
     others: Sequence[Connection],
     number: int,

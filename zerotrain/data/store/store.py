@@ -42,7 +42,7 @@ class _ShardEntry(TypedDict):
     tokens: Natural
 
 
-class _Index(TypedDict):
+class _StoreIndex(TypedDict):
     dtype: Annotated[str, one_of(*STORE_DTYPES)]
     vocab_size: Annotated[int, Meta(ge=1, le=MAX_VOCAB_SIZE)]
     tokenizer: str | None
@@ -227,7 +227,7 @@ def _require_index(index: Any, file: Path) -> None:
             "store anew, or read it with the zerotrain that wrote it"
         )
     try:
-        require_kind(index, _Index)
+        require_kind(index, _StoreIndex)
     except UntrustedFileError as error:
         raise ValueError(f"{file}: {error}; make the store again") from None
     names = [INDEX_NAME, index["documents"], *(each["name"] for each in index["shards"])]

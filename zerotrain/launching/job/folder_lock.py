@@ -19,7 +19,7 @@ _OF_THE_FOLDER = (
 """Errors of a folder as such: a setting can mend them, unlike a full disk."""
 
 
-class _Note(TypedDict):
+class _LockNote(TypedDict):
     job: str
 
 
@@ -63,7 +63,7 @@ def locked(run_dir: Path, **note: str) -> Iterator[None]:
 
 def holding_job(run_dir: Path) -> str | None:
     """The job of a sweep that the last holder of a folder's lock was, as it has noted; None if none."""
-    said = read_note(run_dir / LOCK_NAME, _Note)
+    said = read_note(run_dir / LOCK_NAME, _LockNote)
     return None if said is None else str(said["job"])
 
 

@@ -50,7 +50,7 @@ class _SentJob(TypedDict):
 """The job that is sent to ranks in other processes."""
 
 
-class _Refusal(TypedDict):
+class _RefusalNote(TypedDict):
     error: str
 
 
@@ -168,7 +168,7 @@ def write_refusal(
 def refusal_in(run_dir: Path) -> str | None:
     """The refusal of a job that was to go on in the folder of an earlier one; None where there is none."""
     try:
-        return str(read_json(run_dir / RANKS / _REFUSED, _Refusal, max_nbytes=2**20)["error"])
+        return str(read_json(run_dir / RANKS / _REFUSED, _RefusalNote, max_nbytes=2**20)["error"])
     except (OSError, UntrustedFileError):
         return None
 

@@ -18,7 +18,7 @@ _MAX_CONFIG_NBYTES = 10**5
 _USUAL_COLUMNS = 80
 
 
-class _Line(TypedDict):
+class _ProgressLine(TypedDict):
     step: Natural
     train_loss: float | None
 
@@ -91,7 +91,7 @@ def _last_measured(path: Path) -> "dict[str, int | float | None] | None":
         file.seek(max(0, os.fstat(file.fileno()).st_size - _NBYTES))
         for line in reversed(file.read(_NBYTES).split(b"\n")):
             with suppress(UntrustedFileError):
-                said: dict[str, int | float | None] = parse_json(line, _Line)
+                said: dict[str, int | float | None] = parse_json(line, _ProgressLine)
                 return said
     return None
 

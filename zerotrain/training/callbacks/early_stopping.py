@@ -8,7 +8,7 @@ from zerotrain.training.callback import Callback, Run
 from zerotrain.training.request import Request
 
 
-class _State(TypedDict):
+class _StoppingState(TypedDict):
     best: float | None
     num_worse: Natural
 
@@ -55,5 +55,5 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`."""
-        state = require_kind(state, _State)
+        state = require_kind(state, _StoppingState)
         self._best, self._num_worse = state["best"], state["num_worse"]

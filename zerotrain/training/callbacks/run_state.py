@@ -12,7 +12,7 @@ from zerotrain.training.metrics.states import are_told
 _Object = dict[str, Any]
 
 
-class _Result(TypedDict, total=False):
+class _SavedResult(TypedDict, total=False):
     skipped_steps: Natural
     final_train_loss: float | None
     final_val_loss: float | None
@@ -40,11 +40,11 @@ class _Best(TypedDict):
     step: Natural
 
 
-class _State(TypedDict):
+class _SavedState(TypedDict):
     data: _Object
     skipped_steps: Natural
     evaluated_at: int | None
-    result: _Result
+    result: _SavedResult
     clock: _Clock
     sinks: list[_Object | None]
     asked_stages: AskedStages
@@ -56,7 +56,7 @@ class _State(TypedDict):
 
 class _Extra(TypedDict):
     built_groups: list[_Object]
-    run: _State
+    run: _SavedState
 
 
 def require_run_state(path: Path, state: Any) -> None:

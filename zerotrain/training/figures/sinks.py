@@ -18,7 +18,7 @@ STEPS_NAME = "steps.jsonl"
 """A line for each step, see `zerotrain.training.loggers.record`."""
 
 
-class _Line(TypedDict):
+class _MetricsLine(TypedDict):
     step: float
 
 
@@ -99,6 +99,6 @@ def keep_lines(source: Path, target: Path, *, until: int) -> None:
 def _step_of(line: bytes) -> float:
     """Infinite for a line that is cut off."""
     try:
-        return float(parse_json(line, _Line)["step"])
+        return float(parse_json(line, _MetricsLine)["step"])
     except UntrustedFileError:
         return math.inf

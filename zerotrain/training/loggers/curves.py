@@ -19,7 +19,7 @@ CHANGES_NAME = "git.diff"
 """File in the run's folder with the changes to the code that no commit has."""
 
 
-class _Line(TypedDict):
+class _MetricsRow(TypedDict):
     step: int
 
 
@@ -136,7 +136,7 @@ def _lines_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         for line in lines:
             try:
                 metrics = parse_json(line, dict[str, Any])
-                step = require_kind(metrics, _Line)["step"]
+                step = require_kind(metrics, _MetricsRow)["step"]
             except UntrustedFileError:
                 continue
             yield step, {name: value for name, value in metrics.items() if name != "step"}

@@ -30,13 +30,13 @@ class _Id(TypedDict):
     id: str
 
 
-class _Note(TypedDict):
+class _TrackerNote(TypedDict):
     id: str
     config_hash: str | None
 
 
-class _State(TypedDict):
-    note: _Note | None
+class _TrackerState(TypedDict):
+    note: _TrackerNote | None
 
 
 def of_sweep(key: str) -> str | None:
@@ -82,7 +82,7 @@ class Tracker(Curves):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`."""
-        note = require_kind(state, _State)["note"]
+        note = require_kind(state, _TrackerState)["note"]
         self._note = None if note is None else self._checked(note)
 
     def _open(self, run: Run) -> Written:
@@ -102,7 +102,7 @@ class Tracker(Curves):
     def _read(self, path: Path) -> dict[str, Any] | None:
         """The note of an earlier sitting in the run's folder; None where there is none that can be read."""
         try:
-            return self._checked(read_json(path, _Note, max_nbytes=MAX_NBYTES))
+            return self._checked(read_json(path, _TrackerNote, max_nbytes=MAX_NBYTES))
         except (OSError, UntrustedFileError):
             return None
 
