@@ -263,7 +263,7 @@ def failed_update(stage: int) -> list[str]:
         rates = [group["lr"] for group in engine.param_groups]
         for group in engine.param_groups:
             group["lr"] = None
-        with pytest.raises(TypeError):
+        with pytest.raises(EngineStateError, match="lr of group 'matrices' was set to None; it must be a number"):
             engine.step()
         with pytest.raises(EngineStateError, match="step came before a backward"):
             engine.step()

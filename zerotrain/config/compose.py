@@ -124,7 +124,7 @@ def config_hash(config: Config) -> str:
     out: the data that they follow from too is not read yet where the first hash is made."""
     values = noted(config)
     del values["launch"]
-    if {"num_epochs", "max_tokens"} & values["train"].keys():
+    if config.train.num_epochs is not None or config.train.max_tokens is not None:
         del values["train"]["max_steps"]
     init_from = values.pop("checkpoint")["init_from"]
     values |= {} if init_from is None else {"init_from": init_from}

@@ -20,7 +20,7 @@ FAULTS = {
     ),
     "drop-keeps-the-earlier-sum": Fault(
         REDUCTION,
-        "self._sum = None\n\n    def give_back",
+        "self._sum = self._squares = None\n\n    def give_back",
         "pass\n\n    def give_back",
         "a gradient that was given up is added to the next step",
         UNIT,

@@ -23,13 +23,6 @@ def test_a_verb_that_there_is_not_is_one_line(given: str, hint: str, capsys: pyt
     assert capsys.readouterr().err == f"{given}: there is no such verb{hint}; there are {', '.join(MODULES)}\n"
 
 
-def test_a_verb_and_its_older_name_are_one_command(zygote: Zygote, tmp_path: Path) -> None:
-    new = zygote.run(["export", "--help"], tmp_path, module="zerotrain")
-    assert new == zygote.run(["--help"], tmp_path, module="zerotrain.export")
-    assert new.code == 0
-    assert new.out.startswith("usage: python -m zerotrain export ")
-
-
 def test_training_is_the_verb_that_may_be_left_out(zygote: Zygote, tmp_path: Path) -> None:
     wrong = zygote.run(["train", "zero.stage=9"], tmp_path, module="zerotrain")
     assert wrong == zygote.run(["zero.stage=9"], tmp_path, module="zerotrain")

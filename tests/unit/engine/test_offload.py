@@ -212,6 +212,7 @@ def test_on_the_host_the_optimizer_computes_where_its_state_lies() -> None:
 class Changing(torch.optim.SGD):
     """Keeps a tensor that is another object each time, and from the third step on one more, which nobody foresaw."""
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         super().step(closure)
         for group in self.param_groups:

@@ -89,7 +89,7 @@ def test_a_config_that_builds_more_than_its_files_hold_is_refused_before_it_is_b
         build(run)
 
 
-@pytest.mark.parametrize("name", REMOVED)
+@pytest.mark.parametrize("name", [name for name in REMOVED if "=" not in name])
 def test_a_config_of_before_a_setting_was_removed_is_read_without_it(name: str, tmp_path: Path):
     group, _, setting = name.partition(".")
     values: dict[str, Any] = {"model": {"_target_": "zerotrain.models.GPT", **TINY}}

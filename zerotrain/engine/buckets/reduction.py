@@ -44,6 +44,8 @@ class BucketReduction:
         """The gradient in the dtype of the wire, if it was filled in another."""
         self._sum: torch.Tensor | None = None
         """(shard_numel,) master dtype: what the backwards of this step have reduced, from the second on."""
+        self._squares: torch.Tensor | None = None
+        """What `take_squares` will give, where a gather is under way."""
         self.handle = collectives.reduction(name, shard, wire_pool, leaves_per_rank=options.leaves_per_rank)
         """To be prepared before what the other ranks send may come, which may be before this rank's own part."""
         self._updated = shard if whole is None or options.plan.shards_optimizer else whole
@@ -104,6 +106,8 @@ class BucketReduction:
         if self._widened is not None:
             self.give_back()
         if self._gather is not None and self.completes:
+            # Squared before others' shards arrive: on a GPU the gather writes to this memory on a stream of its own.
+            self._squares = block_squares(self.shard, exact=self.has_exact_norm)
             with named_range("gather gradient", self._name):
                 self._gather.issue()
 
@@ -115,7 +119,9 @@ class BucketReduction:
             exact: also where squares beyond fp32 would make it NaN.
         """
         with named_range("square", self._name):
-            squares = block_squares(self.shard, exact=exact or self.has_exact_norm)
+            squares, self._squares = self._squares, None
+            if squares is None:
+                squares = block_squares(self.shard, exact=exact or self.has_exact_norm)
             # The squares are divided, and not their digits: numbers of another size would be cut at other bits.
             return squares if loss_scale == 1.0 else squares.div_(loss_scale**2)
 
@@ -130,7 +136,7 @@ class BucketReduction:
         if self._gather is not None:
             self._finish_gather(self._gather)
         self.handle.withdraw()
-        self._sum = None
+        self._sum = self._squares = None
 
     def give_back(self) -> None:
         """Nothing is on the wire any more: end the loan."""

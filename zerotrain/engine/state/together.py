@@ -9,6 +9,7 @@ import torch
 
 from zerotrain.comm.accounts.whereabouts import by_rank
 from zerotrain.comm.collectives import Collectives
+from zerotrain.device.kinds import device_of
 from zerotrain.errors import (
     CheckpointError,
     CommError,
@@ -161,7 +162,8 @@ def failing_together(collectives: Collectives, *, doing: str, left: str) -> Iter
         wait_for_others(collectives, "an end")
     except Exception as error:
         of_others = isinstance(error, DisagreementError) and _FAILURE in str(error)
-        if collectives.shards.size == 1 or (isinstance(error, CommError) and not of_others):
+        is_plan = not device_of(collectives.world.device).holds_values  # whose other ranks are not there
+        if collectives.shards.size == 1 or is_plan or (isinstance(error, CommError) and not of_others):
             raise
         if not of_others:
             with suppress(DisagreementError):  # the others are at a comparison of the call, and learn of it there

@@ -40,7 +40,6 @@ from zerotrain.training import Callback
 from zerotrain.training.callbacks.early_stopping import EarlyStopping
 from zerotrain.training.callbacks.evaluation import in_set, rows_of_set, validation_rows
 from zerotrain.training.callbacks.sample import prompts_of
-from zerotrain.training.figures.flops import count_flops
 from zerotrain.training.figures.objective import in_evaluation
 from zerotrain.training.metrics.metric import OF_TRAINING, OF_VALIDATION, Metric, metrics_in
 from zerotrain.training.metrics.states import class_dim_of, logits_in
@@ -52,7 +51,7 @@ MIN_SEQUENCES = 1024
 """As many a rank may read in a step though the data has fewer, to learn a few by heart."""
 NUM_TRIED = 8
 """Rows of which the loss is tried at most."""
-MOST_NUMEL, MOST_FLOPS = 2**25, 10**10
+MOST_NUMEL, MOST_FLOPS = 2**25, 3 * 10**10
 """Parameters of a model whose loss is tried at most, and what that may compute: less than a second of one core."""
 TOLERANCE = 1e-5
 """By this part of the largest loss tried another may differ from what it should be: sums in fp32 round by a tenth."""
@@ -264,14 +263,11 @@ def _rows_read(data: Any, config: Config, rows: Sequence[int]) -> Any:
 
 def _num_affordable(model: nn.Module, first: Any, most: int) -> int:
     """Rows of which the loss can be tried; 0 of a model that is too large."""
-    numel, flops = sum(each.numel() for each in model.parameters()), None
+    numel = sum(parameter.numel() for parameter in model.parameters())
     if numel > MOST_NUMEL:
         return 0
-    with suppress(Exception):  # of a model that computes with values
-        flops = count_flops(model, first)
-    model.zero_grad()
-    if flops is None:  # as if each element of a row met each parameter
-        flops = 6 * numel * max((each.numel() for each in tensors_in(first)), default=1)
+    # As if each element of a row met each parameter: torch's counter of operations would import its compiler.
+    flops = 6 * numel * max((tensor.numel() for tensor in tensors_in(first)), default=1)
     return int(min(NUM_TRIED, most, MOST_FLOPS // max(flops, 1)))
 
 
