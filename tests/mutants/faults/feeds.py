@@ -188,8 +188,8 @@ FAULTS = {
     ),
     "feeds-the-whole-is-not-tried": Fault(
         "run/preflight/data.py",
-        "if abs(means[counted] - of_whole) <= near:\n            return",
-        "if True:\n            return",
+        "or abs(means[counted] - of_whole) <= near:\n            return",
+        "or True:\n            return",
         "a loss that is another mean trains beside the gradient of the whole batch",
         ("unit/run/preflight/test_loss_over.py",),
     ),

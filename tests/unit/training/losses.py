@@ -87,6 +87,49 @@ class Contrastive(Tagger):
         return F.cross_entropy(vectors @ vectors.T, torch.arange(len(vectors)))
 
 
+class Balanced(Tagger):
+    """The mean over labels, and a small part that balances the whole batch, as a mixture of experts has it."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().loss(logits, labels) + logits.softmax(dim=-1).mean(dim=(0, 1)).square().sum() / 10
+
+
+class MaskedMean(Tagger):
+    """Without a label that counts it is 0, not nan."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return (losses + 1) / (labels != -100).sum().clamp(min=1)
+
+
+class Zeroing(Tagger):
+    """So is it here, and else torch's mean."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return losses / (labels != -100).sum().clamp(min=1)
+
+
+class Narrow(Tagger):
+    """Its loss has 8 bits."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().loss(logits, labels).bfloat16()
+
+
+class WithLogits(Tagger):
+    """Returns its loss beside its logits; in evaluation mode the logits alone, where there are no `pairs`."""
+
+    pairs = True
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        return (super().loss(logits, labels), logits) if self.pairs or self.training else logits
+
+
+class LogitsAlone(WithLogits):
+    pairs = False
+
+
 class Drawing(Tagger):
     """Its loss follows from numbers that it draws, in evaluation mode too, as in diffusion."""
 
@@ -131,6 +174,18 @@ def ragged(row: int) -> tuple[torch.Tensor, ...]:
         labels[0] = -100
     labels[1] = ids[0]
     return ids, labels
+
+
+def unlabelled(row: int) -> tuple[torch.Tensor, ...]:
+    """No label counts."""
+    ids, labels = ragged(row)
+    return ids, labels.fill_(-100)
+
+
+def in_turn(row: int) -> tuple[torch.Tensor, ...]:
+    """Rows of one class after rows of another."""
+    ids, labels = ragged(row)
+    return ids, torch.where(labels == -100, labels, row % 4)
 
 
 def with_zeros(row: int) -> tuple[torch.Tensor, ...]:
@@ -231,6 +286,7 @@ NO_FIT = {
     "class weights": Kind(Weighed, ragged, refused="auto", instead=f"{ALONE} Weighed a method loss_count"),
     "another ignored label": Kind(OtherIgnored, with_zeros, refused="auto", instead=f"{ALONE} OtherIgnored a method"),
     "a sum": Kind(Summing, ragged, refused="auto", instead="it is the sum of those of two parts; let the model return"),
+    "a part of the batch": Kind(Balanced, ragged, refused="auto", instead="train.loss_over=micro_batches, labels or"),
     "rows that act on each other": Kind(Contrastive, ragged, refused="auto", instead="train.loss_over=micro_batches"),
 }
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from zerotrain.device.device import lies_on_host
-from zerotrain.errors import EngineStateError
+from zerotrain.errors import ConfigError, EngineStateError
 
 MicroBatch = Sequence[Any] | Mapping[str, Any]
 """The model's inputs, or named ones; it returns the loss."""
@@ -56,6 +56,21 @@ def equal_weights(num_micro_batches: int) -> list[Weight]:
 def call_model(model: Callable[..., Any], inputs: MicroBatch, **switches: bool) -> Any:
     """The model's output for a micro-batch."""
     return model(**inputs, **switches) if isinstance(inputs, Mapping) else model(*inputs, **switches)
+
+
+def is_loss(output: Any) -> bool:
+    """Whether what a model returns can be its loss."""
+    return isinstance(output, torch.Tensor) and output.is_floating_point() and output.numel() == 1
+
+
+def require_loss(output: Any, model: str) -> None:
+    """Make sure that a model returns its loss to an evaluation; ConfigError if not."""
+    if not is_loss(output):
+        shape = f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
+        raise ConfigError(
+            f"model: {model}.forward returns a {type(output).__name__}{shape} for a batch in evaluation mode; let it "
+            "return the mean loss alone, a tensor of one number"
+        )
 
 
 def loss_and_outputs(model: Callable[..., Any], inputs: MicroBatch) -> tuple[torch.Tensor, Any]:

@@ -2,6 +2,8 @@
 
 import inspect
 import math
+import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
@@ -31,14 +33,14 @@ from zerotrain.data.reading.inputs import (
     without_targets,
 )
 from zerotrain.data.reading.items import first_batches, require_next_tokens, require_taken
-from zerotrain.engine.update.leaves import call_model
+from zerotrain.engine.update.leaves import call_model, is_loss, require_loss
 from zerotrain.errors import ConfigError
 from zerotrain.files.printable import printable
 from zerotrain.run.factory import build, build_callbacks, build_collate, build_data, build_validation_sets
 from zerotrain.settings import problems_in
 from zerotrain.training import Callback
 from zerotrain.training.callbacks.early_stopping import EarlyStopping
-from zerotrain.training.callbacks.evaluation import in_set, rows_of_set, validation_rows
+from zerotrain.training.callbacks.evaluation import in_set, rows_of_set
 from zerotrain.training.callbacks.sample import prompts_of
 from zerotrain.training.figures.objective import in_evaluation
 from zerotrain.training.metrics.metric import OF_TRAINING, OF_VALIDATION, Metric, metrics_in
@@ -51,8 +53,9 @@ MIN_SEQUENCES = 1024
 """As many a rank may read in a step though the data has fewer, to learn a few by heart."""
 NUM_TRIED = 8
 """Rows of which the loss is tried at most."""
-MOST_NUMEL, MOST_FLOPS = 2**25, 3 * 10**10
-"""Parameters of a model whose loss is tried at most, and what that may compute: less than a second of one core."""
+MOST_NUMEL, MOST_PRODUCTS, MOST_S = 2**25, 10**11, 0.2
+"""Parameters of a model whose loss is tried at most, products of these with elements of a row, and seconds of a core in
+which it is to have computed the loss of all rows once."""
 TOLERANCE = 1e-5
 """By this part of the largest loss tried another may differ from what it should be: sums in fp32 round by a tenth."""
 
@@ -188,13 +191,18 @@ def require_measurable(metrics: Mapping[str, Metric], where: str, batch: Any, mo
             f"callbacks.{next(iter(looking))}: an evaluation calls {kind}.forward without labels for its outputs: "
             f"{error}; give that argument a default, without which the loss is not computed"
         ) from error
+    if getattr(model, "next_token_labels", False):
+        return
+    targets = {name: target_of(batch, metric.target) for name, metric in looking.items() if metric.class_dim is None}
+    # One label a row leaves a single dimension for the classes; and a call without values imports torch's compiler.
+    unclear = {name: target for name, target in targets.items() if target is not None and target.dim() > 1}
     outputs = None
-    with suppress(Exception), torch.no_grad():  # of a model that computes with values
-        outputs = logits_in(call_model(model, to_device(inputs, torch.device("meta"))))
-    for name, metric in looking.items():
-        known = metric.class_dim or (-1 if getattr(model, "next_token_labels", False) else None)
+    if unclear:
+        with suppress(Exception), torch.no_grad():  # of a model that computes with values
+            outputs = logits_in(call_model(model, to_device(inputs, torch.device("meta"))))
+    for name, target in unclear.items():
         try:
-            class_dim_of(outputs, target_of(batch, metric.target), known)
+            class_dim_of(outputs, target, None)
         except ValueError as error:
             raise ConfigError(f"callbacks.{name}: {error}") from error
 
@@ -211,14 +219,15 @@ def require_loss_over(model: nn.Module, data: Any, first: Any, config: Config) -
     weight. Both are computed here, in evaluation mode, by the model with first weights.
 
     It is not tried where each micro-batch is to count alike, with the models of zerotrain, whose losses are known, and
-    where it cannot be: the model is large, fails on the CPU, or draws random numbers in evaluation mode.
+    where it cannot be: the model is large, fails on the CPU, or draws random numbers in evaluation mode. Nor is one
+    refused that the user has named where none fits, as where a small part of a loss depends on all rows of a batch.
 
     Args:
         model: without memory.
         first: a batch of one row to train on.
 
     Raises:
-        ConfigError: it is another mean, or none; or the model's own count is no number.
+        ConfigError: it is another mean, or none; the model gives no loss; or its own count is no number.
     """
     given, kind, num_rows = config.train.loss_over, type(model).__name__, len(data.train)
     try:
@@ -228,32 +237,42 @@ def require_loss_over(model: nn.Module, data: Any, first: Any, config: Config) -
     except Exception as error:  # whatever the user's method raises
         raise ConfigError(f"train.loss_over: got {given}; {printable(f'{error}', keep='')}") from error
     is_known = type(model).__module__.startswith("zerotrain.models.") and counted in (AUTO, "labels")
-    if is_known or counted == "micro_batches" or (num := _num_affordable(model, first, num_rows)) < 2:
+    if is_known or counted == "micro_batches" or (tried := _tried(model, first, config)) is None:
         return
-    rows = sorted(validation_rows(num_rows, num), key=lambda row: num_labels(_rows_read(data, config, [row]), 1))
+    built, num, output = tried
+    if has_rows(data.validation):
+        require_loss(output, kind)
+    if not is_loss(output) or (num := min(num, num_rows)) < 2:
+        return
+    # Evenly spread rows could all be of one class.
+    rows = random.Random(config.seed).sample(range(num_rows), num)
+    rows.sort(key=lambda row: num_labels(_rows_read(data, config, [row]), 1))
     whole, ways = _whole_and_parts(data, config, rows)
-    found = _losses(config, [whole, whole, *(part for parts in ways for part, _ in parts)])
-    if found is None or not abs(found[0] - found[1]) <= TOLERANCE * abs(found[0]):
+    found = _losses(built, config, [whole, whole, *(part for parts in ways for part, _ in parts)])
+    tolerance = max(TOLERANCE, torch.finfo(output.dtype).eps)
+    if found is None or not abs(found[0] - found[1]) <= tolerance * abs(found[0]):
         return
     of_whole, _, *of_parts = found
-    near, said = TOLERANCE * max(map(abs, filter(math.isfinite, found))), ""
+    near, said = tolerance * max(map(abs, filter(math.isfinite, found))), ""
     for parts in ways:
         of_two, of_parts = of_parts[:2], of_parts[2:]
         means = {name: _mean(of_two, [weigh(*part) for part in parts]) for name, weigh in weighings.items()}
-        if abs(means[counted] - of_whole) <= near:
+        # A step leaves out what weighs nothing, so its loss may be anything.
+        if not any(weighings[counted](*part) for part in parts) or abs(means[counted] - of_whole) <= near:
             return
         said = f"train.loss_over: got {given}; of {len(rows)} rows the loss of {kind} is {of_whole:.7g}, but"
+        for fitting in (MODEL, "labels", "shifted_labels", "rows"):
+            if abs(means.get(fitting, math.nan) - of_whole) <= near:
+                raise ConfigError(f"{said} {means[counted]:.7g} by two parts of them; train.loss_over={fitting} fits")
         if abs(sum(of_two) - of_whole) <= near:
             raise ConfigError(f"{said} it is the sum of those of two parts; let the model return a mean")
         said += f" {means[counted]:.7g} by two parts of them"
-        for fitting in (MODEL, "labels", "shifted_labels", "rows"):
-            if abs(means.get(fitting, math.nan) - of_whole) <= near:
-                raise ConfigError(f"{said}; train.loss_over={fitting} fits")
-    raise ConfigError(
-        f"{said}, and labels, shifted_labels and rows fit no better; give "
-        f"{kind} a method {LOSS_COUNT}, which gets a batch as forward does and returns what the loss divides by, or, "
-        "where rows act on each other, train.loss_over=micro_batches"
-    )
+    if given == AUTO:
+        raise ConfigError(
+            f"{said}, and labels, shifted_labels and rows fit no better; give "
+            f"{kind} a method {LOSS_COUNT}, which gets a batch as forward does and returns what the loss divides by, "
+            "or, where rows act on each other, train.loss_over=micro_batches, labels or rows, whichever is meant"
+        )
 
 
 def _rows_read(data: Any, config: Config, rows: Sequence[int]) -> Any:
@@ -261,14 +280,23 @@ def _rows_read(data: Any, config: Config, rows: Sequence[int]) -> Any:
     return fetch_rows(data.train, rows, **told, collate=build_collate(config))
 
 
-def _num_affordable(model: nn.Module, first: Any, most: int) -> int:
-    """Rows of which the loss can be tried; 0 of a model that is too large."""
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    if numel > MOST_NUMEL:
-        return 0
-    # As if each element of a row met each parameter: torch's counter of operations would import its compiler.
-    flops = 6 * numel * max((tensor.numel() for tensor in tensors_in(first)), default=1)
-    return int(min(NUM_TRIED, most, MOST_FLOPS // max(flops, 1)))
+def _tried(model: nn.Module, first: Any, config: Config) -> tuple[nn.Module, int, Any] | None:
+    """(the model with first weights, rows of which its loss can be tried, what it returns for the first batch); None
+    where it cannot be called here."""
+    numel = sum(each.numel() for each in model.parameters())
+    # As if each element of a row met each parameter.
+    if numel > MOST_NUMEL or numel * max((each.numel() for each in tensors_in(first)), default=1) > MOST_PRODUCTS:
+        return None
+    with suppress(Exception), seeded("loss tried", config.seed), torch.no_grad():
+        built = build("model", config.model_target).eval()
+        for parameter in built.parameters():
+            if not parameter.any():  # of zeros, such as those of the last layer, all losses may be the same
+                parameter.normal_(std=0.02)
+        output = call_model(built, as_inputs(first))  # which may also import, and allocate
+        before = time.process_time()
+        call_model(built, as_inputs(first))
+        return built, int(min(NUM_TRIED, MOST_S / max(time.process_time() - before, 1e-9))), output
+    return None
 
 
 def _whole_and_parts(data: Any, config: Config, rows: Sequence[int]) -> tuple[Any, list[list[tuple[Any, int]]]]:
@@ -285,13 +313,9 @@ def _whole_and_parts(data: Any, config: Config, rows: Sequence[int]) -> tuple[An
     return whole, ways
 
 
-def _losses(config: Config, batches: Sequence[Any]) -> list[float] | None:
+def _losses(model: nn.Module, config: Config, batches: Sequence[Any]) -> list[float] | None:
     """The loss of each batch; None where they cannot be computed here."""
-    with suppress(Exception), seeded("loss tried", config.seed), torch.no_grad():  # see `require_loss_over`
-        model = build("model", config.model_target).eval()
-        for parameter in model.parameters():
-            if not parameter.any():  # of zeros, such as those of the last layer, all losses may be the same
-                parameter.normal_(std=0.02)
+    with suppress(Exception), seeded("loss tried", config.seed), torch.no_grad():
         losses = [float(call_model(model, as_inputs(batch))) for batch in batches]
         return losses if math.isfinite(losses[0]) else None
     return None

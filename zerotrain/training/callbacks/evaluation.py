@@ -25,7 +25,7 @@ from zerotrain.data.reading.items import source_name
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
-from zerotrain.engine.update.leaves import call_model
+from zerotrain.engine.update.leaves import call_model, require_loss
 from zerotrain.files.printable import printable
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.metrics import Metric
@@ -230,6 +230,7 @@ def evaluate_all(
             weight, num_counted = (weigh(batch, len(mine)), num_labels(batch, len(mine))) if mine else (0, 0)
             batch = to_device(batch, world.device)
             loss = call_model(engine, as_inputs(batch))
+            require_loss(loss, type(engine.module).__name__)
             outputs = call_model(engine, without_targets(batch, targets)) if measured.needs_outputs else None
             measured.add(number, loss, weight, outputs, batch, num_counted)
         return measured.values(world, num_rounds * world.size)

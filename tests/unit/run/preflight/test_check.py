@@ -194,18 +194,23 @@ def test_the_model_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(built) == sorted(each["_target_"] for each in (GPT, SYNTHETIC, MUON, COSINE))
 
 
-def test_the_compiler_which_takes_a_second_to_import_is_left_out_where_nothing_is_compiled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["zerotrain.models.GPT", "own.Own"])
+def test_the_compiler_which_takes_seconds_to_import_is_left_out_where_nothing_is_compiled(
+    model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text("from zerotrain.models import GPT\n\n\nclass Own(GPT):\n    pass\n")
     launch = Path(__file__).resolve().parents[4] / "launch.py"
     program = (
         "import atexit, runpy, sys\n"
         "atexit.register(lambda: print(*[name for name in sys.modules if name.startswith('torch._dynamo')]))\n"
-        f"sys.argv = [{str(launch)!r}, 'data=synthetic', 'data.num_sequences=0', 'optimizer=muon']\n"
+        f"sys.argv = [{str(launch)!r}, 'data=synthetic', 'train.micro_batch_size=5000', 'optimizer=muon', "
+        f"'model._target_={model}', 'metrics=accuracy']\n"
         f"runpy.run_path({str(launch)!r}, run_name='__main__')\n"
     )
     process = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert (process.returncode, process.stdout) == (2, "\n")
-    # The model and the optimizer were tried too.
-    assert process.stderr == "data.num_sequences=0 is too small; it must be at least 1\n"
+    # The model, its loss and the optimizer were tried too.
+    assert process.stderr.startswith("train.micro_batch_size: got 5000; a rank would read 5000 sequences in a step")
 
 
 class Unshifted(SyntheticTokens):

@@ -89,6 +89,50 @@ def test_whatever_hides_the_weights_a_wrong_one_is_refused(model, collate, loss_
         preflight.check(config_of("labels", Kind(model, losses.ragged, collate=collate), loss_over))
 
 
+@pytest.mark.parametrize(
+    ("model", "row"),
+    [(losses.MaskedMean, losses.unlabelled), (losses.Narrow, losses.ragged)],
+    ids=["nothing counts", "a loss of 8 bits"],
+)
+def test_what_weighs_nothing_or_is_rounded_is_not_refused(model, row, monkeypatch) -> None:
+    monkeypatch.setitem(KINDS, "labels", Kind(model, row))
+    preflight.check(config_of("labels", KINDS["labels"], "auto"))
+
+
+@pytest.mark.parametrize("loss_over", ["labels", "rows"])
+def test_where_nothing_fits_what_the_user_names_is_taken(loss_over) -> None:
+    name = "a part of the batch"
+    preflight.check(config_of(name, NO_FIT[name], loss_over, fits=False))
+
+
+def test_a_first_part_without_labels_is_no_sum(monkeypatch) -> None:
+    def row(number: int) -> tuple[torch.Tensor, ...]:
+        return losses.ragged(number) if number > 2 else losses.unlabelled(number)
+
+    monkeypatch.setitem(KINDS, "labels", Kind(losses.Zeroing, row))
+    with pytest.raises(ConfigError, match=r"two parts of them; train\.loss_over=labels fits$"):
+        preflight.check(config_of("labels", KINDS["labels"], "rows"))
+    monkeypatch.setitem(KINDS, "labels", Kind(losses.Tagger, row))  # of no label it is nan
+    with pytest.raises(ConfigError, match=r"nan by two parts of them; train\.loss_over=labels fits$"):
+        preflight.check(config_of("labels", KINDS["labels"], "rows"))
+
+
+def test_rows_of_classes_in_turn_are_not_all_of_one(monkeypatch) -> None:
+    monkeypatch.setattr(losses, "ROWS", 4 * losses.ROWS)
+    monkeypatch.setitem(KINDS, "labels", Kind(losses.Weighed, losses.in_turn))
+    with pytest.raises(ConfigError, match="Weighed a method loss_count"):
+        preflight.check(config_of("labels", KINDS["labels"], "auto"))
+
+
+@pytest.mark.parametrize(("model", "kind"), [(losses.WithLogits, "tuple"), (losses.LogitsAlone, "Tensor of shape")])
+def test_a_model_that_gives_an_evaluation_no_loss_is_refused(model, kind, monkeypatch) -> None:
+    settings = config_of("labels", Kind(model, losses.ragged), "auto")
+    with pytest.raises(ConfigError, match=f"^model: {model.__name__}.forward returns a {kind}.* the mean loss alone"):
+        preflight.check(settings)
+    monkeypatch.setattr(preflight_data, "has_rows", lambda _: False)
+    preflight.check(settings)
+
+
 def test_a_model_of_zerotrain_or_a_large_one_is_not_built_for_it(monkeypatch) -> None:
     monkeypatch.setattr(preflight_data, "_losses", lambda *_: pytest.fail("a model was built"))
     preflight.check(replace(config_of("labels", KINDS["labels"], "auto"), model=GPT))

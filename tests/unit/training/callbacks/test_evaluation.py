@@ -10,6 +10,7 @@ import zerotrain
 from zerotrain.comm.ranks.world import World
 from zerotrain.data import Mix, SyntheticTokens
 from zerotrain.data.reading.fetch import RowError
+from zerotrain.errors import ConfigError
 from zerotrain.models import GPT, HuggingFaceModel
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training.callbacks.evaluation import evaluate, evaluate_sources, sources_in, validation_rows
@@ -50,6 +51,21 @@ def test_evaluating_changes_no_weight_and_leaves_the_engine_in_training(engine, 
     before = engine.weights_sha256()
     evaluate(engine=engine, world=world, dataset=dataset.validation, num_sequences=8, micro_batch_size=4)
     assert engine.weights_sha256() == before
+    assert engine.module.training
+
+
+class LogitsInEvaluation(GPT):
+    """Gives an evaluation its logits, as detectors do."""
+
+    def forward(self, ids, labels=None):
+        return super().forward(ids, labels if self.training else None)
+
+
+def test_a_model_without_a_loss_in_evaluation_mode_is_refused_by_name(world, dataset):
+    model = LogitsInEvaluation(vocab_size=32, max_seq_len=16, num_layers=1, num_heads=1, hidden_size=8)
+    engine = zerotrain.build_engine(model, optimizer=torch.optim.SGD, world=world)
+    with pytest.raises(ConfigError, match=r"^model: LogitsInEvaluation.forward returns a Tensor of shape \(2, 16,"):
+        evaluate(engine=engine, world=world, dataset=dataset.validation, num_sequences=4, micro_batch_size=2)
     assert engine.module.training
 
 
