@@ -23,6 +23,7 @@ from zerotrain.offload.saved import SavedTensors
 from zerotrain.sharding.units import WalkedModel, find_units, walk
 
 Forward = Callable[..., Any]
+_Buffers = dict[str, torch.Tensor | None]
 
 
 def replace_forwards(
@@ -135,7 +136,7 @@ def require_units(walked: WalkedModel, units: Sequence[str] | None, setting: str
 
 
 def _checkpointed(forward: Forward, name: str, unit: nn.Module) -> Forward:
-    owners = [module for module in unit.modules() if module._buffers]
+    owners = list(unit.modules())
 
     def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         buffers = _BuffersBefore(owners, name)
@@ -152,25 +153,31 @@ class _BuffersBefore:
     recomputations. They read and write copies. So they compute what the forward did, and each buffer is updated once.
 
     Args:
-        owners: the modules that have them.
+        owners: the modules that may have them.
         name: of the unit.
     """
 
     def __init__(self, owners: Sequence[nn.Module], name: str) -> None:
         self._owners, self._name = owners, name
         self._entered: list[AbstractContextManager[None]] = []
-        self._copies: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+        self._before: list[tuple[_Buffers, _Buffers]] = []
+        """(the buffers of a module, those before), with copies in the places of those that were updated."""
+        self._copies: set[torch.Tensor] = set()
 
     @contextmanager
     def copied(self) -> Iterator[None]:
-        before = [(owner._buffers, key, value) for owner in self._owners for key, value in owner._buffers.items()]
-        versions = [None if value is None else value._version for _, _, value in before]
-        copies = {value: value.detach().clone() for _, _, value in before if value is not None}
+        before = [(owner._buffers, dict(owner._buffers)) for owner in self._owners]
+        values = [value for _, former in before for value in former.values() if value is not None]
+        saved = {value: (value.detach().clone(), value._version) for value in values}
         yield
-        for (buffers, key, value), version in zip(before, versions, strict=True):
-            # Torch's batch norm, whose statistics are vectors, counts no version. A constant table needs no copy.
-            if value is not None and (value.ndim < 2 or buffers.get(key) is not value or value._version != version):
-                self._copies.append((buffers, key, copies[value]))
+        for buffers, former in before:
+            for key, value in former.items():
+                # Torch's batch norm, whose statistics are vectors, counts no version. A constant table needs no copy.
+                if value is not None and (value.ndim < 2 or value._version != saved[value][1]):
+                    former[key] = saved[value][0]
+                    self._copies.add(saved[value][0])
+            if former.keys() != buffers.keys() or any(former[key] is not value for key, value in buffers.items()):
+                self._before.append((buffers, former))
 
     def __enter__(self) -> None:
         self._entered.append(self._recomputing())
@@ -181,16 +188,18 @@ class _BuffersBefore:
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        updated = [buffers[key] for buffers, key, _ in self._copies]
-        again = {value: value.clone() for _, _, value in self._copies}  # another backward may need them too
-        for buffers, key, value in self._copies:
-            buffers[key] = again[value]
+        updated = [dict(buffers) for buffers, _ in self._before]
+        again = {value: value.clone() for value in self._copies}  # another backward may need them too
+        for buffers, former in self._before:
+            buffers.clear()
+            buffers.update({key: None if value is None else again.get(value, value) for key, value in former.items()})
         try:
             with named_range("recompute", self._name):
                 yield
         finally:
-            for (buffers, key, _), current in zip(self._copies, updated, strict=True):
-                buffers[key] = current
+            for (buffers, _), current in zip(self._before, updated, strict=True):
+                buffers.clear()
+                buffers.update(current)
 
 
 class _UnitForward:
