@@ -26,6 +26,10 @@ MAX_DIGITS = 300
 """Digits of a whole number, where a kind is asked for. A float holds it, so that nothing ends in an OverflowError."""
 Natural = Annotated[int, Meta(ge=0, le=MAX_INT)]
 _TOKENS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+_WORDS = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "array": "a list"}
+_WORDS |= {"object": "a mapping"}
+_KIND = re.compile(r"`([a-z |]+)`")
+"""As msgspec names kinds: `int | null`."""
 _NUM_SHOWN = 60
 _MAX_PROBLEM = 300
 _PART_NBYTES = 2**20
@@ -97,10 +101,40 @@ def require_kind(value: Any, kind: Any) -> Any:
     try:
         return convert(value, kind, dec_hook=_checked, str_keys=True)
     except (ValidationError, UnicodeEncodeError) as error:  # the second: a key with halves of characters
-        problem, _, place = str(error).partition(" - at `")
-        place = shown(place.removesuffix("`").removeprefix("key` in `").removeprefix("$").removeprefix("."))
-        told = problem[:1].lower() + problem[1:_MAX_PROBLEM]
-        raise UntrustedFileError(f"{place}: {told}" if place else told) from None
+        raise UntrustedFileError(_sentence(str(error), value)) from None
+
+
+def _sentence(error: str, value: Any) -> str:
+    """An error of msgspec, such as "Expected `int` >= 0 - at `$.files[3].nbytes`", in our words and with the value that
+    is there."""
+    problem, _, place = error.partition(" - at `")
+    is_key = place.startswith("key`")
+    place = place.removeprefix("key` in `").removesuffix("`").removeprefix("$").removeprefix(".")
+    if problem.startswith("Expected "):
+        wanted, _, kind = problem.removeprefix("Expected ").partition(", got ")
+        names, _, pattern = wanted.partition(" matching regex ")
+        words = pattern.removeprefix("'^(").removesuffix(r")\\Z'").replace("\\", "").split("|")
+        wanted = f"{'one of ' if len(words) > 1 else ''}{', '.join(words)}" if pattern else _KIND.sub(_in_words, names)
+        there = None if is_key else _value_at(place, value)
+        got = shown(repr(there)) if isinstance(there, str | int | float) else _KIND.sub(_in_words, kind)
+        problem = f"got {got}; it must be {wanted}" if got else f"it must be {wanted}"
+    problem = re.sub("Object missing required field `(.*)`", r"\1 is missing", problem)
+    text = problem[:1].lower() + problem[1:_MAX_PROBLEM]
+    return f"{shown(place)}: {text}" if place else text
+
+
+def _in_words(match: re.Match[str]) -> str:
+    kinds = match[1].replace("int | float", "float").split(" | ")
+    return " or ".join(_WORDS.get(kind, kind) for kind in kinds)
+
+
+def _value_at(place: str, value: Any) -> Any:
+    """The value at a place such as `files[3].nbytes`; None for one that msgspec does not name, as in `files[...]`."""
+    for name in re.findall(r"[^.\[\]]+|\.\.\.", place):
+        if name == "...":
+            return None
+        value = value[int(name) if isinstance(value, list | tuple) else name]
+    return value
 
 
 def is_kind(value: Any, kind: Any) -> bool:

@@ -293,7 +293,7 @@ def test_state_of_no_form_that_a_run_writes_is_refused(make_trainer, tmp_path, m
     first._state = lambda: state() | {"callbacks": {"a": [3]}}
     first.run()
     policy = CheckpointPolicy(resume=checkpoints_in(tmp_path / "checkpoints"))
-    with pytest.raises(CheckpointError, match=r"run\.callbacks.*: expected `object`, got `array`"):
+    with pytest.raises(CheckpointError, match=r"run\.callbacks.*: got a list; it must be a mapping"):
         make_trainer(engine=first.engine, max_steps=3, callbacks={"a": Total()}, checkpoint=policy).run()
 
 

@@ -88,7 +88,7 @@ def test_an_index_is_only_written_of_shards_that_are_there(tmp_path):
     with pytest.raises(ValueError, match=r"000000.bin has 3 bytes, but .* says 10 \(5 tokens of uint16\)"):
         write_index(tmp_path, dtype="uint16", shards=[("000000.bin", 5)], vocab_size=300)
     assert os.listdir(tmp_path) == ["000000.bin"]
-    with pytest.raises(ValueError, match="dtype: expected"):
+    with pytest.raises(ValueError, match="dtype: got .int16.; it must be one of uint8"):
         write_index(tmp_path, dtype="int16", shards=[], vocab_size=300)
     with pytest.raises(ValueError, match=r"documents.bin does not hold the starts of documents in 3 tokens"):
         write_index(tmp_path, dtype="uint8", shards=[("000000.bin", 3)], vocab_size=300, documents=np.array([0, 2, 1]))
@@ -99,13 +99,13 @@ def test_an_index_is_only_written_of_shards_that_are_there(tmp_path):
     ("change", "message"),
     [
         ({"format": 2}, "has format 2, and this zerotrain reads format 1"),
-        ({"dtype": "float32"}, "dtype: expected `str` matching regex .*uint32.*; make the store"),
-        ({"vocab_size": None}, "vocab_size: expected `int`, got `null`"),
-        ({"vocab_size": True}, "vocab_size: expected `int`, got `bool`"),
-        ({"vocab_size": 10**12}, "vocab_size: expected `int` <= 4294967296"),
-        ({"num_documents": -1}, "num_documents: expected `int` >= 0"),
+        ({"dtype": "float32"}, "dtype: got 'float32'; it must be one of .*uint32; make the store"),
+        ({"vocab_size": None}, "vocab_size: got null; it must be a whole number"),
+        ({"vocab_size": True}, "vocab_size: got True; it must be a whole number"),
+        ({"vocab_size": 10**12}, "vocab_size: got 1000000000000; it must be a whole number <= 4294967296"),
+        ({"num_documents": -1}, "num_documents: got -1; it must be a whole number >= 0"),
         ({"num_documents": 2}, "num_documents: got 2 without documents"),
-        ({"num_documents": 2.0}, "num_documents: expected `int`, got `float`"),
+        ({"num_documents": 2.0}, "num_documents: got 2.0; it must be a whole number"),
         (
             {"num_documents": 3, "documents": "000000.bin", "shards": []},
             r"000000.bin has 6 bytes, but .* says 24 \(3 documents\)",
@@ -113,13 +113,16 @@ def test_an_index_is_only_written_of_shards_that_are_there(tmp_path):
         ({"documents": "000000.bin"}, "shards: a file is named twice"),
         ({"shards": [{"name": "000000.bin", "tokens": 3}] * 2}, "shards: a file is named twice"),
         ({"shards": [{"name": "index.json", "tokens": 0}]}, "shards: a file is named twice"),
-        ({"tokenizer": 5}, r"tokenizer: expected `str \| null`, got `int`"),
+        ({"tokenizer": 5}, r"tokenizer: got 5; it must be a text or null"),
         (
             {"shards": [{"name": "../secret", "tokens": 1}]},
             r"shards\[0\]\.name: got ../secret; it must be the name of a file in this folder",
         ),
-        ({"shards": [{"name": "000000.bin", "tokens": -3}]}, r"shards\[0\]\.tokens: expected `int` >= 0"),
-        ({"shards": {}}, "shards: expected `array`, got `object`"),
+        (
+            {"shards": [{"name": "000000.bin", "tokens": -3}]},
+            r"shards\[0\]\.tokens: got -3; it must be a whole number >= 0",
+        ),
+        ({"shards": {}}, "shards: got a mapping; it must be a list"),
         ({"documents": "/etc/passwd"}, "documents: got /etc/passwd; it must be the name of a file"),
         (
             {"shards": [{"name": "000000.bin", "tokens": 4}]},
@@ -145,7 +148,7 @@ def test_an_index_that_counts_documents_and_names_no_file_of_them_is_refused(tmp
     index = json.loads((tmp_path / "index.json").read_text())
     del index["documents"]
     (tmp_path / "index.json").write_text(json.dumps({**index, "num_documents": 3}))
-    with pytest.raises(ValueError, match="missing required field `documents`"):
+    with pytest.raises(ValueError, match="documents is missing"):
         TokenStore.open(tmp_path)
 
 
