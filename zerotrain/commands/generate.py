@@ -36,7 +36,9 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, least in (("max_tokens", 0), ("top_k", 1), ("seed", 0)):
             if not least <= (value := getattr(self, name)) < 1 << 63:
-                raise ConfigError(f"--{name.replace('_', '-')}: got {value}; it must be {least} or more")
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: got {value}; it must be {least} or more, and below 2**63"
+                )
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ConfigError(f"--temperature: got {self.temperature}; it must be 0 (the likeliest token) or above")
 

@@ -18,12 +18,13 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Holder(TypedDict):
+    """The note of the process that holds a lock."""
+
     pid: int
     host: str
     started: str
 
 
-"""The note of the process that holds a lock."""
 _MAX_NBYTES = 10_000
 
 

@@ -32,6 +32,7 @@ _KIND = re.compile(r"`([a-z |]+)`")
 """As msgspec names kinds: `int | null`."""
 _NUM_SHOWN = 60
 _MAX_PROBLEM = 300
+_MAX_WORDS = 20
 _PART_NBYTES = 2**20
 
 
@@ -114,6 +115,7 @@ def _sentence(error: str, value: Any) -> str:
         wanted, _, kind = problem.removeprefix("Expected ").partition(", got ")
         names, _, pattern = wanted.partition(" matching regex ")
         words = pattern.removeprefix("'^(").removesuffix(r")\\Z'").replace("\\", "").split("|")
+        words = words if len(words) <= _MAX_WORDS else [*words[:_MAX_WORDS], "..."]
         wanted = f"{'one of ' if len(words) > 1 else ''}{', '.join(words)}" if pattern else _KIND.sub(_in_words, names)
         there = None if is_key else _value_at(place, value)
         got = shown(repr(there)) if isinstance(there, str | int | float) else _KIND.sub(_in_words, kind)

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zerotrain.checkpoint.manifest import AVERAGE, WEIGHT
 from zerotrain.device.device import lies_on_host
 from zerotrain.device.kinds import device_of
-from zerotrain.engine.groups.hyperparameters import OwnNumbers, saved_group, show, told, without_objects
+from zerotrain.engine.groups.hyperparameters import OwnNumbers, is_number, saved_group, show, told, without_objects
 from zerotrain.engine.groups.optimizer_factory import WHOLE, OptimizerFactory, is_torchs_own
 from zerotrain.errors import ConfigError
 
@@ -66,11 +67,17 @@ Tensors = list[torch.Tensor]
 Split = Callable[[Tensors], list[Tensors]]
 
 
-def probe(factory: OptimizerFactory, settings: Mapping[str, Any], device: torch.device) -> frozenset[str]:
+def probe(
+    factory: OptimizerFactory,
+    settings: Mapping[str, Any],
+    device: torch.device,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+) -> frozenset[str]:
     """Make sure that an optimizer of these hyperparameters does in an engine what it does in plain PyTorch.
 
     Args:
         settings: of a group, with its "name".
+        shapes: of the small tensors.
 
     Returns:
         The names of the numbers that its steps change in a group.
@@ -78,39 +85,61 @@ def probe(factory: OptimizerFactory, settings: Mapping[str, Any], device: torch.
     Raises:
         ConfigError: it does not, or its step fails.
     """
-    settings = {name: _rate_like(value) if name == "lr" else value for name, value in settings.items()}
-    is_whole, failure = settings["name"].startswith(WHOLE), ""
-    for shapes in (SHAPES, MATRICES) if is_whole else (SHAPES,):
-        probed = _Probe(lambda tensors: factory([{"params": tensors, **settings}]), settings, device, shapes, is_whole)
-        first = probed.make([torch.ones(shapes[0], device=device)])
-        try:
-            with device_of(device).keep_generators():
-                if is_torchs_own(first):
-                    return _make_one_step(first)
-                problem = probed.problem()
-        except Exception as error:
-            failure = FAILS.format(type(error).__name__, (str(error).splitlines() or [""])[0])
-            failure += NO_CLOSURE if "closure" in failure else ""
-            continue
-        if problem is None:
-            return probed.own
-        failure = problem
-        break
-    raise ConfigError(f"optimizer={type(first).__name__}: {failure}")
+    is_whole, rate = settings["name"].startswith(WHOLE), settings.get("lr")
+    settings = {**settings, "lr": rate * 0 + RATE} if is_number(rate) else settings
+    runs = _Runs(lambda tensors: factory([{"params": tensors, **settings}]), settings, device, shapes)
+    first = runs.make([torch.ones(shapes[0], device=device)])
+    try:
+        with device_of(device).keep_generators():
+            problem = _problem_of_torchs(first) if is_torchs_own(first) else _problem(runs, is_whole)
+    except Exception as error:
+        if is_whole and shapes is SHAPES:
+            return probe(factory, settings, device, MATRICES)
+        problem = FAILS.format(type(error).__name__, (str(error).splitlines() or [""])[0])
+        problem += NO_CLOSURE if "closure" in problem else ""
+    if problem:
+        raise ConfigError(f"optimizer={type(first).__name__}: {problem}")
+    return runs.own
 
 
-def _make_one_step(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Without what torch puts around a step, which imports its compiler: half a second of each start. Returns the names
-    of the group's numbers that it changes, of which there are none."""
+def _problem_of_torchs(optimizer: torch.optim.Optimizer) -> None:
+    """One step, without what torch puts around it, which imports its compiler: half a second of each start."""
     (tensor,) = optimizer.param_groups[0]["params"]
     tensor.grad = torch.ones_like(tensor)
     with torch.no_grad():
         inspect.unwrap(type(optimizer).step)(optimizer)
-    return frozenset()
 
 
-class _Outcome(NamedTuple):
-    """Of a run of steps."""
+def _problem(runs: "_Runs", is_whole: bool) -> str | None:
+    """The sentence about what an optimizer does that it must not; None for nothing."""
+    plain = runs.run(_as_one, as_engine=False)
+    (optimizer,) = plain.optimizers
+    before, after = (without_objects(saved_group({**group, "params": None})) for group in (runs.settings, plain.group))
+    runs.own = frozenset(name for name, value in after.items() if value != before.get(name, ""))
+    tensors = optimizer.param_groups[0]["params"]
+    if [(tensor.shape, tensor.dtype) for tensor in tensors] != [(shape, torch.float32) for shape in runs.shapes]:
+        return FORM
+    if not plain.rows.diff(dim=0).any():
+        return NOTHING
+    if unfit := list(dict.fromkeys(_unfit_in_state(optimizer, is_whole))):
+        return UNFIT.format(" and ".join(unfit))
+    if not runs.give(plain, _apart if is_whole else _in_pieces):
+        if not runs.give(plain, _as_one, as_engine=False):
+            return RANDOM
+        return IN_PARTS if not is_whole and runs.give(plain, _apart) else EVERYTHING
+    kept, others, is_same = _kept_elsewhere(optimizer), dict[str, str](), False
+    with suppress(Exception):
+        renewed = runs.run(_as_one, is_renewed=True)
+        others, is_same = _kept_elsewhere(renewed.optimizers[0]), runs.agree(plain, renewed)
+    lost = [name for name, text in kept.items() if text != others.get(name)]
+    # A counter or a logger may count for nothing; a tensor that nobody needs would not be kept.
+    if is_same and not any("tensor(" in kept[name] for name in lost):
+        return None
+    return ELSEWHERE.format(" and ".join(f"self.{name}" for name in lost or kept) or "what it needs")
+
+
+class _Run(NamedTuple):
+    """What some steps have come to."""
 
     rows: torch.Tensor
     """(NUM_STEPS + 1, numel) fp32, the elements before and after each step."""
@@ -120,60 +149,30 @@ class _Outcome(NamedTuple):
 
 
 @dataclass
-class _Probe:
+class _Runs:
     """Runs of steps on small tensors."""
 
     make: Callable[[Tensors], torch.optim.Optimizer]
     settings: Mapping[str, Any]
     device: torch.device
     shapes: Sequence[tuple[int, ...]]
-    is_whole: bool
     own: frozenset[str] = frozenset()
     """The names of the numbers that steps change in a group."""
 
-    def problem(self) -> str | None:
-        """The sentence about what the optimizer does that it must not; None for nothing."""
-        plain = self.run(_as_one, as_engine=False)
-        (optimizer,) = plain.optimizers
-        tensors = optimizer.param_groups[0]["params"]
-        before, after = (saved_group({**group, "params": None}) for group in (self.settings, plain.group))
-        self.own = frozenset(name for name, value in without_objects(after).items() if value != before.get(name, ""))
-        if [(each.shape, each.dtype) for each in tensors] != [(each, torch.float32) for each in self.shapes]:
-            return FORM
-        if not plain.rows.diff(dim=0).any():
-            return NOTHING
-        if unfit := list(dict.fromkeys(_unfit_in_state(optimizer, self.is_whole))):
-            return UNFIT.format(" and ".join(unfit))
-        if not self.gives(plain, _apart if self.is_whole else _in_pieces):
-            if not self.gives(plain, _as_one, as_engine=False):
-                return RANDOM
-            return IN_PARTS if not self.is_whole and self.gives(plain, _apart) else EVERYTHING
-        kept, others = _kept_elsewhere(optimizer), dict[str, str]()
-        with suppress(Exception):
-            renewed = self.run(_as_one, is_renewed=True)
-            others = _kept_elsewhere(renewed.optimizers[0])
-            # A counter or a logger may count for nothing; a tensor that nobody needs would not be kept.
-            lost = [name for name, text in kept.items() if "tensor(" in text and text != others.get(name)]
-            if self.agree(plain, renewed) and not lost:
-                return None
-        names = [name for name, text in kept.items() if text != others.get(name)] or kept
-        return ELSEWHERE.format(" and ".join(f"self.{name}" for name in names) or "what it needs")
-
-    def gives(self, other: "_Outcome", split: Split, *, as_engine: bool = True) -> bool:
+    def give(self, other: "_Run", split: Split, *, as_engine: bool = True) -> bool:
         """Whether a run comes to the same as another. False if it fails."""
         with suppress(Exception):
             return self.agree(other, self.run(split, as_engine=as_engine))
         return False
 
-    def agree(self, left: "_Outcome", right: "_Outcome") -> bool:
+    def agree(self, *runs: "_Run") -> bool:
         """Whether two runs have come to the same weights and numbers: on a host to the same bits, as plain PyTorch has
         them there."""
-        rtol, atol = (0.0, 0.0) if lies_on_host(left.rows) else (1e-4, 1e-6)
-        numbers = [[repr(told(run.group.get(name))) for name in sorted(self.own)] for run in (left, right)]
-        same = torch.allclose(left.rows, right.rows, rtol=rtol, atol=atol, equal_nan=True)
-        return same and numbers[0] == numbers[1]
+        rtol, atol = (0.0, 0.0) if lies_on_host(runs[0].rows) else (1e-4, 1e-6)
+        numbers, others = ([repr(told(run.group.get(name))) for name in sorted(self.own)] for run in runs)
+        return numbers == others and torch.allclose(*(run.rows for run in runs), rtol=rtol, atol=atol, equal_nan=True)
 
-    def run(self, split: Split, *, as_engine: bool = True, is_renewed: bool = False) -> "_Outcome":
+    def run(self, split: Split, *, as_engine: bool = True, is_renewed: bool = False) -> "_Run":
         """Make `NUM_STEPS` steps.
 
         Args:
@@ -182,19 +181,21 @@ class _Probe:
             is_renewed: the optimizers are made anew after `STEPS_BEFORE_ANEW`.
         """
         group, former = dict(self.settings), []
-        numbers = OwnNumbers(self.make([torch.ones(8, 8, device=self.device)]), self.own)
+        numbers = self.numbers()
         weights = [0.001 * wave for wave in self.waves(0)]
         parts = split(weights if as_engine else list(map(torch.nn.Parameter, weights)))
         optimizers = [self.make(part) for part in parts]
         rows = [_row(parts)]
         for step in range(NUM_STEPS):
             if is_renewed and step == STEPS_BEFORE_ANEW:
-                former = [*zip(parts, optimizers, strict=True)]  # kept, or others would get the same places in memory
+                former = [parts, optimizers]  # or others would get the same places in memory
                 parts = [[tensor.detach().clone() for tensor in part] for part in parts]
-                optimizers = [self.make(part) for part in parts]
-                for (tensors, old), part, new in zip(former, parts, optimizers, strict=True):
+                optimizers, numbers = [self.make(part) for part in parts], self.numbers()
+                for tensors, old, part, new in zip(*former, parts, optimizers, strict=True):
                     pairs = zip(part, tensors, strict=True)
-                    new.state.update({copied: deepcopy(old.state[each]) for copied, each in pairs if each in old.state})
+                    new.state.update(
+                        {copy: deepcopy(old.state[tensor]) for copy, tensor in pairs if tensor in old.state}
+                    )
             for optimizer, part, gradients in zip(optimizers, parts, split(self.gradients(step)), strict=True):
                 for tensor, gradient in zip(part, gradients, strict=True):
                     tensor.grad = gradient
@@ -204,7 +205,10 @@ class _Probe:
             if as_engine:
                 numbers.step(group)
             rows.append(_row(parts))
-        return _Outcome(torch.stack(rows), optimizers, group if as_engine else optimizers[0].param_groups[0])
+        return _Run(torch.stack(rows), optimizers, group if as_engine else optimizers[0].param_groups[0])
+
+    def numbers(self) -> OwnNumbers:
+        return OwnNumbers(self.make([torch.ones(8, 8, device=self.device)]), self.own)
 
     def gradients(self, step: int) -> Tensors:
         """Small, middling or large, each a hundredfold in its last two thirds, with means of both signs."""
@@ -247,7 +251,9 @@ def _unfit_in_state(optimizer: torch.optim.Optimizer, is_whole: bool) -> Iterato
             yield f"self.state[{tensor!r}], which is of no parameter"
             continue
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value):
+            if name in (WEIGHT, AVERAGE):
+                yield f"{name!r}, a name of the engine's"
+            elif isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value):
                 if value.ndim > 0 and not is_whole and value.shape != tensor.shape:
                     yield f"{name!r} of shape {tuple(value.shape)}"
             elif type(value) not in (bool, int, float, str, type(None)):
@@ -258,9 +264,3 @@ def _kept_elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """The attributes of an optimizer as text, without those that torch gives every optimizer."""
     of_torch = vars(torch.optim.SGD([torch.zeros(())])).keys() | {"step", "_step_count", "_opt_called"}
     return {name: repr(value) for name, value in vars(optimizer).items() if name not in of_torch}
-
-
-def _rate_like(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.full_like(value, RATE)
-    return RATE if isinstance(value, int | float) else value

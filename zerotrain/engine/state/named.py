@@ -16,8 +16,9 @@ from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.sharding.flat_buffer import slot_view
 from zerotrain.sharding.units import ManagedParameter
 
-GRADIENT = "gradient"
-"""The role that every bucket has that trains, beside WEIGHT, which every one has, AVERAGE and the optimizer's."""
+GRADIENT = "gradient of the step"
+"""The role that every bucket has that trains, beside WEIGHT, which every one has, AVERAGE and those that the optimizer
+names, none of which is called so."""
 
 
 @dataclass(frozen=True, eq=False)

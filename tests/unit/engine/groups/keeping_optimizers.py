@@ -145,6 +145,20 @@ class ADictInItsGroup(Own):
         return group.setdefault("momenta", {}).setdefault(weight, torch.zeros_like(weight)).lerp_(gradient, 0.1)
 
 
+class ANumberOfItsState(Own):
+    """Counts in its state, and shows the count in its group, where the next step reads it."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for weight in (each for each in group["params"] if each.grad is not None):
+                state = self.state[weight]
+                state["count"] = group["count"] = state.get("count", 0) + 1
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return gradient / (1 + group.get("count", 0))
+
+
 class AViewOfItsWeight(Own):
     """Follows the weight, as long as that lies where it is."""
 

@@ -39,6 +39,23 @@ class Momentum(Own):
         return mean.tanh().exp() * mean.sign() / state["count"] ** 0.5
 
 
+class KeepsAGradient(Own):
+    """What it keeps has a name that the engine may have too."""
+
+    name = "gradient"
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return state.setdefault(self.name, torch.zeros_like(weight)).lerp_(gradient, 0.1)
+
+
+class KeepsAWeight(KeepsAGradient):
+    name = "weight"
+
+
+class KeepsAnAverage(KeepsAGradient):
+    name = "weight_average"
+
+
 class CountsInItsGroup(Own):
     def begin(self, weights: list[torch.Tensor]) -> None:
         for group in self.param_groups:

@@ -19,7 +19,7 @@ from zerotrain.engine.groups.probe import probe
 from zerotrain.errors import ConfigError
 from zerotrain.testing.fake_wire import run_threads
 
-FITTING = [Own, own.Momentum, own.CountsInItsGroup, own.CountsFromTheStart, own.CountsInATensor]
+FITTING = [Own, own.Momentum, own.KeepsAGradient, own.CountsInItsGroup, own.CountsFromTheStart, own.CountsInATensor]
 IN_PARTS = r"it updated a tensor in parts differently than at once.* set `whole_tensor = True` in its class"
 ON_OTHERS = "in a test on small tensors, the update of one depended on the others"
 FAILS = "its step fails on small tensors .{}"
@@ -42,6 +42,8 @@ REFUSED: dict[type[Own], str] = {
     own.DoesNothing: "its steps changed no weight of small tensors",
     own.OneNumberOfATensor: r"it keeps 'count' of shape \(1,\).*, which ranks cannot cut",
     own.InBlocks: r"it keeps 'mean' of shape \(1152, 4\).*, which ranks cannot cut",
+    own.KeepsAWeight: "it keeps 'weight', a name of the engine's, .* under a name of its own",
+    own.KeepsAnAverage: "it keeps 'weight_average', a name of the engine's",
     own.InAList: "it keeps 'means', a list, which ranks cannot cut and save",
 }
 
@@ -201,6 +203,7 @@ LOSING: dict[Any, str] = {
     keeping.InAnObject: ANEW.format(r"self\.keepers"),
     keeping.OnTheParameter: ANEW.format("what it needs"),
     keeping.InAGlobal: ANEW.format("what it needs"),
+    keeping.ANumberOfItsState: ANEW.format("what it needs"),
     keeping.ADictInItsGroup: ANEW.format("what it needs"),
     keeping.AViewOfItsWeight: ANEW.format("what it needs"),
     keeping.InStateOfNoParameter: r"it keeps self\.state\['all'\], which is of no parameter",
