@@ -53,9 +53,10 @@ def csv_of(report: Report) -> bytes:
     writer = csv.writer(text, lineterminator="\n")
     first = ["job", "folder", "status"]
     others = [*(report.rows[0].figures if report.rows else ()), "weights_sha256", "config_hash", "error", "command"]
-    writer.writerow(map(_cell, [*first, *report.settings, *others]))
+    # A setting of an edited config may have the name of another column, and readers would take it for that.
+    settings = [f"config.{name}" if name in (*first, *others) else name for name in report.settings]
+    writer.writerow(map(_cell, [*first, *settings, *others]))
     for body in (row_body(row, report) for row in report.rows):
-        # By place: a setting of an edited config may have the name of another column.
         values = [*map(body.get, first), *body["settings"].values(), *map(body.get, others)]
         writer.writerow(map(_cell, values))
     return text.getvalue().encode(errors="backslashreplace")

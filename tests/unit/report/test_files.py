@@ -57,8 +57,10 @@ def test_a_setting_with_the_name_of_a_column_forges_none_and_no_name_moves_the_c
     report = write_reports(tmp_path)
     with (tmp_path / "sweep.csv").open(newline="") as file:
         head, first, _ = csv.reader(file)
-    assert (first[:3], first[head.index("command") - 1]) == (["0", str(tmp_path / "0"), "failed"], "broken")
-    assert first[len(head) - 1 - head[::-1].index("final_val_loss")] == ""
+    assert len(set(head)) == len(head)
+    row = dict(zip(head, first, strict=True))
+    assert [row[name] for name in ("job", "status", "error", "final_val_loss")] == ["0", "failed", "broken", ""]
+    assert (row["folder"], row["config.status"]) == (str(tmp_path / "0"), "forged")
     assert first.count("forged") == len(names)
     for name in (*head, *report.settings):
         assert name.isprintable()
