@@ -253,11 +253,11 @@ class Steps:
                 "micro-batch of a step outside `with engine.no_sync()`"
                 + (f", and this rank's {leaves} virtual ranks in engine.each_virtual_rank()" if leaves > 1 else "")
             )
-        unusable = None
+        refusal = None
         try:
             self._held.groups.require_usable()
-        except EngineStateError as error:  # raised once the ranks have compared their groups
-            unusable = error
+        except EngineStateError as error:  # raised once the ranks have compared their groups: others would wait
+            refusal = error
         with self._phase(Phase.UPDATE), self._clean_after_error(), self._held.ledger.updating():
             groups, average = self._held.groups.hyperparameters, self._held.average
             share = None if average is None else average.share(self.stamps.num_steps + 1)
@@ -265,7 +265,7 @@ class Steps:
             if loss is None:
                 loss = torch.full((), torch.nan, dtype=torch.float64, device=self._held.world.device)
             result, reason = self.optimizer_step.run(
-                self._held.schedule, groups, self._losses, loss, self._signal, share, unusable
+                self._held.schedule, groups, self._losses, loss, self._signal, share, refusal
             )
         self._warn_of_overflow()
         self._losses.clear()

@@ -114,7 +114,10 @@ def _sample(factory: OptimizerFactory) -> torch.optim.Optimizer:
 def _made(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     try:
         made = factory(groups)
-    except (ValueError, TypeError) as error:
+    except TypeError as error:  # it compares a text with a number, and names neither
+        settings = "".join(f"{name}={value!r}, " for name, value in getattr(factory, "keywords", {}).items())
+        raise ConfigError(f"optimizer: {settings}{error}") from error
+    except ValueError as error:
         raise ConfigError(f"optimizer: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(

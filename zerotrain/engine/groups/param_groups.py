@@ -30,7 +30,7 @@ from zerotrain.sharding.units import ManagedParameter, ModelParameter, Unit, mat
 _CPU = torch.device("cpu")
 OF_THE_REST = ("matrices", "others")
 """The names of the groups of what no other has, where weight decay is for matrices alone."""
-_CHANGING = ("_group", "_home", "_settings", "_generation", "_classified", "_whole", "_numbers")
+_CHANGING = ("_group", "_home", "_settings", "_generation", "_classified", "_whole", "_groups")
 
 
 class ParamGroups:
@@ -77,8 +77,9 @@ class ParamGroups:
         self._device = device if device is not None and device_of(device).holds_values else None
         self._probed: dict[str, frozenset[str]] = {}
         """What `probe` has returned, by hyperparameters as text."""
-        self._numbers: list[OwnNumbers | None] = []
-        """For each group the numbers that its optimizer changes; None: there are none."""
+        self._groups: list[tuple[Hyperparameters, OwnNumbers | None]] = []
+        """As in `hyperparameters`, which is the user's, with the numbers that the optimizer of a group changes; None:
+        there are none."""
         self._state_nbytes: dict[bool, int] = {}
         self._all_whole = updates_whole(factory) and not hasattr(factory, "needs_whole")
         self.hyperparameters, self.kinds = [], []
@@ -107,7 +108,7 @@ class ParamGroups:
             # First, since of the first group's learning rate is told as of the run's.
             self.hyperparameters = self.hyperparameters[num_given:] + self.hyperparameters[:num_given]
             self.kinds = self.kinds[num_given:] + self.kinds[:num_given]
-            self._numbers = self._numbers[num_given:] + self._numbers[:num_given]
+            self._groups = self._groups[num_given:] + self._groups[:num_given]
             self._take_places(self._home)
         elif without := [parameter for parameter in rest if parameter.requires_grad]:
             raise ConfigError(
@@ -178,10 +179,11 @@ class ParamGroups:
         at_first = sample.param_groups[0].keys() | known  # without numbers that steps have added before a save
         own = self._own_numbers({key: value for key, value in settings.items() if key in at_first})
         self.defaults = optimizer.defaults
-        self.hyperparameters.append(Hyperparameters(settings, own))
+        group = Hyperparameters(settings, own)
+        self.hyperparameters.append(group)
         self.kinds.append(type(optimizer).__name__)
         counting = self._sample(name, settings, torch.ones(SAMPLE_SHAPE, device=self._device)) if own else None
-        self._numbers.append(None if counting is None else OwnNumbers(counting, own))
+        self._groups.append((group, None if counting is None else OwnNumbers(counting, own)))
 
     def _own_numbers(self, settings: dict[str, Any]) -> frozenset[str]:
         """The names of the numbers that steps change in a group of these settings, once it is known to work here."""
@@ -280,7 +282,7 @@ class ParamGroups:
 
     def show_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Give one of those optimizers the hyperparameters as they are now."""
-        by_name = {group["name"]: group for group in self.hyperparameters if isinstance(group, Hyperparameters)}
+        by_name = {settings["name"]: settings for settings, _ in self._groups}
         for group in optimizer.param_groups:
             settings = by_name[group["name"]]
             show(settings, settings.own, group)
@@ -289,12 +291,12 @@ class ParamGroups:
         """Make sure that `hyperparameters`, which are the user's to change, are still those of the groups.
 
         Raises:
-            EngineStateError: a group was added, removed or replaced, or see `Hyperparameters.require_usable`.
+            EngineStateError: a group was added, removed, moved or replaced, or see `Hyperparameters.require_usable`.
         """
-        groups = [group for group in self.hyperparameters if isinstance(group, Hyperparameters)]
-        if len(self.hyperparameters) != len(self.kinds) or len(groups) != len(self.kinds):
+        groups = [group for group, _ in self._groups]
+        if list(map(id, self.hyperparameters)) != list(map(id, groups)):
             raise EngineStateError(
-                f"engine.param_groups: it was built with {len(self.kinds)} groups, and some were added, removed or "
+                f"engine.param_groups: the engine has {len(groups)} groups, and some were added, removed, moved or "
                 "replaced by hand; change the values in a group, and call engine.add_param_group for another"
             )
         for group in groups:
@@ -302,10 +304,11 @@ class ParamGroups:
 
     def count_step(self) -> None:
         """Bring the numbers that the optimizer changes in its groups to what they are after a step, once it is made."""
-        training = {self._group[parameter] for parameter in self.trainable} if any(self._numbers) else set()
-        for index, (numbers, group) in enumerate(zip(self._numbers, self.hyperparameters, strict=True)):
-            if numbers is not None:
-                numbers.step(group, trains=index in training)
+        if any(numbers for _, numbers in self._groups):
+            training = {self._group[parameter] for parameter in self.trainable}
+            for index, (group, numbers) in enumerate(self._groups):
+                if numbers is not None:
+                    numbers.step(group, trains=index in training)
 
     def state_nbytes(self, numels: Sequence[int], *, is_whole: bool) -> int:
         """Bytes that the optimizer will keep of tensors of so many elements, each on a border of 256 bytes."""
@@ -446,4 +449,4 @@ def _named_in(group: Any) -> list[Any]:
 
 
 def _as_list(named: Any) -> list[Any]:
-    return [named] if isinstance(named, str | torch.Tensor) else list(named)
+    return list(named) if isinstance(named, Iterable) and not isinstance(named, str | torch.Tensor) else [named]

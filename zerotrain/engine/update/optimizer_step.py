@@ -57,7 +57,7 @@ class OptimizerStep:
         loss: torch.Tensor,
         signal: int = 0,
         average_share: float | None = None,
-        unusable: EngineStateError | None = None,
+        refusal: EngineStateError | None = None,
     ) -> tuple[StepResult, str | None]:
         """Clip and update, or skip a gradient that is not finite.
 
@@ -66,7 +66,7 @@ class OptimizerStep:
             loss: 0-dim fp64, the mean of this rank's virtual ranks; for all ranks to know the mean over all.
             signal: this rank's number for the others, sent with the norm.
             average_share: see `Kept.update_average`; None: no average is due.
-            unusable: raised in place of an update, once all ranks are known to do the same.
+            refusal: raised in place of an update, unless the ranks' groups differ.
 
         Returns:
             The result; and the reason why training must not go on after it, if any.
@@ -75,18 +75,18 @@ class OptimizerStep:
         schedule.reductions.finish()
         self._stamps.written, self._stamps.signal = written_to(schedule.buckets), signal
         loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
-        goes_ahead = average_share is None and unusable is None and can_go_ahead(schedule.trained)
+        goes_ahead = refusal is None and average_share is None and can_go_ahead(schedule.trained)
         exchanged, factor, told, ahead = self._norm_of_all(schedule, loss, param_groups, loss_scale, goes_ahead)
         skipped = not math.isfinite(told.norm)
         if skipped:
             self._stamps.require_same(exchanged.stamps, param_groups)
+        if refusal is not None:
+            raise refusal
         reason = self.skipped_steps.reason_to_stop(skipped=skipped)
         if reason is not None:
             reason += f". {find_nonfinite(self._model, schedule.trained, losses, self._collectives)}"
         if skipped:
             schedule.drop_gradients()
-        elif unusable is not None:
-            raise unusable
         else:
             if ahead is not None:
                 ahead.end(schedule.gathers)

@@ -98,7 +98,9 @@ def sgd(groups: Any) -> torch.optim.Optimizer:
         (lambda groups: groups[1].pop("momentum"), "momentum of group 'second' was removed; set it to a value instead"),
         (lambda groups: groups[0].pop("name"), "name of group 'first' was removed"),
         (lambda groups: groups[0].update(name="other"), "name of group 'first' was changed to 'other'; keep the name"),
-        (lambda groups: groups.pop(), "built with 2 groups, and some were added, removed or replaced by hand"),
+        (lambda groups: groups.pop(), "the engine has 2 groups, and some were added, removed, moved or "),
+        (lambda groups: groups.reverse(), "some were added, removed, moved or replaced by hand"),
+        (lambda groups: groups.__setitem__(1, groups[0]), "some were added, removed, moved or replaced by hand"),
         (lambda groups: groups.append({"lr": 0.1}), "call engine.add_param_group for another"),
         (lambda groups: groups.__setitem__(0, dict(groups[0])), "replaced by hand; change the values in a group"),
     ],
@@ -143,6 +145,7 @@ def test_a_rate_may_be_any_number(value: Any) -> None:
         (lambda model: {"params": ["*"]}, "param_groups: a group is a str; it takes a list of dicts"),
         (lambda model: [["*"]], "param_groups: a group is a list; it takes a list of dicts"),
         (lambda model: 3, "param_groups: a group is a int; it takes a list of dicts"),
+        (lambda model: [{"params": None}], "param_groups: takes names, patterns .* and parameters, no NoneType"),
     ],
 )
 def test_groups_of_another_kind_are_answered_with_what_they_must_be(given: Callable[[Any], Any], answer: str) -> None:

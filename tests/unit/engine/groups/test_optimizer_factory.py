@@ -129,3 +129,9 @@ def test_what_makes_no_optimizer_is_refused_with_what_it_makes() -> None:
         zerotrain.ConfigError, match=r"optimizer: makes a dict of its groups; it must make a torch\.optim"
     ):
         zerotrain.build_engine(model(), optimizer=lambda groups: dict(enumerate(groups)))
+
+
+@pytest.mark.parametrize("lr", [None, "fast"])
+def test_arguments_that_an_optimizer_cannot_be_made_with_are_in_the_refusal(lr: object) -> None:
+    with pytest.raises(ConfigError, match=f"optimizer: lr={lr!r}, .*float"):
+        zerotrain.build_engine(model(), optimizer=functools.partial(torch.optim.AdamW, lr=lr))
