@@ -61,11 +61,11 @@ def exit_code(
         return work() or exits.COMPLETED
     except (ConfigError, CheckpointError, OSError) as error:
         # A file that cannot be read or written, or a folder in its place: whoever has named it mends that.
-        said = str(error)
+        text = str(error)
         if isinstance(error, OSError) and error.filename is not None:
-            said = printable(f"{error.filename}: {error.strerror}", keep="")
+            text = printable(f"{error.filename}: {error.strerror}", keep="")
         if is_told:
-            print(said, file=sys.stderr)
+            print(text, file=sys.stderr)
         return exits.of_error(error)
     except KeyboardInterrupt:
         if when_stopped is not None:

@@ -250,8 +250,8 @@ def _made(name: str, path: Path | None, run: Path) -> Iterator[BinaryIO]:
                         raise ConfigError(f"{name}: got {path}, which is there already; give a new name")
             file = stack.enter_context(whole(path))
         except OSError as error:
-            told = f"{name}: got {path}, which cannot be written: {error.strerror}"
-            raise ConfigError(f"{told}; give a file in a folder where you may write") from None
+            problem = f"{name}: got {path}, which cannot be written: {error.strerror}"
+            raise ConfigError(f"{problem}; give a file in a folder where you may write") from None
         yield file
 
 

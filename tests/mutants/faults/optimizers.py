@@ -80,7 +80,7 @@ FAULTS = {
     ),
     "averages-elsewhere-overlooked": Fault(
         PROBE,
-        'if is_same and not any("tensor(" in kept[name] for name in lost):',
+        'if is_same and not any("tensor(" in attributes[name] for name in lost):',
         "if is_same:",
         "an average of weights begins anew with a change of stage",
         OF_PROBE,

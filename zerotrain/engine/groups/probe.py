@@ -127,15 +127,15 @@ def _problem(runs: "_Runs", is_whole: bool) -> str | None:
         if not runs.give(plain, _as_one, as_engine=False):
             return RANDOM
         return IN_PARTS if not is_whole and runs.give(plain, _apart) else EVERYTHING
-    kept, others, is_same = _kept_elsewhere(optimizer), dict[str, str](), False
+    attributes, rebuilt, is_same = _attributes(optimizer), dict[str, str](), False
     with suppress(Exception):
         renewed = runs.run(_as_one, is_renewed=True)
-        others, is_same = _kept_elsewhere(renewed.optimizers[0]), runs.agree(plain, renewed)
-    lost = [name for name, text in kept.items() if text != others.get(name)]
+        rebuilt, is_same = _attributes(renewed.optimizers[0]), runs.agree(plain, renewed)
+    lost = [name for name, text in attributes.items() if text != rebuilt.get(name)]
     # A counter or a logger may count for nothing; a tensor that nobody needs would not be kept.
-    if is_same and not any("tensor(" in kept[name] for name in lost):
+    if is_same and not any("tensor(" in attributes[name] for name in lost):
         return None
-    return ELSEWHERE.format(" and ".join(f"self.{name}" for name in lost or kept) or "what it needs")
+    return ELSEWHERE.format(" and ".join(f"self.{name}" for name in lost or attributes) or "what it needs")
 
 
 class _Run(NamedTuple):
@@ -260,7 +260,7 @@ def _unfit_in_state(optimizer: torch.optim.Optimizer, is_whole: bool) -> Iterato
                 yield f"{name!r}, a {type(value).__name__}"
 
 
-def _kept_elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """The attributes of an optimizer as text, without those that torch gives every optimizer."""
     of_torch = vars(torch.optim.SGD([torch.zeros(())])).keys() | {"step", "_step_count", "_opt_called"}
     return {name: repr(value) for name, value in vars(optimizer).items() if name not in of_torch}

@@ -103,12 +103,12 @@ def require_sound(
         problems += error.problems
     # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
     if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, CALLBACKS, "launch")) for problem in problems):
-        told = {problem.partition(":")[0] for problem in problems}
+        settings = {problem.partition(":")[0] for problem in problems}
         try:
             with one_thread():
                 data_checked = preflight.check(config, started.num_local, started.num_ranks, manifest, run_dir)
         except ConfigError as error:
-            problems += [each for each in error.problems if each.partition(":")[0] not in told]
+            problems += [each for each in error.problems if each.partition(":")[0] not in settings]
     if not has_length and not problems:
         print(f"train.max_steps={config.train.max_steps}, from {length_given(config)}", flush=True)
         asked.train.max_steps = config.train.max_steps
