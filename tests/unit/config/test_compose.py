@@ -79,9 +79,15 @@ def test_a_config_survives_its_file(compose, tmp_path: Path):
 def test_the_hash_tells_runs_apart_but_not_machines(compose):
     hashes = {
         overrides: config_hash(to_config(compose(list(overrides)))[0])
-        for overrides in [(), ("seed=1",), ("optimizer.lr=1e-3",), ("launch.nproc_per_node=8", "launch.device=cpu")]
+        for overrides in [
+            (),
+            ("seed=1",),
+            ("optimizer.lr=1e-3",),
+            ("train.max_steps=6",),
+            ("launch.nproc_per_node=8", "launch.device=cpu"),
+        ]
     }
-    assert len(set(hashes.values())) == 3
+    assert len(set(hashes.values())) == 4
     assert hashes[()] == hashes["launch.nproc_per_node=8", "launch.device=cpu"]
 
 
