@@ -16,6 +16,7 @@ computes beside it, so:
 """
 
 import hashlib
+import math
 import random
 import signal
 import threading
@@ -24,13 +25,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
 from zerotrain.data.reading.inputs import unknown_token
+from zerotrain.files.suspension import suspended_s
 
 Collate = Callable[[list[Any]], Any]
 """Makes a batch of items."""
@@ -38,6 +40,8 @@ _NUM_ROWS_SHOWN = 8
 _MARGIN_S = 10.0
 """A row is given up so long before other ranks give up this one, or a quarter of what they wait: its name is the cause,
 and not that a rank did not answer."""
+_STOP_GRACE_S = 10.0
+"""A row may take so long, and so long after the run was told to stop: what runs it may end it soon."""
 LOOK_S = 1.0
 """So often whoever waits for a reader looks where it is."""
 
@@ -58,6 +62,9 @@ class RowPlace:
         values: memory for 4 numbers of float64, which is shared with another process; None: memory of this one.
     """
 
+    stop_s: ClassVar[float] = math.inf
+    """When this process was told to stop, by `time.monotonic()`."""
+
     def __init__(self, timeout_s: float, values: torch.Tensor | None = None) -> None:
         self._timeout_s, self._limit_s = timeout_s, timeout_s - min(_MARGIN_S, timeout_s / 4)
         self.look_s = min(LOOK_S, self._limit_s / 4)
@@ -73,13 +80,17 @@ class RowPlace:
 
     def overdue(self) -> str:
         """The reason why the reader is not waited for any longer; empty where it gets on."""
-        since_s = float(self._values[0])
-        if not since_s or (busy_s := time.monotonic() - since_s) < self._limit_s:
+        since_s, now_s = float(self._values[0]), time.monotonic()
+        if not since_s:
             return ""
-        return (
-            f"it did not end within {busy_s:.0f} s, where ranks wait {self._timeout_s:g} s for each other; give "
-            "launch.timeout_s=... more if it may take that long"
-        )
+        busy_s = now_s - since_s - suspended_s(since_s)
+        said = f"it did not end within {busy_s:.0f} s"
+        if busy_s >= self._limit_s:
+            more = "give launch.timeout_s=... more if it may take that long"
+            return f"{said}, where ranks wait {self._timeout_s:g} s for each other; {more}"
+        if min(busy_s, now_s - self.stop_s) >= _STOP_GRACE_S:
+            return f"{said}, and the run was told to stop"
+        return ""
 
     def __str__(self) -> str:
         row, epoch, step = map(int, self._values[1:])

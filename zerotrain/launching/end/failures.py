@@ -33,6 +33,10 @@ _MAX_NBYTES = 2**20
 """Largest file with a rank's failure that is read."""
 _OF_WAITS = ("unheard", "where", "waited_s")
 """Attributes of a CommError about a wait in vain."""
+_WAKING_S = 10.0
+"""A rank that is suspended no longer fails within this time, if it does because of that."""
+_DECISIVE = 0.25
+"""The part of a wait in vain for which a rank must have been suspended, for this to be the cause."""
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "kill -9, or the machine ran out of memory",
     signal.SIGABRT: "by itself: on GPUs NCCL does so when ranks wait for each other longer than launch.timeout_s",
@@ -123,7 +127,8 @@ def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_us
     """The first cause of a run's end; None where no rank has failed.
 
     A rank's own error comes before the death of a process, that before a signal that told one rank to stop, that before
-    a rank that is there and did not answer, and that before what the other ranks noticed. Within these the earliest.
+    a suspension of the run, or a rank that is there and did not answer, and that before what the other ranks noticed.
+    Within these the earliest.
 
     Args:
         ended: the exit code of each process that has failed, by rank; negative where a signal has ended it,
@@ -153,7 +158,7 @@ def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_us
         [process for rank, process in processes.items() if rank not in told_to_stop | outlived],
         # One that came later was sent because of what was noticed.
         [] if by_user else [_of_stop(state) for state in stops.values() if state.stopped_s <= noticed_s],
-        _unanswered(told, hosts),
+        _suspended(told, [state for state, _ in states]) or _unanswered(told, hosts),
         told,
         [process for rank, process in processes.items() if not (by_user and rank in told_to_stop)],
     )
@@ -198,6 +203,28 @@ def name_full_disk(error: BaseException, run_dir: Path) -> bool:
     if isinstance(error, OSError) and is_full and error.filename is None:
         error.filename = str(run_dir)
     return is_full
+
+
+def _suspended(told: list[Failure], states: list[RankState]) -> list[Failure]:
+    """The suspension of the rank that missed others first, and of those which were suspended with it. One that had been
+    awake is no sign of that: it has waited for another."""
+    first = min(told, key=lambda failure: failure.time_s, default=None)
+    if first is None:
+        return []
+    since_s = first.time_s - first.waited_s - _WAKING_S
+    asleep = {
+        state.rank: state.suspended_s
+        for state in states
+        if state.suspended_s > first.waited_s * _DECISIVE and state.suspended_until_s >= since_s
+    }
+    if first.rank not in asleep:
+        return []
+    cause = (
+        f"was suspended for {asleep[first.rank]:.0f} s, which counts as waiting for other ranks: launch.timeout_s was "
+        "over; give it more than a suspension takes, and go on with checkpoint.resume=auto"
+    )
+    subject = "the whole run" if len(asleep) == len(states) > 1 else ""
+    return [Failure(rank=first.rank, cause=cause, time_s=first.time_s, subject=subject)]
 
 
 def _unanswered(told: list[Failure], hosts: Mapping[int, str]) -> list[Failure]:

@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -59,6 +59,10 @@ class RankState:
     """The ranks that had ended before it came."""
     failed: str | None = None
     """The cause of its failure, if the disk had no room for a file with it."""
+    suspended_s: float = 0.0
+    """How long its process was suspended, the last time."""
+    suspended_until_s: float = 0.0
+    """When that ended, as `stopped_s`."""
 
     @property
     def last_seen(self) -> str:
@@ -76,8 +80,8 @@ class Presence:
         self._path.unlink(missing_ok=True)
         self._alive, self._touched_s = ranks_dir.parent / ALIVE, -math.inf
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._stop_noted = threading.Event()
-        self._say()
+        self._stop_noted, self._changing = threading.Event(), threading.Lock()
+        self._change()
         self.begin(0)
         self._clock_error_s = clock_error(self._path)
         lock(self._descriptor)
@@ -86,8 +90,7 @@ class Presence:
 
     def enter(self, phase: str) -> None:
         """Something else is done from here on."""
-        self._state = replace(self._state, phase=_short(phase))
-        self._say()
+        self._change(phase=_short(phase))
         self._show_life()
 
     def begin(self, step: int) -> None:
@@ -97,8 +100,11 @@ class Presence:
 
     def fail(self, cause: str) -> None:
         """Something went wrong that could be written nowhere else."""
-        self._state = replace(self._state, failed=_short(cause))
-        self._say()
+        self._change(failed=_short(cause))
+
+    def note_suspension(self, seconds: float) -> None:
+        """This process was suspended for so long until now."""
+        self._change(suspended_s=seconds, suspended_until_s=time.time() + self._clock_error_s)
 
     def note_stop(self, signum: int, in_order: bool = False) -> bool:
         """A signal has told this rank to stop; the first counts.
@@ -113,8 +119,7 @@ class Presence:
         in_order = in_order and not gone and self._path.exists()
         if self._state.stopped_by is None:
             name, now_s = signal.Signals(signum).name, time.time() + self._clock_error_s
-            self._state = replace(self._state, stopped_by=name, stopped_s=now_s, in_order=in_order, gone=gone)
-            self._say()
+            self._change(stopped_by=name, stopped_s=now_s, in_order=in_order, gone=gone)
         elif not in_order:
             self.note_interrupt()
         self._stop_noted.set()
@@ -122,8 +127,7 @@ class Presence:
 
     def note_interrupt(self) -> None:
         """The rank does not end in order any more, but at once."""
-        self._state = replace(self._state, in_order=False)
-        self._say()
+        self._change(in_order=False)
 
     def wait_for_note(self, timeout_s: float = 1.0) -> None:
         """Wait until the stop that has come to this thread is noted by the one that watches signals."""
@@ -145,9 +149,11 @@ class Presence:
             except FileNotFoundError:
                 os.close(os.open(self._alive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
 
-    def _say(self) -> None:
-        said = json.dumps(asdict(self._state)).ljust(_NUM_BYTES)
-        os.pwrite(self._descriptor, said.encode(), _STEP_NUM_BYTES)
+    def _change(self, **changes: Any) -> None:
+        with self._changing:  # threads note signals and suspensions
+            self._state = replace(self._state, **changes)
+            said = json.dumps(asdict(self._state)).ljust(_NUM_BYTES)
+            os.pwrite(self._descriptor, said.encode(), _STEP_NUM_BYTES)
 
 
 def _short(text: str) -> str:

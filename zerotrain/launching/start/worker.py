@@ -17,6 +17,7 @@ from zerotrain.comm.accounts.overdue import tell_log
 from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.errors import CommError
 from zerotrain.files.printable import printable
+from zerotrain.files.suspension import watch_suspensions
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import Failure, name_full_disk
 from zerotrain.launching.end.presence import Presence, continue_stopped, seen_alive
@@ -42,6 +43,7 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
             path.unlink()
         presence = Presence(job.ranks_dir, ranks.rank)
         stop_in_order(presence.note_stop, settle)
+        watch_suspensions(presence.note_suspension)
         log = open_rank_log(job.ranks_dir, ranks.rank, append=job.restarts > 0)
     except OSError as error:  # there is no file yet to leave it in
         name_full_disk(error, job.run_dir)

@@ -1,6 +1,9 @@
 """Rows read by number: the same random numbers whoever reads them, and errors that say which row."""
 
+import os
 import random
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +12,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from zerotrain.data.reading.fetch import RowError, draws, fetch_rows, may_be_read_beside, seeded
+from zerotrain.data.reading.fetch import RowError, draws, fetch_rows, in_time, may_be_read_beside, seeded
+from zerotrain.files.suspension import suspended_s, watch_suspensions
 
 
 class Noisy:
@@ -191,3 +195,46 @@ def test_what_is_drawn_inside_follows_from_the_place_and_nothing_outside_changes
     assert drawn[0] == drawn[1]
     assert not set(drawn[0]) & set(drawn[2])
     assert torch.rand(3).tolist() == wanted
+
+
+class Slow(Noisy):
+    """An item takes two seconds, in which a signal interrupts it often."""
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        for _ in range(20):
+            time.sleep(0.1)
+        return torch.tensor(row)
+
+
+@pytest.mark.case(
+    "hosts: Ranks of one host", "the whole run is suspended for longer than `launch.timeout_s`, as by Slurm"
+)
+@pytest.mark.waits
+def test_the_time_of_a_suspension_does_not_count_for_a_row() -> None:
+    """Seen: a row was given up for time in which its process had been stopped."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            told: list[float] = []
+            watch_suspensions(told.append)
+            started_s = time.monotonic()
+            os.write(writer, b"begun ")
+            with in_time(4.0):
+                fetch_rows(Slow(), [5], seed=0, epochs=[0], step=1)
+            time.sleep(1.0)
+            os.write(writer, f"{suspended_s(started_s):.0f} {suspended_s(time.monotonic())} {len(told)}".encode())
+        except BaseException as error:
+            os.write(writer, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        assert file.read(6) == "begun "
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(5.0)
+        os.kill(pid, signal.SIGCONT)
+        said = file.read()
+    os.waitpid(pid, 0)
+    assert said in ("5 0 1", "6 0 1")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -290,6 +290,42 @@ def test_what_is_none_of_the_ranks_is_neither_waited_for_nor_believed(tmp_path: 
 
 
 # ---- several hosts
+
+
+@pytest.mark.parametrize(
+    ("asleep", "expected"),
+    [
+        ([0, 1], "the whole run was suspended for 321 s, which counts as waiting for other ranks: launch.timeout_s"),
+        ([0], "rank 0 was suspended for 321 s, which counts"),
+        ([1], "rank 1 did not answer for 330 s, last seen in training, step 18; rank 0 waited in gather of a (step 18"),
+    ],
+)
+def test_a_suspension_is_the_cause_where_the_rank_that_missed_others_first_was_suspended_itself(
+    tmp_path: Path, asleep: list[int], expected: str
+):
+    ranks = [Presence(tmp_path, rank) for rank in range(2)]
+    for rank in ranks:
+        rank.enter("training")
+        rank.begin(18)
+    for rank in asleep:
+        ranks[rank].note_suspension(321.4)
+    for rank, unheard in ((0, (1,)), (1, ())):  # rank 1 has read what rank 0 left
+        error = CommError("timed out", unheard=unheard, where="gather of a (step 18, forward)", waited_s=330.0)
+        Failure.of(error, rank, seen_alive(tmp_path, rank)).write(tmp_path)
+    assert first_failure(tmp_path).describe(tmp_path).startswith(expected)
+    for rank in ranks:
+        rank.leave()
+
+
+def test_an_earlier_or_a_short_suspension_is_not_the_cause(tmp_path: Path):
+    presence = Presence(tmp_path, 0)
+    presence.note_suspension(7.0)
+    Failure.of(CommError("timed out", where="gather", waited_s=300.0), 0).write(tmp_path)
+    assert "timed out" in first_failure(tmp_path).cause
+    late = replace(Failure.of(CommError("timed out", where="gather", waited_s=3.0), 0), time_s=time.time() + 60.0)
+    late.write(tmp_path)
+    assert "timed out" in first_failure(tmp_path).cause
+    presence.leave()
 
 
 @pytest.fixture
