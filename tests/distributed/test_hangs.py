@@ -352,6 +352,34 @@ def test_a_rank_that_sleeps_for_ever_is_told_of_within_the_timeout_and_ended(tmp
     assert command.wait_until_gone() == []
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host",
+    "the whole run is suspended for longer than `launch.timeout_s`, as by Slurm",
+    "it ends with the time that it was suspended, and with what to do",
+)
+@pytest.mark.waits
+def test_a_run_that_was_suspended_for_longer_than_the_timeout_says_so(tmp_path: Path) -> None:
+    """Seen: a rank was told as one that did not answer, or the place where one had waited."""
+    endless = (*TINY, "train.max_steps=10000000", "launch.nproc_per_node=2", "launch.timeout_s=4", "hydra.run.dir=run")
+    command = by_hand(*endless, folder=tmp_path)
+    command.wait_for_text(tmp_path / "run/ranks/0.log", "step 1/")
+    suspended = command.processes()
+    assert len(suspended) > 2
+    for process in suspended:
+        process.send_signal(signal.SIGSTOP)
+    time.sleep(7.0)
+    for process in suspended:
+        process.send_signal(signal.SIGCONT)
+    assert command.wait(60) == 1
+    cause, _ = command.stderr.splitlines()
+    assert re.fullmatch(
+        r"the whole run was suspended for ([6-9]|1\d) s, which counts as waiting for other ranks: launch\.timeout_s "
+        r"was over; give it more than a suspension takes, and go on with checkpoint\.resume=auto",
+        cause,
+    )
+    assert command.wait_until_gone() == []
+
+
 OF_ROWS = (
     *(each for each in TINY if not each.startswith("data")),
     "data=own",
@@ -362,6 +390,9 @@ OF_ROWS = (
     "hydra.run.dir=run",
     "launch.nproc_per_node=2",
 )
+
+
+SLEEPING = ("+data.after=200", "train.max_steps=1000", "train.eval_every=1000")
 
 
 @pytest.mark.case("data: Order, position and loading", "Rows that a worker process cannot hand over")
@@ -386,22 +417,42 @@ def test_a_batch_that_a_worker_cannot_hand_over_ends_the_run_with_its_rows(tmp_p
 )
 @pytest.mark.waits
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_ranks_that_all_read_rows_which_do_not_end_are_given_up_and_one_stop_asks_no_second(
-    tmp_path: Path, num_workers: int
-) -> None:
-    """Seen: no rank waits for another one, so that nothing was overdue, and SIGTERM waits for the end of a step."""
-    sleeping = ("+data.after=200", "train.max_steps=1000", "train.eval_every=1000", "launch.timeout_s=12")
-    command = by_hand(*OF_ROWS, *sleeping, f"data.num_workers={num_workers}", folder=tmp_path)
-    for rank in range(2):
-        command.wait_for_text(tmp_path / f"run/ranks/{rank}.log", "asleep")
-    time.sleep(1.0)  # until both have trained what was read ahead
-    for rank in range(2):
-        os.kill(command.pid_of_rank(tmp_path / "run", rank), signal.SIGTERM)
+def test_ranks_that_all_read_rows_which_do_not_end_are_given_up(tmp_path: Path, num_workers: int) -> None:
+    """Seen: no rank waits for another one, so that nothing was overdue."""
+    command = by_hand(*OF_ROWS, *SLEEPING, "launch.timeout_s=12", f"data.num_workers={num_workers}", folder=tmp_path)
     assert command.wait(60) == 1
     assert re.match(
         r"rank [01] failed: RowError: data\.train: row \d+ \(epoch \d+, step \d+\) cannot be read.* did not end within "
         r"\d+ s, where ranks wait 12 s for each other; give launch\.timeout_s=",
         command.stderr.splitlines()[-2],
+    )
+    assert command.wait_until_gone() == []
+
+
+@pytest.mark.case(
+    "stopping",
+    "all ranks read rows that do not end",
+    "they are given up 10 s later; the last step is saved, and the run ends as stopped",
+)
+@pytest.mark.waits
+@pytest.mark.parametrize("how", [["data.num_workers=0"], ["data.num_workers=1"], ["+data.draws=false"]], ids=str)
+def test_one_stop_ends_a_run_whose_rows_do_not_end_after_its_last_step(tmp_path: Path, how: list[str]) -> None:
+    """Seen: SIGTERM waited for the end of a step, which `launch.timeout_s` ended as a failure, without a save. The rows
+    are read by the main thread, a process, or a thread."""
+    command = by_hand(*OF_ROWS, *SLEEPING, *how, folder=tmp_path)
+    for rank in range(2):
+        command.wait_for_text(tmp_path / f"run/ranks/{rank}.log", "asleep")
+    time.sleep(1.0)  # until both have trained what was read ahead
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait(60) == 0
+    result = result_of(tmp_path / "run")
+    assert (result["status"], result["stopped_by"]) == ("stopped", "SIGTERM")
+    assert result["steps"] > 5
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [f"step-{result['steps']:08d}"]
+    assert re.search(
+        rf"the run ends before step {result['steps'] + 1}: data\.train: row \d+ \(epoch \d+, step \d+\) cannot be read"
+        r".*did not end within 1\d s, and the run was told to stop",
+        " ".join((tmp_path / "run/ranks/0.log").read_text().split()),
     )
     assert command.wait_until_gone() == []
 

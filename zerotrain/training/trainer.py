@@ -1,6 +1,9 @@
 """The training loop."""
 
+import math
 import signal
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,14 +11,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from zerotrain.data.reading.fetch import RowError, RowPlace
 from zerotrain.device.reading import reading
-from zerotrain.errors import ConfigError
+from zerotrain.errors import CommError, ConfigError
 from zerotrain.files.printable import printable
 from zerotrain.training.callback import Run
 from zerotrain.training.callbacks.checkpoints import Resumed, RunCheckpoints
 from zerotrain.training.callbacks.stop import StopRequest, stop_requests
 from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.figures.metrics import StepClock
+from zerotrain.training.figures.report import say
 from zerotrain.training.figures.result import RunResult
 from zerotrain.training.figures.sinks import METRICS_NAME, STEPS_NAME, keep_lines
 from zerotrain.training.metrics.metric import rising
@@ -25,6 +30,9 @@ from zerotrain.training.request import Request, decoded
 from zerotrain.training.sameness.seeds import seed_leaf
 from zerotrain.training.schedule import set_rates
 from zerotrain.training.settings import TrainerSettings
+
+_ALL_UNREAD_S = 5.0
+"""So long after one rank has given up its rows the others may."""
 
 
 @dataclass(kw_only=True)
@@ -98,7 +106,8 @@ class Trainer(TrainerSettings):
             settings=self.settings,
             rising=rising(self.callbacks),
         )
-        with stop_requests(partial(setattr, self.engine, "signal")) as stop:
+        RowPlace.stop_s = math.inf
+        with stop_requests(self._note_stop) as stop:
             try:
                 self._begin(run)
                 self._train(run, stop)
@@ -119,6 +128,9 @@ class Trainer(TrainerSettings):
         if run.failed_saves is not None:
             raise run.failed_saves
         return self.result.body()
+
+    def _note_stop(self, signum: int) -> None:
+        self.engine.signal, RowPlace.stop_s = signum, time.monotonic()
 
     def _begin(self, run: Run) -> None:
         """Be where the run is to go on, and start the callbacks. Collective."""
@@ -169,14 +181,23 @@ class Trainer(TrainerSettings):
                 self.begin(step + 1)
                 set_rates(self.engine.param_groups, self.schedule(step - self.result.skipped_steps, self.max_steps))
                 self._callbacks.call("before_step", run)
-                with self.clock:
-                    micro_batches, weights, counts = self.feed.next_step(loader)
-                    read_counts = reading(counts)
-                    seed_each = partial(seed_leaf, self.seed, step)
-                    wishes = Request(signal=stop.signum) | self._callbacks.ask(run)
-                    self.engine.signal = wishes.encoded(self._callbacks.names)
-                    measuring = self.metrics.of_step(step + 1, micro_batches, self.feed.counts)
-                    outcome = self.engine.train_step(micro_batches, weights=weights, before_each=seed_each, **measuring)
+                try:
+                    with self.clock:
+                        micro_batches, weights, counts = self.feed.next_step(loader)
+                        read_counts = reading(counts)
+                        seed_each = partial(seed_leaf, self.seed, step)
+                        wishes = Request(signal=stop.signum) | self._callbacks.ask(run)
+                        self.engine.signal = wishes.encoded(self._callbacks.names)
+                        measuring = self.metrics.of_step(step + 1, micro_batches, self.feed.counts)
+                        outcome = self.engine.train_step(
+                            micro_batches, weights=weights, before_each=seed_each, **measuring
+                        )
+                except RowError as error:
+                    run.asked = self._stop_of_all(stop.signum) if step > self.first_step else Request()
+                    if not run.stopped_by:
+                        raise
+                    say(self.console, f"the run ends before step {step + 1}: {printable(str(error))}")
+                    return
                 num_labels, num_tokens = read_counts()  # only now: the step has waited for the device anyway
                 self.clock.count(num_tokens, loader.wait_s, num_labels=num_labels, traffic=self.engine.ledger.last_step)
                 self.feed.step_done()
@@ -187,6 +208,26 @@ class Trainer(TrainerSettings):
                 self._callbacks.call("after_step", run, outcome)
                 if run.stopped_by:
                     return
+
+    def _stop_of_all(self, signum: int) -> Request:
+        """The joint request where all ranks were told to stop and none could read the step that comes next: no
+        collective of it has begun, so that the last one can be saved. An empty one where others may wait in it.
+
+        Args:
+            signum: that came to this rank, which could not; 0: none.
+        """
+        if not signum or self.world.size == 1:
+            return Request(signal=signum)
+        with suppress(CommError):  # another rank is gone
+            notes = self.engine.collectives.notes(f"not read after step {self.result.steps}")
+            notes.leave(str(self.world.rank), signum)
+            notes.count("ranks", 1)
+            until_s = time.monotonic() + _ALL_UNREAD_S
+            while time.monotonic() < until_s:
+                if notes.count("ranks") == self.world.size:
+                    return decoded([notes.read(str(rank)) for rank in range(self.world.size)])
+                time.sleep(0.1)
+        return Request()
 
     def leaf(self, virtual_rank: int) -> dict[str, torch.Tensor]:
         """The gradient that a virtual rank will add in the next step: `engine.leaf`. Collective at stage 3."""

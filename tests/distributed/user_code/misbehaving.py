@@ -101,8 +101,8 @@ class Rows:
     """Rows of tokens, of which row 5 holds a local function, or the reading of one does not end after so many in a
     process and those that it forks."""
 
-    def __init__(self, with_local: bool = False, after: float = math.inf) -> None:
-        self.with_local, self.num_left = with_local, after
+    def __init__(self, with_local: bool = False, after: float = math.inf, draws: bool = True) -> None:
+        self.with_local, self.num_left, self.draws = with_local, after, draws
 
     def __len__(self) -> int:
         return 64

@@ -181,12 +181,12 @@ class RunCheckpoints(Callback):
             self._settle(run)
         every = self._policy.every_steps
         is_due = (every is not None and run.step % every == 0) or self.best.is_due(run.step)
-        if run.asked.save or is_due or run.stopped_by:
-            self._save(run, wait=bool(run.stopped_by))
+        if (run.asked.save or is_due) and not run.stopped_by:
+            self._save(run, wait=False)
 
     def end(self, run: Run) -> None:
-        """Save after the last step, if the policy says so, and wait for what is under way."""
-        if self._policy.at_end and not run.stopped_by:
+        """Save after the last step, if the policy says so, or where the run was stopped; wait for what is under way."""
+        if self._policy.at_end or run.stopped_by:
             self._save(run, wait=True)
         self._finish(run)
         if self._failures:
