@@ -14,6 +14,7 @@ import torch
 from zerotrain.data.reading.batches import OF_SET
 from zerotrain.data.reading.fetch import fetch_rows
 from zerotrain.data.reading.inputs import as_inputs
+from zerotrain.data.reading.order import rows_at
 
 Fingerprint = dict[str, int | str]
 _NUM_ORDERED = 1000
@@ -23,7 +24,9 @@ _CHEAP_S, _MAX_S = 0.25, 1.0
 """All rows of a dataset are read where that takes so little, and `_NUM_SPREAD` of more, or as many as take `_MAX_S`."""
 _MOST = 100_000
 """What a file says of its data is no reason to read more."""
-_NUM_ROWS = re.compile(r"\w{16} of (\d{1,9}) rows")
+_FIRST = ", half of them the first of a run"
+"""Said of rows to train on which are not all."""
+_NUM_ROWS = re.compile(rf"\w{{16}} of (\d{{1,9}}) rows({_FIRST})?")
 _OF_THREE = re.compile(r"\w{16}")
 """Of a checkpoint of an earlier release: the first, the middle and the last row."""
 
@@ -38,7 +41,8 @@ def fingerprint_of(
 
     Args:
         data: its own `fingerprint()` is taken where it has one. Else items are read: all of each dataset where that is
-            cheap, or else a thousand at most, evenly spread.
+            cheap, or else a thousand at most, evenly spread; of `data.train` half of them are those that a run with
+            this seed reads first.
         seed: of the run, which what is drawn for an item follows from.
         validation_sets: further data by name, whose fingerprints are in it too, behind `OF_SET` and the name.
         like: the fingerprint to compare with: as many items are read as were for it. How many are cheap depends on the
@@ -71,12 +75,14 @@ def _of_one(data: Any, seed: int, called: str, like: Mapping[str, Any]) -> Finge
     for name in ("train", "validation"):
         if len(dataset := getattr(data, name)):
             key = f"items_of_{name}"
-            known[key] = _of_items(dataset, seed, f"{called}.{name}", str(like.get(key, "")))
+            is_trained = name == "train"
+            known[key] = _of_items(dataset, seed, f"{called}.{name}", str(like.get(key, "")), is_trained=is_trained)
     return known
 
 
-def _of_items(dataset: Any, seed: int, name: str, like: str) -> str:
-    """The hash of some items, and how many they are."""
+def _of_items(dataset: Any, seed: int, name: str, like: str, *, is_trained: bool) -> str:
+    """The hash of some items, and how many they are. Of those to train on, the ones that the first steps of a run read
+    are among them."""
     length, hashes, costs_s = len(dataset), dict[int, str](), list[float]()
     rows = sorted({0, length // 2, length - 1})
     for row in rows:
@@ -90,12 +96,25 @@ def _of_items(dataset: Any, seed: int, name: str, like: str) -> str:
         cost_s, number = statistics.median(costs_s), _NUM_ROWS.fullmatch(like)
         num_wanted = int(number[1]) if number else max(_CHEAP_S / cost_s, min(_NUM_SPREAD, _MAX_S / cost_s), len(rows))
         num_rows = int(min(num_wanted, length, _MOST))
-        rows = [each * (length - 1) // max(num_rows - 1, 1) for each in range(num_rows)]
         how_many = f" of {num_rows} rows"
+        first: list[int] = []
+        if num_rows < length and is_trained and (number is None or number[2]):
+            first = _first_rows(dataset, seed, max(num_rows // 2, 1))
+            how_many += _FIRST
+        num_spread = num_rows - len(first)
+        rows = first + [each * (length - 1) // max(num_spread - 1, 1) for each in range(num_spread)]
     for row in rows:
         if row not in hashes:
             hashes[row] = _hash_of_item(dataset, row, seed, name)
     return hashlib.sha256("".join(hashes[row] for row in rows).encode()).hexdigest()[:16] + how_many
+
+
+def _first_rows(dataset: Any, seed: int, number: int) -> list[int]:
+    """The rows that the first steps of a run read."""
+    positions, order = np.arange(number), getattr(dataset, "order", None)
+    of_own = None if order is None else order(positions, seed=seed)[0]
+    rows: list[int] = (rows_at(positions, seed=seed, num_rows=len(dataset)) if of_own is None else of_own).tolist()
+    return rows
 
 
 def _hash_of_item(dataset: Any, row: int, seed: int, name: str) -> str:

@@ -15,6 +15,7 @@ from zerotrain.data import Mix, SyntheticTokens
 from zerotrain.data.reading import fingerprint
 from zerotrain.data.reading.fetch import RowError
 from zerotrain.data.reading.fingerprint import fingerprint_of
+from zerotrain.data.reading.order import rows_at
 
 
 class Items:
@@ -72,9 +73,34 @@ def test_of_many_rows_a_thousand_are_read_and_of_slow_ones_fewer(monkeypatch: py
     with monkeypatch.context() as busy:
         busy.setattr(fingerprint, "_CHEAP_S", 0.0)
         busy.setattr(fingerprint, "_MAX_S", 60.0)
-        assert of(lambda row: row, size=10**9)["items_of_train"].endswith(" of 1000 rows")
+        known = of(lambda row: row, size=10**9)["items_of_train"]
+        assert known.endswith(" of 1000 rows, half of them the first of a run")
     slow = of(lambda row: time.sleep(0.1) or row, size=50)["items_of_train"]
-    assert 3 <= int(slow.split()[-2]) <= 10
+    assert 3 <= int(slow.split()[2]) <= 10
+
+
+@pytest.mark.parametrize("own_order", [False, True])
+def test_what_the_first_steps_read_is_compared_of_many_rows_too(own_order: bool) -> None:
+    """Seen: rows that lie between those evenly spread ones were trained on, and not compared."""
+    seed, size, changed = 3, 10**6, set[int]()
+
+    def order(positions: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        return positions * 7 + 5, positions * 0
+
+    def known(**more: Any) -> str:
+        train = Items(lambda row: -row if row in changed else row, size)
+        if own_order:
+            train.order = order
+        return str(fingerprint_of(SimpleNamespace(train=train, validation=Items(int)), seed, **more)["items_of_train"])
+
+    of_enough = {"items_of_train": f"{'0' * 16} of 200 rows, half of them the first of a run"}
+    before, evenly = known(like=of_enough), known(like={"items_of_train": f"{'0' * 16} of 200 rows"})
+    assert before.split(" ", 1)[1] == of_enough["items_of_train"].split(" ", 1)[1]
+    assert known(like={"items_of_train": before}) == before
+    read_99th = 99 * 7 + 5 if own_order else rows_at(99, seed=seed, num_rows=size).item()
+    changed.add(read_99th)
+    assert known(like=of_enough) != before
+    assert known(like={"items_of_train": evenly}) == evenly  # as a checkpoint of an earlier release has it
 
 
 @pytest.mark.parametrize("size", [1, 2, 9, 136, 137, 5000])
