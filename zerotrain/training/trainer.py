@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from zerotrain.data.reading.fetch import RowError, RowPlace
+from zerotrain.data.reading.fetch import RowError, RowPlace, StopTimeoutError
 from zerotrain.device.reading import reading
 from zerotrain.errors import CommError, ConfigError
 from zerotrain.files.printable import printable
@@ -193,7 +193,8 @@ class Trainer(TrainerSettings):
                             micro_batches, weights=weights, before_each=seed_each, **measuring
                         )
                 except RowError as error:
-                    run.asked = self._stop_of_all(stop.signum) if step > self.first_step else Request()
+                    if isinstance(error.__cause__, StopTimeoutError) and step > self.first_step:
+                        run.asked = self._stop_of_all(stop.signum)
                     if not run.stopped_by:
                         raise
                     say(self.console, f"the run ends before step {step + 1}: {printable(str(error))}")
@@ -210,13 +211,13 @@ class Trainer(TrainerSettings):
                     return
 
     def _stop_of_all(self, signum: int) -> Request:
-        """The joint request where all ranks were told to stop and none could read the step that comes next: no
-        collective of it has begun, so that the last one can be saved. An empty one where others may wait in it.
+        """The joint request where all ranks were told to stop and have given up the step that comes next: no collective
+        of it has begun, so that the last one can be saved. An empty one where others may wait in it.
 
         Args:
-            signum: that came to this rank, which could not; 0: none.
+            signum: that came to this rank, which has given it up.
         """
-        if not signum or self.world.size == 1:
+        if self.world.size == 1:
             return Request(signal=signum)
         with suppress(CommError):  # another rank is gone
             notes = self.engine.collectives.notes(f"not read after step {self.result.steps}")

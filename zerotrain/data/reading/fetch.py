@@ -54,6 +54,10 @@ class RowError(RuntimeError):
     """
 
 
+class StopTimeoutError(TimeoutError):
+    """Cause of a `RowError`: the row was given up since the run is to stop."""
+
+
 class RowPlace:
     """The row that a reader is at. Another thread or process, which waits for it, sees whether it gets on.
 
@@ -78,19 +82,19 @@ class RowPlace:
         """The reader has nothing to do."""
         self._values[0] = 0.0
 
-    def overdue(self) -> str:
-        """The reason why the reader is not waited for any longer; empty where it gets on."""
+    def overdue(self) -> TimeoutError | None:
+        """The reason why the reader is not waited for any longer; None where it gets on."""
         since_s, now_s = float(self._values[0]), time.monotonic()
         if not since_s:
-            return ""
+            return None
         busy_s = now_s - since_s - suspended_s(since_s)
         said = f"it did not end within {busy_s:.0f} s"
         if busy_s >= self._limit_s:
             more = "give launch.timeout_s=... more if it may take that long"
-            return f"{said}, where ranks wait {self._timeout_s:g} s for each other; {more}"
+            return TimeoutError(f"{said}, where ranks wait {self._timeout_s:g} s for each other; {more}")
         if min(busy_s, now_s - self.stop_s) >= _STOP_GRACE_S:
-            return f"{said}, and the run was told to stop"
-        return ""
+            return StopTimeoutError(f"{said}, and the run was told to stop")
+        return None
 
     def __str__(self) -> str:
         row, epoch, step = map(int, self._values[1:])
@@ -120,7 +124,7 @@ def in_time(timeout_s: float) -> Iterator[None]:
     def interrupt(signum: int, frame: FrameType | None) -> None:
         if reason := place.overdue():
             place.end()
-            raise TimeoutError(reason)
+            raise reason
         if callable(before):
             before(signum, frame)
 

@@ -178,7 +178,7 @@ class ReadAhead(Iterator[Any]):
             # Signals are handled while this waits: the main thread may be told to stop.
             while not self._changed.wait_for(lambda: self._ready or self._error, self._place.look_s):
                 if reason := self._place.overdue():
-                    raise RowError(f"{self._place} cannot be read: {reason}")
+                    raise RowError(f"{self._place} cannot be read: {reason}") from reason
             if not self._ready and self._error is not None:
                 raise self._error
             value = self._ready.popleft()

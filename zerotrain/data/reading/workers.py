@@ -105,7 +105,7 @@ class _Worker(NamedTuple):
         """The value that it was asked for first, of those which it was not yet taken from."""
         while not wait([self.pipe, self.process.sentinel], self.place.look_s):
             if reason := self.place.overdue():
-                raise RowError(f"{self.place} cannot be read by a worker process: {reason}")
+                raise RowError(f"{self.place} cannot be read by a worker process: {reason}") from reason
         try:
             value = self.pipe.recv()
         except Exception as error:  # of a class that can be pickled but not made again, or since the process is gone
