@@ -281,9 +281,7 @@ def test_state_that_a_callback_cannot_take_ends_the_run_by_its_name(make_trainer
     trainer = make_trainer(
         engine=first.engine, max_steps=3, callbacks={"a": EarlyStopping(patience=1)}, checkpoint=policy
     )
-    with pytest.raises(
-        CallbackError, match=r"callbacks\.a: load_state_dict: UntrustedFileError: best is missing"
-    ):
+    with pytest.raises(CallbackError, match=r"callbacks\.a: load_state_dict: UntrustedFileError: best is missing"):
         trainer.run()
 
 
