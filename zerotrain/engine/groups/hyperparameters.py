@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -61,7 +61,7 @@ class Hyperparameters(dict[str, Any]):
                 raise EngineStateError(f"engine.param_groups: {name} of group {self._built['name']!r} {problem}")
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float | torch.Tensor]:
     """Whether a setting is a number, and no flag; a tensor may be one."""
     return isinstance(value, Real | torch.Tensor) and not isinstance(value, bool)
 

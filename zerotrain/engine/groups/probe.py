@@ -102,12 +102,13 @@ def probe(
     return runs.own
 
 
-def _problem_of_torchs(optimizer: torch.optim.Optimizer) -> None:
-    """One step, without what torch puts around it, which imports its compiler: half a second of each start."""
+def _problem_of_torchs(optimizer: torch.optim.Optimizer) -> str | None:
+    """None, after one step without what torch puts around it, which imports its compiler: half a second of each start."""
     (tensor,) = optimizer.param_groups[0]["params"]
     tensor.grad = torch.ones_like(tensor)
     with torch.no_grad():
         inspect.unwrap(type(optimizer).step)(optimizer)
+    return None
 
 
 def _problem(runs: "_Runs", is_whole: bool) -> str | None:
@@ -165,12 +166,12 @@ class _Runs:
             return self.agree(other, self.run(split, as_engine=as_engine))
         return False
 
-    def agree(self, *runs: "_Run") -> bool:
+    def agree(self, left: "_Run", right: "_Run") -> bool:
         """Whether two runs have come to the same weights and numbers: on a host to the same bits, as plain PyTorch has
         them there."""
-        rtol, atol = (0.0, 0.0) if lies_on_host(runs[0].rows) else (1e-4, 1e-6)
-        numbers, others = ([repr(told(run.group.get(name))) for name in sorted(self.own)] for run in runs)
-        return numbers == others and torch.allclose(*(run.rows for run in runs), rtol=rtol, atol=atol, equal_nan=True)
+        rtol, atol = (0.0, 0.0) if lies_on_host(left.rows) else (1e-4, 1e-6)
+        numbers, others = ([repr(told(run.group.get(name))) for name in sorted(self.own)] for run in (left, right))
+        return numbers == others and torch.allclose(left.rows, right.rows, rtol=rtol, atol=atol, equal_nan=True)
 
     def run(self, split: Split, *, as_engine: bool = True, is_renewed: bool = False) -> "_Run":
         """Make `NUM_STEPS` steps.
@@ -180,7 +181,7 @@ class _Runs:
             as_engine: groups get their own numbers as in an engine.
             is_renewed: the optimizers are made anew after `STEPS_BEFORE_ANEW`.
         """
-        group, former = dict(self.settings), []
+        group = dict(self.settings)
         numbers = self.numbers()
         weights = [0.001 * wave for wave in self.waves(0)]
         parts = split(weights if as_engine else list(map(torch.nn.Parameter, weights)))
@@ -188,10 +189,10 @@ class _Runs:
         rows = [_row(parts)]
         for step in range(NUM_STEPS):
             if is_renewed and step == STEPS_BEFORE_ANEW:
-                former = [parts, optimizers]  # or others would get the same places in memory
+                former, before = parts, optimizers  # held, or others would get the same places in memory
                 parts = [[tensor.detach().clone() for tensor in part] for part in parts]
                 optimizers, numbers = [self.make(part) for part in parts], self.numbers()
-                for tensors, old, part, new in zip(*former, parts, optimizers, strict=True):
+                for tensors, old, part, new in zip(former, before, parts, optimizers, strict=True):
                     pairs = zip(part, tensors, strict=True)
                     new.state.update(
                         {copy: deepcopy(old.state[tensor]) for copy, tensor in pairs if tensor in old.state}

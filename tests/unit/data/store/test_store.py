@@ -88,7 +88,7 @@ def test_an_index_is_only_written_of_shards_that_are_there(tmp_path):
     with pytest.raises(ValueError, match=r"000000.bin has 3 bytes, but .* says 10 \(5 tokens of uint16\)"):
         write_index(tmp_path, dtype="uint16", shards=[("000000.bin", 5)], vocab_size=300)
     assert os.listdir(tmp_path) == ["000000.bin"]
-    with pytest.raises(ValueError, match="dtype: got .int16.; it must be one of uint8"):
+    with pytest.raises(ValueError, match=r"dtype: got .int16.; it must be one of uint8"):
         write_index(tmp_path, dtype="int16", shards=[], vocab_size=300)
     with pytest.raises(ValueError, match=r"documents.bin does not hold the starts of documents in 3 tokens"):
         write_index(tmp_path, dtype="uint8", shards=[("000000.bin", 3)], vocab_size=300, documents=np.array([0, 2, 1]))
