@@ -103,7 +103,7 @@ def probe(
 
 
 def _problem_of_torchs(optimizer: torch.optim.Optimizer) -> str | None:
-    """None, after one step without what torch puts around it, which imports its compiler: half a second of each start."""
+    """None, after one step without what torch puts around it, which imports its compiler: half a second."""
     (tensor,) = optimizer.param_groups[0]["params"]
     tensor.grad = torch.ones_like(tensor)
     with torch.no_grad():
