@@ -106,8 +106,8 @@ FORGERIES: dict[str, tuple[Edit, str]] = {
         lambda content: pieces(content)[0].update(byte=10**15), "at byte 1000000000000000 of file 0, where they cannot",
     ),
     "a file that is not there": (lambda content: pieces(content)[0].update(file=2), "of file 2, where they cannot lie"),
-    "a negative byte": (lambda content: pieces(content)[0].update(byte=-4), r"pieces\[0\]\.byte: got -4; "),
-    "a number that is a text": (lambda content: pieces(content)[0].update(stop="7"), "stop: got .7.; it"),
+    "a negative byte": (lambda content: pieces(content)[0].update(byte=-4), r"pieces\[0\]\.byte: got -4"),
+    "a number that is a text": (lambda content: pieces(content)[0].update(stop="7"), "stop: got .7."),
     "no room for the shape": (
         lambda content: parameter(content).update(shape=[10**30, 0]), "shape: got .1000000000000000000000000000000, 0.",
     ),
@@ -120,7 +120,7 @@ FORGERIES: dict[str, tuple[Edit, str]] = {
     "a step below 0": (lambda content: content.update(step=-1), "step: got -1; it must be a whole number >= 0"),
     "no parameters": (lambda content: content.pop("parameters"), "parameters is missing"),
     "a rate that is a text": (
-        lambda content: content["groups"][0]["hyperparameters"].update(lr="fast"), "lr: got .fast.; it must be",
+        lambda content: content["groups"][0]["hyperparameters"].update(lr="fast"), "lr: got .fast.",
     ),
     "a group that is not there": (lambda content: parameter(content).update(group=7), "is of group 7, and there are 1"),
     "the group behind the last": (lambda content: parameter(content).update(group=1), "is of group 1, and there are 1"),
