@@ -106,8 +106,8 @@ FORGERIES: dict[str, tuple[Edit, str]] = {
         lambda content: pieces(content)[0].update(byte=10**15), "at byte 1000000000000000 of file 0, where they cannot",
     ),
     "a file that is not there": (lambda content: pieces(content)[0].update(file=2), "of file 2, where they cannot lie"),
-    "a negative byte": (lambda content: pieces(content)[0].update(byte=-4), r"pieces\[0\]\.byte: got -4"),
-    "a number that is a text": (lambda content: pieces(content)[0].update(stop="7"), "stop: got .7."),
+    "a negative byte": (lambda content: pieces(content)[0].update(byte=-4), r"pieces\[0\]\.byte: it must be "),
+    "a number that is a text": (lambda content: pieces(content)[0].update(stop="7"), "stop: got a text; it must"),
     "no room for the shape": (
         lambda content: parameter(content).update(shape=[10**30, 0]), "shape: got .1000000000000000000000000000000, 0.",
     ),
