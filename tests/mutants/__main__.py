@@ -71,13 +71,13 @@ def main(prefixes: list[str]) -> int:
             if ending.code != PASSED:
                 print(f"without any fault the tests do not pass: {ending.failed}")
                 return 2
-        print("| fault | what goes wrong | file | killed by | s |\n|---|---|---|---|---|", flush=True)
+        print("| fault | what goes wrong | function | killed by | s |\n|---|---|---|---|---|", flush=True)
         bad = []
         planted = [Tests(name, list(fault.tests), partial(plant, fault)) for name, fault in chosen.items()]
         for ending in endings(planted, trees):
             fault, found = chosen[ending.name], verdict(ending)
             bad += [ending.name] if found.startswith(("SURVIVED", "BROKEN")) else []
-            print(f"| {ending.name} | {fault.why} | {fault.file} | {found} | {ending.took_s:.0f} |", flush=True)
+            print(f"| {ending.name} | {fault.why} | {fault.function} | {found} | {ending.took_s:.0f} |", flush=True)
     print(f"\n{len(chosen)} faults, {len(chosen) - len(bad)} killed; not killed: {', '.join(bad) or 'none'}")
     return 1 if bad else 0
 

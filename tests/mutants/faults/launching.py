@@ -1,27 +1,133 @@
-"""In what the launcher looks at before the ranks, and in what it leaves."""
+"""Faults of launching, trust, files and export."""
 
+from tests.mutants.changes import Always, Argument, Drop, Inner, Swap, Without
 from tests.mutants.fault import Fault
 
 FAULTS = {
+    "runs-again-train-a-completed-one-anew": Fault(
+        "completed_already",
+        Always(False, "AUTO"),
+        "a sweep again trains completed jobs anew, and replaces their results",
+        ("unit/launching/job/test_earlier.py::test_a_completed_run_is_refused_with_ways_that_work",),
+    ),
+    "runs-go-back-in-a-completed-one": Fault(
+        "_problems_of_completed",
+        Swap("trains_longer and _is_within(resume, run_dir)", "_is_within(resume, run_dir)"),
+        "checkpoint.resume of an older step replaces the result of a completed run",
+        ("unit/launching/job/test_earlier.py::test_a_completed_run_is_refused_with_ways_that_work",),
+    ),
+    "runs-erase-other-checkpoints-folders": Fault(
+        "remove_all",
+        Swap("(named_as_steps, partial_in, removed_in, set_aside_in)", "(entries,)"),
+        "launch.overwrite=true erases a user's files in a folder named checkpoints",
+        ("unit/launching/job/test_earlier.py::test_a_completed_run_is_refused_with_ways_that_work",),
+    ),
+    "ends-of-whom-some-heard": Fault(
+        "_unanswered",
+        Swap("all", "any"),
+        "of three ranks one is blamed that answered another",
+        ("unit/launching/end/test_failures.py::test_a_rank_that_one_has_heard_and_another_missed_is_not_named",),
+    ),
+    "ends-clock-turned-round": Fault(
+        "Failure.write",
+        Swap("+", "-"),
+        "a machine whose clock is late tells of its own consequence as the first cause",
+        ("unit/launching/end/test_failures.py::test_the_clock_of_a_machine_does_not_decide_what_came_first",),
+    ),
+    "ends-one-restart-more": Fault(
+        "Attempts.begin_next",
+        Swap("self.job.restarts >= allowed", "self.job.restarts > allowed"),
+        "a run is started again once more than it may be",
+        ("unit/launching/job/test_restarts.py::test_progress_between_them_allows_more_up_to_the_number_that_was_set",),
+    ),
+    "sweep-shares-a-folder": Fault(
+        "_require_unclaimed",
+        Always(False),
+        "the second job of a folder erases the first",
+        ("unit/launching/sweep/test_places.py::test_a_folder_that_the_user_has_named_is_for_one_job",),
+    ),
+    "sweep-succeeds-with-a-failed-job": Fault(
+        "table.report",
+        Always(False, "has_failed"),
+        "a sweep ends with exit code 0 though a job has failed",
+        ("unit/launching/sweep/test_table.py::test_the_exit_code_is_that_of_a_failure_if_any_job_failed",),
+    ),
     "lock-kept-by-workers": Fault(
-        "launching/end/presence.py",
-        "        os.register_at_fork(after_in_child=lambda: os.close(self._descriptor))\n",
-        "",
+        "Presence.__init__",
+        Drop("register_at_fork"),
         "a rank that is gone counts as alive for a worker it has forked",
-        ("unit/launching/end/test_presence.py",),
+        ("unit/launching/end/test_presence.py::test_a_killed_rank_is_gone_though_a_worker_of_it_lives_on",),
     ),
-    "room-for-one-rank": Fault(
-        "run/preflight/memory_room.py",
-        "available_nbytes() / num_local",
-        "available_nbytes()",
-        "each rank of a machine is given all of its memory",
-        ("unit/run/preflight/test_memory_room.py",),
+    "trust-whatever-is-there": Fault(
+        "trust._is_known",
+        Without("_known"),
+        "a checkpoint has torch.load unpickle a file of its own",
+        ("unit/run/test_trust.py::test_others_are_refused_at_any_depth",),
     ),
-    "room-without-gradients": Fault(
-        "run/preflight/memory_room.py",
-        "volume.memory_nbytes(plan, optimizer_nbytes)}",
-        'volume.memory_nbytes(plan, optimizer_nbytes), "gradients": 0.0}',
-        "gradients take no memory",
-        ("unit/run/preflight/test_memory_room.py",),
+    "trust-through-other-modules": Fault(
+        "trust._named",
+        Without("__name__"),
+        "a name leads through a module of zerotrain into the standard library",
+        ("unit/run/test_trust.py::test_a_name_leads_through_our_modules_alone",),
+    ),
+    "trust-resolves-a-file": Fault(
+        "from_values",
+        Inner("literal"),
+        "a checkpoint reads the environment of who loads it",
+        ("unit/run/test_trust.py::test_a_variable_of_the_environment_stays_a_text",),
+    ),
+    "kept-out-one-checkpoint-alone": Fault(
+        "_whole",
+        Always(False, nth=1),
+        "a module in a run's folder is imported for its checkpoint",
+        ("unit/files/test_kept_out.py::test_the_whole_run_is_kept_out_whatever_of_it_was_named",),
+    ),
+    "control-believes-aliases": Fault(
+        "_PlainLoader.compose_node",
+        Always(False, "AliasEvent"),
+        "nine lines of aliases are a billion values",
+        ("unit/files/test_plain_yaml.py::test_all_else_is_refused_in_one_line",),
+    ),
+    "report-shows-what-files-say-as-html": Fault(
+        "text",
+        Inner("escape"),
+        "an error or a name with a script in it runs in the reader's browser",
+        ("unit/report/page/test_page.py::test_nothing_out_of_files_is_html_and_all_of_it_can_be_printed",),
+    ),
+    "remote-code-of-a-model": Fault(
+        "_pretrained",
+        Argument("from_pretrained", "trust_remote_code", None, nth=0),
+        "a model asks on the terminal whether its code may run",
+        ("unit/models/test_huggingface.py::test_code_of_a_model_is_not_run_and_nobody_is_asked",),
+    ),
+    "files-a-fifo-is-a-file": Fault(
+        "only_regular",
+        Swap("not stat.S_ISREG(status.st_mode)", "stat.S_ISDIR(status.st_mode)"),
+        "a FIFO or a device is read and written as if it were a file",
+        ("unit/files/test_regular.py::test_what_is_no_file_is_refused_at_once_and_stays",),
+    ),
+    "runs-empty-what-the-lock-links-to": Fault(
+        "open_lock",
+        Without("O_NOFOLLOW"),
+        "a run empties the file that its lock is a link to",
+        ("unit/launching/job/test_folder_lock.py::test_what_is_no_file_is_refused_in_one_line",),
+    ),
+    "export-in-the-order-of-memory": Fault(
+        "CheckpointTensors.of_role",
+        Swap("flat.as_strided(parameter['shape'], parameter['stride']).contiguous()", "flat.view(parameter['shape'])"),
+        "a transposed parameter leaves with its elements in another order",
+        ("unit/commands/export/test_export.py::test_the_weights_of_four_ranks_are_opened_by_safetensors",),
+    ),
+    "export-looks-once": Fault(
+        "made",
+        Swap("_files_of_export(old, shown=out)", "[path for path in old.rglob('*') if path.is_file()]"),
+        "--overwrite erases what came while it wrote",
+        ("unit/commands/export/test_overwrite.py::test_a_file_that_comes_while_the_new_export_is_written_stays",),
+    ),
+    "export-merges-the-wrong-way-round": Fault(
+        "_merged",
+        Always(False, "fan_in_fan_out"),
+        "adapters of square layers of GPT-2 are merged transposed",
+        ("unit/commands/export/test_weights.py::test_adapters_are_added_as_the_layer_holds_its_weights",),
     ),
 }

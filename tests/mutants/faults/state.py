@@ -1,201 +1,213 @@
-"""In what is built, told by name, and moved when what trains is changed."""
+"""Faults of the engine's state, checkpoints and offloading."""
 
+from tests.mutants.changes import Always, Argument, Drop, Inner, Swap, Without
 from tests.mutants.fault import Fault
 
-NAMED, FILL, BUILD = "engine/state/named.py", "engine/state/fill.py", "engine/build.py"
-OTHERS, OF_SWITCH = "engine/state/sources/other_buckets.py", ("unit/engine/test_set_stage.py",)
-OF_NAMED = ("unit/engine/state/test_named.py",)
-OF_TRANSFER = ("unit/engine/state/sources/test_other_buckets.py",)
-OF_BUILD = ("unit/engine/test_build.py",)
-
 FAULTS = {
-    "memory-of-master-weights-kept": Fault(
-        OTHERS,
-        "values[where.start - held.start : where.stop - held.start].clone()",
-        "values[where.start - held.start : where.stop - held.start]",
-        "in bf16 a rank keeps all master weights behind its shard of them",
-        ("unit/engine/test_set_stage.py::test_a_rank_gives_back_the_memory_of_what_it_holds_no_more",),
-    ),
-    "engine-within-graphs": Fault(
-        "engine/model/engine_call.py",
-        "    outside: Callable[P, T] | None = None\n",
-        "    return method\n    outside: Callable[P, T] | None = None\n",
-        "torch's compiler dies in the midst of the engine",
-        ("unit/engine/test_compiled_calls.py",),
-    ),
-    "memory-made-for-inference": Fault(
-        "engine/model/engine_call.py",
-        "torch.inference_mode(False)(method)",
-        "method",
-        "an engine whose stage changed within torch.inference_mode() fails in its next step",
-        ("unit/engine/test_inference_mode.py",),
-    ),
-    "state-of-this-rank-alone": Fault(
-        OTHERS,
-        'collectives.gather_objects(described, name="optimizer state")',
-        "[described]",
-        "a rank whose part held nothing of a group does not know its state",
-        OF_TRANSFER,
-    ),
     "values-from-16-bits": Fault(
-        NAMED,
-        "        part = current_weight(bucket).to(",
-        "        part = bucket.weights.held.float().to(",
+        "capture",
+        Swap("current_weight(bucket)", "bucket.weights.held.float()"),
         "full weights, and those that move, are rounded",
-        (*OF_TRANSFER, *OF_NAMED),
-    ),
-    "one-counter-for-all": Fault(
-        "engine/state/source.py",
-        "else deepcopy(self.value)",
-        "else self.value",
-        "spans share the number of steps, and count it once each",
-        OF_TRANSFER,
-    ),
-    "state-for-what-is-new": Fault(
-        OTHERS,
-        "names[0] if managed.is_updated_whole else managed.span\n",
-        "names[0] if managed.is_updated_whole else (managed.group, 0)\n",
-        "what begins to train anew gets a state of zeros instead of none",
-        OF_TRANSFER,
-    ),
-    "state-not-moved": Fault(
-        FILL,
-        "                kept.values[role] = _values(",
-        "                _values(",
-        "a change of what trains forgets the momentum of all",
-        OF_TRANSFER,
+        (
+            "unit/engine/state/sources/test_other_buckets.py::test_what_stays_keeps_its_momentum_and_its_count_and_what_comes_back_begins_anew",
+        ),
     ),
     "moved-to-the-old-place": Fault(
-        OTHERS,
-        "slot_view(whole, slot).copy_(slot_view(values, old_slot))",
-        "slot_view(whole, slot).copy_(slot_view(values, slot))",
+        "OtherBuckets._joined",
+        Argument("copy_", 0, "slot_view(values, slot)"),
         "momentum is taken from where a parameter will lie, not from where it lay",
-        OF_TRANSFER,
-    ),
-    "old-buckets-keep-parameters": Fault(
-        "engine/sharded_model.py",
-        "            bucket.weights.let_go()\n",
-        "            pass\n",
-        "parameters stay marked as not ready when other buckets have them",
-        OF_TRANSFER,
-    ),
-    "restored-where-not-asked": Fault(
-        NAMED,
-        "if each.span == span.key and not each.is_updated_whole",
-        "if not each.is_updated_whole",
-        "all spans of a bucket get the state of some",
-        OF_TRANSFER,
-    ),
-    "piece-counted-from-the-shard": Fault(
-        NAMED,
-        "in_tensor = slice(start - slot.offset, end - slot.offset)",
-        "in_tensor = slice(start - where.start, end - where.start)",
-        "which elements a piece holds is told wrong",
-        OF_NAMED,
-    ),
-    "captured-at-the-wrong-place": Fault(
-        NAMED,
-        "part[piece.in_bucket.start - where.start : piece.in_bucket.stop - where.start] = piece.values",
-        "part[: piece.values.numel()] = piece.values",
-        "state lies where another parameter's belongs",
-        OF_NAMED,
-    ),
-    "tied-under-one-name": Fault(
-        "engine/state/full_weights.py",
-        "for owner, name in managed.owners\n",
-        "for owner, name in managed.owners[:1]\n",
-        "of a tied weight a state dict has one name, and the other as it was built",
-        OF_BUILD,
-    ),
-    "buffers-not-shared": Fault(
-        BUILD,
-        '            collectives.broadcast(tensor.data.view(-1).view(torch.uint8), name="buffers")\n',
-        "            pass\n",
-        "each rank has buffers of its own",
-        OF_BUILD,
+        (
+            "unit/engine/state/sources/test_other_buckets.py::test_what_stays_keeps_its_momentum_and_its_count_and_what_comes_back_begins_anew",
+        ),
     ),
     "weights-not-shared": Fault(
-        BUILD,
-        "        self._collectives.broadcast(values.tensor, name=spec.name)\n",
-        "",
+        "Builder._initial_values",
+        Drop("broadcast"),
         "other ranks begin with zeros",
-        OF_BUILD,
+        ("unit/engine/test_build.py::test_every_rank_begins_with_the_weights_and_the_buffers_of_rank_0",),
     ),
     "cut-over-the-world": Fault(
-        BUILD,
-        "spec.layout(self._collectives.shards.size)",
-        "spec.layout(self._collectives.world.size)",
+        "Builder.schedule",
+        Argument("layout", 0, "self._collectives.world.size"),
         "where not all ranks share the shards, buckets are cut for too many",
-        OF_BUILD,
+        ("unit/engine/test_build.py::test_a_layout_is_cut_over_the_ranks_that_share_the_shards_not_over_the_world",),
     ),
     "switch-keeps-the-old-part": Fault(
-        OTHERS,
-        "values[where.start - held.start : where.stop - held.start].clone()",
-        "values[: where.stop - where.start].clone()",
+        "OtherBuckets.hand_over",
+        Swap("values[where.start - held.start:where.stop - held.start]", "values[:where.stop - where.start]"),
         "after a change of the stage every rank goes on with the first elements of the optimizer's state",
-        OF_SWITCH,
+        ("unit/engine/test_set_stage.py::test_the_stage_changes_in_mid_run_and_the_bits_do_not",),
     ),
-    "switch-forgets-whole-tensors": Fault(
-        OTHERS,
-        "    for kept in (kept for bucket in buckets for kept in kept_states(bucket)):\n",
-        "    for kept in (k for bucket in buckets for k in kept_states(bucket) if isinstance(k.where, slice)):\n",
-        "matrices that are updated whole begin without momentum after a change of the stage",
-        OF_SWITCH,
+    "loaded-on-rank-0-alone": Fault(
+        "StateDict.begin",
+        Drop("broadcast"),
+        "each rank loads what it was given itself",
+        (
+            "unit/engine/state/sources/test_state_dict.py::test_what_was_taken_out_trains_on_to_the_same_bits_in_another_engine",
+        ),
     ),
-    "switch-master-of-this-rank": Fault(
-        OTHERS,
-        "update_range(bucket.layout, self._plan, self._collectives.shards.rank)",
-        "update_range(bucket.layout, self._plan, 0)",
-        "after a change of the stage every rank updates the master weights of rank 0",
-        OF_SWITCH,
+    "master-not-loaded": Fault(
+        "replaced_weights",
+        Always(False),
+        "in 16 bits the master weights stay what they were",
+        (
+            "unit/engine/state/sources/test_state_dict.py::test_what_was_taken_out_trains_on_to_the_same_bits_in_another_engine",
+        ),
     ),
-    "whole-when-built": Fault(
-        BUILD,
-        "            weights.reshard()\n        return bucket\n",
-        "            pass\n        return bucket\n",
-        "a model that fits in parts alone is whole when it is built",
-        OF_BUILD,
+    "agreed-whatever-was-given": Fault(
+        "agreed",
+        Swap("_hash(repr([given, facts]))", "0"),
+        "ranks that were given other things go on with them",
+        ("unit/engine/state/test_together.py::test_each_fact_that_differs_is_a_line_on_every_rank",),
     ),
-    "buckets-in-the-wrong-bytes": Fault(
-        "engine/options.py",
-        "// self.precision.compute.itemsize",
-        "// self.precision.master.itemsize",
-        "in 16 bits a bucket is half as large as asked",
-        OF_BUILD,
+    "agreed-whoever-refuses": Fault(
+        "agreed",
+        Swap("int(error is not None)", "0"),
+        "what one rank refuses the others do",
+        ("unit/engine/state/test_together.py::test_what_one_rank_refuses_all_tell_with_its_rank",),
     ),
-    "models-not-compared": Fault(
-        BUILD,
-        "        require_same(self._collectives, facts)\n",
-        "",
-        "ranks with different models train, or hang",
-        OF_BUILD,
+    "start-half": Fault(
+        "ShardedModel.replaced",
+        Always(True, "mends"),
+        "a few weights that are loaded hide that the others are of two trainings",
+        (
+            "unit/engine/state/sources/test_files_refused.py::test_a_disk_that_fails_in_the_midst_leaves_an_engine_that_trains_when_it_is_whole_again",
+        ),
     ),
-    "read-completes-nothing": Fault(
-        "engine/schedule/schedule.py",
-        "        schedule.touch(self._bucket)\n",
-        "        pass\n",
-        "a weight that is read without a call of its module cannot be",
-        OF_BUILD,
-    ),
-    "strides-of-what-is-not-there": Fault(
-        "sharding/units.py",
-        'torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()',
-        'torch.empty_like(self.parameter, device="meta").stride()',
-        "at stage 3 where elements lie cannot be asked between the steps",
-        OF_NAMED,
-    ),
-    "shards-not-aligned": Fault(
-        "sharding/layout.py",
-        "round_up(max(offset, 1), ALIGN_NUMEL * num_shards)",
-        "round_up(max(offset, 1), num_shards)",
-        "a block of 64 elements lies on two ranks, and the norm depends on how many there are",
-        ("unit/sharding/test_layout.py",),
+    "saves-old-state-stays": Fault(
+        "fill_state",
+        Drop("clear"),
+        "a checkpoint from before the first step leaves the momentum of the engine that loads it",
+        (
+            "unit/checkpoint/test_exactness.py::test_an_engine_that_has_trained_goes_back_and_one_that_has_not_can_be_saved",
+        ),
     ),
     "freeze-in-mid-step": Fault(
-        "engine/sharded_model.py",
-        "        if not all(bucket.gradient.is_empty for bucket in self.schedule.trained):\n",
-        "        if False:\n",
+        "ShardedModel.require_no_gradient",
+        Always(False),
         "a gradient that waits is lost when what trains is changed",
-        OF_TRANSFER,
+        ("unit/engine/state/sources/test_other_buckets.py::test_while_a_gradient_waits_what_trains_cannot_change",),
+    ),
+    "checkpoint-hashes-ignored": Fault(
+        "Reader._read_block",
+        Always(False, "hash_of"),
+        "a flipped byte is trained on",
+        (
+            "unit/checkpoint/test_damage.py::test_a_flipped_byte_is_found_wherever_it_lies_and_file_and_tensor_are_named",
+        ),
+    ),
+    "checkpoint-manifest-believed": Fault(
+        "parse_manifest",
+        Always(False, "hash_of"),
+        "an edited manifest is trained on",
+        ("unit/checkpoint/test_damage.py::test_what_was_damaged_is_refused_by_all_ranks_before_anything_has_changed",),
+    ),
+    "checkpoint-checked-too-late": Fault(
+        "verified_manifest",
+        Always(False, "problems_in"),
+        "a damaged checkpoint is found when half of the engine is overwritten",
+        ("unit/checkpoint/test_damage.py::test_what_was_damaged_is_refused_by_all_ranks_before_anything_has_changed",),
+    ),
+    "checkpoint-replaces": Fault(
+        "require_new",
+        Swap("os.path.lexists", "os.path.isfile"),
+        "a save takes the place of an empty folder that somebody made",
+        ("unit/checkpoint/test_interrupted.py::test_what_has_the_name_already_is_not_replaced",),
+    ),
+    "checkpoint-not-synced": Fault(
+        "PartialFolder.appear",
+        Drop("sync_folder", nth=0),
+        "after a power cut the folder has its name and lacks its files",
+        (
+            "unit/checkpoint/test_interrupted.py::test_all_of_it_is_on_the_disk_before_it_has_its_name_and_then_the_name_is",
+        ),
+    ),
+    "checkpoint-all-ranks-save-all": Fault(
+        "owned_pieces",
+        Swap("bucket.update.owners[bucket.spec.parameters.index(piece.managed)] == rank", "rank == 0"),
+        "what another rank than the first owns whole is not saved",
+        (
+            "unit/checkpoint/test_placements.py::test_another_stage_number_of_ranks_and_size_of_buckets_goes_on_as_the_run_that_saved",
+        ),
+    ),
+    "checkpoint-counts-forgotten": Fault(
+        "Checkpoint.keeps",
+        Swap("saved['counts'].items()", "()"),
+        "the optimizer counts its steps anew, and its bias correction with them",
+        (
+            "unit/checkpoint/test_placements.py::test_another_stage_number_of_ranks_and_size_of_buckets_goes_on_as_the_run_that_saved",
+        ),
+    ),
+    "checkpoint-newest-removed": Fault(
+        "_not_kept",
+        Swap("-max(keep, 1)", "max(keep, 1)"),
+        "the oldest stay and the newest go",
+        ("unit/checkpoint/test_kept.py::test_the_newest_and_every_so_many_steps_stay",),
+    ),
+    "checkpoint-update-copies-nothing": Fault(
+        "BucketUpdate.run",
+        Drop("about_to_change"),
+        "a save beside training has some buckets of this step and some of the next",
+        (
+            "unit/checkpoint/test_beside_training.py::test_training_beside_a_save_comes_to_the_same_bits_and_the_state_at_its_begin_is_saved",
+        ),
+    ),
+    "checkpoint-changed-while-read": Fault(
+        "Snapshot.keep",
+        Swap("self._under_way is not bucket and self._fits(bucket)", "self._fits(bucket)"),
+        "an update begins while the thread reads the bucket: some MiB are of two steps",
+        ("unit/checkpoint/test_beside_training.py::test_what_changes_the_state_during_a_save_waits_or_copies",),
+    ),
+    "checkpoint-buffers-not-copied": Fault(
+        "_file",
+        Inner("clone"),
+        "a batch norm's statistics are of a later step than the weights",
+        (
+            "unit/checkpoint/test_beside_training.py::test_training_beside_a_save_comes_to_the_same_bits_and_the_state_at_its_begin_is_saved",
+        ),
+    ),
+    "saves-of-the-living-removed": Fault(
+        "_remove_if_dead",
+        Always(True, "can_lock"),
+        "a save into the same folder removes another one that is under way",
+        ("unit/checkpoint/test_interrupted.py::test_a_name_that_is_taken_while_the_save_runs_is_not_replaced",),
+    ),
+    "lengths-best-removed": Fault(
+        "remove_old",
+        Swap("best_in(folder)", "None"),
+        "the best checkpoint goes when newer ones are saved",
+        ("unit/training/test_best.py::test_the_best_stays_beside_the_newest_and_the_link_names_it",),
+    ),
+    "reading-bytes-of-two": Fault(
+        "_of_places",
+        Always(False, "byte"),
+        "two tensors are read out of the same bytes",
+        ("unit/checkpoint/test_forged.py::test_a_forged_manifest_is_refused_in_one_line_and_nothing_is_loaded",),
+    ),
+    "offload-fetched-before-it-has-left": Fault(
+        "OffloadedHome.fetch",
+        Swap("tier.settled(self._leaving)", "DONE"),
+        "a bucket is read while its last update is still being written",
+        ("unit/engine/test_offload.py::test_what_is_fetched_anew_has_left_before",),
+    ),
+    "offload-window-used-too-soon": Fault(
+        "Windows.take",
+        Swap("self.tier.settled(last)", "Event()"),
+        "a window is read into while it is still written from",
+        (
+            "unit/offload/test_windows.py::test_the_oldest_is_used_again_once_there_are_enough_and_its_last_copy_is_waited_for",
+        ),
+    ),
+    "offload-gaps-overlap": Fault(
+        "Gaps.take",
+        Swap("start + nbytes", "start"),
+        "two buckets lie in the same bytes of the file",
+        ("unit/offload/test_disk.py::test_the_smallest_gap_that_fits_is_used_and_its_rest_stays",),
+    ),
+    "saved-before-it-was-written": Fault(
+        "SavedTensors.store",
+        Without("_version"),
+        "a backward uses what a memory held before the forward wrote into it",
+        ("unit/engine/test_offload_activations.py::test_a_memory_that_was_written_to_is_saved_anew",),
     ),
 }

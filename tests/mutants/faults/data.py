@@ -1,0 +1,99 @@
+"""Faults of data."""
+
+from tests.mutants.changes import Always, Argument, Drop, Swap, Without
+from tests.mutants.fault import Fault
+
+FAULTS = {
+    "tokens-of-a-changed-file": Fault(
+        "ShardReader.read_parts",
+        Drop("_require_unchanged"),
+        "a file that is written to in mid-run is read on",
+        ("unit/data/store/test_store.py::test_a_file_that_changes_while_it_is_read_is_named",),
+    ),
+    "tokens-behind-the-header": Fault(
+        "ShardReader._fill",
+        Without("first_byte"),
+        "a header is read as tokens",
+        ("unit/data/store/test_store.py::test_a_header_is_passed_over",),
+    ),
+    "tokens-rows-too-far-apart": Fault(
+        "RowsWithinRuns.parts",
+        Swap("(indices - first_rows[runs]) * self._seq_len", "(indices - first_rows[runs]) * (self._seq_len + 1)"),
+        "a token between two rows is lost",
+        ("unit/data/store/test_windows.py::test_labels_are_the_tokens_that_follow",),
+    ),
+    "tokens-on-both-sides": Fault(
+        "_by_chunk",
+        Without("arange"),
+        "the last label of training is the first token of validation",
+        (
+            "unit/data/store/test_windows.py::test_a_text_is_read_once_but_for_its_last_row_and_no_token_is_on_both_sides",
+        ),
+    ),
+    "tokens-validated-are-trained": Fault(
+        "TokenFiles.__init__",
+        Drop("_require_apart"),
+        "validation is training",
+        ("unit/data/test_tokens.py::test_validation_must_not_be_training",),
+    ),
+    "row-drawn-alike-in-each-epoch": Fault(
+        "fetch_rows",
+        Swap("seed_by('row', seed, epoch, row)", "seed_by('row', seed, row)"),
+        "each epoch has the same augmentation",
+        ("unit/data/reading/test_fetch.py::test_what_a_row_draws_depends_on_seed_epoch_and_row_alone",),
+    ),
+    "mix-source-numbered-by-places": Fault(
+        "MixedRows.order",
+        Swap("self._counts[which]", "len(self._source_at)"),
+        "rows of a source are left out",
+        (
+            "unit/data/test_mix.py::test_each_source_is_read_as_often_as_its_weight_says_and_each_of_its_rows_once_an_epoch",
+        ),
+    ),
+    "order-of-one-epoch-for-all": Fault(
+        "rows_at",
+        Argument("_sent_to", 1, "keys[:, :1]"),
+        "behind the end of an epoch rows come in the order of the last one",
+        ("unit/data/reading/test_order.py::test_positions_go_through_one_epoch_after_another",),
+    ),
+    "batch-of-ranks-without-leaves": Fault(
+        "GlobalBatchSampler.micro_batches",
+        Swap("self.num_virtual_ranks", "self.num_ranks"),
+        "with virtual ranks rows are read twice in a step",
+        (
+            "unit/data/reading/test_batches.py::test_every_row_is_read_as_often_as_promised_at_any_number_of_ranks_and_batch_size",
+        ),
+    ),
+    "loader-begins-anew": Fault(
+        "StepLoader.__init__",
+        Without("start"),
+        "a run that goes on reads the first rows again",
+        ("unit/data/reading/test_loader.py::test_the_rows_are_those_of_the_sampler_from_its_position_on",),
+    ),
+    "loader-error-before-its-place": Fault(
+        "ReadAhead.__next__",
+        Swap("not self._ready and self._error is not None", "self._error is not None"),
+        "a run ends steps before the row that cannot be read",
+        ("unit/data/reading/test_loader.py::test_each_way_to_read_gives_the_same_bits",),
+    ),
+    "text-starts-not-cut-back": Fault(
+        "StoreWriter._cut_back",
+        Drop("truncate", nth=1),
+        "documents that were not noted before a kill are there twice",
+        ("unit/data/preparing/test_prepare.py::test_what_was_ended_anywhere_goes_on_and_comes_to_the_same_bits",),
+    ),
+    "text-file-read-again": Fault(
+        "write_store",
+        Without("at_end"),
+        "killed just behind a file, preparing reads it again, and its tokens stand there twice",
+        (
+            "unit/data/preparing/test_writer.py::test_killed_behind_any_piece_it_goes_on_with_the_next_and_reads_none_twice",
+        ),
+    ),
+    "feeds-store-of-other-settings": Fault(
+        "misfit",
+        Always(False, "recipe"),
+        "tokens that were made with another tokenizer are trained on",
+        ("unit/data/preparing/test_cache.py::test_a_store_of_another_recipe_is_made_anew",),
+    ),
+}
