@@ -8,19 +8,21 @@ FAULTS = {
         "completed_already",
         Always(False, "AUTO"),
         "a sweep again trains completed jobs anew, and replaces their results",
-        ("unit/launching/job/test_earlier.py::test_a_completed_run_is_refused_with_ways_that_work",),
+        ("unit/launching/job/test_earlier.py::test_a_completed_run_is_left_as_it_is_by_one_that_would_go_on",),
     ),
     "runs-go-back-in-a-completed-one": Fault(
         "_problems_of_completed",
         Swap("trains_longer and _is_within(resume, run_dir)", "_is_within(resume, run_dir)"),
         "checkpoint.resume of an older step replaces the result of a completed run",
-        ("unit/launching/job/test_earlier.py::test_a_completed_run_is_refused_with_ways_that_work",),
+        (
+            "unit/launching/job/test_earlier.py::test_a_completed_run_is_not_gone_back_in_nor_written_over_from_elsewhere",
+        ),
     ),
     "runs-erase-other-checkpoints-folders": Fault(
         "remove_all",
         Swap("(named_as_steps, partial_in, removed_in, set_aside_in)", "(entries,)"),
         "launch.overwrite=true erases a user's files in a folder named checkpoints",
-        ("unit/launching/job/test_earlier.py::test_a_completed_run_is_refused_with_ways_that_work",),
+        ("unit/launching/job/test_earlier.py::test_what_is_no_runs_stays_whatever_a_run_is_told",),
     ),
     "ends-of-whom-some-heard": Fault(
         "_unanswered",
