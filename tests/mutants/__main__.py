@@ -1,7 +1,7 @@
 """Do the tests notice faults? Plants each fault in a copy of the tree and runs the tests that must fail.
 
     python -m tests.mutants                 # all, some minutes
-    python -m tests.mutants zeros drain     # those whose name begins so
+    python -m tests.mutants zeros drop      # those whose name begins so
 
 Prints a table; exit code 1 if a fault survived. What came of it last: docs/reference/faults.md.
 """
