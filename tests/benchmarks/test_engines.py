@@ -13,7 +13,7 @@ from benchmarks.standing import LOSS_TOLERANCE
 from benchmarks.workload import Workload
 from zerotrain.testing import run_ranks
 
-SHARING = [name for name, spec in ENGINES.items() if spec.stage is not None and spec.in_all]
+SHARING = [name for name, spec in ENGINES.items() if spec.stage is not None]
 WORKLOADS = [
     Workload(size="tiny", precision=precision, num_micro_batches=2, num_warmup_steps=1, num_steps=4)
     for precision in ("fp32", "bf16")
