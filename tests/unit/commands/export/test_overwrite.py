@@ -145,7 +145,7 @@ def test_a_file_that_comes_while_the_new_export_is_written_stays(
             ["model.safetensors", 3],
             "does not list the files of an export: files[1]: got 3; it must be the name of a file",
         ),
-        ({"thesis.txt": 1}, "does not list the files of an export: files: expected"),
+        ({"thesis.txt": 1}, "does not list the files of an export: files: got a mapping; it must be a list"),
         ([""], "does not list the files of an export"),
         ([f"{'a/' * 3000}b"], "model.safetensors was not written by the export in that folder"),
     ],
