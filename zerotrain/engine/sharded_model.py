@@ -12,7 +12,8 @@ from torch import nn
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.scratch import ScratchPools
 from zerotrain.deferred.init import InitialValues
-from zerotrain.device.heap import give_back_freed
+from zerotrain.device.heap import give_back_freed, set_heap
+from zerotrain.device.kinds import device_of
 from zerotrain.engine.agreement import require_same
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.buckets.places.homes import Homes
@@ -318,6 +319,8 @@ class ShardedModel:
         with self.breaks_if_it_fails("engine.set_stage"):
             self._disconnect()
             self.pools.clear()
+            if device_of(self.collectives.world.device).is_host:
+                set_heap(returns=True)  # buckets that go leave no holes; the new schedule sets it back
             give_back_freed()
             move = self._builder.under(options, self.schedule)
             del self.schedule
