@@ -147,8 +147,8 @@ class TrainConfig:
     gradient_accumulation_steps: int = setting(1, at_least(1, "micro-batches"))
     """Micro-batches per virtual rank in one optimizer step."""
     loss_over: str = setting("auto", one_of("auto", "labels", "shifted_labels", "rows", "model", "micro_batches"))
-    """What the model's loss is the mean over: a micro-batch weighs as many in a step and in an evaluation as it has of
-    them. labels: those that are not -100, which means ignored in signed whole numbers alone. shifted_labels: likewise
+    """The things that the model's loss is the mean over: a micro-batch weighs as many in a step and in an evaluation as
+    it has. labels: those that are not -100, which means ignored in signed whole numbers alone. shifted_labels: likewise
     from the second of each row on. model: the number that the model's method `loss_count` returns for a batch. auto:
     that number where the model has the method, else labels that are signed whole numbers, else rows. micro_batches:
     each counts alike, so that the run depends on their size. Parts of a batch are tried before any rank starts."""

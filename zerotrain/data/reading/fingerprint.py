@@ -28,7 +28,7 @@ _FIRST = ", half of them the first of a run"
 """Said of rows to train on which are not all."""
 _NUM_ROWS = re.compile(rf"\w{{16}} of (\d{{1,9}}) rows({_FIRST})?")
 _OF_THREE = re.compile(r"\w{16}")
-"""Of a checkpoint of an earlier release: the first, the middle and the last row."""
+"""The form in a checkpoint of an earlier release: it is of the first, the middle and the last row."""
 
 
 def fingerprint_of(

@@ -4,8 +4,8 @@ A worker lives as long as the process that started it wants: it holds one end of
 holds the other, that is when the run is over, or its rank was killed, whatever the worker is just doing. Signals to
 stop it ignores: they come to all processes of a terminal, and of torchrun, and it is the rank that ends in order.
 
-What a worker sends it pickles itself before it sends the first byte, so that whatever fails is told in the value's
-place. Who waits for a value looks at the worker's process, and at the row where it is (`RowPlace`).
+A worker pickles a value itself before it sends the first byte, so that an error comes in the value's place. The rank
+waits for the value, for the end of the worker's process, and for no longer than a row may take (`RowPlace`).
 """
 
 import os
