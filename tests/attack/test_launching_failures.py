@@ -94,10 +94,11 @@ def test_a_run_stopped_by_its_numbers_names_the_rank_and_the_parameter(launch, t
     command = launch(*MISBEHAVING, *arguments, folder=tmp_path)
     assert command.wait() == 1
     cause, _log = command.stderr.splitlines()
-    assert re.match(r"rank [01] failed: TrainingError: the gradient was not finite; lower optimizer\.lr, ", cause)
+    named = re.match(r"rank ([01]) failed: TrainingError: the gradient was not finite; lower optimizer\.lr, ", cause)
     assert cause.endswith("In the backward it was first nan in head.bias; the loss was nan on rank 1")
     assert result_of(tmp_path / "run")["status"] == "failed"
-    assert all("TrainingError" in (tmp_path / f"run/ranks/{rank}.log").read_text() for rank in (0, 1))
+    # Both ranks fail by themselves; the first to say so ends the other, which may have written nothing yet.
+    assert "TrainingError" in (tmp_path / f"run/ranks/{named[1]}.log").read_text()
     assert command.wait_until_gone() == []
 
 
