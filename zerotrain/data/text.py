@@ -7,7 +7,7 @@ import torch
 
 from zerotrain.data.preparing.prepare import NUM_BYTE_VALUES
 from zerotrain.data.preparing.prepared import prepared, recipe_of
-from zerotrain.data.store import facts
+from zerotrain.data.store.facts import describe_tokens, fingerprint_tokens
 from zerotrain.data.store.windows import split
 
 
@@ -80,15 +80,15 @@ class TextDataset:
 
     def summary(self) -> str:
         """One line: files, tokens, rows, what is unused, validation rows."""
-        return facts.summary(*self._parts, self._num_files)  # the parts as they were: a user may have wrapped them
+        return describe_tokens(*self._parts, self._num_files)  # the parts as they were: a user may have wrapped them
 
     def fingerprint(self) -> dict[str, int | str]:
-        """Values that are equal on machines with equal data, see `facts.fingerprint`.
+        """Values that are equal on machines with equal data, see `fingerprint_tokens`.
 
         Raises:
             OSError: a file cannot be read.
         """
-        return facts.fingerprint(*self._parts) | {"tokenizer": self.store.tokenizer or "bytes"}
+        return fingerprint_tokens(*self._parts) | {"tokenizer": self.store.tokenizer or "bytes"}
 
     @property
     def end_of_text(self) -> int | None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from zerotrain.data.preparing.cache import cache_folder
-from zerotrain.data.store import facts
+from zerotrain.data.store.facts import describe_tokens, fingerprint_tokens
 from zerotrain.data.store.formats import open_files
 from zerotrain.data.store.scan import require_known
 from zerotrain.data.store.store import TokenStore
@@ -72,15 +72,15 @@ class TokenFiles:
 
     def summary(self) -> str:
         """One line: files, tokens, rows, what is unused, validation rows."""
-        return facts.summary(*self._parts)  # which a user may have wrapped
+        return describe_tokens(*self._parts)  # which a user may have wrapped
 
     def fingerprint(self) -> dict[str, int | str]:
-        """Values that are equal on machines with equal data, see `facts.fingerprint`.
+        """Values that are equal on machines with equal data, see `fingerprint_tokens`.
 
         Raises:
             OSError: a file cannot be read.
         """
-        return facts.fingerprint(*self._parts)
+        return fingerprint_tokens(*self._parts)
 
 
 def _open(files: tuple[Path, ...], *, dtype: str, vocab_size: int | None, source: str) -> TokenStore:

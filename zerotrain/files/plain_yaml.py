@@ -44,7 +44,7 @@ class _PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _short_int(loader: _PlainLoader, node: Any) -> int:
+def _construct_short_int(loader: _PlainLoader, node: Any) -> int:
     """Such as 0xff or 1:59:59; one that no float holds is refused, as in JSON."""
     value: int = loader.construct_yaml_int(node)
     if abs(value) >= 10**MAX_DIGITS:
@@ -52,7 +52,7 @@ def _short_int(loader: _PlainLoader, node: Any) -> int:
     return value
 
 
-_PlainLoader.add_constructor("tag:yaml.org,2002:int", _short_int)
+_PlainLoader.add_constructor("tag:yaml.org,2002:int", _construct_short_int)
 
 
 def parse_yaml(content: bytes) -> Any:

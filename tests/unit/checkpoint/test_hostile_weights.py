@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from zerotrain.checkpoint.others import torch_file
-from zerotrain.checkpoint.others.given import row_by_row
+from zerotrain.checkpoint.others.stored_weights import row_by_row
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.engine.state.sources.files import weight_misfits
 from zerotrain.errors import CheckpointError

@@ -12,8 +12,8 @@ import torch
 
 from zerotrain.checkpoint.blocks import hash_of
 from zerotrain.checkpoint.others.dcp_metadata import METADATA, DcpPiece, DcpTensor, read_metadata
-from zerotrain.checkpoint.others.given import GivenTensor, Weights, row_by_row
 from zerotrain.checkpoint.others.open_file import FileRange, OpenFile
+from zerotrain.checkpoint.others.stored_weights import StoredTensor, Weights, row_by_row
 from zerotrain.checkpoint.others.torch_file import is_readable, loaded_without_numbers, place_of
 from zerotrain.errors import CheckpointError
 
@@ -45,7 +45,7 @@ class DcpWeights(Weights):
             self._opened = opened.pop_all()
         self.tensors = [_given(tensor) for tensor in tensors]
 
-    def problems(self, taken: Sequence[GivenTensor], part: int, num_parts: int) -> list[str]:
+    def problems(self, taken: Sequence[StoredTensor], part: int, num_parts: int) -> list[str]:
         pieces = [(tensor.place, piece) for tensor in taken for piece in tensor.place.pieces]
         try:
             for tensor, piece in pieces[part::num_parts]:
@@ -54,7 +54,7 @@ class DcpWeights(Weights):
             return [str(error)]
         return []
 
-    def read(self, tensor: GivenTensor, start: int, target: torch.Tensor) -> None:
+    def read(self, tensor: StoredTensor, start: int, target: torch.Tensor) -> None:
         for piece in tensor.place.pieces:
             self._read_piece(tensor.place, piece, start, target)
 
@@ -103,10 +103,10 @@ class DcpWeights(Weights):
         return self._places[piece]
 
 
-def _given(tensor: DcpTensor) -> GivenTensor:
+def _given(tensor: DcpTensor) -> StoredTensor:
     *part, name = tensor.keys
     kind = str(tensor.dtype).removeprefix("torch.")
-    return GivenTensor([name], kind, tensor.dtype, tensor.shape, row_by_row(tensor.shape), tensor, ".".join(part))
+    return StoredTensor([name], kind, tensor.dtype, tensor.shape, row_by_row(tensor.shape), tensor, ".".join(part))
 
 
 def _runs(shape: tuple[int, ...], piece: DcpPiece) -> tuple[torch.Tensor, int]:

@@ -12,8 +12,8 @@ from typing import Any, TypedDict
 
 import torch
 
-from zerotrain.checkpoint.others.given import GivenTensor, row_by_row
 from zerotrain.checkpoint.others.open_file import FileRange, OpenFile
+from zerotrain.checkpoint.others.stored_weights import StoredTensor, row_by_row
 from zerotrain.errors import CheckpointError
 from zerotrain.files.untrusted import Natural, Shape, UntrustedFileError, parse_json, require_kind
 
@@ -34,7 +34,7 @@ class _HeaderEntry(TypedDict):
     data_offsets: tuple[Natural, Natural]
 
 
-def safetensors_in(file: OpenFile) -> list[GivenTensor]:
+def safetensors_in(file: OpenFile) -> list[StoredTensor]:
     """The tensors of a file, in the order of its header.
 
     Raises:
@@ -75,6 +75,6 @@ def _require_places(path: Path, header: Mapping[str, Any], data_start: int, nbyt
         raise CheckpointError(f"{path} is {what}: {nbytes} bytes, and its header says {data_start + place}")
 
 
-def _given(file: OpenFile, name: str, entry: Mapping[str, Any], data_start: int) -> GivenTensor:
+def _given(file: OpenFile, name: str, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
     code, shape, place = entry["dtype"], tuple(entry["shape"]), FileRange(file, data_start + entry["data_offsets"][0])
-    return GivenTensor([name], code, DTYPES.get(code), shape, row_by_row(shape), place)
+    return StoredTensor([name], code, DTYPES.get(code), shape, row_by_row(shape), place)

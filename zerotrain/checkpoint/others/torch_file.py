@@ -17,8 +17,8 @@ from typing import IO, Any, cast
 import torch
 
 from zerotrain.checkpoint.manifest_schema import is_dense
-from zerotrain.checkpoint.others.given import GivenTensor, row_by_row
 from zerotrain.checkpoint.others.open_file import FileRange, OpenFile
+from zerotrain.checkpoint.others.stored_weights import StoredTensor, row_by_row
 from zerotrain.errors import CheckpointError, listed
 from zerotrain.files.untrusted import MAX_DEPTH, shown
 
@@ -35,7 +35,7 @@ def is_of_torch(file: OpenFile) -> bool:
     return file.begin.startswith(_ZIPPED) or _is_pickle(file)
 
 
-def torch_tensors_in(file: OpenFile) -> list[GivenTensor]:
+def torch_tensors_in(file: OpenFile) -> list[StoredTensor]:
     """The tensors of a file that lie in dicts of it, by their keys.
 
     Raises:
@@ -109,13 +109,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
-def _given(file: OpenFile, parts: tuple[str, ...], tensor: torch.Tensor) -> GivenTensor:
+def _given(file: OpenFile, parts: tuple[str, ...], tensor: torch.Tensor) -> StoredTensor:
     *part, name = parts
     kind, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     if not is_readable(tensor):
         kind = "a view, sparse or the like" if type(tensor) in _PLAIN else f"a {type(tensor).__name__}"
-        return GivenTensor([name], kind, None, shape, row_by_row(shape), None, ".".join(part))
-    return GivenTensor([name], kind, tensor.dtype, shape, tensor.stride(), place_of(file, 0, tensor), ".".join(part))
+        return StoredTensor([name], kind, None, shape, row_by_row(shape), None, ".".join(part))
+    return StoredTensor([name], kind, tensor.dtype, shape, tensor.stride(), place_of(file, 0, tensor), ".".join(part))
 
 
 def _tensors(path: Path, content: Any) -> list[tuple[tuple[str, ...], torch.Tensor]]:

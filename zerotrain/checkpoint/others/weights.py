@@ -18,9 +18,9 @@ from zerotrain.checkpoint.kept import candidates, entries
 from zerotrain.checkpoint.manifest import AVERAGE, BUFFER, MANIFEST, WEIGHT, dtype_of, of_rank_0, read_manifest
 from zerotrain.checkpoint.others.dcp_metadata import METADATA
 from zerotrain.checkpoint.others.dcp_weights import DcpWeights
-from zerotrain.checkpoint.others.given import GivenTensor, Weights, row_by_row
 from zerotrain.checkpoint.others.open_file import OpenFile
 from zerotrain.checkpoint.others.safetensors_file import safetensors_in
+from zerotrain.checkpoint.others.stored_weights import StoredTensor, Weights, row_by_row
 from zerotrain.checkpoint.others.torch_file import is_of_torch, torch_tensors_in
 from zerotrain.checkpoint.reading import Reader
 from zerotrain.checkpoint.verify import problems_in
@@ -130,7 +130,7 @@ class FileWeights(Weights):
         told = [(each.part, each.names, each.kind, each.shape, each.stride) for each in self.tensors]
         self.fingerprint = hash_of(repr(told).encode())
 
-    def read(self, tensor: GivenTensor, start: int, target: torch.Tensor) -> None:
+    def read(self, tensor: StoredTensor, start: int, target: torch.Tensor) -> None:
         file, byte = tensor.place
         assert tensor.dtype is not None
         file.read(byte + start * tensor.dtype.itemsize, tensor.dtype, target)
@@ -159,11 +159,11 @@ class CheckpointWeights(Weights):
         assert tensor is not None or prod(shape) == 0
         dtype = None if tensor is None else dtype_of(tensor)
         kind = "" if tensor is None else tensor["dtype"]
-        self.tensors.append(GivenTensor(names, kind, dtype, tuple(shape), tuple(stride), tensor))
+        self.tensors.append(StoredTensor(names, kind, dtype, tuple(shape), tuple(stride), tensor))
 
-    def problems(self, taken: Sequence[GivenTensor], part: int, num_parts: int) -> list[str]:
+    def problems(self, taken: Sequence[StoredTensor], part: int, num_parts: int) -> list[str]:
         return problems_in(self.path, self._manifest, part, num_parts, roles=self._roles)
 
-    def read(self, tensor: GivenTensor, start: int, target: torch.Tensor) -> None:
+    def read(self, tensor: StoredTensor, start: int, target: torch.Tensor) -> None:
         if target.numel() > 0:
             self._reader.read(tensor.place, start, target)

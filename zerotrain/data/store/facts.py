@@ -11,7 +11,7 @@ _END_NBYTES = 1 << 12
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-def summary(train: TokenWindows, validation: TokenWindows, num_files: int | None = None) -> str:
+def describe_tokens(train: TokenWindows, validation: TokenWindows, num_files: int | None = None) -> str:
     """Like "3 files, 1.2 G tokens, 1.1 M rows of 1,024 (0.1 % unused), validation 0.1 M rows (by chunk, 0.1)".
 
     Args:
@@ -30,7 +30,7 @@ def summary(train: TokenWindows, validation: TokenWindows, num_files: int | None
     ).replace("%", " %")
 
 
-def fingerprint(train: TokenWindows, validation: TokenWindows) -> dict[str, int | str]:
+def fingerprint_tokens(train: TokenWindows, validation: TokenWindows) -> dict[str, int | str]:
     """Values that are equal on machines with equal data, whatever folder it lies in, and hardly ever with other data.
     They depend only on the first and last tokens of each file.
 

@@ -30,7 +30,7 @@ from zerotrain.launching.end.failures import Failure, first_failure, lost_folder
 from zerotrain.launching.job.job import Job, write_ending
 from zerotrain.launching.start.preparing import prepare_everywhere
 from zerotrain.launching.start.worker import exit_now, run_rank
-from zerotrain.run.preflight import check as preflight
+from zerotrain.run.preflight.check import prepare_data
 
 _JOB_KEY = "job"
 _RUN_DIR_KEY = "run_dir"
@@ -122,7 +122,7 @@ class JobExchange:
             CommError: nothing was heard of one for launch.timeout_s.
         """
         store = dist.PrefixStore("data", self._store)
-        prepare_everywhere(store, self._ranks, lambda: preflight.prepare_data(job.config), job.config.launch.timeout_s)
+        prepare_everywhere(store, self._ranks, lambda: prepare_data(job.config), job.config.launch.timeout_s)
 
     def withdraw(self, code: int) -> None:
         """Tell the other ranks that there is no job, unless there is one, and why: this process is to end with `code`.

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from zerotrain.data.store import facts
+from zerotrain.data.store.facts import describe_tokens, fingerprint_tokens
 from zerotrain.data.store.shards import Shard
 from zerotrain.data.store.split import are_validation
 from zerotrain.data.store.store import TokenStore, write_index
@@ -221,8 +221,8 @@ def test_at_a_fraction_of_nought_all_is_to_train_on():
     assert len(train) == len(everything)
     assert all(torch.equal(train[row][0], everything[row][0]) for row in range(len(train)))
     assert len(validation) == 0
-    assert facts.summary(train, validation).endswith("no validation")
-    assert facts.fingerprint(train, validation)["validation_rows"] == 0
+    assert describe_tokens(train, validation).endswith("no validation")
+    assert fingerprint_tokens(train, validation)["validation_rows"] == 0
     with pytest.raises(ValueError, match="holds 5 tokens"):
         split_numbered(5, 0.0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zerotrain.checkpoint.others.given import GivenTensor, Weights
+from zerotrain.checkpoint.others.stored_weights import StoredTensor, Weights
 from zerotrain.checkpoint.others.weights import find_weights, resolved
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.results import LoadedWeights
@@ -146,7 +146,7 @@ def _two_in_one(weights: Weights, wanted: list[Wanted], collectives: Collectives
                 )
 
 
-def _same(weights: Weights, left: GivenTensor, right: GivenTensor, start: int, stop: int) -> bool:
+def _same(weights: Weights, left: StoredTensor, right: StoredTensor, start: int, stop: int) -> bool:
     if (left.dtype, memory_order(left.shape, left.stride)) != (right.dtype, memory_order(right.shape, right.stride)):
         return False
     for first in range(start, stop, CHUNK_NUMEL):
@@ -158,7 +158,7 @@ def _same(weights: Weights, left: GivenTensor, right: GivenTensor, start: int, s
     return True
 
 
-def _read(weights: Weights, source: GivenTensor, stride: tuple[int, ...], start: int, target: torch.Tensor) -> None:
+def _read(weights: Weights, source: StoredTensor, stride: tuple[int, ...], start: int, target: torch.Tensor) -> None:
     """Elements of a tensor from `start` on, in the order of `stride`, into all of `target`.
 
     If the file has another order, the whole tensor is read, some elements at a time.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from zerotrain.checkpoint.others.given import GivenTensor
+from zerotrain.checkpoint.others.stored_weights import StoredTensor
 from zerotrain.engine.results import LoadedWeights
 from zerotrain.errors import listed
 
@@ -24,11 +24,11 @@ class Wanted:
     names: list[str]
     """In the order of its modules; the first is what it is called in what is said."""
     tensor: torch.Tensor
-    given: list[tuple[str, GivenTensor]] = field(default_factory=list)
+    given: list[tuple[str, StoredTensor]] = field(default_factory=list)
     """Tensors that fit it, under which of its names. If a tied one has several, the last is read, as by PyTorch."""
 
 
-def fitting_parts(tensors: Sequence[GivenTensor], wanted: Sequence[Wanted]) -> list[str]:
+def fitting_parts(tensors: Sequence[StoredTensor], wanted: Sequence[Wanted]) -> list[str]:
     """The parts of a file with most names of the model; several if it holds the model more than once. If no part has
     any, the one with most tensors."""
     homes = {name for each in wanted for name in each.names}
@@ -44,7 +44,7 @@ def fitting_parts(tensors: Sequence[GivenTensor], wanted: Sequence[Wanted]) -> l
     return [max(names, key=lambda part: len(names[part]), default="")]
 
 
-def match(path: Path, tensors: Sequence[GivenTensor], wanted: Sequence[Wanted], part: str = "") -> LoadedWeights:
+def match(path: Path, tensors: Sequence[StoredTensor], wanted: Sequence[Wanted], part: str = "") -> LoadedWeights:
     """Give each tensor of the model what fits it in a part of a file, and tell what did not."""
     told = _told(part, [given for given in tensors if given.part != part])
     tensors = [given for given in tensors if given.part == part]
@@ -80,7 +80,7 @@ def match(path: Path, tensors: Sequence[GivenTensor], wanted: Sequence[Wanted], 
     )
 
 
-def _told(part: str, beside: Sequence[GivenTensor]) -> str:
+def _told(part: str, beside: Sequence[StoredTensor]) -> str:
     """Which part was read and, by the first of their words that is another, which were not."""
     if not part and not beside:
         return ""

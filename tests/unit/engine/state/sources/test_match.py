@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 
-from zerotrain.checkpoint.others.given import GivenTensor
+from zerotrain.checkpoint.others.stored_weights import StoredTensor
 from zerotrain.engine.state.sources.match import Wanted, match
 
 
-def given(name: str) -> GivenTensor:
-    return GivenTensor([name], "F32", torch.float32, (2,), (1,), None)
+def given(name: str) -> StoredTensor:
+    return StoredTensor([name], "F32", torch.float32, (2,), (1,), None)
 
 
 def test_where_two_words_would_make_names_fit_none_is_taken() -> None:

@@ -11,7 +11,7 @@ import torch
 
 
 @dataclass(frozen=True, eq=False)
-class GivenTensor:
+class StoredTensor:
     """One tensor that can be read."""
 
     names: Sequence[str]
@@ -36,12 +36,12 @@ class Weights(ABC):
     """
 
     path: Path
-    tensors: list[GivenTensor]
+    tensors: list[StoredTensor]
     fingerprint: str
     """Two ranks that see the same see the same checkpoint, or files of the same names, dtypes and shapes."""
     _opened: ExitStack
 
-    def problems(self, taken: Sequence[GivenTensor], part: int, num_parts: int) -> list[str]:
+    def problems(self, taken: Sequence[StoredTensor], part: int, num_parts: int) -> list[str]:
         """Problems of the files that opening them did not find, in this share of them.
 
         Args:
@@ -50,7 +50,7 @@ class Weights(ABC):
         return []
 
     @abstractmethod
-    def read(self, tensor: GivenTensor, start: int, target: torch.Tensor) -> None:
+    def read(self, tensor: StoredTensor, start: int, target: torch.Tensor) -> None:
         """Elements from `start` on, in the order of `tensor.stride`, into all of `target`, (n,)."""
 
     def close(self) -> None:
