@@ -37,7 +37,7 @@ import zerotrain
 from benchmarks.report import markdown
 from benchmarks.rounds import machine
 from zerotrain.checkpoint.blocks import BLOCK_NBYTES
-from zerotrain.device.heap import most_nbytes
+from zerotrain.device.memory import most_nbytes
 from zerotrain.files.whole import sync_folder
 from zerotrain.testing.ranks import run_ranks
 

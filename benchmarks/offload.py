@@ -31,7 +31,7 @@ import zerotrain
 from benchmarks.checkpoint import WIDTH, Layers
 from benchmarks.report import markdown
 from benchmarks.rounds import machine
-from zerotrain.device.heap import own_nbytes
+from zerotrain.device.memory import own_nbytes
 from zerotrain.errors import ConfigError
 from zerotrain.testing.ranks import RankError, run_ranks
 

@@ -19,7 +19,7 @@ from benchmarks.network import sent_nbytes
 from benchmarks.split import Split, split_of
 from benchmarks.workload import Workload
 from zerotrain.comm.ranks.world import choose_device
-from zerotrain.device.heap import set_heap
+from zerotrain.device.memory import set_heap
 from zerotrain.device.processes import end_with_parent
 from zerotrain.files.whole import whole
 from zerotrain.training.figures.flops import count_flops

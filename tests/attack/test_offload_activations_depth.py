@@ -11,7 +11,7 @@ from cases import place
 from torch import nn
 
 import zerotrain
-from zerotrain.device import heap
+from zerotrain.device import memory as heap
 from zerotrain.testing import run_ranks
 
 WIDTH, ROWS = 128, 1024

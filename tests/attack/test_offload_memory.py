@@ -14,7 +14,7 @@ from commands import REPOSITORY, TINY, Command, result_of
 from torch import nn
 
 import zerotrain
-from zerotrain.device import heap
+from zerotrain.device import memory as heap
 from zerotrain.testing import run_ranks
 
 WIDTH = 512

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.fake_world import main as fake_world
 from benchmarks.small_parameters import FAKE_RANKS, Blocks, bare_step, engine_step, python_calls
-from zerotrain.device import heap
+from zerotrain.device import memory as heap
 from zerotrain.testing import run_ranks
 
 

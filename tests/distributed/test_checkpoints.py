@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import zerotrain
 from zerotrain.checkpoint.manifest import read_manifest
-from zerotrain.device.heap import give_back_freed
+from zerotrain.device.memory import give_back_freed
 from zerotrain.testing.ranks import run_ranks
 
 MIB = 2**20

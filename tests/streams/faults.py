@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.wires.backend_handles import Works
-from zerotrain.device.cuda import Cuda
+from zerotrain.device.kinds import Cuda
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.places.home import OffloadedHome
 from zerotrain.engine.buckets.weights import BucketWeights

@@ -26,8 +26,8 @@ from zerotrain.comm.wire import Wire
 from zerotrain.comm.wires import backend_handles
 from zerotrain.comm.wires.backend_handles import AllToAll, NativeGather, NativeReduction, OrderedReduction
 from zerotrain.device import kinds
-from zerotrain.device.cuda import Cuda
 from zerotrain.device.device import lies_on_host
+from zerotrain.device.kinds import Cuda
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.testing.fake_wire import Board
 

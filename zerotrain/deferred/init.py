@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerotrain.deferred.refillable import RecordedCall, RefillableStorage, Step
-from zerotrain.device.heap import give_back_freed
 from zerotrain.device.kinds import device_of
+from zerotrain.device.memory import give_back_freed
 
 MIN_NBYTES = 2**16
 """Smaller tensors stay in memory: the state of the CPU's random number generator alone takes 5 KiB."""

@@ -1,16 +1,238 @@
 """The kind of a device, decided here alone."""
 
+import mmap
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from zerotrain.device.cpu import Cpu
-from zerotrain.device.cuda import Cuda
-from zerotrain.device.device import Device
-from zerotrain.device.nowhere import Nowhere
+from zerotrain.device.device import DONE, Device, Event, MemoryHistory, Stream
+from zerotrain.device.memory import files_nbytes, most_nbytes
+
+# The CPU, which has done a piece of work when it is told the next.
+
+
+class Cpu(Device):
+    """The processors of this machine."""
+
+    backend = "gloo"
+    is_host = True
+    peak_of = "the whole process without libraries"
+    activities = (torch.profiler.ProfilerActivity.CPU,)
+
+    @property
+    def name(self) -> str:
+        return f"CPU, threads of each: {torch.get_num_threads()}"
+
+    @property
+    def own_nbytes(self) -> int:
+        return 0
+
+    def peak_nbytes(self) -> int:
+        return most_nbytes() - files_nbytes()
+
+    @property
+    def is_current(self) -> bool:
+        return True
+
+    def use(self) -> None:
+        pass
+
+    def event(self) -> Event:
+        return DONE
+
+    def stream(self) -> Stream:
+        return _AtOnce()
+
+    def host_bytes(self, nbytes: int) -> torch.Tensor:
+        return mapped_bytes(nbytes)
+
+    def bytes_for(self, nbytes: int, *streams: Stream) -> torch.Tensor:
+        return mapped_bytes(nbytes)
+
+    @property
+    def generator(self) -> torch.Generator:
+        return torch.default_generator
+
+    def keep_generators(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng([])
+
+
+class _AtOnce(Stream):
+    """A stream that does what it is told at once."""
+
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def wait(self, event: Event) -> None:
+        pass
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
+        target.copy_(source)
+        return DONE
+
+
+def mapped_bytes(nbytes: int) -> torch.Tensor:
+    """(nbytes,) uint8, of any values, that begin on a page, as direct reads and writes of a disk need it.
+
+    Args:
+        nbytes: above 0.
+    """
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+# A GPU, in the calls of torch.cuda and nothing more.
+
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_NBYTES_OF_HOPPER, _NBYTES = 32 * 2**20, 2 * 4096 * 1024 + 8 * 16 * 1024
+"""Torch's defaults, of Hopper and later, and before."""
+
+
+class Cuda(Device):
+    """A GPU that torch.cuda drives."""
+
+    backend = "nccl"
+    is_host = False
+    peak_of = "tensors on the GPU"
+    activities = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
+    @property
+    def own_nbytes(self) -> int:
+        nbytes: int = torch.cuda.get_device_properties(self.device).total_memory
+        return nbytes
+
+    @property
+    def kernels_nbytes(self) -> int:
+        """The workspaces of cuBLAS, one for the thread of the forward and one for that of the backward."""
+        if _WORKSPACE in os.environ:
+            pairs = re.findall(r":(\d+):(\d+)", os.environ[_WORKSPACE])  # KiB, and how many
+            return 2 * sum(1024 * int(kib) * int(number) for kib, number in pairs)
+        return 2 * (_NBYTES_OF_HOPPER if torch.cuda.get_device_capability(self.device) >= (9, 0) else _NBYTES)
+
+    def peak_nbytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def reserved_nbytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self.device)
+
+    @property
+    def is_current(self) -> bool:
+        return self.device.index in (None, torch.cuda.current_device())
+
+    def use(self) -> None:
+        torch.cuda.set_device(self.device)
+
+    def event(self) -> Event:
+        return _Recorded(torch.cuda.current_stream(self.device))
+
+    def stream(self) -> Stream:
+        return _Stream(torch.cuda.Stream(self.device))
+
+    def host_bytes(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def bytes_for(self, nbytes: int, *streams: Stream) -> torch.Tensor:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        torch.cuda.current_stream(self.device).synchronize()  # which may still use what the memory was before
+        for stream in streams:
+            assert isinstance(stream, _Stream)
+            memory.record_stream(stream.of_torch)
+        return memory
+
+    @property
+    def generator(self) -> torch.Generator:
+        index = self.device.index
+        return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
+
+    def keep_generators(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng([self.device])
+
+    def memory_history(self) -> MemoryHistory:
+        return _MemoryHistory()
+
+
+class _Recorded(Event):
+    """The end of what a stream has been told until now."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._device = stream.device
+        self.of_torch = torch.cuda.Event()
+        self.of_torch.record(stream)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self.of_torch)
+
+    def is_done(self) -> bool:
+        return self.of_torch.query()
+
+    def settle(self) -> None:
+        self.of_torch.synchronize()
+
+
+class _Stream(Stream):
+    """A stream of torch's."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.of_torch = stream
+
+    def current(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.of_torch)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _Recorded)
+        self.of_torch.wait_event(event.of_torch)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
+        with torch.cuda.stream(self.of_torch):
+            for each in after:
+                each.wait()
+            target.copy_(source, non_blocking=True)
+        return _Recorded(self.of_torch)
+
+
+class _MemoryHistory(MemoryHistory):
+    def begin(self) -> None:
+        torch.cuda.memory._record_memory_history()
+
+    def write(self, path: Path) -> None:
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+# A device without memory, on which a plan rehearses: torch's meta device.
+
+
+class Nowhere(Cpu):
+    """It answers as a CPU does, and has room for anything."""
+
+    holds_values = False
+
+    def host_bytes(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def bytes_for(self, nbytes: int, *streams: Stream) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+
+@contextmanager
+def rehearsing(*, on_host: bool) -> Iterator[None]:
+    """In here it stands for a device that computes in the host's memory, or for one that does not."""
+    before, Nowhere.is_host = Nowhere.is_host, on_host
+    try:
+        yield
+    finally:
+        Nowhere.is_host = before
+
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -61,3 +283,26 @@ def seed_torch(number: int) -> None:
     torch.default_generator.manual_seed(number)
     for generator in torch.cuda.default_generators:  # none before a GPU is used
         generator.manual_seed(number)
+
+
+# Numbers that a device computes and the host reads.
+
+
+def reading(values: torch.Tensor) -> Callable[[], Any]:
+    """Begin to bring small values to the host; the result waits until they are there and gives them as `tolist` does.
+
+    It waits for what the device was told before, and for nothing that it was told since: `tolist` itself would wait for
+    that too, and leave the device without work.
+    """
+    device = device_of(values.device)
+    if device.is_host:
+        return values.tolist
+    on_host = device.host_bytes(values.nbytes).view(values.dtype).view(values.shape)
+    on_host.copy_(values, non_blocking=True)
+    arrived = device.event()
+
+    def read() -> Any:
+        arrived.settle()
+        return on_host.tolist()
+
+    return read

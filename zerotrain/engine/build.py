@@ -8,7 +8,7 @@ from torch import nn
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.scratch import ScratchPools
 from zerotrain.deferred.init import InitialValues
-from zerotrain.device.heap import give_back_freed
+from zerotrain.device.memory import give_back_freed
 from zerotrain.engine.agreement import require_same
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.gradient import BucketGradient

@@ -12,8 +12,8 @@ from torch import nn
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.scratch import ScratchPools
 from zerotrain.deferred.init import InitialValues
-from zerotrain.device.heap import give_back_freed, set_heap
 from zerotrain.device.kinds import device_of
+from zerotrain.device.memory import give_back_freed, set_heap
 from zerotrain.engine.agreement import require_same
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.buckets.places.homes import Homes

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from zerotrain.device.cpu import mapped_bytes
 from zerotrain.device.device import DONE, Event
+from zerotrain.device.kinds import mapped_bytes
 from zerotrain.offload.memory import PAGE_NBYTES, whole_pages
 from zerotrain.offload.scratch_file import ScratchFile, lies_in_memory
 from zerotrain.offload.tier import Place, Tier, Window

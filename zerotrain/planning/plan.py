@@ -12,8 +12,8 @@ import torch
 
 from zerotrain.config.schema import Config
 from zerotrain.data.reading.items import first_batches
-from zerotrain.device.heap import KEPT_NBYTES, own_nbytes
 from zerotrain.device.kinds import device_of
+from zerotrain.device.memory import KEPT_NBYTES, own_nbytes
 from zerotrain.device.processes import beside, num_cores, one_thread
 from zerotrain.files.whole import whole
 from zerotrain.planning.optimizer import look_at

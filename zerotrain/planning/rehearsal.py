@@ -13,7 +13,7 @@ from torch import nn
 from zerotrain.comm.ranks.world import Shards, World
 from zerotrain.config.schema import Config
 from zerotrain.data.reading.inputs import as_inputs, with_tensors
-from zerotrain.device.nowhere import rehearsing
+from zerotrain.device.kinds import rehearsing
 from zerotrain.engine.buckets.places.homes import OPTIMIZER_WINDOWS, Homes
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from zerotrain.data.reading.fetch import RowError, RowPlace, StopTimeoutError
-from zerotrain.device.reading import reading
+from zerotrain.device.kinds import reading
 from zerotrain.errors import CommError, ConfigError
 from zerotrain.files.printable import printable
 from zerotrain.training.callback import Run

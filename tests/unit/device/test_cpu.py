@@ -4,9 +4,8 @@ import sys
 import pytest
 import torch
 
-from zerotrain.device.cpu import Cpu, mapped_bytes
 from zerotrain.device.device import DONE, Event
-from zerotrain.device.kinds import device_of
+from zerotrain.device.kinds import Cpu, device_of, mapped_bytes
 from zerotrain.offload.memory import PAGE_NBYTES
 
 CPU = device_of(torch.device("cpu"))
@@ -26,7 +25,7 @@ def test_the_peak_of_a_cpu_process_is_that_of_its_resident_memory_without_librar
 def test_the_peak_of_a_process_is_not_that_of_the_one_which_started_it() -> None:
     """One that a process of 1.3 GB had started began with a peak of 1.3 GB (2026-11-27)."""
     block = torch.ones(2**28)  # 1 GiB, touched
-    code = "from zerotrain.device.heap import most_nbytes; print(most_nbytes())"
+    code = "from zerotrain.device.memory import most_nbytes; print(most_nbytes())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert int(told) < block.nbytes
 

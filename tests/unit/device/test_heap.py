@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zerotrain
-from zerotrain.device.heap import own_nbytes
+from zerotrain.device.memory import own_nbytes
 from zerotrain.engine.schedule import schedule
 
 is_glibc = pytest.mark.skipif(
@@ -17,7 +17,7 @@ is_glibc = pytest.mark.skipif(
 
 MAPPED = """
 import ctypes
-from zerotrain.device.heap import set_heap
+from zerotrain.device.memory import set_heap
 
 class Malloc(ctypes.Structure):  # mallinfo2(3)
     _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usm fsm uord ford keep".split()]

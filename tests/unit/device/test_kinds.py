@@ -1,10 +1,8 @@
 import pytest
 import torch
 
-from zerotrain.device.cpu import Cpu
-from zerotrain.device.cuda import Cuda
 from zerotrain.device.device import lies_on_host
-from zerotrain.device.kinds import device_of, num_gpus, seed_torch
+from zerotrain.device.kinds import Cpu, Cuda, device_of, num_gpus, seed_torch
 
 
 @pytest.mark.parametrize(

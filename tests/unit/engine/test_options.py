@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zerotrain.comm.ranks.world import World
-from zerotrain.device.nowhere import rehearsing
+from zerotrain.device.kinds import rehearsing
 from zerotrain.engine.options import EngineOptions
 from zerotrain.settings import EngineConfig, PrecisionConfig, ZeroConfig, settings_in
 from zerotrain.sharding.bucketing import cut_buckets

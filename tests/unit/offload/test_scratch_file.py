@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerotrain.device.cpu import mapped_bytes
+from zerotrain.device.kinds import mapped_bytes
 from zerotrain.errors import OffloadError
 from zerotrain.offload.memory import PAGE_NBYTES
 from zerotrain.offload.scratch_file import ScratchFile, file_system_of, lies_in_memory

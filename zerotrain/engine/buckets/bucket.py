@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zerotrain.device.heap import give_back_freed
+from zerotrain.device.memory import give_back_freed
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.update import BucketUpdate
 from zerotrain.engine.buckets.weights import BucketWeights

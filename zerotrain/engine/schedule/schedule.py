@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zerotrain.device.device import lies_on_host
-from zerotrain.device.heap import set_heap
+from zerotrain.device.memory import set_heap
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.gradient import Gradients, Segment

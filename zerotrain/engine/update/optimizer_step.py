@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.device.reading import reading
+from zerotrain.device.kinds import reading
 from zerotrain.engine.agreement import Exchanged, StepStamps
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.parts.norm import StepSquares, clip_coefficient

@@ -5,7 +5,7 @@ import torch
 
 from zerotrain.comm.ranks import world as worlds
 from zerotrain.comm.ranks.world import World, choose_device, num_gpus_for
-from zerotrain.device.cuda import Cuda
+from zerotrain.device.kinds import Cuda
 from zerotrain.errors import ConfigError
 
 GPU = torch.device("cuda", 1)

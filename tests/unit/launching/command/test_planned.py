@@ -99,7 +99,7 @@ from zerotrain.launching.start.imports import importing
 with importing():
     import torch.distributed as dist
     from tests.unit.planning.test_choice import asking
-    from zerotrain.device.heap import own_nbytes
+    from zerotrain.device.memory import own_nbytes
     from zerotrain.launching.command.planned import chosen
     from zerotrain.planning.auto import with_least_memory
     from zerotrain.planning.choice import as_chosen

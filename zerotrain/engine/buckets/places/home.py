@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from zerotrain.device.device import DONE, Event, lies_on_host
-from zerotrain.device.heap import give_back_freed
+from zerotrain.device.memory import give_back_freed
 from zerotrain.errors import EngineStateError
 from zerotrain.offload.memory import whole_pages
 from zerotrain.offload.tier import Place, Window

@@ -137,7 +137,7 @@ def test_the_clip_coefficient_is_that_of_torch() -> None:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code of a GPU, on tensors of the CPU."""
-    monkeypatch.setattr("zerotrain.device.cpu.Cpu.is_host", False)
+    monkeypatch.setattr("zerotrain.device.kinds.Cpu.is_host", False)
 
 
 @pytest.mark.usefixtures("on_gpu")
