@@ -38,7 +38,7 @@ from benchmarks.report import markdown
 from benchmarks.rounds import machine
 from zerotrain.checkpoint.blocks import BLOCK_NBYTES
 from zerotrain.device.memory import most_nbytes
-from zerotrain.files.whole import sync_folder
+from zerotrain.files.lock import sync_folder
 from zerotrain.testing.ranks import run_ranks
 
 WIDTH = 1024

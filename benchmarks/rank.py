@@ -21,7 +21,7 @@ from benchmarks.workload import Workload
 from zerotrain.comm.ranks.world import choose_device
 from zerotrain.device.memory import set_heap
 from zerotrain.device.processes import end_with_parent
-from zerotrain.files.whole import whole
+from zerotrain.files.lock import whole
 from zerotrain.training.figures.flops import count_flops
 from zerotrain.training.figures.metrics import device_peak_flops
 

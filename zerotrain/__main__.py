@@ -4,7 +4,7 @@ replay; without a verb it trains."""
 import importlib
 import sys
 
-from zerotrain.files.here_last import look_here_last, require_here  # imports nothing that could lie in this folder
+from zerotrain.files.kept_out import look_here_last, require_here  # imports nothing that could lie in this folder
 
 MODULES = {
     "train": "zerotrain.commands.train",
@@ -47,7 +47,7 @@ def main(given: list[str]) -> None:
     if not given or not given[0].isidentifier():
         return run("train", given)
     from zerotrain.config.suggest import did_you_mean
-    from zerotrain.files.printable import printable
+    from zerotrain.files.untrusted import printable
 
     verb = printable(given[0], keep="")
     hint = did_you_mean(verb, MODULES)

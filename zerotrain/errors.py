@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 
 MAX_MESSAGE = 100_000
 """Characters: a line for each of some problems."""

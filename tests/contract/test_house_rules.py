@@ -15,7 +15,7 @@ BLIND_TO_THE_STAGE = ("comm", "sharding", "engine", "training")
 IN_ONE_PLACE = {
     "fcntl.flock": ["files/lock.py"],
     "fcntl.lockf": [],
-    "os.replace": ["files/whole.py"],
+    "os.replace": ["files/lock.py"],
     "os.rename": [],
     "shutil.move": [],
     ".replace": [],

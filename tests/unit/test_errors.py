@@ -3,7 +3,7 @@
 import pytest
 
 from zerotrain.errors import ConfigError
-from zerotrain.files.printable import duration, printable
+from zerotrain.files.untrusted import duration, printable
 
 
 def test_what_can_be_printed_stays_as_it_is() -> None:

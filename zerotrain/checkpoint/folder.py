@@ -17,8 +17,7 @@ from pathlib import Path
 from zerotrain.checkpoint.blocks import BlockWriter
 from zerotrain.checkpoint.manifest import MANIFEST, Manifest
 from zerotrain.errors import CheckpointError
-from zerotrain.files.lock import can_lock, lock
-from zerotrain.files.whole import sync_folder
+from zerotrain.files.lock import can_lock, lock, sync_folder
 
 PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{16}")
 LOCK = "lock"

@@ -21,8 +21,7 @@ from typing import TypeVar
 from zerotrain.checkpoint.folder import LOCK, PARTIAL
 from zerotrain.checkpoint.manifest import MANIFEST
 from zerotrain.errors import CheckpointError
-from zerotrain.files.lock import can_lock, lock
-from zerotrain.files.whole import replace_link, sync_folder
+from zerotrain.files.lock import can_lock, lock, replace_link, sync_folder
 
 CHECKPOINTS = "checkpoints"
 """The folder of them in a run's folder."""

@@ -12,7 +12,7 @@ from zerotrain.checkpoint.blocks import BLOCK_NBYTES, hash_of
 from zerotrain.checkpoint.manifest import Manifest, Piece, dtype_of, pieces_of
 from zerotrain.device.device import lies_on_host
 from zerotrain.errors import CheckpointError, listed
-from zerotrain.files.regular import only_regular
+from zerotrain.files.untrusted import only_regular
 
 
 def _memory_of(target: torch.Tensor) -> memoryview:

@@ -7,7 +7,7 @@ from pathlib import Path
 from zerotrain.commands.frame import exit_code, parser_of
 from zerotrain.config.rules import Rhythm
 from zerotrain.errors import ConfigError
-from zerotrain.files.printable import duration, printable
+from zerotrain.files.untrusted import duration, printable
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.presence import ALIVE
 

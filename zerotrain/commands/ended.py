@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zerotrain.commands.frame import exit_code, parser_of
-from zerotrain.files.printable import printable
-from zerotrain.files.untrusted import UntrustedFileError
+from zerotrain.files.untrusted import UntrustedFileError, printable
 from zerotrain.launching.end import exits
 from zerotrain.launching.job.job import refusal_in
 from zerotrain.training.figures.result import RESULT_NAME, code_of_stop, read_result

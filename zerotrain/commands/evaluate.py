@@ -30,8 +30,7 @@ from zerotrain.config.words import in_words_of_config, words_of_config
 from zerotrain.engine.state.sources.files import weight_misfits
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import nothing_imported_from
-from zerotrain.files.printable import printable
-from zerotrain.files.untrusted import read_json
+from zerotrain.files.untrusted import printable, read_json
 from zerotrain.launching.command.placing import device_for, num_local_ranks
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import Failure, RunError

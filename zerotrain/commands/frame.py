@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zerotrain.errors import CheckpointError, ConfigError
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 from zerotrain.launching.end import exits
 
 RUN: dict[str, Any] = {"type": Path, "metavar": "RUN", "help": "a run, a checkpoint or an export"}

@@ -29,8 +29,7 @@ from zerotrain.checkpoint.manifest import MANIFEST, Manifest, dtype_of, pieces_o
 from zerotrain.checkpoint.verify import problems_in
 from zerotrain.commands.frame import exit_code, parser_of
 from zerotrain.errors import CheckpointError
-from zerotrain.files.printable import printable
-from zerotrain.files.untrusted import shown
+from zerotrain.files.untrusted import printable, shown
 
 MIB = 2**20
 MAX_LINE = 100_000

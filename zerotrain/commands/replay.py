@@ -24,10 +24,10 @@ from zerotrain.config.schema import Config
 from zerotrain.config.words import words_of_config
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.errors import CheckpointError, ConfigError
-from zerotrain.files.extras import package
 from zerotrain.files.kept_out import nothing_imported_from
-from zerotrain.files.regular import only_regular
-from zerotrain.files.whole import whole
+from zerotrain.files.lock import whole
+from zerotrain.files.terminal import package
+from zerotrain.files.untrusted import only_regular
 from zerotrain.launching.end import exits
 from zerotrain.launching.job.job import num_threads_per_rank
 from zerotrain.launching.job.resuming import first_readable

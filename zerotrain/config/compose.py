@@ -17,7 +17,7 @@ from zerotrain.config.interpolation import interpolation_problems
 from zerotrain.config.schema import Config
 from zerotrain.config.suggest import did_you_mean, we_call_it
 from zerotrain.errors import ConfigError
-from zerotrain.files.whole import whole
+from zerotrain.files.lock import whole
 
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 """With the backslashes before it, each of which would be taken for an escape."""

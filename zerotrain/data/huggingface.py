@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 from zerotrain.data.preparing.document_end import DocumentEnd
 from zerotrain.data.preparing.tokenizer import TextTokenizer
 from zerotrain.data.reading.batches import IGNORED_LABEL
-from zerotrain.files.extras import package
-from zerotrain.files.printable import printable
+from zerotrain.files.terminal import package
+from zerotrain.files.untrusted import printable
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 """Ending of a file -> what `datasets` reads it with."""

@@ -8,7 +8,9 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from zerotrain.files.untrusted import UntrustedFileError, printable, read_json
 
 CHECKPOINTS = "checkpoints"
 _INSTALLED = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]))
@@ -75,3 +77,105 @@ class _Refusal(Loader):
 
     def exec_module(self, module: ModuleType) -> NoReturn:
         raise ImportError(f"{self._path} lies in the folder of the checkpoint, from which nothing is imported")
+
+
+# The folder where the user is: it must be there, and what lies in it stands for nothing that is installed.
+#
+# A command that reads what others have written calls both before it imports anything else. `python -m` looks for
+# modules there first, and a `torch.py` beside a checkpoint would stand for torch. From here on it looks there last:
+# what is installed cannot be replaced, and modules of the user's own are still found.
+
+
+def require_here() -> None:
+    """Make sure that the folder where the user is has not been removed. Ends the process with a line and exit code 2
+    where it has."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print("the working directory no longer exists; change to one that does", file=sys.stderr)
+        sys.exit(2)
+
+
+def look_here_last() -> None:
+    """Move the folder where the user is to the end of what is searched, where `python -m` has put it at the front."""
+    command = getattr(sys.modules["__main__"], "__spec__", None)
+    if command is None or not command.name.startswith("zerotrain.") or sys.flags.safe_path:
+        return
+    if sys.path and os.path.realpath(sys.path[0]) == os.path.realpath(""):
+        sys.path.append(sys.path.pop(0))
+
+
+# Refuses code that a model or tokenizer of Hugging Face brings in its folder or from the hub.
+#
+# Calls of transformers pass `trust_remote_code=False`; this module handles the cases that it does not cover, and the
+# messages.
+
+
+CONFIGS = ("config.json", "tokenizer_config.json", "adapter_config.json")
+MAX_NBYTES = 1 << 26
+_KERNELS = ("attn_implementation", "experts_implementation")
+_MAX_SHOWN = 200
+_MAX_REASON = 600
+
+
+def require_no_kernels(fields: Any, of: str) -> None:
+    """Refuse fields of a model's config by which transformers would fetch compiled code from the hub and run it.
+
+    Raises:
+        ValueError: they name a repository with such code.
+    """
+    for name in _kernels_in(fields):
+        raise ValueError(f"{of} asks for code of the hub ({name}), which zerotrain does not run; take that field out")
+
+
+def refusal(folder: str, error: BaseException) -> str:
+    """The first line of what transformers says of a folder; where it lacks code of its own, which it is."""
+    # It met a value of another kind, and speaks of its own code.
+    if isinstance(error, AttributeError | TypeError) or not isinstance(error, Exception):
+        return "a file of it is damaged"
+    line = printable((str(error).splitlines() or [type(error).__name__])[0], _MAX_REASON, keep="")
+    if "trust_remote_code" not in str(error):
+        return line
+    named = printable(", ".join(dict.fromkeys(_code_of(folder))), _MAX_SHOWN, keep="")
+    return f"it has code of its own{f' ({named})' * bool(named)}, which zerotrain does not run"
+
+
+@contextmanager
+def only_errors() -> Iterator[None]:
+    """Without what transformers warns of, which it also does of a folder that it then refuses."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _kernels_in(fields: Any) -> Iterator[str]:
+    """Repositories; an implementation that transformers has itself is named without a slash."""
+    for name, value in _items(fields):
+        if str(name).strip("_").removesuffix("_internal") in _KERNELS:
+            texts = [value, *(each for _, each in _items(value))]
+            yield from (each for each in texts if isinstance(each, str) and "/" in each)
+        else:
+            yield from _kernels_in(value)
+
+
+def _items(value: Any) -> Any:
+    """The items of a dict, a list, or a config of transformers, which may hold other configs."""
+    if isinstance(value, list):
+        return enumerate(value)
+    return (value if isinstance(value, dict) else vars(value) if hasattr(value, "model_type") else {}).items()
+
+
+def _code_of(folder: str) -> Iterator[str]:
+    for name in CONFIGS:
+        try:
+            auto_map = read_json(Path(folder) / name, dict[str, Any], max_nbytes=MAX_NBYTES).get("auto_map")
+        except (OSError, UntrustedFileError):
+            continue
+        named = auto_map.values() if isinstance(auto_map, dict) else auto_map if isinstance(auto_map, list) else ()
+        for each in named:
+            yield from (str(one) for one in (each if isinstance(each, list) else [each]) if one is not None)

@@ -1,6 +1,7 @@
 """Output that cannot be written: nobody reads it any more, as after `| head -1`, or its disk is full. A run goes on."""
 
 import errno
+import importlib
 import io
 import os
 import signal
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from zerotrain.files.regular import only_regular
+from zerotrain.files.untrusted import only_regular
 
 _NOBODY_READS = (errno.EPIPE, errno.EIO)
 """Errors of a closed pipe, and of a closed terminal."""
@@ -172,3 +173,24 @@ def _print_by(*descriptors: int) -> None:
     for stream, number, descriptor in zip((sys.stdout, sys.stderr), (1, 2), descriptors, strict=True):
         stream.flush()
         os.dup2(descriptor, number)
+
+
+# Packages of extras, which not every user has installed.
+
+
+def package(name: str, *, extra: str, needed_by: str) -> Any:
+    """Import a package, or a module of one, when it is needed.
+
+    Args:
+        extra: of zerotrain, which it comes with.
+        needed_by: what needs it, for the message.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"{needed_by} needs {name.partition('.')[0]}, which is not installed; pip install 'zerotrain[{extra}]'"
+        ) from error

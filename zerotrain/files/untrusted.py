@@ -6,16 +6,109 @@ A kind is any type that msgspec knows: a dataclass, a TypedDict, `dict[str, floa
 and the types below. Keys that a kind does not name are let through unread. True is no int; an int passes as float.
 """
 
+import errno
 import json
 import os
 import re
+import stat
+from contextlib import suppress
 from math import prod
 from typing import Annotated, Any
 
+import yaml
 from msgspec import Meta, ValidationError, convert
 
-from zerotrain.files.printable import printable
-from zerotrain.files.regular import NotRegularError, only_regular
+# A text as a terminal and a log can take it.
+
+
+_NUM_PRINTED = 2000
+_NUM_SHOWN_OF_END = 300
+
+
+def printable(text: str, max_length: int = _NUM_PRINTED, *, keep: str = "\n\t") -> str:
+    """Escape each character that cannot be printed, and leave out the middle of a long text.
+
+    An exception's text may hold a tensor, a file of 5 MB, colours, or halves of characters that no encoding has.
+
+    Args:
+        max_length: characters that are shown.
+        keep: what stays though it cannot be printed.
+    """
+    if len(text) > max_length:
+        num_left_out = len(text) - max_length
+        start, end = text[: max_length - _NUM_SHOWN_OF_END], text[-_NUM_SHOWN_OF_END:]
+        text = f"{start} [... {num_left_out} characters ...] {end}"
+    return "".join(each if each.isprintable() or each in keep else _escaped(each) for each in text)
+
+
+def duration(seconds: float) -> str:
+    """A time to wait in one or two units, such as 40 s, 12 min or 2 h 5 min."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+# Open files of which only regular ones are meant, so that a FIFO, a device or a folder in their place stops nobody.
+
+
+class NotRegularError(OSError):
+    """Something else lies where a regular file must."""
+
+    strerror: str
+
+    def __init__(self, path: str | os.PathLike[str], mode: int) -> None:
+        super().__init__(errno.EINVAL, f"it is {kind_of(mode)}, and must be a regular file", os.fspath(path))
+
+
+def only_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
+    """An opener, as in `open(path, "w", opener=only_regular)`: a FIFO without a reader would make that wait for ever.
+
+    Raises:
+        NotRegularError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, flags & ~os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno == errno.EISDIR:
+            raise NotRegularError(path, stat.S_IFDIR) from None
+        if error.errno == errno.ENXIO:  # a FIFO that nobody reads, or a socket
+            raise NotRegularError(path, os.stat(path).st_mode) from None
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise NotRegularError(path, status.st_mode)
+        if flags & os.O_TRUNC:
+            os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def only_new(path: str | os.PathLike[str], flags: int) -> int:
+    """An opener for a temporary file: what lies there, of a process that was killed or of nobody, goes first. A link
+    goes, and not the file behind it.
+
+    Raises:
+        OSError: a folder lies there, or the file cannot be made.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def kind_of(mode: int) -> str:
+    """The kind of a file, in words, by its `st_mode`."""
+    kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket", stat.S_IFREG: "a file"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
 
 MAX_DEPTH = 64
 """Lists and objects within each other. Ours have 12; Python's own reader gives up at about 1,000 with a traceback."""
@@ -219,3 +312,69 @@ def _require_shallow(text: str) -> None:
         depth += (first in "[{") - (first in "]}")
         if depth > MAX_DEPTH:
             raise UntrustedFileError(f"its lists and objects are nested more than {MAX_DEPTH} deep")
+
+
+# YAML of files that somebody else may have written: texts, numbers, true, false and null in lists and mappings.
+#
+# No anchors and aliases, of which nine lines can stand for a billion values, and no tags, of which some build
+# objects.
+
+
+_KINDS = ("str", "int", "float", "bool", "null", "seq", "map")
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Refuses all else. A date is a text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as the class has it
+        first: [(tag, pattern) for tag, pattern in each if tag.rpartition(":")[2] in _KINDS]
+        for first, each in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise UntrustedFileError(f"line {event.start_mark.line + 1} has an anchor (&) or an alias (*)")
+        if getattr(event, "tag", None) is not None:
+            raise UntrustedFileError(f"line {event.start_mark.line + 1} has a tag (!)")
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise UntrustedFileError(f"its lists and mappings are nested more than {MAX_DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for number, key in enumerate(keys):
+            if isinstance(key, list | dict):
+                raise UntrustedFileError("a key is a list or a mapping")
+            if key in keys[:number]:
+                raise UntrustedFileError(f"{key} is there twice")
+        return super().construct_mapping(node, deep=deep)
+
+
+def _construct_short_int(loader: _PlainLoader, node: Any) -> int:
+    """Such as 0xff or 1:59:59; one that no float holds is refused, as in JSON."""
+    value: int = loader.construct_yaml_int(node)
+    if abs(value) >= 10**MAX_DIGITS:
+        raise UntrustedFileError(f"it has a whole number of more than {MAX_DIGITS} digits")
+    return value
+
+
+_PlainLoader.add_constructor("tag:yaml.org,2002:int", _construct_short_int)
+
+
+def parse_yaml(content: bytes) -> Any:
+    """The content of a YAML file; None if it is empty.
+
+    Raises:
+        UntrustedFileError: it is no such YAML.
+    """
+    try:
+        return yaml.load(content.decode(), _PlainLoader)
+    except UntrustedFileError:
+        raise
+    except Exception as error:  # whatever pyyaml raises: ValueError of `0b_`, IndexError, RecursionError
+        raise UntrustedFileError(" ".join(str(error).split()) or type(error).__name__) from None

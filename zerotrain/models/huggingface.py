@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerotrain.files.extras import package
-from zerotrain.files.remote_code import refusal, require_no_kernels
+from zerotrain.files.kept_out import refusal, require_no_kernels
+from zerotrain.files.terminal import package
 from zerotrain.models.arguments import require_at_least, require_fraction, require_names
 from zerotrain.models.loss import MeanCrossEntropy
 

@@ -15,7 +15,7 @@ from zerotrain.data.reading.items import first_batches
 from zerotrain.device.kinds import device_of
 from zerotrain.device.memory import KEPT_NBYTES, own_nbytes
 from zerotrain.device.processes import beside, num_cores, one_thread
-from zerotrain.files.whole import whole
+from zerotrain.files.lock import whole
 from zerotrain.planning.optimizer import look_at
 from zerotrain.planning.rehearsal import Rehearsals, StagePlan
 from zerotrain.planning.wire import Links

@@ -14,7 +14,7 @@ from zerotrain.data.reading.batches import RowsToRead
 from zerotrain.data.reading.inputs import ids_of, with_tensors
 from zerotrain.data.store.windows import TokenWindows
 from zerotrain.device.memory import give_back_freed
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 from zerotrain.replay.nonfinite import FirstNonFinite, outlined
 from zerotrain.replay.steps import ReplayedSteps
 from zerotrain.training.sameness.seeds import seed_leaf

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 from zerotrain.replay.record import Record
 from zerotrain.replay.report import Part, StepReport
 

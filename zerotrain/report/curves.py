@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from zerotrain.files.regular import only_regular
-from zerotrain.files.untrusted import UntrustedFileError, parse_json
+from zerotrain.files.untrusted import UntrustedFileError, only_regular, parse_json
 from zerotrain.report.values import number
 
 MAX_POINTS = 200

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from zerotrain.errors import ConfigError
-from zerotrain.files.printable import printable
-from zerotrain.files.regular import only_regular
-from zerotrain.files.whole import whole
+from zerotrain.files.lock import whole
+from zerotrain.files.untrusted import only_regular, printable
 from zerotrain.report.groups import equal_weights, spreads
 from zerotrain.report.page.page import HEAD, page_of
 from zerotrain.report.rows import Report, Row, read_report

@@ -19,8 +19,17 @@ from typing import Annotated, Any, BinaryIO, NotRequired, TypedDict
 
 from zerotrain.errors import ConfigError, TrainingError
 from zerotrain.files.lock import lock, open_lock
-from zerotrain.files.regular import NotRegularError, only_regular
-from zerotrain.files.untrusted import FilePath, Natural, UntrustedFileError, is_kind, one_of, parse_json, read_json
+from zerotrain.files.untrusted import (
+    FilePath,
+    Natural,
+    NotRegularError,
+    UntrustedFileError,
+    is_kind,
+    one_of,
+    only_regular,
+    parse_json,
+    read_json,
+)
 
 JOURNAL_NAME = "sweep.jsonl"
 RESULT_NAME = "result.json"

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zerotrain.files.lock import LOCK_NAME, is_held
-from zerotrain.files.plain_yaml import parse_yaml
-from zerotrain.files.untrusted import UntrustedFileError, read_regular
+from zerotrain.files.untrusted import UntrustedFileError, parse_yaml, read_regular
 from zerotrain.report.curves import NO_CURVE, Curve, read_curves
 from zerotrain.report.journal import DIVERGED, FAILED, REFUSED, RUNNING, JobEvent, SweepJournal, outcome
 from zerotrain.report.values import in_order, shortened

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 from zerotrain.report.curves import Curve
 from zerotrain.report.journal import JobEvent
 from zerotrain.report.reading import MAX_NAME, JobFiles, label_of, read_jobs

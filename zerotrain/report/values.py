@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 from zerotrain.training.figures.report import in_unit
 
 MAX_NUMBER = 1e18

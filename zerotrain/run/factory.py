@@ -28,7 +28,7 @@ from zerotrain.data.reading.fetch import fetch_rows, seeded
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.errors import ConfigError
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 from zerotrain.run.rhythms import rhythms_in_steps
 from zerotrain.run.trained import freeze, frozen_steps
 from zerotrain.settings import EngineConfig, OffloadConfig

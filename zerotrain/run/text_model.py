@@ -12,7 +12,7 @@ from zerotrain.data.preparing.prepare import NUM_BYTE_VALUES
 from zerotrain.data.preparing.tokenizer import TextTokenizer
 from zerotrain.device.kinds import num_gpus
 from zerotrain.errors import ConfigError
-from zerotrain.files.remote_code import MAX_NBYTES, refusal, require_no_kernels
+from zerotrain.files.kept_out import MAX_NBYTES, refusal, require_no_kernels
 from zerotrain.files.untrusted import read_json
 from zerotrain.run.exported import ONE_SET, exported_run, opened_or_exported
 from zerotrain.run.factory import build_data

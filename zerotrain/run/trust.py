@@ -22,7 +22,7 @@ from zerotrain.config.interpolation import nested, unresolved
 from zerotrain.config.schema import Config
 from zerotrain.engine.groups.muon import MuonWithAdamW
 from zerotrain.errors import ConfigError
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 
 TARGET = "_target_"
 _MAX_SHOWN = 300

@@ -12,7 +12,7 @@ from zerotrain.comm.ranks.world import World
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import StageSwitch, TrainStepResult
 from zerotrain.errors import CallbackError, CommError, ConfigError
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 from zerotrain.training.figures.metrics import StepClock
 from zerotrain.training.figures.report import say
 from zerotrain.training.figures.result import RunResult

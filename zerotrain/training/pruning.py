@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from zerotrain.errors import ConfigError
-from zerotrain.files.extras import package
-from zerotrain.files.printable import printable
-from zerotrain.files.regular import only_regular
-from zerotrain.files.untrusted import shown
+from zerotrain.files.terminal import package
+from zerotrain.files.untrusted import only_regular, printable, shown
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.figures.report import say
 from zerotrain.training.request import PRUNER, Request

@@ -14,7 +14,7 @@ from rich.console import Console
 from zerotrain.data.reading.fetch import RowError, RowPlace, StopTimeoutError
 from zerotrain.device.kinds import reading
 from zerotrain.errors import CommError, ConfigError
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 from zerotrain.training.callback import Run
 from zerotrain.training.callbacks.checkpoints import Resumed, RunCheckpoints
 from zerotrain.training.callbacks.stop import StopRequest, stop_requests

@@ -22,10 +22,9 @@ from zerotrain.config.schema import CheckpointConfig, Config, ZeroGroup
 from zerotrain.data.files import sources
 from zerotrain.data.preparing import lock as prepare_lock
 from zerotrain.engine.state.saving.writing import Writing
-from zerotrain.files import remote_code
+from zerotrain.files import kept_out as remote_code
 from zerotrain.files.lock import holder
-from zerotrain.files.printable import printable
-from zerotrain.files.untrusted import read_json
+from zerotrain.files.untrusted import printable, read_json
 from zerotrain.launching.end.failures import Failure, first_failure
 from zerotrain.launching.end.presence import RankState, continue_stopped, read_states, seen_alive
 from zerotrain.launching.job import folder_lock

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from zerotrain.files.extras import package
+from zerotrain.files.terminal import package
 
 
 def test_a_package_that_is_there_is_imported():

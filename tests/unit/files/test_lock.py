@@ -11,7 +11,7 @@ from typing import TypedDict
 import pytest
 
 from zerotrain.files.lock import can_lock, holder, lock, note_holder, open_lock, read_note
-from zerotrain.files.regular import NotRegularError
+from zerotrain.files.untrusted import NotRegularError
 
 
 def test_a_lock_excludes_others_until_it_is_closed(tmp_path: Path):

@@ -6,8 +6,7 @@ from contextlib import suppress
 import pytest
 import yaml
 
-from zerotrain.files.plain_yaml import parse_yaml
-from zerotrain.files.untrusted import UntrustedFileError
+from zerotrain.files.untrusted import UntrustedFileError, parse_yaml
 
 
 @pytest.mark.parametrize(

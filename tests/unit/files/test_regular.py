@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.files.regular import NotRegularError, only_new, only_regular
+from zerotrain.files.untrusted import NotRegularError, only_new, only_regular
 
 MODES = {
     "r": os.O_RDONLY,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zerotrain.files.remote_code import refusal, require_no_kernels
+from zerotrain.files.kept_out import refusal, require_no_kernels
 
 OWN_CODE = ValueError("it contains custom code\nPlease pass the argument `trust_remote_code=True`")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.files.whole import replace_link, sync_folder, whole
+from zerotrain.files.lock import replace_link, sync_folder, whole
 
 
 @pytest.mark.parametrize("lasting", [False, True])

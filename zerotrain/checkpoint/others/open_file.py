@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from zerotrain.errors import CheckpointError
-from zerotrain.files.regular import only_regular
+from zerotrain.files.untrusted import only_regular
 
 CHUNK_NBYTES = 4 * 2**20
 """Read at a time."""

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zerotrain.errors import ConfigError
-from zerotrain.files.printable import printable
-from zerotrain.files.untrusted import Natural, parse_json
+from zerotrain.files.untrusted import Natural, parse_json, printable
 
 AUTO = "auto"
 _VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}

@@ -15,8 +15,8 @@ from zerotrain.checkpoint.folder import LOCK, PartialFolder
 from zerotrain.checkpoint.kept import CHECKPOINTS
 from zerotrain.checkpoint.others.safetensors_out import write_text
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
+from zerotrain.files.lock import sync_file, sync_folder
 from zerotrain.files.untrusted import FilePath, UntrustedFileError, read_json
-from zerotrain.files.whole import sync_file, sync_folder
 from zerotrain.run.exported import ABOUT
 
 FILES = "files"

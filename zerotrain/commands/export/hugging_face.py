@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from zerotrain.errors import ConfigError
-from zerotrain.files.printable import printable
-from zerotrain.files.remote_code import refusal
+from zerotrain.files.kept_out import refusal
+from zerotrain.files.untrusted import printable
 from zerotrain.run.saved import SavedRun, has_tokenizer
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from zerotrain.data.files.pieces import AnyPlace, Cut, cut_text
-from zerotrain.files.extras import package
-from zerotrain.files.printable import printable
-from zerotrain.files.untrusted import UntrustedFileError, parse_json
+from zerotrain.files.terminal import package
+from zerotrain.files.untrusted import UntrustedFileError, parse_json, printable
 
 JSONL = (".jsonl", ".ndjson")
 COMPRESSED = (".gz", ".zst")

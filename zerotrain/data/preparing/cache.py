@@ -22,8 +22,8 @@ from pathlib import Path
 from zerotrain.data.preparing.lock import sole_writer, try_lock
 from zerotrain.data.preparing.writer import forget_notes, is_begun, remove_store
 from zerotrain.data.store.store import INDEX_NAME
+from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import Natural, UntrustedFileError, read_json
-from zerotrain.files.whole import whole
 
 SEAL_NAME = "seal.json"
 MAX_SEAL_NBYTES = 1 << 16

@@ -3,7 +3,7 @@
 import sys
 import time
 
-from zerotrain.files.printable import duration
+from zerotrain.files.untrusted import duration
 
 QUIET_S = 2.0
 """Work that is done by then says nothing."""

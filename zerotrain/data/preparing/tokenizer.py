@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from zerotrain.files.extras import package
-from zerotrain.files.remote_code import only_errors, refusal
+from zerotrain.files.kept_out import only_errors, refusal
+from zerotrain.files.terminal import package
 
 
 class TextTokenizer:

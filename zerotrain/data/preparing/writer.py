@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from zerotrain.data.store.store import INDEX_NAME, write_index
+from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import Natural, UntrustedFileError, read_json, require_kind
-from zerotrain.files.whole import whole
 
 SHARD_TOKENS = 1 << 27
 """Tokens of every shard but the last: borders of shards do not depend on interruptions of the writing."""

@@ -19,7 +19,7 @@ import numpy as np
 from zerotrain.data.store.guess import require_plain_tokens
 from zerotrain.data.store.shards import Shard
 from zerotrain.data.store.store import TokenStore
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 
 PLAIN_DTYPES = ("uint8", "uint16", "uint32", "uint64")
 _NPY_MAGIC = b"\x93NUMPY"

@@ -23,8 +23,8 @@ import numpy as np
 from msgspec import Meta
 
 from zerotrain.data.store.shards import Shard, ShardReader
+from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import FileName, Natural, UntrustedFileError, one_of, read_json, require_kind, shown
-from zerotrain.files.whole import whole
 
 FORMAT = 1
 INDEX_NAME = "index.json"

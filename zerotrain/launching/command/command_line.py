@@ -22,7 +22,7 @@ from zerotrain.config.explain import composition_problems, parsed_override
 from zerotrain.config.interpolation import interpolation_line, quoted
 from zerotrain.config.suggest import did_you_mean
 from zerotrain.errors import ConfigError
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 from zerotrain.launching.end import exits
 
 PRIMARY_CONFIG = "train"

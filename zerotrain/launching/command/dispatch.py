@@ -15,7 +15,7 @@ from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.config.interpolation import quoted
 from zerotrain.device.processes import end_with_parent
 from zerotrain.errors import ConfigError, ZeroTrainError
-from zerotrain.files.here_last import require_here
+from zerotrain.files.kept_out import require_here
 from zerotrain.files.terminal import code_of, outlast_readers, with_output_written
 from zerotrain.launching.command.command_line import composed_once, is_sweep, problems_with, put_options_last
 from zerotrain.launching.end import exits

@@ -21,10 +21,8 @@ from zerotrain.config.checks import doubtful, without_effect
 from zerotrain.config.compose import first_paragraph
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError, ZeroTrainError
-from zerotrain.files.printable import printable
-from zerotrain.files.regular import only_regular
 from zerotrain.files.terminal import code_of, printed_to
-from zerotrain.files.untrusted import UntrustedFileError
+from zerotrain.files.untrusted import UntrustedFileError, only_regular, printable
 from zerotrain.launching.command.checking import ReadConfig, given_settings, read_config, require_sound, settings_of
 from zerotrain.launching.command.ending import print_ending, print_place, shown_from
 from zerotrain.launching.command.placing import all_ranks

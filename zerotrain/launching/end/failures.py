@@ -15,9 +15,8 @@ from zerotrain.comm.accounts.blame import is_of_others
 from zerotrain.comm.accounts.shortage import shortage
 from zerotrain.comm.accounts.whereabouts import named
 from zerotrain.errors import CallbackError, CommError, ConfigError, DisagreementError, ZeroTrainError
-from zerotrain.files.printable import printable
-from zerotrain.files.untrusted import Natural, read_json
-from zerotrain.files.whole import whole
+from zerotrain.files.lock import whole
+from zerotrain.files.untrusted import Natural, printable, read_json
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.presence import RankState, SignalName, clock_error, read_states
 

@@ -19,8 +19,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from zerotrain.files.lock import can_lock, lock
-from zerotrain.files.regular import only_regular
-from zerotrain.files.untrusted import Natural, one_of, parse_json
+from zerotrain.files.untrusted import Natural, one_of, only_regular, parse_json
 
 _NUM_BYTES = 2**14
 """Size of the file's text, written at once: on a disk that is full later, a change needs no room. With 1 KiB a failure

@@ -11,8 +11,7 @@ from zerotrain.checkpoint.kept import CHECKPOINTS, checkpoints_in, named_as_step
 from zerotrain.config.compose import config_hash
 from zerotrain.config.schema import Config
 from zerotrain.engine.options import dotted
-from zerotrain.files.regular import kind_of
-from zerotrain.files.untrusted import UntrustedFileError, read_regular, shown
+from zerotrain.files.untrusted import UntrustedFileError, kind_of, read_regular, shown
 from zerotrain.launching.job.job import COMPOSITION, CONFIG_NAME, RANKS
 from zerotrain.planning.choice import as_chosen
 from zerotrain.planning.plan import PLAN_NAME
@@ -135,7 +134,7 @@ def _problems_of_completed(
 
 def _differences(config: Config, result: dict[str, Any], run_dir: Path) -> list[str]:
     """Settings of another value than those of the run that lies in a folder."""
-    from zerotrain.files.plain_yaml import parse_yaml
+    from zerotrain.files.untrusted import parse_yaml
 
     config = as_chosen(config, run_dir)
     if config_hash(config) == result["config_hash"]:

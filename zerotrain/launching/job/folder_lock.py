@@ -10,7 +10,7 @@ from typing import BinaryIO, TypedDict
 
 from zerotrain.errors import ConfigError
 from zerotrain.files.lock import LOCK_NAME, holder, lock, note_holder, open_lock, read_note
-from zerotrain.files.regular import NotRegularError
+from zerotrain.files.untrusted import NotRegularError
 
 _OF_THE_FOLDER = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP,

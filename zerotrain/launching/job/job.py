@@ -15,8 +15,8 @@ from zerotrain.config.compose import config_hash, first_paragraph, from_values, 
 from zerotrain.config.schema import Config
 from zerotrain.device.processes import num_cores
 from zerotrain.errors import ConfigError
+from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, read_json
-from zerotrain.files.whole import whole
 from zerotrain.launching.end import exits
 from zerotrain.training.figures.result import RESULT_NAME, RunResult, read_result
 from zerotrain.training.figures.sinks import METRICS_NAME, STEPS_NAME

@@ -11,7 +11,7 @@ from pathlib import Path
 from zerotrain.checkpoint.kept import CHECKPOINTS, newest_first
 from zerotrain.config.compose import slurm_job
 from zerotrain.config.schema import Config
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 from zerotrain.launching.end import exits
 from zerotrain.launching.job.earlier import AUTO
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.config.words import word
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 from zerotrain.launching.job.earlier import AUTO
 
 OPENS_A_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from zerotrain.files.regular import only_regular
 from zerotrain.files.terminal import LastingStream, StandIn, escape_what_cannot_be_written
+from zerotrain.files.untrusted import only_regular
 
 _MOVES_THE_CURSOR = re.compile(r"\r|\x1b\[[\d;]*[A-K]|\x1b\[\?")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")

@@ -23,8 +23,8 @@ from zerotrain.config.schema import LaunchConfig
 from zerotrain.config.words import words_of_config
 from zerotrain.errors import CommError, ConfigError
 from zerotrain.files.lock import lock, open_lock
-from zerotrain.files.regular import only_regular
 from zerotrain.files.terminal import LastingStream
+from zerotrain.files.untrusted import only_regular
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import Failure, first_failure, lost_folder
 from zerotrain.launching.job.job import Job, write_ending

@@ -16,8 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, get_e
 from zerotrain.comm.accounts.overdue import tell_log
 from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.errors import CommError
-from zerotrain.files.printable import printable
 from zerotrain.files.suspension import watch_suspensions
+from zerotrain.files.untrusted import printable
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import Failure, name_full_disk
 from zerotrain.launching.end.presence import Presence, continue_stopped, seen_alive

@@ -17,7 +17,7 @@ from zerotrain.config.suggest import did_you_mean
 from zerotrain.config.targets import makes, target_problems
 from zerotrain.config.words import word
 from zerotrain.errors import ConfigError
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 from zerotrain.launching.end import exits
 from zerotrain.launching.sweep.study import begin_study, has_study
 from zerotrain.launching.sweep.sweep import MAX_JOBS, Sweep, settings_of, swept_in

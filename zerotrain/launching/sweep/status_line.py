@@ -6,9 +6,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO, TypedDict
 
-from zerotrain.files.plain_yaml import parse_yaml
-from zerotrain.files.regular import only_regular
-from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, read_regular, require_kind
+from zerotrain.files.untrusted import (
+    Natural,
+    UntrustedFileError,
+    only_regular,
+    parse_json,
+    parse_yaml,
+    read_regular,
+    require_kind,
+)
 from zerotrain.report.journal import BEGUN, JobEvent
 
 _ERASED = "\r\x1b[K"

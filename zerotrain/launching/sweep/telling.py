@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from zerotrain.config.schema import SweepConfig
-from zerotrain.files.printable import duration, printable
 from zerotrain.files.terminal import LastingStream
+from zerotrain.files.untrusted import duration, printable
 from zerotrain.launching.sweep.kept_report import KeptReport
 from zerotrain.launching.sweep.status_line import StatusLine
 from zerotrain.launching.sweep.sweep import Sweep

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 from zerotrain.report.values import shortened
 
 MAX_TEXT = 2000

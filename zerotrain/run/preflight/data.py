@@ -35,7 +35,7 @@ from zerotrain.data.reading.inputs import (
 from zerotrain.data.reading.items import first_batches, require_next_tokens, require_taken
 from zerotrain.engine.update.leaves import call_model, is_loss, require_loss
 from zerotrain.errors import ConfigError
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 from zerotrain.run.factory import build, build_callbacks, build_collate, build_data, build_validation_sets
 from zerotrain.settings import problems_in
 from zerotrain.training import Callback

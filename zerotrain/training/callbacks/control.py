@@ -17,9 +17,8 @@ from rich.console import Console
 from zerotrain.checkpoint.kept import step_name
 from zerotrain.comm.ranks.world import World
 from zerotrain.engine.results import TrainStepResult
-from zerotrain.files.printable import printable
-from zerotrain.files.untrusted import UntrustedFileError, read_regular, shown
-from zerotrain.files.whole import whole
+from zerotrain.files.lock import whole
+from zerotrain.files.untrusted import UntrustedFileError, printable, read_regular, shown
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.figures.report import say
 from zerotrain.training.request import ASKED, Request
@@ -98,7 +97,7 @@ class Control(Callback):
 
 def _requests(path: Path) -> tuple[dict[str, Any], list[str]]:
     """(what is asked for, what is wrong with the rest)."""
-    from zerotrain.files.plain_yaml import parse_yaml  # pyyaml comes with omegaconf: the engine does without
+    from zerotrain.files.untrusted import parse_yaml  # pyyaml comes with omegaconf: the engine does without
 
     try:
         content = parse_yaml(read_regular(path, max_nbytes=MAX_NBYTES))

@@ -7,7 +7,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
 from zerotrain.engine.results import TrainStepResult
-from zerotrain.files.printable import duration
+from zerotrain.files.untrusted import duration
 from zerotrain.training.callback import Callback, Run
 
 MAX_PLAIN_LINES = 10

@@ -10,7 +10,7 @@ from rich.text import Text
 from zerotrain.data.reading.inputs import ids_of, tokens_known
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import CommError
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.generate import generate, stop_token_of
 from zerotrain.training.figures.report import MAX_LINE

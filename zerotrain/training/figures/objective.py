@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from zerotrain.files.printable import printable
-from zerotrain.files.untrusted import Natural
+from zerotrain.files.untrusted import Natural, printable
 from zerotrain.training.figures.result import RunResult
 
 VAL_LOSS = "final_val_loss"

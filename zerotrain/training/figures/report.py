@@ -12,7 +12,7 @@ from rich.table import Table
 from zerotrain.comm.ranks.world import World
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import printable
 from zerotrain.training.figures.result import RunResult
 
 MAX_LINE = 100_000

@@ -11,9 +11,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from zerotrain.files.printable import printable
-from zerotrain.files.untrusted import Natural, UntrustedFileError, one_of, read_json
-from zerotrain.files.whole import whole
+from zerotrain.files.lock import whole
+from zerotrain.files.untrusted import Natural, UntrustedFileError, one_of, printable, read_json
 
 RESULT_NAME = "result.json"
 KEPT = ("skipped_steps", "final_train_loss", "final_val_loss", "val_loss_by_source", "val_metrics", "stages")

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
-from zerotrain.files.regular import only_regular
-from zerotrain.files.untrusted import UntrustedFileError, parse_json
-from zerotrain.files.whole import whole
+from zerotrain.files.lock import whole
+from zerotrain.files.untrusted import UntrustedFileError, only_regular, parse_json
 from zerotrain.training.figures.result import RunResult, without_non_finite
 
 METRICS_NAME = "metrics.jsonl"

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 from zerotrain.engine.options import dotted
-from zerotrain.files.regular import only_regular
-from zerotrain.files.untrusted import UntrustedFileError, parse_json, require_kind
+from zerotrain.files.untrusted import UntrustedFileError, only_regular, parse_json, require_kind
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.figures.sinks import METRICS_NAME
 from zerotrain.training.loggers.facts import uncommitted_changes

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
+from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import UntrustedFileError, parse_json, read_json, require_kind, shown
-from zerotrain.files.whole import whole
 from zerotrain.training.callback import Run
 from zerotrain.training.loggers.curves import Curves, Written
 

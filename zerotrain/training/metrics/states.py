@@ -11,8 +11,7 @@ from msgspec import Meta
 from zerotrain.comm.ranks.world import World
 from zerotrain.data.reading.inputs import count_labels, is_counted, is_signed, target_of
 from zerotrain.errors import CallbackError
-from zerotrain.files.printable import printable
-from zerotrain.files.untrusted import is_kind
+from zerotrain.files.untrusted import is_kind, printable
 from zerotrain.training.metrics.metric import Metric, States, class_dims
 
 NUM_DIMENSIONS = 8
