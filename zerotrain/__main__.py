@@ -46,7 +46,7 @@ def main(given: list[str]) -> None:
         return run(given[0], given[1:])
     if not given or not given[0].isidentifier():
         return run("train", given)
-    from zerotrain.config.suggest import did_you_mean
+    from zerotrain.config.words import did_you_mean
     from zerotrain.files.untrusted import printable
 
     verb = printable(given[0], keep="")

@@ -16,7 +16,7 @@ from zerotrain import settings
 from zerotrain.config import schema
 from zerotrain.config.checks import checked_config
 from zerotrain.config.compose import known_keys, register_schema
-from zerotrain.config.suggest import OURS
+from zerotrain.config.words import OURS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zerotrain.commands.frame import exit_code, parser_of
-from zerotrain.config.rules import Rhythm
+from zerotrain.config.schema import Rhythm
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import duration, printable
 from zerotrain.launching.end import exits

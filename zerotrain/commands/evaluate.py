@@ -21,12 +21,10 @@ from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.comm.ranks.world import num_gpus_for
 from zerotrain.commands.frame import RUN, TRUST, WEIGHTS, exit_code, is_averaged, parser_of
 from zerotrain.config.checks import OPEN_GROUPS as CHECKED_GROUPS
-from zerotrain.config.checks import callback_problems, class_problems, value_problems
+from zerotrain.config.checks import callback_problems, class_problems, makes, value_problems
 from zerotrain.config.compose import first_paragraph, from_values, known_keys, literal
 from zerotrain.config.schema import CheckpointConfig, Config
-from zerotrain.config.suggest import did_you_mean
-from zerotrain.config.targets import makes
-from zerotrain.config.words import in_words_of_config, words_of_config
+from zerotrain.config.words import did_you_mean, in_words_of_config, words_of_config
 from zerotrain.engine.state.sources.files import weight_misfits
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import nothing_imported_from

@@ -2,18 +2,231 @@
 effect stand at the field, in `zerotrain.config.schema` and `zerotrain.settings`.
 """
 
+import importlib
+import inspect
 import math
-from collections.abc import Iterator
+import pkgutil
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig
 
 from zerotrain.config.compose import to_config
-from zerotrain.config.interpolation import nested
 from zerotrain.config.schema import LENGTHS, Config, DataSwitches, ModelSwitches, OptimizerSwitches, TrainConfig
-from zerotrain.config.targets import makes_callables, target_problems
-from zerotrain.config.words import word
+from zerotrain.config.words import did_you_mean, nested, word
 from zerotrain.settings import Setting, autos_of, settings_in
+
+# Checks arguments of a class against its annotations, before the class fails on them.
+
+
+_LISTS = (list, tuple, set, frozenset)
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
+
+
+def kind_problems(
+    target: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], arguments: dict[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """(name, what the target takes instead) of each argument of another kind than its annotation or default says.
+
+    Only what is certain is told: an argument of a class of its own, or one that nothing is said of, takes anything.
+    """
+    hints = _annotations(target)
+    for name, value in arguments.items():
+        parameter = parameters.get(name)
+        if parameter is None or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        default = parameter.default
+        annotation = hints.get(name, _of_default(default))
+        # A default of None is often left out of the annotation.
+        if not _fits(value, annotation) and (value is not None or default is not None):
+            shown = list(default) if isinstance(default, tuple) else default
+            otherwise = "" if default is parameter.empty else f"; its default is {word(shown)}"
+            yield name, f"{_describe(annotation)}{otherwise}"
+
+
+def _annotations(target: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
+    except Exception:  # names that exist for a type checker alone, and whatever else is written there
+        return {}
+
+
+def _of_default(default: Any) -> Any:
+    """The kind of an argument without annotation, by its default: any number if that is a number."""
+    if isinstance(default, bool):
+        return bool
+    return float if isinstance(default, int | float) else Any
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    return any(_fits_one(value, member) for member in _members(annotation))
+
+
+def _fits_one(value: Any, member: Any) -> bool:
+    kind = typing.get_origin(member) or member
+    if isinstance(value, dict) and "_target_" in value:  # an object of any class
+        return True
+    if kind is type(None):
+        return value is None
+    if kind is bool:
+        return isinstance(value, bool)
+    if kind is int:
+        return not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and value % 1 == 0))
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is str:
+        return not isinstance(value, list | dict)
+    if kind in _LISTS:
+        return isinstance(value, list) and _fit_each(value, typing.get_args(member))
+    # No yaml holds a tensor; anything else may be made of what it holds.
+    return getattr(kind, "__name__", "") != "Tensor"
+
+
+def _fit_each(values: list[Any], kinds: tuple[Any, ...]) -> bool:
+    if not kinds or Ellipsis in kinds or len(kinds) == 1:
+        return all(_fits(value, kinds[0]) for value in values) if kinds else True
+    return len(values) == len(kinds) and all(_fits(value, kind) for value, kind in zip(values, kinds, strict=True))
+
+
+def _members(annotation: Any) -> Collection[Any]:
+    if annotation is None:
+        return (type(None),)
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _describe(annotation: Any) -> str:
+    said = [_describe_one(member) for member in _members(annotation)]
+    return " or ".join(dict.fromkeys(each for each in said if each))
+
+
+def _describe_one(member: Any) -> str:
+    kind = typing.get_origin(member) or member
+    if kind not in _LISTS:
+        return _KINDS.get(kind, "")
+    kinds = typing.get_args(member)
+    if not kinds or not _describe(kinds[0]):
+        return "a list"
+    of = _describe(kinds[0]).removeprefix("a ")
+    return (
+        f"a list of {len(kinds)}, each a {of}" if len(kinds) > 1 and Ellipsis not in kinds else f"a list, each a {of}"
+    )
+
+
+# Classes and functions named by `_target_`: that they exist and take the arguments given.
+
+
+HYDRA_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_", "_args_"})
+"""Keys that Hydra's instantiate reads itself; every other key is an argument of the target."""
+
+
+def target_problems(values: dict[str, Any], *, name: str) -> Iterator[str]:
+    """One line for each thing that would stop Hydra's instantiate from calling the target of `values`.
+
+    Args:
+        values: an open group, `{"_target_": "package.Class", argument: value, ...}`.
+        name: its name in the config, for the messages.
+    """
+    if not isinstance(values.get("_target_"), str):
+        yield f"{name}._target_: got {word(values.get('_target_'))}; it must be the import path of a class or function"
+        return
+    path = values["_target_"]
+    try:
+        target = pkgutil.resolve_name(path)
+    except (Exception, SystemExit) as error:  # whatever a user's module raises while it is imported
+        yield f"{name}._target_: got {path}; {_why_not_found(path, error)}"
+        return
+    if not callable(target):
+        yield f"{name}._target_: got {path}, a {type(target).__name__}; it must be a class or function"
+        return
+    yield from _argument_problems(target, values, name)
+    for nested_name, nested_target in _nested(values, name):
+        yield from target_problems(nested_target, name=nested_name)
+
+
+def without_arguments(group: str) -> str:
+    """How to remove an argument that is null: Hydra's ~ removes only one that has a value."""
+    others = f"{group}=own, which starts without arguments, or " if group == "data" else ""
+    return f"give {others}a {group} yaml without it"
+
+
+def makes_callables(path: Any) -> bool:
+    """Whether `path` names a class whose objects can be called: they take what comes later, without `_partial_`."""
+    try:
+        target = pkgutil.resolve_name(path)
+    except (Exception, SystemExit):  # `target_problems` says why
+        return False
+    return isinstance(target, type) and any("__call__" in vars(base) for base in target.__mro__)
+
+
+def makes(path: Any, kind: type) -> bool:
+    """Whether `path` names a class of a kind, or none that there is, which `target_problems` tells."""
+    try:
+        target = pkgutil.resolve_name(path)
+    except (Exception, SystemExit):
+        return True
+    return isinstance(target, type) and issubclass(target, kind)
+
+
+def takes(path: Any, argument: str) -> bool:
+    """Whether `path` names a class or function with an argument of this name."""
+    try:
+        return argument in inspect.signature(pkgutil.resolve_name(path)).parameters
+    except (Exception, SystemExit):  # `target_problems` says why
+        return False
+
+
+def _argument_problems(target: Callable[..., Any], values: dict[str, Any], name: str) -> Iterator[str]:
+    try:
+        signature = inspect.signature(target)
+    except ValueError:  # some classes written in C have none to show
+        return
+    path, parameters = values["_target_"], signature.parameters
+    arguments = {key: value for key, value in values.items() if key not in HYDRA_KEYS}
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    unknown = [] if takes_any else [key for key in arguments if key not in parameters]
+    for key in unknown:
+        # Hydra leaves out only what has a value.
+        otherwise = f"leave it out with ~{name}.{key}" if arguments[key] is not None else without_arguments(name)
+        hint = did_you_mean(key, parameters) or f"; {otherwise}"
+        yield f"{name}.{key}: {path} takes no such argument{hint}"
+    known = {key: value for key, value in arguments.items() if key not in unknown}
+    bind = signature.bind_partial if values.get("_partial_") else signature.bind
+    for key, takes in kind_problems(target, parameters, known):
+        yield f"{name}.{key}: got {word(known[key])}; {path} takes {takes}"
+    try:
+        bind(*values.get("_args_", ()), **known)
+    except TypeError as error:
+        yield f"{name}: {path}: {error}"
+
+
+def _why_not_found(path: str, error: BaseException) -> str:
+    """The reason why an import path cannot be imported, in one line."""
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name:
+        return "it must have the form module.Class"
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as missing:
+        return f"there is no module {missing.name}; it is looked for where you are, beside launch.py and in PYTHONPATH"
+    except (Exception, SystemExit) as failed:
+        return f"importing {module_name} failed: {type(failed).__name__}: {failed}".split("\n")[0]
+    if hasattr(module, attribute):
+        return str(error).split("\n")[0]
+    return f"{module_name} has no {attribute}{did_you_mean(attribute, dir(module))}"
+
+
+def _nested(value: Any, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The outermost targets among the arguments."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        if isinstance(item, dict) and "_target_" in item:
+            yield f"{name}.{key}", item
+        else:
+            yield from _nested(item, f"{name}.{key}")
+
 
 OPEN_GROUPS = ("model", "data", "optimizer", "scheduler")
 CALLBACKS = "callbacks"

@@ -13,9 +13,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from zerotrain.config.interpolation import interpolation_problems
 from zerotrain.config.schema import Config
-from zerotrain.config.suggest import did_you_mean, we_call_it
+from zerotrain.config.words import did_you_mean, interpolation_problems, we_call_it
 from zerotrain.errors import ConfigError
 from zerotrain.files.lock import whole
 

@@ -4,10 +4,13 @@
 of rules and effects are in `zerotrain.settings`; rules across fields are in `checks.py`. Imports no torch.
 """
 
+import math
+import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from fractions import Fraction
 from typing import Any
 
-from zerotrain.config import rules
 from zerotrain.settings import (
     CLIPPING,
     PLANNED,
@@ -32,6 +35,157 @@ from zerotrain.settings import (
     setting,
 )
 
+# Rules for settings that are more than a number or a word: rhythms, schedules of stages, patterns of names, lists.
+
+
+_UNITS = {"s": ("seconds", 1), "m": ("seconds", 60), "h": ("seconds", 3600)}
+_FORM = re.compile(
+    r"(?P<count>[1-9]\d{0,8})(?P<time>[smh]?)|(?P<amount>\d{1,15}(\.\d{1,15})?(e\d{1,2})?) ?(?P<of>epoch|token)s?"
+)
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """A distance between two times at which the same is done."""
+
+    number: Fraction
+    unit: str
+    """steps, seconds, tokens or epochs."""
+
+    @classmethod
+    def read(cls, given: Any) -> "Rhythm | None":
+        """The rhythm that a setting has: 100, "15m", "0.1epoch" or "5e6tokens". None where it is none."""
+        if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+            return cls(Fraction(given), "steps")
+        found = _FORM.fullmatch(given) if isinstance(given, str) else None
+        if found is None:
+            return None
+        if found["of"]:
+            amount = Fraction(found["amount"])
+            return cls(amount, f"{found['of']}s") if amount else None
+        unit, factor = _UNITS.get(found["time"], ("steps", 1))
+        return cls(Fraction(found["count"]) * factor, unit)
+
+
+def rhythm_rule(*, times: bool = False, others: str = "", allows: Callable[[Any], bool] = lambda _: False) -> Rule:
+    """A rhythm, or something else.
+
+    Args:
+        times: whether a time is one too.
+        others, allows: the other values.
+    """
+    forms = "a number of steps such as 100, of tokens such as 5e6tokens or of epochs such as 0.1epoch"
+    forms += ", a time such as 600s, 15m or 2h" if times else ""
+
+    def holds(value: Any) -> bool:
+        rhythm = Rhythm.read(value)
+        return allows(value) or (rhythm is not None and (times or rhythm.unit != "seconds"))
+
+    return Rule(f"{forms}{others}", holds)
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_schedule(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict) and bool(value) and all(_is_entry(*each) for each in value.items())
+    )
+
+
+def _is_entry(step: Any, number: Any) -> bool:
+    """A step may be a text: JSON and `+zero.schedule.500=3` have no other."""
+    is_step = (isinstance(step, int) and not isinstance(step, bool)) or (isinstance(step, str) and step.isdecimal())
+    return is_step and int(step) >= 0 and STAGE.holds(number)
+
+
+def _is_match(value: Any) -> bool:
+    patterns = value if isinstance(value, list) else [value]
+    return bool(patterns) and all(isinstance(each, str) and each for each in patterns)
+
+
+def _is_frozen(entry: Any) -> bool:
+    if not isinstance(entry, dict):
+        return isinstance(entry, str) and bool(entry)
+    rhythm = Rhythm.read(entry.get("until", 1))
+    is_until = rhythm is not None and rhythm.unit != "seconds"
+    return entry.keys() <= {"match", "until"} and _is_match(entry.get("match")) and is_until
+
+
+def _is_group(name: Any, entry: Any) -> bool:
+    if entry is None:
+        return True
+    if not isinstance(name, str) or not isinstance(entry, dict) or not {"params", "name"}.isdisjoint(entry):
+        return False
+    numbers = [value for value in entry.values() if isinstance(value, float)]
+    return len(entry) > 1 and _is_match(entry.get("match")) and all(map(math.isfinite, numbers))
+
+
+BEST_OF = Rule(
+    "val_loss, val_NAME of a metric, or with /NAME that of a source of data=mix or of one of data.validation_sets",
+    lambda value: re.fullmatch(r"val_\w+(/.+)?", value) is not None,
+)
+INTERFACE = Rule(
+    "auto, or the name of a network interface, such as eth0",
+    lambda name: isinstance(name, str) and re.fullmatch(r"[\w.@:-]{1,15}", name) is not None,
+)
+COLLATE = Rule(
+    "null, or a function such as {_target_: my_components.pad, _partial_: true}",
+    lambda value: value is None or (isinstance(value, dict) and isinstance(value.get("_target_"), str)),
+)
+VALIDATION_SETS = Rule(
+    "null, or data by names of letters, digits, _ and -, such as {docs: {path: docs}}",
+    lambda value: (
+        value is None
+        or (
+            isinstance(value, dict)
+            and all(re.fullmatch(r"[\w-]+", str(key)) and isinstance(value[key], dict) for key in value)
+        )
+    ),
+)
+PROMPTS = Rule(
+    "a list of texts such as ['def main','class A'], or null",
+    lambda value: value is None or (isinstance(value, list) and bool(value) and all(map(_is_prompt, value))),
+)
+EVAL_BATCHES = Rule("1 or more batches, or all", lambda value: value == "all" or (type(value) is int and value >= 1))
+SCHEDULE = Rule(
+    "steps done and the stage (0 to 3) from there on, such as {0: 2, 500: 3}, or null for zero.stage in all steps",
+    _is_schedule,
+)
+FREEZE = Rule(
+    "a list of name patterns such as [*.wte.*] and of entries such as {match: blocks.0.*, until: 100} (steps, "
+    "5e6tokens or 0.1epoch), or null",
+    lambda value: value is None or (isinstance(value, list) and all(map(_is_frozen, value))),
+)
+GROUPS = Rule(
+    "names, each with patterns and what differs, such as {head: {match: lm_head.*, lr: 1e-4}}, or null",
+    lambda value: value is None or (isinstance(value, dict) and all(_is_group(*each) for each in value.items())),
+)
+
+
+def listed(value: Any) -> list[Any]:
+    """A list as it is, and one of a value alone."""
+    return value if isinstance(value, list) else [value]
+
+
+OBJECTIVE = Rule(
+    "a number of result.json or a metric of an evaluation, such as val_accuracy, or a list of them",
+    lambda value: bool(listed(value)) and all(isinstance(each, str) and each for each in listed(value)),
+)
+DIRECTION = Rule(
+    "minimize or maximize, or a list with one for each objective",
+    lambda value: bool(listed(value)) and all(each in ("minimize", "maximize") for each in listed(value)),
+)
+PRUNER = Rule(
+    "a class of optuna.pruners with its arguments, {_target_: ..., argument: ...}",
+    lambda value: isinstance(value, dict) and isinstance(value.get("_target_"), str),
+)
+EVAL_EVERY = rhythm_rule(others=", or 0 for only the last", allows=lambda value: type(value) is int and value == 0)
+WEIGHTS = Rule("a file with weights, a folder of Hugging Face or torch's DCP, a checkpoint", bool)
+EVERY = rhythm_rule(times=True, others=", or null for never", allows=lambda value: value is None)
+
+
 VALIDATION_OF_ITS_OWN = ("validation_path", "validation_split")
 """Arguments of data that name what is validated on, in place of a part of the rest."""
 VALIDATION_FRACTION = "validation_fraction"
@@ -52,7 +206,7 @@ class ZeroGroup(ZeroConfig):
     stage: Any = setting(2, or_auto(STAGE), SHARES, UNSCHEDULED)
     """0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters; auto: of the stages that fit by
     their plans those that send least, of these those whose ranks share the update, of these the lowest."""
-    schedule: Any = setting(None, rules.SCHEDULE, SHARES)
+    schedule: Any = setting(None, SCHEDULE, SHARES)
     """The stage by steps done: {0: 2, 500: 3} trains 500 steps at stage 2 and all further ones at 3. Before its first
     entry `stage` counts. A run that goes on is at the stage of its step."""
 
@@ -88,7 +242,7 @@ class ModelSwitches:
     activation_checkpointing: Any = setting(False, or_auto(TRUE_OR_FALSE))
     """Keep of a unit's forward its inputs alone, and compute the rest again in its backward: less memory for about a
     third more compute, and the same bits. auto: chosen as the run starts."""
-    freeze: Any = setting(None, rules.FREEZE)
+    freeze: Any = setting(None, FREEZE)
     """Parameters that do not train, by patterns of their names; with `until` they train after so many steps, tokens or
     epochs. The first entry that matches a parameter counts."""
 
@@ -98,7 +252,7 @@ class OptimizerSwitches:
     """Settings of every optimizer, also of the user's own: keys of the group `optimizer` that its class does not
     get."""
 
-    groups: Any = setting(None, rules.GROUPS)
+    groups: Any = setting(None, GROUPS)
     """Groups of parameters with options of their own, such as lr, weight_decay or betas: {NAME: {match: patterns,
     option: value}}. The first group that matches a parameter has it; all else is as without groups, also that vectors
     have no weight decay where a group does not set it."""
@@ -113,10 +267,10 @@ class DataSwitches:
 
     num_workers: int = setting(0, between(0, 1024, "processes"))
     """Processes of each rank that read the training data ahead; the rows are the same. 0: none."""
-    collate_fn: dict[str, Any] | None = setting(None, rules.COLLATE)
+    collate_fn: dict[str, Any] | None = setting(None, COLLATE)
     """Makes a batch of a list of items, in place of torch's default_collate: a function with `_partial_: true`, or a
     class whose objects can be called. Each micro-batch is put together apart, so it may pad to its longest item."""
-    validation_sets: dict[str, Any] | None = setting(None, rules.VALIDATION_SETS)
+    validation_sets: dict[str, Any] | None = setting(None, VALIDATION_SETS)
     """Further data to evaluate on, by name: each has val_loss/NAME, and `val_loss` stays as it is. One without a
     `_target_` is read as the training data is, with its own arguments in place of those. All its rows count, unless it
     has a validation part of its own."""
@@ -161,18 +315,18 @@ class TrainConfig:
     """When the gradient of a step is inf or nan anywhere on any rank: skip the step on all ranks, or stop the run."""
     max_skipped_steps: int = setting(20, STEPS, SKIPPING)
     """As many steps skipped in a row stop the run."""
-    eval_every: Any = setting(100, rules.EVAL_EVERY, EVALUATES)
+    eval_every: Any = setting(100, EVAL_EVERY, EVALUATES)
     """Optimizer steps between evaluations, or tokens or epochs, which become whole steps; there is one before the first
     step and after the last. 0: only the last."""
-    eval_batches: Any = setting(16, rules.EVAL_BATCHES, EVALUATES)
+    eval_batches: Any = setting(16, EVAL_BATCHES, EVALUATES)
     """Batches of 8 sequences, or fewer if validation has no more, read in one evaluation: the same sequences at any
     batch size and number of ranks. all: the whole validation."""
-    log_every: Any = setting(10, rules.rhythm_rule())
+    log_every: Any = setting(10, rhythm_rule())
     """Optimizer steps between lines of metrics.jsonl, or tokens or epochs, which become whole steps."""
     sample_tokens: int = setting(200, at_least(0, "tokens"))
     """Tokens of text generated at the end of the run, fewer where the text ends; 0 for none. Needs a dataset that can
     decode."""
-    sample_prompts: Any = setting(None, rules.PROMPTS, SAMPLES)
+    sample_prompts: Any = setting(None, PROMPTS, SAMPLES)
     """Texts that are continued at the end of the run; null: the beginning of the validation text. Needs a dataset that
     can encode."""
     deterministic: bool = setting(False, TRUE_OR_FALSE)
@@ -198,14 +352,14 @@ STARTING_FROM = Effect(lambda run, _: run.checkpoint.init_from is not None, "wit
 class CheckpointConfig:
     """The checkpoints that a run saves in checkpoints/ of its folder, and the one that it resumes from."""
 
-    every: str | None = setting("15m", rules.EVERY)
+    every: str | None = setting("15m", EVERY)
     """How often to save while training: after each so many steps, or tokens or epochs, which become whole steps, or
     after the first step that ends so much later."""
     keep: int | None = setting(2, or_null(at_least(1, "checkpoints"), " for all"))
     """As many of the newest stay; older ones are removed when a newer one is on the disk."""
     keep_every: int | None = setting(None, or_null(STEPS), SAVING)
     """Those of each so many steps stay for good, whatever `keep` says."""
-    best: str | None = setting(None, or_null(rules.BEST_OF))
+    best: str | None = setting(None, or_null(BEST_OF))
     """The loss or metric whose best checkpoint stays too, whatever `keep` says: saved where an evaluation after the
     first step is better than all before it, with a link `best` in checkpoints/ that names it."""
     asynchronous: bool = setting(True, TRUE_OR_FALSE, SAVING)
@@ -213,7 +367,7 @@ class CheckpointConfig:
     resume: str | None = setting(None, or_null(Rule("auto, a checkpoint, a run's folder", bool)))
     """The checkpoint to resume from. auto: the newest intact one in this run's own folder; the run starts anew if there
     is none. A run's folder: its newest intact one. A checkpoint itself: it must be intact."""
-    init_from: str | None = setting(None, or_null(rules.WEIGHTS), STARTING_ANEW)
+    init_from: str | None = setting(None, or_null(WEIGHTS), STARTING_ANEW)
     """Source of the first weights of a run that does not resume; it takes the weights alone."""
     strict: bool = setting(True, TRUE_OR_FALSE, STARTING_FROM)
     """true: all names and shapes of `init_from` must fit. false: load those that fit, and report the others."""
@@ -237,7 +391,7 @@ class LaunchConfig:
     """Seconds a collective may wait for the other ranks before the run is ended; a row of the data must take less."""
     start_timeout_s: float = setting(600.0, between(0.001, 31536000, "seconds (a year)"))
     """Seconds until all ranks have met; machines start at different times."""
-    interface: str | None = setting("auto", or_null(rules.INTERFACE))
+    interface: str | None = setting("auto", or_null(INTERFACE))
     """Network interface, such as eth0, by which ranks of several machines send; auto: that which reaches the machine at
     which they meet; null: gloo's and NCCL's choice. Your own GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME comes first."""
     max_restarts: int = setting(0, between(0, 1000, "restarts"))
@@ -288,25 +442,25 @@ class SweepConfig:
     jobs: int | None = setting(None, or_null(between(1, 1024, "jobs")))
     """Jobs at a time on one machine, each with GPUs or CPU cores of its own; more wait. null: `n_jobs` of
     hydra/launcher=joblib, else as many as the launcher starts, which then share all devices."""
-    objective: Any = setting("final_val_loss", rules.OBJECTIVE)
+    objective: Any = setting("final_val_loss", OBJECTIVE)
     """The value that tells the best job, and that a sweeper gets: a number of result.json, with dots where it lies
     within an object, such as comm_bytes_per_step.sent, or a metric of the last evaluation, such as val_accuracy. A list
     is for a sweeper of several objectives; the first tells the best job."""
-    direction: Any = setting("minimize", rules.DIRECTION)
+    direction: Any = setting("minimize", DIRECTION)
     """minimize or maximize the objective; a list has one for each."""
-    pruner: Any = setting(None, or_null(rules.PRUNER, " for none"))
+    pruner: Any = setting(None, or_null(PRUNER, " for none"))
     """Ends a job that is worse than the others by then, with hydra/sweeper=optuna: a class of optuna.pruners and its
     arguments, which is told the objective after each evaluation. The job saves, and counts as pruned."""
 
     @property
     def objectives(self) -> list[str]:
         """The objectives, the first one first."""
-        return rules.listed(self.objective)
+        return listed(self.objective)
 
     @property
     def directions(self) -> list[str]:
         """The direction of each objective; one alone counts for all."""
-        given = rules.listed(self.direction)
+        given = listed(self.direction)
         return given * len(self.objectives) if len(given) == 1 else given
 
 
@@ -363,7 +517,7 @@ class Config:
     def frozen(self) -> list[tuple[list[str], Any]]:
         """The patterns of each entry of `model.freeze`, and until when it holds; None: in all steps."""
         entries = [each if isinstance(each, dict) else {"match": each} for each in self.model_switches["freeze"] or ()]
-        return [(rules.listed(each["match"]), each.get("until")) for each in entries]
+        return [(listed(each["match"]), each.get("until")) for each in entries]
 
     @property
     def optimizer_target(self) -> dict[str, Any]:
@@ -381,7 +535,7 @@ class Config:
         """`optimizer.groups` as `build_engine` takes them; None: there are none."""
         given = {name: entry for name, entry in (self.optimizer.get("groups") or {}).items() if entry is not None}
         return [
-            {"params": rules.listed(entry["match"]), "name": name}
+            {"params": listed(entry["match"]), "name": name}
             | {key: value for key, value in entry.items() if key != "match"}
             for name, entry in given.items()
         ] or None
@@ -400,7 +554,7 @@ class Config:
         given: Any = self.data_switches["validation_sets"]
         return {
             str(name): values if "_target_" in values else shared | values
-            for name, values in (given if rules.VALIDATION_SETS.holds(given) and given else {}).items()
+            for name, values in (given if VALIDATION_SETS.holds(given) and given else {}).items()
         }
 
     @property

@@ -17,13 +17,10 @@ from torch.overrides import TorchFunctionMode
 from zerotrain.api import assemble_engine
 from zerotrain.comm.accounts.overdue import Tell, tell_log
 from zerotrain.comm.ranks.world import World
-from zerotrain.config.checks import SETS
+from zerotrain.config.checks import SETS, takes
 from zerotrain.config.compose import first_paragraph, noted
-from zerotrain.config.interpolation import unresolved
-from zerotrain.config.rules import Rhythm
-from zerotrain.config.schema import VALIDATION_FRACTION, Config, TrainConfig
-from zerotrain.config.targets import takes
-from zerotrain.config.words import words_of_config
+from zerotrain.config.schema import VALIDATION_FRACTION, Config, Rhythm, TrainConfig
+from zerotrain.config.words import unresolved, words_of_config
 from zerotrain.data.reading.fetch import fetch_rows, seeded
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory

@@ -3,8 +3,7 @@
 from collections.abc import Sized
 from typing import Any
 
-from zerotrain.config.rules import Rhythm
-from zerotrain.config.schema import Config
+from zerotrain.config.schema import Config, Rhythm
 from zerotrain.errors import ConfigError
 from zerotrain.settings import problems_in
 

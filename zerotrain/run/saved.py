@@ -14,12 +14,10 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from torch import nn
 
 from zerotrain.checkpoint.whole import CheckpointTensors, opened
-from zerotrain.config.checks import must_be, value_problems
+from zerotrain.config.checks import must_be, target_problems, value_problems
 from zerotrain.config.compose import first_paragraph, from_values
 from zerotrain.config.schema import Config
-from zerotrain.config.suggest import REMOVED
-from zerotrain.config.targets import target_problems
-from zerotrain.config.words import word
+from zerotrain.config.words import REMOVED, word
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.planning.auto import unchosen_problems

@@ -18,8 +18,8 @@ import zerotrain.data
 import zerotrain.models
 import zerotrain.training
 import zerotrain.training.metrics
-from zerotrain.config.interpolation import nested, unresolved
 from zerotrain.config.schema import Config
+from zerotrain.config.words import nested, unresolved
 from zerotrain.engine.groups.muon import MuonWithAdamW
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import printable

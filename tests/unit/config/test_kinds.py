@@ -4,7 +4,7 @@ from typing import Any, Optional
 
 import pytest
 
-from zerotrain.config.targets import target_problems
+from zerotrain.config.checks import target_problems
 
 ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True}
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from zerotrain.config.checks import checked_config
-from zerotrain.config.rules import Rhythm
+from zerotrain.config.schema import Rhythm
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerotrain.config.suggest import REMOVED, did_you_mean, we_call_it
+from zerotrain.config.words import REMOVED, did_you_mean, we_call_it
 
 NAMES = ["seed", "zero.stage", "zero.bucket_mb", "train.max_steps"]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.config.targets import makes_callables, target_problems
+from zerotrain.config.checks import makes_callables, target_problems
 
 MLP = {"_target_": "zerotrain.models.MLP", "vocab_size": 8, "context": 2, "hidden_size": 4, "num_layers": 1}
 

@@ -10,7 +10,7 @@ import torch
 
 from zerotrain.config.compose import from_values
 from zerotrain.config.schema import Config
-from zerotrain.config.suggest import REMOVED
+from zerotrain.config.words import REMOVED
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.models import GPT
 from zerotrain.run.saved import OfRun, config_from

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from zerotrain.comm.ranks.environment import RankEnvironment, num_restarts
 from zerotrain.comm.ranks.world import num_gpus_for
 from zerotrain.config.checks import CALLBACKS, OPEN_GROUPS, checked_config
-from zerotrain.config.places import with_place
+from zerotrain.config.explain import with_place
 from zerotrain.config.schema import Config
 from zerotrain.device.processes import one_thread
 from zerotrain.errors import ConfigError

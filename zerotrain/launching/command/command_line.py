@@ -19,8 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from zerotrain.config.compose import first_paragraph
 from zerotrain.config.explain import composition_problems, parsed_override
-from zerotrain.config.interpolation import interpolation_line, quoted
-from zerotrain.config.suggest import did_you_mean
+from zerotrain.config.words import did_you_mean, interpolation_line, quoted
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import printable
 from zerotrain.launching.end import exits

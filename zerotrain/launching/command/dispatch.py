@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from zerotrain.comm.ranks.environment import RankEnvironment
-from zerotrain.config.interpolation import quoted
+from zerotrain.config.words import quoted
 from zerotrain.device.processes import end_with_parent
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import require_here

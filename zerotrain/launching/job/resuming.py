@@ -13,8 +13,8 @@ from zerotrain.checkpoint.manifest import Manifest, read_manifest
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.config.compose import slurm_job
-from zerotrain.config.interpolation import quoted
 from zerotrain.config.schema import LENGTHS, Config
+from zerotrain.config.words import quoted
 from zerotrain.device.kinds import num_gpus
 from zerotrain.engine.options import leaves_per_rank
 from zerotrain.errors import CheckpointError, ConfigError

@@ -12,10 +12,9 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from zerotrain.config.checks import makes, target_problems
 from zerotrain.config.schema import Config, SweepConfig
-from zerotrain.config.suggest import did_you_mean
-from zerotrain.config.targets import makes, target_problems
-from zerotrain.config.words import word
+from zerotrain.config.words import did_you_mean, word
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import printable
 from zerotrain.launching.end import exits

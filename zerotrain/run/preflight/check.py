@@ -13,9 +13,9 @@ from torch import nn
 
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.comm.ranks.world import choose_device
+from zerotrain.config.checks import HYDRA_KEYS
 from zerotrain.config.compose import first_paragraph
 from zerotrain.config.schema import CheckpointConfig, Config
-from zerotrain.config.targets import HYDRA_KEYS
 from zerotrain.config.words import in_words_of_config, word, words_of_config
 from zerotrain.data.reading.fetch import RowError
 from zerotrain.data.reading.fingerprint import Fingerprint, fingerprint_of
