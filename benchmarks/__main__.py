@@ -17,7 +17,7 @@ from benchmarks.results import Comparison, Measurement, missed_rounds
 from benchmarks.rounds import interleaved, machine, measure_in_quiet
 from benchmarks.time_limit import TimeLimit
 from benchmarks.workload import SIZES, Workload
-from zerotrain.comm.ranks.world import choose_device
+from zerotrain.comm.world import choose_device
 from zerotrain.errors import ConfigError
 from zerotrain.settings import AUTO
 

@@ -17,7 +17,7 @@ from benchmarks.results import Measurement
 from benchmarks.rounds import TIMEOUT_S, machine, measure
 from benchmarks.time_limit import TimeLimit
 from benchmarks.workload import SIZES, Workload
-from zerotrain.comm.ranks.world import choose_device
+from zerotrain.comm.world import choose_device
 from zerotrain.errors import ConfigError
 
 DEFAULT_ENGINES = "zero0,zero1,zero2,zero3"

@@ -26,7 +26,7 @@ from benchmarks.results import Comparison, Measurement, missed_rounds
 from benchmarks.rounds import Ranks, interleaved, machine
 from benchmarks.time_limit import TimeLimit
 from benchmarks.workload import SIZES, Workload
-from zerotrain.comm.ranks.world import choose_device
+from zerotrain.comm.world import choose_device
 from zerotrain.errors import ConfigError
 
 ENGINES = "zero0,alone_bf16,ddp_bf16,fsdp2,deepspeed0,alone,ddp"

@@ -33,7 +33,7 @@ from benchmarks.engines.plain import adamw
 from benchmarks.errors import BenchmarkError
 from benchmarks.report import markdown
 from benchmarks.rounds import REPOSITORY, machine
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.config.schema import Config, ModelSwitches
 from zerotrain.planning.optimizer import look_at
 from zerotrain.planning.rehearsal import Rehearsals

@@ -18,7 +18,7 @@ from benchmarks.engines import ENGINES, Engine
 from benchmarks.network import sent_nbytes
 from benchmarks.split import Split, split_of
 from benchmarks.workload import Workload
-from zerotrain.comm.ranks.world import choose_device
+from zerotrain.comm.world import choose_device
 from zerotrain.device.memory import set_heap
 from zerotrain.device.processes import end_with_parent
 from zerotrain.files.lock import whole

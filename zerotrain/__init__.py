@@ -9,7 +9,7 @@ TYPE_CHECKING = False  # typing's own would be imported from wherever the user i
 if TYPE_CHECKING:
     from zerotrain import checkpoint as checkpoint
     from zerotrain.api import build_engine
-    from zerotrain.comm.ranks.world import World
+    from zerotrain.comm.world import World
     from zerotrain.engine.engine import ZeroEngine
     from zerotrain.engine.groups.muon import MuonWithAdamW
     from zerotrain.engine.results import LoadedWeights, StepResult, TrainStepResult
@@ -40,7 +40,7 @@ _HOMES = {
     "StepResult": "zerotrain.engine.results",
     "TrainStepResult": "zerotrain.engine.results",
     "TrainingError": "zerotrain.errors",
-    "World": "zerotrain.comm.ranks.world",
+    "World": "zerotrain.comm.world",
     "ZeroConfig": "zerotrain.settings",
     "ZeroEngine": "zerotrain.engine.engine",
     "ZeroTrainError": "zerotrain.errors",

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.world import World
 from zerotrain.deferred.init import InitialValues, deferred_init
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine

@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks.engines import Traffic
 from benchmarks.workload import LEARNING_RATE, Workload
 from zerotrain import World, ZeroConfig, ZeroEngine, build_engine
-from zerotrain.comm.ranks.world import Shards
+from zerotrain.comm.world import Shards
 
 
 class ZerotrainTraining:

@@ -83,8 +83,8 @@ def _rank_main(pipe: Connection, rank: int, size: int, port: int, disturbance: D
     from torch import nn
 
     import zerotrain
-    from zerotrain.comm.accounts.shortage import num_open_files
-    from zerotrain.comm.ranks import world
+    from zerotrain.comm import world
+    from zerotrain.comm.whereabouts import num_open_files
 
     torch.set_num_threads(1)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}

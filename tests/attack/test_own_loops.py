@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from own_loops import KILLED, Disturbance, nothing, run_loop
 
-from zerotrain.comm.ranks import world
+from zerotrain.comm import world
 
 JOIN_S = 15.0
 """In place of 20 s: what is waited for in vain here."""

@@ -9,7 +9,7 @@ import torch
 
 from tests.bits.test_compiled import needs_compiler
 from tests.unit.planning.rows import Held, Row, busiest, held, misfits, planned, rows
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.testing.ranks import run_ranks
 
 COMPILED = "model.compile=true"

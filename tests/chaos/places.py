@@ -202,7 +202,7 @@ def _watch_changes_of_the_stage(striker: Striker) -> None:
 
 def _watch_checkpoints(striker: Striker) -> None:
     from zerotrain.checkpoint.reading import Reader
-    from zerotrain.comm.accounts.notes import Notes
+    from zerotrain.comm.ledger import Notes
     from zerotrain.engine.state.saving.writing import Writing
     from zerotrain.engine.state.sources import checkpoint
 

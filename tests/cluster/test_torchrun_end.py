@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.files.terminal import LastingStream
 from zerotrain.launching.start import torchrun
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "zerotrain"
 LISTED = {
-    "comm/accounts/whereabouts.py: Whereabouts.ask keeps describe": (
+    "comm/whereabouts.py: Whereabouts.ask keeps describe": (
         "a world is there before its engine, and its errors say where the engine is; weak, for the life of the groups"
     ),
     "engine/buckets/places/home.py: OffloadedHome.tell keeps moved": (

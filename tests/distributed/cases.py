@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerotrain
-from zerotrain.comm import process_groups
+from zerotrain.comm import collectives as process_groups
 from zerotrain.models import GPT
 from zerotrain.testing import run_ranks
 

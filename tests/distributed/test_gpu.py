@@ -22,8 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.rank import Prepared, RankResult, own_device
 from benchmarks.workload import Workload
 from zerotrain import OffloadConfig, World, build_engine
-from zerotrain.comm import process_groups
-from zerotrain.comm.ranks.world import Shards, choose_device
+from zerotrain.comm import collectives as process_groups
+from zerotrain.comm.world import Shards, choose_device
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.data import GlobalBatchSampler, SyntheticTokens
 from zerotrain.data.reading.loader import StepLoader

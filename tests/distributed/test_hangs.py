@@ -18,8 +18,8 @@ from commands import TINY, by_hand, result_of
 from torch import nn
 
 import zerotrain
-from zerotrain.comm.accounts import whereabouts
-from zerotrain.comm.ranks.world import Shards
+from zerotrain.comm import whereabouts
+from zerotrain.comm.world import Shards
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.errors import CommError, ZeroTrainError
 from zerotrain.testing import run_ranks

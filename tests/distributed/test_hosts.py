@@ -15,9 +15,9 @@ from cases import Case, place, reference_weights, sha256, train
 from benchmarks.errors import BenchmarkError
 from benchmarks.network import Host, Network, link, sent_nbytes
 from zerotrain import World
-from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.handles import ScratchPool
+from zerotrain.comm.ledger import Ledger
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.testing import run_ranks
 

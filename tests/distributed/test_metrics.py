@@ -9,7 +9,7 @@ from cases import run_over
 from torch.utils.data import Dataset
 
 import zerotrain
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.models import GPT
 from zerotrain.training import Accuracy, Metric, Perplexity, TorchMetric
 from zerotrain.training.callbacks.evaluation import evaluate_all

@@ -15,8 +15,8 @@ from cases import place, run_over
 import zerotrain
 from zerotrain.checkpoint.compare import differences
 from zerotrain.checkpoint.manifest import read_manifest
-from zerotrain.comm.accounts import whereabouts
-from zerotrain.comm.ranks.world import Shards
+from zerotrain.comm import whereabouts
+from zerotrain.comm.world import Shards
 from zerotrain.testing.ranks import run_ranks
 
 TIMEOUT_S = 5.0

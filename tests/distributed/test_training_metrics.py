@@ -15,7 +15,7 @@ from rich.console import Console
 from torch.utils.data import Dataset
 
 import zerotrain
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.data import GlobalBatchSampler
 from zerotrain.models import GPT
 from zerotrain.training import Accuracy, Callback, Metric, Perplexity, TorchMetric, Trainer, constant

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.wires.backend_handles import Works
+from zerotrain.comm.wires import Works
 from zerotrain.device.kinds import Cuda
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.places.home import OffloadedHome

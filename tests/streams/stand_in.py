@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from tests.streams.clocks import Clock, Clocks, HostReads, Kernels, join
-from zerotrain.comm.ranks.world import Shards, World
-from zerotrain.comm.wire import Wire
-from zerotrain.comm.wires import backend_handles
-from zerotrain.comm.wires.backend_handles import AllToAll, NativeGather, NativeReduction, OrderedReduction
+from zerotrain.comm import wires as backend_handles
+from zerotrain.comm.handles import Wire
+from zerotrain.comm.wires import AllToAll, NativeGather, NativeReduction, OrderedReduction
+from zerotrain.comm.world import Shards, World
 from zerotrain.device import kinds
 from zerotrain.device.device import lies_on_host
 from zerotrain.device.kinds import Cuda

@@ -8,7 +8,7 @@ from itertools import product
 from tests.streams.stand_in import clocks, run_on_streams
 from tests.streams.test_budget import one_step
 from tests.streams.trainings import net, rows
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 
 PLACES = ((25, 1), (25, 8), (171, 1), (171, 2))
 """(buckets, ranks): 171 buckets of 8 ranks, which are threads, would take an hour."""

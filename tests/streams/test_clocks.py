@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.streams.stand_in import SimulatedGpu, clocks, run_on_streams
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 
 GPU = SimulatedGpu(torch.device("cpu"))
 NBYTES = 4096

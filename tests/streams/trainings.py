@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerotrain
 from tests.unit.checkpoint.slow_disk import SlowDisk
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 
 _DRAWING = threading.Lock()
 """Threads share the generator of random numbers."""

@@ -5,16 +5,113 @@ Each way to send (the backend's own collective, an all-to-all, posted sends and 
 bytes are noted, a failure is told with the collective's name, and `overlap=False` waits at once.
 """
 
+import io
+import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
+import torch.distributed as dist
 
-from zerotrain.comm.accounts.ledger import Journal
-from zerotrain.comm.scratch import Scratch, ScratchPool
+from zerotrain.comm.ledger import Journal
+from zerotrain.errors import EngineStateError
+
+# Flat buffers that live for a part of a step and are used again by the next collective and the next step.
+
+
+class Scratch:
+    """A flat tensor on loan."""
+
+    storage: torch.Tensor
+    """(numel,) as many elements as were asked for, or more."""
+    cuts: dict[Any, Any]
+    """Views cut by borrowers, by their key: making 10,000 views costs more than filling them."""
+
+    def __init__(self, storage: torch.Tensor) -> None:
+        self.storage = storage
+        self.cuts = {}
+
+
+Zeros = Callable[[int, torch.dtype], torch.Tensor]
+"""(numel, dtype) -> (numel,) zeros."""
+
+
+def zeros_on(device: torch.device) -> Zeros:
+    """Zeros in memory of torch's own."""
+    return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
+
+
+class ScratchPool:
+    """Lends buffers of one dtype and device; keeps as many as were ever lent at once.
+
+    Args:
+        zeros: makes them; None: torch does.
+    """
+
+    def __init__(self, *, dtype: torch.dtype, device: torch.device, zeros: Zeros | None = None) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._zeros = zeros or zeros_on(device)
+        self.lent_nbytes = 0
+        self._free: list[Scratch] = []
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of all buffers, lent or not."""
+        return self.lent_nbytes + sum(scratch.storage.nbytes for scratch in self._free)
+
+    def take(self, numel: int, cut_for: Any = None) -> Scratch:
+        """A buffer of at least `numel` elements, uninitialised: the smallest free one that fits.
+
+        Among equals it takes one that was cut for `cut_for` before, so that all views are made within a few steps. If
+        none fits, a new one replaces the largest free one, so that sizes settle after one step.
+        """
+        fitting = [scratch for scratch in self._free if scratch.storage.numel() >= numel]
+        if fitting:
+            scratch = min(fitting, key=lambda each: (each.storage.numel(), cut_for not in each.cuts))
+            self._free.remove(scratch)
+        else:
+            if self._free:
+                self._free.remove(max(self._free, key=lambda each: each.storage.numel()))
+            # Zeros, not garbage: torch's fake process group, which benchmarks measure with, writes nothing into what is
+            # to be received, and a step on garbage met inf.
+            scratch = Scratch(self._zeros(numel, self.dtype))
+        self.lent_nbytes += scratch.storage.nbytes
+        return scratch
+
+    def give_back(self, scratch: Scratch) -> None:
+        """End a loan. Readers of the buffer must have been waited for."""
+        self.lent_nbytes -= scratch.storage.nbytes
+        self._free.append(scratch)
+
+
+class ScratchPools:
+    """The pools of one device, one for each dtype that was asked for. See `ScratchPool`."""
+
+    def __init__(self, device: torch.device, zeros: Zeros | None = None) -> None:
+        self.device, self._zeros = device, zeros
+        self._pools: dict[torch.dtype, ScratchPool] = {}
+
+    def of(self, dtype: torch.dtype) -> ScratchPool:
+        """The pool that lends buffers of `dtype`."""
+        return self._pools.setdefault(dtype, ScratchPool(dtype=dtype, device=self.device, zeros=self._zeros))
+
+    @property
+    def lent_nbytes(self) -> int:
+        """Bytes of the buffers on loan."""
+        return sum(pool.lent_nbytes for pool in self._pools.values())
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of all buffers, lent or not."""
+        return sum(pool.held_nbytes for pool in self._pools.values())
+
+    def clear(self) -> None:
+        """Give back the memory of all buffers; none may be on loan."""
+        self._pools.clear()
 
 
 class Handle(ABC):
@@ -251,3 +348,65 @@ class Exchange(Handle):
 
     issue = Handle._issue_noted
     """Start."""
+
+
+# The transport of collectives between the ranks that share shards: a table of functions, for `Collectives`.
+
+
+_NOT_TELLABLE = "ranks can only exchange numbers, texts, tensors and collections of these"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """How the ranks of one engine send to each other: what makes its handles, and small collectives that are waited for
+    at once. Another way to send is another `Gather` and another `Reduction`, put in the place of these."""
+
+    gather: Callable[[GatherSpec], Gather]
+    reduction: Callable[[ReductionSpec], Reduction]
+    """It sends in the dtype of `pool`, and receives into buffers of `pool`."""
+    exchange: Callable[[ExchangeSpec], Exchange]
+    gather_small: Callable[[torch.Tensor, str], torch.Tensor]
+    """(n,) on each rank, and its name -> (ranks, n) on every rank. Raises OtherNamesError on all ranks if they have
+    come with different names, where the wire can tell."""
+    broadcast: Callable[[torch.Tensor, int], object]
+    """Leaves the values of one rank on every rank."""
+    store: Callable[[], dist.Store]
+    """Keeps small texts that ranks leave each other, see `Notes`."""
+    zeros: Zeros | None = None
+    """Makes the buffers of a step. None: torch does; a plan of memory counts them."""
+
+
+def gather_objects(
+    gather_small: Callable[[torch.Tensor, str], torch.Tensor], device: torch.device, value: Any, name: str = ""
+) -> list[Any]:
+    """The values of all ranks, in rank order, on every rank: numbers, texts, dtypes, tensors, collections."""
+    said = torch.frombuffer(bytearray(_packed(value)), dtype=torch.uint8).to(device)
+    numels = gather_small(torch.tensor([said.numel()], device=device), name).flatten().tolist()
+    everyone = gather_small(torch.cat([said, said.new_zeros(max(numels) - said.numel())]), "").cpu()
+    try:
+        # Not torch's all_gather_object, in which another process says what code is run here.
+        return [_unpacked(row[:numel].numpy().tobytes()) for row, numel in zip(everyone, numels, strict=True)]
+    except pickle.UnpicklingError as error:
+        raise EngineStateError(f"{_NOT_TELLABLE}: {error}") from error
+
+
+def require_tellable(value: Any) -> None:
+    """Make sure that ranks can tell each other a value.
+
+    Raises:
+        EngineStateError: it holds more than numbers, texts, tensors and collections of these.
+    """
+    try:
+        _unpacked(_packed(value))
+    except Exception as error:
+        raise EngineStateError(f"{_NOT_TELLABLE}: {str(error).splitlines()[0]}") from error
+
+
+def _packed(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _unpacked(packed: bytes) -> Any:
+    return torch.load(io.BytesIO(packed), weights_only=True)

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from zerotrain.comm.ranks.environment import RankEnvironment
-from zerotrain.comm.ranks.world import num_gpus_for
+from zerotrain.comm.environment import RankEnvironment
+from zerotrain.comm.world import num_gpus_for
 from zerotrain.commands.frame import RUN, TRUST, WEIGHTS, exit_code, is_averaged, parser_of
 from zerotrain.config.checks import OPEN_GROUPS as CHECKED_GROUPS
 from zerotrain.config.checks import callback_problems, class_problems, makes, value_problems

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from zerotrain.comm.accounts.whereabouts import by_rank
 from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.whereabouts import by_rank
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.buckets.parts.norm import add_digit_sums, norm_of_digit_sums
 from zerotrain.engine.groups.hyperparameters import mixed, shown_groups, told_values

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.scratch import ScratchPools
+from zerotrain.comm.handles import ScratchPools
 from zerotrain.deferred.init import InitialValues
 from zerotrain.device.memory import give_back_freed
 from zerotrain.engine.agreement import require_same

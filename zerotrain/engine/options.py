@@ -5,7 +5,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.precision.policy import Precision, precision_named

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.scratch import ScratchPools
+from zerotrain.comm.handles import ScratchPools
 from zerotrain.deferred.init import InitialValues
 from zerotrain.device.kinds import device_of
 from zerotrain.device.memory import give_back_freed, set_heap

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from zerotrain.comm.scratch import ScratchPools
+from zerotrain.comm.handles import ScratchPools
 from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, OptimizerFactory, sampled_nbytes
 from zerotrain.engine.options import EngineOptions

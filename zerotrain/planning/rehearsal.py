@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerotrain.comm.ranks.world import Shards, World
+from zerotrain.comm.world import Shards, World
 from zerotrain.config.schema import Config
 from zerotrain.data.reading.inputs import as_inputs, with_tensors
 from zerotrain.device.kinds import rehearsing

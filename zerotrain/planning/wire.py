@@ -5,12 +5,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Reduction, ReductionSpec
-from zerotrain.comm.means import CHUNK_NUMEL
-from zerotrain.comm.process_groups import MAX_RANKS_OF_EXCHANGE
-from zerotrain.comm.scratch import Zeros
-from zerotrain.comm.wire import Wire
-from zerotrain.comm.wires.backend_handles import ring_nbytes
+from zerotrain.comm.collectives import MAX_RANKS_OF_EXCHANGE
+from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Reduction, ReductionSpec, Wire, Zeros
+from zerotrain.comm.wires import CHUNK_NUMEL, ring_nbytes
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.config.schema import Config
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult

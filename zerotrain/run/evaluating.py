@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from zerotrain.comm.accounts.overdue import Tell, tell_log
+from zerotrain.comm.ledger import Tell, tell_log
 from zerotrain.config.schema import Config
 from zerotrain.config.words import words_of_config
 from zerotrain.errors import CheckpointError, ConfigError

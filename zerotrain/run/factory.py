@@ -15,8 +15,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zerotrain.api import assemble_engine
-from zerotrain.comm.accounts.overdue import Tell, tell_log
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.ledger import Tell, tell_log
+from zerotrain.comm.world import World
 from zerotrain.config.checks import SETS, takes
 from zerotrain.config.compose import first_paragraph, noted
 from zerotrain.config.schema import VALIDATION_FRACTION, Config, Rhythm, TrainConfig

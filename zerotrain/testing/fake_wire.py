@@ -25,11 +25,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zerotrain.comm.accounts.frames import OtherNamesError
-from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Handle, Reduction, ReductionSpec
-from zerotrain.comm.means import mean_by_tree
-from zerotrain.comm.ranks.world import Shards, World
-from zerotrain.comm.wire import Wire
+from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Handle, Reduction, ReductionSpec, Wire
+from zerotrain.comm.ledger import OtherNamesError
+from zerotrain.comm.wires import mean_by_tree
+from zerotrain.comm.world import Shards, World
 from zerotrain.testing.limits import HANG_S
 
 T = TypeVar("T")

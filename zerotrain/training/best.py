@@ -10,7 +10,7 @@ from rich.console import Console
 
 from zerotrain.checkpoint.kept import BEST, CHECKPOINTS, best_in, remove_half_links, set_best, step_name
 from zerotrain.checkpoint.manifest import MANIFEST
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.training.callback import Callback, Run

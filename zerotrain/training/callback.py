@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from rich.console import Console
 
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import StageSwitch, TrainStepResult
 from zerotrain.errors import CallbackError, CommError, ConfigError

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.data.reading.batches import GlobalBatchSampler, RowsToRead
 from zerotrain.data.reading.device_copies import DeviceCopies
 from zerotrain.data.reading.fetch import Collate, in_time, may_be_read_beside

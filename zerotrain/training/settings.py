@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.data.reading.fetch import Collate
 from zerotrain.data.reading.inputs import AUTO
 from zerotrain.engine.engine import ZeroEngine

@@ -18,7 +18,7 @@ from tests.unit.checkpoint.runs import KINDS, build, train
 from zerotrain.checkpoint import verify
 from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.manifest import Manifest
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.errors import CheckpointError
 from zerotrain.testing.fake_wire import run_threads
 

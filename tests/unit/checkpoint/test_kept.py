@@ -32,7 +32,7 @@ from zerotrain.checkpoint.kept import (
     step_name,
     step_of,
 )
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.errors import CheckpointError
 
 CALLS = ("open", "fsync", "rename", "unlink", "rmdir")

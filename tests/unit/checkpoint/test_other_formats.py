@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from tests.unit.checkpoint.runs import ADAMW, Kind, build
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.errors import CheckpointError
 from zerotrain.testing.fake_wire import run_threads
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from zerotrain.comm import collectives as comm
-from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.world import World
 from zerotrain.device.device import Event
 from zerotrain.errors import CommError
 from zerotrain.testing import fake_wire

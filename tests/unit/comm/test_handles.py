@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from zerotrain.comm.accounts.ledger import Journal, Ledger
-from zerotrain.comm.accounts.whereabouts import Whereabouts
-from zerotrain.comm.handles import Gather, Handle, Reduction, ReductionSpec
-from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.handles import Gather, Handle, Reduction, ReductionSpec, ScratchPool
+from zerotrain.comm.ledger import Journal, Ledger
+from zerotrain.comm.whereabouts import Whereabouts
 from zerotrain.errors import CommError
 
 

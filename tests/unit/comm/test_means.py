@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zerotrain.comm.means import mean_by_tree
+from zerotrain.comm.wires import mean_by_tree
 
 
 def parts_of(num_ranks: int, dtype: torch.dtype) -> torch.Tensor:

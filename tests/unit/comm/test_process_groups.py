@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zerotrain.comm import process_groups
-from zerotrain.comm.accounts.ledger import Ledger
+from zerotrain.comm import collectives as process_groups
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.ranks.world import World
-from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.handles import ScratchPool
+from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.world import World
 from zerotrain.errors import DisagreementError, EngineStateError
 from zerotrain.testing import run_ranks
 

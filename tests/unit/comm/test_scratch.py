@@ -1,6 +1,6 @@
 import torch
 
-from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.handles import ScratchPool
 
 
 def pool() -> ScratchPool:

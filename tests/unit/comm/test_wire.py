@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.unit.engine.parts import CPU, alone
-from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.handles import ScratchPool
+from zerotrain.comm.ledger import Ledger
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import zerotrain
-from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.ranks.world import World
-from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.handles import ScratchPool
+from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.world import World
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.buckets.weights import BucketWeights

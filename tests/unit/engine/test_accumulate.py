@@ -11,7 +11,7 @@ import zerotrain
 from tests.bits.training import DTYPES
 from tests.unit.engine.parts import Linears, engine_on, inputs, seeded, sum_by_tree
 from tests.unit.engine.test_virtual_ranks import ADAMW, PartlyUnused, batch
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.testing.fake_wire import run_threads
 
 NUM_STEPS, NUM_MICRO_BATCHES, MAX_NORM, SCALE = 3, 3, 0.1, 1024.0

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 
 import zerotrain
-from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.world import World
 from zerotrain.engine.agreement import StepStamps, stamp_differences
 
 

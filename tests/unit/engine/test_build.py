@@ -9,7 +9,7 @@ from torch import nn
 
 import zerotrain
 from tests.unit.engine.parts import SGD, Linears, Plain, alone, assert_same, engine_on, inputs, seeded, train
-from zerotrain.comm.ranks.world import Shards, World
+from zerotrain.comm.world import Shards, World
 from zerotrain.engine.model.checks import require_values
 from zerotrain.errors import ConfigError
 from zerotrain.sharding.units import walk

@@ -9,7 +9,7 @@ import torch
 import zerotrain
 from tests.unit.engine.habits import build
 from tests.unit.engine.parts import alone
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 
 Step = Callable[[torch.Tensor], Any]
 

@@ -8,7 +8,7 @@ import torch
 
 import zerotrain
 from tests.unit.engine.parts import Counted, Linears, Plain, alone, assert_same, engine_on, inputs, train
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.testing.fake_wire import run_threads
 
 STAGES = [0, 1, 2, 3]

@@ -10,7 +10,7 @@ from torch import nn
 
 import zerotrain
 from tests.unit.engine.parts import Counted, Linears, alone, engine_on, inputs, train
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.errors import DisagreementError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 

@@ -11,7 +11,7 @@ import torch
 
 import zerotrain
 from tests.unit.engine.parts import Linears, assert_same, engine_on, inputs, seeded, train
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.settings import OffloadConfig, ZeroConfig
 from zerotrain.testing.fake_wire import run_threads

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler as schedulers
 
 from tests.unit.engine.habits import EVERYWHERE
 from tests.unit.engine.parts import Plain, alone, assert_same, engine_on, inputs, train
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.errors import ConfigError, DisagreementError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 

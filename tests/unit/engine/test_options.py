@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.device.kinds import rehearsing
 from zerotrain.engine.options import EngineOptions
 from zerotrain.settings import EngineConfig, PrecisionConfig, ZeroConfig, settings_in

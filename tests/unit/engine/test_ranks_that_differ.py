@@ -21,7 +21,7 @@ from uneven import (
 )
 
 from tests.unit.engine.parts import SGD, assert_same, engine_on, seeded
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.testing.fake_wire import run_threads
 
 NUM_STEPS = 2

@@ -9,7 +9,7 @@ from torch import nn
 
 import zerotrain
 from tests.unit.engine.parts import assert_same, seeded
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.errors import EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 

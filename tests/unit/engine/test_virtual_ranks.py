@@ -10,7 +10,7 @@ import torch
 import zerotrain
 from tests.bits.training import ADAMW, RANKS, Block, Net, Setup, Training, assert_same
 from tests.unit.engine.parts import Linears, engine_on, inputs, seeded
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.testing.fake_wire import run_threads
 
 NUM_STEPS, NUM_MICRO_BATCHES = 3, 2

@@ -9,7 +9,7 @@ import yaml
 from torch import nn
 from torch.profiler import profile
 
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.config.schema import Config, ModelSwitches
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.planning.live import LiveMemory

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.unit.planning.rows import MODELS, Row, held, misfits, planned, rehearsals, rows
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 
 PICKED = {
     ("gpt", 2, "fp32", ()),

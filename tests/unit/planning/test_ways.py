@@ -8,7 +8,7 @@ import torch
 
 from tests.unit.planning.rows import Row, planned, step
 from tests.unit.planning.test_choice import Remembering, asking, with_room_for
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.config.checks import value_problems
 from zerotrain.config.schema import Config
 from zerotrain.planning.auto import (

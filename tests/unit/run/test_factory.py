@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.commands.evaluate import evaluate
 from zerotrain.config.schema import CheckpointConfig, Config, ZeroGroup
 from zerotrain.errors import ConfigError, TrainingError

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import Exchange, Gather
-from zerotrain.comm.ranks.world import World
-from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.handles import Exchange, Gather, ScratchPool
+from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.world import World
 from zerotrain.errors import CommError
 from zerotrain.testing import fake_wire
 from zerotrain.testing.fake_wire import run_threads

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 import zerotrain
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.data import SyntheticTokens
 from zerotrain.data.reading import fingerprint
 from zerotrain.models import GPT

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 import zerotrain
 from zerotrain import ConfigError
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.data.reading.fetch import RowError
 from zerotrain.data.reading.fingerprint import fingerprint_of
 from zerotrain.data.reading.inputs import num_tokens_of

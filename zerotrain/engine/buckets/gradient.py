@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.scratch import Scratch, ScratchPool
+from zerotrain.comm.handles import Scratch, ScratchPool
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, GradientState, Life
 from zerotrain.engine.buckets.parts.subtrees import Subtrees

@@ -3,8 +3,7 @@
 import torch
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import Gather
-from zerotrain.comm.scratch import Scratch, ScratchPool
+from zerotrain.comm.handles import Gather, Scratch, ScratchPool
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.parts.norm import block_squares
 from zerotrain.engine.model.ranges import named_range

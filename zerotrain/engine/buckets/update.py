@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.scratch import Scratch, ScratchPool
+from zerotrain.comm.handles import Scratch, ScratchPool
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.parts.kept import Kept

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from zerotrain.comm.accounts.whereabouts import by_rank
 from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.whereabouts import by_rank
 from zerotrain.device.kinds import device_of
 from zerotrain.errors import (
     CheckpointError,

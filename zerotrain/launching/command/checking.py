@@ -9,8 +9,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from zerotrain.comm.ranks.environment import RankEnvironment, num_restarts
-from zerotrain.comm.ranks.world import num_gpus_for
+from zerotrain.comm.environment import RankEnvironment, num_restarts
+from zerotrain.comm.world import num_gpus_for
 from zerotrain.config.checks import CALLBACKS, OPEN_GROUPS, checked_config
 from zerotrain.config.explain import with_place
 from zerotrain.config.schema import Config

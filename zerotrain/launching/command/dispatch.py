@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.words import quoted
 from zerotrain.device.processes import end_with_parent
 from zerotrain.errors import ConfigError, ZeroTrainError

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.launching.job import resuming
 
 

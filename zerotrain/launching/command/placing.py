@@ -1,6 +1,6 @@
 """The ranks of a command, and the device they compute on."""
 
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import Config
 from zerotrain.device.kinds import num_gpus
 from zerotrain.run.preflight.room import Ranks

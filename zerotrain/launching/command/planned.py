@@ -9,8 +9,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from rich.console import Console
 
-from zerotrain.comm.ranks.environment import RankEnvironment
-from zerotrain.comm.ranks.world import choose_device
+from zerotrain.comm.environment import RankEnvironment
+from zerotrain.comm.world import choose_device
 from zerotrain.config.schema import Config
 from zerotrain.device.processes import beside
 from zerotrain.errors import ConfigError

@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from zerotrain.comm.ranks.environment import RankEnvironment, num_restarts
+from zerotrain.comm.environment import RankEnvironment, num_restarts
 from zerotrain.config.checks import doubtful, without_effect
 from zerotrain.config.compose import first_paragraph
 from zerotrain.config.schema import Config

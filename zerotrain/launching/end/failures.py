@@ -11,9 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from zerotrain.comm.accounts.blame import is_of_others
-from zerotrain.comm.accounts.shortage import shortage
-from zerotrain.comm.accounts.whereabouts import named
+from zerotrain.comm.whereabouts import is_of_others, named, shortage
 from zerotrain.errors import CallbackError, CommError, ConfigError, DisagreementError, ZeroTrainError
 from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import Natural, printable, read_json

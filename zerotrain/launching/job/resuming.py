@@ -11,7 +11,7 @@ from typing import Any
 from zerotrain.checkpoint.kept import CHECKPOINTS, candidates, first_whole, newest_first
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
 from zerotrain.checkpoint.others.weights import find_weights
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.compose import slurm_job
 from zerotrain.config.schema import LENGTHS, Config
 from zerotrain.config.words import quoted

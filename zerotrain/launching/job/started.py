@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.words import word
 from zerotrain.files.untrusted import printable
 from zerotrain.launching.job.earlier import AUTO

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.errors import CommError, ConfigError
 
 REMINDER_S = 10.0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from zerotrain.comm.ranks.environment import STORE_VARIABLE
+from zerotrain.comm.environment import STORE_VARIABLE
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import RunError, first_failure, lost_folder
 from zerotrain.launching.end.signals import Ended, raised

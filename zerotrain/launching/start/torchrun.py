@@ -16,9 +16,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from zerotrain.comm.ranks.environment import RankEnvironment, num_restarts
-from zerotrain.comm.ranks.meeting import await_ranks
-from zerotrain.comm.ranks.stores import open_store
+from zerotrain.comm.environment import RankEnvironment, num_restarts
+from zerotrain.comm.meeting import await_ranks, open_store
 from zerotrain.config.schema import LaunchConfig
 from zerotrain.config.words import words_of_config
 from zerotrain.errors import CommError, ConfigError

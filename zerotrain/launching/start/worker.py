@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, get_error_handler
 
-from zerotrain.comm.accounts.overdue import tell_log
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment
+from zerotrain.comm.ledger import tell_log
 from zerotrain.errors import CommError
 from zerotrain.files.suspension import watch_suspensions
 from zerotrain.files.untrusted import printable

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zerotrain.checkpoint.manifest import Manifest
-from zerotrain.comm.ranks.world import choose_device
+from zerotrain.comm.world import choose_device
 from zerotrain.config.checks import HYDRA_KEYS
 from zerotrain.config.compose import first_paragraph
 from zerotrain.config.schema import CheckpointConfig, Config

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from zerotrain.comm.accounts.shortage import files_problem
+from zerotrain.comm.whereabouts import files_problem
 from zerotrain.config.schema import Config
 from zerotrain.device.kinds import num_gpus
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, OptimizerFactory, sampled_nbytes, updates_whole

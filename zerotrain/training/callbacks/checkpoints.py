@@ -21,7 +21,7 @@ from zerotrain.checkpoint.kept import (
     step_of,
 )
 from zerotrain.checkpoint.manifest import read_manifest
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.hyperparameters import OF_THIS_MACHINE, Hyperparameters, restored, saved_group
 from zerotrain.engine.options import dotted

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from zerotrain.checkpoint.kept import step_name
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import UntrustedFileError, printable, read_regular, shown

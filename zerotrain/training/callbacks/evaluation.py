@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.data.reading.fetch import Collate, fetch_rows, in_time
 from zerotrain.data.reading.inputs import (
     AUTO,

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from zerotrain.checkpoint.manifest import Manifest
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import StageSwitch, TrainStepResult
 from zerotrain.files.untrusted import is_kind

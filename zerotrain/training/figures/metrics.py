@@ -8,7 +8,7 @@ from types import TracebackType
 
 import torch
 
-from zerotrain.comm.accounts.ledger import Traffic
+from zerotrain.comm.ledger import Traffic
 from zerotrain.device.kinds import device_of
 
 NUM_WARMUP_STEPS = 3

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypedDict
 import torch
 from msgspec import Meta
 
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.data.reading.inputs import count_labels, is_counted, is_signed, target_of
 from zerotrain.errors import CallbackError
 from zerotrain.files.untrusted import is_kind, printable

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.metrics.metric import OF_TRAINING, metrics_in
 from zerotrain.training.metrics.states import LOSS, MAX_MICRO_BATCHES, MetricStates

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zerotrain.comm.accounts.ledger import Journal, Ledger
-from zerotrain.comm.accounts.whereabouts import Whereabouts
+from zerotrain.comm import world as worlds
 from zerotrain.comm.handles import Handle
-from zerotrain.comm.ranks import world as worlds
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.ledger import Journal, Ledger
+from zerotrain.comm.whereabouts import Whereabouts
+from zerotrain.comm.world import World
 from zerotrain.errors import CommError
 from zerotrain.launching.end.failures import Failure
 
@@ -70,7 +70,7 @@ def meet(where: str, error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(worlds.dist, "all_reduce", fails)
     monkeypatch.setattr(worlds.dist, "barrier", fails)
-    monkeypatch.setattr("zerotrain.comm.accounts.whereabouts.GRACE_S", 0.0)
+    monkeypatch.setattr("zerotrain.comm.whereabouts.GRACE_S", 0.0)
     world = World(0, 2, 0, torch.device("cpu"))
     if where == "sum":
         world.sum(torch.zeros(1))

@@ -2,8 +2,8 @@
 
 import time
 
-from zerotrain.comm.accounts.ledger import ORDER_BITS, Journal, Ledger
-from zerotrain.comm.accounts.whereabouts import Whereabouts
+from zerotrain.comm.ledger import ORDER_BITS, Journal, Ledger
+from zerotrain.comm.whereabouts import Whereabouts
 
 
 def order_of(*noted: str) -> int:

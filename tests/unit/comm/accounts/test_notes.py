@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from zerotrain.comm.accounts.notes import Notes
+from zerotrain.comm.ledger import Notes
 from zerotrain.errors import CommError
 
 

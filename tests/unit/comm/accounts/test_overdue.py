@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerotrain.comm.accounts import overdue as overdues
-from zerotrain.comm.accounts.ledger import Journal, Ledger
-from zerotrain.comm.accounts.overdue import Overdue
-from zerotrain.comm.accounts.whereabouts import Whereabouts
+from zerotrain.comm import ledger as overdues
 from zerotrain.comm.handles import Gather, GatherSpec
-from zerotrain.comm.ranks.world import World
-from zerotrain.comm.wires.backend_handles import Works
+from zerotrain.comm.ledger import Journal, Ledger, Overdue
+from zerotrain.comm.whereabouts import Whereabouts
+from zerotrain.comm.wires import Works
+from zerotrain.comm.world import World
 from zerotrain.device.device import DONE, Event
 from zerotrain.errors import CommError
 from zerotrain.launching.end.failures import Failure, first_failure

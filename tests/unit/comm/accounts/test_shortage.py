@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from zerotrain.comm.accounts.shortage import files_problem, num_open_files, shortage
+from zerotrain.comm.whereabouts import files_problem, num_open_files, shortage
 
 
 @contextmanager

@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from zerotrain.comm.accounts import whereabouts
-from zerotrain.comm.accounts.whereabouts import Whereabouts, named
+from zerotrain.comm import whereabouts
+from zerotrain.comm.whereabouts import Whereabouts, named
 
 HOSTS = ("n0", "n0", "n1", "n1")
 TIMED_OUT = RuntimeError("Timed out waiting 40000ms for recv operation to complete")

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from zerotrain.comm.accounts.within import within
+from zerotrain.comm.whereabouts import within
 
 
 def test_what_a_call_returns_and_raises_is_its_callers() -> None:

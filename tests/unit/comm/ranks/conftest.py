@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.errors import ConfigError
 
 VARIABLES = {

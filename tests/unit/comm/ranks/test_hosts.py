@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from zerotrain.comm.ranks.hosts import AUTO, RankHost, choose_interface, host_name, names_of_hosts
+from zerotrain.comm.hosts import AUTO, RankHost, choose_interface, host_name, names_of_hosts
 from zerotrain.config.words import words_of_config
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import UntrustedFileError

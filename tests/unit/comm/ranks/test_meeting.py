@@ -10,7 +10,8 @@ import torch.distributed as dist
 from commands import free_port
 
 import zerotrain
-from zerotrain.comm.ranks import meeting, stores
+from zerotrain.comm import meeting
+from zerotrain.comm import meeting as stores
 from zerotrain.errors import CommError, ConfigError
 
 ABOVE_ALL_WAITS_S = 60.0

@@ -6,8 +6,7 @@ from unittest.mock import patch
 
 import pytest
 
-from zerotrain.comm.ranks.environment import RankEnvironment
-from zerotrain.comm.ranks.slurm import variables_of_step
+from zerotrain.comm.environment import RankEnvironment, variables_of_step
 from zerotrain.errors import ConfigError
 
 STEP = {

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from commands import free_port
 
-from zerotrain.comm.ranks import stores
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm import meeting as stores
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.errors import CommError, ConfigError
 
 ABOVE_ALL_WAITS_S = 60.0

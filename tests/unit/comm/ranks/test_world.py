@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from zerotrain.comm.ranks import world as worlds
-from zerotrain.comm.ranks.world import World, choose_device, num_gpus_for
+from zerotrain.comm import world as worlds
+from zerotrain.comm.world import World, choose_device, num_gpus_for
 from zerotrain.device.kinds import Cuda
 from zerotrain.errors import ConfigError
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.unit.engine.groups.own_optimizers import Own
 from tests.unit.engine.parts import Plain, alone, assert_same, engine_on, inputs
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.engine.buckets.update import step_on_lent
 from zerotrain.errors import ConfigError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads

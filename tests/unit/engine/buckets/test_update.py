@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.unit.engine.parts import SGD, alone, engine_on
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.engine.model.live_parameter import UnreadyParameter
 from zerotrain.testing.fake_wire import run_threads
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.unit.engine.parts import CPU, OneBucket, alone
-from zerotrain.comm.ranks.world import Shards, World
+from zerotrain.comm.world import Shards, World
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.model.live_parameter import Owner, UnreadyParameter, live_class, settle
 from zerotrain.errors import EngineStateError

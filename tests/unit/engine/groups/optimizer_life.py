@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tests.unit.engine.parts import Linears, Plain, alone, assert_same, engine_on, train
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.errors import ConfigError
 from zerotrain.testing.fake_wire import run_threads
 

@@ -14,7 +14,7 @@ from tests.unit.engine.groups import own_optimizers as own
 from tests.unit.engine.groups.optimizer_life import optimizers, refusal, require_right
 from tests.unit.engine.groups.own_optimizers import Own
 from tests.unit.engine.parts import CPU, Linears, Plain, alone, assert_same, engine_on, inputs, train
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.engine.groups.probe import probe
 from zerotrain.errors import ConfigError
 from zerotrain.testing.fake_wire import run_threads

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.buckets.life import Phase, WeightState
 from zerotrain.engine.options import EngineOptions

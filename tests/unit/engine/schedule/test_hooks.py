@@ -11,7 +11,7 @@ from torch import nn
 
 import zerotrain
 from tests.unit.engine.parts import Linears, alone, assert_same, engine_on, inputs, seeded, train
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.engine.schedule.hooks import (
     LastGradientHook,
     connect,

@@ -9,7 +9,7 @@ import torch
 
 import zerotrain
 from tests.unit.engine.parts import engine_on, train
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.engine.state.fill import fill
 from zerotrain.engine.state.named import NamedPiece
 from zerotrain.engine.state.source import Source

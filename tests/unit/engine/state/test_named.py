@@ -12,7 +12,7 @@ from torch import nn
 import zerotrain
 from tests.unit.engine.parts import Linears, Plain, assert_same, engine_on, train
 from zerotrain.checkpoint.manifest import WEIGHT
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.state.fill import fill_state
 from zerotrain.engine.state.named import GRADIENT, NamedPiece, capture, full_weights, pieces, roles

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.world import World
 from zerotrain.engine.state.together import agreed
 from zerotrain.errors import CheckpointError, ConfigError, DisagreementError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from zerotrain.checkpoint.manifest import MANIFEST
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, TrainConfig
 from zerotrain.errors import ConfigError
 from zerotrain.launching.job import resuming

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.launching.job import started
 from zerotrain.launching.job.started import doubtful_start, elastic_hosts, options_in, start_problems
 

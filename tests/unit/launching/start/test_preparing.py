@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.errors import CommError, ConfigError
 from zerotrain.launching.start import preparing
 from zerotrain.launching.start.preparing import prepare_everywhere

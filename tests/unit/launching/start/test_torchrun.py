@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from zerotrain.comm.ranks import stores
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm import meeting as stores
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import Config
 from zerotrain.errors import CommError, ConfigError
 from zerotrain.launching.end import exits

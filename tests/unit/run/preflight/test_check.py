@@ -11,7 +11,7 @@ import torch
 
 from tests.unit.run.test_factory import ADAMW, COSINE, GPT
 from zerotrain.checkpoint.manifest import Manifest
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, PrecisionGroup, TrainConfig, ZeroGroup
 from zerotrain.data import SyntheticTokens
 from zerotrain.errors import ConfigError

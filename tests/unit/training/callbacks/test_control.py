@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 
 import zerotrain
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.models import GPT
 from zerotrain.training.callbacks import control as control_module
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy

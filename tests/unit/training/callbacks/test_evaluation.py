@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import Dataset
 
 import zerotrain
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.data import Mix, SyntheticTokens
 from zerotrain.data.reading.fetch import RowError
 from zerotrain.errors import ConfigError

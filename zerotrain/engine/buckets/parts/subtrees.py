@@ -9,7 +9,7 @@ A rank adds leaves as a binary counter counts: a sum waits until its neighbour o
 
 import torch
 
-from zerotrain.comm.scratch import Scratch, Zeros
+from zerotrain.comm.handles import Scratch, Zeros
 
 
 class Subtrees:

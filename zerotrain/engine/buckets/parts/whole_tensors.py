@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import Exchange
-from zerotrain.comm.scratch import Scratch, ScratchPool
+from zerotrain.comm.handles import Exchange, Scratch, ScratchPool
 from zerotrain.engine.model.ranges import named_range
 from zerotrain.sharding.layout import ALIGN_NUMEL, BucketLayout, round_up
 from zerotrain.sharding.ownership import Fragment, cut_fragments

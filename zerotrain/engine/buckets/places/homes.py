@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.places.home import DEVICE, Home, OffloadedHome, Tensors
 from zerotrain.errors import ConfigError

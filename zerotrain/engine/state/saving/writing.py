@@ -15,7 +15,7 @@ from typing import Any
 
 from zerotrain.checkpoint.manifest import MAX_NBYTES
 from zerotrain.checkpoint.tensor_file import Described, TensorFile
-from zerotrain.comm.accounts.notes import Notes
+from zerotrain.comm.ledger import Notes
 from zerotrain.engine.state.saving.snapshot import Snapshot
 from zerotrain.engine.state.together import Told, joint, told
 from zerotrain.errors import CheckpointError, CommError, ZeroTrainError

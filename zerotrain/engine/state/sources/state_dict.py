@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.wire import require_tellable
+from zerotrain.comm.handles import require_tellable
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.state.named import NamedPiece
 from zerotrain.engine.state.source import Source

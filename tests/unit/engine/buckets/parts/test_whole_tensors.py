@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.unit.engine.parts import CPU
-from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.ranks.world import World
-from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.handles import ScratchPool
+from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.world import World
 from zerotrain.engine.buckets.parts.whole_tensors import Updates, WholeTensors
 from zerotrain.sharding.layout import BucketLayout
 from zerotrain.testing.fake_wire import run_threads

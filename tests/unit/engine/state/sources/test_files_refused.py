@@ -28,7 +28,7 @@ from tests.unit.engine.state.sources.weight_files import (
 from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.kept import step_name
 from zerotrain.checkpoint.manifest import pieces_of, read_manifest
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.engine.state.sources import files
 from zerotrain.errors import CheckpointError, ConfigError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads

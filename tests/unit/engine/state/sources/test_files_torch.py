@@ -40,7 +40,7 @@ from tests.unit.engine.state.sources.weight_files import (
 )
 from zerotrain.checkpoint.others import dcp_weights
 from zerotrain.checkpoint.others.weights import find_weights
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.errors import CheckpointError
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.testing.ranks import run_ranks

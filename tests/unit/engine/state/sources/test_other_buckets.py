@@ -15,7 +15,7 @@ from torch import nn
 
 import zerotrain
 from tests.unit.engine.parts import Linears, Plain, alone, assert_same, engine_on, inputs, train
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.errors import EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import zerotrain
 from tests.unit.engine.parts import Linears, assert_same, engine_on, seeded, train
-from zerotrain.comm.ranks.world import World
+from zerotrain.comm.world import World
 from zerotrain.testing.fake_wire import run_threads
 
 

@@ -4,19 +4,149 @@ A step that succeeds pays nothing for this. A rank whose collective fails writes
 ranks have met in, and reads there for a short while what the others write.
 """
 
+import errno
+import os
 import re
+import resource
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from zerotrain.comm.accounts.shortage import shortage
-from zerotrain.comm.accounts.within import within
 from zerotrain.errors import CommError
+
+# Tells errors of this rank and its device from those of other ranks, in a collective.
+
+
+_OF_OWN_DEVICE = ("CUDA error", "Cuda failure", "unhandled cuda error")
+"""CUDA tells an error of earlier work at the next call, whatever that is: also as torch's RuntimeError without a class,
+and NCCL as its own (`ncclUnhandledCudaError: ... Cuda failure 2 'out of memory'`)."""
+_WORDS_OF_GLOO = ("gloo", "connection", "timed out", "timeout", "socket", "peer")
+"""Gloo raises plain RuntimeErrors; their messages have at least one of these words."""
+
+
+def is_of_others(error: BaseException) -> bool:
+    """Whether an error that a collective raised tells of other ranks, and not of this one's memory, device or
+    arguments.
+
+    By its class first. Words count only where there is no class: `cudaErrorLaunchTimeout` and `peer access` have those
+    of a lost rank too.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
+        return False
+    if any(words in str(error) for words in _OF_OWN_DEVICE):
+        return False
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and any(word in str(error).lower() for word in _WORDS_OF_GLOO)
+
+
+# The system's limits for one process (open files, threads, memory), and how to tell that one was reached.
+
+
+_FILES_TO_MEET = 13
+_FILES_FOR_EACH_RANK = 2
+_FILES_OF_A_STORE = 3
+"""And one for each rank. Counted with 2 and 3 ranks (torch 2.13): with fewer, threads of gloo end the process."""
+_FILES_AT_START = 6
+"""Open in a rank of the launcher before it meets the others."""
+_ENOUGH = "ulimit -n 1024"
+
+
+def files_problem(num_ranks: int, num_open: int = _FILES_AT_START, *, at_rank_0: bool = False) -> str:
+    """Why a process cannot meet so many ranks; nothing where it can.
+
+    Args:
+        num_open: the files that it has open.
+        at_rank_0: whether rank 0 keeps the store in which the ranks meet, with a connection to each. Then all are to
+            have as many as it: the others would wait for it.
+    """
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = num_open + _FILES_TO_MEET + _FILES_FOR_EACH_RANK * num_ranks
+    if at_rank_0:
+        needed += _FILES_OF_A_STORE + num_ranks
+    if allowed == resource.RLIM_INFINITY or allowed >= needed:
+        return ""
+    return f"a process may open {allowed} files here, and each rank needs {needed}; raise it: {_ENOUGH}"
+
+
+def num_open_files() -> int:
+    """Number of this process's open files; where the system does not tell it, that at the start of a rank."""
+    with suppress(OSError):
+        return len(os.listdir("/proc/self/fd")) - 1  # that which lists them
+    return _FILES_AT_START
+
+
+def shortage(error: BaseException) -> str:
+    """The resource that ran out, and the remedy, if an error tells of a shortage; else an empty text. Gloo names the
+    resource in the text of a RuntimeError, beside words that it also uses for lost peers.
+    """
+    if isinstance(error, OSError):
+        return _remedies().get(os.strerror(error.errno or 0), "") if error.errno in _ERRNOS else ""
+    if not isinstance(error, RuntimeError):
+        return ""
+    return next((remedy for sign, remedy in _remedies().items() if sign in str(error)), "")
+
+
+_ERRNOS = (errno.EMFILE, errno.ENOMEM)
+
+
+def _remedies() -> dict[str, str]:
+    files = f"this process may open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files; raise it: {_ENOUGH}"
+    threads = "this process gets no more threads; raise ulimit -u, ulimit -v or the limit of its container (pids)"
+    memory = "this process gets no more memory; raise ulimit -v, or give the ranks less to do"
+    return {
+        os.strerror(errno.EMFILE): files,
+        "can't start new thread": threads,
+        os.strerror(errno.EAGAIN): threads,
+        os.strerror(errno.ENOMEM): memory,
+        "can't allocate memory": memory,
+        "shared memory(shm)": "/dev/shm is full; enlarge it (docker run --shm-size=8g), or set data.num_workers=0",
+    }
+
+
+# A time limit for a call that has none of its own.
+
+
+T = TypeVar("T")
+
+
+def within(limit_s: float, call: Callable[[], T]) -> T:
+    """Make a call in a thread of its own; returns its result, within a time limit.
+
+    Torch's own limits do not serve: a store takes twice its timeout to say that nobody listens, and waits for ever
+    where who listens says nothing, or where a cable was pulled; the timeout that a gloo group is made with stays that
+    of its sends and receives (torch 2.13), and nothing bounds how NCCL makes a communicator.
+
+    Raises:
+        TimeoutError: it has not returned. The thread goes on with it, and ends with the process.
+        RuntimeError: of the call itself, or there is no thread.
+    """
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            returned.append(call())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="zerotrain within", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if raised:
+        raise raised.pop()
+    if not returned:
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    return returned.pop()
+
 
 GRACE_S = 2.0
 """How long a rank whose collective has failed waits for the other ranks' words. Ranks that wait for each other in

@@ -14,18 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from zerotrain.comm.accounts.blame import is_of_others
-from zerotrain.comm.accounts.overdue import Overdue, Tell, tell_log
-from zerotrain.comm.accounts.shortage import files_problem, num_open_files
-from zerotrain.comm.accounts.whereabouts import Whereabouts
-from zerotrain.comm.ranks.environment import STORE_VARIABLE, RankEnvironment
-from zerotrain.comm.ranks.meeting import make_together, meet
-from zerotrain.comm.ranks.stores import keep_at_rank_0, leave
+from zerotrain.comm.environment import STORE_VARIABLE, RankEnvironment
+from zerotrain.comm.ledger import Overdue, Tell, tell_log
+from zerotrain.comm.meeting import keep_at_rank_0, leave, make_together, meet
+from zerotrain.comm.whereabouts import Whereabouts, files_problem, is_of_others, num_open_files
 from zerotrain.device.kinds import device_of, num_gpus
 from zerotrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zerotrain.comm.wire import Wire
+    from zerotrain.comm.handles import Wire
+
 
 _SHARED_STARTS = ("TORCHELASTIC_RUN_ID", STORE_VARIABLE)
 """Variables of ranks that one process has started."""

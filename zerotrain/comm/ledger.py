@@ -1,0 +1,361 @@
+"""The record of an engine's collectives: counts, bytes, order, and the message of a failure."""
+
+import functools
+import json
+import sys
+import threading
+import time
+import weakref
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from zerotrain.comm.whereabouts import Whereabouts, is_of_others
+from zerotrain.device.device import Event
+from zerotrain.errors import CommError
+
+# Small comparisons in frames of one size, each with its name: so ranks that have come to different ones are told so.
+#
+# gloo ends a process, in words of C++, that receives more bytes than it expects. Seen where one rank called
+# `engine.freeze` and another `engine.step`.
+
+
+NAME_NBYTES = 56
+FRAME_NBYTES = 256
+_NUMBER_NBYTES = 8
+_ROOM_NBYTES = FRAME_NBYTES - NAME_NBYTES - _NUMBER_NBYTES
+
+
+class OtherNamesError(Exception):
+    """Ranks have come to different comparisons.
+
+    Args:
+        names: what each rank compares, in rank order.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        super().__init__(", ".join(names))
+
+
+def gather_framed(gather: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, name: str) -> torch.Tensor:
+    """(n,) on each rank -> (ranks, n) on every rank. Values that do not fit into a frame follow in a second gather.
+
+    Args:
+        gather: does so with tensors of the same n on all ranks.
+
+    Raises:
+        OtherNamesError: on every rank.
+    """
+    said = values.contiguous().view(torch.uint8)
+    fits = said.numel() <= _ROOM_NBYTES
+    frame = torch.zeros(FRAME_NBYTES, dtype=torch.uint8)
+    frame[: NAME_NBYTES + _NUMBER_NBYTES] = _head(name, said.numel())
+    if fits:
+        frame[NAME_NBYTES + _NUMBER_NBYTES :][: said.numel()] = said
+    frames = gather(frame)
+    heads = frames[:, : NAME_NBYTES + _NUMBER_NBYTES]
+    if (heads != heads[0]).any():
+        raise OtherNamesError(_told(heads))
+    everyone = frames[:, NAME_NBYTES + _NUMBER_NBYTES :][:, : said.numel()] if fits else gather(said)
+    return everyone.contiguous().view(values.dtype)
+
+
+@functools.cache
+def _head(name: str, nbytes: int) -> torch.Tensor:
+    text = name.encode("utf-8", "replace")[:NAME_NBYTES].ljust(NAME_NBYTES)
+    return torch.frombuffer(bytearray(text + nbytes.to_bytes(_NUMBER_NBYTES)), dtype=torch.uint8)
+
+
+def _told(heads: torch.Tensor) -> list[str]:
+    """The name that each rank has come with; with the bytes it has sent where all names are the same."""
+    rows = [bytes(head.tolist()) for head in heads]
+    names = [row[:NAME_NBYTES].decode("utf-8", "replace").strip() for row in rows]
+    if len(set(names)) > 1:
+        return names
+    return [f"{names[0]}, {int.from_bytes(row[NAME_NBYTES:])} bytes," for row in rows]
+
+
+# A thread that tells of a collective which does not end, where the host does not wait for collectives.
+#
+# On a GPU `wait` returns at once and never raises: NCCL's watchdog ends the process some time after `timeout_s`,
+# without Python, and its text knows no bucket. So this thread tells some seconds before it does.
+
+
+MARGIN_S = 10.0
+"""So long before the watchdog, or a quarter of what that waits."""
+POLL_S = 1.0
+
+Tell: TypeAlias = Callable[[CommError | None], None]
+"""Is told of a collective that is overdue, and by None that it has ended after all; on the thread that watches."""
+
+
+def tell_log(error: CommError | None) -> None:
+    """Say it on stderr."""
+    print("zerotrain: the collective has ended after all" if error is None else f"zerotrain: {error}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    where: str
+    issued_s: float
+    is_done: Callable[[], bool]
+
+
+class Overdue:
+    """Watches collectives from their issue to their end on the device.
+
+    Args:
+        timeout_s: after which the backend ends this process.
+        now: the clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        whereabouts: Whereabouts,
+        timeout_s: float,
+        tell: Tell = tell_log,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._whereabouts, self._tell, self._now = whereabouts, tell, now
+        self._margin_s = min(MARGIN_S, timeout_s / 4)
+        self._limit_s = timeout_s - self._margin_s
+        self._watched: deque[_Watched] = deque()
+        self._changing = threading.Lock()
+        self._told: _Watched | None = None
+        self._thread: threading.Thread | None = None
+
+    def watch(self, collective: str, is_done: Callable[[], bool]) -> None:
+        """A collective, such as "gather of blocks.0", was issued. Its memory is let go of when it has ended."""
+        where = f"{collective} ({self._whereabouts.describe()})"
+        with self._changing:
+            self._drop_done()
+            self._watched.append(_Watched(where, self._now(), is_done))
+            if self._thread is None:
+                # It does not keep this alive, and ends with it.
+                self._thread = threading.Thread(
+                    target=_look_at, args=(weakref.ref(self),), name="zerotrain-overdue", daemon=True
+                )
+                self._thread.start()
+
+    @contextmanager
+    def watching(self, collective: str, event: Callable[[], Event]) -> Iterator[None]:
+        """In here the host issues a collective, and may wait for it.
+
+        Args:
+            event: gives one that is done when all is done that the device has been told.
+        """
+        ends: list[Event] = []
+        self.watch(collective, lambda: bool(ends) and ends[0].is_done())
+        try:
+            yield
+        finally:
+            ends.append(event())
+
+    def look(self) -> None:
+        """Tell of the oldest collective if it is overdue, once; and if it has ended after that."""
+        with self._changing:
+            self._drop_done()
+            oldest = self._watched[0] if self._watched else None
+        if self._told is not None and self._told is not oldest:
+            self._told = None
+            self._whereabouts.take_back()
+            self._tell(None)
+        if oldest is None or self._told is oldest or (waited_s := self._now() - oldest.issued_s) < self._limit_s:
+            return
+        self._told = oldest
+        self._tell(self._whereabouts.overdue(oldest.where, waited_s, grace_s=self._margin_s / 2))
+
+    def _drop_done(self) -> None:
+        while self._watched and _is_over(self._watched[0]):
+            self._watched.popleft()
+
+
+def _is_over(watched: _Watched) -> bool:
+    try:
+        return watched.is_done()
+    except RuntimeError:  # of the device, which tells it to whoever calls next
+        return True
+
+
+def _look_at(reference: "weakref.ref[Overdue]") -> None:
+    while (overdue := reference()) is not None:
+        overdue.look()
+        del overdue
+        time.sleep(POLL_S)
+
+
+ORDER_BITS = 52
+"""Bits of the hash of the order of collectives: fp64 holds such an integer exactly."""
+_INVERSE = pow(1_000_003, -1, 2**ORDER_BITS)
+
+
+@dataclass
+class Traffic:
+    """The collectives of one span of time on one rank. Two are equal if they sent the same, however long they took."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    """Number of collectives by kind: gather, reduce, exchange, norm."""
+    nbytes: Counter[str] = field(default_factory=Counter)
+    """Bytes this rank sent, by kind."""
+    waited_s: float = field(default=0.0, compare=False)
+    """Seconds in which the host waited for other ranks. On a GPU it goes on while the GPU waits."""
+    update_s: float = field(default=0.0, compare=False)
+    """Seconds of the host for the optimizer's update, without that wait."""
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes this rank sent, all kinds together."""
+        return self.nbytes.total()
+
+
+class Ledger:
+    """Counts the traffic of optimizer steps apart from what happens outside them (evaluation, build, saving)."""
+
+    def __init__(self) -> None:
+        self.last_step = Traffic()
+        """The last finished optimizer step: its forwards, backwards and update."""
+        self.outside_steps = Traffic()
+        """Everything that belongs to no optimizer step."""
+        self.in_step = False
+        """Whether what comes now belongs to an optimizer step."""
+        self._this_step = Traffic()
+
+    def record(self, kind: str, nbytes: int) -> None:
+        """Add one collective that sent `nbytes` from this rank."""
+        traffic = self._this_step if self.in_step else self.outside_steps
+        traffic.calls[kind] += 1
+        traffic.nbytes[kind] += nbytes
+
+    def waited(self, seconds: float) -> None:
+        """The host has waited so long for other ranks."""
+        (self._this_step if self.in_step else self.outside_steps).waited_s += seconds
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """The update of the step under way is made in here."""
+        traffic = self._this_step
+        begun_s = time.monotonic() - traffic.waited_s
+        yield
+        traffic.update_s = time.monotonic() - traffic.waited_s - begun_s
+
+    def close_step(self) -> None:
+        """An optimizer step ended: its traffic becomes `last_step`."""
+        self.last_step, self._this_step = self._this_step, Traffic()
+        self.in_step = False
+
+    def drop_step(self) -> None:
+        """The step under way was given up: its traffic belongs to none."""
+        self.outside_steps.calls += self._this_step.calls
+        self.outside_steps.nbytes += self._this_step.nbytes
+        self._this_step = Traffic()
+        self.in_step = False
+
+
+class Journal:
+    """Every collective of an engine is noted here when it is issued.
+
+    Args:
+        overlap: False lets each collective be waited for as soon as it is issued.
+        overdue: watches them; None where the host waits for each.
+    """
+
+    def __init__(
+        self, ledger: Ledger, whereabouts: Whereabouts, *, overlap: bool, overdue: Overdue | None = None
+    ) -> None:
+        self.ledger = ledger
+        self.overlap = overlap
+        self.overdue = overdue
+        self._whereabouts = whereabouts
+        self._orders: Counter[str] = Counter()
+
+    @property
+    def order(self) -> int:
+        """A hash of the names of all collectives so far, in the order of each kind; equal where that is equal.
+
+        Each kind is hashed apart: a rank that skips a unit has the same gathers and reductions as the others, but may
+        issue a reduction behind a gather where the others do it before. That works, and is not to be refused.
+        """
+        order = 0
+        for each in self._orders.values():
+            order ^= each
+        return order
+
+    def note(self, kind: str, name: str) -> None:
+        """A collective is issued: let its place in the order count."""
+        self._orders[kind] = (self._orders[kind] * 1_000_003 + _code(name) + 1) % 2**ORDER_BITS
+
+    def take_back(self, kind: str, name: str) -> None:
+        """A collective that was noted last has not come about, on no rank."""
+        self._orders[kind] = (self._orders[kind] - _code(name) - 1) * _INVERSE % 2**ORDER_BITS
+
+    def fail(self, kind: str, name: str, error: RuntimeError, waited_s: float) -> NoReturn:
+        """A collective has raised an error, after so many seconds.
+
+        Raises:
+            CommError: other ranks are gone, or did not come.
+            RuntimeError: the error itself, of which no other rank is to blame: no memory, a fault of the device.
+        """
+        if not is_of_others(error):
+            raise error
+        raise self._whereabouts.lost_others(error, f"{kind} of {name}", waited_s) from error
+
+
+@cache
+def _code(name: str) -> int:
+    return zlib.crc32(name.encode())
+
+
+# Small texts that ranks exchange in the store, apart from the collectives of the training.
+
+
+class Notes:
+    """Notes of one subject, by name. No call waits for another rank, so any thread may make it.
+
+    A note is read whole or not at all; of one that is left again, the newer. Others find it once the store has answered
+    another call of who left it, and maybe a moment before.
+
+    Args:
+        store: see `Wire.store`.
+        subject: of these notes alone, the same on every rank.
+
+    Its methods raise CommError where the store is gone with the rank that kept it.
+    """
+
+    def __init__(self, store: dist.Store, subject: str) -> None:
+        self._store = dist.PrefixStore(f"zerotrain/{subject}", store)
+        self.timeout_s = store.timeout.total_seconds()  # type: ignore[attr-defined]  # as torch has it
+        """For how long the ranks wait for each other in their collectives."""
+
+    def leave(self, name: str, said: Any) -> None:
+        """Leave a note for all ranks: what JSON can hold."""
+        try:
+            self._store.set(name, json.dumps(said))
+        except RuntimeError as error:
+            raise _gone(error) from error
+
+    def read(self, name: str) -> Any:
+        """The note of this name; None as long as nobody has left it."""
+        try:
+            return json.loads(self._store.get(name)) if self._store.check([name]) else None
+        except RuntimeError as error:
+            raise _gone(error) from error
+
+    def count(self, name: str, added: int = 0) -> int:
+        """The sum of what all ranks have added under a name so far, this call included."""
+        try:
+            return int(self._store.add(name, added))
+        except RuntimeError as error:
+            raise _gone(error) from error
+
+
+def _gone(error: RuntimeError) -> CommError:
+    said = str(error).split("\n")[0]
+    return CommError(f"the store in which the ranks met is gone, with the rank that kept it: {said}")

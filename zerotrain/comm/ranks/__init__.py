@@ -1,1 +1,0 @@
-"""The ranks' places in a run, and how they meet."""

@@ -1,1 +1,0 @@
-"""How each backend sends."""
