@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, Shard
 import zerotrain
 from benchmarks.report import markdown
 from benchmarks.rounds import machine
-from zerotrain.checkpoint.blocks import BLOCK_NBYTES
+from zerotrain.checkpoint.manifest import BLOCK_NBYTES
 from zerotrain.device.memory import most_nbytes
 from zerotrain.files.lock import sync_folder
 from zerotrain.testing.ranks import run_ranks

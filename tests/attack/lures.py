@@ -126,7 +126,11 @@ RUNS = (
     Lure("a function of ours that erases", model={"_target_": "shutil.rmtree", "path": "FOLDER"}),
     Lure(
         "a function of ours that writes",
-        model={"_target_": "zerotrain.checkpoint.others.safetensors_out.write_text", "path": "CANARY", "text": "x"},
+        model={
+            "_target_": "zerotrain.checkpoint.others.safetensors_and_torch.write_text",
+            "path": "CANARY",
+            "text": "x",
+        },
     ),
     Lure("a method of a class of ours", model={"_target_": "zerotrain.models.GPT.load_state_dict"}),
     Lure("instantiate of hydra", model={"_target_": "hydra.utils.instantiate", "config": system()}),

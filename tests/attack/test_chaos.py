@@ -14,7 +14,7 @@ from commands import REPOSITORY
 from tests.chaos import cases
 from tests.chaos.places import PLACES
 from tests.chaos.plan import CHANGE, STAGES, VICTIMS, Case, plan, schedule_from
-from zerotrain.checkpoint.kept import CHECKPOINTS, step_name
+from zerotrain.checkpoint.folder import CHECKPOINTS, step_name
 
 
 @pytest.mark.case(

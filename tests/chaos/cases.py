@@ -12,7 +12,7 @@ from tests.chaos.places import BY_NAME
 from tests.chaos.plan import MAX_STEPS, Case, schedule_from
 from tests.chaos.strike import forget_processes, plan_strikes, struck_in
 from zerotrain.checkpoint import verify
-from zerotrain.checkpoint.kept import CHECKPOINTS, checkpoints_in
+from zerotrain.checkpoint.folder import CHECKPOINTS, checkpoints_in
 from zerotrain.errors import CheckpointError
 
 KEEP = 2

@@ -201,7 +201,7 @@ def _watch_changes_of_the_stage(striker: Striker) -> None:
 
 
 def _watch_checkpoints(striker: Striker) -> None:
-    from zerotrain.checkpoint.reading import Reader
+    from zerotrain.checkpoint.tensor_file import Reader
     from zerotrain.comm.ledger import Notes
     from zerotrain.engine.state.saving.writing import Writing
     from zerotrain.engine.state.sources import checkpoint

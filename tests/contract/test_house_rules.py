@@ -21,7 +21,7 @@ IN_ONE_PLACE = {
     ".replace": [],
     ".rename": [  # whole folders, each after what its own promise asks for
         "checkpoint/folder.py",  # a save appears once its names are on the disk
-        "checkpoint/kept.py",  # one that is to be removed, or to be set aside, loses its name first
+        "checkpoint/folder.py",  # one that is to be removed, or to be set aside, loses its name first
         "commands/export/destination.py",  # an export that is replaced, which comes back after an error
         "training/loggers/wandb.py",  # an earlier sitting's curves, all of which the next one writes again
     ],

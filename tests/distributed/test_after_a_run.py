@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.zygote.client import Zygote
-from zerotrain.checkpoint.folder import PartialFolder
-from zerotrain.checkpoint.kept import set_best, step_name
+from zerotrain.checkpoint.folder import PartialFolder, set_best, step_name
 from zerotrain.commands import evaluate, generate
 from zerotrain.commands.export.command import main as export
 from zerotrain.commands.generate import characters

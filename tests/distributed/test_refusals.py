@@ -13,8 +13,8 @@ import torch.distributed as dist
 from cases import place, run_over
 
 import zerotrain
-from zerotrain.checkpoint.compare import differences
 from zerotrain.checkpoint.manifest import read_manifest
+from zerotrain.checkpoint.verify import differences
 from zerotrain.comm import whereabouts
 from zerotrain.comm.world import Shards
 from zerotrain.testing.ranks import run_ranks

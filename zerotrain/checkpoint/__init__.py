@@ -4,7 +4,7 @@ Nothing here knows an engine or another rank: `engine/state` says what is saved 
 docs/reference/checkpoint_promises.md.
 """
 
-from zerotrain.checkpoint.kept import checkpoints_in
+from zerotrain.checkpoint.folder import checkpoints_in
 from zerotrain.checkpoint.verify import verify
 
 __all__ = ["checkpoints_in", "verify"]

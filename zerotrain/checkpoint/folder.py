@@ -11,13 +11,15 @@ import os
 import re
 import secrets
 import shutil
-from contextlib import closing, suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
-from zerotrain.checkpoint.blocks import BlockWriter
-from zerotrain.checkpoint.manifest import MANIFEST, Manifest
+from zerotrain.checkpoint.manifest import MANIFEST, BlockWriter, Manifest
 from zerotrain.errors import CheckpointError
-from zerotrain.files.lock import can_lock, lock, sync_folder
+from zerotrain.files.lock import can_lock, lock, replace_link, sync_folder
 
 PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{16}")
 LOCK = "lock"
@@ -150,3 +152,371 @@ def _make_folders(path: Path) -> None:
         _make_folders(path.parent)
         path.mkdir(exist_ok=True)
         sync_folder(path.parent)
+
+
+# Which checkpoints of a run there are, which of them is taken, the newest that is whole, and which are kept.
+#
+#     RUN/checkpoints/step-00000100/                            a checkpoint
+#     RUN/checkpoints/best                                      a link to the one of the best evaluation
+#     RUN/checkpoints/.step-00000050.removed-9f3c0e5d21b7a864/  one that is being removed, or whose removal died
+#
+# What is to go gets its hidden name first, and that is on the disk before the first of its files goes. So nothing
+# that is half removed has a checkpoint's name, and the next removal in that place finishes it.
+
+
+CHECKPOINTS = "checkpoints"
+"""The folder of them in a run's folder."""
+
+BEST = "best"
+"""The link in that folder to the checkpoint of the best evaluation."""
+JUST_MADE_S = 10.0
+"""So long a save may need from its folder's name to its lock, in which it is not to be disturbed."""
+
+_NUM_LOOKS = 100
+"""For a checkpoint that is not removed meanwhile."""
+_NUM_LOOKS_AT_NONE = 5
+_STEP = re.compile(r"step-([0-9]{8,})")
+_REMOVED = re.compile(r"\.step-[0-9]{8,}\.removed-[0-9a-f]{16}")
+_ASIDE = re.compile(r"step-[0-9]{8,}\.aside-[0-9a-f]{16}")
+_HALF_LINK = re.compile(rf"{BEST}\.[0-9a-f]{{16}}\.tmp")
+
+Taken = TypeVar("Taken")
+
+
+def step_name(step: int) -> str:
+    """Name of a checkpoint's folder, such as step-00000100."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a folder that `checkpoints_in` found."""
+    return int(path.name.removeprefix("step-"))
+
+
+def entries(folder: Path) -> list[Path]:
+    """The entries of a folder, sorted by name; none if there is no such folder.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {os.strerror(error.errno or 0)}") from error
+
+
+def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoints in a folder that have a step's name, by step, ascending. None in a folder that is not there.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    named = [
+        path for path in entries(Path(folder)) if _STEP.fullmatch(path.name) and step_name(step_of(path)) == path.name
+    ]
+    return sorted((path for path in named if os.path.isfile(path / MANIFEST)), key=step_of)
+
+
+def named_as_steps(folder: Path) -> list[Path]:
+    """The entries of a folder that have a checkpoint's name, checkpoints or not."""
+    return [path for path in entries(folder) if _STEP.fullmatch(path.name)]
+
+
+def partial_in(folder: Path) -> list[Path]:
+    """The folders of saves that are under way in a folder, or were cut off."""
+    return [path for path in entries(folder) if PARTIAL.fullmatch(path.name)]
+
+
+def removed_in(folder: Path) -> list[Path]:
+    """Folders that are being removed, and those left by interrupted removals."""
+    return [path for path in entries(folder) if _REMOVED.fullmatch(path.name)]
+
+
+def set_aside_in(folder: Path) -> list[Path]:
+    """Checkpoints that `set_aside` has renamed."""
+    return [path for path in entries(folder) if _ASIDE.fullmatch(path.name)]
+
+
+def is_under_way(partial: Path) -> bool:
+    """Whether the save of a folder that `partial_in` found is alive: its process holds a lock in it. So are those of
+    which nobody can tell."""
+    try:
+        if time.time() - partial.stat().st_mtime < JUST_MADE_S:
+            return True
+        descriptor = os.open(partial / LOCK, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        return not can_lock(descriptor, shared=True)
+    finally:
+        os.close(descriptor)
+
+
+ALLOWED = (
+    f"give the folder of a checkpoint (it has {MANIFEST}), a folder of checkpoints (such as {CHECKPOINTS}/"
+    f"{step_name(100)}), or a run's folder (it has {CHECKPOINTS}/)"
+)
+
+
+def candidates(path: Path, *, allowed: str = ALLOWED) -> list[Path]:
+    """The checkpoints that a path given by the user names, the newest first: at least one.
+
+    Args:
+        path: of a checkpoint, of a folder of checkpoints with a step's name, or of a run, which has such a folder.
+        allowed: what an error tells the user to give.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if PARTIAL.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
+        of_what = "save" if PARTIAL.fullmatch(path.name) else "removal"
+        raise CheckpointError(f"{path} is of a {of_what} that was cut off or is still under way: {allowed}")
+    if path.name == BEST:
+        path = best_in(path.parent) or path  # a run that goes on may change the link while it is read
+    if os.path.isfile(path / MANIFEST):
+        return [path]
+    if found := newest_first(path) or newest_first(path / CHECKPOINTS):
+        return found
+    if not os.path.exists(path):
+        raise CheckpointError(f"{path} is not there: {allowed}")
+    if not os.path.isdir(path):
+        raise CheckpointError(f"{path} is a file: {allowed}")
+    if partial := [*partial_in(path), *partial_in(path / CHECKPOINTS)]:
+        raise CheckpointError(f"{path} has no checkpoint: only a save that was cut off is there ({partial[-1].name})")
+    raise CheckpointError(f"{path} has no checkpoint in it: {allowed}")
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The checkpoints in a folder of them, in the order in which they are tried.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    return checkpoints_in(folder)[::-1]
+
+
+def first_whole(paths: Sequence[Path], take: Callable[[Path], Taken]) -> tuple[tuple[Path, Taken] | None, list[str]]:
+    """The first checkpoint that can be taken, with what `take` returns of it, or None; and why those before it cannot.
+
+    Args:
+        take: raises a CheckpointError where a checkpoint is not what was written.
+    """
+    problems: list[str] = []
+    for path in paths:
+        try:
+            return (path, take(path)), problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    return None, problems
+
+
+@contextmanager
+def held(path: Path) -> Iterator[Path]:
+    """The newest checkpoint of what a user named, see `candidates`. Within, the run that goes on does not remove it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for number in range(_NUM_LOOKS):
+        try:
+            folder = candidates(path)[0]
+        except CheckpointError:
+            if number > _NUM_LOOKS_AT_NONE:
+                raise
+            continue  # the one that was listed has been removed, and the newer one came behind the listing
+        try:
+            descriptor = _locked(folder / MANIFEST, shared=True)
+        except OSError as error:
+            raise CheckpointError(_sentence(error, folder / MANIFEST)) from error
+        if descriptor is None:
+            time.sleep(0.01)  # it has just been removed: there is a newer one
+            continue
+        try:
+            yield folder
+        finally:
+            os.close(descriptor)
+        return
+    yield candidates(path)[0]
+
+
+def _locked(manifest: Path, *, shared: bool) -> int | None:
+    """A descriptor that holds a lock of a manifest, where locks work; None where another one excludes it, or where the
+    manifest is not there any more.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    try:
+        descriptor = os.open(manifest, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    try:
+        lock(descriptor, shared=shared)
+        is_held = True
+    except OSError as error:
+        is_held = not isinstance(error, BlockingIOError)
+    if is_held and os.path.exists(manifest):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> list[Path]:
+    """Remove the older checkpoints of a folder, and what removals that died have left there. One process.
+
+    Call it when the newest is saved. That stays whatever was asked for, and so do the best, a link and what is being
+    read (`held`).
+
+    Args:
+        keep: how many of the newest stay; None: all.
+        keep_every: each whose step is a multiple of it stays too; None: no other.
+
+    Returns:
+        Those that are gone, by the names they had.
+
+    Raises:
+        CheckpointError: some could not be removed, in one sentence; what could be is gone. No other checkpoint has
+            changed, so training can go on.
+    """
+    problems: list[str] = []
+    for path in removed_in(folder):
+        _tried(problems, path)
+    best = best_in(folder)
+    old = [
+        path for path in _not_kept(checkpoints_in(folder), keep, keep_every) if not path.is_symlink() and path != best
+    ]
+    hidden = _hidden(folder, old, problems) if old else {}
+    for name in hidden.values():
+        _tried(problems, name)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise CheckpointError(f"an old checkpoint could not be removed: {problems[0]}{more}; training can go on")
+    return list(hidden)
+
+
+def remove_all(folder: Path) -> None:
+    """Remove all that saves have left in a folder of checkpoints, of links the links; what else lies there stays."""
+    for find in (named_as_steps, partial_in, removed_in, set_aside_in):
+        for path in find(folder):
+            if path.is_symlink():
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+    remove_half_links(folder)
+    if best_in(folder) is not None:
+        (folder / BEST).unlink(missing_ok=True)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint so that it no longer counts as a step. A run that resumes from an older one does so:
+    otherwise it could not save this step again, and would keep this one as its newest.
+
+    Returns:
+        Its new path: step-00000100.aside-9f3c0e5d21b7a864 beside it.
+
+    Raises:
+        CheckpointError: it cannot be renamed.
+    """
+    target = path.with_name(f"{path.name}.aside-{secrets.token_hex(8)}")
+    try:
+        path.rename(target)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"{_sentence(error, path)}: it cannot be renamed; do it by hand") from error
+    return target
+
+
+def best_in(folder: Path) -> Path | None:
+    """The checkpoint in a folder of them that its link `best` names; None where there is no such link."""
+    try:
+        name = os.readlink(folder / BEST)
+    except OSError:
+        return None
+    return Path(folder) / name if _STEP.fullmatch(name) else None
+
+
+def set_best(path: Path | None, folder: Path) -> None:
+    """Let the link `best` in a folder of checkpoints name this one of them; None: none. A process that is killed leaves
+    the link as it was, or as it is to be.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    if (before := best_in(folder)) == path:
+        return
+    if before is None and os.path.lexists(folder / BEST):
+        raise CheckpointError(f"{folder / BEST} is there, and is no link to a checkpoint beside it; move it away")
+    try:
+        if path is None:
+            (folder / BEST).unlink()
+        else:
+            replace_link(folder / BEST, path.name)
+        sync_folder(folder)
+    except OSError as error:
+        raise CheckpointError(f"{_sentence(error, folder / BEST)}: it cannot name the best checkpoint") from error
+
+
+def remove_half_links(folder: Path) -> None:
+    """Remove what a `set_best` that was killed has left in a folder of checkpoints: a link whose name is not `best`.
+
+    Raises:
+        CheckpointError: it cannot be removed.
+    """
+    for path in entries(folder):
+        if _HALF_LINK.fullmatch(path.name) and path.is_symlink():
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"{_sentence(error, path)}: it cannot be removed; do it by hand") from error
+
+
+def _not_kept(found: Sequence[Path], keep: int | None, keep_every: int | None) -> list[Path]:
+    """The checkpoints to remove; `found` is sorted by step, ascending."""
+    if keep is None:
+        return []
+    old = found[: -max(keep, 1)]
+    return [path for path in old if keep_every is None or step_of(path) % keep_every != 0]
+
+
+def _hidden(folder: Path, old: Sequence[Path], problems: list[str]) -> dict[Path, Path]:
+    """The hidden name each of them has now, for good; none if a power cut might bring the old ones back."""
+    hidden: dict[Path, Path] = {}
+    try:
+        # The newest of a save that died after its rename may have its name in memory only.
+        sync_folder(folder)
+        for path in old:
+            name = path.with_name(f".{path.name}.removed-{secrets.token_hex(8)}")
+            try:
+                if (descriptor := _locked(path / MANIFEST, shared=False)) is None:
+                    continue  # it is being read: the next removal finds it again
+                try:
+                    path.rename(name)
+                    hidden[path] = name
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                problems.append(_sentence(error, path))
+        sync_folder(folder)
+    except OSError as error:
+        problems.append(_sentence(error, folder))
+        return {}
+    return hidden
+
+
+def _tried(problems: list[str], path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass  # another process was faster
+    except OSError as error:
+        problems.append(_sentence(error, path))
+
+
+def _sentence(error: OSError, path: Path) -> str:
+    # A name within the folder that is removed comes without its folder.
+    named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else path
+    return f"{named if named.is_absolute() else path / named.name}: {os.strerror(error.errno or 0)}"

@@ -1,12 +1,20 @@
 """Whether the files of a checkpoint are what was written."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from mmap import mmap
 from pathlib import Path
+from typing import Any
 
-from zerotrain.checkpoint.blocks import BLOCK_NBYTES
-from zerotrain.checkpoint.manifest import Manifest, dtype_of, pieces_of, read_manifest
-from zerotrain.checkpoint.reading import Reader
+import torch
+
+from zerotrain.checkpoint.folder import held
+from zerotrain.checkpoint.manifest import BLOCK_NBYTES, Manifest, dtype_of, of_rank_0, pieces_of, read_manifest
+from zerotrain.checkpoint.tensor_file import Reader
 from zerotrain.errors import CheckpointError
 
 MAX_PROBLEMS_SHOWN = 10
@@ -69,3 +77,132 @@ def _blocks_of(manifest: Manifest, roles: Collection[str]) -> list[tuple[int, in
             end = piece.byte + (piece.stop - piece.start) * dtype_of(tensor).itemsize
             found.update((piece.file, index) for index in range(piece.byte // BLOCK_NBYTES, -(-end // BLOCK_NBYTES)))
     return sorted(found)
+
+
+# Two checkpoints side by side, however each was cut: which tensors differ, and by how much.
+
+
+CHUNK_NUMEL = 2**20
+
+
+def differences(left: tuple[Path, Manifest], right: tuple[Path, Manifest]) -> Iterator[str]:
+    """A line for each tensor that is not the same in both, such as "exp_avg of blocks.0.weight: 3 of 9 elements, by up
+    to 0.1", in the order of the model. Some MiB are held at a time.
+
+    Raises:
+        CheckpointError: a file is not what was written.
+    """
+    tensors = [{(name, role): tensor for name, role, tensor in manifest.tensors()} for _, manifest in (left, right)]
+    with Reader(*left) as left_reader, Reader(*right) as right_reader:
+        for name, role in dict.fromkeys([*tensors[0], *tensors[1]]):
+            label = f"{role} of {name}"
+            one, other = tensors[0].get((name, role)), tensors[1].get((name, role))
+            if one is None or other is None:
+                yield f"{label}: only in {(right if one is None else left)[0]}"
+                continue
+            numels = [max((piece.stop for piece in pieces_of(each)), default=0) for each in (one, other)]
+            kinds = [f"{each['dtype']}, {numel} elements" for each, numel in zip((one, other), numels, strict=True)]
+            if kinds[0] != kinds[1]:
+                yield f"{label}: {kinds[0]} against {kinds[1]}"
+            elif what := _values(one, other, numels[0], left_reader, right_reader):
+                yield f"{label}: {what}"
+
+
+def _values(one: dict[str, Any], other: dict[str, Any], numel: int, left: Reader, right: Reader) -> str | None:
+    num_different, largest = 0, 0.0
+    for start in range(0, numel, CHUNK_NUMEL):
+        stop = min(start + CHUNK_NUMEL, numel)
+        ours, theirs = _elements(one, start, stop, left), _elements(other, start, stop, right)
+        changed = (_bits(ours) != _bits(theirs)).any(dim=1)
+        if changed.any():
+            num_different += int(changed.sum())
+            wide = torch.complex128 if ours.is_complex() else torch.float64
+            gap = float((ours[changed].to(wide) - theirs[changed].to(wide)).abs().max())
+            largest = max(largest, gap) if gap == gap else gap
+    return f"{num_different} of {numel} elements, by up to {largest:.3g}" if num_different else None
+
+
+def _elements(tensor: dict[str, Any], start: int, stop: int, reader: Reader) -> torch.Tensor:
+    values = torch.empty(stop - start, dtype=dtype_of(tensor))
+    reader.read(tensor, start, values)
+    return values
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """(numel, itemsize) bytes: what is not a number is the same as itself."""
+    return values.view(torch.uint8).view(-1, values.itemsize)
+
+
+# Whole tensors out of a checkpoint, one in memory at a time; whatever is read was verified.
+
+
+@dataclass(frozen=True)
+class CheckpointTensors:
+    """An open checkpoint. Its methods raise CheckpointError, with file and tensor, where it is not what was written."""
+
+    path: Path
+    manifest: Manifest
+    reader: Reader
+    averaged: bool = False
+    """Whether weights are their averages, where there are any."""
+
+    @cached_property
+    def names(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each parameter, under its first name if tied, and of each buffer."""
+        found = {}
+        for name, parameter in self.manifest.parameters.items():
+            weight = parameter["tensors"].get(self.manifest.weight_role(name, averaged=self.averaged))
+            found[name] = torch.float32 if weight is None else dtype_of(weight), tuple(parameter["shape"])
+        return found | {name: (dtype_of(each), tuple(each["shape"])) for name, each in self.manifest.buffers.items()}
+
+    def read(self, name: str, room: mmap | None = None) -> torch.Tensor:
+        """A parameter, or rank 0's buffer: contiguous, in the model's shape, in the dtype it was saved in.
+
+        Args:
+            room: memory for it, which the next one may use again; None: its own.
+        """
+        if name in self.manifest.buffers:
+            buffer = self.manifest.buffers[name]
+            return self._flat(of_rank_0(buffer), prod(buffer["shape"]), room).view(buffer["shape"])
+        return self.of_role(name, self.manifest.weight_role(name, averaged=self.averaged), room)
+
+    def of_role(self, name: str, role: str, room: mmap | None = None) -> torch.Tensor:
+        """A parameter's tensor in a role, such as exp_avg: contiguous, in the parameter's shape; if the optimizer
+        updates the tensor whole, in the shape of that state."""
+        parameter = self.manifest.parameters[name]
+        tensor = parameter["tensors"].get(role)
+        if tensor is None:  # of a parameter without elements nothing was written
+            return torch.empty(parameter["shape"])
+        if "shape" in tensor:
+            return self._flat(tensor, prod(tensor["shape"]), room).view(tensor["shape"])
+        flat = self._flat(tensor, prod(parameter["shape"]), room)
+        return flat.as_strided(parameter["shape"], parameter["stride"]).contiguous()
+
+    def _flat(self, tensor: Mapping[str, Any], numel: int, room: mmap | None) -> torch.Tensor:
+        dtype = dtype_of(tensor)
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        if room is None:
+            # Not from malloc, which may keep what is freed for what is no larger: tensors of mixed sizes grew by 90 MB.
+            room = mmap(-1, numel * dtype.itemsize)
+        flat = torch.frombuffer(room, dtype=dtype, count=numel)
+        self.reader.read(tensor, 0, flat)
+        return flat
+
+
+@contextmanager
+def opened(path: Path, *, averaged: bool = False) -> Iterator[CheckpointTensors]:
+    """Opens the newest checkpoint that a user's path names. It is not removed while it is open, see `held`.
+
+    Args:
+        averaged: see `CheckpointTensors`.
+
+    Raises:
+        CheckpointError: there is none, its manifest is not what was written, or it has no average.
+    """
+    with held(path) as folder:
+        manifest = read_manifest(folder)
+        if averaged:
+            manifest.require_average(folder)
+        with Reader(folder, manifest) as reader:
+            yield CheckpointTensors(folder, manifest, reader, averaged)

@@ -12,8 +12,7 @@ from datetime import datetime
 from math import prod
 from pathlib import Path
 
-from zerotrain.checkpoint.compare import differences
-from zerotrain.checkpoint.kept import (
+from zerotrain.checkpoint.folder import (
     BEST,
     CHECKPOINTS,
     best_in,
@@ -26,7 +25,7 @@ from zerotrain.checkpoint.kept import (
     set_aside_in,
 )
 from zerotrain.checkpoint.manifest import MANIFEST, Manifest, dtype_of, pieces_of, read_manifest
-from zerotrain.checkpoint.verify import problems_in
+from zerotrain.checkpoint.verify import differences, problems_in
 from zerotrain.commands.frame import exit_code, parser_of
 from zerotrain.errors import CheckpointError
 from zerotrain.files.untrusted import printable, shown

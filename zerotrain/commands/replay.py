@@ -15,7 +15,7 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from zerotrain.checkpoint.kept import CHECKPOINTS, candidates, newest_first
+from zerotrain.checkpoint.folder import CHECKPOINTS, candidates, newest_first
 from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
 from zerotrain.commands.evaluate import kept_in_own_cache, with_settings
 from zerotrain.commands.frame import TRUST, exit_code, parser_of

@@ -13,7 +13,7 @@ import torch
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from torch import nn
 
-from zerotrain.checkpoint.whole import CheckpointTensors, opened
+from zerotrain.checkpoint.verify import CheckpointTensors, opened
 from zerotrain.config.checks import must_be, target_problems, value_problems
 from zerotrain.config.compose import first_paragraph, from_values
 from zerotrain.config.schema import Config

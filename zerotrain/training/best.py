@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from zerotrain.checkpoint.kept import BEST, CHECKPOINTS, best_in, remove_half_links, set_best, step_name
+from zerotrain.checkpoint.folder import BEST, CHECKPOINTS, best_in, remove_half_links, set_best, step_name
 from zerotrain.checkpoint.manifest import MANIFEST
 from zerotrain.comm.world import World
 from zerotrain.engine.engine import ZeroEngine

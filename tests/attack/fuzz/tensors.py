@@ -15,7 +15,7 @@ from torch import nn
 import zerotrain
 from tests.attack.fuzz.common import hashed, require_printable
 from tests.unit.checkpoint.runs import KINDS, build, counted, held, train
-from zerotrain.checkpoint.blocks import hash_of
+from zerotrain.checkpoint.manifest import hash_of
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.commands import inspection as inspect
 from zerotrain.config.schema import Config

@@ -15,8 +15,7 @@ from torch import nn
 import zerotrain
 from tests.unit.checkpoint.runs import KINDS, Kind, build, held, saved_by_two_ranks, train
 from zerotrain.checkpoint import verify
-from zerotrain.checkpoint.blocks import hash_of
-from zerotrain.checkpoint.manifest_schema import DTYPES
+from zerotrain.checkpoint.manifest import DTYPES, hash_of
 from zerotrain.commands import inspection as inspect
 from zerotrain.commands.export.command import main as export
 from zerotrain.errors import CheckpointError, ZeroTrainError

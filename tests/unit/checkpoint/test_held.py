@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import zerotrain
-from zerotrain.checkpoint.kept import CHECKPOINTS, held, remove_old, step_name
-from zerotrain.checkpoint.whole import opened
+from zerotrain.checkpoint.folder import CHECKPOINTS, held, remove_old, step_name
+from zerotrain.checkpoint.verify import opened
 from zerotrain.errors import CheckpointError
 
 

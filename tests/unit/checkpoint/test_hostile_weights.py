@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from zerotrain.checkpoint.others import torch_file
+from zerotrain.checkpoint.others import safetensors_and_torch as torch_file
 from zerotrain.checkpoint.others.stored_weights import row_by_row
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.engine.state.sources.files import weight_misfits

@@ -15,8 +15,8 @@ import torch
 
 from tests.unit.checkpoint.runs import KINDS, build
 from zerotrain.checkpoint import verify
-from zerotrain.checkpoint.folder import PartialFolder
-from zerotrain.checkpoint.kept import (
+from zerotrain.checkpoint.folder import (
+    PartialFolder,
     best_in,
     candidates,
     checkpoints_in,

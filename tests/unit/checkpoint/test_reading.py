@@ -7,9 +7,8 @@ import torch
 
 import zerotrain
 from tests.unit.engine.parts import alone
-from zerotrain.checkpoint.blocks import BLOCK_NBYTES
-from zerotrain.checkpoint.manifest import read_manifest
-from zerotrain.checkpoint.reading import Reader
+from zerotrain.checkpoint.manifest import BLOCK_NBYTES, read_manifest
+from zerotrain.checkpoint.tensor_file import Reader
 from zerotrain.errors import CheckpointError
 
 

@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from zerotrain.checkpoint.kept import remove_old
+from zerotrain.checkpoint.folder import remove_old
 from zerotrain.commands import evaluate, generate
 from zerotrain.commands.export.command import main as export
 from zerotrain.config.schema import Config

@@ -46,7 +46,7 @@ FOREIGN = [
     "zerotrain.run.factory.build",
     "zerotrain.models.gpt.torch.load",
     "zerotrain.models.huggingface.HuggingFaceModel.__init__",
-    "zerotrain.checkpoint.others.safetensors_out.write_text",
+    "zerotrain.checkpoint.others.safetensors_and_torch.write_text",
     "zerotrain.models.GPT.forward.__globals__",
     "zerotrain",
     "",

@@ -14,7 +14,7 @@ import torch
 
 import zerotrain
 from zerotrain.checkpoint import checkpoints_in, verify
-from zerotrain.checkpoint.kept import best_in, step_name, step_of
+from zerotrain.checkpoint.folder import best_in, step_name, step_of
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.models import GPT
 from zerotrain.training.best import BestCheckpoint

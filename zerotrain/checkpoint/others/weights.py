@@ -13,16 +13,12 @@ from typing import Any, TypedDict
 
 import torch
 
-from zerotrain.checkpoint.blocks import hash_of
-from zerotrain.checkpoint.kept import candidates, entries
-from zerotrain.checkpoint.manifest import AVERAGE, BUFFER, MANIFEST, WEIGHT, dtype_of, of_rank_0, read_manifest
-from zerotrain.checkpoint.others.dcp_metadata import METADATA
-from zerotrain.checkpoint.others.dcp_weights import DcpWeights
-from zerotrain.checkpoint.others.open_file import OpenFile
-from zerotrain.checkpoint.others.safetensors_file import safetensors_in
-from zerotrain.checkpoint.others.stored_weights import StoredTensor, Weights, row_by_row
-from zerotrain.checkpoint.others.torch_file import is_of_torch, torch_tensors_in
-from zerotrain.checkpoint.reading import Reader
+from zerotrain.checkpoint.folder import candidates, entries
+from zerotrain.checkpoint.manifest import AVERAGE, BUFFER, MANIFEST, WEIGHT, dtype_of, hash_of, of_rank_0, read_manifest
+from zerotrain.checkpoint.others.dcp import METADATA, DcpWeights
+from zerotrain.checkpoint.others.safetensors_and_torch import is_of_torch, safetensors_in, torch_tensors_in
+from zerotrain.checkpoint.others.stored_weights import OpenFile, StoredTensor, Weights, row_by_row
+from zerotrain.checkpoint.tensor_file import Reader
 from zerotrain.checkpoint.verify import problems_in
 from zerotrain.errors import CheckpointError, listed
 from zerotrain.files.untrusted import FileName, UntrustedFileError, read_json, shown

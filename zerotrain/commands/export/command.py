@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zerotrain.checkpoint.others.safetensors_out import OutTensor, write_safetensors
+from zerotrain.checkpoint.others.safetensors_and_torch import OutTensor, write_safetensors
 from zerotrain.commands.export import hugging_face, weights
 from zerotrain.commands.export.destination import made, require_apart, require_free
 from zerotrain.commands.export.optimizer import require_optimizer, write_optimizer

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from zerotrain.checkpoint.whole import CheckpointTensors
+from zerotrain.checkpoint.verify import CheckpointTensors
 from zerotrain.commands.export.optimizer import counts_of, param_groups, roles_of, trained
 
 

@@ -11,9 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from zerotrain.checkpoint.folder import LOCK, PartialFolder
-from zerotrain.checkpoint.kept import CHECKPOINTS
-from zerotrain.checkpoint.others.safetensors_out import write_text
+from zerotrain.checkpoint.folder import CHECKPOINTS, LOCK, PartialFolder
+from zerotrain.checkpoint.others.safetensors_and_torch import write_text
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.lock import sync_file, sync_folder
 from zerotrain.files.untrusted import FilePath, UntrustedFileError, read_json

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerotrain.checkpoint.manifest import AVERAGE, WEIGHT, dtype_of
 from zerotrain.checkpoint.tensor_file import chunks
-from zerotrain.checkpoint.whole import CheckpointTensors
+from zerotrain.checkpoint.verify import CheckpointTensors
 from zerotrain.errors import ConfigError
 
 

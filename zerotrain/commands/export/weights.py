@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from zerotrain.checkpoint.others.safetensors_out import OutTensor
-from zerotrain.checkpoint.whole import CheckpointTensors
+from zerotrain.checkpoint.others.safetensors_and_torch import OutTensor
+from zerotrain.checkpoint.verify import CheckpointTensors
 from zerotrain.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

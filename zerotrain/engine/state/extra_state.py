@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from zerotrain.checkpoint.manifest import EXTRA_STATE, dtype_of
-from zerotrain.checkpoint.reading import Reader
-from zerotrain.checkpoint.tensor_file import Entry
+from zerotrain.checkpoint.tensor_file import Entry, Reader
 
 
 def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from zerotrain.checkpoint.kept import CHECKPOINTS, checkpoints_in, named_as_steps
+from zerotrain.checkpoint.folder import CHECKPOINTS, checkpoints_in, named_as_steps
 from zerotrain.config.compose import config_hash
 from zerotrain.config.schema import Config
 from zerotrain.engine.options import dotted

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from omegaconf.errors import OmegaConfBaseException
 
-from zerotrain.checkpoint.kept import CHECKPOINTS, remove_all
+from zerotrain.checkpoint.folder import CHECKPOINTS, remove_all
 from zerotrain.config.compose import config_hash, first_paragraph, from_values, save_config
 from zerotrain.config.schema import Config
 from zerotrain.device.processes import num_cores

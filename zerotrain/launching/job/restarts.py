@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from zerotrain.checkpoint.kept import CHECKPOINTS, newest_first, step_of
+from zerotrain.checkpoint.folder import CHECKPOINTS, newest_first, step_of
 from zerotrain.launching.end.failures import RunError
 from zerotrain.launching.job.job import Job
 from zerotrain.launching.job.resuming import stages_to_come

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zerotrain.checkpoint.kept import CHECKPOINTS, candidates, first_whole, newest_first
+from zerotrain.checkpoint.folder import CHECKPOINTS, candidates, first_whole, newest_first
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.comm.environment import RankEnvironment

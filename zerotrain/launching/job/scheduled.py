@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from zerotrain.checkpoint.kept import CHECKPOINTS, newest_first
+from zerotrain.checkpoint.folder import CHECKPOINTS, newest_first
 from zerotrain.config.compose import slurm_job
 from zerotrain.config.schema import Config
 from zerotrain.files.untrusted import printable

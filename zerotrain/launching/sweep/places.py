@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerotrain.checkpoint.kept import CHECKPOINTS, named_as_steps
+from zerotrain.checkpoint.folder import CHECKPOINTS, named_as_steps
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError
 from zerotrain.files.lock import LOCK_NAME, is_held

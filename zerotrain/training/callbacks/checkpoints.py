@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from zerotrain.checkpoint.kept import (
+from zerotrain.checkpoint.folder import (
     CHECKPOINTS,
     checkpoints_in,
     first_whole,

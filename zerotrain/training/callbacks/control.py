@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from zerotrain.checkpoint.kept import step_name
+from zerotrain.checkpoint.folder import step_name
 from zerotrain.comm.world import World
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.files.lock import whole

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from zerotrain.checkpoint.others.safetensors_out import OutTensor, write_safetensors
+from zerotrain.checkpoint.others.safetensors_and_torch import OutTensor, write_safetensors
 
 
 def of(numel: int) -> OutTensor:

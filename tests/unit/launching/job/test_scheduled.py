@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from zerotrain.checkpoint.kept import CHECKPOINTS
+from zerotrain.checkpoint.folder import CHECKPOINTS
 from zerotrain.config.compose import register_schema, slurm_job
 from zerotrain.config.schema import Config
 from zerotrain.launching.job import scheduled

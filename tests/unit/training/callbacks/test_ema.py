@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.training.callbacks.test_stages import model, sums, trainer_of
-from zerotrain.checkpoint.kept import checkpoints_in
+from zerotrain.checkpoint.folder import checkpoints_in
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training import constant
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy

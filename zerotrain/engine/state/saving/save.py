@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from zerotrain.checkpoint.blocks import hash_of
 from zerotrain.checkpoint.folder import PartialFolder, file_name
-from zerotrain.checkpoint.manifest import BUFFER, EXTRA_STATE, FORMAT, Manifest, head
-from zerotrain.checkpoint.manifest_schema import DTYPES
+from zerotrain.checkpoint.manifest import BUFFER, DTYPES, EXTRA_STATE, FORMAT, Manifest, hash_of, head
 from zerotrain.checkpoint.tensor_file import Entry, TensorFile, chunks
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.groups.hyperparameters import saved_group

@@ -18,7 +18,7 @@ from zerotrain.checkpoint.manifest import (
     parse_manifest,
     read_manifest,
 )
-from zerotrain.checkpoint.reading import Reader
+from zerotrain.checkpoint.tensor_file import Reader
 from zerotrain.checkpoint.verify import problems_in
 from zerotrain.engine.groups.hyperparameters import restore_group, restored, without_objects
 from zerotrain.engine.groups.param_groups import ParamGroups

@@ -25,7 +25,7 @@ from tests.unit.engine.state.sources.weight_files import (
     tensors_of,
     trained_run,
 )
-from zerotrain.checkpoint.kept import step_name
+from zerotrain.checkpoint.folder import step_name
 from zerotrain.comm.world import World
 from zerotrain.errors import CheckpointError
 from zerotrain.testing.fake_wire import run_threads

@@ -25,8 +25,7 @@ from tests.unit.engine.state.sources.weight_files import (
     saved,
     tensors_of,
 )
-from zerotrain.checkpoint.folder import PartialFolder
-from zerotrain.checkpoint.kept import step_name
+from zerotrain.checkpoint.folder import PartialFolder, step_name
 from zerotrain.checkpoint.manifest import pieces_of, read_manifest
 from zerotrain.comm.world import World
 from zerotrain.engine.state.sources import files

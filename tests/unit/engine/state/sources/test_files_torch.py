@@ -38,7 +38,7 @@ from tests.unit.engine.state.sources.weight_files import (
     some_places,
     tensors_of,
 )
-from zerotrain.checkpoint.others import dcp_weights
+from zerotrain.checkpoint.others import dcp as dcp_weights
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.comm.world import World
 from zerotrain.errors import CheckpointError

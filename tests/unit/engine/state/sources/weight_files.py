@@ -14,7 +14,7 @@ from torch import nn
 import zerotrain
 from tests.unit.checkpoint.runs import KINDS, SCALED, Kind, Matrices, build, train
 from tests.unit.engine.parts import alone
-from zerotrain.checkpoint.kept import step_name
+from zerotrain.checkpoint.folder import step_name
 from zerotrain.comm.world import World
 from zerotrain.errors import CheckpointError
 from zerotrain.testing.fake_wire import run_threads

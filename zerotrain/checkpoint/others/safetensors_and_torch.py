@@ -6,21 +6,183 @@ meanwhile ends the process with SIGBUS (torch 2.13, 2026-11-23).
 """
 
 import io
+import json
 import os
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
 from itertools import islice
+from math import prod
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypedDict, cast
 
 import torch
 
-from zerotrain.checkpoint.manifest_schema import is_dense
-from zerotrain.checkpoint.others.open_file import FileRange, OpenFile
-from zerotrain.checkpoint.others.stored_weights import StoredTensor, row_by_row
+from zerotrain.checkpoint.manifest import BlockWriter, is_dense
+from zerotrain.checkpoint.others.stored_weights import FileRange, OpenFile, StoredTensor, row_by_row
+from zerotrain.checkpoint.tensor_file import CHUNK_NBYTES, CODES, chunks, planned
 from zerotrain.errors import CheckpointError, listed
-from zerotrain.files.untrusted import MAX_DEPTH, shown
+from zerotrain.files.untrusted import MAX_DEPTH, Natural, Shape, UntrustedFileError, parse_json, require_kind, shown
+
+# The header of a safetensors file of anybody's: which tensors lie where.
+#
+# Read by hand. The library gives no elements of a tensor by their number, and it maps the file: one that becomes
+# shorter meanwhile ends the process with SIGBUS, and a FIFO in its place is waited for (safetensors 0.8,
+# 2026-11-23). https://huggingface.co/docs/safetensors/index#format
+
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+}  # fmt: skip
+"""By what the format calls them. A file may have tensors of others, which cannot be read."""
+MAX_HEADER_NBYTES = 100_000_000
+"""As in the library."""
+
+
+class _HeaderEntry(TypedDict):
+    dtype: str
+    shape: Shape
+    data_offsets: tuple[Natural, Natural]
+
+
+def safetensors_in(file: OpenFile) -> list[StoredTensor]:
+    """The tensors of a file, in the order of its header.
+
+    Raises:
+        CheckpointError: it is no safetensors file, or was cut off or damaged where its header lies.
+    """
+    begin, nbytes = file.begin, file.nbytes
+    length = int.from_bytes(begin[:8], "little")
+    if len(begin) < 8 or not 2 <= length <= MAX_HEADER_NBYTES or begin[8:9] not in (b"{", b""):
+        raise CheckpointError(
+            f"{file.path} is neither a file of safetensors nor of torch.save ({nbytes} bytes): it has no such header"
+        )
+    if 8 + length > nbytes:
+        raise CheckpointError(
+            f"{file.path} is cut: {nbytes} bytes, and its header says that it has {8 + length} itself"
+        )
+    try:
+        header = parse_json(bytes(file.bytes(8, length)), dict[str, Any])
+        header.pop("__metadata__", None)
+        header = require_kind(header, dict[str, _HeaderEntry])
+    except UntrustedFileError as error:
+        raise CheckpointError(f"{file.path} is no safetensors file, or damaged in its header: {error}") from None
+    _require_places(file.path, header, 8 + length, nbytes)
+    return [_tensor_at(file, name, entry, 8 + length) for name, entry in header.items()]
+
+
+def _require_places(path: Path, header: Mapping[str, Any], data_start: int, nbytes: int) -> None:
+    """Make sure that the tensors fill the file, one after the other, as the format has it."""
+    place = 0
+    for name, entry in sorted(header.items(), key=lambda each: each[1]["data_offsets"]):
+        start, stop = entry["data_offsets"]
+        dtype = DTYPES.get(entry["dtype"])
+        size = max(0, stop - start) if dtype is None else prod(entry["shape"]) * dtype.itemsize
+        if start != place or stop - start != size:
+            raise CheckpointError(f"{path} is damaged: its header gives {name} a place where it cannot be")
+        place = stop
+    if data_start + place != nbytes:
+        what = "cut" if nbytes < data_start + place else "longer than its header says"
+        raise CheckpointError(f"{path} is {what}: {nbytes} bytes, and its header says {data_start + place}")
+
+
+def _tensor_at(file: OpenFile, name: str, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
+    code, shape, place = entry["dtype"], tuple(entry["shape"]), FileRange(file, data_start + entry["data_offsets"][0])
+    return StoredTensor([name], code, DTYPES.get(code), shape, row_by_row(shape), place)
+
+
+# Safetensors files for others: in parts of a size, with an index as Hugging Face has it, one tensor in memory at a
+# time.
+
+
+@dataclass(frozen=True)
+class OutTensor:
+    """One tensor that is to be written."""
+
+    dtype: torch.dtype
+    """As it is written."""
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+    """Called when its turn comes; its values are converted to `dtype`."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(folder: Path, tensors: Mapping[str, OutTensor], *, max_nbytes: int, stem: str = "model") -> int:
+    """Write tensors into one file `STEM.safetensors`, or where they are larger than `max_nbytes` into several
+    `STEM-00001-of-00002.safetensors` with `STEM.safetensors.index.json`; all of it is on the disk at the end.
+
+    Returns:
+        How many files.
+
+    Raises:
+        CheckpointError: the format does not have a dtype.
+        OSError: a file cannot be written.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in CODES:
+            raise CheckpointError(f"{name} is of {tensor.dtype}, which safetensors files do not have")
+    parts = _parts(tensors, max_nbytes)
+    names = [f"{stem}.safetensors"]
+    if len(parts) > 1:
+        names = [f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    for file, part in zip(names, parts, strict=True):
+        _write_file(folder / file, {name: tensors[name] for name in part})
+    if len(parts) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+            "weight_map": {name: file for file, part in zip(names, parts, strict=True) for name in part},
+        }
+        write_text(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+    return len(parts)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a new file, and wait until it is on the disk."""
+    with closing(BlockWriter(path)) as writer:
+        writer.write(memoryview(text.encode()))
+        writer.sync()
+
+
+def _parts(tensors: Mapping[str, OutTensor], max_nbytes: int) -> list[list[str]]:
+    """The names of each file, in order: as many as fit, at least one."""
+    parts: list[list[str]] = [[]]
+    nbytes = 0
+    for name, tensor in tensors.items():
+        if parts[-1] and nbytes + tensor.nbytes > max_nbytes:
+            parts.append([])
+            nbytes = 0
+        parts[-1].append(name)
+        nbytes += tensor.nbytes
+    return parts
+
+
+def _write_file(path: Path, tensors: Mapping[str, OutTensor]) -> None:
+    # Larger elements first, as the library has it: so each tensor is aligned.
+    ordered = sorted(tensors.items(), key=lambda each: -each[1].dtype.itemsize)
+    described = [(name, CODES[each.dtype], each.shape, each.nbytes) for name, each in ordered]
+    head, _ = planned(described, {"format": "pt"})
+    with closing(BlockWriter(path)) as writer:
+        writer.write(memoryview(head))
+        for _, tensor in ordered:
+            if tensor.nbytes:
+                _write_tensor(writer, tensor)
+        writer.sync()
+
+
+def _write_tensor(writer: BlockWriter, tensor: OutTensor) -> None:
+    # A function of its own: its last chunk is memory of the tensor, and would keep it while the next one is read.
+    for part in tensor.read().reshape(-1).split(CHUNK_NBYTES):
+        for chunk in chunks(part.to(tensor.dtype)):
+            writer.write(chunk)
+
 
 _ZIPPED = b"PK\x03\x04"
 _PICKLED = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -42,7 +204,7 @@ def torch_tensors_in(file: OpenFile) -> list[StoredTensor]:
         CheckpointError: torch.save has not written it, it holds other objects than weights, or it is damaged.
     """
     content = loaded_without_numbers(file, 0, file.nbytes)
-    found = [_given(file, parts, tensor) for parts, tensor in _tensors(file.path, content) if parts]
+    found = [_tensor_in_archive(file, parts, tensor) for parts, tensor in _tensors(file.path, content) if parts]
     if not found:
         raise CheckpointError(f"{file.path} holds a {type(content).__name__} without tensors that have names; {_ALONE}")
     return found
@@ -109,7 +271,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
-def _given(file: OpenFile, parts: tuple[str, ...], tensor: torch.Tensor) -> StoredTensor:
+def _tensor_in_archive(file: OpenFile, parts: tuple[str, ...], tensor: torch.Tensor) -> StoredTensor:
     *part, name = parts
     kind, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     if not is_readable(tensor):

@@ -1,0 +1,272 @@
+"""The weights in a folder of torch.distributed.checkpoint, as FSDP2 saves them, of which ranges are read.
+
+torch's own reader unpickles .metadata, and loads each piece whole of which a part is wanted.
+"""
+
+import io
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from zerotrain.checkpoint.manifest import DTYPES, hash_of
+from zerotrain.checkpoint.others.safetensors_and_torch import is_readable, loaded_without_numbers, place_of
+from zerotrain.checkpoint.others.stored_weights import FileRange, OpenFile, StoredTensor, Weights, row_by_row
+from zerotrain.errors import CheckpointError
+from zerotrain.files.untrusted import FileName, Natural, Shape, require_kind
+
+# The tensors in a folder of torch.distributed.checkpoint, by its file .metadata.
+#
+# That file is a pickle, which torch itself reads with pickle.load: whoever wrote it may have any code run. Here it
+# is read into records of our own, tuples, texts, dicts and dtypes, and whatever else it names is refused.
+
+
+METADATA = ".metadata"
+"""The file that makes a folder one of DCP."""
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a part of a tensor."""
+
+
+class DcpPiece(NamedTuple):
+    """A box of a tensor, as one rank has saved it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    byte: int
+    nbytes: int
+    """Bytes in the file that torch.save has written for it."""
+
+
+class DcpTensor(NamedTuple):
+    """A tensor of a folder."""
+
+    keys: tuple[str, ...]
+    """From the outside to it, such as ("model", "blocks.0.weight")."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: list[DcpPiece]
+
+
+def read_metadata(file: OpenFile) -> list[DcpTensor]:
+    """The tensors of a folder.
+
+    Raises:
+        CheckpointError: it is no .metadata of DCP, is damaged, or holds other objects than one does.
+    """
+    unpickler = _Unpickler(io.BytesIO(file.bytes(0, file.nbytes)))
+    try:
+        return list(_tensors(file.path.parent, unpickler.load()))
+    except CheckpointError:
+        raise
+    except Exception:  # whatever a damaged pickle comes to
+        if unpickler.refused:
+            raise CheckpointError(
+                f"{file.path} holds {unpickler.refused}, which no {METADATA} of torch.distributed.checkpoint does, and "
+                "making such an object may run any code"
+            ) from None
+        raise CheckpointError(f"{file.path} is no {METADATA} of torch.distributed.checkpoint, or damaged") from None
+
+
+def _tensors(folder: Path, content: Any) -> Iterator[DcpTensor]:
+    stored = {
+        (index.fqn, tuple(getattr(index, "offset", None) or ())): each for index, each in content.storage_data.items()
+    }
+    keys_of = content.planner_data or {}
+    for name, each in content.state_dict_metadata.items():
+        if not hasattr(each, "chunks"):
+            continue  # a number, a text and the like, as bytes
+        dtype, shape = each.properties.state[0], _numbers(each.size, Shape)
+        boxes = [(_numbers(box.offsets, list[Natural]), _numbers(box.sizes, Shape)) for box in each.chunks]
+        boxes = [box for box in boxes if prod(box[1]) > 0]
+        if not isinstance(dtype, torch.dtype) or not _fills(shape, boxes):
+            raise ValueError
+        pieces = [_piece(folder, stored[name, box[0]], *box) for box in boxes]
+        yield DcpTensor(tuple(map(str, keys_of.get(name, (name,)))), dtype, shape, pieces)
+
+
+def _fills(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether each element of a tensor lies in just one of the boxes: (offsets, sizes)."""
+    near: list[Box] = []
+    for box in sorted(boxes):
+        if any(start + size > length for start, size, length in zip(*box, shape, strict=True)):
+            return False
+        near = [other for other in near if not shape or other[0][0] + other[1][0] > box[0][0]]
+        if any(_overlap(box, other) for other in near):
+            return False
+        near.append(box)
+    return sum(prod(sizes) for _, sizes in boxes) == prod(shape)
+
+
+def _overlap(box: Box, other: Box) -> bool:
+    return all(a < b + m and b < a + n for a, n, b, m in zip(*box, *other, strict=True))
+
+
+def _piece(folder: Path, info: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> DcpPiece:
+    if how := getattr(info, "transform_descriptors", None):
+        raise CheckpointError(
+            f"{folder} was compressed or changed by {', '.join(map(str, how))}, and cannot be read: write it without"
+        )
+    byte, nbytes = info.offset, info.length
+    require_kind([byte, nbytes], list[Natural])
+    return DcpPiece(offsets, sizes, require_kind(info.relative_path, FileName), byte, nbytes)
+
+
+def _numbers(values: Any, kind: Any) -> tuple[int, ...]:
+    return tuple(require_kind(list(values), kind))
+
+
+class _Record:
+    """Stands for an object of any of the classes of DCP."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.state = state
+
+
+_MADE: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): _Record,
+    ("collections", "OrderedDict"): dict,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
+} | dict.fromkeys(
+    (
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+            "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    _Record,
+) | dict.fromkeys(
+    ((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")), _Record
+)  # fmt: skip
+"""The objects made for names in the file: beside dtypes no others."""
+
+
+class _Unpickler(pickle._Unpickler):
+    """The one that is written in Python: that in C takes as many bytes as a number in the file says (LONG_BINPUT)."""
+
+    refused = ""
+    """The first name that is none of those."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        if (module, name) not in _MADE:
+            self.refused = self.refused or f"{module}.{name}"
+            raise pickle.UnpicklingError
+        return _MADE[module, name]
+
+
+CHUNK_NUMEL = 2**17
+"""Held at a time, a few times over, where a piece has a part of each row."""
+
+
+class DcpWeights(Weights):
+    """Weights in one folder. A tensor is assembled from the pieces that ranks have saved."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files: dict[str, OpenFile] = {}
+        self._places: dict[DcpPiece, tuple[FileRange, torch.Tensor]] = {}
+        self._turned: tuple[DcpPiece, torch.Tensor] | None = None
+        """The last piece that had to be read whole, row by row."""
+        with ExitStack() as opened:
+            metadata = OpenFile(path / METADATA)
+            opened.callback(metadata.close)
+            tensors = read_metadata(metadata)
+            self.fingerprint = hash_of(metadata.bytes(0, metadata.nbytes))
+            for piece in (piece for tensor in tensors for piece in tensor.pieces):
+                if piece.file not in self._files:
+                    self._files[piece.file] = OpenFile(path / piece.file)
+                    opened.callback(self._files[piece.file].close)
+                nbytes, told = self._files[piece.file].nbytes, piece.byte + piece.nbytes
+                if told > nbytes:
+                    raise CheckpointError(f"{path / piece.file} is cut: {nbytes} bytes, and {METADATA} says {told}")
+            self._opened = opened.pop_all()
+        self.tensors = [_given(tensor) for tensor in tensors]
+
+    def problems(self, taken: Sequence[StoredTensor], part: int, num_parts: int) -> list[str]:
+        pieces = [(tensor.place, piece) for tensor in taken for piece in tensor.place.pieces]
+        try:
+            for tensor, piece in pieces[part::num_parts]:
+                self._place(tensor, piece)
+        except CheckpointError as error:
+            return [str(error)]
+        return []
+
+    def read(self, tensor: StoredTensor, start: int, target: torch.Tensor) -> None:
+        for piece in tensor.place.pieces:
+            self._read_piece(tensor.place, piece, start, target)
+
+    def _read_piece(self, tensor: DcpTensor, piece: DcpPiece, start: int, target: torch.Tensor) -> None:
+        """Read the requested elements that lie in a piece: runs of neighbours, a single run if rows were not cut."""
+        runs, numel = _runs(tensor.shape, piece)
+        stop = start + target.numel()
+        first = int(torch.searchsorted(runs + numel, start, right=True))
+        last = int(torch.searchsorted(runs, stop))
+        step = max(1, CHUNK_NUMEL // numel)
+        for run in range(first, last, step):
+            begins = runs[run : min(run + step, last)]
+            if len(begins) == 1:
+                begin = int(begins[0])
+                low, high = max(start, begin), min(stop, begin + numel)
+                self._read_box(tensor, piece, run * numel + low - begin, target[low - start : high - start])
+                continue
+            values = torch.empty(len(begins) * numel, dtype=tensor.dtype)
+            self._read_box(tensor, piece, run * numel, values)
+            place = (begins[:, None] + torch.arange(numel) - start).view(-1)
+            here = (place >= 0) & (place < target.numel())
+            target[place[here].to(target.device)] = values[here].to(target)
+
+    def _read_box(self, tensor: DcpTensor, piece: DcpPiece, first: int, target: torch.Tensor) -> None:
+        """Elements of a piece, by their number in it row by row."""
+        (file, byte), saved = self._place(tensor, piece)
+        if saved.is_contiguous():
+            file.read(byte + first * tensor.dtype.itemsize, tensor.dtype, target)
+            return
+        if self._turned is None or self._turned[0] != piece:
+            self._turned = None
+            values = torch.empty(prod(piece.sizes), dtype=tensor.dtype)
+            file.read(byte, tensor.dtype, values)
+            self._turned = piece, values.as_strided(piece.sizes, saved.stride()).contiguous().view(-1)
+        target.copy_(self._turned[1][first : first + target.numel()])
+
+    def _place(self, tensor: DcpTensor, piece: DcpPiece) -> tuple[FileRange, torch.Tensor]:
+        """(place of a piece's first element, the piece as a tensor without numbers)."""
+        if piece not in self._places:
+            file = self._files[piece.file]
+            found = loaded_without_numbers(file, piece.byte, piece.nbytes)
+            is_it = isinstance(found, torch.Tensor) and (tuple(found.shape), found.dtype) == (piece.sizes, tensor.dtype)
+            if not is_it or not is_readable(found):
+                raise CheckpointError(f"{file.path} does not hold the tensor that {METADATA} says: {tensor.keys[-1]}")
+            self._places[piece] = place_of(file, piece.byte, found), found
+        return self._places[piece]
+
+
+def _given(tensor: DcpTensor) -> StoredTensor:
+    *part, name = tensor.keys
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return StoredTensor([name], kind, tensor.dtype, tensor.shape, row_by_row(tensor.shape), tensor, ".".join(part))
+
+
+def _runs(shape: tuple[int, ...], piece: DcpPiece) -> tuple[torch.Tensor, int]:
+    """The first element of each run, by its number in the tensor, and how many elements each has."""
+    cut = max((dim for dim, size in enumerate(piece.sizes) if size < shape[dim]), default=0)
+    stride = row_by_row(shape)
+    begins = torch.tensor([sum(at * step for at, step in zip(piece.offsets, stride, strict=True))])
+    for dim in range(cut):
+        begins = (begins[:, None] + torch.arange(piece.sizes[dim]) * stride[dim]).view(-1)
+    return begins, prod(piece.sizes[cut:])
