@@ -16,9 +16,8 @@ from zerotrain.engine.buckets.places.home import OffloadedHome
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.state.saving.chunks import ChunkReader
 from zerotrain.engine.state.saving.snapshot import Snapshot
-from zerotrain.offload.crossing import Crossing, _Pinned
 from zerotrain.offload.saved import SavedTensors, _Stored
-from zerotrain.offload.tier import HostTier, Tier
+from zerotrain.offload.tier import Crossing, HostTier, Tier, _Pinned
 
 
 @dataclass(frozen=True)

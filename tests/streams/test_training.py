@@ -14,7 +14,7 @@ from tests.streams.stand_in import run_on_streams
 from tests.streams.trainings import ADAMW, build, net, rows, saved_beside, train
 from tests.unit.checkpoint.slow_disk import SlowDisk
 from zerotrain.comm.world import World
-from zerotrain.offload.crossing import Crossing
+from zerotrain.offload.tier import Crossing
 from zerotrain.settings import OffloadConfig
 from zerotrain.testing.fake_wire import run_threads
 

@@ -18,8 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerotrain.device.device import DONE, Event
 from zerotrain.errors import OffloadError
-from zerotrain.offload.tier import Place
-from zerotrain.offload.windows import Windows
+from zerotrain.offload.tier import Place, Windows
 
 MIN_NBYTES = 64 * 2**10
 """Smallest memory that is offloaded: it takes whole pages and two transfers."""

@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.offload.crossing import Crossing
-from zerotrain.offload.tier import Tier
+from zerotrain.offload.tier import Crossing, Tier
 
 OTHERS = "activations"
 """The kind of all memory that nobody has named: what a forward saves, and what is alive for a moment."""

@@ -19,7 +19,7 @@ from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.update.optimizer_step import update_all
 from zerotrain.errors import ConfigError
-from zerotrain.offload.memory import PAGE_NBYTES
+from zerotrain.offload.tier import PAGE_NBYTES
 from zerotrain.planning.live import OTHERS, SCRATCH, LiveMemory
 from zerotrain.planning.optimizer import RehearsedFactory, Seen
 from zerotrain.planning.unreal import Unreal, attention_of, nothing_known

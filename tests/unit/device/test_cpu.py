@@ -6,7 +6,7 @@ import torch
 
 from zerotrain.device.device import DONE, Event
 from zerotrain.device.kinds import Cpu, device_of, mapped_bytes
-from zerotrain.offload.memory import PAGE_NBYTES
+from zerotrain.offload.tier import PAGE_NBYTES
 
 CPU = device_of(torch.device("cpu"))
 

@@ -34,8 +34,7 @@ from tests.unit.checkpoint.runs import (
 )
 from zerotrain import OffloadConfig
 from zerotrain.errors import CheckpointError, ConfigError, OffloadError
-from zerotrain.offload.tier import Window
-from zerotrain.offload.windows import Windows
+from zerotrain.offload.tier import Window, Windows
 from zerotrain.testing.fake_wire import run_threads
 
 TIERS = ("cpu", "disk")

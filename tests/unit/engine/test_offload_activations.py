@@ -21,7 +21,8 @@ import zerotrain
 from tests.unit.engine.parts import SGD, Linears, alone, assert_same, engine_on, inputs, seeded, sum_by_tree, train
 from zerotrain import OffloadConfig
 from zerotrain.errors import ConfigError, OffloadError
-from zerotrain.offload import rates, saved
+from zerotrain.offload import saved
+from zerotrain.offload import tier as rates
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training import start
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.offload.memory import available_nbytes, most_of_process
+from zerotrain.offload.tier import available_nbytes, most_of_process
 
 KB = 1024
 VERSION_2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file 30\nactive_file 20\nanon 1")
@@ -63,6 +63,6 @@ def test_the_limit_of_a_process_is_that_of_its_addresses() -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     assert most_of_process() == (float("inf") if soft == resource.RLIM_INFINITY else soft)
     program = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36)); "
-    program += "from zerotrain.offload.memory import most_of_process; print(most_of_process())"
+    program += "from zerotrain.offload.tier import most_of_process; print(most_of_process())"
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert told.stdout == f"{2**36}\n"

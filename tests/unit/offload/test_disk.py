@@ -10,8 +10,7 @@ import torch
 from tests.unit.offload.test_scratch_file import random_bytes
 from zerotrain.errors import OffloadError
 from zerotrain.offload.disk import PIECE_NBYTES, DiskTier, Gaps
-from zerotrain.offload.memory import PAGE_NBYTES
-from zerotrain.offload.rates import measured
+from zerotrain.offload.tier import PAGE_NBYTES, measured
 
 CPU = torch.device("cpu")
 
@@ -98,7 +97,7 @@ def test_what_is_measured_takes_no_more_room_than_what_is_offloaded(tier: DiskTi
 
 
 def test_a_disk_in_memory_is_said_to_be_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zerotrain.offload.scratch_file.file_system_of", lambda folder: "tmpfs")
+    monkeypatch.setattr("zerotrain.offload.disk.file_system_of", lambda folder: "tmpfs")
     assert DiskTier(CPU, tmp_path, "rank 0").where == f"{tmp_path}, which lies in memory"
-    monkeypatch.setattr("zerotrain.offload.scratch_file.file_system_of", lambda folder: "ext4")
+    monkeypatch.setattr("zerotrain.offload.disk.file_system_of", lambda folder: "ext4")
     assert DiskTier(CPU, tmp_path, "rank 0").where.startswith(f"the disk of {tmp_path} (")

@@ -12,8 +12,8 @@ import torch
 
 from zerotrain.device.kinds import mapped_bytes
 from zerotrain.errors import OffloadError
-from zerotrain.offload.memory import PAGE_NBYTES
-from zerotrain.offload.scratch_file import ScratchFile, file_system_of, lies_in_memory
+from zerotrain.offload.disk import ScratchFile, file_system_of, lies_in_memory
+from zerotrain.offload.tier import PAGE_NBYTES
 
 NBYTES = 8 * PAGE_NBYTES
 

@@ -9,10 +9,7 @@ import torch
 from zerotrain.device.device import DONE, Event
 from zerotrain.errors import OffloadError
 from zerotrain.offload.disk import DiskTier
-from zerotrain.offload.memory import PAGE_NBYTES
-from zerotrain.offload.tier import HostTier
-from zerotrain.offload.transfer import OnThreads
-from zerotrain.offload.windows import Windows
+from zerotrain.offload.tier import PAGE_NBYTES, HostTier, OnThreads, Windows
 
 
 class Noted(Event):

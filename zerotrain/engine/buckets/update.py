@@ -20,7 +20,7 @@ from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.model.ranges import named_range
 from zerotrain.errors import EngineStateError
-from zerotrain.offload.crossing import Crossing
+from zerotrain.offload.tier import Crossing
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout
 

@@ -21,7 +21,7 @@ from zerotrain.device.kinds import device_of
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.precision.policy import precision_named
 from zerotrain.errors import ConfigError
-from zerotrain.offload.memory import available_nbytes, most_of_process
+from zerotrain.offload.tier import available_nbytes, most_of_process
 from zerotrain.run.live_parameters import LiveParameters, watching_parameters
 from zerotrain.run.preflight.room import Ranks, model_sizes, plans_of
 from zerotrain.sharding.plan import STAGES, Plan

@@ -17,8 +17,8 @@ from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, OptimizerFac
 from zerotrain.engine.precision.kept_fp32 import dtypes_of
 from zerotrain.engine.precision.policy import precision_named
 from zerotrain.errors import ConfigError, OffloadError
-from zerotrain.offload.rates import SAMPLE_NBYTES
-from zerotrain.offload.scratch_file import ScratchFile, file_system_of, lies_in_memory
+from zerotrain.offload.disk import ScratchFile, file_system_of, lies_in_memory
+from zerotrain.offload.tier import SAMPLE_NBYTES
 from zerotrain.run.factory import averages_in, build_optimizer_factory
 from zerotrain.sharding.plan import STAGES, Plan, Volume
 from zerotrain.sharding.units import model_parameters

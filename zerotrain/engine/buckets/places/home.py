@@ -12,9 +12,7 @@ import torch
 from zerotrain.device.device import DONE, Event, lies_on_host
 from zerotrain.device.memory import give_back_freed
 from zerotrain.errors import EngineStateError
-from zerotrain.offload.memory import whole_pages
-from zerotrain.offload.tier import Place, Window
-from zerotrain.offload.windows import Windows
+from zerotrain.offload.tier import Place, Window, Windows, whole_pages
 
 ALIGN_NBYTES = 256
 """Between tensors of a place: that of 64 elements of fp32, as in buckets, since kernels choose by it."""

@@ -10,12 +10,9 @@ from zerotrain.comm.world import World
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.places.home import DEVICE, Home, OffloadedHome, Tensors
 from zerotrain.errors import ConfigError
-from zerotrain.offload.crossing import Crossing
 from zerotrain.offload.disk import DiskTier
-from zerotrain.offload.rates import Rates, measured
 from zerotrain.offload.saved import SavedTensors
-from zerotrain.offload.tier import HostTier, Tier
-from zerotrain.offload.windows import Windows
+from zerotrain.offload.tier import Crossing, HostTier, Rates, Tier, Windows, measured
 from zerotrain.settings import OffloadConfig
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.plan import Plan
