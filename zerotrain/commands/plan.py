@@ -11,7 +11,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Sequence
 
 from zerotrain.commands.frame import parser_of
-from zerotrain.sharding.by_size import ITEMSIZE, STATE_PER_PARAMETER, stages_of_size
+from zerotrain.sharding.plan import ITEMSIZE, STATE_PER_PARAMETER, stages_of_size
 
 KINDS = ("parameters", "gradients", "optimizer")
 

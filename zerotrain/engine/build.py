@@ -29,9 +29,7 @@ from zerotrain.engine.state.sources.other_buckets import OtherBuckets, described
 from zerotrain.engine.state.together import wait_for_others
 from zerotrain.errors import ConfigError
 from zerotrain.sharding.bucketing import BucketSpec, cut_buckets
-from zerotrain.sharding.flat_buffer import FlatBuffer
-from zerotrain.sharding.layout import BucketLayout
-from zerotrain.sharding.ownership import assign_owners
+from zerotrain.sharding.layout import BucketLayout, FlatBuffer, assign_owners
 from zerotrain.sharding.units import WalkedModel
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from zerotrain.commands.plan import main
-from zerotrain.sharding.by_size import stages_of_size
+from zerotrain.sharding.plan import stages_of_size
 
 KEPT = {"adam": 8, "adamw": 8, "sgd": 0, "momentum": 4, "adagrad": 4, "adafactor": 0, "muon": 4}
 """Bytes of fp32 state that an optimizer keeps of a parameter."""

@@ -20,8 +20,7 @@ from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.options import EngineOptions
 from zerotrain.settings import EngineConfig, PrecisionConfig, ZeroConfig
 from zerotrain.sharding.bucketing import BucketSpec
-from zerotrain.sharding.flat_buffer import FlatBuffer
-from zerotrain.sharding.layout import BucketLayout
+from zerotrain.sharding.layout import BucketLayout, FlatBuffer
 from zerotrain.sharding.units import ManagedParameter, Unit
 
 CPU = torch.device("cpu")

@@ -2,8 +2,7 @@
 
 import pytest
 
-from zerotrain.sharding.layout import BucketLayout
-from zerotrain.sharding.ownership import assign_owners, cut_fragments, update_cost
+from zerotrain.sharding.layout import BucketLayout, assign_owners, cut_fragments, update_cost
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

@@ -15,8 +15,7 @@ from zerotrain.engine.model.ranges import named_range
 from zerotrain.engine.options import EngineOptions
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
-from zerotrain.sharding.flat_buffer import slot_view
-from zerotrain.sharding.layout import BucketLayout
+from zerotrain.sharding.layout import BucketLayout, slot_view
 
 SEGMENT_NBYTES = 2**18
 """Gradients are moved into the bucket in steps of at least this much: small ones together, a large one alone and

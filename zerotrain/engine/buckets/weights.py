@@ -18,8 +18,7 @@ from zerotrain.engine.model.live_parameter import (
 )
 from zerotrain.engine.model.ranges import named_range
 from zerotrain.sharding.bucketing import BucketSpec
-from zerotrain.sharding.flat_buffer import FlatBuffer
-from zerotrain.sharding.layout import BucketLayout
+from zerotrain.sharding.layout import BucketLayout, FlatBuffer
 from zerotrain.sharding.plan import Plan
 
 _MODULUS = 2**50

@@ -6,7 +6,7 @@ import warnings
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerotrain.engine.buckets.weights import BucketWeights
-from zerotrain.sharding.flat_buffer import FlatBuffer
+from zerotrain.sharding.layout import FlatBuffer
 from zerotrain.sharding.plan import Plan
 
 

@@ -13,7 +13,7 @@ import torch
 from zerotrain.checkpoint.manifest import AVERAGE, WEIGHT
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
-from zerotrain.sharding.flat_buffer import slot_view
+from zerotrain.sharding.layout import slot_view
 from zerotrain.sharding.units import ManagedParameter
 
 GRADIENT = "gradient of the step"

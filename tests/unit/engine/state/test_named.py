@@ -17,7 +17,7 @@ from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.state.fill import fill_state
 from zerotrain.engine.state.named import GRADIENT, NamedPiece, capture, full_weights, pieces, roles
 from zerotrain.engine.state.source import Keeps, KeptTensor, Source
-from zerotrain.sharding.flat_buffer import slot_view
+from zerotrain.sharding.layout import slot_view
 from zerotrain.sharding.units import ManagedParameter
 from zerotrain.testing.fake_wire import run_threads
 

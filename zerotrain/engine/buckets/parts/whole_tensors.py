@@ -14,8 +14,7 @@ import torch
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import Exchange, Scratch, ScratchPool
 from zerotrain.engine.model.ranges import named_range
-from zerotrain.sharding.layout import ALIGN_NUMEL, BucketLayout, round_up
-from zerotrain.sharding.ownership import Fragment, cut_fragments
+from zerotrain.sharding.layout import ALIGN_NUMEL, BucketLayout, Fragment, cut_fragments, round_up
 
 Updates = list[tuple[torch.Tensor, torch.Tensor]]
 """(what an optimizer holds as its parameter, its gradient)"""

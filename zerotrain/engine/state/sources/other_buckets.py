@@ -27,8 +27,7 @@ from zerotrain.engine.state.named import (
 )
 from zerotrain.engine.state.source import Keeps, KeptOnce, KeptTensor, Source
 from zerotrain.errors import EngineStateError
-from zerotrain.sharding.flat_buffer import slot_view
-from zerotrain.sharding.layout import Slot
+from zerotrain.sharding.layout import Slot, slot_view
 from zerotrain.sharding.plan import Plan
 from zerotrain.sharding.units import ManagedParameter
 

@@ -14,7 +14,7 @@ from zerotrain.engine.state.named import NamedPiece
 from zerotrain.engine.state.source import Source
 from zerotrain.engine.state.together import LEFT, on_all
 from zerotrain.errors import ConfigError, EngineStateError, ZeroTrainError, listed
-from zerotrain.sharding.flat_buffer import slot_view
+from zerotrain.sharding.layout import slot_view
 
 
 class StateDict(Source):
