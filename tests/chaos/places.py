@@ -138,7 +138,7 @@ def _watch_training(striker: Striker) -> None:
 
     from zerotrain.engine.update import optimizer_step
     from zerotrain.launching.end.presence import Presence
-    from zerotrain.models.mlp import HiddenLayer
+    from zerotrain.models.gpt import HiddenLayer
     from zerotrain.run import factory
 
     def begin(_: Any, step: int) -> None:

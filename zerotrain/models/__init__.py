@@ -4,8 +4,7 @@ A model is an `nn.Module` with `forward(ids, labels)` -> mean loss and `forward(
 children of one `nn.ModuleList` and its modules are defined in the order in which forward uses them.
 """
 
-from zerotrain.models.gpt import GPT
+from zerotrain.models.gpt import GPT, MLP
 from zerotrain.models.huggingface import HuggingFaceModel
-from zerotrain.models.mlp import MLP
 
 __all__ = ["GPT", "MLP", "HuggingFaceModel"]

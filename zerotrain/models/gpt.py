@@ -1,13 +1,175 @@
 """GPT: a decoder-only transformer in the shape of GPT-2."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
-from zerotrain.models.arguments import require_at_least, require_fraction
-from zerotrain.models.loss import MeanCrossEntropy, chunked, with_whole_multiple
+# Errors of models about wrong arguments: one sentence with the field, its value and the allowed ones.
+
+
+def require_at_least(minimum: int, **arguments: int) -> None:
+    """Check that each argument is a whole number of at least `minimum`; a ValueError names the first that is not."""
+    for name, value in arguments.items():
+        if not isinstance(value, int):
+            raise ValueError(f"model.{name}={value} is no whole number; it must be one, at least {minimum}")
+        if value < minimum:
+            raise ValueError(f"model.{name}={value} is too small; it must be at least {minimum}")
+
+
+def require_fraction(**arguments: float) -> None:
+    """Check that each argument is in [0, 1); a ValueError names the first that is not."""
+    for name, value in arguments.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"model.{name}={value} is out of range; it must be at least 0 and below 1")
+
+
+def require_names(**arguments: Any) -> None:
+    """Check that each argument is a list of names or patterns; a ValueError names the first that is not. A string
+    would be taken for a list of its letters."""
+    for name, value in arguments.items():
+        if isinstance(value, str) or not all(isinstance(each, str) for each in value):
+            raise ValueError(f"model.{name}={value} is no list of names; give one such as model.{name}=[{value}]")
+
+
+# The loss all language models here share.
+
+
+IGNORED_LABEL = -100
+"""Positions with this label count neither in the loss nor in the number of tokens."""
+
+
+def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
+    """Mean cross entropy in nats over the labels that are not ignored, computed in fp32.
+
+    Args:
+        logits: (B, T, vocab_size), of any floating dtype.
+        labels: (B, T) int64, the token that follows each position, or `IGNORED_LABEL`.
+        count: 0-dim, what the sum is divided by; None: the number of those labels.
+
+    Returns:
+        0-dim fp32 tensor. Zero where every label is ignored; torch's own mean is nan there.
+    """
+    total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    return total / (num_counted(labels) if count is None else count)
+
+
+def num_counted(labels: torch.Tensor) -> torch.Tensor:
+    """0-dim: how many labels are not ignored, at least 1."""
+    return (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def with_whole_multiple(weight: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight and the bias of a head that computes a multiple of so many logits: GPUs multiply matrices faster whose
+    sides are multiples of 64, and GPT-2 has 50,257 tokens.
+
+    Args:
+        weight: (vocab_size, hidden_size).
+
+    Returns:
+        `weight` with further rows of zeros, a copy for each forward, and a bias that is 0 for each token and minus
+        infinity beyond: the logits there take no part in a softmax, and get no gradient. `weight` itself and None where
+        nothing is missing.
+    """
+    vocab_size = weight.shape[0]
+    if not (missing := -vocab_size % multiple):
+        return weight, None
+    return F.pad(weight, (0, 0, 0, missing)), F.pad(weight.new_zeros(vocab_size), (0, missing), value=-math.inf)
+
+
+class MeanCrossEntropy(nn.modules.loss._Loss):
+    """`mean_cross_entropy` as a module, as torch's own losses are: an engine that compiles, compiles them too."""
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
+        """See `mean_cross_entropy`."""
+        return mean_cross_entropy(logits, labels, count)
+
+
+def chunked(
+    loss: MeanCrossEntropy,
+    num_chunks: int,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+) -> torch.Tensor:
+    """`loss` of the logits `hidden @ weight.T + bias`, of which there is one chunk of the positions at a time.
+
+    The forward computes the gradients too, so that the backward needs no logits. The gradients of the weight are added
+    by chunk, in fp32: they have other bits than without chunks.
+
+    Args:
+        hidden: (B, T, hidden_size).
+        weight: (vocab_size, hidden_size).
+        bias: (vocab_size,), without a gradient.
+        labels: (B, T) int64.
+    """
+    wanted = [each.requires_grad and torch.is_grad_enabled() for each in (hidden, weight)]
+    total: torch.Tensor = _TotalByChunks.apply(hidden, weight, bias, labels, loss, num_chunks, wanted)
+    return total / num_counted(labels)
+
+
+_MANY = 1024
+"""Positions whose gradients add up to numbers that fp16 can hold."""
+
+
+class _TotalByChunks(torch.autograd.Function):
+    """The sum over all labels.
+
+    Its gradients are computed before anybody can scale them for fp16. So they are not those of a mean, which may
+    vanish; and a chunk's are divided by a power of two, so that they do not overflow where many positions agree.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        loss: MeanCrossEntropy,
+        num_chunks: int,
+        wanted: list[bool],
+    ) -> torch.Tensor:
+        total, num_rows = torch.zeros((), device=hidden.device), -(-labels.numel() // num_chunks)
+        ctx.divisor = 2.0 ** (num_rows // _MANY).bit_length()
+        divisor = torch.full_like(total, ctx.divisor)  # no copy that a GPU would be waited for
+        of_hidden = torch.empty_like(hidden).flatten(0, 1) if wanted[0] else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        leaf = weight.detach().requires_grad_(wanted[1])
+        begin = 0
+        for rows, targets in zip(
+            hidden.detach().flatten(0, 1).chunk(num_chunks), labels.flatten().chunk(num_chunks), strict=True
+        ):
+            rows.requires_grad_(wanted[0])
+            with torch.set_grad_enabled(any(wanted)):
+                part = loss(F.linear(rows, leaf, bias)[None], targets[None], divisor)
+            total += part.detach()
+            inputs = [each for each in (rows, leaf) if each.requires_grad]
+            gradients = [*torch.autograd.grad(part, inputs)] if inputs else []
+            if of_weight is not None:
+                of_weight += gradients.pop()
+            if of_hidden is not None:
+                of_hidden[begin : begin + len(rows)] = gradients.pop()
+            begin += len(rows)
+        ctx.save_for_backward(None if of_hidden is None else of_hidden.view_as(hidden), of_weight)
+        ctx.dtype = weight.dtype
+        return total * ctx.divisor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_hidden, of_weight = ctx.saved_tensors
+        factor = factor * ctx.divisor
+        if of_hidden is not None:
+            of_hidden = (of_hidden.float() * factor).to(of_hidden.dtype)  # else the factor would be rounded to 16 bits
+        if of_weight is not None:
+            of_weight = (of_weight * factor).to(ctx.dtype)
+        return of_hidden, of_weight, None, None, None, None, None
+
 
 INIT_STD = 0.02
 
@@ -171,3 +333,72 @@ def _nearest_divisor(number: int, wanted: int) -> int:
     """The divisor of `number` nearest to `wanted`, the larger of two equally near."""
     divisors = [candidate for candidate in range(number, 0, -1) if number % candidate == 0]
     return min(divisors, key=lambda divisor: abs(divisor - wanted))
+
+
+# MLP: a neural n-gram language model, the smallest model that learns text.
+
+
+class MLP(nn.Module):
+    """Predicts the next token from the last `context` tokens (Bengio et al. 2003), with residual hidden layers.
+
+    Args:
+        vocab_size: tokens the model knows.
+        context: tokens a prediction sees, its own position included.
+        hidden_size: width of the token embedding and of the hidden layers.
+        num_layers: hidden layers.
+
+    Raises:
+        ValueError: an argument is below 1.
+    """
+
+    next_token_labels = True
+    """labels[t] is the token after ids[t]; data whose labels equal its ids is refused."""
+
+    def __init__(self, *, vocab_size: int, context: int, hidden_size: int, num_layers: int) -> None:
+        super().__init__()
+        require_at_least(1, vocab_size=vocab_size, context=context, hidden_size=hidden_size, num_layers=num_layers)
+        self.vocab_size, self.context = vocab_size, context
+        self.wte = nn.Embedding(vocab_size, hidden_size)
+        self.in_proj = nn.Linear(context * hidden_size, hidden_size)
+        self.blocks = nn.ModuleList(HiddenLayer(hidden_size) for _ in range(num_layers))
+        self.ln_f = nn.LayerNorm(hidden_size)
+        self.head = nn.Linear(hidden_size, vocab_size)
+        self.loss = MeanCrossEntropy()
+        # Counted here, while every parameter is whole: an engine may keep only a shard of each later.
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
+
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor | None = None, *, with_outputs: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Compute the loss, or the logits where no labels are given.
+
+        Args:
+            ids: (B, T) int64 tokens; before the first one the model sees zeros.
+            labels: (B, T) int64, labels[:, t] the token after ids[:, t], or -100 where there is none to learn.
+            with_outputs: give the logits beside the loss, detached.
+
+        Returns:
+            The mean cross entropy over the labels (0-dim, fp32), or the logits (B, T, vocab_size), or (loss, logits).
+        """
+        embedded = F.pad(self.wte(ids), (0, 0, self.context - 1, 0))  # (B, context - 1 + T, hidden_size)
+        windows = embedded.unfold(1, self.context, 1).flatten(2)  # (B, T, hidden_size x context)
+        hidden = self.in_proj(windows)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.ln_f(hidden))
+        if labels is None:
+            return logits
+        loss: torch.Tensor = self.loss(logits, labels)
+        return (loss, logits.detach()) if with_outputs else loss
+
+
+class HiddenLayer(nn.Module):
+    """One residual layer: x + Linear(GELU(LayerNorm(x))), (..., hidden_size) in and out."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.ln = nn.LayerNorm(hidden_size)
+        self.linear = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.linear(F.gelu(self.ln(hidden)))

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerotrain.models import GPT
-from zerotrain.models.loss import MeanCrossEntropy, chunked
+from zerotrain.models.gpt import MeanCrossEntropy, chunked
 
 SMALL = {"vocab_size": 256, "max_seq_len": 32, "num_layers": 2, "num_heads": 4, "hidden_size": 64}
 

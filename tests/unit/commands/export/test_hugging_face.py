@@ -24,7 +24,7 @@ from tests.unit.data.tokenizers_made import END, saved  # noqa: E402
 from zerotrain.commands import evaluate, generate  # noqa: E402
 from zerotrain.config.compose import from_values  # noqa: E402
 from zerotrain.models import HuggingFaceModel  # noqa: E402
-from zerotrain.models.loss import mean_cross_entropy  # noqa: E402
+from zerotrain.models.gpt import mean_cross_entropy  # noqa: E402
 from zerotrain.testing.fake_wire import run_threads  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[4]
