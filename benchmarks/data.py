@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from benchmarks import data_prepare
-from zerotrain.data.store.shards import Shard
-from zerotrain.data.store.store import TokenStore
-from zerotrain.data.store.windows import TokenWindows, whole
+from zerotrain.data.store import Shard, TokenStore
+from zerotrain.data.windows import TokenWindows, whole
 
 VOCAB_SIZE = 50257
 PIECE_NBYTES = 1 << 26

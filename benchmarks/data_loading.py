@@ -15,8 +15,8 @@ from multiprocessing.queues import SimpleQueue
 import numpy as np
 import torch
 
-from zerotrain.data.reading.batches import GlobalBatchSampler
-from zerotrain.data.reading.loader import StepLoader
+from zerotrain.data.batches import GlobalBatchSampler
+from zerotrain.data.loader import StepLoader
 
 SIZES = (10**6, 10**8, 10**10)
 SORTED_SIZES = (10**6, 10**7)

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from zerotrain.data.files.sources import find_sources
-from zerotrain.data.preparing.prepared import prepared_in, recipe_of
+from zerotrain.data.prepare import prepared_in, recipe_of
+from zerotrain.data.text_files import find_sources
 
 END = "<|endoftext|>"
 PART_NUM_CHARACTERS = 4000

@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from zerotrain.data.preparing import lock, prepare, writer
-from zerotrain.data.preparing.prepared import prepared, prepared_in, recipe_of
+from zerotrain.data import prepare
+from zerotrain.data import prepare as lock
+from zerotrain.data import prepare as writer
+from zerotrain.data.prepare import prepared, prepared_in, recipe_of
 
 
 def cut_small() -> None:

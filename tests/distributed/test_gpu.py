@@ -26,7 +26,7 @@ from zerotrain.comm import collectives as process_groups
 from zerotrain.comm.world import Shards, choose_device
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.data import GlobalBatchSampler, SyntheticTokens
-from zerotrain.data.reading.loader import StepLoader
+from zerotrain.data.loader import StepLoader
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.update import scaled
 from zerotrain.testing import run_ranks

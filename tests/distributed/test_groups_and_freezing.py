@@ -14,7 +14,7 @@ from rich.console import Console
 import zerotrain
 from zerotrain.config.schema import Config, PrecisionGroup, TrainConfig, ZeroGroup
 from zerotrain.data import SyntheticTokens
-from zerotrain.data.reading.batches import GlobalBatchSampler
+from zerotrain.data.batches import GlobalBatchSampler
 from zerotrain.models import GPT
 from zerotrain.run.factory import build_engine_of
 from zerotrain.run.trained import frozen_steps

@@ -55,7 +55,7 @@ def prepare(data: dict[str, Any], out: Path | None) -> str:
     Raises:
         ConfigError: a setting is wrong, the text cannot be read, or there is no room for it.
     """
-    from zerotrain.data.preparing.prepared import prepared, prepared_in, recipe_of  # imports torch
+    from zerotrain.data.prepare import prepared, prepared_in, recipe_of  # imports torch
 
     try:
         recipe, cache = recipe_of(

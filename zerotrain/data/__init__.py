@@ -10,11 +10,9 @@ two attributes. Three more make it better served:
   how it begins, and `end_of_text`, a token, where it stops.
 """
 
+from zerotrain.data.batches import GlobalBatchSampler
+from zerotrain.data.datasets import SyntheticTokens, TextDataset, TokenFiles
 from zerotrain.data.huggingface import HuggingFaceDataset
 from zerotrain.data.mix import Mix
-from zerotrain.data.reading.batches import GlobalBatchSampler
-from zerotrain.data.synthetic import SyntheticTokens
-from zerotrain.data.text import TextDataset
-from zerotrain.data.tokens import TokenFiles
 
 __all__ = ["GlobalBatchSampler", "HuggingFaceDataset", "Mix", "SyntheticTokens", "TextDataset", "TokenFiles"]

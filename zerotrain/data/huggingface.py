@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from zerotrain.data.preparing.document_end import DocumentEnd
-from zerotrain.data.preparing.tokenizer import TextTokenizer
-from zerotrain.data.reading.batches import IGNORED_LABEL
+from zerotrain.data.batches import IGNORED_LABEL
+from zerotrain.data.tokenizer import DocumentEnd, TextTokenizer
 from zerotrain.files.terminal import package
 from zerotrain.files.untrusted import printable
 

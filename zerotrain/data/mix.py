@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
-from zerotrain.data.reading.fetch import draws
-from zerotrain.data.reading.fingerprint import Fingerprint, fingerprint_of, within
-from zerotrain.data.reading.order import rows_at
+from zerotrain.data.batches import rows_at
+from zerotrain.data.fetch import Fingerprint, draws, fingerprint_of, within
 
 MAX_PERIOD = 100_000
 """Rows after which a pattern begins anew, at most."""
@@ -63,7 +62,7 @@ class Mix:
                 setattr(self, name, getattr(first, name))
 
     def fingerprint(self, like: Mapping[str, Any] | None = None) -> Fingerprint:
-        """The fingerprints of all sources, see `zerotrain.data.reading.fingerprint`."""
+        """The fingerprints of all sources, see `zerotrain.data.fetch`."""
         likes = {name: within(like or {}, f"{name}.") for name in self.sources}
         of_each = {name: fingerprint_of(data, like=likes[name]) for name, data in self.sources.items()}
         return {f"{name}.{what}": value for name, known in of_each.items() for what, value in known.items()}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zerotrain.config.schema import Config
-from zerotrain.data.reading.items import first_batches
+from zerotrain.data.items import first_batches
 from zerotrain.device.kinds import device_of
 from zerotrain.device.memory import KEPT_NBYTES, own_nbytes
 from zerotrain.device.processes import beside, num_cores, one_thread

@@ -12,7 +12,7 @@ from torch import nn
 
 from zerotrain.comm.world import Shards, World
 from zerotrain.config.schema import Config
-from zerotrain.data.reading.inputs import as_inputs, with_tensors
+from zerotrain.data.fetch import as_inputs, with_tensors
 from zerotrain.device.kinds import rehearsing
 from zerotrain.engine.buckets.places.homes import OPTIMIZER_WINDOWS, Homes
 from zerotrain.engine.engine import ZeroEngine

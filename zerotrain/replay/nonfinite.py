@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerotrain.data.reading.inputs import with_tensors
+from zerotrain.data.fetch import with_tensors
 
 
 class FirstNonFinite:

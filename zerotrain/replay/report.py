@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from zerotrain.data.batches import RowsToRead
+from zerotrain.data.fetch import ids_of, with_tensors
 from zerotrain.data.mix import MixedRows
-from zerotrain.data.reading.batches import RowsToRead
-from zerotrain.data.reading.inputs import ids_of, with_tensors
-from zerotrain.data.store.windows import TokenWindows
+from zerotrain.data.windows import TokenWindows
 from zerotrain.device.memory import give_back_freed
 from zerotrain.files.untrusted import printable
 from zerotrain.replay.nonfinite import FirstNonFinite, outlined

@@ -21,7 +21,7 @@ from zerotrain.config.checks import SETS, takes
 from zerotrain.config.compose import first_paragraph, noted
 from zerotrain.config.schema import VALIDATION_FRACTION, Config, Rhythm, TrainConfig
 from zerotrain.config.words import unresolved, words_of_config
-from zerotrain.data.reading.fetch import fetch_rows, seeded
+from zerotrain.data.fetch import fetch_rows, seeded
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.errors import ConfigError

@@ -49,7 +49,7 @@ class OfRun:
     form: str | None = None
     """Form to which the weights were exported, see `zerotrain.run.exported`; None: they were not."""
     data_fingerprint: Mapping[str, Any] | None
-    """Fingerprint of the run's data, see `zerotrain.data.reading.fingerprint`; None if unknown."""
+    """Fingerprint of the run's data, see `zerotrain.data.fetch`; None if unknown."""
     tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]
     """Gives parameters, under their first name if tied, and buffers, one at a time; raises CheckpointError where they
     are not what was written."""

@@ -8,8 +8,8 @@ from typing import Any, TypedDict
 
 import torch
 
-from zerotrain.data.preparing.prepare import NUM_BYTE_VALUES
-from zerotrain.data.preparing.tokenizer import TextTokenizer
+from zerotrain.data.prepare import NUM_BYTE_VALUES
+from zerotrain.data.tokenizer import TextTokenizer
 from zerotrain.device.kinds import num_gpus
 from zerotrain.errors import ConfigError
 from zerotrain.files.kept_out import MAX_NBYTES, refusal, require_no_kernels

@@ -6,12 +6,20 @@ from typing import Any
 import torch
 
 from zerotrain.comm.world import World
-from zerotrain.data.reading.batches import GlobalBatchSampler, RowsToRead
-from zerotrain.data.reading.device_copies import DeviceCopies
-from zerotrain.data.reading.fetch import Collate, in_time, may_be_read_beside
-from zerotrain.data.reading.fingerprint import Fingerprint, fingerprint_of
-from zerotrain.data.reading.inputs import AUTO, as_inputs, num_tokens_of, tokens_known, weighing_of
-from zerotrain.data.reading.loader import StepLoader, reader_of
+from zerotrain.data.batches import GlobalBatchSampler, RowsToRead
+from zerotrain.data.fetch import (
+    AUTO,
+    Collate,
+    Fingerprint,
+    as_inputs,
+    fingerprint_of,
+    in_time,
+    may_be_read_beside,
+    num_tokens_of,
+    tokens_known,
+    weighing_of,
+)
+from zerotrain.data.loader import DeviceCopies, StepLoader, reader_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError
 from zerotrain.training.sameness.same_data import require_same_data

@@ -8,8 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from zerotrain.comm.world import World
-from zerotrain.data.reading.fetch import Collate
-from zerotrain.data.reading.inputs import AUTO
+from zerotrain.data.fetch import AUTO, Collate
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.training.callback import Callback
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
@@ -70,7 +69,7 @@ class TrainerSettings:
     loss_over: str = AUTO
     """What the loss of a micro-batch is the mean over, and so what it weighs in a step; see `TrainConfig`."""
     data_checked: Mapping[str, Any] | None = None
-    """Fingerprint of the data when it was checked, see `zerotrain.data.reading.fingerprint`; None if it was not."""
+    """Fingerprint of the data when it was checked, see `zerotrain.data.fetch`; None if it was not."""
     data_state: Mapping[str, Any] | None = None
     """The run's position in the data: {rows_consumed, seed, order_version, fingerprint}. The run goes on at the given
     position, with whatever ranks and batch size; None: behind `first_step` batches of this size. After each step it is

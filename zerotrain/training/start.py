@@ -7,8 +7,8 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from zerotrain.data.reading.batches import GlobalBatchSampler
-from zerotrain.data.reading.inputs import tokens_known
+from zerotrain.data.batches import GlobalBatchSampler
+from zerotrain.data.fetch import tokens_known
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.training.callback import Callback, Run

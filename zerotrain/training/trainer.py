@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from zerotrain.data.reading.fetch import RowError, RowPlace, StopTimeoutError
+from zerotrain.data.fetch import RowError, RowPlace, StopTimeoutError
 from zerotrain.device.kinds import reading
 from zerotrain.errors import CommError, ConfigError
 from zerotrain.files.untrusted import printable

@@ -16,14 +16,12 @@ import zstandard
 
 from tests.attack.fuzz.common import require_printable
 from tests.unit.data.tokenizers_made import saved
-from zerotrain.data.files.text_files import read_pieces
-from zerotrain.data.files.text_kinds import require_no_dataset, require_text
-from zerotrain.data.preparing.cache import kept_store, sealed_recipe
-from zerotrain.data.preparing.tokenizer import TextTokenizer
-from zerotrain.data.preparing.writer import StoreWriter
-from zerotrain.data.store import scan
-from zerotrain.data.store.formats import open_files
-from zerotrain.data.store.store import TokenStore, write_index
+from zerotrain.data import windows as scan
+from zerotrain.data.formats import open_files
+from zerotrain.data.prepare import StoreWriter, kept_store, sealed_recipe
+from zerotrain.data.store import TokenStore, write_index
+from zerotrain.data.text_files import read_pieces, require_no_dataset, require_text
+from zerotrain.data.tokenizer import TextTokenizer
 
 
 def make_store(folder: Path) -> None:

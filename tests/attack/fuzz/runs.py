@@ -19,8 +19,8 @@ from zerotrain.commands.export import destination
 from zerotrain.commands.replay import BUILT
 from zerotrain.config.compose import save_config
 from zerotrain.config.schema import CheckpointConfig, Config, ZeroGroup
-from zerotrain.data.files import sources
-from zerotrain.data.preparing import lock as prepare_lock
+from zerotrain.data import prepare as prepare_lock
+from zerotrain.data import text_files as sources
 from zerotrain.engine.state.saving.writing import Writing
 from zerotrain.files import kept_out as remote_code
 from zerotrain.files.lock import holder

@@ -10,8 +10,8 @@ import torch
 
 from tests.unit.data.tokenizers_made import END, saved
 from zerotrain.data import HuggingFaceDataset
-from zerotrain.data.preparing.tokenizer import TextTokenizer
-from zerotrain.data.reading.items import first_batches, require_next_tokens, require_taken
+from zerotrain.data.items import first_batches, require_next_tokens, require_taken
+from zerotrain.data.tokenizer import TextTokenizer
 from zerotrain.models import GPT
 
 ROWS = [

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from zerotrain.data import TextDataset
-from zerotrain.data.preparing import prepared as prepared_module
+from zerotrain.data import prepare as prepared_module
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
 

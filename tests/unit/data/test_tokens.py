@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from zerotrain.data import TokenFiles
-from zerotrain.data.store.formats import open_files
-from zerotrain.data.store.store import write_index
+from zerotrain.data.formats import open_files
+from zerotrain.data.store import write_index
 
 VOCAB_SIZE = 50257
 
@@ -421,8 +421,8 @@ def test_a_token_beyond_the_vocabulary_is_refused_with_its_place(tmp_path):
 @pytest.mark.parametrize("dtype", ["<u4", "<i4"])
 def test_of_several_unknown_tokens_the_first_is_told(dtype, tmp_path, monkeypatch):
     """However they lie in the pieces that are looked at."""
-    monkeypatch.setattr("zerotrain.data.store.scan._READ_TOKENS", 10)
-    monkeypatch.setattr("zerotrain.data.store.scan.PIECE_TOKENS", 40)
+    monkeypatch.setattr("zerotrain.data.windows._READ_TOKENS", 10)
+    monkeypatch.setattr("zerotrain.data.windows.PIECE_TOKENS", 40)
     unknown = 60_000 if dtype == "<u4" else -3
     tokens = np.arange(900, dtype=dtype)
     tokens[[105, 108, 115, 185, 300]] = unknown
@@ -434,7 +434,7 @@ def test_of_several_unknown_tokens_the_first_is_told(dtype, tmp_path, monkeypatc
 @pytest.mark.case("data: Files of tokens", "A token beyond the vocabulary, anywhere")
 def test_what_is_found_in_a_file_is_kept_and_found_anew_when_it_changes(tmp_path, cache_folder, monkeypatch, capsys):
     read = []
-    monkeypatch.setattr("zerotrain.data.store.scan._extremes_of_piece", counting(read))
+    monkeypatch.setattr("zerotrain.data.windows._extremes_of_piece", counting(read))
     path = Path(write_tokens(tmp_path / "a.bin", 1000))
     for _ in range(2):
         token_files(path)
@@ -474,7 +474,7 @@ def test_what_is_found_in_a_file_does_not_count_for_another_of_the_same_size_and
 
 
 def counting(read: list):
-    from zerotrain.data.store.scan import _extremes_of_piece
+    from zerotrain.data.windows import _extremes_of_piece
 
     def count(store, start):
         read.append(start)
@@ -484,7 +484,7 @@ def counting(read: list):
 
 
 def test_a_long_look_at_the_files_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("zerotrain.data.store.scan._SAY_AFTER_S", 0.0)
+    monkeypatch.setattr("zerotrain.data.windows._SAY_AFTER_S", 0.0)
     token_files(write_tokens(tmp_path / "a.bin", 1000))
     assert "a.bin: looks once for tokens beyond the vocabulary, 0.0 of 0.0 GB" in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from zerotrain.commands import replay
 from zerotrain.config.schema import Config
-from zerotrain.data.reading import fingerprint
+from zerotrain.data import fetch as fingerprint
 from zerotrain.run import factory
 
 POISONED, MISLABELLED, HUGE = 17, 23, 29

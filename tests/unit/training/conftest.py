@@ -11,7 +11,7 @@ from rich.console import Console
 import zerotrain
 from zerotrain.comm.world import World
 from zerotrain.data import SyntheticTokens
-from zerotrain.data.reading import fingerprint
+from zerotrain.data import fetch as fingerprint
 from zerotrain.models import GPT
 from zerotrain.training import Trainer, constant
 

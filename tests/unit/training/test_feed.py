@@ -13,9 +13,7 @@ from torch.utils.data import Dataset
 import zerotrain
 from zerotrain import ConfigError
 from zerotrain.comm.world import World
-from zerotrain.data.reading.fetch import RowError
-from zerotrain.data.reading.fingerprint import fingerprint_of
-from zerotrain.data.reading.inputs import num_tokens_of
+from zerotrain.data.fetch import RowError, fingerprint_of, num_tokens_of
 from zerotrain.models import GPT
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training.sameness.same_data import require_same_data

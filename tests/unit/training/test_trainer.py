@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from zerotrain import PrecisionConfig, TrainingError, build_engine
 from zerotrain.data import GlobalBatchSampler, SyntheticTokens, TextDataset
-from zerotrain.data.reading.fetch import RowError
+from zerotrain.data.fetch import RowError
 from zerotrain.models import GPT
 from zerotrain.training import Callback, warmup_cosine
 from zerotrain.training.callbacks import stop

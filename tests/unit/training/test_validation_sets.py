@@ -13,7 +13,7 @@ from tests.unit.run.test_factory import ADAMW, GPT
 from zerotrain.config.checks import class_problems, value_problems
 from zerotrain.config.schema import Config
 from zerotrain.data import GlobalBatchSampler, Mix, SyntheticTokens
-from zerotrain.data.reading.fingerprint import fingerprint_of
+from zerotrain.data.fetch import fingerprint_of
 from zerotrain.errors import ConfigError
 from zerotrain.run import factory
 from zerotrain.run.preflight import check as preflight

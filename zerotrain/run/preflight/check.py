@@ -17,8 +17,7 @@ from zerotrain.config.checks import HYDRA_KEYS
 from zerotrain.config.compose import first_paragraph
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.config.words import in_words_of_config, word, words_of_config
-from zerotrain.data.reading.fetch import RowError
-from zerotrain.data.reading.fingerprint import Fingerprint, fingerprint_of
+from zerotrain.data.fetch import Fingerprint, RowError, fingerprint_of
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.places.homes import NOT_ON_HOST
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole

@@ -14,17 +14,18 @@ from torch import nn
 
 from zerotrain.config.checks import SETS as SETS_OF
 from zerotrain.config.schema import Config, SweepConfig
-from zerotrain.data.reading.fetch import fetch_rows, seeded
-from zerotrain.data.reading.inputs import (
+from zerotrain.data.fetch import (
     AUTO,
     LOSS_COUNT,
     MODEL,
     WEIGHTS,
     WITH_OUTPUTS,
     as_inputs,
+    fetch_rows,
     ids_of,
     names_in,
     num_labels,
+    seeded,
     target_of,
     tensors_in,
     to_device,
@@ -32,7 +33,7 @@ from zerotrain.data.reading.inputs import (
     with_tensors,
     without_targets,
 )
-from zerotrain.data.reading.items import first_batches, require_next_tokens, require_taken
+from zerotrain.data.items import first_batches, require_next_tokens, require_taken
 from zerotrain.engine.update.leaves import call_model, is_loss, require_loss
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import printable

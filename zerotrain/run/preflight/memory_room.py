@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from zerotrain.config.schema import Config
-from zerotrain.data.reading.inputs import as_inputs, tensors_in, with_tensors
+from zerotrain.data.fetch import as_inputs, tensors_in, with_tensors
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.precision.policy import precision_named

@@ -11,17 +11,19 @@ import torch
 from rich.console import Console
 
 from zerotrain.comm.world import World
-from zerotrain.data.reading.fetch import Collate, fetch_rows, in_time
-from zerotrain.data.reading.inputs import (
+from zerotrain.data.fetch import (
     AUTO,
+    Collate,
     as_inputs,
+    fetch_rows,
+    in_time,
     num_labels,
     to_device,
     tokens_known,
     weighing_of,
     without_targets,
 )
-from zerotrain.data.reading.items import source_name
+from zerotrain.data.items import source_name
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult

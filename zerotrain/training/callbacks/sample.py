@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from zerotrain.data.reading.inputs import ids_of, tokens_known
+from zerotrain.data.fetch import ids_of, tokens_known
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import CommError
 from zerotrain.files.untrusted import printable

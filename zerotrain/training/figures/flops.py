@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from zerotrain.data.reading.inputs import as_inputs, to_device
+from zerotrain.data.fetch import as_inputs, to_device
 
 
 @dataclass(frozen=True)

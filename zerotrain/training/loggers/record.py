@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zerotrain.checkpoint.manifest import versions
-from zerotrain.data.reading.batches import GlobalBatchSampler
+from zerotrain.data.batches import GlobalBatchSampler
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.errors import TrainingError

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from zerotrain.data.reading.inputs import is_counted
+from zerotrain.data.fetch import is_counted
 from zerotrain.training.callback import Callback
 
 States = Sequence[torch.Tensor]

@@ -9,7 +9,7 @@ import torch
 from msgspec import Meta
 
 from zerotrain.comm.world import World
-from zerotrain.data.reading.inputs import count_labels, is_counted, is_signed, target_of
+from zerotrain.data.fetch import count_labels, is_counted, is_signed, target_of
 from zerotrain.errors import CallbackError
 from zerotrain.files.untrusted import is_kind, printable
 from zerotrain.training.metrics.metric import Metric, States, class_dims

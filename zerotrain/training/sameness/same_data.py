@@ -15,7 +15,7 @@ def require_same_data(collectives: Collectives, mine: Mapping[str, Any], checked
     """Compare what the dataset of each rank is. Collective: one number from each, and more where they differ.
 
     Args:
-        mine: what this rank has, by `zerotrain.data.reading.fingerprint`.
+        mine: what this rank has, by `zerotrain.data.fetch`.
         checked: what the process had that checked the data before any rank started; None where nobody did.
 
     Raises:

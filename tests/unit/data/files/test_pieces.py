@@ -6,8 +6,8 @@ import random
 import pytest
 
 from tests.unit.data.tokenizers_made import KINDS, made, sample
-from zerotrain.data.files import pieces
-from zerotrain.data.files.pieces import ExactPlace, cut_text
+from zerotrain.data import tokenizer as pieces
+from zerotrain.data.tokenizer import ExactPlace, cut_text
 
 SMALL_NBYTES = 700
 """Of a piece: thousands of cuts."""

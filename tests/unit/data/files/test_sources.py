@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.data.files.sources import Sources, find_sources
+from zerotrain.data.text_files import Sources, find_sources
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.data.files.sources import find_sources
-from zerotrain.data.files.text_files import read_pieces
+from zerotrain.data.text_files import find_sources, read_pieces
 
 DOCUMENTS = ["The cat sat", "A dog ran.\r\nFar\n", "grün € 🙂", "half \ufffd", "x" * 200_000]
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from zerotrain.data import TextDataset, TokenFiles
-from zerotrain.data.files.sources import find_sources
+from zerotrain.data.text_files import find_sources
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 100
 ROW = json.dumps({"text": TEXT[:440]})

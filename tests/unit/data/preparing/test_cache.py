@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zerotrain.data import TextDataset
-from zerotrain.data.preparing import cache as cache_module
+from zerotrain.data import prepare as cache_module
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
 OTHER = TEXT.upper()

@@ -4,7 +4,7 @@ import shutil
 import threading
 from pathlib import Path
 
-from zerotrain.data.preparing.lock import LOCK_NAME, sole_writer, try_lock
+from zerotrain.data.prepare import LOCK_NAME, sole_writer, try_lock
 
 
 def test_who_has_waited_for_a_folder_that_was_removed_locks_the_one_that_is_there(tmp_path: Path) -> None:

@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 
 from tests.unit.data.tokenizers_made import END, KINDS, REPOSITORY, made, sample, saved
-from zerotrain.data.files import pieces
-from zerotrain.data.files.sources import find_sources
-from zerotrain.data.files.text_files import read_pieces
-from zerotrain.data.preparing import lock as prepare_lock
-from zerotrain.data.preparing.lock import sole_writer
-from zerotrain.data.preparing.prepare import Recipe, write_store
-from zerotrain.data.preparing.tokenizer import TextTokenizer
-from zerotrain.data.store.store import TokenStore
+from zerotrain.data import prepare as prepare_lock
+from zerotrain.data import tokenizer as pieces
+from zerotrain.data.prepare import Recipe, sole_writer, write_store
+from zerotrain.data.store import TokenStore
+from zerotrain.data.text_files import find_sources, read_pieces
+from zerotrain.data.tokenizer import TextTokenizer
 
 PARAGRAPHS = sample()[:60_000].split("\n\n")
 NULL = '{"text": null}'
@@ -154,7 +152,7 @@ def test_no_piece_that_is_tokenised_is_longer_than_64_kb(tmp_path):
 def test_a_stretch_that_cannot_be_cut_is_told_before_it_takes_memory(tmp_path, capsys, monkeypatch):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/a.txt").write_text("a" * 70_000)
-    monkeypatch.setattr("zerotrain.data.preparing.prepare._WARNED_NBYTES", 69_000)
+    monkeypatch.setattr("zerotrain.data.prepare._WARNED_NBYTES", 69_000)
     store_of(tmp_path / "texts", tmp_path / "out", saved("Llama 2", tmp_path / "tokenizer"))
     assert "a.txt: 0 MB cannot be cut without changing a token; they are tokenised at once" in (capsys.readouterr().err)
 
@@ -162,7 +160,7 @@ def test_a_stretch_that_cannot_be_cut_is_told_before_it_takes_memory(tmp_path, c
 def test_shards_are_cut_at_the_same_tokens_and_nothing_is_lost_between_them(texts, tmp_path, monkeypatch):
     tokenizer = saved("bytes, GPT-2", tmp_path / "tokenizer", eos_token=END)
     whole = store_of(texts, tmp_path / "whole", tokenizer)
-    monkeypatch.setattr("zerotrain.data.preparing.writer.SHARD_TOKENS", 1000)
+    monkeypatch.setattr("zerotrain.data.prepare.SHARD_TOKENS", 1000)
     cut = store_of(texts, tmp_path / "cut", tokenizer)
     assert [shard.tokens for shard in cut.shards[:-1]] == [1000] * (whole.tokens // 1000)
     assert np.array_equal(cut.read(0, cut.tokens), whole.read(0, whole.tokens))
@@ -177,10 +175,10 @@ class Killed(BaseException):
 @pytest.mark.parametrize("tokenizer", [None, "Llama 2"])
 def test_what_was_ended_anywhere_goes_on_and_comes_to_the_same_bits(tokenizer, texts, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pieces, "PIECE_NBYTES", 900)
-    monkeypatch.setattr("zerotrain.data.preparing.prepare.BATCH_NBYTES", 2500)
-    monkeypatch.setattr("zerotrain.data.preparing.prepare.PIECE_NBYTES", 0)
-    monkeypatch.setattr("zerotrain.data.preparing.writer.SHARD_TOKENS", 7000)
-    monkeypatch.setattr("zerotrain.data.preparing.writer.NOTE_S", 0.0)
+    monkeypatch.setattr("zerotrain.data.prepare.BATCH_NBYTES", 2500)
+    monkeypatch.setattr("zerotrain.data.prepare.PIECE_NBYTES", 0)
+    monkeypatch.setattr("zerotrain.data.prepare.SHARD_TOKENS", 7000)
+    monkeypatch.setattr("zerotrain.data.prepare.NOTE_S", 0.0)
     folder = None if tokenizer is None else saved(tokenizer, tmp_path / "tokenizer", eos_token=END)
     made_of = None if folder is None else TextTokenizer(folder)
     recipe = Recipe(find_sources(str(texts)), made_of)
@@ -230,7 +228,7 @@ def test_what_was_begun_of_other_text_is_begun_anew(texts, tmp_path, monkeypatch
 def test_who_waits_says_for_whom_and_a_dead_holder_frees_the_lock(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(prepare_lock, "REMINDER_S", 0.2)
     program = (
-        "import sys, time; from pathlib import Path; from zerotrain.data.preparing.lock import sole_writer\n"
+        "import sys, time; from pathlib import Path; from zerotrain.data.prepare import sole_writer\n"
         "with sole_writer(Path(sys.argv[1]), private=True):\n    print('mine', flush=True); time.sleep(3600)\n"
     )
     holder = subprocess.Popen(

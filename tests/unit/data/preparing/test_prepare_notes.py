@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zerotrain.data.preparing.writer import NOTES_NAME, Done, StoreWriter
-from zerotrain.data.store.store import TokenStore
+from zerotrain.data.prepare import NOTES_NAME, Done, StoreWriter
+from zerotrain.data.store import TokenStore
 
 DOCUMENTS = [np.full(100 + number, number, "uint8") for number in range(5)]
 

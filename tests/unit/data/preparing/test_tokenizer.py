@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.data.preparing.tokenizer import TextTokenizer
+from zerotrain.data.tokenizer import TextTokenizer
 
 pytest.importorskip("transformers")
 

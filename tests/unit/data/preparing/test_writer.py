@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zerotrain.data.files.sources import find_sources
-from zerotrain.data.preparing.prepare import Recipe, write_store
-from zerotrain.data.preparing.writer import StoreWriter, forget_notes
-from zerotrain.data.store.store import TokenStore
+from zerotrain.data.prepare import Recipe, StoreWriter, forget_notes, write_store
+from zerotrain.data.store import TokenStore
+from zerotrain.data.text_files import find_sources
 
 
 class Disk:
@@ -61,7 +60,7 @@ class Disk:
 @pytest.mark.parametrize("num_notes", [0, 3])
 def test_whatever_is_told_of_tokens_lies_on_the_disk_by_then(tmp_path: Path, monkeypatch, num_notes: int):
     """Without these fsyncs no test failed: a power cut left an index of tokens that the disk never got."""
-    monkeypatch.setattr("zerotrain.data.preparing.writer.SHARD_TOKENS", 100)
+    monkeypatch.setattr("zerotrain.data.prepare.SHARD_TOKENS", 100)
     disk = Disk(monkeypatch)
     writer = StoreWriter(tmp_path, np.dtype(np.uint16), "made of this")
     tokens = np.arange(130)
@@ -84,7 +83,7 @@ def test_whatever_is_told_of_tokens_lies_on_the_disk_by_then(tmp_path: Path, mon
 @pytest.mark.parametrize("harm", ["cut", "gone"])
 def test_where_less_lies_there_than_was_noted_all_is_made_anew(name: str, harm: str, tmp_path: Path, monkeypatch):
     """Cut short, a file would be filled up with zeros."""
-    monkeypatch.setattr("zerotrain.data.preparing.writer.SHARD_TOKENS", 100)
+    monkeypatch.setattr("zerotrain.data.prepare.SHARD_TOKENS", 100)
     writer = StoreWriter(tmp_path, np.dtype(np.uint16), "made of this")
     for number in range(2):
         writer.start_document()
@@ -115,9 +114,9 @@ def test_killed_behind_any_piece_it_goes_on_with_the_next_and_reads_none_twice(t
     texts.mkdir()
     for name, text in {"a.txt": "a" * 70, "b.jsonl": '{"text": "bee"}\n\n{"text": "b"}\n', "c.txt": "c" * 70}.items():
         (texts / name).write_text(text)
-    monkeypatch.setattr("zerotrain.data.files.pieces.PIECE_NBYTES", 32)
-    monkeypatch.setattr("zerotrain.data.preparing.prepare._MAX_PIECES", 1)
-    monkeypatch.setattr("zerotrain.data.preparing.writer.NOTE_S", 0.0)
+    monkeypatch.setattr("zerotrain.data.tokenizer.PIECE_NBYTES", 32)
+    monkeypatch.setattr("zerotrain.data.prepare._MAX_PIECES", 1)
+    monkeypatch.setattr("zerotrain.data.prepare.NOTE_S", 0.0)
     recipe = Recipe(find_sources(str(texts)), None, end)
     places: list[Any] = [(number, piece.after) for number, piece in recipe.pieces(0, 0)]
     # Behind the last piece of a file stands the next file; a place in it where one may not go on is left out.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from zerotrain.data import GlobalBatchSampler
-from zerotrain.data.reading.order import permuted
+from zerotrain.data.batches import permuted
 
 
 def make_sampler(**changes: int) -> GlobalBatchSampler:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from zerotrain.data.reading.fetch import RowError, draws, fetch_rows, in_time, may_be_read_beside, seeded
+from zerotrain.data.fetch import RowError, draws, fetch_rows, in_time, may_be_read_beside, seeded
 from zerotrain.files.suspension import suspended_s, watch_suspensions
 
 

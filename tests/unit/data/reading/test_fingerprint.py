@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from zerotrain.data import Mix, SyntheticTokens
-from zerotrain.data.reading import fingerprint
-from zerotrain.data.reading.fetch import RowError
-from zerotrain.data.reading.fingerprint import fingerprint_of
-from zerotrain.data.reading.order import rows_at
+from zerotrain.data import fetch as fingerprint
+from zerotrain.data.batches import rows_at
+from zerotrain.data.fetch import RowError, fingerprint_of
 
 
 class Items:

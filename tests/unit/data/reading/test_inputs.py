@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from zerotrain.data.reading.inputs import as_inputs, labels_of, num_labels, to_device
+from zerotrain.data.fetch import as_inputs, labels_of, num_labels, to_device
 
 IDS, LABELS = torch.arange(6).view(2, 3), torch.tensor([[1, 2, -100], [-100, 5, -100]])
 

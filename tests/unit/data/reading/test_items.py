@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from zerotrain.data.items import first_batches, require_next_tokens, require_taken
 from zerotrain.data.mix import MixedRows
-from zerotrain.data.reading.items import first_batches, require_next_tokens, require_taken
 
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9])
 PAIR = (TOKENS[:-1], TOKENS[1:])

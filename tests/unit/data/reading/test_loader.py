@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from zerotrain.data.reading.batches import GlobalBatchSampler
-from zerotrain.data.reading.fetch import RowError
-from zerotrain.data.reading.loader import NUM_STEPS_AHEAD, ReadAhead, StepLoader
-from zerotrain.data.reading.workers import read_in_workers
+from zerotrain.data.batches import GlobalBatchSampler
+from zerotrain.data.fetch import RowError
+from zerotrain.data.loader import NUM_STEPS_AHEAD, ReadAhead, StepLoader, read_in_workers
 from zerotrain.testing.limits import HANG_S
 
 CPU = torch.device("cpu")
@@ -453,7 +452,7 @@ def test_a_run_that_ends_early_leaves_no_thread_that_reads_on() -> None:
 
 PROGRAM = """
 import os, time, torch
-from zerotrain.data.reading.workers import read_in_workers
+from zerotrain.data.loader import read_in_workers
 
 def read(wanted):
     os.write(1, b"worker %d\\n" % os.getpid())  # at once: two workers share the pipe

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from zerotrain.data.reading.order import MAX_NUM_ROWS, permuted, rows_at
+from zerotrain.data.batches import MAX_NUM_ROWS, permuted, rows_at
 
 SMALL = [5, 3, 9, 4, 7, 2, 0, 8, 1, 6]
 LARGE = [3318324856596078911, 356875721363326969, 2509936224929994490]

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zerotrain.data.store import shards as shards_module
-from zerotrain.data.store.shards import Shard
-from zerotrain.data.store.store import TokenStore, write_index
+from zerotrain.data import store as shards_module
+from zerotrain.data.store import Shard, TokenStore, write_index
 
 
 def write_store(folder, sizes, dtype="uint16", documents=None, **given):

@@ -2,11 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from zerotrain.data.store.facts import describe_tokens, fingerprint_tokens
-from zerotrain.data.store.shards import Shard
-from zerotrain.data.store.split import are_validation
-from zerotrain.data.store.store import TokenStore, write_index
-from zerotrain.data.store.windows import split, whole
+from zerotrain.data.store import Shard, TokenStore, write_index
+from zerotrain.data.windows import are_validation, describe_tokens, fingerprint_tokens, split, whole
 
 SEQ_LEN = 10
 

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 import zerotrain
 from zerotrain.comm.world import World
 from zerotrain.data import Mix, SyntheticTokens
-from zerotrain.data.reading.fetch import RowError
+from zerotrain.data.fetch import RowError
 from zerotrain.errors import ConfigError
 from zerotrain.models import GPT, HuggingFaceModel
 from zerotrain.testing.fake_wire import run_threads

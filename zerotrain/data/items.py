@@ -10,9 +10,18 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from zerotrain.data.reading.batches import IGNORED_LABEL
-from zerotrain.data.reading.fetch import Collate, draws, fetch_rows
-from zerotrain.data.reading.inputs import LABELS, WITH_OUTPUTS, as_inputs, ids_of, labels_of, num_labels
+from zerotrain.data.batches import IGNORED_LABEL
+from zerotrain.data.fetch import (
+    LABELS,
+    WITH_OUTPUTS,
+    Collate,
+    as_inputs,
+    draws,
+    fetch_rows,
+    ids_of,
+    labels_of,
+    num_labels,
+)
 
 NUM_ITEMS = 8
 """Items looked at of each dataset."""

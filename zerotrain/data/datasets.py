@@ -1,0 +1,288 @@
+"""TextDataset: text files as bytes, or as the tokens of a tokenizer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from zerotrain.data.formats import TokenPaths, find_token_paths, open_files
+from zerotrain.data.prepare import NUM_BYTE_VALUES, cache_folder, prepared, recipe_of
+from zerotrain.data.store import TokenStore
+from zerotrain.data.windows import describe_tokens, fingerprint_tokens, require_known, split, whole
+
+# SyntheticTokens: sequences made up on the spot, for benchmarks and tests that want no files.
+
+
+MAX_STRIDE = 8
+
+
+class SyntheticTokens:
+    """Counting sequences: a random first token, then a random stride, modulo the vocabulary.
+
+    The second token gives the stride away, so a model that looks back learns them to a loss near zero; one that sees
+    only the last token stays at ln(8). Sequence i is a function of i, seq_len and vocab_size alone.
+
+    Args:
+        seq_len: tokens of a sequence.
+        vocab_size: tokens the model knows.
+        num_sequences: training sequences; validation has a tenth as many others, at least one.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(self, *, seq_len: int, vocab_size: int, num_sequences: int = 10000) -> None:
+        for name, value, minimum in (("seq_len", seq_len, 1), ("vocab_size", vocab_size, 2)):
+            if value < minimum:
+                raise ValueError(f"data.{name}={value} is too small; it must be at least {minimum}")
+        if num_sequences < 1:
+            raise ValueError(f"data.num_sequences={num_sequences} is too small; it must be at least 1")
+        self.vocab_size = vocab_size
+        num_validation = max(1, num_sequences // 10)
+        self.train = CountingSequences(0, num_sequences, seq_len=seq_len, vocab_size=vocab_size)
+        self.validation = CountingSequences(num_sequences, num_validation, seq_len=seq_len, vocab_size=vocab_size)
+
+
+class CountingSequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The `num_sequences` counting sequences from number `first` on."""
+
+    draws = False  # nothing of the global generators
+
+    def __init__(self, first: int, num_sequences: int, *, seq_len: int, vocab_size: int) -> None:
+        self.first = first
+        self.num_sequences = num_sequences
+        self.vocab_size = vocab_size
+        self.tokens_per_sequence = seq_len
+
+    def __len__(self) -> int:
+        return self.num_sequences
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make sequence `index`: (ids, labels), each (seq_len,) int64, labels one token later."""
+        ids, labels = self.rows([index])
+        return ids[0], labels[0]
+
+    def rows(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make a batch of sequences: (ids, labels), each (len(indices), seq_len) int64."""
+        for index in indices:
+            if not 0 <= index < self.num_sequences:
+                raise IndexError(f"sequence {index} of {self.num_sequences}")
+        # Raw bits, which numpy promises to be the same in all its versions.
+        bits = [np.random.Philox(key=self.first + index).random_raw(2).tolist() for index in indices]
+        starts = torch.tensor([[start % self.vocab_size] for start, _ in bits])
+        strides = torch.tensor([[1 + stride % MAX_STRIDE] for _, stride in bits])
+        tokens = (starts + torch.arange(self.tokens_per_sequence + 1) * strides) % self.vocab_size
+        return tokens[:, :-1].clone(), tokens[:, 1:].contiguous()
+
+
+class TextDataset:
+    """Text, one token a byte or as a tokenizer cuts it; its documents one behind the other, files in sorted order.
+
+    A single file of bytes is read where it lies. Other text becomes a store of tokens in `cache_dir`, under a name that
+    holds hashes of the files' paths, sizes and modification times, and of what is made of them: a change of any of
+    these makes a new one. A store that is damaged, or holds other text than the files, is made anew, with a line on
+    stderr that says why.
+
+    Args:
+        path: a file, a folder, a glob pattern, or None for the standard library of the running Python
+            (see `zerotrain.data.text_files.find_sources`).
+        seq_len: tokens of a sequence.
+        vocab_size: tokens the model knows, at least those of the tokenizer, or 256 of bytes; None for just as many as
+            the tokenizer has.
+        tokenizer: a folder with a Hugging Face tokenizer, or the name of one on the hub; None for bytes.
+        document_end: what stands between documents: "eos" or "bos" of the tokenizer, "newline" where a document does
+            not end with one, or "none"; None for eos where the tokenizer has one, else newline. A file of plain text is
+            a document, and so are a line of .jsonl and a row of .parquet.
+        text_field: where the text is in an object of .jsonl, or the column in a .parquet file.
+        validation_fraction: part of the text kept for validation, between 0 and 1; 0: none.
+        cache_dir: where stores are kept; None for `$XDG_CACHE_HOME/zerotrain` or `~/.cache/zerotrain`.
+
+    Raises:
+        FileNotFoundError: `path` names nothing.
+        ImportError: a tokenizer is asked for, and transformers is not installed; or files need a package that is not.
+        ValueError: there is no such tokenizer, the text is empty or too short, a file is broken, an argument is out of
+            range, or the cache cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        seq_len: int,
+        vocab_size: int | None = NUM_BYTE_VALUES,
+        tokenizer: str | None = None,
+        document_end: str | None = None,
+        text_field: str = "text",
+        validation_fraction: float = 0.1,
+        cache_dir: str | None = None,
+    ) -> None:
+        if seq_len < 1:
+            raise ValueError(f"data.seq_len={seq_len} is too small; it must be at least 1")
+        if tokenizer is None and vocab_size is None:
+            raise ValueError(
+                "data.vocab_size=null takes the size from the tokenizer, and data.tokenizer=null; give data.tokenizer, "
+                "a folder with one, or choose data=text, which reads bytes"
+            )
+        recipe, cache = recipe_of(
+            path, tokenizer=tokenizer, document_end=document_end, text_field=text_field, cache_dir=cache_dir
+        )
+        self.tokenizer, self._num_files = recipe.tokenizer, len(recipe.sources.files)
+        needed, needing = NUM_BYTE_VALUES, "bytes of text need"
+        if self.tokenizer is not None:
+            needed, needing = self.tokenizer.vocab_size, f"the tokenizer of {tokenizer} needs"
+        self.vocab_size = needed if vocab_size is None else vocab_size
+        if self.vocab_size < needed:
+            raise ValueError(f"data.vocab_size={vocab_size} is too small; {needing} {needed}")
+        self.store = prepared(recipe, cache)
+        self.train, self.validation = self._parts = split(
+            self.store,
+            seq_len=seq_len,
+            vocab_size=self.vocab_size,
+            validation_fraction=validation_fraction,
+            source=recipe.sources.path,
+        )
+
+    def summary(self) -> str:
+        """One line: files, tokens, rows, what is unused, validation rows."""
+        return describe_tokens(*self._parts, self._num_files)  # the parts as they were: a user may have wrapped them
+
+    def fingerprint(self) -> dict[str, int | str]:
+        """Values that are equal on machines with equal data, see `fingerprint_tokens`.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        return fingerprint_tokens(*self._parts) | {"tokenizer": self.store.tokenizer or "bytes"}
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The token that ends a text; None of bytes, and where the tokenizer has none."""
+        return None if self.tokenizer is None else self.tokenizer.end_of_text
+
+    def encode(self, text: str) -> torch.Tensor:
+        """Text to tokens: (num_tokens,) int64."""
+        if self.tokenizer is not None:
+            return torch.from_numpy(self.tokenizer.encode(text).astype(np.int64))
+        return torch.tensor(list(text.encode()), dtype=torch.int64)
+
+    def decode(self, ids: torch.Tensor | Sequence[int]) -> str:
+        """Tokens to text; what is no UTF-8, as a generated or cut character may be, becomes U+FFFD."""
+        values = ids.tolist() if isinstance(ids, torch.Tensor) else ids
+        if self.tokenizer is not None:
+            return self.tokenizer.decode(value for value in values if value < self.tokenizer.vocab_size)
+        return bytes(value for value in values if value < NUM_BYTE_VALUES).decode(errors="replace")
+
+
+# TokenFiles: tokens of any tokenizer, in the files that people have.
+
+
+class TokenFiles:
+    """Files of tokens (see `zerotrain.data.formats`), or a store of them (see `zerotrain.data.store`).
+
+    Args:
+        path: a file, a folder or a glob pattern, see `zerotrain.data.formats`.
+        seq_len: tokens of a sequence.
+        vocab_size: tokens the model knows; every token in the files must be below. None for as many as the store says
+            it has.
+        dtype: of a token in files that do not say it themselves: uint8, uint16, uint32 or uint64.
+        validation_path: validation tokens, named as `path`. Without it, and without files in `path` that are called
+            `val`, they are split off.
+        validation_fraction: part split off for validation where it has no files of its own, between 0 and 1; 0: none.
+        cache_dir: where it is kept what has been found in the files; None for `$XDG_CACHE_HOME/zerotrain` or
+            `~/.cache/zerotrain`.
+
+    Raises:
+        FileNotFoundError: a file is not there.
+        OSError: a file cannot be read.
+        ValueError: a file is empty, damaged, too short, of another format or holds a token that is too large, is for
+            training and validation, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        seq_len: int,
+        vocab_size: int | None,
+        dtype: str = "uint16",
+        validation_path: str | None = None,
+        validation_fraction: float = 0.1,
+        cache_dir: str | None = None,
+    ) -> None:
+        if seq_len < 1:
+            raise ValueError(f"data.seq_len={seq_len} is too small; it must be at least 1")
+        source = f"data.path={path}"
+        found = find_token_paths(path, source)
+        store = _open(found.train, dtype=dtype, vocab_size=vocab_size, source=source)
+        self.vocab_size = _vocab_size(vocab_size, store, source)
+        kept_in = cache_folder(cache_dir)
+        require_known(store, vocab_size=self.vocab_size, source=source, cache_folder=kept_in)
+        name, files = _validation_files(validation_path, found, source)
+        if not files:
+            self.train, self.validation = self._parts = split(
+                store,
+                seq_len=seq_len,
+                vocab_size=self.vocab_size,
+                validation_fraction=validation_fraction,
+                source=source,
+            )
+            return
+        validation = _open(files, dtype=dtype, vocab_size=vocab_size, source=name)
+        _require_apart(store, validation, name)
+        require_known(validation, vocab_size=self.vocab_size, source=name, cache_folder=kept_in)
+        self.train, self.validation = self._parts = (
+            whole(store, seq_len=seq_len, vocab_size=self.vocab_size, source=source),
+            whole(validation, seq_len=seq_len, vocab_size=self.vocab_size, source=name),
+        )
+
+    def summary(self) -> str:
+        """One line: files, tokens, rows, what is unused, validation rows."""
+        return describe_tokens(*self._parts)  # which a user may have wrapped
+
+    def fingerprint(self) -> dict[str, int | str]:
+        """Values that are equal on machines with equal data, see `fingerprint_tokens`.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        return fingerprint_tokens(*self._parts)
+
+
+def _open(files: tuple[Path, ...], *, dtype: str, vocab_size: int | None, source: str) -> TokenStore:
+    if files[0].is_dir():
+        return TokenStore.open(files[0])
+    return open_files(files, dtype=dtype, vocab_size=vocab_size, source=source)
+
+
+def _vocab_size(given: int | None, store: TokenStore, source: str) -> int:
+    known = store.vocab_size if given is None else given
+    if known is None:
+        raise ValueError(
+            f"data.vocab_size=null takes the size from a store, and {source} is no store; give that of the tokenizer"
+        )
+    return known
+
+
+def _validation_files(given: str | None, found: TokenPaths, source: str) -> tuple[str, tuple[Path, ...]]:
+    """(name of the validation files in messages, the files); no files if validation is to be split off."""
+    if given is not None:
+        name = f"data.validation_path={given}"
+        named = find_token_paths(given, name)
+        return name, named.validation or named.train
+    if len(found.validation) == 1:
+        return f"data.validation_path={found.validation[0]}", found.validation
+    return f"{source} (its files called val)", found.validation
+
+
+def _require_apart(train: TokenStore, validation: TokenStore, name: str) -> None:
+    """Check that no file is read for both."""
+    places = {(status.st_dev, status.st_ino) for status in (shard.path.stat() for shard in train.shards)}
+    for shard in validation.shards:
+        status = shard.path.stat()
+        if (status.st_dev, status.st_ino) in places:
+            raise ValueError(
+                f"{name} reads {shard.path}, which data.path reads too: validation would be training; give other "
+                "files, or null to split validation off data.path"
+            )

@@ -1,1 +1,0 @@
-"""Text in files, found and read."""

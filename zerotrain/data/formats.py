@@ -1,0 +1,475 @@
+"""Readers of the files of tokens that people have: each tells where in a file its tokens lie, and of which dtype.
+
+.npy            a one-dimensional array of integers
+llm.c           256 int32 (magic, version, number of tokens, zeros), then uint16 of GPT-2 or uint32 of Llama 3;
+                modded-nanogpt's FineWeb shards are such
+Megatron        tokens in a .bin, and beside it an .idx that says where documents start
+anything else   tokens and nothing else, of the dtype that the user says
+"""
+
+import codecs
+import glob
+import os
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from zerotrain.data.store import INDEX_NAME, Shard, TokenStore
+from zerotrain.files.untrusted import printable
+
+# Recognises files that are neither text nor tokens, by their first bytes. Any bytes can be learnt: without a look an
+# archive, or a database, would be.
+
+
+_UNPACK = "unpack it, and give what was in it"
+_AS_TEXT = "write its text to .txt, .jsonl or .parquet files"
+_OF_HUGGING_FACE = "data=huggingface reads a folder that save_to_disk() has written"
+_AS_TOKENS = "give a .npy, or a .bin of tokens and nothing else"
+_TAR_HEADER_NBYTES = 512
+_TAR_CHECKSUM = slice(148, 156)
+
+
+@dataclass(frozen=True)
+class Container:
+    """A kind of file that is neither."""
+
+    name: str
+    """With its article."""
+    for_text: str
+    """Remedy if its text is wanted."""
+    for_tokens: str = _AS_TOKENS
+    """Remedy if its tokens are wanted."""
+
+
+_TAR = Container("a tar archive", _UNPACK, "unpack it")
+_GZIP = Container("a gzip file", "unpack it, or give it a name that ends in .gz", "unpack it")
+_ARROW = Container("an arrow file", _OF_HUGGING_FACE)
+_PICKLE = Container("a pickle", _AS_TEXT)
+_KINDS = {
+    b"\x1f\x8b": _GZIP,
+    b"\x28\xb5\x2f\xfd": Container("a zstd file", "unpack it, or give it a name that ends in .zst", "unpack it"),
+    b"BZh91AY&SY": Container("a bzip2 file", _UNPACK, "unpack it"),
+    b"\xfd7zXZ": Container("an xz file", _UNPACK, "unpack it"),
+    b"\x04\x22\x4d\x18": Container("an lz4 file", _UNPACK, "unpack it"),
+    b"7z\xbc\xaf\x27\x1c": Container("a 7z archive", _UNPACK, "unpack it"),
+    b"Rar!\x1a\x07": Container("a rar archive", _UNPACK, "unpack it"),
+    b"PK\x03\x04": Container("a zip file (.npz and .pt are such)", _UNPACK),
+    b"PK\x05\x06": Container("an empty zip file", _UNPACK),
+    b"PAR1": Container("a parquet file", "give it a name that ends in .parquet", "data=text reads its text"),
+    b"ARROW1": _ARROW,
+    b"FEA1": _ARROW,
+    b"Obj\x01": Container("an Avro file", _AS_TEXT),
+    b"\x89HDF": Container("an HDF5 file", _AS_TEXT),
+    b"\x93NUMPY": Container("a .npy file", "data=tokens reads tokens of it"),
+    b"MMIDIDX": Container(
+        "the index of a Megatron dataset without the .bin beside it",
+        "data=tokens reads the two of them",
+        "put it there",
+    ),
+    b"TNTIDX": Container(
+        "the index of an old Megatron dataset", _AS_TEXT, "make it anew with a Megatron that writes MMIDIDX"
+    ),
+    b"SQLite format 3\0": Container("an SQLite database", _AS_TEXT),
+    b"\x80\x04\x95": _PICKLE,
+    b"\x80\x05\x95": _PICKLE,
+    b"%PDF-": Container("a PDF file", _AS_TEXT),
+    b"{\\rtf": Container("an RTF file", _AS_TEXT),
+    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": Container("an old Office file", _AS_TEXT),
+}
+_UTF_16 = Container("text in UTF-16", "write it in UTF-8: iconv -f UTF-16 -t UTF-8")
+_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+def container_of(beginning: bytes) -> Container | None:
+    """The kind of a file that begins so; None if it may be text or tokens.
+
+    Args:
+        beginning: its first bytes, 512 or more to know a tar archive.
+    """
+    if _is_tar(beginning):
+        return _TAR
+    if _is_arrow_stream(beginning):
+        return _ARROW
+    kind = next((kind for magic, kind in _KINDS.items() if beginning.startswith(magic)), None)
+    return _TAR if kind is _GZIP and _is_tar(_unpacked(beginning)) else kind
+
+
+def container_of_text(beginning: bytes) -> Container | None:
+    """As `container_of`, of what is said to be text: with encodings that hold other bytes."""
+    return _UTF_16 if beginning.startswith(_BYTE_ORDER_MARKS) else container_of(beginning)
+
+
+def _is_tar(beginning: bytes) -> bool:
+    """Old ones have no magic, but all have a sum of the bytes of their first header."""
+    header = beginning[:_TAR_HEADER_NBYTES]
+    if len(header) < _TAR_HEADER_NBYTES:
+        return False
+    try:
+        told = int(header[_TAR_CHECKSUM].strip(b" \0"), 8)
+    except ValueError:
+        return False
+    return told == sum(header) - sum(header[_TAR_CHECKSUM]) + 8 * ord(" ") and told > 8 * ord(" ")
+
+
+def _is_arrow_stream(beginning: bytes) -> bool:
+    """Whether save_to_disk() may have written it: the sign of a message, and the length of its schema."""
+    return beginning.startswith(b"\xff\xff\xff\xff") and 0 < int.from_bytes(beginning[4:8], "little") < 1 << 24
+
+
+def _unpacked(beginning: bytes) -> bytes:
+    try:
+        return zlib.decompressobj(wbits=31).decompress(beginning, _TAR_HEADER_NBYTES)
+    except zlib.error:
+        return b""
+
+
+# Guesses the real content of a file that should hold only tokens. Any bytes are tokens: without a look, text, or
+# tokens of another size, would be learnt.
+
+
+SAMPLE_NBYTES = 1 << 13
+"""Bytes looked at in each file, of which there may be 50,000."""
+_MIN_NUM_WORDS = 32
+"""Fewer say nothing about the rest."""
+
+
+def require_plain_tokens(path: Path, dtype: np.dtype, *, vocab_size: int | None, name: str) -> None:
+    """Check that the beginning of a file can be that of tokens of `dtype`.
+
+    Args:
+        name: what the file is called in messages.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it looks like something else; with what to set.
+    """
+    with path.open("rb") as file:
+        sample = file.read(SAMPLE_NBYTES)
+    if (found := container_of(sample)) is not None:
+        raise ValueError(f"{name} is {found.name}; {found.for_tokens}")
+    other = _looks_like(sample, dtype, vocab_size)
+    if other is not None:
+        raise ValueError(f"{name} looks like {other}")
+
+
+def _looks_like(sample: bytes, dtype: np.dtype, vocab_size: int | None) -> str | None:
+    if dtype.itemsize == 1 or len(sample) < _MIN_NUM_WORDS * dtype.itemsize:
+        return None
+    if _is_text(sample):
+        return "text; choose data=text"
+    for wider in ("uint64", "uint32"):
+        if dtype.itemsize < np.dtype(wider).itemsize and _is_of(wider, sample):
+            return f"{wider} tokens, not {dtype.name}: the upper half of each is 0 or small; set data.dtype={wider}"
+    words = _numbers_in(sample, dtype)
+    if vocab_size is None or int(words.max()) < vocab_size:
+        return None
+    if int(words.byteswap().max()) < vocab_size:
+        return (
+            f"big-endian {dtype.name}: all tokens are below data.vocab_size={vocab_size} only if they are read so; "
+            f"write them with numpy's astype('<u{dtype.itemsize}')"
+        )
+    if dtype.itemsize > 2 and int(_numbers_in(sample, np.dtype("<u2")).max()) < vocab_size:
+        return f"uint16 tokens, not {dtype.name}; set data.dtype=uint16"
+    return None
+
+
+def _numbers_in(sample: bytes, dtype: np.dtype) -> np.ndarray:
+    return np.frombuffer(sample[: len(sample) // dtype.itemsize * dtype.itemsize], dtype=dtype.newbyteorder("<"))
+
+
+def _is_of(dtype: str, sample: bytes) -> bool:
+    """Whether these are words of a wider dtype: their upper halves are as small as only those of tokens are."""
+    halves = _numbers_in(sample, np.dtype(f"<u{np.dtype(dtype).itemsize // 2}"))
+    halves = halves[: len(halves) // 2 * 2]
+    lower, upper = halves[::2], halves[1::2]
+    if len(upper) < _MIN_NUM_WORDS // 2:
+        return False
+    # All zero, or one of the few a vocabulary of a million tokens has, beside lower halves that are not small.
+    return bool((upper.max() == 0 and len(np.unique(lower)) >= 8) or (upper.max() < 16 and lower.max() >= 256))
+
+
+def _is_text(sample: bytes) -> bool:
+    """Whether it is UTF-8 without control characters, or nearly all printable ASCII."""
+    values = np.frombuffer(sample, dtype=np.uint8)
+    printable = ((values >= 32) & (values < 127)) | ((values >= 9) & (values <= 13))
+    if printable.mean() > 0.95:
+        return True
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(sample)
+    except UnicodeDecodeError:
+        return False
+    return re.search(r"[\x00-\x08\x0e-\x1f\x7f]", text) is None
+
+
+PLAIN_DTYPES = ("uint8", "uint16", "uint32", "uint64")
+_NPY_MAGIC = b"\x93NUMPY"
+_LLM_C_HEADER_NBYTES = 1024
+_LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
+"""Magic: version and dtype."""
+_LLM_C_QUESTIONS = 20240522
+_MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+_MEGATRON_HEADER = struct.Struct("<9sQBQQ")
+"""Magic, version, code of the dtype, number of sequences, number of documents; then for each sequence its tokens,
+int32, and its first byte, int64; then for each document its first sequence, int64."""
+_MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A file and how it is to be read."""
+
+    shard: Shard
+    dtype: np.dtype
+    documents: Callable[[], np.ndarray] | None = None
+    """Reads where in the file each document starts, (num_documents,) int64; None where nobody knows."""
+
+
+def open_files(files: Sequence[Path], *, dtype: str, vocab_size: int | None, source: str) -> TokenStore:
+    """The tokens of some files, one file after the other.
+
+    Args:
+        dtype: of files that do not say themselves of which they are; one of `PLAIN_DTYPES`.
+        vocab_size: tokens the model knows, if it is known.
+        source: what names the files, as the user wrote it ("data.path=corpus").
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is of another format, damaged or empty, or two are of different dtypes.
+    """
+    if dtype not in PLAIN_DTYPES:
+        raise ValueError(f"data.dtype={dtype} is none of {', '.join(PLAIN_DTYPES)}")
+    names = [source if len(files) == 1 else f"{source}: {file}" for file in files]
+    plain = np.dtype(dtype).newbyteorder("<")
+    parts = [_token_file(file, plain, vocab_size, name) for file, name in zip(files, names, strict=True)]
+    for part, name in zip(parts, names, strict=True):
+        if part.dtype != parts[0].dtype:
+            raise ValueError(
+                f"{name} holds {part.dtype.name} and {parts[0].shard.path} {parts[0].dtype.name}; all files must "
+                "have one dtype: choose files that do"
+            )
+    documents = partial(_join_documents, parts) if any(part.documents for part in parts) else None
+    return TokenStore([part.shard for part in parts], parts[0].dtype, documents=documents)
+
+
+def _join_documents(parts: Sequence[TokenFile]) -> np.ndarray:
+    """The starts of documents in all files; a file whose starts are unknown counts as one document."""
+    before = np.cumsum([0, *(part.shard.tokens for part in parts)])
+    starts = [np.zeros(1, dtype=np.int64) if part.documents is None else part.documents() for part in parts]
+    return np.concatenate([start + offset for start, offset in zip(starts, before, strict=False)])
+
+
+def _token_file(path: Path, plain: np.dtype, vocab_size: int | None, name: str) -> TokenFile:
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"{name} cannot be read; give it read permission or choose another file")
+    with path.open("rb") as file:
+        header = file.read(_LLM_C_HEADER_NBYTES)
+    if header.startswith(_NPY_MAGIC):
+        return _npy(path, name)
+    magic = int.from_bytes(header[:4], "little")
+    if len(header) == _LLM_C_HEADER_NBYTES and (magic in _LLM_C or magic == _LLM_C_QUESTIONS):
+        return _llm_c(path, header, name)
+    index = path.with_suffix(".idx")
+    if path.suffix == ".bin" and is_megatron_index(index):
+        return _megatron(path, index, name)
+    nbytes = path.stat().st_size
+    if nbytes:
+        require_plain_tokens(path, plain, vocab_size=vocab_size, name=name)
+    if nbytes == 0 or nbytes % plain.itemsize:
+        raise ValueError(
+            f"{name} has {nbytes} bytes; a file of {plain.name} tokens has a multiple of {plain.itemsize}, and at "
+            "least one token"
+        )
+    return TokenFile(Shard(path, nbytes // plain.itemsize), plain)
+
+
+def _npy(path: Path, name: str) -> TokenFile:
+    try:
+        array = np.load(path, mmap_mode="r")  # reads the header alone
+    except Exception as error:  # its header is Python: TokenError, SyntaxError, TypeError, MemoryError
+        said = printable(str(error), keep="")
+        raise ValueError(f"{name} is a damaged .npy file: {said}; write it anew") from error
+    if array.ndim != 1 or array.dtype.kind not in "ui" or len(array) == 0:
+        raise ValueError(
+            f"{name} holds an array of {array.dtype} with shape {array.shape}; give one dimension of "
+            "integers, the tokens"
+        )
+    return TokenFile(Shard(path, len(array), first_byte=array.offset), array.dtype)
+
+
+def _llm_c(path: Path, header: bytes, name: str) -> TokenFile:
+    magic, version, tokens = (int(field) for field in np.frombuffer(header, dtype="<i4", count=3))
+    if magic == _LLM_C_QUESTIONS:
+        raise ValueError(f"{name} is an llm.c file of multiple-choice questions; give a file of tokens")
+    known, dtype = _LLM_C[magic]
+    if version != known:
+        raise ValueError(
+            f"{name} is an llm.c file of version {version}, but only {known} is supported; give a .npy, or a "
+            ".bin of tokens and nothing else"
+        )
+    nbytes, needed = path.stat().st_size, _LLM_C_HEADER_NBYTES + tokens * np.dtype(dtype).itemsize
+    if nbytes != needed or tokens < 1:
+        raise ValueError(
+            f"{name} has {nbytes} bytes, but its header says {needed}, with {tokens} tokens; copy it again or write "
+            "it again"
+        )
+    return TokenFile(Shard(path, tokens, first_byte=_LLM_C_HEADER_NBYTES), np.dtype(dtype))
+
+
+def is_megatron_index(path: Path) -> bool:
+    """Whether a file is there and says that it is the index of a Megatron dataset."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MEGATRON_MAGIC)) == _MEGATRON_MAGIC
+    except OSError:
+        return False
+
+
+def _megatron(path: Path, index: Path, name: str) -> TokenFile:
+    with index.open("rb") as file:
+        header = file.read(_MEGATRON_HEADER.size)
+        if len(header) < _MEGATRON_HEADER.size:
+            raise ValueError(f"{name}: its index {index} is cut short; copy it again")
+        _, version, code, num_sequences, num_documents = _MEGATRON_HEADER.unpack(header)
+        if version != 1 or code not in _MEGATRON_DTYPES:
+            raise ValueError(
+                f"{name}: its index {index} is of version {version} and dtype code {code}; only version 1 and "
+                "integers are supported"
+            )
+        dtype = np.dtype(_MEGATRON_DTYPES[code])
+        pointers_at = _MEGATRON_HEADER.size + 4 * num_sequences
+        if index.stat().st_size < pointers_at + 8 * num_sequences + 8 * num_documents or num_sequences == 0:
+            raise ValueError(f"{name}: its index {index} has no sequences, or is cut short; copy it again")
+        # The last sequence tells where the tokens end: the lengths of all may be gigabytes.
+        file.seek(pointers_at - 4)
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(pointers_at + 8 * (num_sequences - 1))
+        nbytes = int.from_bytes(file.read(8), "little") + length * dtype.itemsize
+    if path.stat().st_size != nbytes or nbytes == 0:
+        raise ValueError(
+            f"{name} has {path.stat().st_size} bytes, but its index {index} says {nbytes}; they are from different "
+            "datasets, or one is damaged: copy both again"
+        )
+    tokens = nbytes // dtype.itemsize
+    documents = partial(_megatron_documents, index, pointers_at, num_sequences, num_documents, dtype.itemsize, tokens)
+    return TokenFile(Shard(path, tokens), dtype, documents)
+
+
+def _megatron_documents(
+    index: Path, pointers_at: int, num_sequences: int, num_documents: int, itemsize: int, tokens: int
+) -> np.ndarray:
+    pointers = np.fromfile(index, dtype="<i8", count=num_sequences, offset=pointers_at)
+    sequences = np.fromfile(index, dtype="<i8", count=num_documents, offset=pointers_at + 8 * num_sequences)
+    # The last document's end is listed as the start of one more; a writer may list no start at all.
+    starts = pointers[sequences[(sequences >= 0) & (sequences < num_sequences)]] // itemsize
+    if len(starts) == 0 or starts[0] != 0:
+        starts = np.concatenate([[0], starts])
+    if (starts[1:] < starts[:-1]).any() or starts[-1] > tokens:
+        raise ValueError(f"{index} does not list documents in the order of their tokens; write it anew")
+    return starts
+
+
+# Which files of tokens a path names, and which of them are for validation.
+
+
+SUFFIXES = (".bin", ".npy")
+"""Suffixes of the files that are read from a folder."""
+_VALIDATION_WORDS = {"val", "valid", "validation"}
+_TRAIN_WORDS = {"train", "training"}
+
+
+@dataclass(frozen=True)
+class TokenPaths:
+    """The paths that a path names: files of tokens, or a store's folder alone."""
+
+    train: tuple[Path, ...]
+    """Sorted; all that are not said to be for validation."""
+    validation: tuple[Path, ...] = ()
+    """Those that say so by their names; usually none."""
+
+
+def find_token_paths(path: str, source: str) -> TokenPaths:
+    """The files of tokens that `path` names, each once whatever links lead to it.
+
+    Args:
+        path: a file; a folder of a store, or with train.bin and, if it likes, val.bin, or with other .bin and .npy
+            files; a glob pattern, where `**` matches any depth; or what Megatron calls a prefix: the path of a .bin and
+            .idx without suffix. Files called `val` go to validation if the others are called `train`:
+            fineweb_train_000001.bin, fineweb_val_000000.bin.
+        source: what the user wrote ("data.path=corpus").
+
+    Raises:
+        FileNotFoundError: nothing is there, or no file matches.
+        ValueError: nobody can say which of the files are for training.
+    """
+    expanded = os.path.expanduser(path)
+    # First what exists under exactly this name: "a[1].bin" is a legal file name and a pattern too.
+    if os.path.isfile(expanded):
+        return TokenPaths((_data_of(Path(expanded)),))
+    if os.path.isdir(expanded):
+        return _of_folder(Path(expanded), source)
+    if is_megatron_index(Path(f"{expanded}.idx")) and os.path.isfile(f"{expanded}.bin"):
+        return TokenPaths((Path(f"{expanded}.bin"),))
+    if not glob.has_magic(expanded):
+        is_other = os.path.exists(expanded)
+        raise FileNotFoundError(
+            f"{source} {'is neither a file nor a folder' if is_other else 'does not exist'}; give a file of tokens, a "
+            "folder of such files or of a store, or a glob pattern"
+        )
+    files = _each_once(Path(match) for match in glob.glob(expanded, recursive=True) if os.path.isfile(match))
+    if not files:
+        raise FileNotFoundError(f"{source} matches no file; give a pattern that does, or a file or a folder")
+    return _by_name(files, source)
+
+
+def _data_of(path: Path) -> Path:
+    """The .bin where its .idx is named."""
+    beside = path.with_suffix(".bin")
+    return beside if path.suffix == ".idx" and beside.is_file() and is_megatron_index(path) else path
+
+
+def _of_folder(folder: Path, source: str) -> TokenPaths:
+    if (folder / INDEX_NAME).is_file():
+        return TokenPaths((folder,))
+    if (train := folder / "train.bin").is_file():
+        return TokenPaths((train,), tuple(file for file in (folder / "val.bin",) if file.is_file()))
+    found = (file for file in folder.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
+    files = _each_once(file for file in found if file.is_file())
+    if not files:
+        raise FileNotFoundError(
+            f"{source} is a folder without .bin or .npy files and without {INDEX_NAME}; give a file of tokens, a "
+            "folder of such files or of a store, or a glob pattern"
+        )
+    return _by_name(files, source)
+
+
+def _each_once(files: Iterable[Path]) -> list[Path]:
+    """Sorted by name; a file that links lead to under its first name."""
+    by_place: dict[tuple[int, int], Path] = {}
+    for file in sorted(_data_of(file) for file in files):
+        status = file.stat()
+        by_place.setdefault((status.st_dev, status.st_ino), file)
+    return list(by_place.values())
+
+
+def _by_name(files: list[Path], source: str) -> TokenPaths:
+    validation = tuple(file for file in files if _words_in_name(file) & _VALIDATION_WORDS)
+    train = tuple(file for file in files if _words_in_name(file) & _TRAIN_WORDS and file not in validation)
+    if not validation or len(validation) == len(files):  # all of one kind: the user has named what is to be read
+        return TokenPaths(tuple(files))
+    others = [file.name for file in files if file not in validation and file not in train]
+    if others:
+        raise ValueError(
+            f"{source} has {validation[0].name}, which is for validation by its name, and {others[0]}, which has "
+            "neither train nor val in its name; give a glob pattern that leaves one out, and data.validation_path"
+        )
+    return TokenPaths(train, validation)
+
+
+def _words_in_name(file: Path) -> set[str]:
+    return set(re.findall(r"[a-z]+", file.stem.lower()))

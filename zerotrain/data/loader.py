@@ -1,0 +1,441 @@
+"""Reads the rows of a rank's next steps before they are needed.
+
+Three ways to read, chosen by what the dataset allows; the rows are the same, to the bit:
+
+    a thread            two steps ahead, of datasets that draw no random numbers (`zerotrain.data.fetch`)
+    worker processes    two steps ahead, of all datasets, with `num_workers`
+    between two steps   the others, since a thread that draws would change what the model draws beside it
+"""
+
+import os
+import signal
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from itertools import cycle, islice
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch import multiprocessing
+from torch.utils.data._utils import worker as torchs_worker
+
+from zerotrain.data.batches import GlobalBatchSampler, RowsToRead
+from zerotrain.data.fetch import (
+    PLACE,
+    Collate,
+    RowError,
+    RowPlace,
+    Weigh,
+    fetch_rows,
+    in_time,
+    may_be_read_beside,
+    num_labels,
+    place_of,
+    seed_by,
+    to_device,
+    with_tensors,
+)
+from zerotrain.device.device import DONE, Event
+from zerotrain.device.kinds import device_of
+
+# Micro-batches on their way to the device: on a GPU copied beside what it computes.
+
+
+class Copied(NamedTuple):
+    """Micro-batches whose copies were issued."""
+
+    batches: list[Any]
+    done: Event
+
+
+class DeviceCopies:
+    """Copies to one device. `start` may be called in another thread than `finish`.
+
+    On a GPU the copies run on a stream of their own, out of pinned memory. Memory that belongs to that stream may be
+    given away by it as soon as nobody refers to it, though the model's stream still reads it: wrong inputs without a
+    word. So `finish` lets the stream of the copies wait for all that was done with the step before, and only then lets
+    go of it. (torch's `record_stream` would do too, and keep the memory for as long as the host happens to run ahead.)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device_of(device)
+        self._stream = self._device.stream()
+        self._in_use: list[Any] = []
+
+    def start(self, batches: list[Any]) -> Copied:
+        """Issue the copies of some micro-batches in the host's memory."""
+        device = self._device.device
+        if self._device.is_host:
+            return Copied([to_device(batch, device) for batch in batches], DONE)
+        with self._stream.current():
+            # torch keeps pinned memory that a copy was issued from until the copy is over.
+            pinned = [with_tensors(batch, torch.Tensor.pin_memory) for batch in batches]
+            return Copied([to_device(batch, device, non_blocking=True) for batch in pinned], self._device.event())
+
+    def finish(self, copied: Copied) -> list[Any]:
+        """The same micro-batches on the device, for the current stream. The ones before may be written over from now
+        on."""
+        if copied.done is not DONE:
+            self._stream.wait(self._device.event())
+            copied.done.wait()
+        self._in_use = copied.batches
+        return copied.batches
+
+
+# Micro-batches read by processes, for datasets that take long over an item.
+#
+# A worker lives as long as the process that started it wants: it holds one end of a pipe, and ends itself when
+# nobody holds the other, that is when the run is over, or its rank was killed, whatever the worker is just doing.
+# Signals to stop it ignores: they come to all processes of a terminal, and of torchrun, and it is the rank that ends
+# in order.
+#
+# A worker pickles a value itself before it sends the first byte, so that an error comes in the value's place. The
+# rank waits for the value, for the end of the worker's process, and for no longer than a row may take (`RowPlace`).
+
+
+_IGNORED_SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT,
+)  # fmt: skip
+
+_JOIN_S = 1.0
+"""A worker that is not gone then, since it is stopped, or stuck in code that keeps Python from running, is killed. One
+that is stuck in the kernel is not waited for any longer."""
+
+
+@contextmanager
+def read_in_workers(
+    read: Callable[[Any], Any],
+    wanted: Iterator[Any],
+    num_workers: int,
+    num_ahead: int,
+    *,
+    describe: Callable[[Any], str] = str,
+    timeout_s: float = 300.0,
+) -> Iterator[Iterator[Any]]:
+    """`map(read, wanted)` in the same order, computed by processes; at its end none of them is left.
+
+    Args:
+        num_ahead: values that are computed before they are asked for, at least one by each process.
+        describe: the words for what is wanted, such as "data.train: row 3", where no row is at fault alone.
+        timeout_s: as of `RowPlace`.
+
+    Raises:
+        RowError: `read` has raised an exception, of which the message and, as the cause, the traceback come. Or a value
+            cannot be sent, or a row takes too long.
+        RuntimeError: a worker has died.
+    """
+    shared = torch.zeros(num_workers, 4, dtype=torch.float64).share_memory_()
+    places = [RowPlace(timeout_s, values) for values in shared]
+    pipes = [multiprocessing.Pipe() for _ in places]
+    ends = [end for pipe in pipes for end in pipe]
+    workers: list[_Worker] = []
+    try:
+        for number, (place, (mine, its)) in enumerate(zip(places, pipes, strict=True)):
+            others = [end for end in ends if end is not its]
+            process = multiprocessing.Process(
+                target=_work, args=(read, describe, place, its, others, number, num_workers), daemon=True
+            )
+            place.begin()
+            process.start()
+            workers.append(_Worker(process, mine, place))
+        for _, its in pipes:
+            its.close()
+        yield _in_order(workers, wanted, -(-num_ahead // num_workers) * num_workers, describe)
+    finally:
+        for end in ends:
+            end.close()
+        for worker in workers:
+            worker.process.join(_JOIN_S)
+            worker.process.kill()
+            worker.process.join(_JOIN_S)
+
+
+class _Failure(NamedTuple):
+    """A worker sends it in place of a value."""
+
+    message: str
+    traceback: str
+
+
+class WorkerError(Exception):
+    """Carries a worker's traceback to the caller."""
+
+
+class _Worker(NamedTuple):
+    process: BaseProcess
+    pipe: Connection
+    place: RowPlace
+
+    def receive(self, described: str) -> Any:
+        """The value that it was asked for first, of those which it was not yet taken from."""
+        while not wait([self.pipe, self.process.sentinel], self.place.look_s):
+            if reason := self.place.overdue():
+                raise RowError(f"{self.place} cannot be read by a worker process: {reason}") from reason
+        try:
+            value = self.pipe.recv()
+        except Exception as error:  # of a class that can be pickled but not made again, or since the process is gone
+            self.process.join(_JOIN_S)
+            if self.process.is_alive():
+                said = f"{type(error).__name__}: {error}"
+                raise RowError(f"{described} cannot be taken from a worker process: {said}") from error
+            code = self.process.exitcode or 0
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            raise RuntimeError(f"a worker process that reads the data {how}, at {self.place}") from error
+        if isinstance(value, _Failure):
+            raise RowError(value.message) from WorkerError(f"in a worker process\n{value.traceback}")
+        return value
+
+
+def _in_order(
+    workers: Sequence[_Worker], wanted: Iterator[Any], num_ahead: int, describe: Callable[[Any], str]
+) -> Iterator[Any]:
+    """Ask the workers in turn for what is wanted, so many ahead; what they have read, in that order."""
+    turns, asked = zip(cycle(workers), wanted, strict=False), deque[tuple[_Worker, Any]]()
+    while True:
+        for worker, each in islice(turns, num_ahead - len(asked)):
+            with suppress(ConnectionError):  # it is gone, which is told in the place of its value
+                worker.pipe.send(each)
+            asked.append((worker, each))
+        if not asked:
+            return
+        worker, each = asked.popleft()
+        yield worker.receive(describe(each))
+
+
+def _work(
+    read: Any,
+    describe: Callable[[Any], str],
+    place: RowPlace,
+    pipe: Connection,
+    others: Sequence[Connection],
+    number: int,
+    num_workers: int,
+) -> None:
+    """The life of a worker."""
+    for signum in _IGNORED_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)  # the rank's: what is written there would be taken for a signal to the rank
+    for end in others:
+        end.close()
+    torch.set_num_threads(1)
+    seed_by("worker", number)
+    # For torch.utils.data.get_worker_info(), which a dataset may ask.
+    torchs_worker._worker_info = torchs_worker.WorkerInfo(
+        id=number, num_workers=num_workers, seed=torch.initial_seed(), dataset=read
+    )
+    asked: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_take, args=(pipe, asked), name="zerotrain-data-end", daemon=True).start()
+    PLACE.set(place)
+    with suppress(ConnectionError):  # the rank is gone
+        while True:
+            place.end()
+            wanted = asked.get()
+            place.begin()
+            try:
+                value = read(wanted)
+                place.begin()
+                packed = ForkingPickler.dumps(value)
+            except Exception as error:
+                said = f"{describe(wanted)} cannot be sent by a worker process: {type(error).__name__}: {error}"
+                failure = _Failure(str(error) if isinstance(error, RowError) else said, traceback.format_exc())
+                packed = ForkingPickler.dumps(failure)
+            place.end()
+            pipe.send_bytes(packed)
+
+
+def _take(pipe: Connection, asked: "SimpleQueue[Any]") -> None:
+    """Take what the worker is asked for, and end this process as soon as nobody holds the other end."""
+    try:
+        while True:
+            asked.put(pipe.recv())
+    finally:
+        os._exit(0)
+
+
+NUM_STEPS_AHEAD = 2
+
+
+class LoadedStep(NamedTuple):
+    """The micro-batches of a rank in one step."""
+
+    micro_batches: list[Any]
+    """On the device, as collate has made them; in the order in which the rank runs them."""
+    weights: list[float]
+    """Of each of them, in the mean loss of the step."""
+    num_labels: list[int]
+    """In each of them, those that count."""
+
+
+Read = Callable[[tuple[RowsToRead, int]], tuple[Any, int]]
+"""(a micro-batch, its number of rows) of (rows, number of the step from 1)."""
+
+
+def reader_of(dataset: Any, seed: int, collate: Collate | None, vocab_size: int | None = None) -> Read:
+    """Reads micro-batches of a dataset, with arguments of `fetch_rows`; can be pickled if the dataset can."""
+    return partial(_read, partial(fetch_rows, dataset, seed=seed, collate=collate, vocab_size=vocab_size))
+
+
+def _read(fetch: Callable[..., Any], wanted: tuple[RowsToRead, int]) -> tuple[Any, int]:
+    (rows, epochs), step = wanted
+    with torch.profiler.record_function("zerotrain data: read rows"):
+        batch = fetch(rows, epochs=epochs, step=step)
+        return batch, len(rows)
+
+
+def _described(wanted: tuple[RowsToRead, int]) -> str:
+    (rows, epochs), step = wanted
+    return place_of("data.train", rows, epochs, step)
+
+
+class StepLoader:
+    """Gives a rank the micro-batches of one step after the other. Use as a context manager: at its end nothing is left
+    of the thread and the processes.
+
+    Args:
+        dataset: map-style.
+        sampler: says which rows; the first step is the one at its `rows_consumed`.
+        device: where the micro-batches are to lie.
+        num_steps: how many there are to read.
+        first_step: number of the step before the first, for messages.
+        num_workers: processes that read; 0 for none.
+        collate: makes a batch of items; None: torch's `default_collate`.
+        num_steps_ahead: 0 reads each step when it is asked for.
+        vocab_size: tokens that the model knows, see `fetch_rows`.
+        timeout_s: seconds that the other ranks wait for this one; a row must take less.
+        weigh: of a micro-batch in the host's memory.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: GlobalBatchSampler,
+        *,
+        device: torch.device,
+        num_steps: int,
+        first_step: int = 0,
+        num_workers: int = 0,
+        collate: Collate | None = None,
+        num_steps_ahead: int = NUM_STEPS_AHEAD,
+        vocab_size: int | None = None,
+        timeout_s: float = 300.0,
+        weigh: Weigh = num_labels,
+    ) -> None:
+        self.wait_s = 0.0
+        """How long the last step was waited for."""
+        self.reads_ahead = num_steps_ahead > 0 and (num_workers > 0 or may_be_read_beside(dataset, collate))
+        self._copies, self._weigh = DeviceCopies(device), weigh
+        self._open = ExitStack()
+        self._num_micro_batches = sampler.num_micro_batches * sampler.leaves_per_rank
+        reader = reader_of(dataset, sampler.seed, collate, vocab_size)
+        size, start = sampler.global_batch_size, sampler.rows_consumed
+        wanted = (
+            (rows, first_step + step + 1)
+            for step in range(num_steps)
+            for rows in sampler.micro_batches(start + step * size)
+        )
+        if num_workers > 0:
+            num_ahead = max(num_steps_ahead, 1) * self._num_micro_batches
+            read = self._open.enter_context(
+                read_in_workers(reader, wanted, num_workers, num_ahead, describe=_described, timeout_s=timeout_s)
+            )
+        else:
+            read = map(reader, wanted)
+        self._steps = self._copied_steps(read)
+        self._in_time = nullcontext if self.reads_ahead or num_workers > 0 else partial(in_time, timeout_s)
+        if self.reads_ahead:
+            self._steps = self._open.enter_context(ReadAhead(self._steps, num_steps_ahead, timeout_s))
+
+    def _copied_steps(self, read: Iterator[tuple[Any, int]]) -> Iterator[tuple[Copied, list[float], list[int]]]:
+        while step := list(islice(read, self._num_micro_batches)):
+            counts = [self._weigh(*each) for each in step], [num_labels(*each) for each in step]
+            yield self._copies.start([batch for batch, _ in step]), *counts
+
+    def next_step(self) -> LoadedStep:
+        """The micro-batches of the next step. Those of the one before must no longer be used.
+
+        Raises:
+            RowError: a row could not be read, or not in time.
+            StopIteration: there was none left.
+            RuntimeError: a worker process has died.
+        """
+        started_s = time.perf_counter()
+        with self._in_time():
+            copied, weights, numbers = next(self._steps)
+        micro_batches = self._copies.finish(copied)
+        self.wait_s = time.perf_counter() - started_s
+        return LoadedStep(micro_batches, weights, numbers)
+
+    def __enter__(self) -> "StepLoader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+
+class ReadAhead(Iterator[Any]):
+    """An iterator that a thread runs ahead of who asks for its values, by so many at most. An exception comes where
+    its value would have.
+
+    Args:
+        timeout_s: as of `RowPlace`, for rows that the thread reads itself.
+    """
+
+    def __init__(self, values: Iterator[Any], num_ahead: int, timeout_s: float = 300.0) -> None:
+        self._values, self._num_ahead, self._place = values, num_ahead, RowPlace(timeout_s)
+        self._ready: deque[Any] = deque()
+        self._error: BaseException | None = None
+        """The error raised in place of a value; StopIteration behind the last."""
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="zerotrain-data", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> Any:
+        with self._changed:
+            # Signals are handled while this waits: the main thread may be told to stop.
+            while not self._changed.wait_for(lambda: self._ready or self._error, self._place.look_s):
+                if reason := self._place.overdue():
+                    raise RowError(f"{self._place} cannot be read: {reason}") from reason
+            if not self._ready and self._error is not None:
+                raise self._error
+            value = self._ready.popleft()
+            self._changed.notify_all()
+            return value
+
+    def __enter__(self) -> "ReadAhead":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop reading. It waits for the read under way, unless that takes long."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        PLACE.set(self._place)
+        while self._wait_for_room():
+            try:
+                value = next(self._values)
+            except BaseException as error:  # whatever it is, who asks for the value is to see it
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._ready.append(value)
+                self._changed.notify_all()
+
+    def _wait_for_room(self) -> bool:
+        """False where no more is to be read."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._ready) < self._num_ahead)
+            return not self._closed

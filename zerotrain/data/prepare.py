@@ -1,0 +1,831 @@
+"""Stores of tokens made of text once and kept: whole or not there, sealed with hashes, made anew where they do not fit.
+
+In a store's folder lies its seal, `seal.json`: the size and the hash of the store's files, the hash of its sources, and
+a stamp of the files the hashes were taken of. While the stamp fits, nothing has been written to them since, and they
+are not read again: the ranks of a run find it as the process has left it that started them. No program sets a file's
+time of change, which is part of the stamp; sizes and times of modification can be the same for other text.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from zerotrain.data.store import INDEX_NAME, Shard, TokenStore, write_index
+from zerotrain.data.text_files import Sources, TextPiece, find_sources, is_plain, read_pieces
+from zerotrain.data.tokenizer import PIECE_NBYTES, AnyPlace, Cut, DocumentEnd, ExactPlace, TextTokenizer
+from zerotrain.files.lock import can_lock, holder, lock, note_holder, open_lock, whole
+from zerotrain.files.untrusted import Natural, UntrustedFileError, duration, read_json, require_kind
+
+# One process at a time makes what is in a folder; the others wait as long as it takes, and say for whom.
+
+
+LOCK_NAME = "lock"
+REMINDER_S = 10.0
+_POLL_S = 0.1
+
+
+@contextmanager
+def sole_writer(folder: Path, *, private: bool) -> Iterator[None]:
+    """Inside, no other process of this machine is inside for the same folder, which is made.
+
+    Args:
+        private: the folder is made for the user alone.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
+        with open_lock(folder / LOCK_NAME) as file:
+            _wait(file, folder)
+            if not _is_at(file, folder / LOCK_NAME):
+                continue  # who held it has removed the folder as abandoned
+            try:
+                note_holder(file)
+            except OSError as error:  # a full disk: the system names no file that is open already
+                error.filename = str(folder)
+                raise
+            yield
+            return
+
+
+def try_lock(folder: Path) -> BinaryIO | None:
+    """The locked file of a folder that is there; None where another process has it."""
+    try:
+        file = open_lock(folder / LOCK_NAME, make=False)
+    except OSError:
+        return None
+    if can_lock(file):
+        return file
+    file.close()
+    return None
+
+
+def _wait(file: BinaryIO, folder: Path) -> None:
+    started_s, next_s = time.monotonic(), REMINDER_S
+    while True:
+        try:
+            problem = lock(file)
+            break
+        except BlockingIOError:
+            waited_s = time.monotonic() - started_s
+            if waited_s >= next_s:
+                next_s += REMINDER_S
+                print(
+                    f"waits for {holder(folder / LOCK_NAME)}, which prepares {folder} ({waited_s:.0f} s)",
+                    file=sys.stderr,
+                )
+            time.sleep(_POLL_S)
+    if problem is not None:
+        print(f"warning: {folder} cannot be locked ({problem}); prepare nothing else there", file=sys.stderr)
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+# A store as it is written: what the disk has is noted every few seconds, so that one that was ended goes on there.
+
+
+SHARD_TOKENS = 1 << 27
+"""Tokens of every shard but the last: borders of shards do not depend on interruptions of the writing."""
+NOTE_S = 5.0
+"""Seconds of work that are lost at most where the process is killed."""
+NOTES_NAME = "preparing.json"
+MAX_NOTES_NBYTES = 1 << 16
+STARTS_NAME = "starts.part"
+"""File with the starts of documents, until the index is written."""
+
+
+@dataclass
+class Done:
+    """Contents of an unfinished store on the disk, and the place in the sources where writing resumes."""
+
+    made_of: str
+    """A hash of what it is made of."""
+    file: Natural = 0
+    """The number of the source."""
+    offset: Natural = 0
+    """In the source, see `text_files.read_pieces`."""
+    tokens: Natural = 0
+    documents: Natural = 0
+    begins: bool = False
+    """The next token is the first of a document."""
+    nulls: Natural = 0
+    """Rows that were left out, since their text is null."""
+
+
+def _hash_of(done: Done) -> str:
+    return hashlib.sha256(json.dumps(asdict(done), sort_keys=True).encode()).hexdigest()[:16]
+
+
+class StoreWriter:
+    """Writes the tokens of documents to a folder, after what an earlier writer has left there of the same.
+
+    Args:
+        folder: is there, and nobody else writes to it.
+        dtype: of the tokens.
+        made_of: a hash of what the store is made of; of what was made of something else nothing is kept.
+
+    Raises:
+        OSError: the folder cannot be written; `filename` names something in it.
+    """
+
+    def __init__(self, folder: Path, dtype: np.dtype, made_of: str) -> None:
+        self._folder, self._dtype = folder, np.dtype(dtype).newbyteorder("<")
+        self._noted_s = time.monotonic()
+        self._shard: BinaryIO | None = None
+        with self._naming():
+            self.done = self._left(made_of) or Done(made_of)
+            self._cut_back()
+            self._starts = (folder / STARTS_NAME).open("ab")
+
+    def start_document(self) -> None:
+        """The next token written begins a document; a document without tokens is not counted."""
+        self.done.begins = True
+
+    def write(self, tokens: np.ndarray) -> None:
+        """Append tokens, (num_tokens,)."""
+        with self._naming():
+            if self.done.begins and len(tokens):
+                self._starts.write(np.array([self.done.tokens], "<u8").tobytes())
+                self.done.documents, self.done.begins = self.done.documents + 1, False
+            while len(tokens):
+                room = SHARD_TOKENS - self.done.tokens % SHARD_TOKENS
+                if self._shard is None:
+                    self._shard = (self._folder / _name(self.done.tokens // SHARD_TOKENS)).open("ab")
+                self._shard.write(tokens[:room].astype(self._dtype, copy=False).tobytes())
+                self.done.tokens += min(room, len(tokens))
+                tokens = tokens[room:]
+                if self.done.tokens % SHARD_TOKENS == 0:
+                    self._close_shard()
+
+    def note(self, file: int, offset: int, *, now: bool = False) -> None:
+        """Note that all before this place of the sources is written, and sync it to the disk: if `NOTE_S` have passed,
+        or now."""
+        if not now and time.monotonic() < self._noted_s + NOTE_S:
+            return
+        with self._naming():
+            for written in filter(None, (self._shard, self._starts)):
+                written.flush()
+                os.fsync(written.fileno())
+            self.done.file, self.done.offset = file, offset
+            noted = asdict(self.done) | {"hash": _hash_of(self.done)}
+            with whole(self._folder / NOTES_NAME, lasting=True) as notes:
+                notes.write(json.dumps(noted).encode())
+        self._noted_s = time.monotonic()
+
+    def complete(self, *, vocab_size: int, tokenizer: str | None, with_documents: bool) -> None:
+        """Make the folder a store. The notes stay until `forget_notes`."""
+        with self._naming():
+            self.close()
+            starts = None
+            if with_documents and self.done.documents:
+                starts = np.memmap(self._folder / STARTS_NAME, "<u8", "r")
+            names = [_name(number) for number in range(-(-self.done.tokens // SHARD_TOKENS))]
+            shards = [(name, (self._folder / name).stat().st_size // self._dtype.itemsize) for name in names]
+            write_index(
+                self._folder,
+                dtype=self._dtype.name,
+                shards=shards,
+                vocab_size=vocab_size,
+                tokenizer=tokenizer,
+                documents=starts,
+            )
+
+    def close(self) -> None:
+        """Close the files."""
+        with self._naming():
+            self._close_shard()
+            self._starts.close()
+
+    def _close_shard(self) -> None:
+        if self._shard is not None:
+            closing, self._shard = self._shard, None
+            with closing:
+                closing.flush()
+                os.fsync(closing.fileno())
+
+    def _left(self, made_of: str) -> Done | None:
+        """The notes of an earlier writer; None if writing cannot resume there."""
+        try:
+            notes = read_json(self._folder / NOTES_NAME, dict[str, Any], max_nbytes=MAX_NOTES_NBYTES)
+            done: Done = require_kind(notes, Done)
+            if notes.get("hash") != _hash_of(done):
+                return None
+            last, rest = divmod(done.tokens, SHARD_TOKENS)
+            needed = {_name(number): SHARD_TOKENS * self._dtype.itemsize for number in range(last)}
+            needed |= {_name(last): rest * self._dtype.itemsize} if rest else {}
+            needed[STARTS_NAME] = done.documents * 8
+            is_there = all((self._folder / name).stat().st_size >= nbytes for name, nbytes in needed.items())
+            return done if is_there and done.made_of == made_of else None
+        except (FileNotFoundError, UntrustedFileError):
+            return None
+
+    def _cut_back(self) -> None:
+        """Remove what was not noted."""
+        for cut_off in self._folder.glob("*.tmp"):
+            cut_off.unlink()
+        keep = self.done.tokens
+        if keep == 0 and self.done.file == 0 == self.done.offset:
+            remove_store(self._folder)
+        for shard in self._folder.glob("*.bin"):
+            number = int(shard.stem) if shard.stem.isdigit() else -1
+            if number * SHARD_TOKENS >= keep or number < 0:
+                shard.unlink()
+            else:
+                os.truncate(shard, min(SHARD_TOKENS, keep - number * SHARD_TOKENS) * self._dtype.itemsize)
+        if self.done.documents:
+            os.truncate(self._folder / STARTS_NAME, self.done.documents * 8)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Inside, an error of the disk says where: the system names no file that is open already."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename is None:
+                error.filename = str(self._folder)
+            raise
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether a store was begun in a folder and not completed."""
+    return (folder / NOTES_NAME).exists()
+
+
+def forget_notes(folder: Path) -> None:
+    """Remove what is of no use to a store that is complete."""
+    for name in (STARTS_NAME, NOTES_NAME):
+        (folder / name).unlink(missing_ok=True)
+
+
+def remove_store(folder: Path) -> None:
+    """Remove the files of a store, the index first, and of one that was begun."""
+    (folder / INDEX_NAME).unlink(missing_ok=True)
+    for pattern in (NOTES_NAME, STARTS_NAME, "*.bin", "*.tmp"):
+        for file in folder.glob(pattern):
+            file.unlink()
+
+
+def _name(number: int) -> str:
+    return f"{number:06}.bin"
+
+
+SEAL_NAME = "seal.json"
+MAX_SEAL_NBYTES = 1 << 16
+HASHED_NBYTES = 1 << 24
+"""Hashed by one thread at a time: 1.8 GB/s each, where the CPU has instructions for SHA-256."""
+ABANDONED_S = 7 * 86400.0
+"""Unfinished stores are removed once nobody has gone on with them for so long."""
+_STORE_NAME = re.compile("(text|tokens)(-[0-9a-f]{16}){3}")
+"""Not `text-2026-11-23`, a folder of the user's own in what somebody named as the cache."""
+_TICK_S = 0.05
+"""Longer than the steps of a file system's clock. Whatever is written a step later has another time of change."""
+
+
+@dataclass(frozen=True)
+class Seal:
+    """The state of a store and its sources after they were read whole."""
+
+    nbytes: Natural
+    sha256: str
+    """Hash of the store's files."""
+    sources_sha256: str
+    stamp: str
+    """Hash of the sizes, times and places on disk of the store's files and its sources."""
+    recipe: str
+    """A hash of how the sources were made into tokens."""
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """The folder for what can be made again of the data; it need not be there yet."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotrain"
+
+
+def kept_store(
+    folder: Path, sources: Sequence[Path], recipe: str, write: Callable[[Path, str], None], *, private: bool = True
+) -> Path:
+    """`folder`, with the store that `write` makes of some files, made now if it is not there or not what was made of
+    them. One process works, others wait for it; one that was ended is gone on with.
+
+    Args:
+        recipe: a hash of how `write` makes tokens of the files.
+        write: gets the folder and a hash of the files and their state.
+        private: only the user may read it: who may read the cache's folder may not be allowed to read the sources.
+
+    Raises:
+        OSError: it cannot be written, or a source not be read.
+        ValueError: a source was written to, replaced or removed meanwhile.
+        Exception: what `write` raises.
+    """
+    if misfit(folder, sources, recipe) is None:
+        return folder
+    with sole_writer(folder, private=private):
+        reason = misfit(folder, sources, recipe)
+        if reason is None:  # another process has made it meanwhile
+            return folder
+        if (folder / SEAL_NAME).exists() or ((folder / INDEX_NAME).exists() and not is_begun(folder)):
+            print(f"{folder} is made anew: {reason}", file=sys.stderr, flush=True)
+            remove_store(folder)
+            (folder / SEAL_NAME).unlink(missing_ok=True)
+        marks = _marks(sources)  # before they are read
+        try:
+            sources_sha256 = sha256_of(sources)
+            write(folder, f"{sources_sha256} {_stamp(marks)}")
+        except Exception:
+            _require_unchanged(sources, marks, folder)  # half a line of JSON is not broken, but still being written
+            raise
+        made = _files(folder)
+        stamp = _stamp(_marks(made) + marks)
+        seal = Seal(_nbytes(made), sha256_of(made), sources_sha256, stamp, recipe)
+        _require_unchanged(sources, marks, folder)
+        _write_seal(folder, seal)
+        forget_notes(folder)
+    return folder
+
+
+def sealed_recipe(folder: Path) -> str | None:
+    """How the tokens in a folder were made of their sources; None where nothing there says so."""
+    try:
+        return str(_read_seal(folder).recipe)
+    except (OSError, UntrustedFileError):
+        return None
+
+
+def remove_abandoned(cache: Path, *, superseded: str, keep: str) -> None:
+    """Remove stores that were begun in a cache and that nobody will complete: of files that have changed since, and
+    those of long ago.
+
+    Args:
+        superseded: what the names of stores of the same paths begin with.
+        keep: the name of the one that is of use.
+    """
+    for folder in cache.iterdir() if cache.is_dir() else ():
+        if (
+            folder.name == keep
+            or not folder.is_dir()
+            or (folder / SEAL_NAME).exists()
+            or _STORE_NAME.fullmatch(folder.name) is None
+        ):
+            continue
+        with suppress(OSError):  # another user's
+            is_old = time.time() - folder.stat().st_mtime > ABANDONED_S
+            if (is_old or folder.name.startswith(superseded)) and (lock := try_lock(folder)) is not None:
+                with lock:
+                    shutil.rmtree(folder)
+
+
+def store_name(kind: str, paths: str, states: str, recipe: str) -> str:
+    """The name of a store in a cache.
+
+    Args:
+        kind: "text" or "tokens".
+        paths, states, recipe: hashes of where the files lie, what state they are in, and what is made of them.
+    """
+    return f"{kind}-{paths}-{recipe}-{states}"
+
+
+def sha256_of(files: Sequence[Path]) -> str:
+    """Hash the contents of some files: the SHA-256 of those of their pieces, on all cores."""
+    pieces = ((file, start) for file in files for start in range(0, max(1, file.stat().st_size), HASHED_NBYTES))
+    whole = hashlib.sha256()
+    with ThreadPoolExecutor() as pool:
+        for digest in pool.map(_sha256_of_piece, pieces):
+            whole.update(digest)
+    return whole.hexdigest()
+
+
+def _sha256_of_piece(piece: tuple[Path, int]) -> bytes:
+    path, start = piece
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        return hashlib.sha256(file.read(HASHED_NBYTES)).digest()
+
+
+def misfit(folder: Path, sources: Sequence[Path], recipe: str) -> str | None:
+    """Why a store is not to be used; None where it is."""
+    try:
+        seal = _read_seal(folder)
+        made = _files(folder)
+    except FileNotFoundError:
+        return "nothing in it says what it holds"
+    except (UntrustedFileError, OSError):
+        return f"what it holds cannot be read from {SEAL_NAME}"
+    if seal.recipe != recipe:
+        return "it was made with other settings"
+    if not made[-1].exists():
+        return f"it has no {INDEX_NAME}"
+    stamp = _stamp(_marks([*made, *sources]))
+    if stamp == seal.stamp:
+        return None
+    nbytes = _nbytes(made)
+    if nbytes != seal.nbytes:
+        return f"it has {nbytes} bytes, and had {seal.nbytes} when it was made"
+    if sha256_of(made) != seal.sha256:
+        return "its bytes are not those that were written"
+    if sha256_of(sources) != seal.sources_sha256:
+        return "the text it was made of has changed"
+    with suppress(OSError):  # of another user, or in a folder that is only read: hashed again the next time
+        _write_seal(folder, replace(seal, stamp=stamp))
+    return None
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those of a store."""
+    return [*sorted(folder.glob("*.bin")), folder / INDEX_NAME]
+
+
+def _nbytes(files: Sequence[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
+
+
+def _marks(files: Sequence[Path]) -> list[tuple[int, ...]]:
+    """A mark of each file, which differs once anything has been written to the file from now on."""
+    states = [file.stat() for file in files]
+    if any(abs(time.time() - state.st_ctime) < _TICK_S for state in states):
+        time.sleep(_TICK_S)
+        states = [file.stat() for file in files]
+    return [_mark(state) for state in states]
+
+
+def _mark(state: os.stat_result) -> tuple[int, ...]:
+    return state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino
+
+
+def _stamp(marks: list[tuple[int, ...]]) -> str:
+    return hashlib.sha256(repr(marks).encode()).hexdigest()
+
+
+def _read_seal(folder: Path) -> Seal:
+    seal: Seal = read_json(folder / SEAL_NAME, Seal, max_nbytes=MAX_SEAL_NBYTES)
+    return seal
+
+
+def _require_unchanged(sources: Sequence[Path], marks: list[tuple[int, ...]], folder: Path) -> None:
+    """Remove what was made, with a ValueError, of files that are no longer as they were before they were read."""
+    for source, before in zip(sources, marks, strict=True):
+        try:
+            is_same = _mark(source.stat()) == before
+        except FileNotFoundError:
+            is_same = False
+        if not is_same:
+            remove_store(folder)
+            raise ValueError(
+                f"data.path: {source} was written to while it was read; start again once nothing writes to it, or give "
+                "a copy of it"
+            )
+
+
+def _write_seal(folder: Path, seal: Seal) -> None:
+    with whole(folder / SEAL_NAME, lasting=True) as file:
+        file.write(json.dumps(asdict(seal)).encode())
+
+
+# How far a long piece of work has come, on stderr: one line that changes on a terminal, else one each ten seconds.
+
+
+QUIET_S = 2.0
+"""Work that is done by then says nothing."""
+LINE_S = 10.0
+_REDRAW_S = 0.5
+
+
+class Progress:
+    """Tells of the preparing of text: part done, MB/s, time left.
+
+    Args:
+        nbytes: to read in all.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes, self._begun_at, self._started_s = nbytes, 0, time.monotonic()
+        self._is_terminal = sys.stderr.isatty()
+        self._next_s = self._started_s + (QUIET_S if self._is_terminal else LINE_S)
+        self._last = ""
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._last and self._is_terminal:
+            print(file=sys.stderr)
+        elif self._last and kind is None:
+            self._print(self._last)
+
+    def start(self, reached: int) -> None:
+        """Some of the bytes were read before."""
+        self._begun_at = reached
+        if reached:
+            self._print(f"preparing: goes on at {_mb(reached)} of {_mb(self._nbytes)} MB")
+
+    def reached(self, nbytes: int, tokens: int) -> None:
+        """So many bytes are read, and so many tokens made."""
+        now = time.monotonic()
+        took_s = max(1e-3, now - self._started_s)
+        if took_s >= QUIET_S:
+            rate = (nbytes - self._begun_at) / took_s
+            left_s = max(0, self._nbytes - nbytes) / max(rate, 1.0)
+            self._last = (
+                f"preparing: {_mb(nbytes)} of {_mb(self._nbytes)} MB, {tokens:,} tokens, {rate / 1e6:.1f} MB/s, "
+                f"{duration(left_s)} left"
+            )
+            if now >= self._next_s:
+                self._next_s = now + (_REDRAW_S if self._is_terminal else LINE_S)
+                self._print(self._last)
+
+    def _print(self, line: str) -> None:
+        if self._is_terminal:
+            print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f}" if nbytes < 1e8 else f"{nbytes / 1e6:,.0f}"
+
+
+# Making a store of tokens of text files: read, cut, tokenised on all cores, written shard by shard.
+
+
+VERSION = 2
+"""Counted up when the same files come to be other tokens."""
+NUM_BYTE_VALUES = 256
+BATCH_NBYTES = 1 << 20
+"""Tokenised together: a tokenizer takes about 150 bytes of memory for each."""
+_BATCHES_UNDER_WAY = 2
+_MAX_PIECES = 4096
+_WARNED_NBYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How files become a row of tokens.
+
+    Args:
+        tokenizer: None for bytes.
+        document_end: what stands between documents, as `DocumentEnd` takes it.
+        text_field: of a .jsonl object, or column of a .parquet file.
+
+    Raises:
+        ValueError: there is no such end of a document, or the tokenizer has none.
+    """
+
+    sources: Sources
+    tokenizer: TextTokenizer | None
+    document_end: str | None = None
+    text_field: str = "text"
+
+    def __post_init__(self) -> None:
+        _ = self.ending  # which may be refused
+
+    @cached_property
+    def ending(self) -> DocumentEnd:
+        """The mark between documents."""
+        return DocumentEnd(self.tokenizer, self.document_end)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of a token."""
+        return np.dtype(np.uint8) if self.tokenizer is None else self.tokenizer.token_dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are below this."""
+        return NUM_BYTE_VALUES if self.tokenizer is None else self.tokenizer.vocab_size
+
+    @property
+    def fingerprint(self) -> str:
+        """Differs where the same files come to be other tokens."""
+        tokenizer = None if self.tokenizer is None else self.tokenizer.fingerprint()
+        return hashlib.sha256(repr((VERSION, tokenizer, self.ending.name, self.text_field)).encode()).hexdigest()[:16]
+
+    def pieces(self, file: int, offset: int) -> Iterator[tuple[int, TextPiece]]:
+        """The pieces of all documents from a place on, each with the number of its file."""
+        cut: Cut = AnyPlace() if self.tokenizer is None else ExactPlace(self.tokenizer.tokens_of)
+        for number in range(file, len(self.sources.files)):
+            start = offset if number == file else 0
+            path = self.sources.files[number]
+            for piece in read_pieces(path, field=self.text_field, start=start, cut=cut):
+                yield number, piece
+
+    def tokens_of(self, pieces: list[TextPiece]) -> list[np.ndarray]:
+        """The tokens of each piece, with what stands between documents."""
+        lack_line = [
+            piece.ends and not piece.text.endswith(b"\n") and self.ending.name == "newline" for piece in pieces
+        ]
+        texts = [piece.text + b"\n" * lacks for piece, lacks in zip(pieces, lack_line, strict=True)]
+        if self.tokenizer is None:
+            return [np.frombuffer(text, np.uint8) for text in texts]
+        encoded = self.tokenizer.encode_batch([text.decode(errors="replace") for text in texts])
+        marks = [self.ending.marks(starts=piece.starts, ends=piece.ends) for piece in pieces]
+        return [np.concatenate([before, each, after]) for each, (before, after) in zip(encoded, marks, strict=True)]
+
+
+def write_store(recipe: Recipe, folder: Path, made_of: str) -> None:
+    """Write the tokens of a recipe's files to a folder, going on with what an earlier call has left there.
+
+    Args:
+        folder: is there, and nobody else writes to it.
+        made_of: a hash of the contents of the files.
+
+    Raises:
+        OSError: the folder cannot be written (`filename` names something in it), or a file not be read.
+        ValueError: a file is broken or has no text where the recipe says.
+        ImportError: a package that reads a kind of file is not installed.
+    """
+    sources, made_of = recipe.sources, f"{recipe.fingerprint} {made_of}"
+    with closing(StoreWriter(folder, recipe.dtype, made_of)) as writer, Progress(sources.nbytes) as progress:
+        sizes = [file.stat().st_size for file in sources.files]
+        before = np.concatenate([[0], np.cumsum(sizes)])
+        progress.start(int(before[writer.done.file]) + (writer.done.offset if writer.done.file < len(sizes) else 0))
+        for batch, encoded in _encoded(recipe, writer.done.file, writer.done.offset):
+            for (_, piece), tokens in zip(batch, encoded, strict=True):
+                if piece.is_null:
+                    writer.done.nulls += 1
+                    continue
+                if piece.starts:
+                    writer.start_document()
+                writer.write(tokens)
+            number, last = batch[-1]
+            if last.after is not None or last.ends:
+                at_end = last.after is None
+                writer.note(number + at_end, 0 if at_end else last.after or 0)
+            progress.reached(int(before[number]) + last.reached, writer.done.tokens)
+        writer.note(len(sources.files), 0, now=True)
+        if writer.done.tokens:
+            writer.complete(
+                vocab_size=recipe.vocab_size,
+                tokenizer=None if recipe.tokenizer is None else recipe.tokenizer.fingerprint(),
+                with_documents=writer.done.documents > 1,
+            )
+    if nulls := writer.done.nulls:
+        print(f"{sources.path}: leaves out {nulls:,} rows whose text is null", file=sys.stderr, flush=True)
+    if not writer.done.tokens:
+        raise ValueError(f"{sources.path} holds no text; give a file, folder or pattern with at least one document")
+
+
+def _encoded(recipe: Recipe, file: int, offset: int) -> Iterator[tuple[list[tuple[int, TextPiece]], list[np.ndarray]]]:
+    """Batches of pieces with their tokens, in order; the next ones are tokenised meanwhile."""
+    waiting: deque[tuple[list[tuple[int, TextPiece]], Future[list[np.ndarray]]]] = deque()
+    with ThreadPoolExecutor(_BATCHES_UNDER_WAY) as pool:
+        for batch in _batches(recipe.pieces(file, offset)):
+            _warn_of_long_pieces(recipe, batch)
+            waiting.append((batch, pool.submit(recipe.tokens_of, [piece for _, piece in batch])))
+            if len(waiting) > _BATCHES_UNDER_WAY:
+                pieces, future = waiting.popleft()
+                yield pieces, future.result()
+        for pieces, future in waiting:
+            yield pieces, future.result()
+
+
+def _warn_of_long_pieces(recipe: Recipe, batch: list[tuple[int, TextPiece]]) -> None:
+    """Before the memory is taken, which may end the process without a word."""
+    for number, piece in batch:
+        mb = len(piece.text) / 1e6
+        if len(piece.text) > _WARNED_NBYTES and recipe.tokenizer is not None:
+            print(
+                f"{recipe.sources.files[number]}: {mb:.0f} MB cannot be cut without changing a token; they are "
+                f"tokenised at once, which takes about {mb * 0.15:.0f} GB of memory",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _batches(pieces: Iterator[tuple[int, TextPiece]]) -> Iterator[list[tuple[int, TextPiece]]]:
+    batch: list[tuple[int, TextPiece]] = []
+    nbytes = 0
+    for number, piece in pieces:
+        batch.append((number, piece))
+        nbytes += len(piece.text)
+        if nbytes >= BATCH_NBYTES - PIECE_NBYTES or len(batch) == _MAX_PIECES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+# The tokens of text files: where they are kept, and made if they are not there.
+
+
+def recipe_of(
+    path: str | None,
+    *,
+    tokenizer: str | None,
+    document_end: str | None,
+    text_field: str,
+    cache_dir: str | None,
+    out: Path | None = None,
+) -> tuple[Recipe, Path]:
+    """How the files of `path` become tokens, and the folder in which those are kept; see `TextDataset`.
+
+    Args:
+        out: a folder that is written to, in place of the cache: nothing is read from there.
+
+    Raises: as `TextDataset`.
+    """
+    cache = cache_folder(cache_dir)
+    made = None if tokenizer is None else TextTokenizer(tokenizer)
+    sources = find_sources(path, without=[cache, *([] if out is None else [out])], text_field=text_field)
+    return Recipe(sources, made, document_end, text_field), cache
+
+
+def prepared(recipe: Recipe, cache: Path) -> TokenStore:
+    """The tokens of a recipe's files: those of a single file of bytes where it lies, others from a store in the cache,
+    made if it is not there yet.
+
+    Raises:
+        ValueError: the cache cannot take the store; or as of `write_store`.
+    """
+    sources, files = recipe.sources, recipe.sources.files
+    if recipe.tokenizer is None and len(files) == 1 and is_plain(files[0]) and not sources.leaves_data:
+        return TokenStore([Shard(files[0], files[0].stat().st_size)], recipe.dtype, vocab_size=recipe.vocab_size)
+    with naming_setting("data.cache_dir", cache):
+        store = TokenStore.open(
+            kept_store(_folder_in(cache, recipe), files, recipe.fingerprint, partial(_write, recipe))
+        )
+    store.sources = files
+    return store
+
+
+def prepared_in(recipe: Recipe, folder: Path) -> TokenStore:
+    """The tokens of a recipe's files, in a folder of their own.
+
+    Raises:
+        ValueError: the folder holds something else or cannot take them; or as of `write_store`.
+    """
+    with naming_setting("--out", folder):
+        names = set() if not folder.exists() else {each.name for each in folder.iterdir()}
+        if names and LOCK_NAME not in names:
+            raise ValueError(f"--out={folder} holds other files; give a folder that is empty, or that is not there yet")
+        if sealed_recipe(folder) not in (recipe.fingerprint, None):
+            raise ValueError(f"--out={folder} holds tokens that were made with other settings; give another folder")
+        write = partial(_write, recipe)
+        return TokenStore.open(kept_store(folder, recipe.sources.files, recipe.fingerprint, write, private=False))
+
+
+def _folder_in(cache: Path, recipe: Recipe) -> Path:
+    kind, files = "text" if recipe.tokenizer is None else "tokens", recipe.sources.files
+    paths = _hash("\n".join(str(file.absolute()) for file in files))
+    states = _hash("\n".join(f"{each.st_size} {each.st_mtime_ns}" for each in map(Path.stat, files)))
+    name = store_name(kind, paths, states, recipe.fingerprint)
+    remove_abandoned(cache, superseded=store_name(kind, paths, "", recipe.fingerprint), keep=name)
+    return cache / name
+
+
+@contextmanager
+def naming_setting(setting: str, folder: Path) -> Iterator[None]:
+    """Inside, an error of writing to a folder names the setting it was given by.
+
+    Raises:
+        ValueError: the folder cannot be written, or its disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or not _is_in(Path(os.fsdecode(error.filename)), folder):
+            raise
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ValueError(
+                f"{setting}={folder} has no room for the prepared text ({error.strerror}); what is done is kept, and "
+                "the same command goes on: make room, or give another folder"
+            ) from error
+        raise ValueError(
+            f"{setting}={folder} cannot take the prepared text ({error}); give a folder that can be written"
+        ) from error
+
+
+def _is_in(path: Path, folder: Path) -> bool:
+    """Whether an error with this path is one of the folder: in it, or on the way to it."""
+    path, folder = path.absolute(), folder.absolute()
+    return path.is_relative_to(folder) or folder.is_relative_to(path)
+
+
+def _write(recipe: Recipe, folder: Path, made_of: str) -> None:
+    if (len(recipe.sources.files) > 1 or recipe.sources.leaves_data) and not recipe.sources.is_default:
+        print(recipe.sources, file=sys.stderr, flush=True)
+    write_store(recipe, folder, made_of)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]

@@ -1,1 +1,0 @@
-"""Tokens in files, cut into windows."""

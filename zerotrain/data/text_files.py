@@ -1,0 +1,490 @@
+"""Files of text as documents: plain text, .jsonl and .parquet, each also compressed as .gz or .zst."""
+
+import functools
+import glob
+import gzip
+import io
+import json
+import os
+import sysconfig
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from zerotrain.data.formats import container_of_text
+from zerotrain.data.tokenizer import AnyPlace, Cut, cut_text
+from zerotrain.files.lock import Holder, read_note
+from zerotrain.files.terminal import package
+from zerotrain.files.untrusted import UntrustedFileError, parse_json, printable
+
+JSONL = (".jsonl", ".ndjson")
+COMPRESSED = (".gz", ".zst")
+_ROWS = 256
+_ARRAY = "begins a JSON array; write each object in a line of its own, or choose data=huggingface, which reads arrays"
+_SKIPPED_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """Part of a document."""
+
+    text: bytes
+    starts: bool
+    """A document starts with it."""
+    ends: bool
+    """A document ends with it."""
+    after: int | None
+    """Offset in its file from which reading can go on behind it; None if it cannot."""
+    reached: int
+    """How many bytes of the file on the disk have been read."""
+    is_null: bool = False
+    """In place of a document: its row has null for a text."""
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file is a parquet file, by its name."""
+    return path.suffix.lower() == ".parquet"
+
+
+def is_plain(path: Path) -> bool:
+    """Whether a file is text as it lies there: one document."""
+    return not is_parquet(path) and path.suffix.lower() not in (*JSONL, *COMPRESSED)
+
+
+def inner_suffix(path: Path) -> str:
+    """The end of a file's name, of what is compressed in it."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
+
+
+def beginning(path: Path, nbytes: int) -> bytes:
+    """The first bytes of a file, of what is compressed in it; those of the file itself where that cannot be read."""
+    try:
+        with ExitStack() as stack:
+            return _opened(path, stack)[0].read(nbytes)
+    except Exception:  # it is broken, or a package is missing: said when it is read for its text
+        with path.open("rb") as file:
+            return b"" if path.suffix.lower() in COMPRESSED else file.read(nbytes)
+
+
+def read_pieces(path: Path, *, field: str, start: int = 0, cut: Cut | None = None) -> Iterator[TextPiece]:
+    """The documents of a file in pieces: a plain file is one document, a line of .jsonl and a row of .parquet each one.
+    A row whose text is null has none, and is told by a piece of its own.
+
+    Args:
+        field: of a .jsonl object, or column of a .parquet file, that holds the text.
+        start: where to start, an `after` of an earlier reading; with the same `cut` the pieces are the same.
+        cut: where documents may be cut; by default anywhere.
+
+    Raises:
+        ImportError: a package that reads this kind of file is not installed.
+        ValueError: the file is broken, or has no such field.
+        OSError: it cannot be read.
+    """
+    cut = AnyPlace() if cut is None else cut
+    try:
+        with ExitStack() as stack:
+            if is_parquet(path):
+                yield from _parquet(path, field, start, cut)
+                return
+            file, reached = _opened(path, stack)
+            _skip(file, start)
+            if inner_suffix(path) in JSONL:
+                yield from _lines(file, path, field, start, cut, reached)
+            else:
+                starts = start == 0
+                for text, place in cut_text(file.read, cut):
+                    if text:
+                        yield TextPiece(
+                            text, starts, place is None, None if place is None else start + place, reached()
+                        )
+                    starts = False
+    except Exception as error:
+        if not isinstance(error, _broken()) or (isinstance(error, OSError) and error.errno is not None):  # of the disk
+            raise
+        said = printable((str(error).splitlines() or [type(error).__name__])[0], keep="")
+        raise ValueError(f"data.path: {path} is broken: {said}; copy it again, or leave it out") from error
+
+
+def _broken() -> tuple[type[Exception], ...]:
+    """Exceptions of readers for files that are truncated or of another format."""
+    errors: list[type[Exception]] = [EOFError, OSError, zlib.error]
+    for module, name in (("zstandard", "ZstdError"), ("pyarrow", "ArrowException")):
+        try:
+            errors.append(getattr(__import__(module), name))
+        except ImportError:
+            continue
+    return tuple(errors)
+
+
+def _opened(path: Path, stack: ExitStack) -> tuple[BinaryIO, Callable[[], int]]:
+    """(a file's content, decompressed; a function that tells how many bytes of the file were read)."""
+    raw = stack.enter_context(path.open("rb"))
+    opened: Any = raw
+    if path.suffix.lower() == ".gz":
+        opened = stack.enter_context(gzip.GzipFile(fileobj=raw))
+    if path.suffix.lower() == ".zst":
+        zstandard = package("zstandard", extra="zstd", needed_by=f"data.path: {path}")
+        stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        opened = stack.enter_context(io.BufferedReader(stream))
+    return opened, raw.tell
+
+
+def _skip(file: BinaryIO, nbytes: int) -> None:
+    """Go forward, also in a file that is compressed."""
+    if isinstance(file, io.BufferedReader) and isinstance(file.raw, io.FileIO):
+        file.seek(nbytes)
+        return
+    while nbytes and (skipped := file.read(min(nbytes, _SKIPPED_NBYTES))):
+        nbytes -= len(skipped)
+
+
+def _lines(
+    file: BinaryIO, path: Path, field: str, start: int, cut: Cut, reached: Callable[[], int]
+) -> Iterator[TextPiece]:
+    position = start
+    for line in file:
+        position += len(line)
+        said = line.decode("utf-8-sig" if position == len(line) else "utf-8", "replace")
+        if said.strip():
+            try:
+                text = _text_of(_row_of(said), field)
+            except ValueError as error:
+                number = _line_number(path, position - len(line))
+                raise ValueError(f"data.path: {path}, line {number}, {error}") from error
+            yield from _document(text, cut, position, reached())
+
+
+def _row_of(line: str) -> Any:
+    try:
+        return parse_json(line, Any)
+    except UntrustedFileError as error:
+        problem = f"{str(error).removeprefix('it ')}; mend it, or leave the file out"
+        raise ValueError(_ARRAY if line.lstrip().startswith("[") else problem) from error
+
+
+def _line_number(path: Path, start: int) -> int:
+    """The number of the line that starts at a byte of the content; lines are counted only for a message."""
+    num_lines = 1
+    with ExitStack() as stack:
+        file = _opened(path, stack)[0]
+        while start and (read := file.read(min(start, _SKIPPED_NBYTES))):
+            num_lines, start = num_lines + read.count(b"\n"), start - len(read)
+    return num_lines
+
+
+def _text_of(row: Any, field: str) -> str | None:
+    """The text of a row; None where it is null, as rows of a dataset are that have none."""
+    if isinstance(row, dict) and isinstance(text := row.get(field, 0), str | None):
+        return text
+    if isinstance(row, list) and row and isinstance(row[0], dict):
+        raise ValueError(_ARRAY)
+    given = f"is a {type(row).__name__}"
+    if isinstance(row, dict):
+        given = f"has the fields {printable(', '.join(map(str, row))[:200], keep='')}"
+        given = f"has a {type(row[field]).__name__} there" if field in row else given
+    raise ValueError(
+        f"has no text in the field {field!r}: it {given}; give data.text_field, or a path without this file"
+    )
+
+
+def _document(text: str | None, cut: Cut, after: int, reached: int) -> Iterator[TextPiece]:
+    """The pieces of a document that lies in memory. One may go on behind it only."""
+    if text is None:
+        yield TextPiece(b"", starts=False, ends=False, after=after, reached=reached, is_null=True)
+        return
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:  # JSON can hold half a character
+        encoded = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+    starts = True
+    for piece, place in cut_text(io.BytesIO(encoded).read, cut) if encoded else ():
+        yield TextPiece(piece, starts, place is None, after if place is None else None, reached)
+        starts = False
+
+
+def _parquet(path: Path, field: str, start: int, cut: Cut) -> Iterator[TextPiece]:
+    parquet = package("pyarrow.parquet", extra="parquet", needed_by=f"data.path: {path}")
+    nbytes = os.path.getsize(path)
+    with parquet.ParquetFile(path) as file:
+        names, total = file.schema_arrow.names, max(1, file.metadata.num_rows)
+        if field not in names:
+            raise ValueError(
+                f"data.path: {path} has no column {field!r}: it has {', '.join(names)[:200]}; give data.text_field, or "
+                "a path without this file"
+            )
+        row = 0
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if row + rows <= start:
+                row += rows
+                continue
+            for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[field]):
+                for value in batch.column(0):
+                    row += 1
+                    if row > start:
+                        try:
+                            text = _text_of({field: value.as_py()}, field)
+                        except ValueError as error:
+                            raise ValueError(f"data.path: {path}, row {row}, {error}") from error
+                        yield from _document(text, cut, row, nbytes * row // total)
+
+
+# Which files are text, and which only look so: datasets that would be learnt as they are written.
+
+
+BINARY = "binary"
+SNIFFED_NBYTES = 8192
+_JSON_NBYTES = 1 << 20
+"""Bytes of a .json file in which the first row must end."""
+_MIN_NBYTES, _MAX_ZEROS = 512, 0.01
+"""Text has no zero bytes, a log that was cut off perhaps some; a token of two bytes has one more often than that."""
+_OF_SAVED_DATASET = {"dataset_info.json", "state.json"}
+_OF_SAVED_DATASETS = "dataset_dict.json"
+
+
+def why_left(path: Path) -> str | None:
+    """Why a file that was found in a folder is no text; None where it is, or cannot be read, to be reported by name.
+
+    As git decides it: by a zero byte near the beginning, of what is compressed in there. Known kinds of files are told.
+    """
+    if is_parquet(path) or not os.access(path, os.R_OK):
+        return None
+    sample = beginning(path, SNIFFED_NBYTES)
+    if (found := container_of_text(sample)) is not None:
+        return f"{BINARY}: {found.name}; {found.for_text}"
+    return BINARY if b"\0" in sample else None
+
+
+def require_text(path: Path, source: str) -> None:
+    """Check that a file, which the user has named, may be text.
+
+    Args:
+        source: what the user wrote ("data.path=book.txt").
+
+    Raises:
+        ValueError: it is something else, with what to do.
+    """
+    if is_parquet(path) or not os.access(path, os.R_OK):
+        return
+    sample = beginning(path, SNIFFED_NBYTES)
+    if (found := container_of_text(sample)) is not None:
+        verb = "holds" if path.suffix.lower() in COMPRESSED else "is"
+        raise ValueError(f"{source} {verb} {found.name}; {found.for_text}")
+    if len(sample) >= _MIN_NBYTES and sample.count(0) > _MAX_ZEROS * len(sample):
+        raise ValueError(
+            f"{source} is binary: of its first {len(sample):,} bytes {sample.count(0):,} are zero; data=tokens reads "
+            "tokens, and any bytes as tokens by data.dtype=uint8 data.vocab_size=256"
+        )
+
+
+def require_no_dataset(path: Path, text_field: str, source: str, *, is_named: bool = False) -> None:
+    """Check that a file of text is not one of a dataset, of which the brackets and names would be learnt too.
+
+    Args:
+        text_field: where the text is in its rows.
+        is_named: by the user itself, and not found in a folder.
+
+    Raises:
+        ValueError: it is.
+    """
+    if inner_suffix(path) != ".json" or not os.access(path, os.R_OK):
+        return
+    if _is_of_saved_dataset(path):
+        raise ValueError(
+            f"{source}: {path.parent} was written by save_to_disk() of Hugging Face; choose data=huggingface "
+            f"data.path={path.parent} data.column={text_field}, or a path without it"
+        )
+    text = beginning(path, _JSON_NBYTES).decode("utf-8-sig", "replace").lstrip()
+    if not text.startswith(("{", "[")):
+        return
+    row = _first_row(text)
+    if isinstance(row, dict) and isinstance(row.get(text_field), str):
+        raise ValueError(
+            f"{source}: {path} is JSON with its text in the field {text_field!r}; "
+            "write each object in a line of its own and call the file .jsonl, or choose data=huggingface; another "
+            "data.text_field reads it as it is"
+        )
+    if is_named and text.startswith("["):
+        raise ValueError(
+            f"{source} is a JSON array, and its brackets would be trained on; write each object in a line of its own "
+            "and call the file .jsonl, or choose data=huggingface"
+        )
+
+
+def _is_of_saved_dataset(path: Path) -> bool:
+    folder, name = path.parent, path.name
+    if name in _OF_SAVED_DATASET:
+        return all((folder / each).exists() for each in _OF_SAVED_DATASET) or (
+            name == "dataset_info.json" and any(folder.glob("*.arrow"))
+        )
+    return name == _OF_SAVED_DATASETS and any(folder.glob("*/dataset_info.json"))
+
+
+def _first_row(text: str) -> Any:
+    """The first object of JSON, of its lines, or of its outermost array."""
+    try:
+        return json.JSONDecoder().raw_decode(text[1:].lstrip() if text.startswith("[") else text)[0]
+    except (ValueError, RecursionError):  # no JSON, or longer than what was read of it
+        return None
+
+
+# Which files a text dataset reads.
+
+
+STDLIB_SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
+"""Other people's packages, and tests, which only some distributions of Python install."""
+_OWN_FILES = (("multirun.yaml",), ("ranks", "config.yaml"), ("lock", "seal.json"), ("lock", "preparing.json"))
+_OF_RUNS = "of runs and caches"
+
+
+@dataclass
+class Sources:
+    """The files that a text is read from."""
+
+    path: str
+    """Names them in messages, as the user wrote it: "data.path=docs"."""
+    files: list[Path] = field(default_factory=list)
+    """Sorted, each with at least one byte, and each once whatever links lead to it."""
+    left: Counter[str] = field(default_factory=Counter)
+    """How many were left out, by the reason."""
+    is_default: bool = False
+    """They are what is read where nothing is given."""
+
+    @property
+    def leaves_data(self) -> bool:
+        """Whether one of those may hold what was meant."""
+        return any(reason.startswith(BINARY) for reason in self.left)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all files on the disk."""
+        return sum(file.stat().st_size for file in self.files)
+
+    def __str__(self) -> str:
+        """One line: what was taken and what was left."""
+        kinds = Counter("".join(file.suffixes[-2:]) or file.name for file in self.files).most_common()
+        shown = ", ".join(f"{count} {kind}" for kind, count in kinds[:4]) + (", ..." if len(kinds) > 4 else "")
+        left = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left.items()) if count)
+        return f"{self.path}: reads {len(self.files)} files ({shown})" + (f"; leaves out {left}" if left else "")
+
+
+def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: str = "text") -> Sources:
+    """The files named by `path`.
+
+    A folder gives all its text files and those of its folders: plain text, .jsonl and .parquet, also compressed
+    (see `zerotrain.data.text_files`). It
+    leaves hidden and binary files, and the folders of runs: a run writes to its own
+    between the moment it is checked and the moment its ranks read. A glob skips the files that a folder would
+    skip. A file that is named itself is refused if it is known not to be text.
+
+    Args:
+        path: a file; a folder; a glob pattern, where `**` matches any depth; or None for the standard library of the
+            running Python.
+        without: folders that are left out, such as the one that is written to.
+        text_field: where the text is in an object of .jsonl.
+
+    Raises:
+        FileNotFoundError: nothing is there, or no file matches.
+        ValueError: what is there holds no text, a file cannot be read, or it is a dataset that would be learnt as it is
+            written: rows of JSON, or what Hugging Face's `save_to_disk` writes.
+    """
+    if path is None:
+        folder = sysconfig.get_path("stdlib")
+        sources = Sources(f"data.path=null (the standard library in {folder})", is_default=True)
+        return _usable(_source_files(folder), sources)
+    sources, expanded = Sources(f"data.path={path}"), os.path.expanduser(path)
+    # First what exists under exactly this name: "a[1].txt" is a legal file name and a pattern too.
+    if os.path.isfile(expanded):
+        require_text(file := Path(expanded), sources.path)
+        require_no_dataset(file, text_field, sources.path, is_named=True)
+        return _usable([file], sources)
+    own = {folder.resolve() for folder in without}
+    is_own = functools.cache(lambda folder: folder.resolve() in own or _holds_run(folder))
+    if os.path.isdir(expanded):
+        return _usable(_text_files(_walk(expanded, is_own, sources), sources, text_field), sources)
+    if not glob.has_magic(expanded):
+        what = "is neither a file nor a folder" if os.path.exists(expanded) else "does not exist"
+        raise FileNotFoundError(
+            f"data.path={path} {what}; give a file, a folder or a glob pattern, or null for the standard library of "
+            "the running Python"
+        )
+    # What stands before the first wildcard was named; what is found below it is looked at.
+    parts = Path(expanded).parts
+    named = Path(*parts[: next(number for number, part in enumerate(parts) if glob.has_magic(part))])
+    matches = [Path(match) for match in glob.glob(expanded, recursive=True) if os.path.isfile(match)]
+    if not matches:
+        raise FileNotFoundError(f"data.path={path} matches no file; give a pattern that does, or a file or a folder")
+    return _usable(_text_files(_outside(matches, named, is_own, sources), sources, text_field), sources)
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether a folder is that of a run, on this machine or another, of a sweep, or of prepared tokens."""
+    if any(all((folder / name).exists() for name in names) for names in _OWN_FILES):
+        return True
+    # A run's lock is there before anything else of it; other programs' locks say something else.
+    return read_note(folder / ".lock", Holder) is not None
+
+
+def _source_files(folder: str) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in STDLIB_SKIPPED_FOLDERS]
+        yield from (Path(parent, name) for name in names if name.endswith(".py"))
+
+
+def _walk(folder: str, is_own: Callable[[Path], bool], sources: Sources) -> Iterator[Path]:
+    """All files below a folder but hidden ones and those of runs."""
+    for parent, folders, names in os.walk(folder):
+        # In place: os.walk reads this very list to know where to go next.
+        shown = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in shown if not is_own(Path(parent, name))]
+        sources.left["folders " + _OF_RUNS] += len(shown) - len(folders)
+        sources.left["hidden"] += sum(name.startswith(".") for name in names)
+        yield from (Path(parent, name) for name in names if not name.startswith("."))
+
+
+def _outside(matches: list[Path], named: Path, is_own: Callable[[Path], bool], sources: Sources) -> Iterator[Path]:
+    """The matches that lie in no folder of a run below the one that was named."""
+    for match in matches:
+        if any(is_own(folder) for folder in match.parents if folder != named and folder.is_relative_to(named)):
+            sources.left[_OF_RUNS] += 1
+        else:
+            yield match
+
+
+def _text_files(files: Iterable[Path], sources: Sources, text_field: str) -> Iterator[Path]:
+    for file in files:
+        if not file.is_file():
+            sources.left["links to nothing and other files that hold no text"] += 1
+        elif (reason := why_left(file)) is None:
+            require_no_dataset(file, text_field, sources.path)
+            yield file
+        else:
+            sources.left[reason] += 1
+
+
+def _usable(files: Iterable[Path], sources: Sources) -> Sources:
+    known: set[tuple[int, int]] = set()
+    for file in sorted(files):
+        status = file.stat()
+        if status.st_size == 0:
+            sources.left["empty"] += 1
+        elif (status.st_dev, status.st_ino) in known:
+            sources.left["links to files that are read"] += 1
+        else:
+            known.add((status.st_dev, status.st_ino))
+            sources.files.append(file)
+    if not sources.files:
+        left = ", ".join(f"{count} {reason}" for reason, count in sorted(sources.left.items()) if count)
+        raise ValueError(
+            f"{sources.path} holds no text; give a file, folder or pattern with at least one non-empty file"
+            + (f" (left out: {left})" if left else "")
+        )
+    for file in sources.files:
+        if not os.access(file, os.R_OK):
+            raise ValueError(f"{sources.path}: {file} cannot be read; give it read permission or choose other files")
+    return sources

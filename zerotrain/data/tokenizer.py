@@ -1,0 +1,265 @@
+"""Cutting long documents into pieces that can be read, or tokenised, one by one.
+
+A tokenizer takes about 150 bytes of memory for a byte of text it is given at once, so a document is cut after 64 kB, at
+a place where that changes no token. The right places depend on the tokenizer: one that marks the beginning of
+words marks the beginning of each text it is given too, be it in the middle of a word. So a cut is made where text of a
+kind stands that tokenizers do not read as one, and where the tokenizer itself gives the text around it the same tokens
+whole and cut. The piece grows until there is such a place.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from zerotrain.files.kept_out import only_errors, refusal
+from zerotrain.files.terminal import package
+
+PIECE_NBYTES = 1 << 16
+"""The size of a piece, unless no place is found to cut it."""
+CONTEXT_NBYTES = 512
+"""Bytes looked at on each side of a place."""
+TRIES = 8
+"""Places of each kind that are tried in a piece, from its end."""
+_BLOCK_NBYTES = 1 << 20
+
+PLACES = (
+    re.compile(rb"(?<=[A-Za-z0-9])(?= [A-Za-z0-9])"),
+    re.compile(rb"(?<=[^\s]\n)(?=[^\s])"),
+    re.compile(rb"(?<=[A-Za-z0-9])(?=[!-/:-@\[-`{-~][A-Za-z0-9])"),
+    # Between a character and a full stop or comma of Chinese or Japanese behind which one follows.
+    re.compile(rb"(?<=[\x80-\xbf])(?=(?:\xe3\x80\x81|\xe3\x80\x82|\xef\xbc\x8c)[\xc3-\xf4])"),
+)
+"""Kinds of places between two words. All lie between whole characters: beside an ASCII one, or before the first byte of
+one. Invalid UTF-8 around them gives the same U+FFFD on each side."""
+
+
+class Cut(Protocol):
+    """Finds a place to cut a text."""
+
+    def __call__(self, text: bytes, low: int, high: int) -> tuple[int, int] | None:
+        """A place above `low`, up to `high`: the end of the piece before it, and the beginning of the one behind it,
+        between which nothing or a space is left out. None where there is none.
+
+        Args:
+            text: from the beginning of a piece, to `CONTEXT_NBYTES` beyond `high` or to the end of the document.
+        """
+
+
+class AnyPlace:
+    """Cuts anywhere: what is read as bytes has no places."""
+
+    def __call__(self, text: bytes, low: int, high: int) -> tuple[int, int] | None:
+        """At the end."""
+        return high, high
+
+
+class ExactPlace:
+    """Cuts where a tokenizer gives the same tokens whole and cut.
+
+    Args:
+        tokens_of: the tokens of a text.
+    """
+
+    def __init__(self, tokens_of: Callable[[str], list[int]]) -> None:
+        self._tokens_of = tokens_of
+
+    def __call__(self, text: bytes, low: int, high: int) -> tuple[int, int] | None:
+        """The last place of the first kind that has one."""
+        for kind in PLACES:
+            places = [match.end() for match in kind.finditer(text, low, high)]
+            for place in reversed(places[-TRIES:]):
+                if place > low and (after := self._after(text, place)) is not None:
+                    return place, after
+        return None
+
+    def _after(self, text: bytes, place: int) -> int | None:
+        """The beginning of the piece behind a place; None if the text cannot be cut there."""
+        start, end = max(0, place - CONTEXT_NBYTES), place + CONTEXT_NBYTES
+        whole, before = self._tokens(text[start:end]), self._tokens(text[start:place])
+        # A tokenizer that puts a space before each text gets the one that stands there out of the way.
+        for after in (place, place + 1) if text[place : place + 1] == b" " else (place,):
+            if whole == before + self._tokens(text[after:end]):
+                return after
+        return None
+
+    def _tokens(self, text: bytes) -> list[int]:
+        return self._tokens_of(text.decode(errors="replace"))
+
+
+def cut_text(read: Callable[[int], bytes], cut: Cut) -> Iterator[tuple[bytes, int | None]]:
+    """A document in pieces. The end of a piece depends only on the text behind its beginning: read from there, the
+    document gives the same pieces.
+
+    Args:
+        read: gives the next bytes of the document, at most so many; none at its end.
+
+    Yields:
+        A piece, and where in the document the next begins; None with the last. At least one piece.
+    """
+    text, begun, is_all, limit = bytearray(), 0, False, PIECE_NBYTES
+    while True:
+        while not is_all and len(text) < limit + CONTEXT_NBYTES:
+            more = read(_BLOCK_NBYTES)
+            is_all = not more
+            text += more
+        if len(text) <= limit:
+            yield bytes(text), None
+            return
+        place = cut(bytes(text[: limit + CONTEXT_NBYTES]), limit // 2, limit)
+        if place is None:
+            limit *= 2
+            continue
+        end, after = place
+        begun, limit = begun + after, PIECE_NBYTES
+        yield bytes(text[:end]), begun
+        del text[:after]
+
+
+# Hugging Face tokenizers as text datasets use them. Needs the extra hf.
+
+
+class TextTokenizer:
+    """The tokenizer of a pretrained model.
+
+    Args:
+        name_or_path: a folder with a tokenizer, or the name of one on the Hugging Face hub.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: there is no such tokenizer.
+    """
+
+    def __init__(self, name_or_path: str) -> None:
+        transformers = package("transformers", extra="hf", needed_by="data.tokenizer")
+        try:
+            with only_errors():
+                self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
+        except BaseException as error:  # transformers raises all kinds for files that it cannot read
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of tokenizers, in Rust
+                raise
+            raise ValueError(
+                f"data.tokenizer={name_or_path} is neither a folder with a tokenizer nor one that the Hugging Face hub "
+                f"can give: {refusal(name_or_path, error)}; null reads the text as bytes"
+            ) from error
+        self.name = name_or_path
+        # Some leave numbers out, and have tokens beyond their count.
+        self.vocab_size = max([len(self._tokenizer), *(token + 1 for token in self._tokenizer.get_vocab().values())])
+        self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        """The tokenizer without transformers around it, which takes many texts on all cores, and does not warn of a
+        text that is longer than the model's context; None for one that is written in Python."""
+        if self._backend is not None:
+            # As some are saved: what is beyond 512 tokens would be lost, what is below be filled up.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            self._backend.encode_special_tokens = bool(getattr(self._tokenizer, "split_special_tokens", False))
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # or it warns in each process that is started later
+
+    @property
+    def token_dtype(self) -> np.dtype:
+        """The smallest unsigned integer that holds every token."""
+        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The token that stands behind a text; None where the tokenizer has none."""
+        return None if self._tokenizer.eos_token_id is None else int(self._tokenizer.eos_token_id)
+
+    @property
+    def beginning_of_text(self) -> int | None:
+        """The token that stands before a text; None where the tokenizer has none."""
+        return None if self._tokenizer.bos_token_id is None else int(self._tokenizer.bos_token_id)
+
+    def fingerprint(self) -> str:
+        """Differs between tokenizers that give other tokens."""
+        described = repr(self._tokenizer) if self._backend is None else self._backend.to_str()
+        marks = (described, self.end_of_text, self.beginning_of_text)
+        return hashlib.sha256(repr(marks).encode()).hexdigest()[:16]
+
+    def tokens_of(self, text: str) -> list[int]:
+        """The tokens of a text; nothing is added at the beginning or the end."""
+        if self._backend is None:
+            return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode(self, text: str) -> np.ndarray:
+        """(num_tokens,) of `token_dtype`, as `tokens_of`."""
+        return np.array(self.tokens_of(text), dtype=self.token_dtype)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """As `encode`, for many texts, on all cores; other threads of Python go on meanwhile."""
+        if self._backend is None:
+            return [self.encode(text) for text in texts]
+        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, dtype=self.token_dtype) for each in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some tokens."""
+        return str(self._tokenizer.decode(list(ids)))
+
+
+# The mark between documents: one rule for every dataset of text.
+
+
+DOCUMENT_ENDS = ("eos", "bos", "newline", "none")
+
+
+@dataclass(frozen=True)
+class DocumentEnd:
+    """Marks where a document ends, or begins.
+
+    Args:
+        tokenizer: None for bytes.
+        given: one of `DOCUMENT_ENDS`; None: eos where the tokenizer has one, else newline. A newline is put behind a
+            document that does not end with one.
+
+    Raises:
+        ValueError: there is no such end of a document, or the tokenizer has none.
+    """
+
+    tokenizer: TextTokenizer | None
+    given: str | None = None
+
+    def __post_init__(self) -> None:
+        given, tokenizer = self.given, self.tokenizer
+        if given not in (None, *DOCUMENT_ENDS):
+            raise ValueError(f"data.document_end={given} is not known; it must be {', '.join(DOCUMENT_ENDS)} or null")
+        if given in ("eos", "bos") and self._mark(given) is None:
+            whose = "bytes have" if tokenizer is None else f"the tokenizer of {tokenizer.name} has"
+            raise ValueError(f"data.document_end={given}: {whose} no such token; choose newline or none")
+        if given == "newline" and not self._has_newline():
+            raise ValueError(
+                "data.document_end=newline: the tokenizer makes no token of a newline; choose eos, bos or none"
+            )
+
+    @cached_property
+    def name(self) -> str:
+        """Which it is."""
+        if self.given is not None:
+            return self.given
+        if self._mark("eos") is not None:
+            return "eos"
+        return "newline" if self._has_newline() else "none"
+
+    def marks(self, *, starts: bool, ends: bool) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens before and behind those of a piece of a document, of `token_dtype` of the tokenizer.
+
+        Args:
+            starts, ends: whether the document does with this piece.
+        """
+        name = self.name
+        mark = np.array([self._mark(name) or 0], None if self.tokenizer is None else self.tokenizer.token_dtype)
+        return mark[: name == "bos" and starts], mark[: name == "eos" and ends]
+
+    def _mark(self, name: str) -> int | None:
+        if self.tokenizer is None or name not in ("eos", "bos"):
+            return None
+        return self.tokenizer.end_of_text if name == "eos" else self.tokenizer.beginning_of_text
+
+    def _has_newline(self) -> bool:
+        return self.tokenizer is None or self.tokenizer.tokens_of("a\n") != self.tokenizer.tokens_of("a")

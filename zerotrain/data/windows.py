@@ -1,0 +1,559 @@
+"""Looks once through all tokens of a store for such as are beyond the vocabulary, and keeps what it found."""
+
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import reduce
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from zerotrain.data.store import Shard, TokenStore
+from zerotrain.files.lock import lock, open_lock
+from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, read_regular
+
+# The places of a dataset's rows: windows of seq_len tokens, one beside the other, in runs of a store's tokens.
+#
+# A row is seq_len tokens and the one behind them, the label of the last. A run is a part of the store's row of
+# tokens.
+
+
+class Rows(ABC):
+    """Which tokens of a store each row of a dataset has.
+
+    Args:
+        starts: (num_runs,) where each run starts in the store, rising.
+        lengths: (num_runs,) tokens of each.
+        seq_len: tokens of a row.
+    """
+
+    def __init__(self, starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> None:
+        self._starts, self._seq_len = np.ascontiguousarray(starts), seq_len
+        self._borders, self._num_rows, self.num_used = self._counted(lengths)
+
+    @abstractmethod
+    def _counted(self, lengths: np.ndarray) -> tuple[np.ndarray, int, int]:
+        """(a number of each run by which its rows are found, rows, tokens that are in a row, as an input or as a
+        label)."""
+
+    @abstractmethod
+    def parts(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The parts of the store that make up some rows, one behind the other.
+
+        Args:
+            indices: (num_rows,) int64 from 0 to len - 1.
+
+        Returns:
+            (num_parts,) where each part starts in the store, and its length; num_rows x (seq_len + 1) tokens together.
+        """
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """All that says which tokens these are, to be hashed."""
+        return self._starts, self._borders
+
+
+class RowsWithinRuns(Rows):
+    """Rows that lie each in one run, for runs cut out of a text: the label of a row's last token is the token behind
+    it in the text. The tokens of a run after its last row are unused."""
+
+    def _counted(self, lengths: np.ndarray) -> tuple[np.ndarray, int, int]:
+        num_rows = np.maximum(lengths - 1, 0) // self._seq_len
+        first_rows, total = np.cumsum(num_rows) - num_rows, int(num_rows.sum())
+        return first_rows, total, total * self._seq_len + int((num_rows > 0).sum())
+
+    def parts(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        first_rows = self._borders
+        runs = np.searchsorted(first_rows, indices, side="right") - 1
+        starts = self._starts[runs] + (indices - first_rows[runs]) * self._seq_len
+        return starts, np.full(len(indices), self._seq_len + 1)
+
+
+class RowsOverRuns(Rows):
+    """Rows of the runs joined, for runs that are whole documents: after the last token of one comes the first of the
+    next. Only the tokens after the last row of all are unused."""
+
+    def _counted(self, lengths: np.ndarray) -> tuple[np.ndarray, int, int]:
+        ends = np.cumsum(lengths)  # of each run in the joined ones
+        num_rows = max(0, int(lengths.sum()) - 1) // self._seq_len
+        return ends, num_rows, num_rows * self._seq_len + (num_rows > 0)
+
+    def parts(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        first_tokens, run_ends = indices * self._seq_len, self._borders
+        last_tokens = first_tokens + self._seq_len
+        first_runs = np.searchsorted(run_ends, first_tokens, side="right")
+        last_runs = np.searchsorted(run_ends, last_tokens, side="right")
+        num_runs = last_runs - first_runs + 1
+        # Each row's runs one after the other: (num_runs.sum(),) from here on.
+        within_row = np.arange(num_runs.sum()) - np.repeat(np.cumsum(num_runs) - num_runs, num_runs)
+        runs = np.repeat(first_runs, num_runs) + within_row
+        run_begins = np.where(runs > 0, run_ends[runs - 1], 0)
+        begins = np.maximum(np.repeat(first_tokens, num_runs), run_begins)
+        ends = np.minimum(np.repeat(last_tokens + 1, num_runs), run_ends[runs])
+        return self._starts[runs] + begins - run_begins, ends - begins
+
+
+# The split of a store's tokens into training and validation: no token is on both sides, not even as a label.
+
+
+CHUNK_TOKENS = 65536
+CHUNK_ROWS = 64
+"""Each chunk of the smaller side has at least so many tokens and rows, if there is enough text: neighbouring text then
+tells little about it."""
+_PIECE = 1 << 20
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+"""Constants of SplitMix64 (G. Steele and others, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014)."""
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def split_rows(store: TokenStore, *, seq_len: int, validation_fraction: float, source: str) -> tuple[Rows, Rows, str]:
+    """Which rows are for training and which for validation, and what they were split by.
+
+    By document where the store knows its documents: a hash of the document's number says where it goes, whatever the
+    other documents are, so none is cut. By chunk where it does not, or where the hash gives a side less than half or
+    more than twice its share, as it may with few documents, or very unequal ones.
+
+    Args:
+        source: what the tokens were read from, as the user named it ("data.path=corpus.bin").
+
+    Returns:
+        The rows of training and of validation, and "document" or "chunk".
+
+    Raises:
+        OSError, ValueError: the documents cannot be read.
+        ValueError: the fraction is not in (0, 1), or a side would hold no row.
+    """
+    if not 0 < validation_fraction < 1:
+        raise ValueError(
+            f"data.validation_fraction={validation_fraction} is out of range; it must be 0 or between 0 and 1"
+        )
+    documents = store.documents
+    if documents is not None:
+        sides = _by_document(documents, store.tokens, seq_len, validation_fraction)
+        if sides is not None:
+            return *sides, "document"
+    return *_by_chunk(store.tokens, seq_len, validation_fraction, source), "chunk"
+
+
+def are_validation(first: int, count: int, fraction: float) -> np.ndarray:
+    """Which of the documents `first` to `first + count - 1` are for validation, (count,) bool.
+
+    A larger fraction takes all documents of a smaller one, and others.
+    """
+    mixed = (np.arange(first, first + count, dtype=np.uint64) + np.uint64(1)) * _STEP
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX[0]
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX[1]
+    mixed ^= mixed >> np.uint64(31)
+    return (mixed >> np.uint64(11)) < np.uint64(round(fraction * (1 << 53)))
+
+
+def _by_document(documents: np.ndarray, tokens: int, seq_len: int, fraction: float) -> tuple[Rows, Rows] | None:
+    """Both sides of whole documents; None where a side's share is far from what was asked for.
+
+    Neighbours of one side are one run, so a run has ten documents at a fraction of 0.1, and takes 16 bytes.
+    """
+    is_validation = np.empty(len(documents), dtype=bool)
+    for at in range(0, len(documents), _PIECE):
+        piece = is_validation[at : at + _PIECE]
+        piece[:] = are_validation(at, len(piece), fraction)
+    changes = np.flatnonzero(is_validation[1:] != is_validation[:-1]) + 1
+    starts = documents[np.concatenate([[0], changes])]
+    lengths = np.diff(starts, append=tokens)
+    of_validation = slice(0 if is_validation[0] else 1, None, 2)
+    of_train = slice(1 if is_validation[0] else 0, None, 2)
+    train, validation = (RowsOverRuns(starts[side], lengths[side], seq_len) for side in (of_train, of_validation))
+    share = int(lengths[of_validation].sum()) / max(1, tokens)
+    is_near = all(wanted / 2 <= got <= wanted * 2 for got, wanted in ((share, fraction), (1 - share, 1 - fraction)))
+    return (train, validation) if is_near and len(train) and len(validation) else None
+
+
+def _by_chunk(tokens: int, seq_len: int, fraction: float, source: str) -> tuple[Rows, Rows]:
+    """Training, validation, training, validation ... in equal parts of the text, at least one.
+
+    The borders lie on whole rows, and each piece has one token more, the label of its last row: what is not read is
+    less than a row at the end of the text.
+    """
+    smaller = min(fraction, 1 - fraction)
+    num_rows = (tokens - 2) // seq_len
+    min_num_rows = math.ceil(1 / smaller - 1e-9)
+    if num_rows < min_num_rows:
+        raise ValueError(
+            f"{source} holds {tokens} tokens; with data.seq_len={seq_len} and data.validation_fraction={fraction} it "
+            f"needs at least {min_num_rows * seq_len + 2}: give more data or a smaller data.seq_len"
+        )
+    chunk_rows = max(math.ceil(CHUNK_TOKENS / seq_len), CHUNK_ROWS)
+    num_pairs = max(1, int(num_rows * smaller) // chunk_rows)
+    num_rows = (tokens - 2 * num_pairs) // seq_len
+    pairs = np.arange(num_pairs + 1)
+    quotient, remainder = divmod(num_rows, num_pairs)
+    ends = pairs * quotient + pairs * remainder // num_pairs
+    num_validation = np.diff(np.rint(pairs * (num_rows * fraction / num_pairs)).astype(np.int64))
+    borders = np.empty(2 * num_pairs + 1, dtype=np.int64)
+    borders[::2], borders[1::2] = ends, ends[1:] - num_validation
+    starts = borders[:-1] * seq_len + np.arange(2 * num_pairs)
+    lengths = np.diff(borders) * seq_len + 1
+    return RowsWithinRuns(starts[::2], lengths[::2], seq_len), RowsWithinRuns(starts[1::2], lengths[1::2], seq_len)
+
+
+# Sequences cut from a store of tokens, and the split of a store into training and validation.
+
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(eq=False)
+class TokenWindows(Dataset[Batch]):
+    """Windows of `seq_len` tokens of a store, one beside the other.
+
+    Args:
+        store: is read when a window is.
+        layout: which tokens each window has.
+        seq_len: tokens of a window.
+        vocab_size: tokens allowed are below this.
+        source: what the tokens are read from, as the user named it ("data.path=corpus.bin").
+        split: how these were chosen from the store, in words.
+    """
+
+    store: TokenStore
+    layout: Rows
+    seq_len: int
+    vocab_size: int
+    source: str
+    split: str = "whole"
+
+    def __post_init__(self) -> None:
+        self.tokens_per_sequence = self.seq_len
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Read window `index`: (ids, labels), each (seq_len,) int64, labels one token later.
+
+        Raises: as `rows`.
+        """
+        ids, labels = self.rows([index])
+        return ids[0], labels[0]
+
+    def rows(self, indices: Sequence[int]) -> Batch:
+        """Read some windows: (ids, labels), each (len(indices), seq_len) int64, labels one token later.
+
+        Raises:
+            IndexError: there is no such window.
+            OSError: a file cannot be read, or was changed, cut short or removed since it was opened.
+            ValueError: a token is not below `vocab_size`.
+        """
+        wanted = np.asarray(indices, dtype=np.int64)
+        if len(outside := wanted[(wanted < 0) | (wanted >= len(self))]):
+            raise IndexError(f"sequence {outside[0]} of {len(self)}")
+        starts, lengths = self.layout.parts(wanted)
+        read = self.store.read_parts(starts, lengths)
+        if len(unknown := np.flatnonzero((read < 0) | (read >= self.vocab_size))):
+            part = int(np.searchsorted(np.cumsum(lengths), unknown[0], side="right"))
+            position = int(starts[part] + unknown[0] - lengths[:part].sum())
+            raise unknown_token(
+                self.store, int(read[unknown[0]]), position, vocab_size=self.vocab_size, source=self.source
+            )
+        tokens = read.reshape(len(wanted), self.seq_len + 1)
+        # Two copies: who masks labels in place must not change the ids beside them.
+        ids, labels = (part.astype(np.int64, order="C") for part in (tokens[:, :-1], tokens[:, 1:]))
+        return torch.from_numpy(ids), torch.from_numpy(labels)
+
+
+def whole(store: TokenStore, *, seq_len: int, vocab_size: int, source: str) -> TokenWindows:
+    """All windows of a store.
+
+    Args:
+        source: what the tokens are read from, as the user named it ("data.path=corpus.bin").
+
+    Raises:
+        ValueError: it is shorter than one window and its last label.
+    """
+    if store.tokens < seq_len + 1:
+        raise ValueError(
+            f"{source} holds {store.tokens} tokens; data.seq_len={seq_len} needs at least {seq_len + 1}: "
+            "give more data or a smaller data.seq_len"
+        )
+    rows = RowsWithinRuns(np.array([0]), np.array([store.tokens]), seq_len)
+    return TokenWindows(store, rows, seq_len, vocab_size, source)
+
+
+def split(
+    store: TokenStore, *, seq_len: int, vocab_size: int, validation_fraction: float, source: str
+) -> tuple[TokenWindows, TokenWindows]:
+    """Split a store into (train, validation), see `zerotrain.data.windows`. At a fraction of 0 all is to train on,
+    and validation is empty.
+
+    Args:
+        source: what the tokens are read from, as the user named it ("data.path=corpus.txt").
+
+    Raises:
+        OSError, ValueError: what the store says of its documents cannot be read.
+        ValueError: the fraction is not in [0, 1), or a side would hold no window.
+    """
+    if validation_fraction == 0:
+        none = RowsWithinRuns(np.array([], dtype=np.int64), np.array([], dtype=np.int64), seq_len)
+        train_windows = whole(store, seq_len=seq_len, vocab_size=vocab_size, source=source)
+        return train_windows, TokenWindows(store, none, seq_len, vocab_size, source)
+    train, validation, unit = split_rows(store, seq_len=seq_len, validation_fraction=validation_fraction, source=source)
+    words = f"by {unit}, {validation_fraction}"
+    train_windows, validation_windows = (
+        TokenWindows(store, rows, seq_len, vocab_size, source, words) for rows in (train, validation)
+    )
+    return train_windows, validation_windows
+
+
+def unknown_token(store: TokenStore, token: int, position: int, *, vocab_size: int, source: str) -> ValueError:
+    """The error of a token that is beyond the vocabulary, with its file and its number there."""
+    if token < 0:
+        return ValueError(f"{source} holds {token} ({store.where(position)}); tokens are numbers from 0 on")
+    return ValueError(
+        f"{source} holds the token {token} ({store.where(position)}); tokens must be below data.vocab_size="
+        f"{vocab_size}: set data.vocab_size to the tokenizer's, at least {token + 1}"
+    )
+
+
+# Facts about a dataset of tokens: one line for people, and values that must be equal on all machines.
+
+
+_END_NBYTES = 1 << 12
+_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def describe_tokens(train: TokenWindows, validation: TokenWindows, num_files: int | None = None) -> str:
+    """Like "3 files, 1.2 G tokens, 1.1 M rows of 1,024 (0.1 % unused), validation 0.1 M rows (by chunk, 0.1)".
+
+    Args:
+        num_files: that the tokens were made of; None: those they lie in.
+    """
+    stores = _stores(train, validation)
+    if num_files is None:
+        num_files = sum(len(store.shards) for store in stores)
+    tokens = sum(store.tokens for store in stores)
+    unused = 1 - (train.layout.num_used + validation.layout.num_used) / tokens
+    how = "files of its own" if len(stores) == 2 else train.split
+    validated = f"validation {_count(len(validation))} rows ({how})" if len(validation) else "no validation"
+    return (
+        f"{num_files:,} file{'s' * (num_files != 1)}, {_count(tokens)} tokens, {_count(len(train))} rows of "
+        f"{train.seq_len:,} ({unused:.1%} unused), {validated}"
+    ).replace("%", " %")
+
+
+def fingerprint_tokens(train: TokenWindows, validation: TokenWindows) -> dict[str, int | str]:
+    """Values that are equal on machines with equal data, whatever folder it lies in, and hardly ever with other data.
+    They depend only on the first and last tokens of each file.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    stores = _stores(train, validation)
+    return {
+        "rows": len(train),
+        "validation_rows": len(validation),
+        "seq_len": train.seq_len,
+        "tokens": sum(store.tokens for store in stores),
+        "vocab_size": train.vocab_size,
+        "dtype": " ".join(store.dtype.name for store in stores),
+        "tokenizer": " ".join(store.tokenizer or "unknown" for store in stores),
+        "files": _hash_of_files(stores),
+        "split": f"{train.split} {_hash_of_rows(train, validation)}",
+    }
+
+
+def _stores(train: TokenWindows, validation: TokenWindows) -> list[TokenStore]:
+    return [train.store] if train.store is validation.store else [train.store, validation.store]
+
+
+def _count(number: int) -> str:
+    """Up to four digits as they are, and three of a larger number: 950, 1,100, 12.0 k, 1.2 M, 123 M."""
+    if number < 10_000:
+        return f"{number:,}"
+    unit = next(unit for unit in _UNITS if number < 999.5 * _UNITS[unit] or unit == "T")
+    scaled = number / _UNITS[unit]
+    return f"{scaled:.1f} {unit}" if scaled < 99.95 else f"{scaled:,.0f} {unit}"
+
+
+def _hash_of_files(stores: list[TokenStore]) -> str:
+    """Hash of name, size and both ends of each file, and of the borders between stores."""
+    hashed = hashlib.sha256()
+    for store in stores:
+        for shard in store.shards:
+            hashed.update(f"{shard.path.name}\0{shard.tokens}\0".encode(errors="surrogateescape"))
+            hashed.update(_ends(shard, shard.tokens * store.dtype.itemsize))
+        hashed.update(b"\n")
+    return hashed.hexdigest()[:16]
+
+
+def _ends(shard: Shard, nbytes: int) -> bytes:
+    with Path(shard.path).open("rb") as file:
+        file.seek(shard.first_byte)
+        first = file.read(min(_END_NBYTES, nbytes))
+        file.seek(shard.first_byte + nbytes - len(first))
+        return first + file.read(len(first))
+
+
+def _hash_of_rows(train: TokenWindows, validation: TokenWindows) -> str:
+    hashed = hashlib.sha256()
+    for side in (train, validation):
+        for array in side.layout.arrays():
+            hashed.update(array.data)
+        hashed.update(b"\n")
+    return hashed.hexdigest()[:16]
+
+
+PIECE_TOKENS = 1 << 23
+"""Looked at by one thread of `_NUM_THREADS`, then by another."""
+_READ_TOKENS = 1 << 19
+"""Read at a time: so many stay in the processor's cache."""
+_NUM_THREADS = min(4, os.cpu_count() or 1)
+_SAY_AFTER_S = 5.0
+_SAY_EVERY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """The smallest and the largest token of a store, and the first place of each."""
+
+    smallest: int
+    smallest_at: Natural
+    largest: int
+    largest_at: Natural
+
+
+MAX_NBYTES = 10_000
+
+
+def require_known(store: TokenStore, *, vocab_size: int, source: str, cache_folder: Path) -> None:
+    """Check that every token of a store is in 0..vocab_size - 1.
+
+    Reads all files, unless their dtype has no other numbers, or it is known already what they hold: the smallest and
+    the largest token are kept in `cache_folder`, under a name made of the files' paths, sizes, times of change,
+    inodes and dtype. One process reads; others of the same machine wait for what it finds.
+
+    Args:
+        source: what the tokens are read from, as the user named it ("data.path=corpus.bin").
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a token is not; with its file and its number there.
+    """
+    limits = np.iinfo(store.dtype)
+    if store.tokens == 0 or (limits.min >= 0 and limits.max < vocab_size):
+        return
+    found = _kept_extremes(store, source, cache_folder)
+    for token, position in ((found.smallest, found.smallest_at), (found.largest, found.largest_at)):
+        if not 0 <= token < vocab_size:
+            raise unknown_token(store, token, position, vocab_size=vocab_size, source=source)
+
+
+def _kept_extremes(store: TokenStore, source: str, cache_folder: Path) -> Extremes:
+    path = cache_folder / f"scan-{_key(store)}.json"
+    try:
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        file = open_lock(path, mode=0o600)
+    except OSError as error:  # of a folder that is only read something may still be known
+        with suppress(OSError, UntrustedFileError):
+            return _parsed(read_regular(path, max_nbytes=MAX_NBYTES))
+        print(
+            f"{source}: the facts about its files cannot be kept in data.cache_dir={cache_folder} ({error.strerror}); "
+            "each process of the run reads all of them again",
+            file=sys.stderr,
+            flush=True,
+        )
+        return _extremes(store, source)
+    with file:
+        _wait_for(file, source)
+        with suppress(UntrustedFileError):  # empty, or half written: by a process that was ended
+            return _parsed(file.read(MAX_NBYTES))
+        found = _extremes(store, source)
+        with suppress(OSError):  # a full disk: found again the next time
+            file.seek(0)
+            file.write(json.dumps(asdict(found)).encode())
+            file.truncate()
+            file.flush()
+        return found
+
+
+def _parsed(text: bytes) -> Extremes:
+    extremes: Extremes = parse_json(text, Extremes)
+    return extremes
+
+
+def _wait_for(file: BinaryIO, source: str) -> None:
+    """Lock a file until it is closed, where files can be locked."""
+    try:
+        lock(file)
+    except BlockingIOError:
+        print(f"{source}: waits for another process that reads its files", file=sys.stderr, flush=True)
+        lock(file, wait=True)
+    except OSError:
+        pass
+
+
+def _key(store: TokenStore) -> str:
+    lines = [store.dtype.str]
+    for shard in store.shards:
+        status = os.stat(shard.path)
+        times = status.st_mtime_ns, status.st_ctime_ns  # any program can set the first
+        marks = (status.st_size, *times, status.st_ino, shard.first_byte, shard.tokens)
+        lines.append(f"{os.path.abspath(shard.path)}\0{marks}")
+    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+def _extremes(store: TokenStore, source: str) -> Extremes:
+    """Read all tokens, with a line every few seconds if that takes long."""
+    begun = time.monotonic()
+    say_at = begun + _SAY_AFTER_S
+    starts = range(0, store.tokens, PIECE_TOKENS)
+    found: Extremes | None = None
+    pool = ThreadPoolExecutor(_NUM_THREADS)
+    try:
+        for number, piece in enumerate(pool.map(lambda start: _extremes_of_piece(store, start), starts)):
+            found = piece if found is None else _joined(found, piece)
+            now = time.monotonic()
+            if now >= say_at:
+                say_at = now + _SAY_EVERY_S
+                done, total = (tokens * store.dtype.itemsize / 1e9 for tokens in (starts[number], store.tokens))
+                print(
+                    f"{source}: looks once for tokens beyond the vocabulary, {done:.1f} of {total:.1f} GB, "
+                    f"{done / (now - begun):.1f} GB/s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error, or Ctrl-C, the rest is not read
+    assert found is not None
+    return found
+
+
+def _extremes_of_piece(store: TokenStore, start: int) -> Extremes:
+    end = min(store.tokens, start + PIECE_TOKENS)
+    return reduce(
+        _joined, (_extremes_of(store, at, min(end, at + _READ_TOKENS)) for at in range(start, end, _READ_TOKENS))
+    )
+
+
+def _extremes_of(store: TokenStore, start: int, stop: int) -> Extremes:
+    tokens = store.read(start, stop)
+    low, high = int(tokens.argmin()), int(tokens.argmax())
+    return Extremes(int(tokens[low]), start + low, int(tokens[high]), start + high)
+
+
+def _joined(first: Extremes, second: Extremes) -> Extremes:
+    """The extremes of two pieces, the second behind the first."""
+    low = second if second.smallest < first.smallest else first
+    high = second if second.largest > first.largest else first
+    return Extremes(low.smallest, low.smallest_at, high.largest, high.largest_at)
