@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerotrain.engine.model.ranges import timed_ranges
+from zerotrain.engine.model.forward import timed_ranges
 
 NUM_STEPS = 4
 _EXPOSED = ("wait", "gather", "reduce", "norm of")

@@ -9,12 +9,11 @@ from torch import nn
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
-from zerotrain.deferred.init import InitialValues, deferred_init
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
-from zerotrain.engine.model.engine_call import makes_memory
-from zerotrain.engine.model.unit_forward import replace_forwards
+from zerotrain.engine.model.deferred import InitialValues, deferred_init
+from zerotrain.engine.model.forward import makes_memory, replace_forwards
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.engine.state.together import failing_together
@@ -43,7 +42,7 @@ def build_engine(
 
     Args:
         model: any nn.Module, built alike on every rank; changed in place (see `ZeroEngine`). Or a function that builds
-            it: at stage 3 no rank ever holds such a model whole (see `zerotrain.deferred.init`).
+            it: at stage 3 no rank ever holds such a model whole (see `zerotrain.engine.model.deferred`).
         optimizer: makes an element-wise optimizer of groups, such as `functools.partial(torch.optim.AdamW, lr=3e-4)`,
             or one declared to update whole tensors, such as `zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=3e-4)`.
         zero: how state is sharded and moved; default `ZeroConfig()`, stage 2.

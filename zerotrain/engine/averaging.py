@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from zerotrain.engine.model.engine_call import makes_memory
+from zerotrain.engine.model.forward import makes_memory
 from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.engine.update.average import Average
 from zerotrain.errors import CommError, ConfigError, EngineStateError

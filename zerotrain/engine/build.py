@@ -7,7 +7,6 @@ from torch import nn
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import ScratchPools
-from zerotrain.deferred.init import InitialValues
 from zerotrain.device.memory import give_back_freed
 from zerotrain.engine.agreement import require_same
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
@@ -19,6 +18,7 @@ from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.groups.hyperparameters import shown_groups
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.model.checks import require_trainable
+from zerotrain.engine.model.deferred import InitialValues
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.engine.schedule.schedule import Schedule

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
-from zerotrain.engine.model.engine_call import makes_memory, outside_graphs
+from zerotrain.engine.model.forward import makes_memory, outside_graphs
 from zerotrain.engine.results import LoadedWeights
 from zerotrain.engine.sharded_model import HalfLoaded, ShardedModel
 from zerotrain.engine.state.fill import fill

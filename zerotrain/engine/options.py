@@ -7,8 +7,7 @@ from typing import Any
 
 from zerotrain.comm.world import World
 from zerotrain.device.kinds import device_of
-from zerotrain.engine.precision.loss_scale import LossScaler
-from zerotrain.engine.precision.policy import Precision, precision_named
+from zerotrain.engine.model.precision import LossScaler, Precision, precision_named
 from zerotrain.errors import ConfigError
 from zerotrain.settings import AUTO, EngineConfig, OffloadConfig, ZeroConfig, problems_in
 from zerotrain.sharding.plan import STAGES, Plan

@@ -11,7 +11,6 @@ from torch import nn
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import ScratchPools
-from zerotrain.deferred.init import InitialValues
 from zerotrain.device.kinds import device_of
 from zerotrain.device.memory import give_back_freed, set_heap
 from zerotrain.engine.agreement import require_same
@@ -20,13 +19,12 @@ from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.build import Builder, share_unmanaged
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.groups.param_groups import ParamGroups
-from zerotrain.engine.model.checks import require_leaves, require_own_memory, require_plain, require_values
-from zerotrain.engine.model.engine_call import makes_memory
+from zerotrain.engine.model.checks import Newcomers, require_leaves, require_own_memory, require_plain, require_values
+from zerotrain.engine.model.deferred import InitialValues
+from zerotrain.engine.model.forward import makes_memory, offload_saved, round_at_entry
 from zerotrain.engine.model.live_parameter import LiveParameter, UnreadyParameter, settle
-from zerotrain.engine.model.newcomers import Newcomers
-from zerotrain.engine.model.unit_forward import offload_saved, round_at_entry
+from zerotrain.engine.model.precision import cast_around_kept, dtypes_of
 from zerotrain.engine.options import EngineOptions
-from zerotrain.engine.precision.kept_fp32 import cast_around_kept, dtypes_of
 from zerotrain.engine.results import StageSwitch
 from zerotrain.engine.schedule.hooks import complete_before_encoders, connect, next_node, require_no_engine
 from zerotrain.engine.schedule.schedule import Schedule

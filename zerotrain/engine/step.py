@@ -13,11 +13,9 @@ import torch
 from zerotrain.engine.agreement import StepStamps
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.life import Phase
-from zerotrain.engine.model.arguments import WideArguments
-from zerotrain.engine.model.engine_call import makes_memory, outside_graphs
+from zerotrain.engine.model.forward import makes_memory, outside_graphs
 from zerotrain.engine.model.live_parameter import LEFT_ITS_UNIT, reads_freed_memory
-from zerotrain.engine.precision.kept_fp32 import require_one_dtype
-from zerotrain.engine.precision.loss_scale import LossScaler
+from zerotrain.engine.model.precision import LossScaler, WideArguments, require_one_dtype
 from zerotrain.engine.results import StepResult, TrainStepResult
 from zerotrain.engine.schedule.hooks import require_graph
 from zerotrain.engine.sharded_model import ShardedModel

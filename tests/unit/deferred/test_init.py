@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from zerotrain.deferred.init import MIN_NBYTES, deferred_init
-from zerotrain.deferred.refillable import MAX_STEPS
+from zerotrain.engine.model.deferred import MAX_STEPS, MIN_NBYTES, deferred_init
 from zerotrain.models import GPT
 
 WIDE = 192

@@ -21,7 +21,7 @@ import zerotrain
 from tests.unit.engine.habits import EVERYWHERE, SGD, Net, build
 from tests.unit.engine.parts import seeded
 from tests.unit.engine.test_habits import inputs
-from zerotrain.engine.model.newcomers import Watch
+from zerotrain.engine.model.checks import Watch
 from zerotrain.testing.fake_wire import run_threads
 
 

@@ -14,7 +14,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 import zerotrain  # noqa: E402
 from zerotrain.config.schema import Config  # noqa: E402
-from zerotrain.deferred.init import MIN_NBYTES, deferred_init  # noqa: E402
+from zerotrain.engine.model.deferred import MIN_NBYTES, deferred_init  # noqa: E402
 from zerotrain.errors import ConfigError  # noqa: E402
 from zerotrain.models import HuggingFaceModel  # noqa: E402
 from zerotrain.models.huggingface import find_weights, load_weights  # noqa: E402

@@ -10,8 +10,8 @@ from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, GradientState, Life
 from zerotrain.engine.buckets.parts.subtrees import Subtrees
 from zerotrain.engine.buckets.reduction import BucketReduction
+from zerotrain.engine.model.forward import named_range
 from zerotrain.engine.model.live_parameter import get_grad, set_grad
-from zerotrain.engine.model.ranges import named_range
 from zerotrain.engine.options import EngineOptions
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec

@@ -18,7 +18,7 @@ from zerotrain.engine.buckets.places.home import Home
 from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.groups.param_groups import ParamGroups
-from zerotrain.engine.model.ranges import named_range
+from zerotrain.engine.model.forward import named_range
 from zerotrain.errors import EngineStateError
 from zerotrain.offload.tier import Crossing
 from zerotrain.sharding.bucketing import BucketSpec

@@ -9,6 +9,7 @@ from torch import nn
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.life import WEIGHT_TRANSITIONS, Life, WeightState
 from zerotrain.engine.buckets.places.homes import Homes
+from zerotrain.engine.model.forward import named_range
 from zerotrain.engine.model.live_parameter import (
     UnreadyParameter,
     live_class,
@@ -16,7 +17,6 @@ from zerotrain.engine.model.live_parameter import (
     set_grad,
     settle,
 )
-from zerotrain.engine.model.ranges import named_range
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout, FlatBuffer
 from zerotrain.sharding.plan import Plan

@@ -11,11 +11,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zerotrain.engine.buckets.gradient import Gradients
+from zerotrain.engine.model.checks import Watch
+from zerotrain.engine.model.forward import ModuleHook, named_range, profiler_runs
 from zerotrain.engine.model.live_parameter import get_grad, register_last_hook
-from zerotrain.engine.model.module_hook import ModuleHook
-from zerotrain.engine.model.newcomers import Watch
-from zerotrain.engine.model.ranges import named_range, profiler_runs
-from zerotrain.engine.model.structures import tensors_in
+from zerotrain.engine.model.precision import tensors_in
 from zerotrain.engine.schedule.live_unit import LiveUnit, UnitCall
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.errors import EngineStateError

@@ -7,7 +7,7 @@ from torch import nn
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import TrainedBucket
-from zerotrain.engine.precision.loss_scale import LossScaler
+from zerotrain.engine.model.precision import LossScaler
 from zerotrain.engine.state.named import GRADIENT, pieces
 
 _FINITE, _INFINITE, _NAN = 0, 1, 2

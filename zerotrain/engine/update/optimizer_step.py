@@ -14,9 +14,9 @@ from zerotrain.device.kinds import reading
 from zerotrain.engine.agreement import Exchanged, StepStamps
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.parts.norm import StepSquares, clip_coefficient
-from zerotrain.engine.model.ranges import named_range
+from zerotrain.engine.model.forward import named_range
+from zerotrain.engine.model.precision import LossScaler
 from zerotrain.engine.options import EngineOptions
-from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.results import StepResult
 from zerotrain.engine.schedule.gathers import Gathers
 from zerotrain.engine.schedule.schedule import Schedule

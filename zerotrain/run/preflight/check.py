@@ -23,10 +23,9 @@ from zerotrain.engine.buckets.places.homes import NOT_ON_HOST
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
 from zerotrain.engine.groups.probe import probe
 from zerotrain.engine.model.checks import require_own_memory, require_plain, require_trainable
-from zerotrain.engine.model.unit_forward import replace_forwards, require_units
+from zerotrain.engine.model.forward import replace_forwards, require_units
+from zerotrain.engine.model.precision import dtypes_of, precision_named
 from zerotrain.engine.options import leaves_per_rank
-from zerotrain.engine.precision.kept_fp32 import dtypes_of
-from zerotrain.engine.precision.policy import precision_named
 from zerotrain.engine.state.sources.files import weight_misfits
 from zerotrain.engine.state.sources.fit import model_misfits
 from zerotrain.errors import ConfigError

@@ -3,7 +3,7 @@ import time
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from zerotrain.engine.model.ranges import named_range, timed_ranges
+from zerotrain.engine.model.forward import named_range, timed_ranges
 
 
 def test_a_range_is_named_while_a_profiler_runs_and_costs_nothing_else():

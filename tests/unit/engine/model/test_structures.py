@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from zerotrain.engine.model.structures import cast_floating, map_tensors, tensors_in
+from zerotrain.engine.model.precision import cast_floating, map_tensors, tensors_in
 
 
 class Pair(NamedTuple):

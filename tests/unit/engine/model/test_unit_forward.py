@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerotrain
 from tests.unit.engine.parts import Plain, assert_same, engine_on, seeded, train
-from zerotrain.engine.model.unit_forward import require_compiler
+from zerotrain.engine.model.forward import require_compiler
 from zerotrain.testing.fake_wire import run_threads
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)

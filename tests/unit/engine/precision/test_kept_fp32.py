@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import zerotrain
-from zerotrain.engine.precision.kept_fp32 import dtypes_of
-from zerotrain.engine.precision.policy import precision_named
+from zerotrain.engine.model.precision import dtypes_of, precision_named
 from zerotrain.sharding.units import model_parameters
 
 

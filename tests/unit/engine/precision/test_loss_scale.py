@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import zerotrain
-from zerotrain.engine.precision.loss_scale import MAX_SCALE, LossScaler
+from zerotrain.engine.model.precision import MAX_SCALE, LossScaler
 
 
 def scales(scaler: LossScaler, overflows: list[bool]) -> list[float]:

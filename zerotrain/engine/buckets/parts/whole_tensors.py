@@ -13,7 +13,7 @@ import torch
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import Exchange, Scratch, ScratchPool
-from zerotrain.engine.model.ranges import named_range
+from zerotrain.engine.model.forward import named_range
 from zerotrain.sharding.layout import ALIGN_NUMEL, BucketLayout, Fragment, cut_fragments, round_up
 
 Updates = list[tuple[torch.Tensor, torch.Tensor]]

@@ -1,1 +1,0 @@
-"""A model without its parameters' memory, and how to compute the same values later."""

@@ -1,0 +1,402 @@
+"""Parameters that stay in fp32 while the rest computes in 16 bits, and the casts around their modules.
+
+Norms and routers are the usual ones: few bytes, and sensitive. PyTorch's modules refuse inputs of another dtype than
+their weights, so a module all of whose parameters are kept gets its floating-point inputs in fp32 and gives its
+outputs in the compute dtype. If only a part of a module's parameters is kept, its own forward must cast.
+
+Batch norms are kept without being named: their running statistics are fp32 buffers, beside which PyTorch refuses
+weights of 16 bits ("expected scalar type BFloat16 but found Float").
+"""
+
+import copy
+import functools
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.utils import _pytree as pytree
+
+from zerotrain.errors import ConfigError, listed
+from zerotrain.sharding.units import ModelParameter, WalkedModel
+
+# The tensors inside what a module takes and returns: in dicts, lists, named tuples, dataclasses, however nested.
+#
+# torch's pytree looks into the containers it has been told of. A dataclass or a subclass of dict that nobody has
+# registered is a leaf to it; here they are looked into as well.
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor inside `value`, itself if it is one."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif parts := _parts(leaf):
+            yield from tensors_in(list(parts.values()))
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`value` with `change(tensor)` for each tensor inside it, every container of its own type.
+
+    Nothing is changed in place: a dataclass or dict subclass with a changed tensor is copied, another is passed on.
+    """
+
+    def change_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return change(leaf)
+        parts = _parts(leaf)
+        changed = {name: map_tensors(change, part) for name, part in parts.items()}
+        if all(changed[name] is part for name, part in parts.items()):
+            return leaf
+        return _with_parts(leaf, changed)
+
+    return pytree.tree_map(change_leaf, value)
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with every floating-point tensor inside it in `dtype`; all else as it is."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
+def _parts(leaf: Any) -> dict[Any, Any]:
+    """The parts of a leaf of pytree by name or key: {} if it is no container."""
+    if isinstance(leaf, MutableMapping):
+        return dict(leaf)
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        return {field.name: getattr(leaf, field.name) for field in fields(leaf) if hasattr(leaf, field.name)}
+    return {}
+
+
+def _with_parts(leaf: Any, parts: dict[Any, Any]) -> Any:
+    """A copy of a container with other parts. Not by its constructor, which may take other arguments."""
+    changed = copy.copy(leaf)
+    for name, part in parts.items():
+        if isinstance(changed, MutableMapping):
+            changed[name] = part
+        else:
+            object.__setattr__(changed, name, part)  # also where the dataclass is frozen
+    return changed
+
+
+# Floating-point arguments of a model in 16 bits: they keep their bits wherever PyTorch computes with both.
+
+
+WIDENING = ("_loss", "cross_entropy", "cross_entropy_with_logits", "kl_div", "cdist", "grid_sample")
+"""So end the names of torch's functions that compare with labels, or read places."""
+
+
+class WideArguments(TorchFunctionMode):
+    """While it is entered, values in the compute dtype and those in other floating-point dtypes go together.
+
+    In sums and the like PyTorch computes with both and gives the wider dtype. It refuses them in other operations, such
+    as a product with a weight: such an operation is called again, with the others rounded to the compute dtype. A loss
+    gets all of them in the wider dtype. Most would promote them, some refuse them, and one does so in its backward.
+    """
+
+    def __init__(self, compute: torch.dtype) -> None:
+        super().__init__()
+        self._compute = compute
+        self._seen = False
+        self._overflow: torch.Tensor | None = None
+        """0-dim bool, on the device."""
+
+    def around_forward(self, inputs: Any) -> AbstractContextManager[object]:
+        """The context to call a model in: this one if it computes in 16 bits and `inputs` have other floats."""
+        if self._compute == torch.float32 or not _floats(inputs) - {self._compute}:
+            return nullcontext()
+        self._seen = True
+        return self
+
+    def around_backward(self) -> AbstractContextManager[object]:
+        """The context for a backward, which may compute a part of a forward again."""
+        return self if self._seen else nullcontext()
+
+    def rounded(self, value: Any) -> Any:
+        """`value` with every floating-point tensor inside it in the compute dtype."""
+        # What torch.func transforms cannot be looked at outside of it.
+        for tensor in tensors_in(value) if torch._C._functorch.peek_interpreter_stack() is None else ():
+            # bf16 reaches as far as fp32.
+            if tensor.is_floating_point() and torch.finfo(tensor.dtype).max > 2 * torch.finfo(self._compute).max:
+                overflow = (tensor.isfinite() & (tensor.abs() > torch.finfo(self._compute).max)).any()
+                self._overflow = overflow if self._overflow is None else overflow | self._overflow
+        return cast_floating(value, self._compute)
+
+    def widened(self, value: Any) -> Any:
+        """`value` with every floating-point tensor inside it in the dtype that PyTorch promotes them all to."""
+        floats = _floats(value)
+        return cast_floating(value, functools.reduce(torch.promote_types, floats)) if len(floats) > 1 else value
+
+    def take_overflow(self) -> bool:
+        """Whether a finite value was rounded to inf since the last call. Waits for the device if one could be."""
+        overflow, self._overflow = self._overflow, None
+        return overflow is not None and bool(overflow)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if name.endswith(WIDENING):
+            args, kwargs = self.widened((args, kwargs))
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as refusal:
+            written = kwargs.get("out", args[:1] if name.endswith("_") and not name.endswith("__") else ())
+            is_mixed = len(floats := _floats((args, kwargs))) > 1 and self._compute in floats
+            if not is_mixed or not refuses_dtypes(refusal) or _floats(written) - {self._compute}:
+                raise
+            args, kwargs = self.rounded((args, kwargs))
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError:
+                raise refusal from None
+
+
+def refuses_dtypes(error: BaseException) -> bool:
+    """Whether `error` is PyTorch's about dtypes that it does not compute with together."""
+    return isinstance(error, RuntimeError) and "type" in str(error).lower()
+
+
+def one_dtype_at_entry(forward: Callable[..., Any], change: Callable[[WideArguments, Any], Any]) -> Callable[..., Any]:
+    """A forward whose arguments are brought to one dtype, and which runs without the mode: one that is compiled, or
+    that compares dtypes or looks for modes itself.
+
+    Args:
+        change: `WideArguments.rounded` or `WideArguments.widened`.
+    """
+
+    def run(*inputs: Any, **named: Any) -> Any:
+        mode = _get_current_function_mode()
+        if not isinstance(mode, WideArguments):
+            return forward(*inputs, **named)
+        inputs, named = change(mode, (inputs, named))
+        with _pop_mode_temporarily():
+            return forward(*inputs, **named)
+
+    return run
+
+
+def _floats(value: Any) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in tensors_in(value) if tensor.is_floating_point()}
+
+
+# Which dtypes compute, travel and are kept.
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of one run, or of one bucket where parameters are kept in fp32."""
+
+    name: str
+    compute: torch.dtype
+    """Weights the model sees, activations, gradients and everything on the wire."""
+    master: torch.dtype = torch.float32
+    """Master weights, optimizer state, and sums of gradients over micro-batches and ranks."""
+    keep_fp32: tuple[str, ...] = ()
+    """Name patterns of parameters held, computed with and sent in the master dtype; see `kept_fp32`."""
+
+    @property
+    def separate_master(self) -> bool:
+        """Whether the master weight is a copy; in fp32 it shares the model weight's storage."""
+        return self.compute != self.master
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        """Whether gradients would leave the range of the compute dtype: fp16 has 5 bits of exponent, fp32 has 8."""
+        return self.compute == torch.float16
+
+    def of_bucket(self, dtype: torch.dtype) -> "Precision":
+        """That of a bucket whose parameters are held in `dtype`."""
+        return replace(self, compute=dtype)
+
+
+PRECISIONS = {
+    "fp32": Precision("fp32", torch.float32),
+    "bf16": Precision("bf16", torch.bfloat16),
+    "fp16": Precision("fp16", torch.float16),
+}
+
+
+def precision_named(name: str, keep_fp32: tuple[str, ...] = ()) -> Precision:
+    """The precision called `name`, in which the parameters that the patterns of `keep_fp32` name stay in fp32.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in PRECISIONS:
+        raise ConfigError(f"precision={name}: is none of {', '.join(PRECISIONS)}")
+    return replace(PRECISIONS[name], keep_fp32=keep_fp32)
+
+
+def dtypes_of(parameters: Sequence[ModelParameter], precision: Precision) -> dict[nn.Parameter, torch.dtype]:
+    """The dtype that each parameter is held in: the compute dtype, or the master's for those kept and batch norms.
+
+    A pattern names a parameter, or a module with all the parameters in it. A tied parameter has several names.
+
+    Raises:
+        ConfigError: a pattern that matches nothing, or patterns that keep everything.
+    """
+    dtypes = {
+        each.parameter: precision.master if _is_of_batch_norms(each) else precision.compute for each in parameters
+    }
+    for pattern in precision.keep_fp32:
+        kept = [each.parameter for each in parameters if any(_matches(name, pattern) for name in each.names)]
+        dtypes |= dict.fromkeys(kept, precision.master)
+        if not kept:
+            names = (name for each in parameters for name in each.names)
+            known = dict.fromkeys(re.sub(r"\b\d+\b", "*", name.rpartition(".")[0] or name) for name in names)
+            raise ConfigError(
+                f"precision.keep_fp32: no module or parameter matches {pattern!r}; there are {', '.join(known)}"
+            )
+    keeps_all = all(dtype == precision.master for dtype in dtypes.values())
+    if precision.keep_fp32 and precision.separate_master and keeps_all:
+        raise ConfigError("precision.keep_fp32: keeps every parameter; use precision='fp32', or name fewer")
+    return dtypes
+
+
+def _is_of_batch_norms(each: ModelParameter) -> bool:
+    return all(isinstance(owner, _NormBase) for owner, _ in each.owners)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern names the parameter `name` or a module that holds it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:length]), pattern) for length in range(1, len(parts) + 1))
+
+
+def cast_around_kept(walked: WalkedModel, dtypes: Mapping[nn.Parameter, torch.dtype], precision: Precision) -> None:
+    """Hook the modules whose parameters are all kept, and batch norms: inputs in the master dtype, outputs in the
+    compute dtype.
+
+    Args:
+        dtypes: from `dtypes_of`.
+    """
+    if not precision.separate_master:
+        return
+    kept = {parameter for parameter, dtype in dtypes.items() if dtype != precision.compute}
+    norms = [name for name, module in walked.places if isinstance(module, _NormBase)]
+    of_norms = {name for norm in norms for name, _ in walked.inside.get(norm, ())}
+    modules = [walked.model] if "" in norms else dict.fromkeys(_outermost_within(walked, "", kept, of_norms))
+
+    for module in modules:
+        module.register_forward_pre_hook(partial(_widen, precision.master), with_kwargs=True)
+        module.register_forward_hook(partial(_narrow, precision.compute))
+
+
+# Not functions within a function, which a model that is pickled could not take along.
+def _widen(
+    dtype: torch.dtype, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    return cast_floating(inputs, dtype), cast_floating(named, dtype)
+
+
+def _narrow(dtype: torch.dtype, _module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
+    return cast_floating(output, dtype)
+
+
+def require_one_dtype(model: nn.Module, precision: Precision, refusal: RuntimeError) -> None:
+    """A forward has raised: say so by name if PyTorch refuses a buffer in fp32 beside 16 bits.
+
+    Raises:
+        ConfigError: naming the module and what to do.
+    """
+    if not (precision.separate_master and refuses_dtypes(refusal)):
+        return
+    names = {id(module): name for name, module in model.named_modules()}
+    for frame, _ in reversed(list(traceback.walk_tb(refusal.__traceback__))):
+        module = frame.f_locals.get("self")
+        buffers = module._buffers.items() if isinstance(module, nn.Module) and id(module) in names else ()
+        if wide := [key for key, value in buffers if value is not None and value.dtype == precision.master]:
+            name, _, _ = names[id(module)].partition(".parametrizations.")
+            can_keep = name != "" and any(True for _ in model.get_submodule(name).parameters())
+            keeps = f"keep it in fp32 with precision.keep_fp32=[{name}], or " if can_keep else ""
+            raise ConfigError(
+                f"{name or type(model).__name__} has buffers in fp32 ({listed(wide)}), which PyTorch refuses beside "
+                f"{precision.name} ({str(refusal).splitlines()[0]}); {keeps}cast them where they are read"
+            ) from refusal
+
+
+def _outermost_within(
+    walked: WalkedModel, within: str, kept: set[nn.Parameter], of_norms: set[str]
+) -> Iterator[nn.Module]:
+    """The largest modules that can be called, a ModuleList cannot, and have parameters in `kept` alone; of batch norms,
+    which nobody has named, none but themselves.
+
+    Args:
+        within: the name of a module.
+        of_norms: the names of the parameters in batch norms.
+    """
+    module = walked.model.get_submodule(within)
+    for key, child in module.named_children():
+        name = f"{within}.{key}" if within else key
+        inside = [(each, of) for each, of in walked.inside.get(name, ()) if of.parameter.is_floating_point()]
+        held = {of.parameter for _, of in inside}
+        is_named = not held <= {of.parameter for each, of in inside if each in of_norms}
+        is_kept = is_named and held <= kept and type(child).forward is not nn.Module.forward
+        if is_kept or isinstance(child, _NormBase):
+            yield child
+        else:
+            yield from _outermost_within(walked, name, kept, of_norms)
+
+
+# Dynamic loss scaling: keeps the gradients of fp16 between its underflow and its overflow.
+#
+# fp16 has no numbers between 0 and 6e-8. The loss is multiplied by a scale before the backward, and the gradient
+# divided by it in fp32 before the update (Micikevicius et al. 2018, "Mixed precision training", arXiv 1710.03740,
+# section 3.2). Every scale is a power of two, which moves exponents and no other bits.
+
+
+MAX_SCALE = 2.0**32
+"""Reached only where gradients vanish: then no scale is too large, and the scale must not leave fp32 itself."""
+
+
+class LossScaler:
+    """The scale of one run: halved by each overflow, doubled after `growth_interval` steps in a row without one.
+
+    All ranks call `update` with the same values, so all have the same scale.
+
+    Args:
+        initial_scale: a power of two, from 1 to `MAX_SCALE`.
+    """
+
+    scale: float
+    """Factor of the loss in the next backward."""
+
+    def __init__(self, *, initial_scale: float, growth_interval: int) -> None:
+        self.scale = initial_scale
+        self.growth_interval = growth_interval
+        self._num_clean_steps = 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether an overflow now is one that no smaller scale can end."""
+        return self.scale <= 1.0
+
+    def update(self, *, overflowed: bool) -> None:
+        """One step is over; `overflowed` says whether its gradient was not finite."""
+        if overflowed:
+            self.scale = max(self.scale / 2, 1.0)
+            self._num_clean_steps = 0
+            return
+        self._num_clean_steps += 1
+        if self._num_clean_steps == self.growth_interval:
+            self.scale = min(self.scale * 2, MAX_SCALE)
+            self._num_clean_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state from which a resumed run goes on with the same scales."""
+        return {"scale": self.scale, "num_clean_steps": self._num_clean_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the run that gave `state` was."""
+        self.scale = state["scale"]
+        self._num_clean_steps = state["num_clean_steps"]

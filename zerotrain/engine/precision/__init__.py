@@ -1,1 +1,0 @@
-"""Which dtypes compute, travel and are kept; casts; the scale of fp16."""
