@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from zerotrain.api import build_engine
     from zerotrain.comm.world import World
     from zerotrain.engine.engine import ZeroEngine
-    from zerotrain.engine.groups.muon import MuonWithAdamW
+    from zerotrain.engine.groups.optimizers import MuonWithAdamW
     from zerotrain.engine.results import LoadedWeights, StepResult, TrainStepResult
     from zerotrain.errors import (
         CheckpointError,
@@ -32,7 +32,7 @@ _HOMES = {
     "DisagreementError": "zerotrain.errors",
     "EngineStateError": "zerotrain.errors",
     "LoadedWeights": "zerotrain.engine.results",
-    "MuonWithAdamW": "zerotrain.engine.groups.muon",
+    "MuonWithAdamW": "zerotrain.engine.groups.optimizers",
     "OffloadConfig": "zerotrain.settings",
     "OffloadError": "zerotrain.errors",
     "PrecisionConfig": "zerotrain.settings",

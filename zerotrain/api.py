@@ -11,7 +11,7 @@ from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
+from zerotrain.engine.groups.optimizers import OptimizerFactory
 from zerotrain.engine.model.deferred import InitialValues, deferred_init
 from zerotrain.engine.model.forward import makes_memory, replace_forwards
 from zerotrain.engine.options import EngineOptions

@@ -17,7 +17,7 @@ from zerotrain.engine.agreement import require_same
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.build import Builder, share_unmanaged
-from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
+from zerotrain.engine.groups.optimizers import OptimizerFactory
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.model.checks import Newcomers, require_leaves, require_own_memory, require_plain, require_values
 from zerotrain.engine.model.deferred import InitialValues
@@ -73,7 +73,7 @@ class ShardedModel:
         model: built alike on every rank; rank 0's weights and buffers are used. It is changed in place: its parameters
             become views of the engine's buckets, on the ranks' device, in the compute precision.
         optimizer: makes an optimizer from a list of parameter groups: an element-wise one, or one that is declared to
-            update whole tensors (see `zerotrain.engine.groups.optimizer_factory`).
+            update whole tensors (see `zerotrain.engine.groups.optimizers`).
         decay_all, param_groups: as for `build_engine`.
         initial: of a model that `deferred_init` has built; default: the values that the parameters have.
 

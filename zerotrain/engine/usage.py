@@ -5,7 +5,7 @@ from typing import Any
 
 from zerotrain.comm.handles import ScratchPools
 from zerotrain.engine.buckets.places.homes import Homes
-from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, OptimizerFactory, sampled_nbytes
+from zerotrain.engine.groups.optimizers import SAMPLE_SHAPE, OptimizerFactory, sampled_nbytes
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.sharding.plan import Plan, Volume

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from zerotrain.engine.groups.optimizer_factory import OptimizerFactory, build_optimizer, updates_whole
+from zerotrain.engine.groups.optimizers import OptimizerFactory, build_optimizer, updates_whole
 from zerotrain.planning.live import LiveMemory
 
 SAMPLE_NUMEL = 2**14

@@ -16,7 +16,7 @@ from zerotrain.data.fetch import as_inputs, with_tensors
 from zerotrain.device.kinds import rehearsing
 from zerotrain.engine.buckets.places.homes import OPTIMIZER_WINDOWS, Homes
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
+from zerotrain.engine.groups.optimizers import OptimizerFactory
 from zerotrain.engine.update.optimizer_step import update_all
 from zerotrain.errors import ConfigError
 from zerotrain.offload.tier import PAGE_NBYTES

@@ -23,7 +23,7 @@ from zerotrain.config.schema import VALIDATION_FRACTION, Config, Rhythm, TrainCo
 from zerotrain.config.words import unresolved, words_of_config
 from zerotrain.data.fetch import fetch_rows, seeded
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
+from zerotrain.engine.groups.optimizers import OptimizerFactory
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import printable
 from zerotrain.run.rhythms import rhythms_in_steps

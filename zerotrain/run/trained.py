@@ -10,7 +10,7 @@ from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.config.schema import Config
 from zerotrain.config.words import in_words_of_config, word
 from zerotrain.device.kinds import device_of
-from zerotrain.engine.groups.optimizer_factory import WHOLE, OptimizerFactory
+from zerotrain.engine.groups.optimizers import WHOLE, OptimizerFactory
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.errors import ConfigError
 from zerotrain.run.rhythms import steps_of

@@ -12,7 +12,7 @@ from torch import nn
 
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.groups.hyperparameters import Hyperparameters, OwnNumbers, show, shown_groups, told
-from zerotrain.engine.groups.optimizer_factory import (
+from zerotrain.engine.groups.optimizers import (
     SAMPLE_SHAPE,
     WHOLE,
     OptimizerFactory,

@@ -21,7 +21,7 @@ from zerotrain.checkpoint.manifest import AVERAGE, WEIGHT
 from zerotrain.device.device import lies_on_host
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.groups.hyperparameters import OwnNumbers, is_number, saved_group, show, told, without_objects
-from zerotrain.engine.groups.optimizer_factory import WHOLE, OptimizerFactory, is_torchs_own
+from zerotrain.engine.groups.optimizers import WHOLE, OptimizerFactory, is_torchs_own
 from zerotrain.errors import ConfigError
 
 NUM_STEPS = 11

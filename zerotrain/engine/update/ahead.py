@@ -12,7 +12,7 @@ import torch
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.bucket import TrainedBucket
 from zerotrain.engine.buckets.update import BucketUpdate
-from zerotrain.engine.groups.optimizer_factory import is_torchs_own
+from zerotrain.engine.groups.optimizers import is_torchs_own
 from zerotrain.engine.schedule.gathers import Gathers
 
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from zerotrain.config.schema import Config
 from zerotrain.data.fetch import as_inputs, tensors_in, with_tensors
 from zerotrain.device.kinds import device_of
-from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
+from zerotrain.engine.groups.optimizers import OptimizerFactory
 from zerotrain.engine.model.precision import precision_named
 from zerotrain.errors import ConfigError
 from zerotrain.offload.tier import available_nbytes, most_of_process

@@ -13,7 +13,7 @@ from torch import nn
 from zerotrain.comm.whereabouts import files_problem
 from zerotrain.config.schema import Config
 from zerotrain.device.kinds import num_gpus
-from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, OptimizerFactory, sampled_nbytes, updates_whole
+from zerotrain.engine.groups.optimizers import SAMPLE_SHAPE, OptimizerFactory, sampled_nbytes, updates_whole
 from zerotrain.engine.model.precision import dtypes_of, precision_named
 from zerotrain.errors import ConfigError, OffloadError
 from zerotrain.offload.disk import ScratchFile, file_system_of, lies_in_memory

@@ -7,7 +7,7 @@ import torch
 
 from zerotrain.engine.buckets.parts.spans import Span
 from zerotrain.engine.buckets.parts.whole_tensors import WholeTensors
-from zerotrain.engine.groups.optimizer_factory import tensors_of_state
+from zerotrain.engine.groups.optimizers import tensors_of_state
 
 
 @dataclass(eq=False)
