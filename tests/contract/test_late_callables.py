@@ -13,7 +13,7 @@ LISTED = {
     "comm/whereabouts.py: Whereabouts.ask keeps describe": (
         "a world is there before its engine, and its errors say where the engine is; weak, for the life of the groups"
     ),
-    "engine/buckets/places/home.py: OffloadedHome.tell keeps moved": (
+    "engine/buckets/home.py: OffloadedHome.tell keeps moved": (
         "the update is made of the weights, whose home moves the memory that the update's spans are parts of"
     ),
     "launching/end/exits.py: os._exit = _exit": "the interpreter's own, so that no exit is missed",

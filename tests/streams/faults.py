@@ -12,7 +12,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.wires import Works
 from zerotrain.device.kinds import Cuda
 from zerotrain.engine.buckets.gradient import BucketGradient
-from zerotrain.engine.buckets.places.home import OffloadedHome
+from zerotrain.engine.buckets.home import OffloadedHome
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.state.saving.chunks import ChunkReader
 from zerotrain.engine.state.saving.snapshot import Snapshot

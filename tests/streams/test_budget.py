@@ -8,7 +8,7 @@ import torch
 from tests.streams.stand_in import SimulatedEvent, clocks, run_on_streams
 from tests.streams.trainings import build, net, rows
 from zerotrain.comm.world import World
-from zerotrain.engine.buckets.parts.norm import block_squares
+from zerotrain.engine.buckets.norm import block_squares
 from zerotrain.settings import OffloadConfig
 
 MOST_PER_BUCKET = {"native": 14, "fp32": 19, "ordered": 24}

@@ -13,7 +13,7 @@ import torch
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.whereabouts import by_rank
 from zerotrain.engine.buckets.life import Phase
-from zerotrain.engine.buckets.parts.norm import add_digit_sums, norm_of_digit_sums
+from zerotrain.engine.buckets.norm import add_digit_sums, norm_of_digit_sums
 from zerotrain.engine.groups.hyperparameters import mixed, shown_groups, told_values
 from zerotrain.errors import ConfigError, DisagreementError
 

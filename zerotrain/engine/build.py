@@ -11,9 +11,8 @@ from zerotrain.device.memory import give_back_freed
 from zerotrain.engine.agreement import require_same
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.gradient import BucketGradient
-from zerotrain.engine.buckets.parts.spans import update_range
-from zerotrain.engine.buckets.places.homes import Homes
-from zerotrain.engine.buckets.update import BucketUpdate
+from zerotrain.engine.buckets.home import Homes
+from zerotrain.engine.buckets.update import BucketUpdate, update_range
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.groups.hyperparameters import shown_groups
 from zerotrain.engine.groups.param_groups import ParamGroups

@@ -14,8 +14,8 @@ from zerotrain.comm.handles import ScratchPools
 from zerotrain.device.kinds import device_of
 from zerotrain.device.memory import give_back_freed, set_heap
 from zerotrain.engine.agreement import require_same
+from zerotrain.engine.buckets.home import Homes
 from zerotrain.engine.buckets.life import Phase
-from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.build import Builder, share_unmanaged
 from zerotrain.engine.groups.optimizers import OptimizerFactory
 from zerotrain.engine.groups.param_groups import ParamGroups

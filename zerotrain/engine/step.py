@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from zerotrain.engine.agreement import StepStamps
-from zerotrain.engine.buckets.backward import Backward
-from zerotrain.engine.buckets.life import Phase
+from zerotrain.engine.buckets.life import Backward, Phase
 from zerotrain.engine.model.forward import makes_memory, outside_graphs
 from zerotrain.engine.model.live_parameter import LEFT_ITS_UNIT, reads_freed_memory
 from zerotrain.engine.model.precision import LossScaler, WideArguments, require_one_dtype

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerotrain.comm.handles import ScratchPools
-from zerotrain.engine.buckets.places.homes import Homes
+from zerotrain.engine.buckets.home import Homes
 from zerotrain.engine.groups.optimizers import SAMPLE_SHAPE, OptimizerFactory, sampled_nbytes
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.schedule import Schedule

@@ -14,7 +14,7 @@ from zerotrain.comm.world import Shards, World
 from zerotrain.config.schema import Config
 from zerotrain.data.fetch import as_inputs, with_tensors
 from zerotrain.device.kinds import rehearsing
-from zerotrain.engine.buckets.places.homes import OPTIMIZER_WINDOWS, Homes
+from zerotrain.engine.buckets.home import OPTIMIZER_WINDOWS, Homes
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.optimizers import OptimizerFactory
 from zerotrain.engine.update.optimizer_step import update_all

@@ -15,7 +15,7 @@ from zerotrain.comm.handles import ScratchPool
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
 from zerotrain.engine.buckets.gradient import BucketGradient
-from zerotrain.engine.buckets.places.homes import Homes
+from zerotrain.engine.buckets.home import Homes
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.options import EngineOptions
 from zerotrain.settings import EngineConfig, PrecisionConfig, ZeroConfig

@@ -1,5 +1,6 @@
 """The states of a bucket's weights and gradient, and the transitions allowed between them."""
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -74,3 +75,24 @@ class Life(Generic[S]):
         if (self.state, state) not in self._transitions:
             raise EngineStateError(f"{self.owner}: cannot go from {self.state.value} to {state.value}")
         self.state = state
+
+
+# Facts about a backward that are known before it begins.
+
+
+@dataclass(frozen=True)
+class Backward:
+    """One of the backwards of a step, on this rank."""
+
+    reduces: bool = True
+    """Gradients are reduced while they arrive; otherwise they are added up on this rank."""
+    completes: bool = True
+    """After it the step's gradient is complete, as far as the caller has said."""
+    in_last_leaf: bool = True
+    """No further virtual rank of this rank follows. See [Note: leaves] in `subtrees`."""
+    counts: bool = True
+    """False for a loss that weighs nothing: zeros are moved in place of its gradients, which may be nan."""
+    frees_graph: bool = True
+    """No other backward can come through the same graph."""
+    loss_scale: float = 1.0
+    """Factor of the loss."""

@@ -5,7 +5,7 @@ import torch
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import Gather, Scratch, ScratchPool
 from zerotrain.device.kinds import device_of
-from zerotrain.engine.buckets.parts.norm import block_squares
+from zerotrain.engine.buckets.norm import block_squares
 from zerotrain.engine.model.forward import named_range
 from zerotrain.engine.options import EngineOptions
 

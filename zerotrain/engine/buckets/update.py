@@ -1,7 +1,8 @@
 """The update of one bucket: its master weight, and the torch optimizers that change it once the gradient is reduced."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,18 +12,111 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import Scratch, ScratchPool
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.gradient import BucketGradient
-from zerotrain.engine.buckets.parts.kept import Kept
-from zerotrain.engine.buckets.parts.spans import Span, cut_spans, update_range
-from zerotrain.engine.buckets.parts.whole_tensors import Updates, WholeTensors
-from zerotrain.engine.buckets.places.home import Home
-from zerotrain.engine.buckets.places.homes import Homes
+from zerotrain.engine.buckets.home import Home, Homes
 from zerotrain.engine.buckets.weights import BucketWeights
+from zerotrain.engine.buckets.whole_tensors import Updates, WholeTensors
+from zerotrain.engine.groups.optimizers import tensors_of_state
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.model.forward import named_range
 from zerotrain.errors import EngineStateError
 from zerotrain.offload.tier import Crossing
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout
+from zerotrain.sharding.plan import Plan
+
+# Which parts of a bucket a rank updates as one tensor each.
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """The part of a bucket that one rank updates as one tensor: parameters of one group and generation."""
+
+    where: slice
+    """Within this rank's range of the update."""
+    target: torch.Tensor
+    """The master weight there."""
+    key: tuple[int, int]
+    """`ManagedParameter.span` of its parameters."""
+
+
+def update_range(layout: BucketLayout, plan: Plan, rank: int) -> slice:
+    """The elements of a bucket that a rank updates: its own shard, or all."""
+    return layout.shard(rank) if plan.shards_optimizer else slice(0, layout.padded_numel)
+
+
+def cut_spans(
+    layout: BucketLayout, runs: Sequence[tuple[int, tuple[int, int] | None]], where: slice, master_weight: torch.Tensor
+) -> list[Span]:
+    """The spans that a rank updates by elements within `where`: neighbours of one group and generation together.
+
+    Args:
+        runs: of the bucket's spec.
+    """
+    places = layout.spans([index for index, _ in runs], where)
+    return [
+        Span(place, master_weight[place].detach(), key)
+        for (_, key), place in zip(runs, places, strict=True)
+        if place.stop > place.start and key is not None
+    ]
+
+
+# The optimizer state of a bucket, for its home: the tensors, and the objects that hold them.
+
+
+@dataclass(eq=False)
+class Kept:
+    """Apart from the bucket's update, which has the home: or each would keep the other in memory."""
+
+    master_weight: torch.Tensor
+    has_copy: bool
+    """Whether that is kept apart from the model's weight."""
+    spans: Sequence[Span]
+    whole: WholeTensors | None
+    by_elements: torch.optim.Optimizer | None
+    of_whole: torch.optim.Optimizer | None
+    average: torch.Tensor | None = None
+    """Moving average of the master weight, over the same elements; None before its first update."""
+
+    def tensors(self) -> Iterator[tuple[Hashable, torch.Tensor]]:
+        """The tensors that belong at home."""
+        if self.has_copy:
+            yield "master weight", self.master_weight
+        if self.average is not None:
+            yield "average", self.average
+        for number, optimizer in enumerate((self.by_elements, self.of_whole)):
+            for place, state in enumerate(optimizer.state.values() if optimizer is not None else ()):
+                for name, value in state.items():
+                    if type(value) is torch.Tensor and value.ndim > 0:
+                        yield (number, place, name), value
+
+    @property
+    def separate_master_nbytes(self) -> int:
+        """Bytes of the master weight, 0 where it shares the model weight's storage."""
+        return self.master_weight.nbytes if self.has_copy else 0
+
+    def element_state_nbytes(self) -> int:
+        """Bytes of state this rank keeps of what it updates by elements (0-dim counters left out)."""
+        return sum(tensor.nbytes for tensor in tensors_of_state(self.by_elements))
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """All state of this rank (0-dim counters left out)."""
+        return [*tensors_of_state(self.by_elements), *tensors_of_state(self.of_whole)]
+
+    def update_average(self, share: float) -> None:
+        """Bring the average nearer to the master weight, which was updated: by this share of what lies between. At
+        first it is the weight itself."""
+        if self.average is None:
+            self.average = self.master_weight.detach().clone()
+        else:
+            self.average.lerp_(self.master_weight.detach(), share)
+
+    def follow_master(self) -> None:
+        """The master weight has other memory under it: so have the parts of it that are updated."""
+        for span in self.spans:
+            span.target.data = self.master_weight[span.where]
+        if self.whole is not None:
+            self.whole.follow_master()
+
 
 SWAPPED_NUMEL = 2**20
 """Elements of weights and average that are exchanged at a time."""

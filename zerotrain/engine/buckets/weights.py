@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
+from zerotrain.engine.buckets.home import Homes
 from zerotrain.engine.buckets.life import WEIGHT_TRANSITIONS, Life, WeightState
-from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.model.forward import named_range
 from zerotrain.engine.model.live_parameter import (
     UnreadyParameter,

@@ -14,10 +14,10 @@ backward has passed: [Note: positions in a backward].)
 from collections import deque
 from collections.abc import Sequence
 
-from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.bucket import TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.gradient import Gradients, Segment
-from zerotrain.engine.buckets.parts.norm import StepSquares
+from zerotrain.engine.buckets.life import Backward
+from zerotrain.engine.buckets.norm import StepSquares
 from zerotrain.engine.model.live_parameter import LEFT_ITS_UNIT, get_grad
 from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.errors import EngineStateError

@@ -8,10 +8,9 @@ from torch import nn
 
 from zerotrain.device.device import lies_on_host
 from zerotrain.device.memory import set_heap
-from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.gradient import Gradients, Segment
-from zerotrain.engine.buckets.life import Phase, WeightState
+from zerotrain.engine.buckets.life import Backward, Phase, WeightState
 from zerotrain.engine.model.live_parameter import ENGINE_IS_GONE, LEFT_ITS_UNIT, settle
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.gathers import Gathers

@@ -13,7 +13,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.device.kinds import reading
 from zerotrain.engine.agreement import Exchanged, StepStamps
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
-from zerotrain.engine.buckets.parts.norm import StepSquares, clip_coefficient
+from zerotrain.engine.buckets.norm import StepSquares, clip_coefficient
 from zerotrain.engine.model.forward import named_range
 from zerotrain.engine.model.precision import LossScaler
 from zerotrain.engine.options import EngineOptions

@@ -19,7 +19,7 @@ from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.config.words import in_words_of_config, word, words_of_config
 from zerotrain.data.fetch import Fingerprint, RowError, fingerprint_of
 from zerotrain.device.kinds import device_of
-from zerotrain.engine.buckets.places.homes import NOT_ON_HOST
+from zerotrain.engine.buckets.home import NOT_ON_HOST
 from zerotrain.engine.groups.optimizers import SAMPLE_SHAPE, build_optimizer, needing_whole
 from zerotrain.engine.groups.probe import probe
 from zerotrain.engine.model.checks import require_own_memory, require_plain, require_trainable

@@ -9,9 +9,9 @@ from torch import nn
 
 from tests.unit.engine.parts import OneBucket, alone
 from zerotrain.comm.world import World
-from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.gradient import LARGE_NUMEL, SEGMENT_NBYTES, BucketGradient, cut_segments
-from zerotrain.engine.buckets.parts.norm import digit_sums, norm_of_digit_sums
+from zerotrain.engine.buckets.life import Backward
+from zerotrain.engine.buckets.norm import digit_sums, norm_of_digit_sums
 from zerotrain.errors import EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 

@@ -15,7 +15,7 @@ from zerotrain.checkpoint.manifest import AVERAGE, WEIGHT
 from zerotrain.comm.collectives import Collectives
 from zerotrain.device.device import lies_on_host
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
-from zerotrain.engine.buckets.parts.spans import update_range
+from zerotrain.engine.buckets.update import update_range
 from zerotrain.engine.state.named import (
     KeptState,
     NamedPiece,

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from zerotrain.engine.buckets.parts.norm import (
+from zerotrain.engine.buckets.norm import (
     CHUNK_NUMEL,
     MAX_SQUARES,
     TREE_NUMEL,
@@ -35,7 +35,7 @@ def test_sums_of_sums_are_those_of_all() -> None:
 def test_the_squares_of_a_step_are_those_of_its_buckets_however_many_are_kept(
     monkeypatch: pytest.MonkeyPatch, max_squares: int
 ) -> None:
-    monkeypatch.setattr("zerotrain.engine.buckets.parts.norm.MAX_SQUARES", max_squares)
+    monkeypatch.setattr("zerotrain.engine.buckets.norm.MAX_SQUARES", max_squares)
     generator = torch.Generator().manual_seed(0)
     buckets = [torch.rand(100, dtype=torch.float64, generator=generator) * 2.0**e for e in range(-30, 30, 5)]
     rows = torch.stack([digit_sums(squares.clone()) for squares in buckets])
@@ -146,7 +146,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_gpu_a_block_has_the_same_bits_whatever_lies_beside_it(
     dtype: torch.dtype, tree_numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zerotrain.engine.buckets.parts.norm.TREE_NUMEL", tree_numel)
+    monkeypatch.setattr("zerotrain.engine.buckets.norm.TREE_NUMEL", tree_numel)
     shard = torch.randn(64 * 10, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = shard.clone()
     squares = block_squares(shard, exact=True)
@@ -177,7 +177,7 @@ def test_on_a_gpu_digits_are_summed_once_a_step(monkeypatch: pytest.MonkeyPatch)
         calls.append(squares.numel())
         return digit_sums(squares)
 
-    monkeypatch.setattr("zerotrain.engine.buckets.parts.norm.digit_sums", counted)
+    monkeypatch.setattr("zerotrain.engine.buckets.norm.digit_sums", counted)
     step = StepSquares()
     for _ in range(3):
         step.add(torch.ones(MAX_SQUARES, dtype=torch.float64))

@@ -10,7 +10,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import ScratchPool
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
-from zerotrain.engine.buckets.parts.whole_tensors import Updates, WholeTensors
+from zerotrain.engine.buckets.whole_tensors import Updates, WholeTensors
 from zerotrain.sharding.layout import BucketLayout
 from zerotrain.testing.fake_wire import run_threads
 

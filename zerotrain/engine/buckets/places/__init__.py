@@ -1,1 +1,0 @@
-"""Places of a bucket's memory: the device, the host, a disk."""
