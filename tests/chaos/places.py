@@ -203,8 +203,8 @@ def _watch_changes_of_the_stage(striker: Striker) -> None:
 def _watch_checkpoints(striker: Striker) -> None:
     from zerotrain.checkpoint.tensor_file import Reader
     from zerotrain.comm.ledger import Notes
-    from zerotrain.engine.state.saving.writing import Writing
-    from zerotrain.engine.state.sources import checkpoint
+    from zerotrain.engine.state import from_checkpoint as checkpoint
+    from zerotrain.engine.state.save import Writing
 
     def told(_: Any, name: str, *__: Any) -> None:
         if name == "end":

@@ -14,8 +14,7 @@ from zerotrain.device.kinds import Cuda
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.home import OffloadedHome
 from zerotrain.engine.buckets.weights import BucketWeights
-from zerotrain.engine.state.saving.chunks import ChunkReader
-from zerotrain.engine.state.saving.snapshot import Snapshot
+from zerotrain.engine.state.save import ChunkReader, Snapshot
 from zerotrain.offload.saved import SavedTensors, _Stored
 from zerotrain.offload.tier import Crossing, HostTier, Tier, _Pinned
 

@@ -25,7 +25,7 @@ from zerotrain.config.checks import callback_problems, class_problems, makes, va
 from zerotrain.config.compose import first_paragraph, from_values, known_keys, literal
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.config.words import did_you_mean, in_words_of_config, words_of_config
-from zerotrain.engine.state.sources.files import weight_misfits
+from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.untrusted import printable, read_json

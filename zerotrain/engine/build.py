@@ -21,10 +21,8 @@ from zerotrain.engine.model.deferred import InitialValues
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.engine.schedule.schedule import Schedule
-from zerotrain.engine.state.fill import fill, fill_state
-from zerotrain.engine.state.given_up import GivenUpMemory
-from zerotrain.engine.state.source import Source
-from zerotrain.engine.state.sources.other_buckets import OtherBuckets, described_state
+from zerotrain.engine.state.fill import GivenUpMemory, Source, fill, fill_state
+from zerotrain.engine.state.from_buckets import OtherBuckets, described_state
 from zerotrain.engine.state.together import wait_for_others
 from zerotrain.errors import ConfigError
 from zerotrain.sharding.bucketing import BucketSpec, cut_buckets

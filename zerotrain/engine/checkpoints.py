@@ -12,12 +12,10 @@ from zerotrain.engine.model.forward import makes_memory, outside_graphs
 from zerotrain.engine.results import LoadedWeights
 from zerotrain.engine.sharded_model import HalfLoaded, ShardedModel
 from zerotrain.engine.state.fill import fill
-from zerotrain.engine.state.full_weights import full_state_dict, weights_sha256
-from zerotrain.engine.state.saving.save import Given, facts_of, prepare
-from zerotrain.engine.state.saving.under_way import SaveUnderWay
-from zerotrain.engine.state.sources.checkpoint import added_groups, places_in, require_alike, restore, verified_manifest
-from zerotrain.engine.state.sources.files import checked_weights
-from zerotrain.engine.state.sources.state_dict import StateDict
+from zerotrain.engine.state.from_checkpoint import added_groups, places_in, require_alike, restore, verified_manifest
+from zerotrain.engine.state.from_weights import StateDict, checked_weights
+from zerotrain.engine.state.named import full_state_dict, weights_sha256
+from zerotrain.engine.state.save import Given, SaveUnderWay, facts_of, prepare
 from zerotrain.engine.state.together import agreed
 from zerotrain.engine.step import Steps
 

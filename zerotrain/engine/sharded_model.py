@@ -28,10 +28,10 @@ from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.results import StageSwitch
 from zerotrain.engine.schedule.hooks import complete_before_encoders, connect, next_node, require_no_engine
 from zerotrain.engine.schedule.schedule import Schedule
-from zerotrain.engine.state.owned import Holdings
-from zerotrain.engine.state.saving.under_way import SaveUnderWay
-from zerotrain.engine.state.source import Source
-from zerotrain.engine.state.sources.other_buckets import Described, OtherBuckets, described_state
+from zerotrain.engine.state.fill import Source
+from zerotrain.engine.state.from_buckets import Described, OtherBuckets, described_state
+from zerotrain.engine.state.named import Holdings
+from zerotrain.engine.state.save import SaveUnderWay
 from zerotrain.engine.state.together import agreed, told
 from zerotrain.engine.update.average import Average
 from zerotrain.engine.update.optimizer_step import written_to

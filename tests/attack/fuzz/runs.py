@@ -21,7 +21,7 @@ from zerotrain.config.compose import save_config
 from zerotrain.config.schema import CheckpointConfig, Config, ZeroGroup
 from zerotrain.data import prepare as prepare_lock
 from zerotrain.data import text_files as sources
-from zerotrain.engine.state.saving.writing import Writing
+from zerotrain.engine.state.save import Writing
 from zerotrain.files import kept_out as remote_code
 from zerotrain.files.lock import holder
 from zerotrain.files.untrusted import printable, read_json

@@ -19,7 +19,7 @@ from zerotrain.checkpoint.manifest import hash_of
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.commands import inspection as inspect
 from zerotrain.config.schema import Config
-from zerotrain.engine.state.sources.files import weight_misfits
+from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.run.exported import ABOUT, opened_or_exported
 from zerotrain.run.saved import opened_run

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import zerotrain
-from zerotrain.engine.state.named import pieces, roles
-from zerotrain.engine.state.owned import buffers, counts
+from zerotrain.engine.state.named import buffers, counts, pieces, roles
 from zerotrain.testing.fake_wire import run_threads
 
 _ONE_SEED_AT_A_TIME = threading.Lock()

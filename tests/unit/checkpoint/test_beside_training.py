@@ -33,9 +33,9 @@ from tests.unit.checkpoint.runs import (
 from tests.unit.checkpoint.slow_disk import SlowDisk
 from zerotrain.checkpoint import verify
 from zerotrain.checkpoint.tensor_file import Entry, flat_bytes
-from zerotrain.engine.state.owned import entries, owned_pieces
-from zerotrain.engine.state.saving import snapshot
-from zerotrain.engine.state.saving.chunks import ChunkReader
+from zerotrain.engine.state import save as snapshot
+from zerotrain.engine.state.named import entries, owned_pieces
+from zerotrain.engine.state.save import ChunkReader
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.testing.limits import HANG_S

@@ -14,7 +14,7 @@ import zerotrain
 from tests.unit.checkpoint.runs import KINDS, Kind, build, saved_by_two_ranks, train
 from zerotrain.checkpoint import verify
 from zerotrain.checkpoint.manifest import Manifest, pieces_of, read_manifest
-from zerotrain.engine.state.sources import checkpoint
+from zerotrain.engine.state import from_checkpoint as checkpoint
 from zerotrain.errors import CheckpointError
 from zerotrain.testing.fake_wire import run_threads
 

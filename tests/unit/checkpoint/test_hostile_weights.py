@@ -19,7 +19,7 @@ from torch import nn
 from zerotrain.checkpoint.others import safetensors_and_torch as torch_file
 from zerotrain.checkpoint.others.stored_weights import row_by_row
 from zerotrain.checkpoint.others.weights import find_weights
-from zerotrain.engine.state.sources.files import weight_misfits
+from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.errors import CheckpointError
 
 MANY = 10**30

@@ -4,15 +4,23 @@ Full weights, their hash, a change of what trains and the search for a bad gradi
 moves to another stage can be told in the same words: the name of a parameter, a role, and which elements.
 """
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerotrain.checkpoint.manifest import AVERAGE, WEIGHT
+from zerotrain.checkpoint.manifest import AVERAGE, EXTRA_STATE, WEIGHT, dtype_of
+from zerotrain.checkpoint.tensor_file import Entry, Reader
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
+from zerotrain.engine.groups.param_groups import ParamGroups
+from zerotrain.engine.options import EngineOptions
+from zerotrain.errors import EngineStateError
 from zerotrain.sharding.layout import slot_view
 from zerotrain.sharding.units import ManagedParameter
 
@@ -166,3 +174,238 @@ def cut_pieces(bucket: Bucket, role: str, values: torch.Tensor, where: slice) ->
             yield NamedPiece(
                 managed, role, values[start - where.start : end - where.start], in_tensor, slice(start, end)
             )
+
+
+# State of modules beside their tensors, by PyTorch's `get_extra_state` and `set_extra_state`: rank 0's is saved.
+
+
+def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name in the model's state dict, module)."""
+    for prefix, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}._extra_state" if prefix else "_extra_state", module
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """By name, as the modules give it now."""
+    return {name: module.get_extra_state() for name, module in modules_with_extra_state(model)}
+
+
+def entries_of(states: Mapping[str, Any]) -> list[Entry]:
+    """Those that are tensors, as they are now."""
+    tensors = {name: state for name, state in states.items() if isinstance(state, torch.Tensor)}
+    return [Entry(name, EXTRA_STATE, values.detach().reshape(-1).clone(), 0) for name, values in tensors.items()]
+
+
+def described(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """For the manifest: {"value": ...}, or a tensor without its pieces."""
+    return {
+        name: {"shape": list(state.shape), "dtype": str(state.dtype).removeprefix("torch."), "pieces": []}
+        if isinstance(state, torch.Tensor)
+        else {"value": state}
+        for name, state in states.items()
+    }
+
+
+def restore_extra_states(model: nn.Module, saved: Mapping[str, dict[str, Any]], reader: Reader) -> None:
+    """Give the modules theirs: tensors on the CPU."""
+    for name, module in modules_with_extra_state(model):
+        if (state := saved.get(name)) is None:
+            continue  # a checkpoint from before they were saved
+        if "value" in state:
+            module.set_extra_state(state["value"])
+            continue
+        values = torch.empty(state["shape"], dtype=dtype_of(state))
+        if values.numel() > 0:
+            reader.read(state, 0, values)
+        module.set_extra_state(values)
+
+
+# Full weights out of the shards: one bucket at a time, on rank 0.
+
+
+def full_state_dict(model: nn.Module, buckets: Iterable[Bucket], collectives: Collectives) -> dict[str, Any]:
+    """The model's `state_dict()` with full parameters in fp32, on the CPU. Collective. Hooks that rename, add or drop
+    keys, and modules that add extra state, see a whole model.
+    """
+    whole: dict[ManagedParameter, nn.Parameter] = {}
+    is_asked = collectives.world.rank == 0
+    for bucket in buckets:
+        for managed, value in full_weights(bucket, collectives):
+            if is_asked:
+                copy = value.to(device="cpu", dtype=torch.float32, copy=True)
+                whole[managed] = nn.Parameter(copy, requires_grad=managed.parameter.requires_grad)
+        bucket.forget()
+    if not is_asked:
+        return {}
+    with _in_place(whole):
+        state: dict[str, Any] = model.state_dict()
+    copied = {parameter.untyped_storage()._cdata for parameter in whole.values()}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in copied:
+            state[name] = value.detach().to("cpu", copy=True)
+    return state
+
+
+@contextmanager
+def _in_place(whole: Mapping[ManagedParameter, nn.Parameter]) -> Iterator[None]:
+    """In here modules hold these in place of their parameters, where they still have those."""
+    places = [
+        (owner._parameters, name, managed.parameter, parameter)
+        for managed, parameter in whole.items()
+        for owner, name in managed.owners
+        if owner._parameters.get(name) is managed.parameter
+    ]
+    try:
+        for held, name, _, parameter in places:
+            held[name] = parameter
+        yield
+    finally:
+        for held, name, parameter, _ in places:
+            held[name] = parameter
+
+
+def weights_sha256(buckets: Iterable[Bucket], collectives: Collectives) -> str:
+    """SHA-256 of the bytes of the full fp32 weights in the order of their (first) names. One bucket is held whole."""
+    homes = {managed.names[0]: bucket for bucket in buckets for managed in bucket.spec.parameters}
+    digest = hashlib.sha256()
+    held: Bucket | None = None
+    by_name: dict[str, torch.Tensor] = {}
+    for name in sorted(homes):
+        if homes[name] is not held:
+            by_name.clear()  # before the next is gathered, not after
+            if held is not None:
+                held.forget()
+            held = homes[name]
+            by_name = {managed.names[0]: value for managed, value in full_weights(held, collectives)}
+        if collectives.world.rank == 0:
+            digest.update(_in_memory_order(by_name[name]).numpy().data)
+    by_name.clear()
+    if held is not None:
+        held.forget()
+    agreed = torch.tensor(list(digest.digest()), dtype=torch.uint8, device=collectives.world.device)
+    collectives.broadcast(agreed, name="the hash of the weights")
+    return bytes(agreed.tolist()).hex()
+
+
+def _in_memory_order(value: torch.Tensor) -> torch.Tensor:
+    """(numel,) fp32 on the CPU, not a copy where it is that: the elements of a dense tensor as they lie in memory."""
+    return value.as_strided((value.numel(),), (1,)).to(device="cpu", dtype=torch.float32)
+
+
+# The part of an engine that a rank saves: of each bucket its own range, whatever the stage; the rest of a manifest.
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The parts of an engine that a checkpoint is made of."""
+
+    model: nn.Module
+    buckets: Sequence[Bucket]
+    groups: ParamGroups
+    options: EngineOptions
+    collectives: Collectives
+
+    @property
+    def trained(self) -> list[TrainedBucket]:
+        return [bucket for bucket in self.buckets if isinstance(bucket, TrainedBucket)]
+
+    @property
+    def parameters(self) -> dict[str, ManagedParameter]:
+        """By first name."""
+        return {managed.names[0]: managed for bucket in self.buckets for managed in bucket.spec.parameters}
+
+
+def owned_pieces(bucket: Bucket, rank: int) -> Iterator[NamedPiece]:
+    """The part of a bucket that this rank saves: the elements in its own range, which at stages that replicate is less
+    than it holds, and what is kept of the whole tensors that it owns."""
+    own = bucket.weights.own
+    for role in roles(bucket):
+        for piece in pieces(bucket, role):
+            if piece.in_tensor is None or piece.in_bucket is None:
+                assert isinstance(bucket, TrainedBucket)
+                if bucket.update.owners[bucket.spec.parameters.index(piece.managed)] == rank:
+                    yield piece
+                continue
+            start, stop = max(piece.in_bucket.start, own.start), min(piece.in_bucket.stop, own.stop)
+            if start < stop:
+                skipped, ahead = start - piece.in_bucket.start, piece.in_bucket.start - piece.in_tensor.start
+                values = piece.values[skipped : skipped + stop - start]
+                yield NamedPiece(piece.managed, role, values, slice(start - ahead, stop - ahead), slice(start, stop))
+
+
+def entries(holdings: Holdings, rank: int) -> Iterator[tuple[Bucket, Entry]]:
+    """The tensors of this rank's file, bucket by bucket in the order of updates, without buffers."""
+    for bucket in holdings.buckets:
+        for piece in owned_pieces(bucket, rank):
+            if is_traceable_wrapper_subclass(piece.values):
+                raise EngineStateError(
+                    f"the optimizer keeps {piece.role} of {piece.managed.names[0]} as a "
+                    f"{type(piece.values).__name__}, which is no plain tensor and cannot be saved"
+                )
+            start = 0 if piece.in_tensor is None else piece.in_tensor.start
+            shape = list(piece.values.shape) if piece.in_tensor is None else None
+            yield bucket, Entry(piece.managed.names[0], piece.role, piece.values, start, shape)
+
+
+def counts(holdings: Holdings) -> dict[str, dict[str, Any]]:
+    """Values that the optimizer keeps once for a parameter and not for its elements, such as the number of its steps:
+    by name of the parameters of which this rank updates anything.
+
+    Raises:
+        EngineStateError: it keeps something that is no number and no text.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for bucket in holdings.trained:
+        for kept in kept_states(bucket):
+            tensors = kept.tensors()
+            once = {name: _count(name, value) for name, value in kept.values.items() if name not in tensors}
+            found.update((managed.names[0], once) for managed in kept.members)
+    return found
+
+
+def _count(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.ndim == 0:
+        return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    raise EngineStateError(
+        f"the optimizer keeps {name!r}, {what}, which is neither a number for each element nor one for all: it cannot "
+        "be saved"
+    )
+
+
+def buffers(model: nn.Module, buckets: Sequence[Bucket]) -> dict[str, torch.Tensor]:
+    """Tensors in no bucket that belong to the model's state: buffers that its state dict has, and parameters that are
+    no floating-point numbers."""
+    in_buckets = {id(managed.parameter) for bucket in buckets for managed in bucket.spec.parameters}
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        kept = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        for name, tensor in (*kept.items(), *module._parameters.items()):
+            if tensor is not None and id(tensor) not in in_buckets and id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[f"{prefix}.{name}" if prefix else name] = tensor
+    return found
+
+
+def saved_parameters(holdings: Holdings, kept: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The parameters as the manifest has them, without their tensors."""
+    places = holdings.groups.places
+    whole = {name: managed.is_updated_whole for name, managed in holdings.parameters.items()}
+    return {
+        name: {
+            "names": managed.names,
+            "shape": list(managed.parameter.shape),
+            "stride": list(managed.stride),
+            "trains": places[name][0],
+            "group": places[name][1],
+            "generation": places[name][2],
+            "is_updated_whole": whole[name],
+            "counts": kept.get(name, {}),
+            "tensors": {},
+        }
+        for name, managed in holdings.parameters.items()
+    }

@@ -26,8 +26,8 @@ from zerotrain.engine.model.checks import require_own_memory, require_plain, req
 from zerotrain.engine.model.forward import replace_forwards, require_units
 from zerotrain.engine.model.precision import dtypes_of, precision_named
 from zerotrain.engine.options import leaves_per_rank
-from zerotrain.engine.state.sources.files import weight_misfits
-from zerotrain.engine.state.sources.fit import model_misfits
+from zerotrain.engine.state.from_checkpoint import model_misfits
+from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.errors import ConfigError
 from zerotrain.run.factory import (
     TOO_LARGE_A_TENSOR,

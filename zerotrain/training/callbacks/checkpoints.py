@@ -26,7 +26,7 @@ from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.hyperparameters import OF_THIS_MACHINE, Hyperparameters, restored, saved_group
 from zerotrain.engine.options import dotted
 from zerotrain.engine.results import TrainStepResult
-from zerotrain.engine.state.saving.under_way import SaveUnderWay
+from zerotrain.engine.state.save import SaveUnderWay
 from zerotrain.errors import CheckpointError, TrainingError
 from zerotrain.training.best import BestCheckpoint
 from zerotrain.training.callback import Callback, Run

@@ -10,9 +10,8 @@ import torch
 import zerotrain
 from tests.unit.engine.parts import engine_on, train
 from zerotrain.comm.world import World
-from zerotrain.engine.state.fill import fill
+from zerotrain.engine.state.fill import Source, fill
 from zerotrain.engine.state.named import NamedPiece
-from zerotrain.engine.state.source import Source
 from zerotrain.errors import CheckpointError
 from zerotrain.testing.fake_wire import run_threads
 

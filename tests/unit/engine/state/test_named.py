@@ -14,9 +14,8 @@ from tests.unit.engine.parts import Linears, Plain, assert_same, engine_on, trai
 from zerotrain.checkpoint.manifest import WEIGHT
 from zerotrain.comm.world import World
 from zerotrain.engine.buckets.bucket import Bucket
-from zerotrain.engine.state.fill import fill_state
+from zerotrain.engine.state.fill import Keeps, KeptTensor, Source, fill_state
 from zerotrain.engine.state.named import GRADIENT, NamedPiece, capture, full_weights, pieces, roles
-from zerotrain.engine.state.source import Keeps, KeptTensor, Source
 from zerotrain.sharding.layout import slot_view
 from zerotrain.sharding.units import ManagedParameter
 from zerotrain.testing.fake_wire import run_threads

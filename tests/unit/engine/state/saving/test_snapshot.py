@@ -7,9 +7,8 @@ from tests.unit.checkpoint.runs import MOMENTUM, Kind, Matrices, build, train
 from tests.unit.engine.parts import alone
 from zerotrain.checkpoint.tensor_file import Entry
 from zerotrain.engine.buckets.bucket import Bucket
-from zerotrain.engine.state.owned import entries
-from zerotrain.engine.state.saving.chunks import ChunkReader
-from zerotrain.engine.state.saving.snapshot import Snapshot
+from zerotrain.engine.state.named import entries
+from zerotrain.engine.state.save import ChunkReader, Snapshot
 
 
 def taken(engine: zerotrain.ZeroEngine, staging_nbytes: int | None) -> tuple[Snapshot, dict[Bucket, list[Entry]]]:

@@ -28,7 +28,7 @@ from tests.unit.engine.state.sources.weight_files import (
 from zerotrain.checkpoint.folder import PartialFolder, step_name
 from zerotrain.checkpoint.manifest import pieces_of, read_manifest
 from zerotrain.comm.world import World
-from zerotrain.engine.state.sources import files
+from zerotrain.engine.state import from_weights as files
 from zerotrain.errors import CheckpointError, ConfigError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from zerotrain.checkpoint.others.stored_weights import StoredTensor
-from zerotrain.engine.state.sources.match import Wanted, match
+from zerotrain.engine.state.from_weights import Wanted, match
 
 
 def given(name: str) -> StoredTensor:

@@ -16,6 +16,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.device.device import lies_on_host
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.update import update_range
+from zerotrain.engine.state.fill import Keeps, KeptOnce, KeptTensor, Source
 from zerotrain.engine.state.named import (
     KeptState,
     NamedPiece,
@@ -25,7 +26,6 @@ from zerotrain.engine.state.named import (
     kept_range,
     kept_states,
 )
-from zerotrain.engine.state.source import Keeps, KeptOnce, KeptTensor, Source
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.layout import Slot, slot_view
 from zerotrain.sharding.plan import Plan

@@ -1,0 +1,780 @@
+"""An engine into a checkpoint: what each rank writes is planned together, and then a thread of each writes it."""
+
+import atexit
+import hashlib
+import json
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerotrain.checkpoint.folder import PartialFolder, file_name
+from zerotrain.checkpoint.manifest import BUFFER, DTYPES, EXTRA_STATE, FORMAT, MAX_NBYTES, Manifest, hash_of, head
+from zerotrain.checkpoint.tensor_file import CHUNK_NBYTES, Described, Entry, TensorFile, chunks, flat_bytes
+from zerotrain.comm.ledger import Notes
+from zerotrain.device.device import Event, lies_on_host
+from zerotrain.device.kinds import device_of
+from zerotrain.engine.buckets.bucket import Bucket
+from zerotrain.engine.groups.hyperparameters import saved_group
+from zerotrain.engine.state.named import (
+    Holdings,
+    buffers,
+    counts,
+    described,
+    entries,
+    entries_of,
+    extra_states,
+    saved_parameters,
+)
+from zerotrain.engine.state.together import Told, attempt, exchange, joint, raise_first, told
+from zerotrain.errors import CheckpointError, CommError, ConfigError, EngineStateError, ZeroTrainError
+from zerotrain.files.untrusted import MAX_DEPTH, UntrustedFileError, read_json
+
+# Bytes of tensors in the host's memory, for a thread that writes beside the one that trains.
+
+
+class ChunkReader:
+    """Reads from the host's memory without a copy, and from a GPU's through one buffer, on a stream of its own.
+
+    Made on the thread that trains: what that has told the device until then is done before anything is read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device_of(device)
+        self._stream, self._begun = self._device.stream(), self._device.event()
+        self._buffer = self._device.host_bytes(CHUNK_NBYTES)
+        self._copied: dict[Entry, Event] = {}
+
+    def was_copied(self, entry: Entry) -> None:
+        """From now on the bytes of an entry are read from a copy, which was queued just now."""
+        if not lies_on_host(entry.values):
+            self._copied[entry] = self._device.event()
+
+    def read(self, entry: Entry, source: torch.Tensor) -> memoryview:
+        """Bytes of an entry, at most `CHUNK_NBYTES` of them: they stay until the next call."""
+        if lies_on_host(source):
+            return source.numpy().data
+        target = self._buffer[: source.numel()]
+        self._stream.copy(target, source, after=[self._copied.get(entry, self._begun)]).settle()
+        return target.numpy().data
+
+
+# The state as a save found it, while the training that goes on changes it: read where it lies, or from copies.
+#
+# State does not change in forward and backward, so the thread that writes reads the live tensors, bucket by bucket
+# in the order of updates. Before a bucket changes, its unwritten parts are copied; the change waits if copies would
+# take more memory than they may.
+
+
+class Snapshot:
+    """Gives the bytes of entries to one thread, while another trains.
+
+    Args:
+        entries: of each bucket what this rank saves, the live memory; buckets without entries may be left out.
+        staging_nbytes: that copies may take at a time; None for what the largest bucket takes.
+        reader: reads on the thread that writes.
+    """
+
+    held_s = 0.0
+    """How long changes have waited here, for copies and for room."""
+    copied_nbytes = 0
+
+    def __init__(
+        self, entries: Mapping[Bucket, Sequence[Entry]], staging_nbytes: int | None, reader: ChunkReader
+    ) -> None:
+        self._reader = reader
+        self._bucket_of = {entry: bucket for bucket, own in entries.items() for entry in own}
+        self._unread = {bucket: [*own] for bucket, own in entries.items()}
+        """Entries that are not read to their end, as long as the bucket may change."""
+        self._num_read: dict[Entry, int] = {}
+        """Bytes read of entries that are begun."""
+        self._copies: dict[Entry, torch.Tensor] = {}
+        """Flat bytes of entries from where they were read to; whose bucket has changed since."""
+        self._under_way: Bucket | None = None
+        """The bucket of whose live memory a chunk is being read."""
+        self._versions = {bucket: _versions(bucket) for bucket, own in entries.items() if _is_exposed(bucket, own)}
+        """Versions of the parameters that users can write to, until the engine changes them itself."""
+        largest = max((_nbytes(own) for own in entries.values()), default=0)
+        self._staging_nbytes = largest if staging_nbytes is None else staging_nbytes
+        self._held_nbytes = 0
+        self._error: ZeroTrainError | None = None
+        self._is_closed = False
+        self._changed = threading.Condition()
+        for bucket in entries:
+            bucket.weights.before_change = partial(self.keep, bucket)
+
+    # ---- on the thread that trains
+
+    def keep(self, bucket: Bucket) -> None:
+        """The bucket is about to change: copy what is not read of it, as soon as there is room."""
+        started_s = time.perf_counter()
+        with self._changed:
+            self._require_unwritten(bucket)
+            self._versions.pop(bucket, None)
+            self._changed.wait_for(lambda: self._is_closed or (self._under_way is not bucket and self._fits(bucket)))
+            if not self._is_closed:
+                for entry in self._unread.pop(bucket, ()):
+                    self._copy(entry)
+        bucket.weights.before_change = None
+        self.held_s += time.perf_counter() - started_s
+
+    def wait_until_read(self) -> None:
+        """Wait until nothing is read of the state any more."""
+        started_s = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or not any(self._unread.values()))
+            for bucket in self._versions:
+                self._require_unwritten(bucket)
+            self._versions.clear()  # what comes now is the engine's
+        self.held_s += time.perf_counter() - started_s
+
+    def stop(self, error: ZeroTrainError) -> None:
+        """Let the thread that writes raise an error when it comes for the next chunk."""
+        with self._changed:
+            self._error = self._error or error
+
+    def _fits(self, bucket: Bucket) -> bool:
+        unread = self._unread.get(bucket, ())
+        rest = _nbytes(unread) - sum(self._num_read.get(entry, 0) for entry in unread)
+        return rest == 0 or self._held_nbytes + rest <= self._staging_nbytes
+
+    def _copy(self, entry: Entry) -> None:
+        if entry not in self._copies:
+            start, bucket = self._num_read.get(entry, 0), self._bucket_of.get(entry)
+            if entry.values.is_contiguous():
+                rest = _at_rest(bucket, flat_bytes(entry.values)[start:])
+            else:
+                rest = flat_bytes(_at_rest(bucket, entry.values))[start:]
+            self._hold(entry, rest.clone())
+            self.copied_nbytes += rest.nbytes
+
+    def _hold(self, entry: Entry, copy: torch.Tensor) -> None:
+        self._copies[entry] = copy
+        self._held_nbytes += copy.nbytes
+        self._reader.was_copied(entry)
+
+    # ---- on the thread that writes
+
+    def chunks(self, entry: Entry) -> Iterator[memoryview]:
+        """The bytes of an entry, some MiB at a time. Each is looked at before the next is asked for."""
+        first = 0
+        """Offset at which the copy begins, if there is one."""
+        nbytes = entry.values.nbytes
+        for start in range(0, nbytes, CHUNK_NBYTES):
+            with self._changed:
+                self._raise_error()
+                bucket = self._bucket_of.get(entry)
+                if not entry.values.is_contiguous():
+                    self._copy(entry)  # or each chunk would copy all of it
+                if entry in self._copies:
+                    source = self._copies[entry]
+                    first = nbytes - source.nbytes
+                else:
+                    source, self._under_way = flat_bytes(entry.values), bucket
+            try:
+                chunk = source[start - first : start - first + CHUNK_NBYTES]
+                yield self._reader.read(entry, _at_rest(self._under_way, chunk))
+            finally:
+                with self._changed:
+                    self._under_way = None
+                    self._num_read[entry] = min(start + CHUNK_NBYTES, nbytes)
+                    self._changed.notify_all()
+        self._end(entry)
+
+    def _end(self, entry: Entry) -> None:
+        with self._changed:
+            self._num_read.pop(entry, None)
+            if (copy := self._copies.pop(entry, None)) is not None:
+                self._held_nbytes -= copy.nbytes
+            unread = self._unread.get(self._bucket_of[entry], []) if entry in self._bucket_of else []
+            if entry in unread:
+                unread.remove(entry)
+            self._changed.notify_all()
+
+    def require_unwritten(self) -> None:
+        """All was read: make sure that nobody has written to a parameter meanwhile, which may be half in the file.
+
+        Raises:
+            CheckpointError: somebody has.
+        """
+        with self._changed:
+            for bucket in self._versions:
+                self._require_unwritten(bucket)
+            self._raise_error()
+
+    def close(self) -> None:
+        """Nothing is read any more, all or not: let go of the memory, and of who waits."""
+        with self._changed:
+            self._is_closed = True
+            for bucket in self._unread:
+                bucket.weights.before_change = None
+            for kept in (self._unread, self._copies, self._versions, self._num_read, self._bucket_of):
+                kept.clear()
+            self._changed.notify_all()
+
+    def _require_unwritten(self, bucket: Bucket) -> None:
+        if self._is_closed or (before := self._versions.get(bucket)) is None:
+            return
+        for managed, old, new in zip(bucket.spec.parameters, before, _versions(bucket), strict=True):
+            if old != new:
+                self._error = self._error or CheckpointError(
+                    f"{managed.names[0]} was written in place while it was saved: wait for the save before you write, "
+                    "or write through engine.load_state_dict(...)"
+                )
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _at_rest(bucket: Bucket | None, values: torch.Tensor) -> torch.Tensor:
+    """Not by the memory itself if a disk is behind it: that would come in and stay, and fail without an error."""
+    return values if bucket is None else bucket.at_rest(values)
+
+
+def _nbytes(entries: Sequence[Entry]) -> int:
+    return sum(entry.values.nbytes for entry in entries)
+
+
+def _is_exposed(bucket: Bucket, entries: Sequence[Entry]) -> bool:
+    """Whether what is saved of a bucket lies in the memory that its parameters are views of."""
+    open_to_all = bucket.weights.model_weight.tensor.untyped_storage().data_ptr()
+    return any(entry.values.untyped_storage().data_ptr() == open_to_all for entry in entries)
+
+
+def _versions(bucket: Bucket) -> list[int]:
+    """PyTorch's count of the writes to each parameter."""
+    parameters: list[nn.Parameter] = [managed.parameter for managed in bucket.spec.parameters]
+    with torch._C.DisableTorchFunctionSubclass():  # which would complete those that are not ready
+        return [parameter._version for parameter in parameters]
+
+
+# The part of a save that goes on beside the training: each rank writes its file, and rank 0 gives the folder its
+# name.
+#
+# The collectives belong to the training. So the ranks leave each other notes: how far each has come, that one has
+# failed, how it ended.
+
+
+LEFT = "nothing was saved, what was there before is as it was, and training can go on"
+MAX_PAUSE_S = 0.25
+"""Between two looks at the notes."""
+_STOP, _END, _NUM_WRITTEN = "stop", "end", "written"
+
+
+def description_name(rank: int) -> str:
+    """Name of the file in which a rank tells rank 0 what it has written: too much for a note. Reading removes it."""
+    return f"described-{rank:05d}.json"
+
+
+class _EndedByOthersError(Exception):
+    """Another rank has failed, and this one need not go on."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Writing:
+    """One rank's part, for a thread of its own."""
+
+    path: Path
+    """Path of the checkpoint."""
+    folder: Path
+    """Under which name it is written."""
+    file: TensorFile
+    snapshot: Snapshot
+    notes: Notes
+    rank: int
+    num_ranks: int
+    publish: Callable[[list[dict[str, Any]]], None]
+    """On rank 0 gives it its name, from what each rank tells of its file."""
+    remove: Callable[[], None]
+    """On rank 0 removes what was written."""
+    process_ends: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> tuple[Told | None, BaseException | None]:
+        """Write and wait for the others. Returns why the save has failed, the same on all ranks, and what this rank
+        itself has met."""
+        error: BaseException | None = None
+        try:
+            self._write()
+        except BaseException as each:
+            error = each
+        finally:
+            self.snapshot.close()
+        try:
+            return self._settled(error), None if isinstance(error, _EndedByOthersError) else error
+        except BaseException as each:  # the store is gone, and with it all word of the others
+            self.remove()
+            return self._joint([(self.rank, told(each))]), each
+
+    def _write(self) -> None:
+        for nbytes in self.file.write(self.folder, self.snapshot.chunks):
+            self.notes.leave(str(self.rank), nbytes)
+            if self.notes.read(_STOP) is not None:
+                raise _EndedByOthersError
+        self.snapshot.require_unwritten()
+        if self.rank > 0:
+            (self.folder / description_name(self.rank)).write_text(json.dumps(self.file.described()))
+
+    def _settled(self, error: BaseException | None) -> Told | None:
+        """Tell the others how it went here; return how it went for all."""
+        mine = None if error is None or isinstance(error, _EndedByOthersError) else told(error)
+        if mine is not None:
+            self.notes.leave(_STOP, self.rank)
+        self.notes.leave(f"error {self.rank}", [mine])
+        self.notes.count(_NUM_WRITTEN, 1)
+        if self.rank > 0:
+            return self._await_end()
+        failed = self._await_all()
+        if not failed:
+            try:
+                self.publish([self._described_by(rank) for rank in range(self.num_ranks)])
+            except Exception as each:
+                failed = [(0, told(each))]
+        end = None
+        if failed:
+            self.remove()
+            end = self._joint(failed)
+        with suppress(CommError):  # nobody is left to be told, and the checkpoint is there all the same
+            self.notes.leave(_END, [end])
+        return end
+
+    def _await_all(self) -> list[tuple[int, Told]]:
+        """On rank 0: wait until no rank writes any more. Returns those that have failed, and in what."""
+        heard = {rank: _Heard(self.notes.timeout_s) for rank in range(1, self.num_ranks)}
+        for number in self._moments():
+            if self.notes.count(_NUM_WRITTEN) == self.num_ranks:
+                break
+            if self.process_ends.is_set():
+                return [(0, told(ended()))]
+            if number % 4 == 0:  # each look at each rank goes over the network
+                self.notes.leave("0", f"waiting {number}")
+                for rank, each in heard.items():
+                    if each.is_silent(self.notes.read(str(rank))) and self.notes.read(f"error {rank}") is None:
+                        self.notes.leave(_STOP, 0)
+                        return [(rank, each.silence())]
+        errors = {rank: self.notes.read(f"error {rank}")[0] for rank in range(self.num_ranks)}
+        return [(rank, Told(*error)) for rank, error in errors.items() if error is not None]
+
+    def _await_end(self) -> Told | None:
+        """On all ranks but 0: learn from it how the save ended."""
+        heard = _Heard(self.notes.timeout_s)
+        for number in self._moments():
+            if (end := self.notes.read(_END)) is not None:
+                return None if end[0] is None else Told(*end[0])
+            if self.process_ends.is_set():
+                return self._joint([(self.rank, told(ended()))])
+            if number % 4 == 0 and heard.is_silent(self.notes.read("0")):
+                return self._joint([(0, heard.silence())])
+        raise AssertionError
+
+    def _described_by(self, rank: int) -> dict[str, Any]:
+        if rank == 0:
+            return self.file.described()
+        path = self.folder / description_name(rank)
+        try:
+            described: dict[str, Any] = read_json(path, Described, max_nbytes=MAX_NBYTES)
+        except UntrustedFileError as error:
+            raise CheckpointError(f"{path} is not what rank {rank} has written: {error}") from None
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path} is missing on the machine of rank 0: all machines of a run must reach one folder under this "
+                "name"
+            ) from None
+        path.unlink()
+        return described
+
+    def _joint(self, failed: list[tuple[int, Told]]) -> Told:
+        return joint(failed, self.num_ranks, doing=f"saving {self.path}", left=LEFT)
+
+    def _moments(self) -> Iterator[int]:
+        """Numbers of the looks at the notes: often at first, then four times a second."""
+        pause_s, number = 0.002, 0
+        while True:
+            yield number
+            self.process_ends.wait(pause_s)
+            pause_s, number = min(1.3 * pause_s, MAX_PAUSE_S, self.notes.timeout_s / 20), number + 1
+
+
+class _Heard:
+    """When a rank has last said something new."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._said: Any = None
+        self._at_s = time.monotonic()
+
+    def is_silent(self, said: Any) -> bool:
+        """Whether nothing new has come for too long."""
+        if said != self._said:
+            self._said, self._at_s = said, time.monotonic()
+        return time.monotonic() - self._at_s > self._timeout_s
+
+    def silence(self) -> Told:
+        """The message about a rank that does not answer."""
+        return told(
+            CheckpointError(
+                f"nothing was heard of it for {self._timeout_s:g} s: its process is gone, or its disk does not answer"
+            )
+        )
+
+
+def ended() -> ZeroTrainError:
+    """Why a save fails that is under way when its process ends."""
+    return CheckpointError("its process ended before the save was done; call wait() on what engine.begin_save returns")
+
+
+MAX_NESTED = MAX_DEPTH - 14
+"""Dicts and lists in each other that a save takes: a manifest has more around them, and is read up to `MAX_DEPTH`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """The arguments of a save."""
+
+    path: str | os.PathLike[str]
+    extra: Any
+    config: Any
+    own: Any
+    staging_nbytes: int | None
+    progress: Mapping[str, Any]
+    """"step", and what else the engine counts; values for JSON."""
+
+    @property
+    def target(self) -> Path:
+        """The folder, absolute."""
+        return Path(os.path.abspath(self.path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """A rank's part in a save, as found out without communication."""
+
+    partial: PartialFolder | None
+    """On rank 0."""
+    own: dict[Bucket, list[Entry]]
+    """The entries that this rank writes, without buffers."""
+    buffers: dict[str, torch.Tensor]
+    """The model's, by name."""
+    extra_states: dict[str, Any]
+    """Extra state of modules, by name; rank 0's is saved."""
+    told: dict[str, Any]
+    """For all ranks."""
+
+
+def prepare(given: Given, holdings: Holdings, settle_former: Callable[[], None]) -> Writing:
+    """All of a save but the writing. Collective.
+
+    Args:
+        settle_former: waits for the save before this one, and raises its error if nobody has read it.
+    """
+    collectives, doing = holdings.collectives, f"saving {given.target}"
+
+    def make_plan() -> _Plan:
+        settle_former()
+        return _planned(given, holdings)
+
+    writing: Writing | None = None
+    plan, error = attempt(make_plan)
+    try:
+        told = exchange(collectives, None if plan is None else plan.told, error, doing=doing, left=LEFT)
+        assert plan is not None
+        writing, error = attempt(lambda: _writing(given, holdings, plan, told))
+        raise_first(collectives, error, doing=doing, left=LEFT)
+        assert writing is not None
+    except BaseException:
+        if writing is not None:
+            writing.snapshot.close()
+        if plan is not None and plan.partial is not None:
+            plan.partial.remove()
+        raise
+    return writing
+
+
+def facts_of(given: Given) -> dict[str, object]:
+    """Arguments that must be equal on all ranks, by name.
+
+    Raises:
+        ConfigError: something of it cannot be saved.
+    """
+    for name, value in (("extra", given.extra), ("config", given.config), ("own", given.own)):
+        require_plain(value, name)
+    if given.staging_nbytes is not None and given.staging_nbytes < 0:
+        raise ConfigError(f"engine.begin_save: staging_nbytes is {given.staging_nbytes}; give 0 or more bytes")
+    extra, config = (json.dumps(value, sort_keys=True) for value in (given.extra, given.config))
+    return {"path": given.target, "extra": extra, "config": config}
+
+
+def _planned(given: Given, holdings: Holdings) -> _Plan:
+    rank = holdings.collectives.shards.rank
+    found, states = buffers(holdings.model, holdings.buckets), extra_states(holdings.model)
+    for name, state in states.items():
+        if not isinstance(state, torch.Tensor):
+            require_plain(state, name)
+    _require_known(holdings, {**found, **states})
+    own: dict[Bucket, list[Entry]] = {}
+    for bucket, entry in entries(holdings, rank):
+        own.setdefault(bucket, []).append(entry)
+    told = {
+        "own": given.own,
+        "buffers": {name: _hash_of_tensor(each) for name, each in found.items()},
+        "counts": counts(holdings),  # raises where something cannot be saved, before a folder is made
+    }
+    partial = PartialFolder(given.target) if rank == 0 else None
+    if partial is not None:
+        told |= {"token": partial.token, "folder": str(partial.path)}
+    return _Plan(partial=partial, own=own, buffers=found, extra_states=states, told=told)
+
+
+def _require_known(holdings: Holdings, beside: Mapping[str, Any]) -> None:
+    """Make sure that a checkpoint may hold these names and dtypes: what cannot be read again is not saved.
+
+    Raises:
+        EngineStateError: one of them it may not.
+    """
+    groups = [str(group["name"]) for group in holdings.groups.hyperparameters]
+    for name in (*beside, *groups, *(name for each in holdings.parameters.values() for name in each.names)):
+        if not name.isprintable():
+            raise EngineStateError(f"{name!r} is the name of a tensor or group, and must be printable to be saved")
+    for name, value in beside.items():
+        if isinstance(value, torch.Tensor) and value.dtype not in DTYPES.values():
+            raise EngineStateError(f"{name} is of {value.dtype}, and what is saved may be of {', '.join(DTYPES)}")
+
+
+def _writing(given: Given, holdings: Holdings, plan: _Plan, told: list[dict[str, Any]]) -> Writing:
+    """The job of the thread that writes, from here on."""
+    shards = holdings.collectives.shards
+    content = _content(given, holdings, plan, told) if plan.partial is not None else {}
+    partial = plan.partial
+
+    def publish(files: list[dict[str, Any]]) -> None:
+        assert partial is not None
+        _add_files(content, files)
+        partial.publish(Manifest(content))
+
+    return Writing(
+        path=given.target,
+        folder=Path(told[0]["folder"]),
+        file=_file(given, plan, told, shards.rank),
+        snapshot=Snapshot(plan.own, given.staging_nbytes, ChunkReader(holdings.collectives.world.device)),
+        notes=holdings.collectives.notes(f"save/{told[0]['token']}"),
+        rank=shards.rank,
+        num_ranks=shards.size,
+        publish=publish,
+        remove=partial.remove if partial is not None else _nothing,
+    )
+
+
+def _nothing() -> None:
+    pass
+
+
+def _hash_of_tensor(values: torch.Tensor) -> str:
+    return hash_of("".join(hash_of(chunk) for chunk in chunks(values)).encode())
+
+
+def _file(given: Given, plan: _Plan, told: Sequence[dict[str, Any]], rank: int) -> TensorFile:
+    """This rank's file. Rank 0 saves all buffers, any other those that differ from them: batch norms of other data."""
+    own = [entry for of_bucket in plan.own.values() for entry in of_bucket]
+    own += [
+        Entry(name, BUFFER, values.detach().reshape(-1).clone(), 0)  # the next forward may change it
+        for name, values in plan.buffers.items()
+        if rank == 0 or told[rank]["buffers"][name] != told[0]["buffers"][name]
+    ]
+    own += entries_of(plan.extra_states) if rank == 0 else []
+    about = {"format": FORMAT, "save": told[0]["token"], "step": str(given.progress["step"]), "rank": str(rank)}
+    return TensorFile(file_name(rank), own, about)
+
+
+def _content(given: Given, holdings: Holdings, plan: _Plan, told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The manifest but for its files and where each tensor lies in them: as the state is now."""
+    options, config = holdings.options, given.config
+    groups = zip(holdings.groups.hyperparameters, holdings.groups.kinds, strict=True)
+    kept: dict[str, Any] = {}
+    for each in told:
+        kept |= each["counts"]
+    content = {
+        **head(),
+        "save": told[0]["token"],
+        **given.progress,
+        "stage": options.zero.stage,
+        "ranks": len(told),
+        "virtual_ranks": len(told) * options.leaves_per_rank,
+        "precision": options.given.precision.name,
+        "config": config,
+        "config_sha256": None if config is None else hashlib.sha256(json.dumps(config).encode()).hexdigest(),
+        "extra": given.extra,
+        "own": [each["own"] for each in told],
+        "groups": [_group(group, kind) for group, kind in groups],
+        "parameters": saved_parameters(holdings, kept),
+        "buffers": {
+            name: {"shape": list(values.shape), "dtype": str(values.dtype).removeprefix("torch."), "pieces": []}
+            for name, values in plan.buffers.items()
+        },
+        EXTRA_STATE: described(plan.extra_states),
+        "files": [],
+    }
+    # A copy: the training changes what some of this refers to, such as the names of parameters and what `extra` holds.
+    copied: dict[str, Any] = json.loads(json.dumps(content))
+    return copied
+
+
+def _add_files(content: dict[str, Any], files: Sequence[dict[str, Any]]) -> None:
+    """Complete a manifest by what each rank tells of its file."""
+    parameters, beside = content["parameters"], {BUFFER: content["buffers"], EXTRA_STATE: content[EXTRA_STATE]}
+    for index, file in enumerate(files):
+        for piece in file.pop("pieces"):
+            place = {"file": index, "byte": piece["byte"], "start": piece["start"], "stop": piece["stop"]}
+            if (found := beside.get(piece["role"], {}).get(piece["name"])) is not None:
+                found["pieces"].append(place)
+                continue
+            tensors = parameters[piece["name"]]["tensors"]
+            tensor = tensors.setdefault(piece["role"], {"dtype": piece["dtype"], "pieces": []})
+            if piece["kept_shape"] is not None:
+                tensor["shape"] = piece["kept_shape"]
+            tensor["pieces"].append(place)
+        content["files"].append(file)
+
+
+def _group(group: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    return {"optimizer": kind, "first_lr": float(group["initial_lr"]), "hyperparameters": saved_group(group)}
+
+
+def require_plain(value: Any, where: str, depth: int = 0) -> None:
+    """Make sure that a value comes out of JSON as it went in.
+
+    Raises:
+        ConfigError: naming the part that does not.
+    """
+    if depth > MAX_NESTED:
+        raise ConfigError(
+            f"engine.save: {where[:60]}... lies in more than {MAX_NESTED} dicts and lists; save it flatter"
+        )
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if type(key) is not str:
+                raise ConfigError(f"engine.save: {where} has the key {key!r}; keys must be texts")
+            require_plain(each, f"{where}[{key!r}]", depth + 1)
+    elif type(value) is list:
+        for index, each in enumerate(value):
+            require_plain(each, f"{where}[{index}]", depth + 1)
+    elif value is not None and type(value) not in (bool, int, float, str):
+        raise ConfigError(
+            f"engine.save: {where} is of type {type(value).__name__}; it may hold dicts with texts as keys, lists, "
+            "numbers, texts, True, False and None: give a tensor or tuple as a list"
+        )
+
+
+# The caller's handle on a save that goes on beside the training.
+
+
+END_S = 5.0
+"""How long a process that ends waits for its thread to clean up."""
+
+
+class SaveUnderWay:
+    """The handle that `engine.begin_save` returns: a thread writes, and ends alike on all ranks."""
+
+    path: Path
+    """The folder, absolute. It is there when the save is done."""
+    pause_s: float
+    """How long `begin_save` held the training on this rank."""
+
+    def __init__(self, writing: Writing) -> None:
+        self.path = writing.path
+        self.pause_s = 0.0
+        self._snapshot, self._process_ends = writing.snapshot, writing.process_ends
+        self._error: ZeroTrainError | None = None
+        self._is_error_read = False
+        # The thread alone has `writing`: of the engine's memory nothing is kept when it is done.
+        self._thread = threading.Thread(target=self._run, args=(writing,), name="zerotrain save", daemon=True)
+        _all.add(self)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not. Does not wait."""
+        return not self._thread.is_alive()
+
+    @property
+    def error(self) -> ZeroTrainError | None:
+        """Why it has failed, once it is done."""
+        if not self.is_done:
+            return None
+        self._is_error_read = True
+        return self._error
+
+    @property
+    def held_s(self) -> float:
+        """How long the training was held since, by copies and by waiting for room for them."""
+        return self._snapshot.held_s
+
+    @property
+    def copied_nbytes(self) -> int:
+        """Bytes that were copied since, in front of updates."""
+        return self._snapshot.copied_nbytes
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is there, on the disk.
+
+        Returns:
+            Its folder, absolute.
+
+        Raises:
+            CheckpointError: the same on every rank; it could not be written. Nothing is left of it.
+        """
+        self.wait_until_ended()
+        if (error := self.error) is not None:
+            raise error
+        return self.path
+
+    def wait_until_ended(self) -> None:
+        """Wait until it has ended, well or not, and keeps nothing of the engine's memory any more."""
+        self._thread.join()
+
+    def wait_until_read(self) -> None:
+        """Wait until nothing is read of the engine's state any more."""
+        self._snapshot.wait_until_read()
+
+    def settle(self) -> None:
+        """Wait for its end; raise an error that nobody has read yet."""
+        self.wait_until_ended()
+        if not self._is_error_read:
+            self.wait()
+
+    def _run(self, writing: Writing) -> None:
+        try:
+            failed, cause = writing.run()
+        except BaseException as error:  # a fault of zerotrain itself
+            failed, cause = told(error), error
+        if failed is not None:
+            self._error = failed.error()
+            self._error.__cause__ = cause
+
+    def end_with_process(self) -> None:
+        """The process ends: leave no half folder, and a word."""
+        if self.is_done:
+            return
+        self._process_ends.set()
+        self._snapshot.stop(ended())
+        self._thread.join(END_S)
+        if self._error is not None:
+            warnings.warn(str(self._error), RuntimeWarning, stacklevel=2)
+
+
+_all: weakref.WeakSet[SaveUnderWay] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for each in list(_all):
+        each.end_with_process()

@@ -1,1 +1,0 @@
-"""A checkpoint written beside the training."""
