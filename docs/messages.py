@@ -35,7 +35,7 @@ TOPICS = {
     ),
     "engine": ("The engine", ("engine",)),
     "engine_groups": ("Optimizers and parameter groups", ("engine/groups", "engine/update", "engine/model")),
-    "engine_state": ("Saving and loading", ("engine/state", "engine/checkpoints.py")),
+    "engine_state": ("Saving and loading", ("engine/state", "engine/engine.py")),
     "checkpoint": ("Checkpoints and other files with weights", ("checkpoint",)),
     "comm": ("Communication between ranks", ("comm", "testing")),
     "machine": ("Files, devices and memory", ("files", "device", "offload", "sharding", "deferred")),

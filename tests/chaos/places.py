@@ -136,7 +136,7 @@ def _watch_launcher(striker: Striker) -> None:
 def _watch_training(striker: Striker) -> None:
     import torch.distributed as dist
 
-    from zerotrain.engine.update import optimizer_step
+    from zerotrain.engine import optimizer_step
     from zerotrain.launching.end.presence import Presence
     from zerotrain.models.gpt import HiddenLayer
     from zerotrain.run import factory

@@ -11,8 +11,8 @@ from torch import nn
 
 import zerotrain
 from zerotrain.config.schema import ZeroConfig
+from zerotrain.engine.sharded_model import volume_of
 from zerotrain.engine.state.named import pieces
-from zerotrain.engine.usage import volume_of
 
 MUON = zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=1e-2, fused=False)
 ADAFACTOR = functools.partial(torch.optim.Adafactor, lr=1e-2)

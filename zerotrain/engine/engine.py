@@ -1,22 +1,347 @@
 """The facade: one object for a training, whose parts do the work."""
 
-from collections.abc import Callable
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import wraps
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 
-from zerotrain.engine.averaging import Averaging
-from zerotrain.engine.checkpoints import Checkpoints
+from zerotrain.checkpoint.manifest import Manifest, read_manifest
+from zerotrain.engine.model.forward import makes_memory, outside_graphs
 from zerotrain.engine.options import EngineOptions
+from zerotrain.engine.results import LoadedWeights
 from zerotrain.engine.schedule.schedule import Schedule
-from zerotrain.engine.sharded_model import ShardedModel
-from zerotrain.engine.step import Steps
-from zerotrain.engine.update.torch_optimizer import EngineOptimizer
-from zerotrain.engine.usage import Usage
-from zerotrain.errors import EngineStateError
+from zerotrain.engine.sharded_model import Average, HalfLoaded, ShardedModel, Usage
+from zerotrain.engine.state.fill import fill
+from zerotrain.engine.state.from_checkpoint import added_groups, places_in, require_alike, restore, verified_manifest
+from zerotrain.engine.state.from_weights import StateDict, checked_weights
+from zerotrain.engine.state.named import full_state_dict, weights_sha256
+from zerotrain.engine.state.save import Given, SaveUnderWay, facts_of, prepare
+from zerotrain.engine.state.together import agreed
+from zerotrain.engine.step import EngineOptimizer, Steps
+from zerotrain.errors import CommError, ConfigError, EngineStateError
 from zerotrain.sharding.plan import Plan
+
+# The moving average of weights of an engine: begun, and used in place of the weights.
+
+
+class Averaging:
+    """Keeps an average of what a sharded model trains."""
+
+    def __init__(self, held: ShardedModel) -> None:
+        self._held = held
+
+    @makes_memory
+    def keep_average(self, *, decay: float = 0.999, every: int = 1, warmup: bool = True) -> None:
+        """Keep an exponential moving average of the weights from here on: `step` updates it, `averaged` uses it, `save`
+        and `load` have it too, so call this before `load`.
+
+        Collective, between steps. Each rank keeps the average of the elements that it updates, in fp32, where the
+        optimizer's state lies: 4P/N bytes at stages 1 to 3 and 4P at stage 0, for P elements on N ranks. Nothing is
+        sent for it in a step. The first update copies the weights; later ones are
+        `average.lerp_(weights, 1 - decay)`, as those of torch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`. A
+        skipped step updates nothing.
+
+        Args:
+            decay: at least 0 and below 1.
+            every: steps from one update to the next.
+            warmup: after t updates the decay is min(decay, (1 + t) / (10 + t)).
+
+        Raises:
+            ConfigError: a value that it cannot have, other values by rank, or the engine keeps an average already.
+            EngineStateError: gradients of a step are waiting.
+        """
+        held = self._held
+
+        def plan() -> tuple[Average, dict[str, object]]:
+            if held.average is not None:
+                raise ConfigError("engine.keep_average: the engine keeps an average already, and has room for one")
+            average = Average(decay=decay, every=every, warmup=warmup)
+            return average, {"decay": average.decay, "every": average.every, "warmup": warmup}
+
+        held.average = held.between_steps("engine.keep_average", "an average cannot begin", plan)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the engine computes with the average in place of the weights, and `full_state_dict` and
+        `weights_sha256` are those of the average; frozen parameters and buffers are what they are. Afterwards the
+        weights are back, bit for bit.
+
+        Collective, between steps. Shards change places in memory, a few MiB at a time. Afterwards, as after a step,
+        stages 1 and 2 gather the weights; so do they on entry. Nothing can be trained, saved or loaded inside.
+
+        Raises:
+            EngineStateError: there is no average, it is in use already, or gradients of a step are waiting.
+        """
+        held = self._held
+
+        def plan() -> tuple[Average, dict[str, object]]:
+            held.require_whole()
+            if held.average is None:
+                raise EngineStateError("engine.averaged: there is no average of weights; call engine.keep_average()")
+            return held.average, {}
+
+        average = held.between_steps("engine.averaged", "the average cannot be used", plan)
+        if average.num_updates == 0:  # it is the weights
+            yield
+            return
+        self._swap(average)
+        try:
+            yield
+        except CommError:  # there is nobody to train with
+            with held.breaks_if_it_fails("engine.averaged"):
+                raise
+        except BaseException:
+            with suppress(Exception):  # the first cause is what the user reads
+                self._swap(average, gathers=False)  # other ranks may be elsewhere: the next forward gathers
+            raise
+        self._swap(average)
+
+    @makes_memory
+    def _swap(self, average: Average, *, gathers: bool = True) -> None:
+        schedule = self._held.schedule
+        with self._held.breaks_if_it_fails("engine.averaged"):
+            if gathers:
+                schedule.gathers.prepare_updated(schedule.trained)
+            for bucket in schedule.trained:
+                bucket.weights.finish_gather()
+                bucket.update.swap_average()
+                bucket.forget()
+                if gathers:
+                    schedule.gathers.gather_updated(bucket)
+            schedule.end_update()
+        self._held.weights_changed()
+        average.is_in_use = not average.is_in_use
+
+
+# Checkpoints and state dicts: a sharded model saved and loaded, together with how far its training has come.
+
+
+class Checkpoints:
+    """Brings out what an engine holds, and in.
+
+    Args:
+        steps: how far the training has come.
+    """
+
+    def __init__(self, held: ShardedModel, steps: Steps) -> None:
+        self._held, self._steps = held, steps
+
+    @makes_memory
+    def begin_save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        extra: Any = None,
+        config: Any = None,
+        own: Any = None,
+        staging_nbytes: int | None = None,
+    ) -> SaveUnderWay:
+        """Begin to write a checkpoint: master weights, optimizer state, groups, what trains, counts, loss scale,
+        buffers, all as they are now. Training goes on beside it.
+
+        Collective, between steps. The folder appears when all of it is on the disk. Any number of ranks at any stage
+        can `load` it. docs/reference/checkpoint_format.md has the format. A thread reads what forward and backward
+        leave as it is; an update first copies what is not written yet of its bucket. One save is under way at a time: a
+        second call waits for the first.
+
+        Args:
+            path: of a folder that is not there yet, which all ranks reach, such as checkpoints/step-00000100.
+            extra: what else the loop needs, the same on all ranks: what JSON can hold.
+            config: likewise, of which the manifest gets a hash too.
+            own: what this rank alone needs, such as the states of its generators: what JSON can hold. See `own_of`.
+            staging_nbytes: what copies may take at a time; where more is needed an update waits for the disk. Default:
+                what this rank saves of its largest bucket.
+
+        Returns:
+            To be waited for: `wait()` gives the folder, or raises on all ranks what any of them has met.
+
+        Raises:
+            ConfigError: `extra`, `config` or `own` is nothing for JSON, or nested too deeply.
+            CheckpointError: it cannot be written, or something has its name, or the save before has failed and nobody
+                has asked. Nothing is left under that name, and training can go on.
+            EngineStateError: gradients of a step are waiting, or the optimizer keeps what cannot be saved.
+        """
+        started_s = time.perf_counter()
+        progress = {
+            "step": self._steps.stamps.num_steps,
+            "skipped_in_a_row": self._steps.optimizer_step.skipped_steps.num_in_a_row,
+            "average": None if self._held.average is None else {"num_updates": self._held.average.num_updates},
+            "loss_scaler": None if self._steps.loss_scaler is None else self._steps.loss_scaler.state_dict(),
+        }
+        given = Given(path=path, extra=extra, config=config, own=own, staging_nbytes=staging_nbytes, progress=progress)
+
+        def plan() -> tuple[None, dict[str, object]]:
+            self._held.require_whole()
+            return None, facts_of(given)
+
+        self._held.between_steps("engine.save", "a checkpoint cannot be saved", plan)
+        writing = prepare(given, self._held.holdings, self._settle_last_save)
+        self._held.last_save = SaveUnderWay(writing)
+        self._held.last_save.pause_s = time.perf_counter() - started_s
+        return self._held.last_save
+
+    def save(self, path: str | os.PathLike[str], *, extra: Any = None, config: Any = None, own: Any = None) -> Path:
+        """`begin_save(...).wait()`: needs some MiB beside what the run holds.
+
+        Returns:
+            The folder, absolute.
+        """
+        return self.begin_save(path, extra=extra, config=config, own=own).wait()
+
+    @outside_graphs
+    def load(self, path: str | os.PathLike[str]) -> Any:
+        """Take up a checkpoint of this model and this optimizer, saved at any stage and on any number of ranks. A save
+        that is under way is waited for.
+
+        Collective, between steps; needs some MiB beside what the run holds, but where the checkpoint trains other
+        parameters than the engine. Every block is verified before anything changes, and again as it is read. With as
+        many virtual ranks and the same data, training goes on to the bits of the run that saved.
+
+        Returns:
+            The `extra` it was saved with.
+
+        Raises:
+            CheckpointError: on every rank; it is damaged, of an unknown format, or of another model or optimizer.
+                Nothing has changed then.
+            EngineStateError: gradients of a step are waiting.
+        """
+        extra, dropped = self.take_up(path)
+        if dropped is not None and self._held.world.rank == 0:
+            warnings.warn(f"engine.load: {dropped}; call engine.keep_average() before", RuntimeWarning, stacklevel=4)
+        return extra
+
+    @makes_memory
+    def take_up(self, path: str | os.PathLike[str]) -> tuple[Any, str | None]:
+        """Do as `load` does. Returns the `extra`; and a sentence about what of the checkpoint is dropped, if anything
+        is."""
+        folder = self._agreed_path("engine.load", "a checkpoint cannot be loaded", path)
+        self._held.wait_until_save_ended()
+        folder, manifest = verified_manifest(folder, self._held.holdings)
+        self._adopt(manifest)
+        require_alike(folder, manifest, self._held.holdings)
+        with self._held.replaced(HalfLoaded(folder, with_optimizer=True), mends=True):
+            restore(folder, manifest, self._held.holdings, averages=self._held.average is not None)
+        saved = manifest.content
+        if self._held.average is not None:
+            self._held.average.num_updates = manifest.num_average_updates
+        self._steps.stamps.num_steps = manifest.step
+        self._steps.optimizer_step.skipped_steps.num_in_a_row = saved["skipped_in_a_row"]
+        if self._steps.loss_scaler is not None and saved["loss_scaler"] is not None:
+            self._steps.loss_scaler.load_state_dict(saved["loss_scaler"])
+        has_unkept = self._held.average is None and manifest.num_average_updates > 0
+        return saved["extra"], f"{folder} holds an average of weights, which is dropped" if has_unkept else None
+
+    def own_of(self, path: str | os.PathLike[str]) -> Any:
+        """The `own` that this rank gave to the save of a checkpoint; None if another number of ranks saved it, or none
+        was given. Not collective.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or its manifest is not what was written.
+        """
+        manifest, shards = read_manifest(Path(os.path.abspath(path))), self._held.world.shards
+        own = manifest.content.get("own", [])
+        return own[shards.rank] if len(own) == shards.size else None
+
+    @makes_memory
+    def load_weights(
+        self, path: str | os.PathLike[str], *, strict: bool = True, averaged: bool = False
+    ) -> LoadedWeights:
+        """Take weights and buffers alone from a file, as `model.load_state_dict` does; the optimizer's state, counts
+        and groups stay what they are.
+
+        Collective, between steps, before training or after. Each rank reads the elements it holds: some MiB are needed
+        beside what the run holds. Master weights get the file's numbers in fp32.
+
+        Args:
+            path: a file of safetensors or torch.save; a folder of Hugging Face or of torch.distributed.checkpoint; a
+                checkpoint; a run's folder, for its newest checkpoint. All ranks must reach it. No code of it runs.
+            strict: False takes what fits by name and shape, and tells what did not.
+            averaged: take the average of weights that a checkpoint holds, see `keep_average`.
+
+        Raises:
+            CheckpointError: on every rank; it cannot be read, or does not fit. Nothing has changed then.
+            ConfigError: the ranks were given different paths.
+            EngineStateError: gradients of a step are waiting.
+        """
+        path = self._agreed_path(
+            "engine.load_weights", "weights cannot be loaded", path, strict=strict, averaged=averaged
+        )
+        self._held.wait_until_save_ended()
+        with checked_weights(path, self._held.holdings, strict=strict, averaged=averaged) as source:
+            half, loaded = self._held.half_loaded, source.loaded
+            left = HalfLoaded(loaded.path, with_optimizer=half is not None and half.with_optimizer)
+            with self._held.replaced(left, mends=half is None or (loaded.is_whole and not left.with_optimizer)):
+                fill(source, self._held.schedule.buckets, self._held.collectives)
+            return loaded
+
+    # ---- without files
+
+    @makes_memory
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Replace the model's weights and buffers by those that rank 0 gives; other ranks may give {}. Optimizer state
+        stays. Collective, between steps; one bucket is whole meanwhile.
+
+        Args:
+            state: full tensors of any floating dtype by the names of the model's own `state_dict()`, such as
+                `full_state_dict` gives; a tied parameter by any of its names.
+            strict: False leaves what is missing as it is, and what is unknown out.
+
+        Raises:
+            ConfigError: names are missing or unknown, or shapes are others; nothing has changed then.
+            EngineStateError: gradients of a step are waiting.
+        """
+        buckets, collectives = self._held.schedule.buckets, self._held.collectives
+
+        def plan() -> tuple[StateDict, dict[str, object]]:
+            return StateDict(self._held.module, buckets, collectives, state, strict=strict), {}
+
+        source = self._held.between_steps("engine.load_state_dict", "weights cannot be loaded", plan)
+        source.agree()
+        fill(source, buckets, collectives)
+        self._held.schedule.end_update()
+        self._held.weights_changed()
+
+    @makes_memory
+    def full_state_dict(self) -> dict[str, Any]:
+        """The model's `state_dict()` as in plain PyTorch, hooks and extra state included: full fp32 parameters on the
+        CPU, on rank 0; {} elsewhere. Collective: all ranks call it.
+        """
+        buckets = agreed(self._held.collectives, "engine.full_state_dict", lambda: (self._held.schedule.buckets, {}))
+        return full_state_dict(self._held.module, buckets, self._held.collectives)
+
+    @makes_memory
+    def weights_sha256(self) -> str:
+        """SHA-256 over the full fp32 master weights in name order, the same on every rank. Collective."""
+        buckets = agreed(self._held.collectives, "engine.weights_sha256", lambda: (self._held.schedule.buckets, {}))
+        return weights_sha256(buckets, self._held.collectives)
+
+    def _adopt(self, manifest: Manifest) -> None:
+        """Let train what trains in a checkpoint, in the groups it has."""
+        places, added = places_in(manifest), added_groups(manifest, self._held.groups)
+
+        def adopt() -> bool:
+            return bool(added or places != self._held.groups.places) and self._held.groups.adopt(places, added)
+
+        self._held.change("engine.load", adopt)
+
+    def _agreed_path(self, call: str, what: str, path: str | os.PathLike[str], **other: object) -> Path:
+        """A path that all ranks were given, absolute, between two steps; what is half loaded may be loaded anew."""
+        return self._held.between_steps(
+            call, what, lambda: ((named := Path(os.path.abspath(path))), {"path": named} | other)
+        )
+
+    def _settle_last_save(self) -> None:
+        if (last := self._held.last_save) is not None:
+            self._held.last_save = None
+            last.settle()
+
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -25,7 +25,7 @@ class StepResult:
     mean_loss: float
     """Mean over all ranks of `TrainStepResult.loss`; NaN of `engine.step`, which is told no loss."""
     update_hash: str
-    """Equal where steps have the same norm, rates and scales: see `zerotrain.engine.update.optimizer_step`."""
+    """Equal where steps have the same norm, rates and scales: see `zerotrain.engine.optimizer_step`."""
 
 
 @dataclass(frozen=True)

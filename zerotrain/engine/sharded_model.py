@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -17,13 +18,14 @@ from zerotrain.engine.agreement import require_same
 from zerotrain.engine.buckets.home import Homes
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.build import Builder, share_unmanaged
-from zerotrain.engine.groups.optimizers import OptimizerFactory
+from zerotrain.engine.groups.optimizers import SAMPLE_SHAPE, OptimizerFactory, sampled_nbytes
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.model.checks import Newcomers, require_leaves, require_own_memory, require_plain, require_values
 from zerotrain.engine.model.deferred import InitialValues
 from zerotrain.engine.model.forward import makes_memory, offload_saved, round_at_entry
 from zerotrain.engine.model.live_parameter import LiveParameter, UnreadyParameter, settle
 from zerotrain.engine.model.precision import cast_around_kept, dtypes_of
+from zerotrain.engine.optimizer_step import written_to
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.results import StageSwitch
 from zerotrain.engine.schedule.hooks import complete_before_encoders, connect, next_node, require_no_engine
@@ -33,11 +35,280 @@ from zerotrain.engine.state.from_buckets import Described, OtherBuckets, describ
 from zerotrain.engine.state.named import Holdings
 from zerotrain.engine.state.save import SaveUnderWay
 from zerotrain.engine.state.together import agreed, told
-from zerotrain.engine.update.average import Average
-from zerotrain.engine.update.optimizer_step import written_to
-from zerotrain.engine.usage import Usage
-from zerotrain.errors import EngineStateError
+from zerotrain.errors import ConfigError, EngineStateError
+from zerotrain.sharding.plan import Plan, Volume
 from zerotrain.sharding.units import WalkedModel, cut_units, walk
+
+# How a moving average of weights follows them: by which share, at which steps.
+
+
+@dataclass(kw_only=True)
+class Average:
+    """The average of an engine, but for its numbers, which lie in the buckets.
+
+    Raises:
+        ConfigError: a value that it cannot have.
+    """
+
+    decay: float
+    every: int
+    """Steps from one update to the next."""
+    warmup: bool
+    """Lets the decay grow to its value, so that the first weights are forgotten sooner."""
+    num_updates: int = 0
+    """So far; 0: it has no numbers yet, and is the weights."""
+    is_in_use: bool = False
+    """Whether weights and average have changed places."""
+
+    def __post_init__(self) -> None:
+        if problems := average_problems(decay=self.decay, every=self.every, warmup=self.warmup):
+            raise ConfigError(*(f"engine.keep_average: {each}" for each in problems))
+        self.decay, self.every = float(self.decay), int(self.every)  # of numpy's numbers too
+
+    def share(self, step: int) -> float | None:
+        """The share of what lies between weights and average by which step `step`, from 1, brings it nearer; None: the
+        average is not due.
+
+        With a warm-up the decay after t updates is min(decay, (1 + t) / (10 + t)), as in TensorFlow's
+        ExponentialMovingAverage and in diffusers' EMAModel.
+        """
+        if step % self.every:
+            return None
+        grown = (1 + self.num_updates) / (10 + self.num_updates) if self.warmup else 1.0
+        return 1 - min(self.decay, grown)
+
+    def require_out_of_use(self, what: str) -> None:
+        """Make sure that it has not taken the place of the weights.
+
+        Raises:
+            EngineStateError: it has.
+        """
+        if self.is_in_use:
+            raise EngineStateError(
+                f"{what} inside `with engine.averaged()`, where the average is in use; leave it first"
+            )
+
+
+def average_problems(*, decay: object, every: object, warmup: object) -> list[str]:
+    """A line for each of these values that an average cannot have."""
+    problems = []
+    if isinstance(decay, bool) or not isinstance(decay, Real) or decay < 0 or not decay < 1:
+        problems.append(f"decay={decay}; it must be at least 0 and below 1, such as 0.999")
+    if isinstance(every, bool) or not isinstance(every, Integral) or every < 1:
+        problems.append(f"every={every}; it must be a whole number of steps, at least 1")
+    if not isinstance(warmup, bool):
+        problems.append(f"warmup={warmup}; it must be true or false")
+    return problems
+
+
+# The bytes that an engine holds and sends on this rank, beside those of ZeRO's formulas.
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """A rank's bytes on one tier, and their cost in a step."""
+
+    where: str
+    """In words."""
+    nbytes: int
+    fetched_nbytes: int
+    """In a step."""
+    stored_nbytes: int
+    fetched_per_s: float
+    """Bytes a second of this rank, measured when the engine was built, on all ranks at once."""
+    stored_per_s: float
+    has_activations: bool
+    """Whether what forwards save goes there too, which the bytes do not count."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step's transfers, beside which it computes."""
+        return self.fetched_nbytes / self.fetched_per_s + self.stored_nbytes / self.stored_per_s
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The bytes that an engine holds and sends, as its schedule is now."""
+
+    schedule: Schedule
+    options: EngineOptions
+    factory: OptimizerFactory
+    pools: ScratchPools
+    homes: Homes
+    num_shards: int
+    averages: bool = False
+    """Whether an average of weights is kept, which counts as state of the optimizer."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, tied ones counted once."""
+        return sum(bucket.layout.numel for bucket in self.schedule.buckets)
+
+    def group_sizes(self, num_groups: int) -> list[tuple[int, int]]:
+        """(parameters, their elements) that train in each group."""
+        sizes = [(0, 0) for _ in range(num_groups)]
+        for bucket in self.schedule.trained:
+            for managed, slot in zip(bucket.spec.parameters, bucket.layout.slots, strict=True):
+                num_parameters, numel = sizes[managed.group]
+                sizes[managed.group] = (num_parameters + 1, numel + slot.numel)
+        return sizes
+
+    def planned_nbytes(self) -> dict[str, int]:
+        """Bytes a rank is to hold at rest by ZeRO's formulas: {parameters, gradients, optimizer} on the device, and
+        what of them is offloaded. Known before the first step, from a step of the optimizer on a sample, and to no byte
+        where it keeps factors of a matrix."""
+        trained, num_whole = self.schedule.trained, self._num_whole
+        num_by_elements = sum(bucket.layout.numel for bucket in trained) - num_whole
+        copies = sum(bucket.layout.numel * 4 for bucket in trained if bucket.update.kept.separate_master_nbytes)
+        state = self._sampled_nbytes(num_whole, is_whole=True) + self._sampled_nbytes(num_by_elements, is_whole=False)
+        average = 4 * sum(bucket.layout.numel for bucket in trained) if self.averages else 0
+        return self._split(self._volume.memory_nbytes(self.schedule.plan, state + copies + average))
+
+    def sums_nbytes(self, num_micro_batches: int) -> int:
+        """Bytes that a rank holds beside those, while a step adds up micro-batches and virtual ranks.
+
+        For P elements and L virtual ranks on each rank these are log2(L) sums of P in fp32. With several micro-batches
+        there is one more (in fp32 at stages 0 and 1 none, where it is the gradient itself), or with
+        zero.accumulate='reduced' a shard of it (in fp32 none).
+
+        Args:
+            num_micro_batches: of a virtual rank.
+        """
+        leaves = of_micro_batches = shards = 0
+        for bucket in self.schedule.trained:
+            numel, precision = bucket.layout.padded_numel, bucket.gradient.precision
+            leaves += numel * precision.master.itemsize * (self.options.leaves_per_rank.bit_length() - 1)
+            if precision.separate_master or self.options.plan.shards_gradients:
+                of_micro_batches += numel * precision.master.itemsize
+            if precision.separate_master:
+                shards += bucket.layout.shard_numel * precision.master.itemsize
+        if num_micro_batches == 1:
+            return leaves
+        return leaves + (shards if self.options.reduces_each else of_micro_batches)
+
+    def memory_bytes(self) -> dict[str, Any]:
+        """Bytes this rank holds now, by kind, and under "theory" what ZeRO's formulas give without padding.
+
+        "offloaded" lies off the device, all others on it; "scratch" is what the buffers reused from step to step hold
+        beside the model state.
+        """
+        schedule, trained = self.schedule, self.schedule.trained
+        return {
+            "parameters": sum(bucket.weights.held_nbytes for bucket in schedule.buckets),
+            "gradients": sum(bucket.gradient.held_nbytes for bucket in trained),
+            "optimizer": sum(bucket.update.held_nbytes for bucket in trained),
+            "offloaded": self.homes.placed_nbytes,
+            "scratch": self.pools.held_nbytes
+            + self.homes.windows_nbytes
+            + sum(bucket.gradient.accumulator_nbytes for bucket in trained),
+            "theory": self._split(self._volume.memory_nbytes(schedule.plan, self._optimizer_nbytes())),
+        }
+
+    def offloaded(self, num_micro_batches: int) -> list[Offloaded]:
+        """This rank's bytes off the device, by tier, and their cost in a step.
+
+        Args:
+            num_micro_batches: of a step.
+        """
+        found = []
+        for tier, rates in self.homes.rates.items():
+            fetched, stored = self.moved_nbytes(num_micro_batches, tier.name)
+            activations = self.homes.has_activations(tier)
+            found.append(
+                Offloaded(tier.where, tier.placed_nbytes, fetched, stored, rates.fetched, rates.stored, activations)
+            )
+        return found
+
+    def theoretical_sent_nbytes(self, num_micro_batches: int) -> int:
+        """Bytes this rank sends in a step by ZeRO's count, without padding and without the norm's few bytes; and
+        those of tensors that are updated whole, on their way to their owners and back."""
+        whole_tensors = sum(bucket.update.sent_nbytes for bucket in self.schedule.trained)
+        num_reductions = num_micro_batches if self.options.reduces_each else 1
+        reshards = self.options.zero.reshard_after_forward
+        return self._volume.sent_nbytes(self.options.plan, num_micro_batches, reshards, num_reductions) + whole_tensors
+
+    def switch_nbytes(self, plan: Plan) -> int:
+        """Bytes a rank sends so that everything lies as a plan has it: its share of what was sharded, and is held
+        whole."""
+        volume, old = self._volume, self.schedule.plan
+        gathered = 0
+        if old.shards_parameters and not plan.shards_parameters:
+            gathered += volume.trainable_nbytes + volume.frozen_nbytes
+        if old.shards_optimizer and not plan.shards_optimizer:
+            gathered += self._optimizer_nbytes()
+        return gathered * (self.num_shards - 1) // self.num_shards
+
+    @property
+    def _volume(self) -> Volume:
+        return volume_of(self.schedule, self.num_shards)
+
+    @property
+    def _num_whole(self) -> int:
+        """Elements that are updated whole."""
+        trained = self.schedule.trained
+        return sum(slot.numel for bucket in trained for slot in bucket.layout.slots[: bucket.spec.num_whole])
+
+    def _sampled_nbytes(self, numel: int, *, is_whole: bool) -> int:
+        """Bytes that the optimizer keeps of so many elements, as measured on a sample."""
+        if numel == 0:
+            return 0
+        return numel * sampled_nbytes(self.factory, is_whole=is_whole) // (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
+
+    def _optimizer_nbytes(self) -> int:
+        """Bytes of all ranks together, without padding: optimizer state, master weights if they are copies,
+        and the average of weights."""
+        trained, num_whole = self.schedule.trained, self._num_whole
+        numel = sum(bucket.layout.numel for bucket in trained)
+        # By elements, as measured on what this rank updates; of whole tensors, of which it may own none, on a sample.
+        updated = sum(span.target.numel() for bucket in trained for span in bucket.update.spans)
+        held = sum(bucket.update.kept.element_state_nbytes() for bucket in trained)
+        state = (numel - num_whole) * (held // updated if updated else 0)
+        state += self._sampled_nbytes(num_whole, is_whole=True)
+        copies = [bucket for bucket in trained if bucket.update.kept.separate_master_nbytes]
+        copies += [bucket for bucket in trained if bucket.update.kept.average is not None]
+        return state + sum(bucket.layout.numel * bucket.update.master_weight.itemsize for bucket in copies)
+
+    def moved_nbytes(self, num_micro_batches: int, tier: str) -> tuple[int, int]:
+        """(fetched, stored) in a step, of what lies on a tier: the optimizer's, for the update and back; shards, for
+        each gather and behind the update."""
+        offload, trained = self.options.offload, self.schedule.trained
+        state = sum(bucket.update.home.nbytes for bucket in trained) if offload.optimizer == tier else 0
+        if offload.parameters != tier:
+            return state, state
+        num_gathers = 2 * num_micro_batches if self.options.zero.reshard_after_forward else 1
+        gathered = sum(bucket.weights.home.nbytes for bucket in self.schedule.buckets)
+        masters = sum(bucket.weights.home.nbytes for bucket in trained if not bucket.update.has_copy)
+        updated = sum(bucket.weights.home.nbytes for bucket in trained)
+        return state + num_gathers * gathered + masters, state + updated
+
+    def _split(self, theory: dict[str, int]) -> dict[str, int]:
+        """Bytes by kind, with those that lie off the device as a kind of their own."""
+        trained = self.schedule.trained
+        numel = sum(bucket.layout.numel for bucket in trained)
+        moved = sum(bucket.layout.numel for bucket in trained if bucket.update.home.nbytes)
+        shards_are_off = any(each.weights.home.nbytes for each in self.schedule.buckets)
+        offloaded = {
+            "parameters": theory["parameters"] if shards_are_off else 0,
+            "optimizer": theory["optimizer"] * moved // max(numel, 1),
+        }
+        on_device = {kind: nbytes - offloaded.get(kind, 0) for kind, nbytes in theory.items()}
+        return on_device | {"offloaded": sum(offloaded.values())}
+
+
+def volume_of(schedule: Schedule, num_shards: int) -> Volume:
+    """The bytes of all parameters, each in the dtype it is held in, and of gradients in that they are reduced in."""
+    nbytes = {True: 0, False: 0}
+    for bucket in schedule.buckets:
+        nbytes[bucket.spec.trainable] += bucket.layout.numel * bucket.spec.dtype.itemsize
+    return Volume(
+        trainable_nbytes=nbytes[True],
+        frozen_nbytes=nbytes[False],
+        num_shards=num_shards,
+        reduced_nbytes=sum(
+            bucket.layout.numel * bucket.gradient.reduction.wire_itemsize for bucket in schedule.trained
+        ),
+    )
+
 
 T = TypeVar("T")
 

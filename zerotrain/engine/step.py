@@ -1,38 +1,182 @@
 """The steps of a training: forward, backward, update."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from itertools import islice
 from numbers import Integral
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from zerotrain.device.device import lies_on_host
 from zerotrain.engine.agreement import StepStamps
 from zerotrain.engine.buckets.life import Backward, Phase
 from zerotrain.engine.model.forward import makes_memory, outside_graphs
 from zerotrain.engine.model.live_parameter import LEFT_ITS_UNIT, reads_freed_memory
 from zerotrain.engine.model.precision import LossScaler, WideArguments, require_one_dtype
+from zerotrain.engine.optimizer_step import OptimizerStep
 from zerotrain.engine.results import StepResult, TrainStepResult
 from zerotrain.engine.schedule.hooks import require_graph
 from zerotrain.engine.sharded_model import ShardedModel
-from zerotrain.engine.update.leaves import (
-    AfterEach,
-    BeforeEach,
-    MicroBatch,
-    Weight,
-    call_model,
-    equal_weights,
-    loss_and_outputs,
-    require_micro_batch,
-    require_micro_batches,
-    weighs_nothing,
-)
-from zerotrain.engine.update.optimizer_step import OptimizerStep
-from zerotrain.engine.update.torch_optimizer import EngineOptimizer
 from zerotrain.errors import CommError, ConfigError, EngineStateError, TrainingError
+
+# The micro-batches of one virtual rank. See [Note: leaves] in `buckets/parts/subtrees.py`.
+
+
+MicroBatch = Sequence[Any] | Mapping[str, Any]
+"""The model's inputs, or named ones; it returns the loss."""
+Weight = float | torch.Tensor
+BeforeEach = Callable[[int, int], object]
+"""Called with the number of a virtual rank, and that of a micro-batch in it."""
+AfterEach = Callable[[int, int, torch.Tensor, Any], object]
+"""Called with the same numbers, the loss of the micro-batch, and the outputs that the model gives beside it."""
+
+
+def weighs_nothing(weight: Weight) -> bool:
+    """Whether a loss of this weight counts for nothing, as far as the host can know without waiting for the device."""
+    is_known = not isinstance(weight, torch.Tensor) or lies_on_host(weight)
+    return is_known and bool(weight == 0)
+
+
+def require_micro_batches(micro_batches: Sequence[MicroBatch], weights: Sequence[Weight] | None) -> None:
+    """Make sure, before anything is computed, that each micro-batch is one, and has a weight.
+
+    Raises:
+        EngineStateError: it is not so.
+    """
+    for each in micro_batches if type(micro_batches) in (list, tuple) else ():  # others may load as they are asked
+        require_micro_batch(each)
+    if weights is not None and len(weights) != len(micro_batches):
+        raise EngineStateError(
+            f"train_step got {len(weights)} weights for {len(micro_batches)} micro-batches; give one for each"
+        )
+
+
+def require_micro_batch(given: object) -> None:
+    """Make sure that something can be a micro-batch.
+
+    Raises:
+        EngineStateError: it is a tensor, or nothing that can be iterated over.
+    """
+    if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
+        kind = "tensor" if isinstance(given, torch.Tensor) else type(given).__name__
+        raise EngineStateError(f"train_step got a {kind} for a micro-batch; give it as a sequence: (tensor,)")
+
+
+def equal_weights(num_micro_batches: int) -> list[Weight]:
+    """Those of a mean over the micro-batches of a virtual rank."""
+    return [1.0 / max(1, num_micro_batches)] * num_micro_batches
+
+
+def call_model(model: Callable[..., Any], inputs: MicroBatch, **switches: bool) -> Any:
+    """The model's output for a micro-batch."""
+    return model(**inputs, **switches) if isinstance(inputs, Mapping) else model(*inputs, **switches)
+
+
+def is_loss(output: Any) -> bool:
+    """Whether what a model returns can be its loss."""
+    return isinstance(output, torch.Tensor) and output.is_floating_point() and output.numel() == 1
+
+
+def require_loss(output: Any, model: str) -> None:
+    """Make sure that a model returns its loss to an evaluation; ConfigError if not."""
+    if not is_loss(output):
+        shape = f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
+        raise ConfigError(
+            f"model: {model}.forward returns a {type(output).__name__}{shape} for a batch in evaluation mode; let it "
+            "return the mean loss alone, a tensor of one number"
+        )
+
+
+def loss_and_outputs(model: Callable[..., Any], inputs: MicroBatch) -> tuple[torch.Tensor, Any]:
+    """The model's loss for a micro-batch, and its outputs in the same forward.
+
+    Raises:
+        EngineStateError: the model gives something else than these two.
+    """
+    given = call_model(model, inputs, with_outputs=True)
+    if not isinstance(given, tuple) or len(given) != 2:
+        kind = type(given).__name__
+        raise EngineStateError(
+            f"a model that is called with with_outputs=True must return (loss, outputs), not a {kind}"
+        )
+    return given
+
+
+# The engine as torch's learning rate schedulers and loops written for torch see it.
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """The `engine.optimizer`: a `torch.optim.Optimizer` whose groups are those of `engine.param_groups`.
+
+    It updates nothing itself, and does not keep its engine alive.
+
+    Args:
+        steps: the engine's `Steps`.
+        held: its `ShardedModel`. Schedulers of momentum look at the settings of its optimizers.
+    """
+
+    def __init__(self, steps: Any, held: Any) -> None:
+        super().__init__([torch.zeros(0)], dict(held.groups.defaults))  # it must have a parameter, which is forgotten
+        self.param_groups = held.groups.hyperparameters
+        self._steps, self._held = weakref.ref(steps), weakref.ref(held)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
+        """`engine.step()`.
+
+        Raises:
+            EngineStateError: there is a closure.
+        """
+        if closure is not None:
+            raise EngineStateError("step takes no closure here; call engine.backward(loss) before it")
+        result: StepResult = _living(self._steps).step()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """`engine.zero_grad()`: before a backward and after a step there is nothing to forget."""
+        _living(self._steps).zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """`engine.add_param_group`."""
+        if hasattr(self, "_held"):
+            _living(self._held).add_param_group(param_group)
+        else:
+            super().add_param_group(param_group)
+
+    def state_dict(self) -> NoReturn:
+        """Refused.
+
+        Raises:
+            EngineStateError: always.
+        """
+        raise EngineStateError(
+            "engine.optimizer has no state dict: its state is sharded over the ranks, and engine.save(path) saves it "
+            "with the weights; a scheduler's state is in its own state_dict()"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
+        """Refused, as `state_dict`.
+
+        Raises:
+            EngineStateError: always.
+        """
+        self.state_dict()
+
+    def told_of_step(self) -> None:
+        """The engine has made a step: torch's schedulers warn of those who schedule without."""
+        self._opt_called = True
+
+
+def _living(part: "weakref.ref[Any]") -> Any:
+    """A part of the engine, which has it alone."""
+    alive = part()
+    if alive is None:
+        raise EngineStateError("the engine of this optimizer is gone; keep it as long as you train")
+    return alive
+
 
 MAX_SIGNAL = 2**31
 

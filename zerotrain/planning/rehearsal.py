@@ -17,7 +17,7 @@ from zerotrain.device.kinds import rehearsing
 from zerotrain.engine.buckets.home import OPTIMIZER_WINDOWS, Homes
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.optimizers import OptimizerFactory
-from zerotrain.engine.update.optimizer_step import update_all
+from zerotrain.engine.optimizer_step import update_all
 from zerotrain.errors import ConfigError
 from zerotrain.offload.tier import PAGE_NBYTES
 from zerotrain.planning.live import OTHERS, SCRATCH, LiveMemory

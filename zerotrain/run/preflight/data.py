@@ -34,7 +34,7 @@ from zerotrain.data.fetch import (
     without_targets,
 )
 from zerotrain.data.items import first_batches, require_next_tokens, require_taken
-from zerotrain.engine.update.leaves import call_model, is_loss, require_loss
+from zerotrain.engine.step import call_model, is_loss, require_loss
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import printable
 from zerotrain.run.factory import build, build_callbacks, build_collate, build_data, build_validation_sets

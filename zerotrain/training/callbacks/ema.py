@@ -1,6 +1,6 @@
 """The moving average of weights beside a training."""
 
-from zerotrain.engine.update.average import average_problems
+from zerotrain.engine.sharded_model import average_problems
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.figures.report import say
 

@@ -27,7 +27,7 @@ from zerotrain.data.items import source_name
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
-from zerotrain.engine.update.leaves import call_model, require_loss
+from zerotrain.engine.step import call_model, require_loss
 from zerotrain.files.untrusted import printable
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.metrics import Metric

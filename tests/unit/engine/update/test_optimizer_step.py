@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zerotrain.engine.update.optimizer_step import update_all
+from zerotrain.engine.optimizer_step import update_all
 
 
 class Written:

@@ -1,1 +1,0 @@
-"""One optimizer step over all buckets: norm, clipping, skipping, update."""
