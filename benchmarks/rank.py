@@ -22,8 +22,7 @@ from zerotrain.comm.world import choose_device
 from zerotrain.device.memory import set_heap
 from zerotrain.device.processes import end_with_parent
 from zerotrain.files.lock import whole
-from zerotrain.training.figures.flops import count_flops
-from zerotrain.training.figures.metrics import device_peak_flops
+from zerotrain.training.clock import count_flops, device_peak_flops
 
 NUM_HOST_STEPS = 5
 MEASURE, REST = "measure", "rest"

@@ -18,7 +18,7 @@ from torch import nn
 import zerotrain
 from tests.unit.engine.parts import sum_by_tree
 from zerotrain.testing.fake_wire import run_threads
-from zerotrain.training.sameness.seeds import seed_leaf
+from zerotrain.training.sameness import seed_leaf
 
 SEED, NUM_STEPS = 5, 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

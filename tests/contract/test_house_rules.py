@@ -23,7 +23,7 @@ IN_ONE_PLACE = {
         "checkpoint/folder.py",  # a save appears once its names are on the disk
         "checkpoint/folder.py",  # one that is to be removed, or to be set aside, loses its name first
         "commands/export/destination.py",  # an export that is replaced, which comes back after an error
-        "training/loggers/wandb.py",  # an earlier sitting's curves, all of which the next one writes again
+        "training/callbacks/loggers.py",  # an earlier sitting's curves, all of which the next one writes again
     ],
 }
 """Calls, of a module's function or of a path's method, and the files that alone have them."""

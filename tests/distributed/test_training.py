@@ -19,8 +19,8 @@ from zerotrain.data import TextDataset
 from zerotrain.models import GPT
 from zerotrain.testing import run_ranks
 from zerotrain.training import Trainer, warmup_cosine
-from zerotrain.training.callbacks.generate import generate
-from zerotrain.training.figures import metrics
+from zerotrain.training import clock as metrics
+from zerotrain.training.callbacks.sample import generate
 
 GLOBAL_BATCH_SIZE = 12
 SEQ_LEN = 24

@@ -7,7 +7,7 @@ from zerotrain.commands.frame import exit_code, parser_of
 from zerotrain.files.untrusted import UntrustedFileError, printable
 from zerotrain.launching.end import exits
 from zerotrain.launching.job.job import refusal_in
-from zerotrain.training.figures.result import RESULT_NAME, code_of_stop, read_result
+from zerotrain.training.result import RESULT_NAME, code_of_stop, read_result
 
 EXAMPLES = """\
 torchrun ends with exit code 1 whatever its ranks have ended with. A job's script says behind it how the run has ended:

@@ -11,7 +11,7 @@ from zerotrain.commands.frame import RUN, TRUST, WEIGHTS, exit_code, is_averaged
 from zerotrain.errors import ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.run.text_model import TextModel, text_model
-from zerotrain.training.callbacks.generate import next_token
+from zerotrain.training.callbacks.sample import next_token
 
 EXAMPLES = """\
 RUN is a run, a checkpoint, an export or a folder of Hugging Face. One process starts, on a GPU if there is one. Without

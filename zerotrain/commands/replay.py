@@ -38,9 +38,9 @@ from zerotrain.replay.tables import print_around, print_report
 from zerotrain.run.factory import join_ranks
 from zerotrain.run.saved import NO_CONFIG, config_from
 from zerotrain.run.trust import require_trusted
-from zerotrain.training.figures.result import without_non_finite
-from zerotrain.training.loggers.record import environment
-from zerotrain.training.sameness.deterministic import choose_kernels
+from zerotrain.training.callbacks.record import environment
+from zerotrain.training.result import without_non_finite
+from zerotrain.training.sameness import choose_kernels
 
 EXAMPLES = """\
 RUN is a run, or one of its checkpoints. The newest whole checkpoint before the step is taken, or the run's beginning;

@@ -30,7 +30,7 @@ from zerotrain.planning.plan import PLAN_NAME, Memory, Planner, RunPlan
 from zerotrain.planning.rehearsal import StagePlan
 from zerotrain.settings import autos_of
 from zerotrain.sharding.plan import STAGES
-from zerotrain.training.figures.report import in_unit
+from zerotrain.training.report import in_unit
 
 CHOSEN = "chosen"
 ASKED = "asked"

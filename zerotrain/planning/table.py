@@ -9,7 +9,7 @@ from rich.table import Table
 from zerotrain.config.schema import Config
 from zerotrain.planning.plan import RunPlan
 from zerotrain.planning.rehearsal import StagePlan
-from zerotrain.training.figures.report import UNITS, in_unit
+from zerotrain.training.report import UNITS, in_unit
 
 COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "scratch", "activations", "peak", "sent")
 HEADS = {"parameters": "para-\nmeters", "gathered": "gath-\nered", "gradients": "gra-\ndients"}

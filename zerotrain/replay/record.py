@@ -8,10 +8,8 @@ from typing import Any, NotRequired, TypedDict
 from zerotrain.engine.options import dotted
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, read_regular
-from zerotrain.training.figures.result import without_non_finite
-from zerotrain.training.figures.sinks import STEPS_NAME
-from zerotrain.training.figures.spikes import Spikes
-from zerotrain.training.loggers.record import recorded
+from zerotrain.training.callbacks.record import Spikes, recorded
+from zerotrain.training.result import STEPS_NAME, without_non_finite
 
 MAX_NBYTES = 2**30
 """A steps.jsonl of some 8 million steps."""

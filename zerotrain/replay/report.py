@@ -17,7 +17,7 @@ from zerotrain.device.memory import give_back_freed
 from zerotrain.files.untrusted import printable
 from zerotrain.replay.nonfinite import FirstNonFinite, outlined
 from zerotrain.replay.steps import ReplayedSteps
-from zerotrain.training.sameness.seeds import seed_leaf
+from zerotrain.training.sameness import seed_leaf
 
 MAX_TEXT = 60
 """Characters of a row's text that are shown."""

@@ -19,7 +19,7 @@ from zerotrain.run.trained import frozen_steps
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy, Resumed, RunCheckpoints
 from zerotrain.training.callbacks.stages import RunFreezing
 from zerotrain.training.feed import TrainingFeed
-from zerotrain.training.sameness.seeds import seed_leaf
+from zerotrain.training.sameness import seed_leaf
 from zerotrain.training.schedule import set_rates
 
 

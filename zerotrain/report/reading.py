@@ -12,8 +12,7 @@ from zerotrain.files.untrusted import UntrustedFileError, parse_yaml, read_regul
 from zerotrain.report.curves import NO_CURVE, Curve, read_curves
 from zerotrain.report.journal import DIVERGED, FAILED, REFUSED, RUNNING, JobEvent, SweepJournal, outcome
 from zerotrain.report.values import in_order, shortened
-from zerotrain.training.figures.result import RESULT_NAME, RunResult, read_result
-from zerotrain.training.figures.sinks import METRICS_NAME
+from zerotrain.training.result import METRICS_NAME, RESULT_NAME, RunResult, read_result
 
 CONFIG_NAME = "config.yaml"
 FILES_OF_RUNS = (RESULT_NAME, METRICS_NAME)

@@ -15,7 +15,7 @@ from zerotrain.report.curves import Curve
 from zerotrain.report.journal import JobEvent
 from zerotrain.report.reading import MAX_NAME, JobFiles, label_of, read_jobs
 from zerotrain.report.values import at, cell, first_line, number, numbers_at, shortened
-from zerotrain.training.figures.objective import value_in
+from zerotrain.training.result import value_in
 
 KINDS = ("parameters", "gradients", "optimizer", "offloaded")
 """Kinds of bytes that a rank holds at rest."""

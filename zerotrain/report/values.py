@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from zerotrain.files.untrusted import printable
-from zerotrain.training.figures.report import in_unit
+from zerotrain.training.report import in_unit
 
 MAX_NUMBER = 1e18
 MAX_CELL = 60

@@ -23,7 +23,7 @@ from zerotrain.run.factory import (
 )
 from zerotrain.training.callbacks.evaluation import RunEvaluation
 from zerotrain.training.metrics.metric import OF_VALIDATION, metrics_in
-from zerotrain.training.sameness.deterministic import choose_kernels
+from zerotrain.training.sameness import choose_kernels
 
 LOSS_NAME = "loss.json"
 

@@ -32,11 +32,9 @@ from zerotrain.settings import EngineConfig, OffloadConfig
 from zerotrain.training import Callback, Trainer
 from zerotrain.training.callback import require_callbacks
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
-from zerotrain.training.callbacks.ema import EMA
-from zerotrain.training.figures.flops import ModelFlops, count_flops
-from zerotrain.training.figures.metrics import device_peak_flops
-from zerotrain.training.pruning import Pruning, Trial
-from zerotrain.training.sameness.deterministic import choose_kernels
+from zerotrain.training.callbacks.early_stopping import EMA, Pruning, Trial
+from zerotrain.training.clock import ModelFlops, count_flops, device_peak_flops
+from zerotrain.training.sameness import choose_kernels
 
 ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps", "virtual_ranks")
 """The `train` settings that the engine gets."""
@@ -77,8 +75,8 @@ def run(
         restarts: repeated in result.json too.
         stage: to build the engine at, which the first of `resume_from` is due to go on at; None: the run's first.
         tell: see `World.from_environment`.
-        trial: arguments of `zerotrain.training.pruning.Trial`; None: nobody prunes this run.
-        planned: see `zerotrain.training.figures.report.PlannedUsage`; None: nobody has planned this run.
+        trial: arguments of `zerotrain.training.callbacks.early_stopping.Trial`; None: nobody prunes this run.
+        planned: see `zerotrain.training.report.PlannedUsage`; None: nobody has planned this run.
     """
     choose_kernels(deterministic=config.train.deterministic, tf32=config.precision.tf32)
     enter("joining the other ranks")

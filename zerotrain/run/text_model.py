@@ -17,7 +17,7 @@ from zerotrain.files.untrusted import read_json
 from zerotrain.run.exported import ONE_SET, exported_run, opened_or_exported
 from zerotrain.run.factory import build_data
 from zerotrain.run.saved import OfRun, has_tokenizer
-from zerotrain.training.callbacks.generate import stop_token_of
+from zerotrain.training.callbacks.sample import stop_token_of
 
 NO_LIMIT = sys.maxsize
 

@@ -1,10 +1,9 @@
 """The training loop around an engine: schedule, metrics, evaluation, progress, report."""
 
 from zerotrain.training.callback import Callback, Run
-from zerotrain.training.figures.result import RunResult
-from zerotrain.training.figures.sinks import MetricSink
 from zerotrain.training.metrics import Accuracy, Metric, Perplexity, TorchMetric
 from zerotrain.training.request import Request
+from zerotrain.training.result import MetricSink, RunResult
 from zerotrain.training.schedule import (
     constant,
     warmup_cosine,

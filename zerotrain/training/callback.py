@@ -13,10 +13,10 @@ from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import StageSwitch, TrainStepResult
 from zerotrain.errors import CallbackError, CommError, ConfigError
 from zerotrain.files.untrusted import printable
-from zerotrain.training.figures.metrics import StepClock
-from zerotrain.training.figures.report import say
-from zerotrain.training.figures.result import RunResult
+from zerotrain.training.clock import StepClock
+from zerotrain.training.report import say
 from zerotrain.training.request import ASKED, CALLBACK, PRUNER, Request
+from zerotrain.training.result import RunResult
 
 
 class Callback:

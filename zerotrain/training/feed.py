@@ -22,7 +22,7 @@ from zerotrain.data.fetch import (
 from zerotrain.data.loader import DeviceCopies, StepLoader, reader_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError
-from zerotrain.training.sameness.same_data import require_same_data
+from zerotrain.training.sameness import require_same_data
 
 
 class TrainingFeed:

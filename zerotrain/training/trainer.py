@@ -3,33 +3,182 @@
 import math
 import signal
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from zerotrain.data.fetch import RowError, RowPlace, StopTimeoutError
+from zerotrain.comm.world import World
+from zerotrain.data.fetch import AUTO, Collate, RowError, RowPlace, StopTimeoutError
 from zerotrain.device.kinds import reading
+from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import CommError, ConfigError
 from zerotrain.files.untrusted import printable
-from zerotrain.training.callback import Run
-from zerotrain.training.callbacks.checkpoints import Resumed, RunCheckpoints
+from zerotrain.training.callback import Callback, CallbackList, Run
+from zerotrain.training.callbacks.checkpoints import CheckpointPolicy, Resumed, RunCheckpoints
+from zerotrain.training.callbacks.console import ShowProgress, ShowStart
+from zerotrain.training.callbacks.evaluation import RunEvaluation, num_eval_rows
+from zerotrain.training.callbacks.loggers import Sinks
+from zerotrain.training.callbacks.measuring import Measuring
+from zerotrain.training.callbacks.profile import Recording
+from zerotrain.training.callbacks.record import StepRecord
+from zerotrain.training.callbacks.sample import Sample
+from zerotrain.training.callbacks.stages import CONTROL_NAME, Control, RunFreezing, RunStages
 from zerotrain.training.callbacks.stop import StopRequest, stop_requests
+from zerotrain.training.clock import ModelFlops, StepClock
 from zerotrain.training.feed import TrainingFeed
-from zerotrain.training.figures.metrics import StepClock
-from zerotrain.training.figures.report import say
-from zerotrain.training.figures.result import RunResult
-from zerotrain.training.figures.sinks import METRICS_NAME, STEPS_NAME, keep_lines
-from zerotrain.training.metrics.metric import rising
-from zerotrain.training.metrics.steps import TrainingMetrics
-from zerotrain.training.parts import callbacks_of
+from zerotrain.training.metrics.metric import OF_VALIDATION, TrainingMetrics, metrics_in, rising
+from zerotrain.training.report import say
 from zerotrain.training.request import Request, decoded
-from zerotrain.training.sameness.seeds import seed_leaf
+from zerotrain.training.result import METRICS_NAME, STEPS_NAME, MetricSink, RunResult, keep_lines
+from zerotrain.training.sameness import seed_leaf
 from zerotrain.training.schedule import set_rates
-from zerotrain.training.settings import TrainerSettings
+
+# The settings of a training loop.
+
+
+@dataclass(kw_only=True)
+class TrainerSettings:
+    """Arguments of a `Trainer`; those of numbers have the names of the `train` settings."""
+
+    engine: ZeroEngine
+    """Around a model with forward(ids, labels) -> mean loss and forward(ids) -> logits."""
+    world: World
+    dataset: Any
+    """Map-style datasets `train` and `validation` of what the model takes; see `zerotrain.data`."""
+    validation_sets: Mapping[str, Any] = field(default_factory=dict)
+    """Further data of the same kind, by name, that is evaluated beside the validation of `dataset`."""
+    schedule: Callable[[int, int], float]
+    """(updates done, max_steps) -> factor on the learning rate. A skipped step is no update."""
+    stages: Mapping[int, int] = field(default_factory=dict)
+    """Steps done, and the ZeRO stage from there on: {500: 3}. Before the first entry the engine's own."""
+    frozen: Mapping[str, int | None] = field(default_factory=dict)
+    """Parameters that the settings freeze, by first name: the steps for which they do not train; None: all."""
+    seed: int
+    """Seed of the data's order and of the sample of text."""
+    max_steps: int
+    """Global batches to train on, those of skipped steps and of steps before `first_step` included."""
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    eval_every: int
+    eval_batches: int | str
+    """Of `ROWS_PER_EVAL_BATCH` rows, or "all" rows."""
+    log_every: int
+    sample_tokens: int
+    run_dir: Path
+    """Exists; rank 0 writes metrics.jsonl and result.json there."""
+    run_facts: dict[str, Any]
+    """Settings that result.json repeats: {stage, overrides, config_hash}."""
+    sample_prompts: Sequence[str] | None = None
+    """Texts to continue at the end; None: the beginning of the validation text."""
+    profile: bool = False
+    memory_snapshot: bool = False
+    model_flops: ModelFlops | None = None
+    """For MFU; None where it is not known."""
+    console: Console = field(default_factory=Console)
+    """Rank 0 shows its progress there."""
+    sinks: Sequence[MetricSink] = ()
+    """Rank 0 sends metrics there, beside metrics.jsonl and the console; `run` closes them. See `ResumableSink`."""
+    exit_code_when_stopped: int | None = None
+    """`exit_code` in result.json after a stop by a signal; None: 130 for SIGINT, else 0."""
+    begin: Callable[[int], None] = lambda step: None
+    """Told the number of each step, from 1, as it begins."""
+    num_workers: int = 0
+    """Processes that read the training data ahead."""
+    collate_fn: Collate | None = None
+    """Makes a batch of items; None: torch's default_collate."""
+    loss_over: str = AUTO
+    """What the loss of a micro-batch is the mean over, and so what it weighs in a step; see `TrainConfig`."""
+    data_checked: Mapping[str, Any] | None = None
+    """Fingerprint of the data when it was checked, see `zerotrain.data.fetch`; None if it was not."""
+    data_state: Mapping[str, Any] | None = None
+    """The run's position in the data: {rows_consumed, seed, order_version, fingerprint}. The run goes on at the given
+    position, with whatever ranks and batch size; None: behind `first_step` batches of this size. After each step it is
+    the position behind that step."""
+    first_step: int = 0
+    """Global batches that the engine was trained on before; metrics.jsonl is gone on with where it is there."""
+    skipped_before: int = 0
+    """Those of them that were skipped, which are no updates to the schedule."""
+    checkpoint: CheckpointPolicy | None = None
+    """When to save, and what to go on from; None: neither."""
+    settings: Mapping[str, Any] | None = None
+    """The run's settings as checkpoints note them: nested dicts of values that JSON can hold."""
+    pruning: Callback | None = None
+    """Ends a job of a sweep that is worse than the others: `zerotrain.training.callbacks.early_stopping`."""
+    callbacks: Mapping[str, Callback] = field(default_factory=dict)
+    """The user's own by name, the same on all ranks; they are called in this order."""
+
+
+# The callbacks of a run in their order: those of the house, and the user's own among them.
+
+
+def callbacks_of(
+    given: TrainerSettings,
+    console: Console,
+    feed: TrainingFeed,
+    result: RunResult,
+    clock: StepClock,
+    checkpoints: RunCheckpoints,
+    metrics: TrainingMetrics,
+) -> CallbackList:
+    """All callbacks of a run. After a step they are called from first to last, at the end from last to first:
+
+    - the user's own come before the save, which has their state, and see a step logged and at its stage;
+    - an evaluation comes before the save of the same step, which it may ask for;
+    - the last step is saved before anything else ends; what the user's log at the end still finds the file open.
+    """
+    engine, world = given.engine, given.world
+    stages = RunStages(engine, world, result, console, given.stages, given.gradient_accumulation_steps)
+    before: list[Callback] = [
+        StepRecord(feed.sampler),
+        Sinks(given.sinks),
+        metrics,
+        Measuring(
+            engine,
+            world,
+            feed,
+            result,
+            clock,
+            stages,
+            metrics,
+            model_flops=given.model_flops,
+            log_every=given.log_every,
+        ),
+        Sample(num_tokens=given.sample_tokens, prompts=given.sample_prompts, seed=given.seed),
+        stages,
+        RunFreezing(engine, console, given.frozen),
+        ShowStart(stages, feed.sampler, given.validation_sets, num_eval_rows(given.eval_batches)),
+        ShowProgress(),
+        Recording(trace=given.profile, memory=given.memory_snapshot),
+    ]
+    after: list[Callback] = [
+        RunEvaluation(
+            console,
+            num_batches=given.eval_batches,
+            every=given.eval_every,
+            evaluated_at=given.first_step or None,
+            engine=engine,
+            world=world,
+            dataset=given.dataset.validation,
+            validation_sets=given.validation_sets,
+            micro_batch_size=given.micro_batch_size,
+            seed=given.seed,
+            collate=given.collate_fn,
+            loss_over=given.loss_over,
+            metrics=metrics_in(given.callbacks, OF_VALIDATION),
+        ),
+        *([] if given.pruning is None else [given.pruning]),
+        checkpoints.best,
+        checkpoints,
+        Control(given.run_dir / CONTROL_NAME, world, console),
+    ]
+    return CallbackList(before, given.callbacks, after, world=world, console=console)
+
 
 _ALL_UNREAD_S = 5.0
 """So long after one rank has given up its rows the others may."""
@@ -40,7 +189,7 @@ class Trainer(TrainerSettings):
     """Trains an engine's model on a dataset, and reports the result on rank 0.
 
     The field names are those of the `train` settings. Every rank makes one and calls `run`. Callbacks do the work
-    beside the steps, see `zerotrain.training.parts`.
+    beside the steps, see `zerotrain.training.trainer`.
     """
 
     def __post_init__(self) -> None:

@@ -44,13 +44,12 @@ from zerotrain.report.table import print_table
 from zerotrain.run import text_model
 from zerotrain.run.saved import config_from
 from zerotrain.run.trust import require_trusted
-from zerotrain.training import pruning
-from zerotrain.training.callbacks import control
-from zerotrain.training.figures.result import RunResult
-from zerotrain.training.figures.sinks import keep_lines
-from zerotrain.training.loggers import curves
-from zerotrain.training.loggers.record import environment
-from zerotrain.training.loggers.tracker import Tracker, ids_in
+from zerotrain.training.callbacks import early_stopping as pruning
+from zerotrain.training.callbacks import loggers as curves
+from zerotrain.training.callbacks import stages as control
+from zerotrain.training.callbacks.loggers import Tracker, ids_in
+from zerotrain.training.callbacks.record import environment
+from zerotrain.training.result import RunResult, keep_lines
 
 
 def make_result(folder: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from zerotrain.commands.ended import main
 from zerotrain.launching.job.job import CONFIG_NAME, RANKS, write_refusal
-from zerotrain.training.figures.result import RunResult
+from zerotrain.training.result import RunResult
 
 
 def ended(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

@@ -107,7 +107,7 @@ MIXED = callbacks_of(
     own=f"{__name__}.Steps",
     other=f"{__name__}.Drawn",
     early="zerotrain.training.callbacks.early_stopping.EarlyStopping",
-    curves="zerotrain.training.loggers.tensorboard.TensorBoard",
+    curves="zerotrain.training.callbacks.loggers.TensorBoard",
 )
 MIXED.callbacks |= {"none": None, "f1": {"_target_": "zerotrain.training.TorchMetric", "metric": {"_target_": "a.B"}}}
 

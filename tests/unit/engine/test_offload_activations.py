@@ -24,7 +24,7 @@ from zerotrain.errors import ConfigError, OffloadError
 from zerotrain.offload import saved
 from zerotrain.offload import tier as rates
 from zerotrain.testing.fake_wire import run_threads
-from zerotrain.training import start
+from zerotrain.training.callbacks import console as start
 
 TIERS = ("cpu", "disk")
 PAGE = 4096

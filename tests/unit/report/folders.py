@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zerotrain.training.figures.result import RunResult
+from zerotrain.training.result import RunResult
 
 CONFIG: dict[str, Any] = {
     "seed": 0,

@@ -11,7 +11,7 @@ import pytest
 
 from zerotrain.errors import ConfigError
 from zerotrain.report.journal import JOURNAL_NAME, Identity, JobEvent, SweepJournal, note_earlier_results
-from zerotrain.training.figures.result import RunResult
+from zerotrain.training.result import RunResult
 
 
 def event(job: int, **fields) -> JobEvent:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from zerotrain.report.rows import read_report
 from zerotrain.report.table import print_table
-from zerotrain.training.figures.result import RunResult
+from zerotrain.training.result import RunResult
 
 
 def write(folder: Path, job: int, **fields) -> None:

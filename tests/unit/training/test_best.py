@@ -17,8 +17,7 @@ from zerotrain.checkpoint import checkpoints_in, verify
 from zerotrain.checkpoint.folder import best_in, step_name, step_of
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.models import GPT
-from zerotrain.training.best import BestCheckpoint
-from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
+from zerotrain.training.callbacks.checkpoints import BestCheckpoint, CheckpointPolicy
 
 NUM_STEPS = 12
 WORSE_FROM = 7

@@ -16,7 +16,7 @@ from zerotrain.comm.world import World
 from zerotrain.data.fetch import RowError, fingerprint_of, num_tokens_of
 from zerotrain.models import GPT
 from zerotrain.testing.fake_wire import run_threads
-from zerotrain.training.sameness.same_data import require_same_data
+from zerotrain.training.sameness import require_same_data
 
 
 class Recorded(Dataset):

@@ -11,10 +11,10 @@ import torch
 
 import zerotrain
 from zerotrain.testing.ranks import run_ranks
-from zerotrain.training.figures.metrics import StepClock
-from zerotrain.training.figures.result import RunResult
-from zerotrain.training.measuring import Measuring
-from zerotrain.training.metrics.steps import TrainingMetrics
+from zerotrain.training.callbacks.measuring import Measuring
+from zerotrain.training.clock import StepClock
+from zerotrain.training.metrics.metric import TrainingMetrics
+from zerotrain.training.result import RunResult
 
 
 class Line(torch.nn.Linear):

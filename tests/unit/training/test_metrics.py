@@ -12,7 +12,7 @@ import zerotrain
 from zerotrain.errors import CallbackError
 from zerotrain.training import Accuracy, Metric, Perplexity, TorchMetric
 from zerotrain.training.callbacks.evaluation import evaluate_all, evaluate_sources
-from zerotrain.training.metrics.states import MAX_TOLD, MetricStates, are_told
+from zerotrain.training.metrics.metric import MAX_TOLD, MetricStates, are_told
 
 torchmetrics = pytest.importorskip("torchmetrics")
 CLASSES, ROWS = 32, 7

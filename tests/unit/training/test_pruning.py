@@ -8,7 +8,7 @@ import optuna
 import pytest
 
 from zerotrain.errors import ConfigError
-from zerotrain.training.pruning import Pruning, Trial, open_storage
+from zerotrain.training.callbacks.early_stopping import Pruning, Trial, open_storage
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 

@@ -9,8 +9,8 @@ import torch
 from rich.console import Console
 
 from zerotrain import PrecisionConfig, ZeroConfig, build_engine
+from zerotrain.training.callbacks.console import print_start
 from zerotrain.training.callbacks.evaluation import num_eval_rows
-from zerotrain.training.start import print_start
 
 EXPECTED = """\
 model   GPT, 27,008 parameters trained, 0 frozen

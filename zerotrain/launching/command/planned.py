@@ -22,7 +22,7 @@ from zerotrain.planning.rehearsal import StagePlan
 from zerotrain.planning.table import print_plan
 from zerotrain.run.preflight.room import Ranks
 from zerotrain.settings import autos_of
-from zerotrain.training.figures.report import PlannedUsage
+from zerotrain.training.report import PlannedUsage
 
 
 def require_alone(config: Config | None) -> None:

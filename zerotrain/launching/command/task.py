@@ -46,8 +46,8 @@ from zerotrain.planning.choice import as_chosen
 from zerotrain.report.journal import JournalError
 from zerotrain.run.preflight.room import in_memory
 from zerotrain.training.callbacks.stages import stage_at, stages_named
-from zerotrain.training.figures.result import RESULT_NAME, code_of_stop, read_result
 from zerotrain.training.request import is_over
+from zerotrain.training.result import RESULT_NAME, code_of_stop, read_result
 
 MAX_TRACEBACK = 20_000
 """Characters."""

@@ -15,8 +15,7 @@ from zerotrain.files.untrusted import UntrustedFileError, kind_of, read_regular,
 from zerotrain.launching.job.job import COMPOSITION, CONFIG_NAME, RANKS
 from zerotrain.planning.choice import as_chosen
 from zerotrain.planning.plan import PLAN_NAME
-from zerotrain.training.figures.result import RESULT_NAME, read_result
-from zerotrain.training.figures.sinks import METRICS_NAME, STEPS_NAME
+from zerotrain.training.result import METRICS_NAME, RESULT_NAME, STEPS_NAME, read_result
 
 AUTO = "auto"
 _KINDS = dict.fromkeys((CHECKPOINTS, RANKS, COMPOSITION), stat.S_IFDIR)

@@ -18,8 +18,7 @@ from zerotrain.errors import ConfigError
 from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, read_json
 from zerotrain.launching.end import exits
-from zerotrain.training.figures.result import RESULT_NAME, RunResult, read_result
-from zerotrain.training.figures.sinks import METRICS_NAME, STEPS_NAME
+from zerotrain.training.result import METRICS_NAME, RESULT_NAME, STEPS_NAME, RunResult, read_result
 
 CONFIG_NAME = "config.yaml"
 RANKS = "ranks"
@@ -74,7 +73,7 @@ class Job:
     evaluates: dict[str, Any] | None = None
     """The evaluation, as arguments of `zerotrain.run.evaluating.run`; None: the job trains."""
     trial: dict[str, Any] | None = None
-    """The facts for a pruner, as arguments of `zerotrain.training.pruning.Trial`; None: there is none."""
+    """The facts for a pruner, as arguments of `zerotrain.training.callbacks.early_stopping.Trial`; None: there is none."""
     planned: dict[str, Any] | None = None
     """The `PlannedUsage` of the run; None: it was not planned."""
 

@@ -118,8 +118,8 @@ def _problems(config: DictConfig, total: int | None) -> Iterator[str]:
 
 def _objective_problems(config: DictConfig, given: SweepConfig, swept: list[str]) -> Iterator[str]:
     """Those of the objectives' names. The metrics are known where no job has others of its own."""
-    from zerotrain.training.figures.objective import NUMBERS, in_evaluation  # imports torch
     from zerotrain.training.metrics import Metric
+    from zerotrain.training.result import NUMBERS, in_evaluation  # imports torch
 
     fixed = {each.name for each in fields(Config)} - {"callbacks", "data"}
     metrics: list[str] | None = None

@@ -32,8 +32,8 @@ from zerotrain.report.journal import (
     JobEvent,
     outcome,
 )
-from zerotrain.training.figures.objective import in_evaluation, value_in
-from zerotrain.training.loggers.tracker import SWEEP_VARIABLE, ids_in
+from zerotrain.training.callbacks.loggers import SWEEP_VARIABLE, ids_in
+from zerotrain.training.result import in_evaluation, value_in
 
 MAX_NAME = 120
 """Characters of a name that any tracker takes."""
@@ -104,7 +104,7 @@ class Member:
 
     @property
     def trial(self) -> dict[str, Any] | None:
-        """The facts for a pruner, as arguments of `zerotrain.training.pruning.Trial`; None: there is none."""
+        """The facts for a pruner, as arguments of `zerotrain.training.callbacks.early_stopping.Trial`; None: there is none."""
         study, config = self.sweep.study, self._config
         if study is None or config is None or config.sweep.pruner is None:
             return None

@@ -30,7 +30,7 @@ from zerotrain.report.journal import (
     JobEvent,
     outcome,
 )
-from zerotrain.training.figures.result import RESULT_NAME, read_result
+from zerotrain.training.result import RESULT_NAME, read_result
 
 
 @dataclass(frozen=True, kw_only=True)

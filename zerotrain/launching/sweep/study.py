@@ -77,7 +77,10 @@ def begin_study(config: DictConfig, sweep: "Sweep") -> Study:
     Raises:
         ConfigError: the study cannot be opened, or is one of something else.
     """
-    from zerotrain.training.pruning import SQLITE, open_storage  # imports torch, as the jobs are about to
+    from zerotrain.training.callbacks.early_stopping import (  # imports torch, as the jobs are about to
+        SQLITE,
+        open_storage,
+    )
 
     logging.getLogger(_SWEEPER.rstrip(".")).setLevel(logging.CRITICAL)  # it tells of failed jobs, as we do
     sweeper, folder, total = config.hydra.sweeper, sweep.folder, sweep.total or 0
@@ -254,7 +257,7 @@ def _opened(storage: Any, wanted: Study, sweep: "Sweep") -> Any:
     would be compared with others."""
     import optuna
 
-    from zerotrain.training.pruning import without_password
+    from zerotrain.training.callbacks.early_stopping import without_password
 
     directions, objectives = list(sweep.directions), list(sweep.objectives)
     try:

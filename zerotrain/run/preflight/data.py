@@ -43,9 +43,8 @@ from zerotrain.training import Callback
 from zerotrain.training.callbacks.early_stopping import EarlyStopping
 from zerotrain.training.callbacks.evaluation import in_set, rows_of_set
 from zerotrain.training.callbacks.sample import prompts_of
-from zerotrain.training.figures.objective import in_evaluation
-from zerotrain.training.metrics.metric import OF_TRAINING, OF_VALIDATION, Metric, metrics_in
-from zerotrain.training.metrics.states import class_dim_of, logits_in
+from zerotrain.training.metrics.metric import OF_TRAINING, OF_VALIDATION, Metric, class_dim_of, logits_in, metrics_in
+from zerotrain.training.result import in_evaluation
 
 SETS = ("train", "validation")
 NO_VALIDATION = "data.validation is empty; give data.validation_fraction=0.1, or leave this out"

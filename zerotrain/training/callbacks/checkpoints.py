@@ -1,40 +1,208 @@
 """The checkpoints that a run saves while it trains, and those it resumes from."""
 
 import json
+import math
+import os
 import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
+from msgspec import Meta
 from rich.console import Console
 
 from zerotrain.checkpoint.folder import (
+    BEST,
     CHECKPOINTS,
+    best_in,
     checkpoints_in,
     first_whole,
+    remove_half_links,
     remove_old,
     set_aside,
+    set_best,
     step_name,
     step_of,
 )
-from zerotrain.checkpoint.manifest import read_manifest
+from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
 from zerotrain.comm.world import World
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.hyperparameters import OF_THIS_MACHINE, Hyperparameters, restored, saved_group
 from zerotrain.engine.options import dotted
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.engine.state.save import SaveUnderWay
-from zerotrain.errors import CheckpointError, TrainingError
-from zerotrain.training.best import BestCheckpoint
+from zerotrain.errors import CheckpointError, ConfigError, TrainingError
+from zerotrain.files.untrusted import Natural, UntrustedFileError, require_kind
 from zerotrain.training.callback import Callback, Run
-from zerotrain.training.callbacks.run_state import require_run_state
-from zerotrain.training.figures.report import in_unit, say
-from zerotrain.training.figures.result import RunResult
+from zerotrain.training.metrics.metric import are_told
+from zerotrain.training.report import in_unit, say
 from zerotrain.training.request import Request
-from zerotrain.training.sameness.generators import generator_states, restore_generators
+from zerotrain.training.result import RunResult
+from zerotrain.training.sameness import generator_states, restore_generators
+
+# The checkpoint of the best evaluation of a run.
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation that was better than all before it."""
+
+    metric: str
+    value: float
+    step: int
+
+
+class BestCheckpoint(Callback):
+    """Follows a metric of the evaluations, and lets a link name the checkpoint of the best one. All ranks have one, and
+    `RunCheckpoints` saves and tells it what came of that.
+
+    Args:
+        metric: of an evaluation, such as val_loss, val_accuracy, or val_loss/NAME of a source of a mix or of a
+            further validation set. Lower is better, if the metric does not say otherwise; nan is never better. None:
+            nothing is followed.
+        folder: of the run's checkpoints.
+    """
+
+    def __init__(self, metric: str | None, folder: Path, engine: ZeroEngine, world: World, console: Console) -> None:
+        self._metric, self._folder, self._console = metric, folder, console
+        self._engine, self._is_first = engine, world.rank == 0
+        self._saved: Evaluated | None = None
+        self._unsaved: list[Evaluated] = []
+        """Better ones, each than the one before, whose checkpoints are not on the disk yet."""
+        self.resumed_from: Path | None = None
+        """The checkpoint that the run goes on from."""
+
+    def after_evaluation(self, run: Run, metrics: dict[str, Any]) -> None:
+        """See `Callback.after_evaluation`. The evaluation before the first step is of nothing that was trained."""
+        if self._metric is None or run.step == 0:
+            return
+        if self._metric not in metrics:
+            raise ConfigError(f"checkpoint.best: got {self._metric}; an evaluation has {', '.join(metrics)}")
+        value, best = metrics[self._metric], self._best
+        is_better = best is None or run.badness(self._metric, value) < run.badness(self._metric, best.value)
+        if math.isfinite(value) and is_better:
+            self._unsaved.append(Evaluated(self._metric, value, run.step))
+
+    def is_due(self, step: int) -> bool:
+        """Whether the evaluation after this step is the best one, and its checkpoint is still to be saved."""
+        return any(each.step == step for each in self._unsaved)
+
+    def saved(self, path: Path) -> None:
+        """A checkpoint is on the disk: let the link name it, if it is the best one. No earlier one is under way."""
+        found = next((each for each in self._unsaved if step_name(each.step) == path.name), None)
+        if found is None:
+            return
+        self._saved, self._unsaved = found, [each for each in self._unsaved if each.step > found.step]
+        if self._is_first:
+            self._link(path)
+            say(self._console, f"{CHECKPOINTS}/{BEST} is {path.name}, of {self._metric} {found.value:.4f}")
+
+    def failed(self, path: Path) -> None:
+        """A checkpoint could not be saved: the best one is that of before."""
+        self._unsaved = [each for each in self._unsaved if step_name(each.step) != path.name]
+
+    def agreed(self) -> None:
+        """The run goes on: let the link name the best checkpoint before. For rank 0 alone."""
+        try:
+            remove_half_links(self._folder)
+        except CheckpointError as error:
+            say(self._console, f"warning: {error}")
+        if self._saved is not None:
+            self._link(self._folder / step_name(self._saved.step))
+        elif (named := best_in(self._folder)) is not None and not named.exists():  # it was set aside
+            self._link(None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback.state_dict`."""
+        return {} if self._best is None else {"best": asdict(self._best)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the best one before, if its checkpoint is in this run's folder. Collective."""
+        found = state.get("best")
+        if found is None or found["metric"] != self._metric or self.resumed_from is None:
+            return
+        is_own = self.resumed_from.parent.resolve() == self._folder.resolve()
+        is_there = is_own and os.path.isfile(self._folder / step_name(found["step"]) / MANIFEST)
+        [is_there, *_] = self._engine.collectives.gather_objects(is_there, name="whether the best checkpoint is there")
+        if is_there:
+            self._saved = Evaluated(found["metric"], found["value"], found["step"])
+
+    @property
+    def _best(self) -> Evaluated | None:
+        return self._unsaved[-1] if self._unsaved else self._saved
+
+    def _link(self, path: Path | None) -> None:
+        try:
+            set_best(path, self._folder)
+        except CheckpointError as error:
+            say(self._console, f"warning: {error}")
+
+
+# Which contents the state of a run may have that a checkpoint brings back.
+
+
+_Object = dict[str, Any]
+
+
+class _SavedResult(TypedDict, total=False):
+    skipped_steps: Natural
+    final_train_loss: float | None
+    final_val_loss: float | None
+    val_loss_by_source: _Object | None
+    val_metrics: _Object | None
+    stages: list[_Object]
+
+
+class _Clock(TypedDict):
+    train_s: float
+    steps: float
+    seconds: float
+    tokens: float
+    waits_s: float
+    labels: NotRequired[float]
+
+
+AskedStages = dict[Annotated[int, Meta(ge=0, lt=10**18)], Annotated[int, Meta(ge=0, le=3)]]
+"""The stages that operators asked for: steps done, as a text, and the stage from there on."""
+
+
+class _Best(TypedDict):
+    metric: str
+    value: float
+    step: Natural
+
+
+class _SavedState(TypedDict):
+    data: _Object
+    skipped_steps: Natural
+    evaluated_at: int | None
+    result: _SavedResult
+    clock: _Clock
+    sinks: list[_Object | None]
+    asked_stages: AskedStages
+    callbacks: NotRequired[dict[str, _Object]]
+    frozen: NotRequired[list[str]]
+    best: NotRequired[_Best]
+    training_metrics: NotRequired[Any]
+
+
+class _Extra(TypedDict):
+    built_groups: list[_Object]
+    run: _SavedState
+
+
+def require_run_state(path: Path, state: Any) -> None:
+    """Make sure that a run can go on from what a checkpoint has for it, or raise CheckpointError."""
+    try:
+        run = require_kind(state, _Extra)["run"]
+    except UntrustedFileError as error:
+        raise CheckpointError(f"{path} does not hold the state of its run: {error}") from None
+    if "training_metrics" in run and not are_told(run["training_metrics"]):
+        raise CheckpointError(f"{path} does not hold the state of its run: run.training_metrics: no numbers of metrics")
+
 
 OF_TRAINER = "trainer"
 """Under which name `extra` has what is here."""

@@ -1,11 +1,21 @@
 """The end of a run that no longer becomes better."""
 
 import math
+import os
+import re
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypedDict
 
-from zerotrain.files.untrusted import Natural, require_kind
+from zerotrain.engine.sharded_model import average_problems
+from zerotrain.errors import ConfigError
+from zerotrain.files.terminal import package
+from zerotrain.files.untrusted import Natural, only_regular, printable, require_kind, shown
 from zerotrain.training.callback import Callback, Run
-from zerotrain.training.request import Request
+from zerotrain.training.report import say
+from zerotrain.training.request import PRUNER, Request
 
 
 class _StoppingState(TypedDict):
@@ -57,3 +67,169 @@ class EarlyStopping(Callback):
         """See `Callback.load_state_dict`."""
         state = require_kind(state, _StoppingState)
         self._best, self._num_worse = state["best"], state["num_worse"]
+
+
+# The moving average of weights beside a training.
+
+
+class EMA(Callback):
+    """Lets the engine keep an exponential moving average of the weights that train: see `ZeroEngine.keep_average`.
+
+    Args:
+        decay, every, warmup: as for `keep_average`.
+        evaluate: whether evaluations use the average in place of the weights, so that val_loss is its loss.
+    """
+
+    def __init__(self, *, decay: float = 0.999, every: int = 1, warmup: bool = True, evaluate: bool = True) -> None:
+        problems = average_problems(decay=decay, every=every, warmup=warmup)
+        if not isinstance(evaluate, bool):
+            problems.append(f"evaluate={evaluate}; it must be true or false")
+        if problems:
+            raise ValueError(problems[0])
+        self._decay, self._every, self._warmup, self._evaluate = decay, every, warmup, evaluate
+
+    def prepare(self, run: Run) -> None:
+        """See `Callback.prepare`."""
+        run.engine.keep_average(decay=self._decay, every=self._every, warmup=self._warmup)
+        run.evaluates_average = self._evaluate
+
+    def start(self, run: Run) -> None:
+        """Say what is averaged how."""
+        average = run.engine.held.average
+        assert average is not None  # `prepare` was called
+        lines = [f"decay {self._decay}" + " after a warm-up" * self._warmup]
+        lines += [f"every {self._every} steps"] if self._every > 1 else []
+        if run.step > 0:
+            so_far = (
+                f"{average.num_updates} updates so far"
+                if average.num_updates
+                else "begins with the next step, since the checkpoint has none"
+            )
+            lines.append(so_far)
+        lines += ["evaluations use it"] if self._evaluate else []
+        say(run.console, f"average of the weights: {', '.join(lines)}")
+
+
+# The end of a job of a sweep that is worse than the others by then: Optuna's pruner says so.
+
+
+SQLITE = "sqlite:///"
+_MAGIC = b"SQLite format 3\0"
+_WAIT_S = 60
+"""As long a process waits for another that writes the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A job's place in a study of Optuna."""
+
+    url: str
+    """The address of the database."""
+    study: str
+    number: int
+    metric: str
+    """The evaluation's number that is compared."""
+    pruner: dict[str, Any]
+    """Its class and arguments."""
+
+
+class Pruning(Callback):
+    """Tells the study each evaluation, and asks for a stop where the pruner wants one; after the last step nobody
+    asks. A study that cannot be reached ends nothing: the job goes on unpruned.
+
+    Args:
+        pruner: an object of `optuna.pruners`.
+    """
+
+    ranks = "first"
+
+    def __init__(self, trial: Trial, pruner: Any) -> None:
+        self._trial, self._pruner = trial, pruner
+        self._storage: Any = None
+        self._is_unwanted = self._has_failed = False
+
+    def after_evaluation(self, run: Run, metrics: dict[str, Any]) -> None:
+        """See `Callback.after_evaluation`. The evaluation before the first step is the same in all jobs."""
+        value = metrics.get(self._trial.metric, math.nan)
+        if self._has_failed or run.step == 0 or (not math.isfinite(value) and self._trial.metric in metrics):
+            return
+        try:
+            if self._trial.metric not in metrics:
+                raise LookupError(f"an evaluation has no {self._trial.metric}; it has {', '.join(metrics)}")
+            self._is_unwanted = self._told(run.step, value)
+        except Exception as error:  # of whatever database it is
+            self._has_failed = True
+            said = printable(f"{type(error).__name__}: {error}".partition("\n")[0], keep="")
+            say(run.console, f"warning: sweep.pruner: {said}; this job goes on unpruned")
+
+    def ask(self, run: Run) -> Request | None:
+        """See `Callback.ask`."""
+        return Request(stop=PRUNER) if self._is_unwanted else None
+
+    def _told(self, step: int, value: float) -> bool:
+        """Whether the job is to end. A job that goes on from a checkpoint comes to steps that it has told before."""
+        optuna = _optuna()
+        if self._storage is None:
+            self._storage = open_storage(self._trial.url)
+        storage = self._storage
+        study = optuna.load_study(study_name=self._trial.study, storage=storage, pruner=self._pruner)
+        study_id = storage.get_study_id_from_name(self._trial.study)
+        trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, self._trial.number)
+        if step not in storage.get_trial(trial_id).intermediate_values:
+            storage.set_trial_intermediate_value(trial_id, step, value)
+        return bool(self._pruner.prune(study, storage.get_trial(trial_id)))
+
+
+def open_storage(url: str) -> Any:
+    """Optuna's storage at an address; a file of SQLite is made where there is none.
+
+    Raises:
+        ConfigError: it cannot be opened, or is none.
+        ImportError: Optuna is not installed.
+    """
+    optuna = _optuna()
+    is_file = url.startswith(SQLITE)
+    if is_file:
+        _require_sqlite(Path(url.removeprefix(SQLITE)))
+    try:
+        waiting = {"connect_args": {"timeout": _WAIT_S}} if is_file else None
+        return optuna.storages.RDBStorage(url, engine_kwargs=waiting)
+    except Exception as error:  # of SQLAlchemy, of a driver of a database, of Optuna for a study of another version
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ConfigError(
+            f"hydra.sweeper.storage: got {without_password(url)}, which Optuna cannot open: {said}"
+        ) from error
+
+
+def without_password(url: str) -> str:
+    """An address as it may be shown."""
+    return re.sub(r"://([^/@]*?):[^/@]*@", r"://\1:***@", url)
+
+
+def _require_sqlite(path: Path) -> None:
+    """SQLite would wait for a FIFO, and fail with a page of text for anything else."""
+    if not os.path.lexists(path):
+        return
+    try:
+        with open(path, "rb", opener=only_regular) as file:
+            found = file.read(len(_MAGIC))
+        problem = None if found in (b"", _MAGIC) else "it is no database of SQLite"
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", timeout=_WAIT_S, uri=True)) as database:
+            tables = [] if problem else [name for (name,) in database.execute("SELECT name FROM sqlite_master")]
+        if tables and "studies" not in tables:
+            problem = f"it is a database of something else, with {shown(tables[0])}"
+    except OSError as error:
+        problem = str(error.strerror)
+    except sqlite3.Error as error:
+        problem = str(error)
+    if problem is not None:
+        raise ConfigError(
+            f"hydra.sweeper.storage: got {path}, which cannot be read: {problem}; move it away, or give another "
+            "hydra.sweep.dir"
+        )
+
+
+def _optuna() -> Any:
+    optuna = package("optuna", extra="sweeps", needed_by="hydra/sweeper=optuna")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna

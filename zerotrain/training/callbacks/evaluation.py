@@ -31,7 +31,7 @@ from zerotrain.engine.step import call_model, require_loss
 from zerotrain.files.untrusted import printable
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.metrics import Metric
-from zerotrain.training.metrics.states import MetricStates
+from zerotrain.training.metrics.metric import MetricStates
 
 ROWS_PER_EVAL_BATCH = 8
 """Rows of one of `train.eval_batches`. It is fixed: the validation rows must not depend on ranks."""

@@ -13,7 +13,7 @@ from zerotrain.config.compose import config_hash, save_config
 from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, TrainConfig
 from zerotrain.launching.job.earlier import completed_already, folder_problems
 from zerotrain.launching.job.job import Job, write_refusal
-from zerotrain.training.figures.result import RunResult
+from zerotrain.training.result import RunResult
 
 STEPS = 5
 

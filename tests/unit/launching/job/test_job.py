@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from zerotrain.config.compose import from_values
 from zerotrain.config.schema import Config, LaunchConfig
 from zerotrain.launching.job.job import Job, num_threads_per_rank, write_ending
-from zerotrain.training.figures.result import RunResult
+from zerotrain.training.result import RunResult
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from zerotrain.config.compose import register_schema, slurm_job
 from zerotrain.config.schema import Config
 from zerotrain.launching.job import scheduled
 from zerotrain.launching.job.scheduled import go_on_if_queued_again, queue_again, set_code_when_stopped
-from zerotrain.training.figures.result import code_of_stop
+from zerotrain.training.result import code_of_stop
 
 JOB = {"SLURM_JOB_ID": "12"}
 ARRAY = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}

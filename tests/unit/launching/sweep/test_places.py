@@ -13,7 +13,7 @@ from zerotrain.launching.job.folder_lock import locked
 from zerotrain.launching.sweep.places import JobPlace, WantedPlace, take_place
 from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.report.journal import JobEvent, SweepJournal
-from zerotrain.training.figures.result import RunResult
+from zerotrain.training.result import RunResult
 
 
 def config_of(seed: int, **launch) -> Config:

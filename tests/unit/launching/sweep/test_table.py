@@ -12,7 +12,7 @@ from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.launching.sweep.telling import Teller
 from zerotrain.report.journal import JobEvent, SweepJournal
 from zerotrain.report.rows import Row, read_report
-from zerotrain.training.figures.result import RunResult
+from zerotrain.training.result import RunResult
 
 
 def write(folder: Path, job: int, event: str = "ended", said: str | None = None, **fields) -> None:

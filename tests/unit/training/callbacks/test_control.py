@@ -17,9 +17,9 @@ from rich.console import Console
 import zerotrain
 from zerotrain.comm.world import World
 from zerotrain.models import GPT
-from zerotrain.training.callbacks import control as control_module
+from zerotrain.training.callbacks import stages as control_module
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
-from zerotrain.training.callbacks.control import Control
+from zerotrain.training.callbacks.stages import Control
 from zerotrain.training.request import SAVE, STOP, Request, decoded
 
 

@@ -13,8 +13,7 @@ from zerotrain.checkpoint.folder import checkpoints_in
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training import constant
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
-from zerotrain.training.callbacks.early_stopping import EarlyStopping
-from zerotrain.training.callbacks.ema import EMA
+from zerotrain.training.callbacks.early_stopping import EMA, EarlyStopping
 from zerotrain.training.callbacks.evaluation import evaluate
 
 __all__ = ["model", "sums"]  # the fixtures of the runs

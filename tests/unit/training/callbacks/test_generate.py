@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import zerotrain
-from zerotrain.training.callbacks.generate import generate
+from zerotrain.training.callbacks.sample import generate
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from zerotrain.training.callbacks.progress import MAX_PLAIN_LINES, ProgressDisplay, short
+from zerotrain.training.callbacks.console import MAX_PLAIN_LINES, ProgressDisplay, short
 
 MEASURED: dict[str, Any] = {
     "train_loss": 2.345,

@@ -7,10 +7,10 @@ import pytest
 
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.errors import CheckpointError
-from zerotrain.training.callbacks.run_state import require_run_state
+from zerotrain.training.callbacks.checkpoints import require_run_state
 from zerotrain.training.callbacks.stages import stages_from
-from zerotrain.training.figures.metrics import EARLIER
-from zerotrain.training.figures.result import RunResult
+from zerotrain.training.clock import EARLIER
+from zerotrain.training.result import RunResult
 
 STATE: dict[str, Any] = {
     "data": {"rows_consumed": 3}, "skipped_steps": 0, "evaluated_at": None, "result": RunResult(1).state_dict(),

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from zerotrain.models import GPT, MLP
-from zerotrain.training.figures.flops import ModelFlops, count_flops
+from zerotrain.training.clock import ModelFlops, count_flops
 
 SEQ_LEN = 128
 SEQUENCE = (torch.zeros(1, SEQ_LEN, dtype=torch.int64), torch.zeros(1, SEQ_LEN, dtype=torch.int64))

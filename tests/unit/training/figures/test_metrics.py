@@ -4,7 +4,7 @@ import time
 import pytest
 import torch
 
-from zerotrain.training.figures.metrics import NUM_WARMUP_STEPS, StepClock, device_peak_flops
+from zerotrain.training.clock import NUM_WARMUP_STEPS, StepClock, device_peak_flops
 
 
 def clock_of(durations_s: list[float], monkeypatch: pytest.MonkeyPatch) -> StepClock:

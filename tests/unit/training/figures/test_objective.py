@@ -5,7 +5,7 @@ import math
 import pytest
 
 from zerotrain.training import RunResult
-from zerotrain.training.figures.objective import NUMBERS, in_evaluation, value_in
+from zerotrain.training.result import NUMBERS, in_evaluation, value_in
 
 RESULT = RunResult(
     world_size=2,

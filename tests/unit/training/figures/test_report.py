@@ -6,7 +6,7 @@ import torch
 from rich.console import Console
 
 from zerotrain.training import RunResult
-from zerotrain.training.figures.report import RankUsage, gather_usages, print_report, say
+from zerotrain.training.report import RankUsage, gather_usages, print_report, say
 
 USAGE = RankUsage(
     parameters_nbytes=248_879_616,

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from zerotrain.training import RunResult
-from zerotrain.training.figures.result import read_result
+from zerotrain.training.result import read_result
 
 KEYS = [
     "status",

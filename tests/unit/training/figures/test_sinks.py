@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.training.figures.sinks import MetricsFile, keep_lines
+from zerotrain.training.result import MetricsFile, keep_lines
 
 
 def test_each_line_can_be_read_while_the_run_goes_on(tmp_path):

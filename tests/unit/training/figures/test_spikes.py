@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zerotrain.training.figures.spikes import MIN_BEFORE, MIN_SCORE, NUM_BEFORE, Before, Spike, Spikes
+from zerotrain.training.callbacks.record import MIN_BEFORE, MIN_SCORE, NUM_BEFORE, Before, Spike, Spikes
 
 
 def spikes_in(losses: list[Any], norms: list[Any] | None = None) -> dict[int, Spike]:

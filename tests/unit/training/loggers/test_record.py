@@ -9,7 +9,7 @@ import pytest
 from zerotrain import TrainingError
 from zerotrain.config.schema import Config
 from zerotrain.run import factory
-from zerotrain.training.figures.sinks import STEPS_NAME
+from zerotrain.training.result import STEPS_NAME
 
 ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3}
 COSINE = {"_target_": "zerotrain.training.warmup_cosine", "_partial_": True, "warmup_steps": 2, "final_fraction": 0.1}

@@ -9,7 +9,7 @@ import pytest
 from zerotrain.checkpoint import checkpoints_in
 from zerotrain.training import Callback
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
-from zerotrain.training.loggers.tensorboard import TensorBoard
+from zerotrain.training.callbacks.loggers import TensorBoard
 
 EVERY_2 = CheckpointPolicy(every_steps=2, asynchronous=False, at_end=False)
 
@@ -92,7 +92,7 @@ def test_a_run_that_is_started_again_is_one_curve(make_trainer, tmp_path):
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("zerotrain.training.loggers.curves.find_spec", lambda name: None)
+    monkeypatch.setattr("zerotrain.training.callbacks.loggers.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'zerotrain\[tensorboard\]' brings it"):
         TensorBoard()
-    assert "zerotrain.training.loggers.tensorboard" in sys.modules
+    assert "zerotrain.training.callbacks.loggers" in sys.modules

@@ -10,10 +10,7 @@ import pytest
 from zerotrain.checkpoint import checkpoints_in
 from zerotrain.training import Callback, Request
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
-from zerotrain.training.loggers.curves import Written
-from zerotrain.training.loggers.facts import facts_of, uncommitted_changes
-from zerotrain.training.loggers.tracker import Tracker
-from zerotrain.training.loggers.wandb import WandB
+from zerotrain.training.callbacks.loggers import Tracker, WandB, Written, facts_of, uncommitted_changes
 
 EVERY_2 = CheckpointPolicy(every_steps=2, asynchronous=False, at_end=False)
 
@@ -248,6 +245,6 @@ def test_changes_that_no_commit_has_lie_in_the_folder_and_at_the_tracker(make_tr
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("zerotrain.training.loggers.curves.find_spec", lambda name: None)
+    monkeypatch.setattr("zerotrain.training.callbacks.loggers.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'zerotrain\[wandb\]' brings it"):
         WandB()

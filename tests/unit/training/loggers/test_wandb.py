@@ -8,8 +8,7 @@ import pytest
 
 from zerotrain.checkpoint import checkpoints_in
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
-from zerotrain.training.loggers.tracker import SWEEP_VARIABLE, ids_in
-from zerotrain.training.loggers.wandb import WandB
+from zerotrain.training.callbacks.loggers import SWEEP_VARIABLE, WandB, ids_in
 
 EVERY_2 = CheckpointPolicy(every_steps=2, asynchronous=False, at_end=False)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from zerotrain.training.sameness.deterministic import choose_kernels
+from zerotrain.training.sameness import choose_kernels
 
 PLACES = (
     (torch.backends.cuda.matmul, "allow_tf32"),

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zerotrain.training.sameness.generators import generator_states, restore_generators
-from zerotrain.training.sameness.seeds import seed_leaf
+from zerotrain.training.sameness import generator_states, restore_generators, seed_leaf
 
 
 class Draws(nn.Module):

@@ -11,12 +11,11 @@ from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.stages import RunStages
+from zerotrain.training.clock import ModelFlops, StepClock
 from zerotrain.training.feed import TrainingFeed
-from zerotrain.training.figures.flops import ModelFlops
-from zerotrain.training.figures.metrics import StepClock
-from zerotrain.training.figures.report import RankUsage, print_report, say
-from zerotrain.training.figures.result import RunResult
-from zerotrain.training.metrics.steps import TrainingMetrics
+from zerotrain.training.metrics.metric import TrainingMetrics
+from zerotrain.training.report import RankUsage, print_report, say
+from zerotrain.training.result import RunResult
 
 DATA_WAIT_SHOWN = 0.05
 """Share of the steps' time that a run may wait for its data without a word."""

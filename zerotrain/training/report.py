@@ -13,7 +13,7 @@ from zerotrain.comm.world import World
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.files.untrusted import printable
-from zerotrain.training.figures.result import RunResult
+from zerotrain.training.result import RunResult
 
 MAX_LINE = 100_000
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))

@@ -1,18 +1,29 @@
 """result.json: what came out of a run, for people and for the tools that compare runs."""
 
+import errno
 import json
 import math
 import os
+import re
 import signal
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, TypedDict
 
 from msgspec import Meta
 
 from zerotrain.files.lock import whole
-from zerotrain.files.untrusted import Natural, UntrustedFileError, one_of, printable, read_json
+from zerotrain.files.untrusted import (
+    Natural,
+    UntrustedFileError,
+    one_of,
+    only_regular,
+    parse_json,
+    printable,
+    read_json,
+)
 
 RESULT_NAME = "result.json"
 KEPT = ("skipped_steps", "final_train_loss", "final_val_loss", "val_loss_by_source", "val_metrics", "stages")
@@ -172,3 +183,161 @@ def without_non_finite(value: Any) -> Any:
     if isinstance(value, list):
         return [without_non_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# The value by which the jobs of a sweep are compared: a number of result.json, or a metric of the last evaluation.
+
+
+VAL_LOSS = "final_val_loss"
+_OF_AN_EVALUATION = re.compile(r"val_\w+(/.+)?")
+_NUMBERS = tuple(each.name for each in fields(RunResult) if each.type in (int, Natural, float | None))
+NUMBERS = (
+    *_NUMBERS,
+    *(f"comm_bytes_per_step.{each}" for each in ("sent", "theory")),
+    *(f"memory_bytes.{each}" for each in ("peak", "parameters", "gradients", "optimizer", "offloaded", "scratch")),
+    *(f"memory_bytes.theory.{each}" for each in ("parameters", "gradients", "optimizer", "offloaded")),
+)
+"""Those of each result.json, by the names of objectives."""
+_OBJECTS = tuple(each.name for each in fields(RunResult) if each.type in (dict[str, int] | None, dict[str, Any] | None))
+_MAX_TOLD = 40
+
+
+def in_evaluation(name: str) -> str | None:
+    """The name of this value in an evaluation; None where none measures it."""
+    if name == VAL_LOSS:
+        return "val_loss"
+    is_field = name in (each.name for each in fields(RunResult))
+    return None if is_field or _OF_AN_EVALUATION.fullmatch(name) is None else name
+
+
+def value_in(result: Mapping[str, Any], name: str) -> float | None:
+    """The value in the body of a result.json; None where it is no number.
+
+    Args:
+        name: of a number there, with dots where that lies within an object, such as comm_bytes_per_step.sent; or of a
+            metric of an evaluation, such as val_accuracy, or val_loss/NAME of a source or a further validation set.
+
+    Raises:
+        LookupError: there is no such value, and which there are.
+    """
+    known = _values(result)
+    if name not in known:
+        names = printable(", ".join(list(known)[:_MAX_TOLD]), keep="")
+        raise LookupError(f"got {name}, which this job has not measured; it has {names}")
+    return known[name]
+
+
+def _values(result: Mapping[str, Any]) -> dict[str, float | None]:
+    losses, metrics = result.get("val_loss_by_source"), result.get("val_metrics")
+    found = {"val_loss": _number(result.get(VAL_LOSS))}
+    found |= {f"val_loss/{name}": _number(value) for name, value in _items(losses)}
+    found |= {str(name): _number(value) for name, value in _items(metrics)}
+    found |= {name: _number(result.get(name)) for name in _NUMBERS}
+    for name in _OBJECTS:
+        for key, value in _items(result.get(name)):
+            inner = {f"{name}.{key}.{each}": _number(item) for each, item in _items(value)}
+            found |= inner if isinstance(value, dict) else {f"{name}.{key}": _number(value)}
+    return found
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    return list(value.items()) if isinstance(value, dict) else []
+
+
+def _number(value: Any) -> float | None:
+    is_one = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return float(value) if is_one else None
+
+
+# Destinations of metrics.
+
+
+METRICS_NAME = "metrics.jsonl"
+STEPS_NAME = "steps.jsonl"
+"""A line for each step, see `zerotrain.training.callbacks.record`."""
+
+
+class _MetricsLine(TypedDict):
+    step: float
+
+
+class MetricSink(Protocol):
+    """Takes the metrics of a run: a file, the console, or a service such as TensorBoard. Only rank 0 has any."""
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Take what was measured after so many steps: of training ("train_loss" and more) or of an evaluation
+        ("val_loss"). A number may be nan or infinite; None is what is not known."""
+
+    def close(self) -> None:
+        """The run is over, however it ended."""
+
+
+class ResumableSink(MetricSink, Protocol):
+    """One that goes on where it was, such as in the same run of a tracking service: checkpoints keep its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Values that JSON can hold, such as the id of the service's run."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Called before anything is logged, where a run goes on."""
+
+
+def log_to(sinks: Sequence[MetricSink], result: RunResult, metrics: dict[str, Any]) -> None:
+    """Send metrics to each of the sinks, as those of the last step that is done."""
+    for sink in sinks:
+        sink.log(metrics, result.steps)
+
+
+def states_of(sinks: Sequence[MetricSink]) -> list[dict[str, Any] | None]:
+    """The state of each sink that has one, for `restore_states`."""
+    return [sink.state_dict() if hasattr(sink, "state_dict") else None for sink in sinks]
+
+
+def restore_states(sinks: Sequence[MetricSink], states: Sequence[dict[str, Any] | None]) -> None:
+    """Give sinks the states that as many gave in the same order."""
+    for sink, state in zip(sinks, states, strict=False):
+        if state is not None and hasattr(sink, "load_state_dict"):
+            sink.load_state_dict(state)
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line, readable while the run goes on.
+
+    Args:
+        append: go on with a file already there, in place of writing it anew.
+    """
+
+    def __init__(self, path: Path, *, append: bool = False) -> None:
+        self._path = path
+        self._file = open(path, "a" if append else "w", buffering=1, opener=only_regular)  # noqa: SIM115 - closed by `close`
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Append one line; a number that is nan or infinite becomes null.
+
+        Raises:
+            FileNotFoundError: the file was deleted meanwhile. Nobody could read what is written to it.
+        """
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "Deleted while it was written", str(self._path))
+        self._file.write(json.dumps({"step": step} | without_non_finite(metrics)) + "\n")
+
+    def close(self) -> None:
+        """See `MetricSink.close`."""
+        self._file.close()
+
+
+def keep_lines(source: Path, target: Path, *, until: int) -> None:
+    """Write the lines of a metrics.jsonl, or of a steps.jsonl, that belong to the first so many steps to another, or to
+    itself: a run that goes on from step 100 comes to the steps after it again. Nothing where there is no such file."""
+    if not source.exists():
+        return
+    with open(source, "rb", opener=only_regular) as lines, whole(target) as kept:
+        kept.writelines(line for line in lines if _step_of(line) <= until)
+
+
+def _step_of(line: bytes) -> float:
+    """Infinite for a line that is cut off."""
+    try:
+        return float(parse_json(line, _MetricsLine)["step"])
+    except UntrustedFileError:
+        return math.inf

@@ -1,0 +1,468 @@
+"""Curves of a run elsewhere than in metrics.jsonl."""
+
+import json
+import math
+import os
+import platform
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+
+from zerotrain.checkpoint.manifest import versions
+from zerotrain.device.kinds import device_of
+from zerotrain.engine.options import dotted
+from zerotrain.files.lock import whole
+from zerotrain.files.untrusted import UntrustedFileError, only_regular, parse_json, read_json, require_kind, shown
+from zerotrain.training.callback import Callback, Run
+from zerotrain.training.result import METRICS_NAME, MetricsFile, MetricSink, restore_states, states_of
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+# The code and the machine that a run runs on.
+
+
+GIT_S = 10.0
+"""Seconds that git may take."""
+MAX_CHANGES = 2**20
+"""Characters of a diff that is kept."""
+
+
+def facts_of(run: Run) -> dict[str, str]:
+    """The command, versions, device, host and git revision of a run, each a text."""
+    overrides = run.result.overrides
+    command = sys.argv if overrides is None else ["python", "-m", "zerotrain", *overrides]
+    facts = {
+        "command": shlex.join(command),
+        "folder": str(run.folder),
+        "config_hash": run.result.config_hash,
+        "git_revision": _git("rev-parse", "HEAD").strip() or None,
+        "host": platform.node(),
+        "device": device_of(run.world.device).name,
+        "ranks": run.world.size,
+    }
+    facts |= versions()
+    return {name: str(value) for name, value in facts.items() if value is not None}
+
+
+def uncommitted_changes() -> str:
+    """The diff from the git revision to the tracked files as they are, without binary ones; empty where there is none,
+    and cut at MAX_CHANGES."""
+    return _git("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color")[:MAX_CHANGES]
+
+
+def _git(*arguments: str) -> str:
+    """The answer of git about the folder in which the run was started; empty where it has none."""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["git", *arguments]
+        told = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_S)
+        return told.stdout.decode(errors="replace") if told.returncode == 0 else ""
+    return ""
+
+
+CHANGES_NAME = "git.diff"
+"""File in the run's folder with the changes to the code that no commit has."""
+
+
+class _MetricsRow(TypedDict):
+    step: int
+
+
+@dataclass
+class Written:
+    """The points that a place has already."""
+
+    until: int = -1
+    """All of these steps and before."""
+    by_name: dict[str, int] = field(default_factory=dict)
+    """The last step of a curve, where that is known."""
+
+    def has(self, name: str, step: int) -> bool:
+        """Whether the point of a curve at this step is there."""
+        return step <= self.by_name.get(name, self.until)
+
+    @property
+    def last(self) -> int:
+        """The last step of all."""
+        return max(self.until, *self.by_name.values()) if self.by_name else self.until
+
+
+class Curves(Callback):
+    """Writes each number of metrics.jsonl to another place, at its step, and each point once; before them what the run
+    is, and at its end its result.
+
+    The lines of metrics.jsonl from before a run went on are written too where they are missing: the run may be in
+    another folder now, or has had no such logger.
+    """
+
+    ranks = "first"
+    may_fail = True
+    package: ClassVar[str] = ""
+    """Has the same name as the extra that brings it."""
+
+    def __init__(self) -> None:
+        if find_spec(self.package) is None:
+            raise ImportError(f"there is no {self.package} here; pip install 'zerotrain[{self.package}]' brings it")
+        self._written: Written | None = None
+        """None: the place is not open."""
+
+    @abstractmethod
+    def _open(self, run: Run) -> Written:
+        """Open the place, and return what is there."""
+
+    @abstractmethod
+    def _describe_run(self, run: Run) -> None:
+        """Send what the run is: it begins, or goes on."""
+
+    @abstractmethod
+    def _write(self, numbers: dict[str, float], step: int) -> None:
+        """Write points of one step."""
+
+    def _keep_file(self, path: Path) -> None:
+        """Send a file of the run's folder, where the place keeps files."""
+
+    @abstractmethod
+    def _close_run(self, result: dict[str, float], status: str | None) -> None:
+        """Send the result of a run, which is completed, stopped or failed; None: leave it as it was found."""
+
+    def start(self, run: Run) -> None:
+        """See `Callback.start`."""
+        self._written = self._open(run)
+        self._describe_run(run)
+        if changes := uncommitted_changes():
+            (run.folder / CHANGES_NAME).write_text(changes)
+            self._keep_file(run.folder / CHANGES_NAME)
+        for step, metrics in _lines_of(run.folder / METRICS_NAME):
+            self._write_new(metrics, step)
+
+    def log(self, run: Run, metrics: dict[str, Any]) -> None:
+        """See `Callback.log`."""
+        self._write_new(metrics, run.step)
+
+    def completed(self, run: Run) -> None:
+        """See `Callback.completed`."""
+        self._finish(run, run.result.status)
+
+    def end(self, run: Run) -> None:
+        """See `Callback.end`."""
+        if run.stopped_by:  # else `completed` comes, which knows more
+            self._finish(run, "stopped")
+
+    def failure(self, run: Run, error: BaseException) -> None:
+        """See `Callback.failure`."""
+        self._finish(run, run.result.status)
+
+    def _finish(self, run: Run, status: str) -> None:
+        if self._written is not None:
+            self._written = None
+            numbers = numbers_of(dotted(run.result.body()))
+            self._close_run({f"result/{name}": value for name, value in numbers.items()}, status)
+
+    def _write_new(self, metrics: dict[str, Any], step: int) -> None:
+        if (written := self._written) is None:
+            return
+        numbers = numbers_of(metrics)
+        if new := {name: value for name, value in numbers.items() if not written.has(name, step)}:
+            self._write(new, step)
+
+
+def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
+    """Those of the values that are finite numbers."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+def _lines_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The step and the metrics of each line; nothing of one that is cut off."""
+    with open(path, "rb", opener=only_regular) as lines:
+        for line in lines:
+            try:
+                metrics = parse_json(line, dict[str, Any])
+                step = require_kind(metrics, _MetricsRow)["step"]
+            except UntrustedFileError:
+                continue
+            yield step, {name: value for name, value in metrics.items() if name != "step"}
+
+
+# metrics.jsonl and the sinks of a loop of one's own, as a callback.
+
+
+class Sinks(Callback):
+    """Sends metrics to metrics.jsonl and to each sink, which it closes however the run ends."""
+
+    ranks = "first"
+
+    def __init__(self, sinks: Sequence[MetricSink]) -> None:
+        self._given, self._open = sinks, list(sinks)
+
+    def start(self, run: Run) -> None:
+        """See `Callback.start`."""
+        self._open.insert(0, MetricsFile(run.folder / METRICS_NAME, append=run.step > 0))
+
+    def log(self, run: Run, metrics: dict[str, Any]) -> None:
+        """See `Callback.log`."""
+        for sink in self._open:
+            sink.log(metrics, run.step)
+
+    def end(self, run: Run) -> None:
+        """See `Callback.end`."""
+        with ExitStack() as stack:
+            while self._open:
+                stack.callback(self._open.pop(0).close)
+
+    def failure(self, run: Run, error: BaseException) -> None:
+        """See `Callback.failure`."""
+        self.end(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback.state_dict`."""
+        return {"sinks": states_of(self._given)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Callback.load_state_dict`."""
+        restore_states(self._given, state["sinks"])
+
+
+# Curves for TensorBoard.
+
+
+FOLDER = "tensorboard"
+
+
+class TensorBoard(Curves):
+    """Writes each number of metrics.jsonl to `tensorboard` in the run's folder, and as texts the settings, the
+    environment and the status; a run that went on is one curve."""
+
+    package = "tensorboard"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._writer: SummaryWriter
+        self._step = 0
+
+    def start(self, run: Run) -> None:
+        """See `Callback.start`."""
+        super().start(run)
+        self._written = Written()  # what comes now is new
+
+    def _open(self, run: Run) -> Written:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = run.folder / FOLDER
+        is_new = not folder.exists()
+        # What an earlier sitting has written of later steps is hidden: the run comes to them again.
+        self._writer = SummaryWriter(str(folder), purge_step=run.step + 1 if run.step else 0)
+        self._step = run.step
+        return Written() if is_new else Written(until=run.step)
+
+    def _describe_run(self, run: Run) -> None:
+        for name, said in (("settings", run.settings or {}), ("environment", facts_of(run))):
+            self._write_text(name, json.dumps(said, indent=2))
+
+    def _write(self, numbers: dict[str, float], step: int) -> None:
+        self._step = step
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def _close_run(self, result: dict[str, float], status: str | None) -> None:
+        self._write(result, self._step)
+        self._write_text("status", str(status))
+        self._writer.close()
+
+    def _write_text(self, name: str, text: str) -> None:
+        indented = text.replace("\n", "\n    ")  # TensorBoard reads Markdown, which leaves such lines as they are
+        self._writer.add_text(name, f"    {indented}", self._step)
+
+
+# A run at an experiment tracker.
+
+
+MAX_NBYTES = 4096
+"""Largest note that is read."""
+NAMES = ("wandb",)
+"""Each has a note NAME.json in the run's folder."""
+SWEEP_VARIABLE = "ZEROTRAIN_SWEEP_JOB"
+"""Variable of the environment in which the ranks of a sweep's job find its group and its name, as JSON."""
+
+
+class _SweepJob(TypedDict):
+    group: str
+    name: str
+
+
+class _Id(TypedDict):
+    id: str
+
+
+class _TrackerNote(TypedDict):
+    id: str
+    config_hash: str | None
+
+
+class _TrackerState(TypedDict):
+    note: _TrackerNote | None
+
+
+def of_sweep(key: str) -> str | None:
+    """The `group` or the `name` that the run has as a job of a sweep; None where it is none, or has no name there."""
+    with suppress(UntrustedFileError):
+        said = parse_json(os.environ.get(SWEEP_VARIABLE, "{}"), _SweepJob)
+        return str(said[key]) or None
+    return None
+
+
+def ids_in(folder: Path) -> dict[str, str]:
+    """The ids of a run at its trackers, by their names, as its folder has them."""
+    found = {}
+    for name in NAMES:
+        with suppress(OSError, UntrustedFileError):
+            found[name] = str(read_json(folder / f"{name}.json", _Id, max_nbytes=MAX_NBYTES)["id"])
+    return found
+
+
+class Tracker(Curves):
+    """Sends curves to an experiment tracker.
+
+    A run is one there, with one id, however often it is killed, stopped or restarted here: its checkpoints keep the id,
+    and so does a note in its folder. It comes to the same numbers again, so that points which are there stay. A run of
+    other settings comes to others: if the tracker has points that it has not come to, it is a new one there.
+    """
+
+    id_pattern: ClassVar[str] = ""
+    """A regular expression that ids match."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._note: dict[str, Any] | None = None
+        """The id there, and the hash of the settings, of which others compute another run."""
+
+    @abstractmethod
+    def _open_run(self, run: Run, run_id: str | None) -> tuple[str, Written]:
+        """Open the run of an id, or a new one for None; return its id, and what is there."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback.state_dict`."""
+        return {"note": self._note}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Callback.load_state_dict`."""
+        note = require_kind(state, _TrackerState)["note"]
+        self._note = None if note is None else self._checked(note)
+
+    def _open(self, run: Run) -> Written:
+        path, config_hash = run.folder / f"{self.package}.json", run.result.config_hash
+        notes = [note for note in (self._note, self._read(path)) if note is not None]
+        known = next((note for note in notes if note["config_hash"] == config_hash), None)
+        run_id = known["id"] if known else notes[0]["id"] if notes and run.step else None
+        run_id, written = self._open_run(run, run_id)
+        if not known and written.last > run.step:
+            self._close_run({}, None)
+            run_id, written = self._open_run(run, None)
+        self._note = {"id": run_id, "config_hash": config_hash}
+        with whole(path) as file:
+            file.write((json.dumps(self._note) + "\n").encode())
+        return written
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        """The note of an earlier sitting in the run's folder; None where there is none that can be read."""
+        try:
+            return self._checked(read_json(path, _TrackerNote, max_nbytes=MAX_NBYTES))
+        except (OSError, UntrustedFileError):
+            return None
+
+    def _checked(self, note: dict[str, Any]) -> dict[str, Any]:
+        """A note with an id as this tracker makes them."""
+        if not re.fullmatch(self.id_pattern, note["id"]):
+            raise UntrustedFileError(f"note.id: got {shown(note['id'])}; it must be an id of {self.package}")
+        return note
+
+
+# Curves at Weights & Biases.
+
+
+MODES = ("online", "offline", "disabled")
+FINISH_S = 60.0
+"""Seconds that the end of a run may wait for the network. `wandb sync` sends what is left."""
+
+
+class WandB(Tracker):
+    """Sends a run to Weights & Biases, or writes it to `wandb` in the run's folder, from where `wandb sync` sends it.
+
+    Args:
+        project, name, entity, group, tags: of the run there; None: as wandb chooses, in a sweep as that is called.
+        mode: online, offline or disabled; None: as the environment's WANDB_MODE has it, else online.
+    """
+
+    package = "wandb"
+    id_pattern = "[0-9a-f]{8}"
+
+    def __init__(
+        self,
+        *,
+        project: str = "zerotrain",
+        name: str | None = None,
+        entity: str | None = None,
+        group: str | None = None,
+        tags: list[str] | None = None,
+        mode: str | None = None,
+    ) -> None:
+        super().__init__()
+        if mode not in (*MODES, None):
+            raise ValueError(f"mode={mode}; it must be {', '.join(MODES)} or null")
+        self._mode = mode
+        name, group = name or of_sweep("name"), group or of_sweep("group")
+        self._given: dict[str, Any] = {"project": project, "name": name, "entity": entity, "group": group, "tags": tags}
+        self._run: Any = None
+
+    def _open_run(self, run: Run, run_id: str | None) -> tuple[str, Written]:
+        import wandb
+
+        mode: Any = self._mode or os.environ.get("WANDB_MODE", "online")
+        run_id = run_id or secrets.token_hex(4)
+        if mode == "offline":
+            _set_aside(run.folder / "wandb", run_id)
+        self._run = wandb.init(
+            **self._given,
+            id=run_id,
+            mode=mode,
+            dir=str(run.folder),
+            resume="allow" if mode == "online" else None,
+            settings=wandb.Settings(console="off", finish_timeout=FINISH_S),  # a rank's output is in its log
+        )
+        return run_id, Written(until=self._run.step - 1)
+
+    def _describe_run(self, run: Run) -> None:
+        config = {**(run.settings or {}), "environment": facts_of(run)}
+        self._run.config.update(config, allow_val_change=True)
+
+    def _write(self, numbers: dict[str, float], step: int) -> None:
+        self._run.log(numbers, step=step)
+
+    def _keep_file(self, path: Path) -> None:
+        self._run.save(str(path), base_path=str(path.parent), policy="now", glob=False)
+
+    def _close_run(self, result: dict[str, float], status: str | None) -> None:
+        if status is not None:
+            self._run.summary.update({**result, "status": status})
+        self._run.finish(exit_code=int(status == "failed"))
+
+
+def _set_aside(folder: Path, run_id: str) -> None:
+    """Move the files of earlier sittings, which do not know of each other, to `earlier`: the next one gets all lines of
+    the run, so that one file is one curve."""
+    for path in folder.glob(f"offline-run-*-{run_id}"):
+        (folder / "earlier").mkdir(exist_ok=True)
+        path.rename(folder / "earlier" / f"{path.name}-{secrets.token_hex(4)}")

@@ -1,1 +1,0 @@
-"""Numbers of a run, measured and written."""

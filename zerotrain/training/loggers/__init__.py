@@ -1,1 +1,0 @@
-"""Places that metrics go to."""

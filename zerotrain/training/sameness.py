@@ -1,0 +1,183 @@
+"""The generators of random numbers that a model keeps of its own.
+
+Torch's, Python's and numpy's global ones are seeded anew for each micro-batch (`seeds.py`), so nothing need be kept of
+them. One that a module has made for itself goes on from where it is: its state belongs to a checkpoint.
+"""
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from zerotrain.comm.collectives import Collectives
+from zerotrain.device.kinds import seed_torch
+from zerotrain.errors import ConfigError
+
+# Which kernels torch takes on GPUs: those of equal bits from equal runs, as far as torch can promise them, or faster
+# ones.
+
+
+def choose_kernels(*, deterministic: bool, tf32: bool) -> None:
+    """Do in this process, from now on, as `train.deterministic` and `precision.tf32` say. To be called before the first
+    use of a GPU."""
+    if deterministic:
+        _make_deterministic()
+    elif tf32:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = True
+
+
+def _make_deterministic() -> None:
+    """Let torch run what has the same bits each time.
+
+    Algorithms without such a variant raise torch's own RuntimeError, which names them. Matrix products do without TF32;
+    cuBLAS gets a workspace of fixed size, unless the environment has set one; cuDNN does not choose algorithms by their
+    speed. (torch's notes on reproducibility.)
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def generator_states(model: nn.Module) -> dict[str, Any] | None:
+    """The states of generators that are attributes of modules, by dotted name, for JSON; None: there are none."""
+    return {name: _state_of(generator) for name, generator in _generators(model)} or None
+
+
+def restore_generators(model: nn.Module, states: Mapping[str, Any] | None) -> None:
+    """Give generators the states that `generator_states` gave; one that is not among them stays as it is."""
+    for name, generator in _generators(model):
+        if states is not None and name in states:
+            _restore(generator, states[name])
+
+
+def _generators(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, random.Random):
+        version, numbers, gauss = generator.getstate()
+        return [version, list(numbers), gauss]
+    if isinstance(generator, np.random.RandomState):
+        return _plain(generator.get_state(legacy=False))
+    return _plain(generator.bit_generator.state)
+
+
+def _restore(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.tensor(state, dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        version, numbers, gauss = state
+        generator.setstate((version, tuple(numbers), gauss))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_arrays(state))
+    else:
+        generator.bit_generator.state = _arrays(state)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, np.ndarray):
+        return {"dtype": str(value.dtype), "values": value.tolist()}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _arrays(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"dtype", "values"}:
+        return np.array(value["values"], dtype=value["dtype"])
+    return {name: _arrays(each) for name, each in value.items()}
+
+
+# That all ranks read the same data, and the same that was checked before they started.
+
+
+def require_same_data(collectives: Collectives, mine: Mapping[str, Any], checked: Mapping[str, Any] | None) -> None:
+    """Compare what the dataset of each rank is. Collective: one number from each, and more where they differ.
+
+    Args:
+        mine: what this rank has, by `zerotrain.data.fetch`.
+        checked: what the process had that checked the data before any rank started; None where nobody did.
+
+    Raises:
+        ConfigError: on every rank, with a line for each thing that differs.
+    """
+    number = torch.tensor([_number(mine)], dtype=torch.int64, device=collectives.world.device)
+    numbers = collectives.gather_small(number, name="data").flatten().tolist()
+    if len(set(numbers)) > 1:
+        by_rank = collectives.gather_objects(dict(mine), name="data")
+        advice = "give all machines the same files, and seed what a dataset draws alike on all ranks"
+        named = {f"on rank {rank}": each for rank, each in enumerate(by_rank)}
+        raise ConfigError(*_differences(named, "the ranks differ", advice))
+    if checked is not None and dict(checked) != dict(mine):
+        advice = (
+            "nothing may write to the data or to its folder while a run starts, and a dataset with random items must "
+            "seed its generators; start the run again"
+        )
+        raise ConfigError(
+            *_differences(
+                {"when it was checked": checked, "on all ranks": mine}, "it has changed since it was checked", advice
+            )
+        )
+
+
+def _differences(by_holder: Mapping[str, Mapping[str, Any]], what: str, advice: str) -> list[str]:
+    names = dict.fromkeys(name for each in by_holder.values() for name in each)
+    lines = []
+    for name in names:
+        holders: dict[Any, list[str]] = {}
+        for holder, each in by_holder.items():
+            holders.setdefault(each.get(name, "nothing"), []).append(holder)
+        if len(holders) > 1:
+            said = ", ".join(f"{value} {_listed(on)}" for value, on in holders.items())
+            lines.append(f"data: {what}: {name.replace('_', ' ')}: {said}; {advice}")
+    return lines
+
+
+def _listed(holders: Sequence[str]) -> str:
+    """Several ranks as "on ranks 0, 1"."""
+    first, *others = holders
+    return first.replace("rank", "ranks") + "".join(f", {each.split()[-1]}" for each in others) if others else first
+
+
+def _number(fingerprint: Mapping[str, Any]) -> int:
+    text = json.dumps(fingerprint, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+
+# The random numbers of a run: a function of where they are drawn, so that no generator's state need ever be kept.
+
+
+_NUMPY_SEEDS = 1 << 32
+
+
+def seed_leaf(seed: int, step: int, virtual_rank: int, micro_batch: int) -> None:
+    """Seed torch's, Python's and numpy's generators for one micro-batch, whichever rank runs it and whatever has been
+    drawn before.
+
+    Args:
+        seed: of the run.
+        step: number of the global batch, from 0.
+        micro_batch: number within the virtual rank, from 0.
+    """
+    place = f"{seed} {step} {virtual_rank} {micro_batch}"
+    number = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8])
+    seed_torch(number)
+    random.seed(number)
+    np.random.seed(number % _NUMPY_SEEDS)

@@ -1,1 +1,0 @@
-"""Keeps runs and ranks the same: seeds, generators, data."""
