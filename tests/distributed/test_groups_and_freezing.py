@@ -16,8 +16,7 @@ from zerotrain.config.schema import Config, PrecisionGroup, TrainConfig, ZeroGro
 from zerotrain.data import SyntheticTokens
 from zerotrain.data.batches import GlobalBatchSampler
 from zerotrain.models import GPT
-from zerotrain.run.factory import build_engine_of
-from zerotrain.run.trained import frozen_steps
+from zerotrain.run.factory import build_engine_of, frozen_steps
 from zerotrain.settings import OffloadConfig
 from zerotrain.training import Trainer, warmup_cosine
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy

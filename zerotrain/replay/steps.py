@@ -14,8 +14,7 @@ from zerotrain.config.schema import Config
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.errors import ConfigError
-from zerotrain.run.factory import build, build_collate, build_data, build_engine_of, build_validation_sets
-from zerotrain.run.trained import frozen_steps
+from zerotrain.run.factory import build, build_collate, build_data, build_engine_of, build_validation_sets, frozen_steps
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy, Resumed, RunCheckpoints
 from zerotrain.training.callbacks.stages import RunFreezing
 from zerotrain.training.feed import TrainingFeed

@@ -18,7 +18,7 @@ from zerotrain.engine.model.deferred import MIN_NBYTES, deferred_init  # noqa: E
 from zerotrain.errors import ConfigError  # noqa: E402
 from zerotrain.models import HuggingFaceModel  # noqa: E402
 from zerotrain.models.huggingface import find_weights, load_weights  # noqa: E402
-from zerotrain.run.trained import freeze  # noqa: E402
+from zerotrain.run.factory import freeze  # noqa: E402
 from zerotrain.testing.fake_wire import run_threads  # noqa: E402
 
 GPT2 = {"model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 16}

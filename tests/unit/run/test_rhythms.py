@@ -7,7 +7,7 @@ import pytest
 from tests.unit.run.preflight.test_length import Rows, config_with
 from zerotrain.config.schema import CheckpointConfig
 from zerotrain.errors import ConfigError
-from zerotrain.run.rhythms import RHYTHMS, require_rhythms, rhythms_in_steps
+from zerotrain.run.factory import RHYTHMS, require_rhythms, rhythms_in_steps
 
 
 def rhythms(given: Any, rows: Any = None, num_ranks: int = 1, **train: Any) -> list[int | None]:

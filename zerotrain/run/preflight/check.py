@@ -34,7 +34,11 @@ from zerotrain.run.factory import (
     build_on_meta,
     build_optimizer_factory,
     ended_in,
+    freeze,
+    frozen_steps,
     in_group,
+    require_groups,
+    require_rhythms,
     try_schedule,
 )
 from zerotrain.run.preflight.data import (
@@ -49,8 +53,6 @@ from zerotrain.run.preflight.data import (
 from zerotrain.run.preflight.length import take_max_steps
 from zerotrain.run.preflight.memory_room import Room, refusing_too_large, require_memory, require_rows
 from zerotrain.run.preflight.room import Ranks, require_room
-from zerotrain.run.rhythms import require_rhythms
-from zerotrain.run.trained import freeze, frozen_steps, require_groups
 from zerotrain.sharding.units import cut_units, model_parameters, walk
 from zerotrain.training.callbacks.stages import stage_at, stages_from
 

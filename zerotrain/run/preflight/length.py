@@ -10,7 +10,7 @@ from zerotrain.config.schema import Config
 from zerotrain.config.words import word
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import MAX_INT, Natural, is_kind
-from zerotrain.run.rhythms import batch_size_of, tokens_per_sequence
+from zerotrain.run.factory import batch_size_of, tokens_per_sequence
 from zerotrain.settings import problems_in
 from zerotrain.training.callbacks.checkpoints import OF_TRAINER
 
