@@ -35,9 +35,7 @@ from benchmarks.report import markdown
 from benchmarks.rounds import REPOSITORY, machine
 from zerotrain.comm.world import World
 from zerotrain.config.schema import Config, ModelSwitches
-from zerotrain.planning.optimizer import look_at
-from zerotrain.planning.rehearsal import Rehearsals
-from zerotrain.planning.wire import Links
+from zerotrain.preflight.rehearsal import Links, Rehearsals, look_at
 from zerotrain.run.factory import build, build_engine_of
 from zerotrain.testing.ranks import RankError, run_ranks
 

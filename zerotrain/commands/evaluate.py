@@ -37,11 +37,11 @@ from zerotrain.launching.job.restarts import Attempts
 from zerotrain.launching.start.fork_server import open_fork_server
 from zerotrain.launching.start.spawn import run_ranks
 from zerotrain.launching.start.worker import exit_now
-from zerotrain.planning.auto import unchosen_problems
+from zerotrain.preflight.check import check
+from zerotrain.preflight.choice import unchosen_problems
 from zerotrain.run import evaluating
 from zerotrain.run.exported import ADAPTERS, MERGED, opened_or_exported
 from zerotrain.run.factory import build_on_meta
-from zerotrain.run.preflight import check as preflight
 from zerotrain.run.saved import OfRun, SavedRun
 from zerotrain.run.trust import TARGET, are_known, names_others, require_trusted
 from zerotrain.settings import OffloadGroup
@@ -349,7 +349,7 @@ def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]
 
 def _checked(config: Config, run: OfRun, averaged: bool, num_local: int, num_ranks: int) -> dict[str, Any]:
     """The data as it is after all that can be checked without ranks. A ConfigError with every problem found."""
-    data = preflight.check(config, num_local, num_ranks, like=run.data_fingerprint)
+    data = check(config, num_local, num_ranks, like=run.data_fingerprint)
     if not data["validation_rows"] and not config.validation_set_targets:
         raise ConfigError("data.validation is empty, so that there is nothing to evaluate on; give other data")
     model = build_on_meta(config)

@@ -250,7 +250,7 @@ def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
     config, problems = to_config(composed)
     problems += value_problems(config) + length_problems(config)
     if config.train.num_epochs is not None or config.train.max_tokens is not None:
-        config.train.max_steps = None  # until the data has told it, see `zerotrain.run.preflight.length`
+        config.train.max_steps = None  # until the data has told it, see `zerotrain.preflight.check`
     return config, problems + class_problems(config) + callback_problems(config)
 
 

@@ -282,7 +282,7 @@ def run(
         overrides, config_hash: repeated in result.json.
         enter: told what is done from then on, such as "training".
         begin: told the number of each step, from 1, as it begins.
-        data_checked: what the data was for `zerotrain.run.preflight.check.check`.
+        data_checked: what the data was for `zerotrain.preflight.check.check`.
         resume_from: checkpoints to go on from, the best first.
         restarts: repeated in result.json too.
         stage: to build the engine at, which the first of `resume_from` is due to go on at; None: the run's first.

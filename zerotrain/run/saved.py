@@ -20,9 +20,9 @@ from zerotrain.config.schema import Config
 from zerotrain.config.words import REMOVED, word
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
-from zerotrain.planning.auto import unchosen_problems
+from zerotrain.preflight.choice import unchosen_problems
+from zerotrain.preflight.room import LiveParameters, watching_parameters
 from zerotrain.run.factory import averages_in, build, build_on_meta, in_group
-from zerotrain.run.live_parameters import LiveParameters, watching_parameters
 from zerotrain.run.trust import require_trusted
 from zerotrain.training.callbacks.checkpoints import OF_TRAINER
 

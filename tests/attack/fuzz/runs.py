@@ -31,8 +31,7 @@ from zerotrain.launching.job import folder_lock
 from zerotrain.launching.job.earlier import folder_problems
 from zerotrain.launching.job.job import Job, write_ending
 from zerotrain.launching.sweep import status_line
-from zerotrain.planning.auto import asked_hash
-from zerotrain.planning.choice import as_chosen
+from zerotrain.preflight.choice import as_chosen, asked_hash
 from zerotrain.replay.record import read_record
 from zerotrain.replay.steps import _other_data, of_replay
 from zerotrain.report.curves import AXES, read_curves

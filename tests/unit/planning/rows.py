@@ -12,10 +12,8 @@ from torch.profiler import profile
 from zerotrain.comm.world import World
 from zerotrain.config.schema import Config, ModelSwitches
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.planning.live import LiveMemory
-from zerotrain.planning.optimizer import look_at
-from zerotrain.planning.rehearsal import Rehearsals, StagePlan, name_state
-from zerotrain.planning.wire import Links
+from zerotrain.preflight.rehearsal import Links, Rehearsals, StagePlan, look_at, name_state
+from zerotrain.preflight.unreal import LiveMemory
 from zerotrain.run.factory import build, build_engine_of
 
 TABLE = Path(__file__).resolve().parents[3] / "docs/results/plan.md"

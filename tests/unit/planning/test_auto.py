@@ -5,7 +5,7 @@ import pytest
 from zerotrain.config.checks import value_problems, without_effect
 from zerotrain.config.compose import from_values
 from zerotrain.config.schema import Config, ZeroGroup
-from zerotrain.planning.auto import asked_hash, unchosen_problems, with_least_memory, with_values
+from zerotrain.preflight.choice import asked_hash, unchosen_problems, with_least_memory, with_values
 from zerotrain.settings import autos_of
 
 

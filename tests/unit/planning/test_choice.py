@@ -17,11 +17,10 @@ import torch
 from tests.unit.planning.rows import MODELS, Row
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError
-from zerotrain.planning.auto import with_least_memory
-from zerotrain.planning.choice import as_chosen, choose
-from zerotrain.planning.plan import PLAN_NAME, Memory, Planner, RunPlan
-from zerotrain.planning.rehearsal import StagePlan
-from zerotrain.run.preflight.room import Ranks
+from zerotrain.preflight.choice import as_chosen, choose, with_least_memory
+from zerotrain.preflight.plan import PLAN_NAME, Memory, Planner, RunPlan
+from zerotrain.preflight.rehearsal import StagePlan
+from zerotrain.preflight.room import Ranks
 
 SYNTHETIC = {"_target_": "zerotrain.data.SyntheticTokens", "seq_len": 24, "vocab_size": 64}
 
@@ -180,9 +179,9 @@ def test_plans_that_a_child_makes_are_those_that_are_made_here(tmp_path: Path):
         "from pathlib import Path\n"
         "from tests.unit.planning.test_choice import asking, memory_of\n"
         "from zerotrain.device import processes\n"
-        "from zerotrain.planning.auto import with_least_memory\n"
-        "from zerotrain.planning.plan import Planner\n"
-        "from zerotrain.run.preflight.room import Ranks\n"
+        "from zerotrain.preflight.choice import with_least_memory\n"
+        "from zerotrain.preflight.plan import Planner\n"
+        "from zerotrain.preflight.room import Ranks\n"
         "config = with_least_memory(asking())\n"
         "planner = Planner(config, Ranks(2, 2), memory_of(config, 2), Path(sys.argv[1]))\n"
         "assert processes.may_fork()\n"

@@ -7,9 +7,8 @@ import pytest
 from rich.console import Console
 
 from zerotrain.config.schema import Config, ModelSwitches
-from zerotrain.planning.plan import Memory, RunPlan
-from zerotrain.planning.rehearsal import StagePlan
-from zerotrain.planning.table import print_plan
+from zerotrain.preflight.plan import Memory, RunPlan, print_plan
+from zerotrain.preflight.rehearsal import StagePlan
 from zerotrain.settings import PrecisionGroup
 
 MB = 1_000_000

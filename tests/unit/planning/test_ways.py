@@ -11,15 +11,17 @@ from tests.unit.planning.test_choice import Remembering, asking, with_room_for
 from zerotrain.comm.world import World
 from zerotrain.config.checks import value_problems
 from zerotrain.config.schema import Config
-from zerotrain.planning.auto import (
+from zerotrain.preflight.choice import (
+    Choice,
     allowed,
+    as_chosen,
     asked_hash,
+    choose,
     ways_beside_stages,
     with_least_memory,
     with_values,
 )
-from zerotrain.planning.choice import Choice, as_chosen, choose
-from zerotrain.planning.plan import Planner
+from zerotrain.preflight.plan import Planner
 from zerotrain.run.factory import build_engine_of
 
 NAMES = ["zero.stage", "train.micro_batch_size", "model.activation_checkpointing", "offload.optimizer"]

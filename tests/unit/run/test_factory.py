@@ -13,9 +13,9 @@ from zerotrain.comm.world import World
 from zerotrain.commands.evaluate import evaluate
 from zerotrain.config.schema import CheckpointConfig, Config, ZeroGroup
 from zerotrain.errors import ConfigError, TrainingError
+from zerotrain.preflight import check as preflight
 from zerotrain.run import factory
 from zerotrain.run.factory import rhythms_in_steps
-from zerotrain.run.preflight import check as preflight
 
 GPT = {
     "_target_": "zerotrain.models.GPT",

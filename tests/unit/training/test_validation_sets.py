@@ -15,9 +15,9 @@ from zerotrain.config.schema import Config
 from zerotrain.data import GlobalBatchSampler, Mix, SyntheticTokens
 from zerotrain.data.fetch import fingerprint_of
 from zerotrain.errors import ConfigError
+from zerotrain.preflight import check as preflight
+from zerotrain.preflight.check import require_callbacks_fit, require_outputs
 from zerotrain.run import factory
-from zerotrain.run.preflight import check as preflight
-from zerotrain.run.preflight.data import require_callbacks_fit, require_outputs
 from zerotrain.training import Accuracy, Metric, Perplexity
 from zerotrain.training.callbacks.evaluation import evaluate_all
 

@@ -21,9 +21,8 @@ from zerotrain.launching.end import exits
 from zerotrain.launching.job import earlier, resuming
 from zerotrain.launching.job.scheduled import set_code_when_stopped
 from zerotrain.launching.job.started import start_problems
-from zerotrain.run.preflight import check as preflight
-from zerotrain.run.preflight.length import length_given
-from zerotrain.run.preflight.room import file_problems, is_on_host
+from zerotrain.preflight.check import check, length_given
+from zerotrain.preflight.room import file_problems, is_on_host
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def require_sound(
         settings = {problem.partition(":")[0] for problem in problems}
         try:
             with one_thread():
-                data_checked = preflight.check(config, started.num_local, started.num_ranks, manifest, run_dir)
+                data_checked = check(config, started.num_local, started.num_ranks, manifest, run_dir)
         except ConfigError as error:
             problems += [each for each in error.problems if each.partition(":")[0] not in settings]
     if not has_length and not problems:

@@ -3,7 +3,7 @@
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import Config
 from zerotrain.device.kinds import num_gpus
-from zerotrain.run.preflight.room import Ranks
+from zerotrain.preflight.room import Ranks
 
 
 def device_for(wanted: str, num_local_ranks: int, num_gpus: int) -> tuple[str, str | None]:

@@ -15,12 +15,10 @@ from zerotrain.config.schema import Config
 from zerotrain.device.processes import beside
 from zerotrain.errors import ConfigError
 from zerotrain.launching.end import exits
-from zerotrain.planning.auto import values_in, with_values
-from zerotrain.planning.choice import Choice, as_chosen, choose, chosen_named
-from zerotrain.planning.plan import PLAN_NAME, Memory, Planner
-from zerotrain.planning.rehearsal import StagePlan
-from zerotrain.planning.table import print_plan
-from zerotrain.run.preflight.room import Ranks
+from zerotrain.preflight.choice import Choice, as_chosen, choose, chosen_named, values_in, with_values
+from zerotrain.preflight.plan import PLAN_NAME, Memory, Planner, print_plan
+from zerotrain.preflight.rehearsal import StagePlan
+from zerotrain.preflight.room import Ranks
 from zerotrain.settings import autos_of
 from zerotrain.training.report import PlannedUsage
 

@@ -41,10 +41,9 @@ from zerotrain.launching.start.torchrun import job_exchange, run_here
 from zerotrain.launching.sweep.driver import joined
 from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member, Value, named_by_trial
 from zerotrain.launching.sweep.slots import devices_of_own
-from zerotrain.planning.auto import with_least_memory
-from zerotrain.planning.choice import as_chosen
+from zerotrain.preflight.choice import as_chosen, with_least_memory
+from zerotrain.preflight.room import in_memory
 from zerotrain.report.journal import JournalError
-from zerotrain.run.preflight.room import in_memory
 from zerotrain.training.callbacks.stages import stage_at, stages_named
 from zerotrain.training.request import is_over
 from zerotrain.training.result import RESULT_NAME, code_of_stop, read_result

@@ -13,8 +13,8 @@ from zerotrain.config.schema import Config
 from zerotrain.engine.options import dotted
 from zerotrain.files.untrusted import UntrustedFileError, kind_of, read_regular, shown
 from zerotrain.launching.job.job import COMPOSITION, CONFIG_NAME, RANKS
-from zerotrain.planning.choice import as_chosen
-from zerotrain.planning.plan import PLAN_NAME
+from zerotrain.preflight.choice import as_chosen
+from zerotrain.preflight.plan import PLAN_NAME
 from zerotrain.training.result import METRICS_NAME, RESULT_NAME, STEPS_NAME, read_result
 
 AUTO = "auto"

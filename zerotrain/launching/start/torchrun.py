@@ -29,7 +29,7 @@ from zerotrain.launching.end.failures import Failure, first_failure, lost_folder
 from zerotrain.launching.job.job import Job, write_ending
 from zerotrain.launching.start.preparing import prepare_everywhere
 from zerotrain.launching.start.worker import exit_now, run_rank
-from zerotrain.run.preflight.check import prepare_data
+from zerotrain.preflight.check import prepare_data
 
 _JOB_KEY = "job"
 _RUN_DIR_KEY = "run_dir"

@@ -101,9 +101,9 @@ with importing():
     from tests.unit.planning.test_choice import asking
     from zerotrain.device.memory import own_nbytes
     from zerotrain.launching.command.planned import chosen
-    from zerotrain.planning.auto import with_least_memory
-    from zerotrain.planning.choice import as_chosen
-    from zerotrain.run.preflight.room import Ranks
+    from zerotrain.preflight.choice import with_least_memory
+    from zerotrain.preflight.choice import as_chosen
+    from zerotrain.preflight.room import Ranks
 store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 asked = asking("mixtral")
 before = own_nbytes()

@@ -16,8 +16,8 @@ from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, Prec
 from zerotrain.data import SyntheticTokens
 from zerotrain.errors import ConfigError
 from zerotrain.models import GPT as GPT_CLASS
+from zerotrain.preflight import check as preflight
 from zerotrain.run import factory
-from zerotrain.run.preflight import check as preflight
 from zerotrain.settings import OffloadConfig
 
 MLP = {"_target_": "zerotrain.models.MLP", "vocab_size": 256, "context": 2, "hidden_size": 8, "num_layers": 2}

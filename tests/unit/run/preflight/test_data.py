@@ -11,8 +11,8 @@ from torch.utils.data import Dataset, IterableDataset
 from tests.unit.run.test_factory import ADAMW, GPT
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.errors import ConfigError
-from zerotrain.run.preflight import check as preflight
-from zerotrain.run.preflight.data import require_callbacks_fit
+from zerotrain.preflight import check as preflight
+from zerotrain.preflight.check import require_callbacks_fit
 
 CONSTANT = {"_target_": "zerotrain.training.constant", "_partial_": True}
 

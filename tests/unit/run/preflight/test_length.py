@@ -9,8 +9,8 @@ from tests.unit.run.test_factory import ADAMW, COSINE, GPT, SYNTHETIC
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.config.schema import Config, TrainConfig
 from zerotrain.errors import ConfigError
-from zerotrain.run.preflight import check as preflight
-from zerotrain.run.preflight.length import take_max_steps
+from zerotrain.preflight import check as preflight
+from zerotrain.preflight.check import take_max_steps
 
 NUM_SEQUENCES = 1000
 

@@ -12,11 +12,10 @@ from tests.unit.run.preflight.test_check import config
 from tests.unit.run.test_factory import ADAMW
 from zerotrain.config.schema import Config, PlanConfig, PrecisionGroup, TrainConfig, ZeroGroup
 from zerotrain.errors import ConfigError
+from zerotrain.preflight import check as preflight
+from zerotrain.preflight import room as memory_room
+from zerotrain.preflight.room import Ranks, Room, refusing_too_large, require_memory
 from zerotrain.run.factory import build, build_on_meta
-from zerotrain.run.preflight import check as preflight
-from zerotrain.run.preflight import memory_room
-from zerotrain.run.preflight.memory_room import Room, refusing_too_large, require_memory
-from zerotrain.run.preflight.room import Ranks
 from zerotrain.settings import OffloadConfig
 
 MOMENTUM = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1, "momentum": 0.9}

@@ -13,9 +13,9 @@ from tests.unit.run.preflight.test_check import config
 from zerotrain.config.schema import Config, OffloadGroup, PrecisionGroup, ZeroGroup
 from zerotrain.errors import ConfigError
 from zerotrain.offload.tier import SAMPLE_NBYTES
+from zerotrain.preflight import room as offload_room
+from zerotrain.preflight.room import Ranks, file_problems, in_memory, require_room
 from zerotrain.run.factory import build_on_meta
-from zerotrain.run.preflight import room as offload_room
-from zerotrain.run.preflight.room import Ranks, file_problems, in_memory, require_room
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -12,7 +12,7 @@ from rich.console import Console
 import zerotrain
 from zerotrain.config.schema import Config, TrainConfig
 from zerotrain.errors import ConfigError
-from zerotrain.run.preflight.data import require_prompts
+from zerotrain.preflight.check import require_prompts
 from zerotrain.training.callbacks.sample import show_sample
 
 VOCAB_SIZE = 128

@@ -8,23 +8,253 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from zerotrain.comm.collectives import MAX_RANKS_OF_EXCHANGE
+from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Reduction, ReductionSpec, Wire, Zeros
+from zerotrain.comm.wires import CHUNK_NUMEL, ring_nbytes
 from zerotrain.comm.world import Shards, World
 from zerotrain.config.schema import Config
 from zerotrain.data.fetch import as_inputs, with_tensors
 from zerotrain.device.kinds import rehearsing
 from zerotrain.engine.buckets.home import OPTIMIZER_WINDOWS, Homes
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.engine.groups.optimizers import OptimizerFactory
+from zerotrain.engine.groups.optimizers import OptimizerFactory, build_optimizer, updates_whole
 from zerotrain.engine.optimizer_step import update_all
 from zerotrain.errors import ConfigError
 from zerotrain.offload.tier import PAGE_NBYTES
-from zerotrain.planning.live import OTHERS, SCRATCH, LiveMemory
-from zerotrain.planning.optimizer import RehearsedFactory, Seen
-from zerotrain.planning.unreal import Unreal, attention_of, nothing_known
-from zerotrain.planning.wire import Links
+from zerotrain.preflight.unreal import OTHERS, SCRATCH, LiveMemory, Unreal, attention_of, nothing_known
 from zerotrain.run.factory import averages_in, build_engine_of, build_on_meta
+
+# An optimizer whose step is rehearsed: on small tensors it is seen what it keeps of an element, and takes for it.
+
+
+SAMPLE_NUMEL = 2**14
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Bytes and state of an optimizer that works on elements."""
+
+    states: dict[str, torch.dtype]
+    """State of the shape of what is updated, by name."""
+    counters: dict[str, torch.dtype]
+    """State that is one number."""
+    taken: float
+    """Bytes alive for a moment in a step, for each element of a tensor."""
+    at_once: bool
+    """Whether they are of all tensors at once, and not of one after the other."""
+
+
+def look_at(factory: OptimizerFactory, *, on_host: bool) -> Seen | None:
+    """Make two steps on the CPU; None of an optimizer that updates all its tensors whole.
+
+    Args:
+        on_host: False: to be seen as on a GPU; where torch takes many tensors at once there, it does here.
+    """
+    if updates_whole(factory) and not hasattr(factory, "needs_whole"):
+        return None
+    taken = [_taken(factory, num, on_host=on_host) for num in (1, 2)]
+    kept = {name: value for name, value in taken[0][1].items() if isinstance(value, torch.Tensor)}
+    states = {name: value.dtype for name, value in kept.items() if value.shape == (SAMPLE_NUMEL,)}
+    counters = {name: value.dtype for name, value in kept.items() if value.ndim == 0}
+    return Seen(states, counters, taken[0][0] / SAMPLE_NUMEL, at_once=taken[1][0] > 1.5 * taken[0][0])
+
+
+def _taken(factory: OptimizerFactory, num: int, *, on_host: bool) -> tuple[int, dict[str, Any]]:
+    params = [torch.zeros(SAMPLE_NUMEL) for _ in range(num)]
+    optimizer = build_optimizer(factory, [{"params": params, "name": "matrices"}])
+    for group in optimizer.param_groups:
+        if not on_host and group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+    for each in params:
+        each.grad = torch.zeros_like(each)
+    optimizer.step()
+    with LiveMemory() as live:
+        for each in params:
+            live.name("kept", each, *(() if each.grad is None else (each.grad,)))
+        for value in (value for state in optimizer.state.values() for value in state.values()):
+            if isinstance(value, torch.Tensor):
+                live.name("kept", value)
+        before = live.nbytes
+        optimizer.step()
+    return live.peak_nbytes - before, next(iter(optimizer.state.values()), {})
+
+
+class RehearsedFactory:
+    """Makes the optimizers of a rehearsal. Those of tensors with values are made as ever.
+
+    Args:
+        factory: makes the optimizers of the run.
+        seen: see `look_at`.
+    """
+
+    def __init__(self, factory: OptimizerFactory, seen: Seen | None) -> None:
+        self._factory, self._seen = factory, seen
+        self._made: dict[str, torch.optim.Optimizer] = {}
+        """On one number for each group, by the groups' settings: buckets are many and alike."""
+
+    def __getattr__(self, name: str) -> Any:
+        """The factory's other attributes, such as `needs_whole`."""
+        return getattr(self._factory, name)
+
+    def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """See `OptimizerFactory`."""
+        is_real = not all(each.is_meta for group in groups for each in group["params"])
+        if is_real or self._seen is None or str(groups[0].get("name")).startswith("whole "):
+            return self._factory(groups)
+        key = repr([group | {"params": None} for group in groups])
+        if key not in self._made:
+            self._made[key] = self._factory([group | {"params": [torch.zeros(1)]} for group in groups])
+        made = self._made[key]
+        given = [{**group, "params": named["params"]} for group, named in zip(made.param_groups, groups, strict=True)]
+        return RehearsedOptimizer(given, made.defaults, self._seen)
+
+
+class RehearsedOptimizer(torch.optim.Optimizer):
+    """Has the state and takes the memory that the real one would."""
+
+    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], seen: Seen) -> None:
+        self._seen = seen
+        super().__init__(groups, defaults)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update nothing."""
+        updated = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        for each in updated:
+            for name, dtype in self._seen.states.items():
+                if name not in self.state[each]:
+                    self.state[each][name] = torch.empty_like(each, dtype=dtype)
+            for name, dtype in self._seen.counters.items():
+                if name not in self.state[each]:
+                    self.state[each][name] = torch.empty((), dtype=dtype, device=each.device)
+        numels = [each.numel() for each in updated]
+        for numel in [sum(numels)] if self._seen.at_once else numels:
+            torch.empty(int(numel * self._seen.taken), dtype=torch.uint8, device="meta")
+
+
+# A wire to ranks that are not there: nothing is sent, and what real handles borrow on the way is borrowed.
+
+
+@dataclass(frozen=True)
+class Links:
+    """The ways in which the ranks of a run send: which handles of `process_groups` they would have."""
+
+    num_ranks: int
+    on_host: bool
+    ordered: bool
+    """Reductions are added by one tree."""
+
+    @property
+    def posts_receives(self) -> bool:
+        """Whether the receives of a reduction are posted ahead."""
+        return self.on_host and self.ordered and self.num_ranks <= MAX_RANKS_OF_EXCHANGE
+
+    def num_received(self, *, widens: bool) -> int:
+        """The number of ranks' parts that a reduction receives into a buffer.
+
+        Args:
+            widens: the result is of another dtype than what is sent.
+        """
+        if not self.ordered:
+            return int(widens)
+        return self.num_ranks - self.posts_receives
+
+    def added_nbytes(self, numel: int) -> int:
+        """Bytes that one mean over `numel` elements of each rank is added in."""
+        pairs = (self.num_ranks + 1) // 2
+        return 4 * pairs * (min(numel, max(1, CHUNK_NUMEL // pairs)) if self.on_host else numel)
+
+    def wire(self, zeros: Zeros) -> Wire:
+        """The wire of a rank.
+
+        Args:
+            zeros: makes the buffers of a step.
+        """
+
+        def alike(values: torch.Tensor, _: str) -> torch.Tensor:
+            """Zeros of each rank, which are known: what ranks compare is alike."""
+            return torch.zeros(self.num_ranks, values.numel(), dtype=values.dtype)
+
+        return Wire(
+            gather=lambda spec: _Gather(spec, self.num_ranks),
+            reduction=lambda spec: _Reduction(spec, self),
+            exchange=_Exchange,
+            gather_small=alike,
+            broadcast=lambda _values, _source: None,
+            store=dist.HashStore,
+            zeros=zeros,
+        )
+
+
+class _Gather(Gather):
+    def __init__(self, spec: GatherSpec, num_ranks: int) -> None:
+        super().__init__(spec)
+        self.sent_nbytes = ring_nbytes(spec.full, num_ranks)
+
+    def _issue(self) -> None:
+        pass
+
+    def _wait(self) -> None:
+        pass
+
+    def _done(self) -> bool:
+        return True
+
+
+class _Reduction(Reduction):
+    """It is done when it must be, since the others may be late: what it holds it holds as long as it may."""
+
+    def __init__(self, spec: ReductionSpec, links: Links) -> None:
+        super().__init__(spec)
+        self._links = links
+        self._num_received = links.num_received(widens=self._pool.dtype.itemsize != self.out.itemsize)
+        num_sent = 2 if links.on_host and not links.ordered else 1  # of gloo's own, each byte is sent twice
+        self.sent_nbytes = num_sent * self._part_nbytes * (links.num_ranks - 1)
+
+    def _prepare(self) -> None:
+        if self._links.posts_receives:
+            self._receive()
+
+    def _issue(self) -> None:
+        self._receive()
+
+    def _receive(self) -> None:
+        if self._num_received and self._received is None:
+            self._borrow(self._num_received)
+
+    def _wait(self) -> None:
+        pass
+
+    def _done(self) -> bool:
+        return self._links.num_ranks == 1
+
+    def _complete(self) -> None:
+        if self._links.ordered and self.num_leaves > 1:
+            torch.empty(self._links.added_nbytes(self.out.numel()), dtype=torch.uint8, device=self.out.device)
+        self._withdraw()
+        super()._complete()
+
+    def _withdraw(self) -> None:
+        if self._received is not None:
+            self._give_back()
+
+
+class _Exchange(Exchange):
+    def __init__(self, spec: ExchangeSpec) -> None:
+        super().__init__(spec.name, spec.journal)
+        self.sent_nbytes = spec.sent.nbytes
+
+    def _issue(self) -> None:
+        pass
+
+    def _wait(self) -> None:
+        pass
+
+    def _done(self) -> bool:
+        return True
+
 
 MAX_MICRO_BATCHES = 2
 """A virtual rank rehearses no more: each further one is like the second."""

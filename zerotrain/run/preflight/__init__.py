@@ -1,1 +1,0 @@
-"""Checks that run before any rank starts."""
