@@ -37,7 +37,7 @@ from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
 from zerotrain.commands.export.command import main as export
 from zerotrain.config.schema import Config
 from zerotrain.run import factory
-from zerotrain.run.exported import ABOUT
+from zerotrain.saved.saved import ABOUT
 
 PYTHON = "open({canary!r}, 'w').close()\n"
 SHORT = ("--prompt", "a", "--max-tokens", "1")

@@ -39,11 +39,10 @@ from zerotrain.launching.start.spawn import run_ranks
 from zerotrain.launching.start.worker import exit_now
 from zerotrain.preflight.check import check
 from zerotrain.preflight.choice import unchosen_problems
-from zerotrain.run import evaluating
-from zerotrain.run.exported import ADAPTERS, MERGED, opened_or_exported
 from zerotrain.run.factory import build_on_meta
-from zerotrain.run.saved import OfRun, SavedRun
-from zerotrain.run.trust import TARGET, are_known, names_others, require_trusted
+from zerotrain.saved import evaluating
+from zerotrain.saved.saved import ADAPTERS, MERGED, OfRun, SavedRun, opened_or_exported
+from zerotrain.saved.trust import TARGET, are_known, names_others, require_trusted
 from zerotrain.settings import OffloadGroup
 from zerotrain.training.callbacks.stages import stage_at
 from zerotrain.training.metrics import Metric

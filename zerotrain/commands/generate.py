@@ -10,7 +10,7 @@ import torch
 from zerotrain.commands.frame import RUN, TRUST, WEIGHTS, exit_code, is_averaged, parser_of
 from zerotrain.errors import ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
-from zerotrain.run.text_model import TextModel, text_model
+from zerotrain.saved.text_model import TextModel, text_model
 from zerotrain.training.callbacks.sample import next_token
 
 EXAMPLES = """\

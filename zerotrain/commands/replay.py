@@ -36,8 +36,8 @@ from zerotrain.replay.report import StepReport, batch_of, report_of
 from zerotrain.replay.steps import ReplayedSteps, of_replay, opened_steps
 from zerotrain.replay.tables import print_around, print_report
 from zerotrain.run.factory import join_ranks
-from zerotrain.run.saved import NO_CONFIG, config_from
-from zerotrain.run.trust import require_trusted
+from zerotrain.saved.saved import NO_CONFIG, config_from
+from zerotrain.saved.trust import require_trusted
 from zerotrain.training.callbacks.record import environment
 from zerotrain.training.result import without_non_finite
 from zerotrain.training.sameness import choose_kernels

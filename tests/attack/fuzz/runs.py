@@ -40,9 +40,9 @@ from zerotrain.report.journal import JOURNAL_NAME, JobEvent, SweepJournal, note_
 from zerotrain.report.page.page import page_of
 from zerotrain.report.rows import read_report
 from zerotrain.report.table import print_table
-from zerotrain.run import text_model
-from zerotrain.run.saved import config_from
-from zerotrain.run.trust import require_trusted
+from zerotrain.saved import text_model
+from zerotrain.saved.saved import config_from
+from zerotrain.saved.trust import require_trusted
 from zerotrain.training.callbacks import early_stopping as pruning
 from zerotrain.training.callbacks import loggers as curves
 from zerotrain.training.callbacks import stages as control

@@ -21,8 +21,7 @@ from zerotrain.commands import inspection as inspect
 from zerotrain.config.schema import Config
 from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.errors import CheckpointError, ConfigError
-from zerotrain.run.exported import ABOUT, opened_or_exported
-from zerotrain.run.saved import opened_run
+from zerotrain.saved.saved import ABOUT, opened_or_exported, opened_run
 from zerotrain.testing.fake_wire import run_threads
 
 CONFIG = asdict(Config(model={"_target_": "zerotrain.models.MLP"}, data={"_target_": "zerotrain.data.SyntheticTokens"}))

@@ -18,7 +18,7 @@ from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError
 from zerotrain.launching.end.failures import RunError
 from zerotrain.run import factory
-from zerotrain.run.exported import ABOUT
+from zerotrain.saved.saved import ABOUT
 from zerotrain.training import Metric
 
 ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3}

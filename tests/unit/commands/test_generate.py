@@ -7,7 +7,7 @@ import torch
 
 from zerotrain.commands.generate import Sampling, continuation
 from zerotrain.errors import ConfigError
-from zerotrain.run.text_model import TextModel
+from zerotrain.saved.text_model import TextModel
 
 VOCAB_SIZE = 100
 

@@ -13,7 +13,7 @@ from zerotrain.config.schema import Config
 from zerotrain.config.words import REMOVED
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.models import GPT
-from zerotrain.run.saved import OfRun, config_from
+from zerotrain.saved.saved import OfRun, config_from
 
 
 @pytest.mark.parametrize(

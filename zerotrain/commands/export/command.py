@@ -20,8 +20,7 @@ from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.terminal import code_of
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.signals import ended_in_order
-from zerotrain.run import exported
-from zerotrain.run.saved import SavedRun, opened_run
+from zerotrain.saved.saved import ADAPTERS, DCP, HUGGING_FACE, MERGED, MODEL, SavedRun, opened_run
 
 EXAMPLES = """\
 By default DIR gets model.safetensors, in parts if it is large. For model=huggingface, from_pretrained opens DIR; for
@@ -181,10 +180,10 @@ def _about(run: SavedRun, asked: Asked) -> dict[str, Any]:
 
 def _form(run: SavedRun, asked: Asked) -> str:
     if asked.dcp:
-        return exported.DCP
+        return DCP
     if not run.is_hugging_face:
-        return exported.MODEL
+        return MODEL
     if asked.merge:
-        return exported.MERGED
+        return MERGED
     has_adapters = any(weights.is_of_adapter(name) for name in run.saved.names)
-    return exported.ADAPTERS if has_adapters else exported.HUGGING_FACE
+    return ADAPTERS if has_adapters else HUGGING_FACE

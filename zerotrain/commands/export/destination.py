@@ -16,7 +16,7 @@ from zerotrain.checkpoint.others.safetensors_and_torch import write_text
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.lock import sync_file, sync_folder
 from zerotrain.files.untrusted import FilePath, UntrustedFileError, read_json
-from zerotrain.run.exported import ABOUT
+from zerotrain.saved.saved import ABOUT
 
 FILES = "files"
 """The key in `ABOUT` of the names of all other files of an export: `--overwrite` removes these alone."""

@@ -8,7 +8,7 @@ import torch
 from zerotrain.errors import ConfigError
 from zerotrain.files.kept_out import refusal
 from zerotrain.files.untrusted import printable
-from zerotrain.run.saved import SavedRun, has_tokenizer
+from zerotrain.saved.saved import SavedRun, has_tokenizer
 
 
 def lora_of(model: Any) -> Any | None:

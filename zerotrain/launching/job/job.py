@@ -71,7 +71,7 @@ class Job:
     stage: int | None = None
     """ZeRO stage that its ranks build their engine at; None: the run's first."""
     evaluates: dict[str, Any] | None = None
-    """The evaluation, as arguments of `zerotrain.run.evaluating.run`; None: the job trains."""
+    """The evaluation, as arguments of `zerotrain.saved.evaluating.run`; None: the job trains."""
     trial: dict[str, Any] | None = None
     """The facts for a pruner, as arguments of `zerotrain.training.callbacks.early_stopping.Trial`; None: there is none."""
     planned: dict[str, Any] | None = None

@@ -24,7 +24,8 @@ from zerotrain.launching.end.presence import Presence, continue_stopped, seen_al
 from zerotrain.launching.end.stopping import stop_in_order
 from zerotrain.launching.job.job import Job, num_threads_per_rank
 from zerotrain.launching.start.rank_log import open_rank_log
-from zerotrain.run import evaluating, factory
+from zerotrain.run import factory
+from zerotrain.saved import evaluating
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 

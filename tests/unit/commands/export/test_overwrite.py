@@ -15,7 +15,7 @@ import torch
 import zerotrain
 from tests.unit.commands.export.test_export import exported, refused
 from zerotrain.commands.export.destination import FILES, require_apart
-from zerotrain.run.exported import ABOUT
+from zerotrain.saved.saved import ABOUT
 
 
 @pytest.fixture(scope="module")

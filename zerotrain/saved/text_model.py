@@ -14,9 +14,8 @@ from zerotrain.device.kinds import num_gpus
 from zerotrain.errors import ConfigError
 from zerotrain.files.kept_out import MAX_NBYTES, refusal, require_no_kernels
 from zerotrain.files.untrusted import read_json
-from zerotrain.run.exported import ONE_SET, exported_run, opened_or_exported
 from zerotrain.run.factory import build_data
-from zerotrain.run.saved import OfRun, has_tokenizer
+from zerotrain.saved.saved import ONE_SET, OfRun, exported_run, has_tokenizer, opened_or_exported
 from zerotrain.training.callbacks.sample import stop_token_of
 
 NO_LIMIT = sys.maxsize
