@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from zerotrain.launching.start.imports import importing
+from zerotrain.launching.imports import importing
 
 with importing():
     import hydra
     from omegaconf import DictConfig
 
     from zerotrain.config.compose import register_schema
-    from zerotrain.launching.command.dispatch import dispatch
+    from zerotrain.launching.command import dispatch
 
 register_schema()
 
@@ -18,7 +18,7 @@ register_schema()
 def main(composed: DictConfig) -> float | None:
     """One job: returns the final validation loss, the objective of a sweeper."""
     with importing():  # imports torch, which tab completion has no need of
-        from zerotrain.launching.command.task import run_job
+        from zerotrain.launching.task import run_job
 
     return run_job(composed)
 

@@ -33,7 +33,7 @@ def run(verb: str, arguments: list[str]) -> None:
         return
     look_here_last()
     from zerotrain.files.terminal import run_command
-    from zerotrain.launching.start.imports import importing
+    from zerotrain.launching.imports import importing
 
     with importing():
         main = importlib.import_module(MODULES[verb]).main

@@ -123,9 +123,9 @@ def after(owner: Any, name: str, look: Callable[..., None]) -> None:
 
 
 def _watch_launcher(striker: Striker) -> None:
-    from zerotrain.launching.job.job import Job
-    from zerotrain.launching.job.restarts import Attempts
-    from zerotrain.launching.start import rank_process, spawn
+    from zerotrain.launching import rank_process, spawn
+    from zerotrain.launching.job import Job
+    from zerotrain.launching.resuming import Attempts
 
     before(rank_process, "main", lambda *_: arm())  # of ranks that are forked from here
     before(Job, "open_folder", lambda *_: striker.passed("launch: before the run's folder is opened"))
@@ -137,7 +137,7 @@ def _watch_training(striker: Striker) -> None:
     import torch.distributed as dist
 
     from zerotrain.engine import optimizer_step
-    from zerotrain.launching.end.presence import Presence
+    from zerotrain.launching.failures import Presence
     from zerotrain.models.gpt import HiddenLayer
     from zerotrain.run import factory
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.files.terminal import LastingStream
-from zerotrain.launching.start import torchrun
+from zerotrain.launching import torchrun
 
 
 def test_a_torchrun_that_takes_no_note_of_its_ranks_end_is_killed_unless_it_could_start_them_again(

@@ -112,7 +112,7 @@ def exit_codes() -> Iterator[str]:
     for verb, text in _helps().items():
         if "Exit code" in text:
             yield f"{verb}: {' '.join(text[text.index('Exit code') :].split())}"
-    exits = importlib.import_module("zerotrain.launching.end.exits")
+    exits = importlib.import_module("zerotrain.launching.exits")
     yield from (f"train: {name} {value}" for name, value in vars(exits).items() if name.isupper())
 
 

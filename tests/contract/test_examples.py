@@ -17,7 +17,7 @@ import yaml
 from zerotrain.commands.slurm import batch_file
 from zerotrain.config.compose import register_schema
 from zerotrain.config.explain import composition_problems
-from zerotrain.launching.command.command_line import composing
+from zerotrain.launching.command import composing
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"

@@ -16,7 +16,7 @@ LISTED = {
     "engine/buckets/home.py: OffloadedHome.tell keeps moved": (
         "the update is made of the weights, whose home moves the memory that the update's spans are parts of"
     ),
-    "launching/end/exits.py: os._exit = _exit": "the interpreter's own, so that no exit is missed",
+    "launching/exits.py: os._exit = _exit": "the interpreter's own, so that no exit is missed",
     "engine/state/save.py: bucket.weights.before_change = partial(self.keep, bucket)": (
         "a save begins and ends while the bucket trains"
     ),

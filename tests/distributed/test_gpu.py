@@ -191,7 +191,7 @@ def test_a_run_trains_evaluates_and_traces_on_the_device(device: str, tmp_path: 
 GROWS = """
 import torch
 from pathlib import Path
-from zerotrain.launching.start.worker import tell_torch_of_gpus
+from zerotrain.launching.worker import tell_torch_of_gpus
 
 tell_torch_of_gpus(Path())
 kept = torch.ones(2**22, device="cuda")

@@ -42,9 +42,9 @@ IMPORTED = (
     "zerotrain.commands.inspection",
     "zerotrain.commands.prepare",
     "zerotrain.data",
-    "zerotrain.launching.command.dispatch",
-    "zerotrain.launching.command.task",
-    "zerotrain.launching.start.rank_process",
+    "zerotrain.launching.command",
+    "zerotrain.launching.task",
+    "zerotrain.launching.rank_process",
     "zerotrain.models",
     "zerotrain.training",
 )
@@ -91,7 +91,7 @@ def become(request: dict) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        import_module("zerotrain.launching.end.exits").end_as_python(code)
+        import_module("zerotrain.launching.exits").end_as_python(code)
 
 
 def set_environment(environment: dict[str, str]) -> None:

@@ -8,8 +8,8 @@ from zerotrain.commands.frame import exit_code, parser_of
 from zerotrain.config.schema import Rhythm
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import duration, printable
-from zerotrain.launching.end import exits
-from zerotrain.launching.end.presence import ALIVE
+from zerotrain.launching import exits
+from zerotrain.launching.failures import ALIVE
 
 EXAMPLES = """\
 For a probe of Kubernetes, or a line of cron. Rank 0 touches RUN/alive when the run enters a phase, such as building the

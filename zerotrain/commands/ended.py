@@ -5,8 +5,8 @@ from pathlib import Path
 
 from zerotrain.commands.frame import exit_code, parser_of
 from zerotrain.files.untrusted import UntrustedFileError, printable
-from zerotrain.launching.end import exits
-from zerotrain.launching.job.job import refusal_in
+from zerotrain.launching import exits
+from zerotrain.launching.job import refusal_in
 from zerotrain.training.result import RESULT_NAME, code_of_stop, read_result
 
 EXAMPLES = """\

@@ -29,14 +29,13 @@ from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.untrusted import printable, read_json
-from zerotrain.launching.command.placing import device_for, num_local_ranks
-from zerotrain.launching.end import exits
-from zerotrain.launching.end.failures import Failure, RunError
-from zerotrain.launching.job.job import Job, num_threads_per_rank
-from zerotrain.launching.job.restarts import Attempts
-from zerotrain.launching.start.fork_server import open_fork_server
-from zerotrain.launching.start.spawn import run_ranks
-from zerotrain.launching.start.worker import exit_now
+from zerotrain.launching import exits
+from zerotrain.launching.failures import Failure, RunError
+from zerotrain.launching.job import Job, num_threads_per_rank
+from zerotrain.launching.resuming import Attempts
+from zerotrain.launching.spawn import open_fork_server, run_ranks
+from zerotrain.launching.task import device_for, num_local_ranks
+from zerotrain.launching.worker import exit_now
 from zerotrain.preflight.check import check
 from zerotrain.preflight.choice import unchosen_problems
 from zerotrain.run.factory import build_on_meta

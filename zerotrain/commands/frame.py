@@ -8,7 +8,7 @@ from typing import Any
 
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.untrusted import printable
-from zerotrain.launching.end import exits
+from zerotrain.launching import exits
 
 RUN: dict[str, Any] = {"type": Path, "metavar": "RUN", "help": "a run, a checkpoint or an export"}
 TRUST: dict[str, Any] = {

@@ -9,7 +9,7 @@ from zerotrain.commands.train import CONF
 from zerotrain.config.checks import checked_config
 from zerotrain.config.explain import composition_problems
 from zerotrain.errors import ConfigError
-from zerotrain.launching.command.command_line import composing
+from zerotrain.launching.command import composing
 
 TARGET = "zerotrain.data.TextDataset"
 EXAMPLES = """\

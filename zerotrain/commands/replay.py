@@ -28,9 +28,9 @@ from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.lock import whole
 from zerotrain.files.terminal import package
 from zerotrain.files.untrusted import only_regular
-from zerotrain.launching.end import exits
-from zerotrain.launching.job.job import num_threads_per_rank
-from zerotrain.launching.job.resuming import first_readable
+from zerotrain.launching import exits
+from zerotrain.launching.job import num_threads_per_rank
+from zerotrain.launching.resuming import first_readable
 from zerotrain.replay.record import Record, read_record
 from zerotrain.replay.report import StepReport, batch_of, report_of
 from zerotrain.replay.steps import ReplayedSteps, of_replay, opened_steps

@@ -9,7 +9,7 @@ from zerotrain.commands.frame import exit_code, parser_of
 from zerotrain.commands.train import CONF
 from zerotrain.config.explain import composition_problems
 from zerotrain.errors import ConfigError
-from zerotrain.launching.command.command_line import composing
+from zerotrain.launching.command import composing
 
 DEFAULTS = {"--job-name": "zerotrain", "--open-mode": "append", "--requeue": None, "--signal": "USR1@120"}
 """Options of sbatch, unless others are given: what a job that is queued again prints goes behind what it has printed,

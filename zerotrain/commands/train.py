@@ -4,14 +4,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zerotrain.launching.start.imports import importing
+from zerotrain.launching.imports import importing
 
 with importing():
     import hydra
     from omegaconf import DictConfig
 
     from zerotrain.config.compose import register_schema
-    from zerotrain.launching.command.dispatch import dispatch
+    from zerotrain.launching.command import dispatch
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 CONF = next((folder for folder in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if folder.is_dir()), _PACKAGE / "conf")
@@ -24,7 +24,7 @@ register_schema()
 def train(composed: DictConfig) -> float | list[float] | None:
     """See launch.py."""
     with importing():  # imports torch
-        from zerotrain.launching.command.task import run_job
+        from zerotrain.launching.task import run_job
 
     return run_job(composed)
 

@@ -25,11 +25,10 @@ from zerotrain.engine.state.save import Writing
 from zerotrain.files import kept_out as remote_code
 from zerotrain.files.lock import holder
 from zerotrain.files.untrusted import printable, read_json
-from zerotrain.launching.end.failures import Failure, first_failure
-from zerotrain.launching.end.presence import RankState, continue_stopped, read_states, seen_alive
-from zerotrain.launching.job import folder_lock
-from zerotrain.launching.job.earlier import folder_problems
-from zerotrain.launching.job.job import Job, write_ending
+from zerotrain.launching import job as folder_lock
+from zerotrain.launching.failures import Failure, RankState, continue_stopped, first_failure, read_states, seen_alive
+from zerotrain.launching.job import Job, write_ending
+from zerotrain.launching.resuming import folder_problems
 from zerotrain.launching.sweep import status_line
 from zerotrain.preflight.choice import as_chosen, asked_hash
 from zerotrain.replay.record import read_record

@@ -4,7 +4,7 @@ import os
 import sys
 from importlib.machinery import PathFinder
 
-_LAST_IMPORTED = "zerotrain.launching.start.worker" if "RANK" in os.environ else "zerotrain.launching.command.task"
+_LAST_IMPORTED = "zerotrain.launching.worker" if "RANK" in os.environ else "zerotrain.launching.task"
 """When that is there, so is all that is watched."""
 
 

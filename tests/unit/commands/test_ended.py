@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from zerotrain.commands.ended import main
-from zerotrain.launching.job.job import CONFIG_NAME, RANKS, write_refusal
+from zerotrain.launching.job import CONFIG_NAME, RANKS, write_refusal
 from zerotrain.training.result import RunResult
 
 

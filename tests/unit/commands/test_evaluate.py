@@ -16,7 +16,7 @@ from zerotrain.commands import evaluate, generate
 from zerotrain.commands.export.command import main as export
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError
-from zerotrain.launching.end.failures import RunError
+from zerotrain.launching.failures import RunError
 from zerotrain.run import factory
 from zerotrain.saved.saved import ABOUT
 from zerotrain.training import Metric

@@ -76,7 +76,7 @@ EXTRAS = (
 
 
 def test_each_verb_is_there_with_the_packages_that_training_needs_alone() -> None:
-    modules = [*MODULES.values(), "zerotrain.launching.command.task"]
+    modules = [*MODULES.values(), "zerotrain.launching.task"]
     program = f"""
 import importlib, sys
 sys.modules.update(dict.fromkeys({EXTRAS!r}))  # to import one of these fails, as if it were absent

@@ -18,8 +18,8 @@ from zerotrain.commands.frame import TRUST, WEIGHTS, exit_code, is_averaged, par
 from zerotrain.errors import ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.terminal import code_of
-from zerotrain.launching.end import exits
-from zerotrain.launching.end.signals import ended_in_order
+from zerotrain.launching import exits
+from zerotrain.launching.exits import ended_in_order
 from zerotrain.saved.saved import ADAPTERS, DCP, HUGGING_FACE, MERGED, MODEL, SavedRun, opened_run
 
 EXAMPLES = """\

@@ -17,7 +17,7 @@ from zerotrain.config.schema import Config, SweepConfig
 from zerotrain.config.words import did_you_mean, word
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import printable
-from zerotrain.launching.end import exits
+from zerotrain.launching import exits
 from zerotrain.launching.sweep.study import begin_study, has_study
 from zerotrain.launching.sweep.sweep import MAX_JOBS, Sweep, settings_of, swept_in
 from zerotrain.launching.sweep.telling import Teller

@@ -12,8 +12,8 @@ from omegaconf import read_write
 from zerotrain.config.compose import config_hash
 from zerotrain.config.schema import EVALUATES, Config
 from zerotrain.errors import ConfigError, ZeroTrainError
-from zerotrain.launching.end import exits
-from zerotrain.launching.job.folder_lock import await_free
+from zerotrain.launching import exits
+from zerotrain.launching.job import await_free
 from zerotrain.launching.sweep.driver import driven
 from zerotrain.launching.sweep.places import JobPlace, WantedPlace, take_place
 from zerotrain.launching.sweep.study import Study

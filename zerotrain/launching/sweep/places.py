@@ -14,9 +14,8 @@ from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError
 from zerotrain.files.lock import LOCK_NAME, is_held
 from zerotrain.files.untrusted import UntrustedFileError
-from zerotrain.launching.job.earlier import holds
-from zerotrain.launching.job.folder_lock import FolderInUseError, holding_job, locked
-from zerotrain.launching.job.job import CONFIG_NAME
+from zerotrain.launching.job import CONFIG_NAME, FolderInUseError, holding_job, locked
+from zerotrain.launching.resuming import holds
 from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.report.journal import (
     COMPLETED,

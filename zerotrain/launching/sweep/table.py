@@ -8,7 +8,7 @@ from rich.console import Console
 
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import printable
-from zerotrain.launching.end import exits
+from zerotrain.launching import exits
 from zerotrain.launching.sweep.driver import driven
 from zerotrain.report.journal import COMPLETED, DIVERGED, FAILED, PRUNED, RUNNING, STOPPED
 

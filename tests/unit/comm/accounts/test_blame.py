@@ -12,7 +12,7 @@ from zerotrain.comm.ledger import Journal, Ledger
 from zerotrain.comm.whereabouts import Whereabouts
 from zerotrain.comm.world import World
 from zerotrain.errors import CommError
-from zerotrain.launching.end.failures import Failure
+from zerotrain.launching.failures import Failure
 
 OWN = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"),

@@ -15,8 +15,8 @@ from zerotrain.comm.wires import Works
 from zerotrain.comm.world import World
 from zerotrain.device.device import DONE, Event
 from zerotrain.errors import CommError
-from zerotrain.launching.end.failures import Failure, first_failure
-from zerotrain.launching.start.worker import ALLOCATOR_VARIABLES, leave_overdue, tell_torch_of_gpus
+from zerotrain.launching.failures import Failure, first_failure
+from zerotrain.launching.worker import ALLOCATOR_VARIABLES, leave_overdue, tell_torch_of_gpus
 
 TIMEOUT_S = 40.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hydra._internal.hydra import Hydra
 
-from zerotrain.launching.command.command_line import composed_once
+from zerotrain.launching.command import composed_once
 
 CONF = Path(__file__).resolve().parents[4] / "conf"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.launching.command.ending import print_ending
+from zerotrain.launching.command import print_ending
 
 
 def ending(tmp_path: Path, capsys: pytest.CaptureFixture[str], **result: object) -> list[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerotrain.launching.command.placing import device_for
+from zerotrain.launching.task import device_for
 
 
 @pytest.mark.parametrize(

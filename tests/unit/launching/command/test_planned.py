@@ -95,12 +95,12 @@ def test_a_plan_under_torchrun_is_refused(zygote: Zygote, tmp_path: Path, monkey
 CHOSEN_HERE = """
 import sys
 from pathlib import Path
-from zerotrain.launching.start.imports import importing
+from zerotrain.launching.imports import importing
 with importing():
     import torch.distributed as dist
     from tests.unit.planning.test_choice import asking
     from zerotrain.device.memory import own_nbytes
-    from zerotrain.launching.command.planned import chosen
+    from zerotrain.launching.task import chosen
     from zerotrain.preflight.choice import with_least_memory
     from zerotrain.preflight.choice import as_chosen
     from zerotrain.preflight.room import Ranks

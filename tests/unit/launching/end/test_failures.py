@@ -15,8 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from zerotrain.errors import CommError, ConfigError, DisagreementError
-from zerotrain.launching.end.failures import Failure, RunError, first_failure
-from zerotrain.launching.end.presence import Presence, RankState, read_states, seen_alive
+from zerotrain.launching.failures import Failure, Presence, RankState, RunError, first_failure, read_states, seen_alive
 
 LOST_PEER = RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9614")
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.launching.end.presence import Presence, RankState, read_states
+from zerotrain.launching.failures import Presence, RankState, read_states
 
 WITH_A_WORKER = """
 import os, sys, time
 from pathlib import Path
-from zerotrain.launching.end.presence import Presence
+from zerotrain.launching.failures import Presence
 presence = Presence(Path(sys.argv[1]), 3)
 if os.fork() == 0:
     print(os.getpid(), flush=True)  # by now it has closed what it does not need of the rank's

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from zerotrain.config.schema import Config
-from zerotrain.launching.end.failures import RunError
-from zerotrain.launching.end.signals import STOP_SIGNALS
-from zerotrain.launching.job.job import Job
-from zerotrain.launching.job.restarts import Attempts
-from zerotrain.launching.start import spawn
+from zerotrain.launching import spawn
+from zerotrain.launching.exits import STOP_SIGNALS
+from zerotrain.launching.failures import RunError
+from zerotrain.launching.job import Job
+from zerotrain.launching.resuming import Attempts
 
 
 @pytest.fixture

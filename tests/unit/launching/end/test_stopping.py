@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from zerotrain.launching.end import stopping
+from zerotrain.launching import failures as stopping
 from zerotrain.training.callbacks import stop
 from zerotrain.training.callbacks.stop import stop_requests
 

@@ -11,8 +11,8 @@ import pytest
 from zerotrain.checkpoint.manifest import MANIFEST
 from zerotrain.config.compose import config_hash, save_config
 from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, TrainConfig
-from zerotrain.launching.job.earlier import completed_already, folder_problems
-from zerotrain.launching.job.job import Job, write_refusal
+from zerotrain.launching.job import Job, write_refusal
+from zerotrain.launching.resuming import completed_already, folder_problems
 from zerotrain.training.result import RunResult
 
 STEPS = 5

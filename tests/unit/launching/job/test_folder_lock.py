@@ -9,7 +9,7 @@ import pytest
 
 from zerotrain.errors import ConfigError
 from zerotrain.files.lock import LOCK_NAME, is_held
-from zerotrain.launching.job.folder_lock import holding_job, locked
+from zerotrain.launching.job import holding_job, locked
 
 
 def test_a_folder_is_locked_once_and_free_again(tmp_path: Path):

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from zerotrain.config.compose import from_values
 from zerotrain.config.schema import Config, LaunchConfig
-from zerotrain.launching.job.job import Job, num_threads_per_rank, write_ending
+from zerotrain.launching.job import Job, num_threads_per_rank, write_ending
 from zerotrain.training.result import RunResult
 
 

@@ -6,10 +6,9 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from zerotrain.config.schema import Config, LaunchConfig
-from zerotrain.launching.end.failures import RunError
-from zerotrain.launching.job.job import Job
-from zerotrain.launching.job.restarts import Attempts, going_on, newest_step
-from zerotrain.launching.job.resuming import with_run_dir
+from zerotrain.launching.failures import RunError
+from zerotrain.launching.job import Job
+from zerotrain.launching.resuming import Attempts, going_on, newest_step, with_run_dir
 
 CAUSE, LOG = "rank 1 was killed by SIGKILL", "  its log: run/ranks/1.log"
 FAILED = RunError(f"{CAUSE}\n{LOG}")

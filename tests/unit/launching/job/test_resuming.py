@@ -7,7 +7,7 @@ from zerotrain.checkpoint.manifest import MANIFEST
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, TrainConfig
 from zerotrain.errors import ConfigError
-from zerotrain.launching.job import resuming
+from zerotrain.launching import resuming
 
 
 def config_with(resume: str | None, **launch: object) -> Config:

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from zerotrain.checkpoint.folder import CHECKPOINTS
 from zerotrain.config.compose import register_schema, slurm_job
 from zerotrain.config.schema import Config
-from zerotrain.launching.job import scheduled
-from zerotrain.launching.job.scheduled import go_on_if_queued_again, queue_again, set_code_when_stopped
+from zerotrain.launching import resuming as scheduled
+from zerotrain.launching.resuming import go_on_if_queued_again, queue_again, set_code_when_stopped
 from zerotrain.training.result import code_of_stop
 
 JOB = {"SLURM_JOB_ID": "12"}

@@ -3,8 +3,8 @@
 import pytest
 
 from zerotrain.comm.environment import RankEnvironment
-from zerotrain.launching.job import started
-from zerotrain.launching.job.started import doubtful_start, elastic_hosts, options_in, start_problems
+from zerotrain.launching import resuming as started
+from zerotrain.launching.resuming import doubtful_start, elastic_hosts, options_in, start_problems
 
 PYTHON, PROGRAM = "/usr/bin/python", "launch.py"
 

@@ -105,9 +105,9 @@ def test_a_launcher_that_is_killed_takes_the_fork_server_and_the_ranks_along(tmp
 
 WITHOUT_ROOM = """
 import os, resource, sys
-from zerotrain.launching.start.imports import importing
+from zerotrain.launching.imports import importing
 with importing():
-    from zerotrain.launching.start.fork_server import fork_server, open_fork_server
+    from zerotrain.launching.spawn import fork_server, open_fork_server
 os.chdir("/")
 os.setuid(int(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))  # this process, and the server

@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import sys
-from zerotrain.launching.start.imports import importing
+from zerotrain.launching.imports import importing
 with importing():
     import torch
 weights, hooked = {}, []
@@ -41,7 +41,7 @@ def told(program: str) -> list[Any]:
 def test_no_optimizer_of_torch_imports_its_compiler_and_each_does_what_it_did() -> None:
     weights, hooked, compiler = told(PROGRAM)
     plain, plain_hooked, plain_compiler = told(
-        PROGRAM.replace("from zerotrain.launching.start.imports import", "from contextlib import nullcontext as")
+        PROGRAM.replace("from zerotrain.launching.imports import", "from contextlib import nullcontext as")
     )
     assert (compiler, plain_compiler) == (False, True)
     assert weights == plain
@@ -52,7 +52,7 @@ def test_no_optimizer_of_torch_imports_its_compiler_and_each_does_what_it_did() 
 COMPILED_LATE = """
 import os, sys
 os.environ["MASTER_ADDR"] = "127.0.0.1"
-from zerotrain.launching.start.imports import importing
+from zerotrain.launching.imports import importing
 with importing():
     import torch
     import zerotrain
@@ -83,7 +83,7 @@ def test_a_model_that_is_compiled_after_some_steps_keeps_its_bits() -> None:
 COMPUTED_AGAIN = """
 import os, sys
 os.environ["MASTER_ADDR"] = "127.0.0.1"
-from zerotrain.launching.start.imports import importing
+from zerotrain.launching.imports import importing
 with importing():
     import torch
     import zerotrain
@@ -134,7 +134,7 @@ def test_units_are_computed_again_without_torch_s_compiler_until_something_impor
     """Each rank took 2 s and 71 MB for it, which no plan counted."""
     weights, hooked, _ = told(COMPUTED_AGAIN)
     plain, plain_hooked, _ = told(
-        COMPUTED_AGAIN.replace("from zerotrain.launching.start.imports import", "from contextlib import nullcontext as")
+        COMPUTED_AGAIN.replace("from zerotrain.launching.imports import", "from contextlib import nullcontext as")
     )
     assert hooked == [False, False, False, [6, 6, 6], True, "not the same again"]
     assert plain_hooked == [True, True, True, [6, 6, 6], True, "not the same again"]
@@ -144,7 +144,7 @@ def test_units_are_computed_again_without_torch_s_compiler_until_something_impor
 STEPS = """
 import os, sys
 os.environ["MASTER_ADDR"] = "127.0.0.1"
-from zerotrain.launching.start.imports import importing
+from zerotrain.launching.imports import importing
 with importing():
     import torch
     import zerotrain

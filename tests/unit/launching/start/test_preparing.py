@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.errors import CommError, ConfigError
-from zerotrain.launching.start import preparing
-from zerotrain.launching.start.preparing import prepare_everywhere
+from zerotrain.launching import torchrun as preparing
+from zerotrain.launching.torchrun import prepare_everywhere
 
 NUM_RANKS, RANKS_OF_A_MACHINE = 4, 2
 

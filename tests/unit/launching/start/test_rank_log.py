@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 from rich.progress import Progress
 
-from zerotrain.launching.start.rank_log import TerminalAndFile
+from zerotrain.launching.worker import TerminalAndFile
 
 
 class Terminal(io.StringIO):

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.launching.start.spawn import ranks_folder
+from zerotrain.launching.spawn import ranks_folder
 
 MADE = (
-    "import sys, tempfile; from pathlib import Path; from zerotrain.launching.start.spawn import ranks_folder\n"
+    "import sys, tempfile; from pathlib import Path; from zerotrain.launching.spawn import ranks_folder\n"
     "with ranks_folder() as folder:\n"
     "    (Path(folder) / 'job.json').touch(); print(folder, flush=True); sys.stdin.read()\n"
 )

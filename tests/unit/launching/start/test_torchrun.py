@@ -14,12 +14,11 @@ from zerotrain.comm import meeting as stores
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import Config
 from zerotrain.errors import CommError, ConfigError
-from zerotrain.launching.end import exits
-from zerotrain.launching.end.failures import Failure
-from zerotrain.launching.job.job import Job
-from zerotrain.launching.job.resuming import with_run_dir
-from zerotrain.launching.start import torchrun
-from zerotrain.launching.start.torchrun import JobExchange
+from zerotrain.launching import exits, torchrun
+from zerotrain.launching.failures import Failure
+from zerotrain.launching.job import Job
+from zerotrain.launching.resuming import with_run_dir
+from zerotrain.launching.torchrun import JobExchange
 
 RANK_1 = RankEnvironment(rank=1, world_size=2, local_rank=1, local_world_size=2)
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.launching.end import exits
-from zerotrain.launching.job.folder_lock import locked
+from zerotrain.launching import exits
+from zerotrain.launching.job import locked
 from zerotrain.launching.sweep import driver, table
 from zerotrain.launching.sweep.study import Study
 from zerotrain.launching.sweep.sweep import Sweep

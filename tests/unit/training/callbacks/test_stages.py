@@ -16,8 +16,8 @@ from tests.unit.training.test_no_labels import sum_over_threads
 from zerotrain.checkpoint.manifest import read_manifest
 from zerotrain.config.schema import Config, ZeroGroup
 from zerotrain.data import SyntheticTokens
-from zerotrain.launching.job.job import Job
-from zerotrain.launching.job.restarts import going_on
+from zerotrain.launching.job import Job
+from zerotrain.launching.resuming import going_on
 from zerotrain.models import GPT
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training import Trainer, warmup_cosine

@@ -9,11 +9,11 @@ def main(job_path: str) -> None:
     # Until the run can be stopped in order, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from zerotrain.device.processes import end_with_parent
-    from zerotrain.launching.start.imports import importing
+    from zerotrain.launching.imports import importing
 
     end_with_parent()
     with importing():
-        from zerotrain.launching.start.worker import run_spawned
+        from zerotrain.launching.worker import run_spawned
 
     run_spawned(job_path)
 

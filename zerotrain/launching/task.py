@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +15,303 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
 
 from zerotrain.comm.environment import RankEnvironment, num_restarts
-from zerotrain.config.checks import doubtful, without_effect
+from zerotrain.comm.world import choose_device, num_gpus_for
+from zerotrain.config.checks import CALLBACKS, OPEN_GROUPS, checked_config, doubtful, without_effect
 from zerotrain.config.compose import first_paragraph
+from zerotrain.config.explain import with_place
 from zerotrain.config.schema import Config
+from zerotrain.device.kinds import num_gpus
+from zerotrain.device.processes import beside, one_thread
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.terminal import code_of, printed_to
 from zerotrain.files.untrusted import UntrustedFileError, only_regular, printable
-from zerotrain.launching.command.checking import ReadConfig, given_settings, read_config, require_sound, settings_of
-from zerotrain.launching.command.ending import print_ending, print_place, shown_from
-from zerotrain.launching.command.placing import all_ranks
-from zerotrain.launching.command.planned import chosen, planned, require_alone
-from zerotrain.launching.end import exits
-from zerotrain.launching.end.failures import RunError, name_full_disk
-from zerotrain.launching.job import earlier, resuming
-from zerotrain.launching.job.folder_lock import locked
-from zerotrain.launching.job.job import Job, write_ending, write_refusal
-from zerotrain.launching.job.restarts import Attempts, going_on, place_of_restart
-from zerotrain.launching.job.scheduled import go_on_if_queued_again, queue_again
-from zerotrain.launching.job.started import doubtful_start
-from zerotrain.launching.start.fork_server import open_fork_server
-from zerotrain.launching.start.spawn import run_ranks
-from zerotrain.launching.start.torchrun import job_exchange, run_here
+from zerotrain.launching import exits, resuming
+from zerotrain.launching.command import print_ending, print_place, shown_from
+from zerotrain.launching.failures import RunError, name_full_disk
+from zerotrain.launching.job import Job, locked, write_ending, write_refusal
+from zerotrain.launching.resuming import (
+    AUTO,
+    Attempts,
+    completed_already,
+    doubtful_start,
+    folder_problems,
+    go_on_if_queued_again,
+    going_on,
+    place_of_restart,
+    queue_again,
+    set_code_when_stopped,
+    start_problems,
+)
+from zerotrain.launching.spawn import open_fork_server, run_ranks
 from zerotrain.launching.sweep.driver import joined
 from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member, Value, named_by_trial
 from zerotrain.launching.sweep.slots import devices_of_own
-from zerotrain.preflight.choice import as_chosen, with_least_memory
-from zerotrain.preflight.room import in_memory
+from zerotrain.launching.torchrun import job_exchange, run_here
+from zerotrain.preflight.check import check, length_given
+from zerotrain.preflight.choice import (
+    Choice,
+    as_chosen,
+    choose,
+    chosen_named,
+    values_in,
+    with_least_memory,
+    with_values,
+)
+from zerotrain.preflight.plan import PLAN_NAME, Memory, Planner, print_plan
+from zerotrain.preflight.rehearsal import StagePlan
+from zerotrain.preflight.room import Ranks, file_problems, in_memory, is_on_host
 from zerotrain.report.journal import JournalError
+from zerotrain.settings import autos_of
 from zerotrain.training.callbacks.stages import stage_at, stages_named
+from zerotrain.training.report import PlannedUsage
 from zerotrain.training.request import is_over
 from zerotrain.training.result import RESULT_NAME, code_of_stop, read_result
+
+# The ranks of a command, and the device they compute on.
+
+
+def device_for(wanted: str, num_local_ranks: int, num_gpus: int) -> tuple[str, str | None]:
+    """The device of the ranks, and a line to print if `auto` falls back to the CPU.
+
+    Each rank needs a GPU of its own. With too few, auto is the CPU: users start two ranks on a machine with one GPU to
+    see how ranks work together. A device asked for by name is kept, and refused later.
+
+    Args:
+        wanted: cpu, cuda or auto.
+    """
+    if wanted != "auto" or not 0 < num_gpus < num_local_ranks:
+        return wanted, None
+    number = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+    return "cpu", (
+        f"launch.device=auto: {num_local_ranks} ranks need a GPU each and this machine has {number}, so they run on "
+        f"the CPU; launch.nproc_per_node={num_gpus} uses the GPU"
+    )
+
+
+def all_ranks(config: Config, ranks: RankEnvironment | None) -> Ranks:
+    """Those that torchrun has started, else those to plan for or to start."""
+    if ranks is not None:
+        return Ranks(ranks.world_size, ranks.local_world_size)
+    num_local = num_local_ranks(config)
+    num_ranks = (config.plan.only and config.plan.num_ranks) or num_local
+    return Ranks(num_ranks, min(num_local, num_ranks))
+
+
+def num_local_ranks(config: Config) -> int:
+    """Ranks to start on this machine: as set, else one for each GPU, else one."""
+    return config.launch.nproc_per_node or max(1, 0 if config.launch.device == "cpu" else num_gpus())
+
+
+# The checks of a job before any of its ranks starts: its config, its folder, its data, what it goes on from.
+
+
+@dataclass(frozen=True)
+class ReadConfig:
+    """A config as it was read, with a line for each of its values that cannot be."""
+
+    config: Config | None
+    problems: list[str]
+    error: Exception | None = None
+    """Why there is none."""
+
+
+def read_config(composed: DictConfig) -> ReadConfig:
+    try:
+        with exits.exits_raised():
+            return ReadConfig(*checked_config(composed))
+    except Exception as error:
+        return ReadConfig(None, [], error)
+
+
+def given_settings(hydra: Any) -> list[str]:
+    """The settings given on the command line, as they were: a ${...} in them is not theirs to resolve."""
+    given: list[str] = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # type: ignore[assignment]
+    return given
+
+
+def settings_of(read: ReadConfig, run_dir: Path, ranks: RankEnvironment | None) -> tuple[Config, list[str]]:
+    """The config, and a line for each of its values that cannot be, and for what lies in the run's folder."""
+    if read.config is None:
+        raise read.error or AssertionError
+    config, problems = read.config, [_placed(problem) for problem in read.problems]
+    set_code_when_stopped(config)
+    started = all_ranks(config, ranks)
+    device, why = device_for(config.launch.device, started.num_local, num_gpus_for(started.num_local))
+    if why:
+        print(f"warning: {why}", file=sys.stderr)
+        config.launch.device = device
+    wanted = config.launch.nproc_per_node
+    if ranks is not None and wanted not in (None, started.num_local):
+        problems.append(
+            f"launch.nproc_per_node: got {wanted}; {ranks.starter} has started {started.num_local}; leave it out"
+        )
+    # A number of ranks that cannot be has no files to count, and a plan opens none.
+    if not problems and is_on_host(config) and not config.plan.only:
+        problems += file_problems(started.num_ranks)
+    problems += start_problems(config.checkpoint.resume, ranks)
+    return config, problems + _folder_problems(config, run_dir, ranks)
+
+
+def _folder_problems(config: Config, run_dir: Path, ranks: RankEnvironment | None) -> list[str]:
+    if ranks is not None and num_restarts():
+        return []
+    return folder_problems(config, run_dir, of_sweep=HydraConfig.get().mode == RunMode.MULTIRUN)
+
+
+def require_sound(
+    asked: Config, config: Config, problems: list[str], run_dir: Path, ranks: RankEnvironment | None
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """The data as it was after all that can be checked without ranks, and the checkpoints to go on from. A ConfigError
+    with all problems, these and others.
+
+    Args:
+        asked: the config with its `auto`.
+        config: with values in their place; gets what the data decides.
+    """
+    data_checked, to_try, manifest, has_length = None, [], None, config.train.max_steps is not None
+    started = all_ranks(config, ranks)
+    try:
+        resuming.require_weights(config)
+        to_try = resuming.checkpoints_to_try(config, run_dir)
+        if (manifest := resuming.first_readable(to_try)) is not None:
+            for line in resuming.take_from(manifest, config, started.num_ranks, started.num_local):
+                print(line, flush=True)
+        elif config.checkpoint.resume == AUTO:
+            print(f"checkpoint.resume=auto: no checkpoint in {run_dir} yet, so the run begins at step 0", flush=True)
+    except ConfigError as error:
+        problems += error.problems
+    # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
+    if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, CALLBACKS, "launch")) for problem in problems):
+        settings = {problem.partition(":")[0] for problem in problems}
+        try:
+            with one_thread():
+                data_checked = check(config, started.num_local, started.num_ranks, manifest, run_dir)
+        except ConfigError as error:
+            problems += [each for each in error.problems if each.partition(":")[0] not in settings]
+    if not has_length and not problems:
+        print(f"train.max_steps={config.train.max_steps}, from {length_given(config)}", flush=True)
+        asked.train.max_steps = config.train.max_steps
+        problems += _folder_problems(asked, run_dir, ranks)  # as only now the run's last step is known
+    if problems:
+        raise ConfigError(*problems)
+    return data_checked, [str(path) for path in to_try]
+
+
+def _placed(problem: str) -> str:
+    hydra = HydraConfig.get()
+    folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
+    chosen = {group: choice for group, choice in hydra.runtime.choices.items() if not group.startswith("hydra/")}
+    return with_place(problem, dict(reversed(chosen.items())), folders, given_settings(hydra))
+
+
+# `plan.only=true`: a plan in place of a run; and what is `auto`, chosen from plans before it.
+
+
+def require_alone(config: Config | None) -> None:
+    """Make sure that one process plans, once, if any does.
+
+    Args:
+        config: None: it could not be read.
+
+    Raises:
+        ConfigError: it is a job of a sweep, or a rank of torchrun.
+    """
+    if config is None or not config.plan.only:
+        return
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise ConfigError("plan.only: got true in a sweep; a plan is of one run and shows all stages: leave out -m")
+    if (ranks := RankEnvironment.read()) is not None:
+        raise ConfigError(f"plan.only: got true under {ranks.starter}; a plan starts no rank: use python launch.py")
+
+
+def planned(asked: Config, config: Config, ranks: Ranks, run_dir: Path, shown: Path) -> int:
+    """Plan the run of a config that is checked, and print the plan; returns the exit code.
+
+    Args:
+        asked: the config with its `auto`.
+        config: the same, checked, with any values in their place.
+        shown: the folder as it is shown.
+    """
+    planner = Planner(config, ranks, _memory(config, ranks), run_dir)
+    choice = choose(asked, config, planner) if autos_of(asked) else None
+    plan = planner.run(config) if choice is None else choice.plan
+    print_plan(Console(), plan, config)
+    if choice is None:
+        plan.write(run_dir)
+    else:
+        print(choice.why)
+        choice.write(run_dir, asked)
+    print(f"plan: {shown / PLAN_NAME}", flush=True)
+    return exits.COMPLETED if plan.fits else exits.DOES_NOT_FIT
+
+
+def chosen(asked: Config, config: Config, ranks: Ranks, run_dir: Path) -> tuple[Config, dict[str, Any] | None]:
+    """The config that a run has, and its `PlannedUsage`; None: nobody has asked for a plan. Each `auto` becomes what an
+    earlier run in the folder had; without one it is chosen: the plans and the choice are printed and written there.
+
+    Args:
+        asked: the config with its `auto`.
+        config: the same, checked, with any values in their place, or those of the earlier run.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    names = autos_of(asked)
+    if not names and not config.plan.compare:
+        return config, None
+    memory = _memory(config, ranks)
+    if autos_of(as_chosen(asked, run_dir, ranks.num_ranks)):
+        return _chosen_now(asked, config, ranks, memory, run_dir)
+    if names:
+        print(f"auto: {chosen_named(values_in(config, names))}, as {PLAN_NAME} of the run's folder has it", flush=True)
+    stage = config.zero.stages[0]
+    plan = _in_a_child(lambda: asdict(Planner(config, ranks, memory, run_dir).stage(config, stage)))
+    return config, asdict(_usage(StagePlan(**plan), stage, memory))
+
+
+def _chosen_now(
+    asked: Config, config: Config, ranks: Ranks, memory: Memory, run_dir: Path
+) -> tuple[Config, dict[str, Any]]:
+    """`chosen`, where no earlier run in the folder has chosen."""
+    found = _in_a_child(lambda: asdict(choose(asked, config, Planner(config, ranks, memory, run_dir))))
+    choice = Choice.of(found)
+    if not choice.plan.fits:
+        raise ConfigError(choice.why)
+    print_plan(Console(), choice.plan, config)
+    print(choice.why, flush=True)
+    choice.write(run_dir, asked)
+    config, plan = with_values(config, choice.values), choice.plan.stages[choice.plan.stage]
+    others = {str(stage): nbytes for stage, nbytes in choice.alternatives.items()}
+    of_choice = {"memory": round(memory.device), "alternatives": others}
+    return config, asdict(_usage(plan, config.zero.stages[0], memory)) | of_choice
+
+
+def _in_a_child(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Compute it in a child: plans leave some 90 MB behind in a process, and this one may be a rank of torchrun."""
+    with beside(compute) as computed:
+        return computed()
+
+
+def _memory(config: Config, ranks: Ranks) -> Memory:
+    return Memory.of(config, choose_device(config.launch.device, 0), ranks.num_local)
+
+
+def _usage(plan: StagePlan, stage: int, memory: Memory) -> PlannedUsage:
+    """A plan as the report of a run has it."""
+    return PlannedUsage(
+        stage=stage,
+        parameters=plan.parameters,
+        gradients=plan.gradients,
+        optimizer=plan.optimizer,
+        offloaded=plan.host + plan.disk,
+        scratch=plan.scratch,
+        sent=plan.sent,
+        peak=None if plan.peak is None else memory.taken(plan),
+    )
+
 
 MAX_TRACEBACK = 20_000
 """Characters."""
@@ -112,7 +377,7 @@ def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> Value:
             if place.taken is not None or place.runs_elsewhere:
                 return member.leave(place)
             if place.goes_on and read.config is not None:
-                read.config.checkpoint.resume = earlier.AUTO
+                read.config.checkpoint.resume = AUTO
             if read.config is not None:
                 stack.enter_context(devices_of_own(member.sweep, read.config))
             if not member.sweep.shows_all:
@@ -218,7 +483,7 @@ def _run(
     try:
         with exits.exits_raised():
             config, problems = settings_of(read, run_dir, ranks)
-            kept = None if problems or restarts else earlier.completed_already(config, run_dir)
+            kept = None if problems or restarts else completed_already(config, run_dir)
             started, asked = all_ranks(config, ranks), deepcopy(config)
             config = with_least_memory(as_chosen(config, run_dir, started.num_ranks))
             data_checked, resume_from = (None, []) if kept else require_sound(asked, config, problems, run_dir, ranks)

@@ -1,22 +1,221 @@
 """Failures of ranks, and which of several was the first cause."""
 
+import _thread
 import json
 import math
+import os
 import signal
+import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
 
 import torch.distributed as dist
+from msgspec import Meta
 
 from zerotrain.comm.whereabouts import is_of_others, named, shortage
 from zerotrain.errors import CallbackError, CommError, ConfigError, DisagreementError, ZeroTrainError
-from zerotrain.files.lock import whole
-from zerotrain.files.untrusted import Natural, printable, read_json
-from zerotrain.launching.end import exits
-from zerotrain.launching.end.presence import RankState, SignalName, clock_error, read_states
+from zerotrain.files.lock import can_lock, lock, whole
+from zerotrain.files.terminal import say_at_once
+from zerotrain.files.untrusted import Natural, one_of, only_regular, parse_json, printable, read_json
+from zerotrain.launching import exits
+from zerotrain.launching.exits import STOP_SIGNALS
+from zerotrain.training.callbacks.stop import SAME_REQUEST_S, StopRequest
+
+# ranks/<rank>.state: what a rank says of itself while it works, under a lock that ends with its process.
+#
+# A rank that is gone without a word left no error, and under torchrun no other rank sees its exit code. A state
+# whose lock is free tells of it; a rank whose work is done takes its state away.
+
+
+_NUM_BYTES = 2**14
+"""Size of the file's text, written at once: on a disk that is full later, a change needs no room. With 1 KiB a failure
+with a path in Japanese, or the loss of 150 ranks, did not fit (2026-11-23)."""
+_NUM_TEXT = 2**10
+"""Largest length of each text in it, as JSON."""
+_AGREED_S = 1.0
+ALIVE = "alive"
+"""The file in a run's folder that rank 0 touches while it works."""
+_TOUCHED_EVERY_S = 1.0
+_STEP_NUM_BYTES = 16
+"""At the front, written in every step: 2 us."""
+
+
+SignalName = Annotated[str, one_of(*signal.Signals.__members__)]
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank, as it has said itself."""
+
+    rank: Natural
+    phase: str
+    """Its activity, such as "building the engine"."""
+    step: int = 0
+    """Step of the training; 0 before the first."""
+    pid: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    host: str = ""
+    stopped_by: SignalName | None = None
+    """The signal that told it to stop."""
+    stopped_s: float = 0.0
+    """When that came, since the epoch, by the clock of the folder's file system."""
+    in_order: bool = False
+    """Whether the rank, told to stop, is about to end its step and the run in order."""
+    gone: tuple[Natural, ...] = ()
+    """The ranks that had ended before it came."""
+    failed: str | None = None
+    """The cause of its failure, if the disk had no room for a file with it."""
+    suspended_s: float = 0.0
+    """How long its process was suspended, the last time."""
+    suspended_until_s: float = 0.0
+    """When that ended, as `stopped_s`."""
+
+    @property
+    def last_seen(self) -> str:
+        """Its last phase, and its step if the training has begun."""
+        return f"{self.phase}, step {self.step}" if self.step else self.phase
+
+
+class Presence:
+    """This process's own state."""
+
+    def __init__(self, ranks_dir: Path, rank: int) -> None:
+        self._ranks_dir = ranks_dir
+        self._state = RankState(rank, "starting", pid=os.getpid(), host=socket.gethostname())
+        self._path = ranks_dir / f"{rank}.state"
+        self._path.unlink(missing_ok=True)
+        self._alive, self._touched_s = ranks_dir.parent / ALIVE, -math.inf
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._stop_noted, self._changing = threading.Event(), threading.Lock()
+        self._change()
+        self.begin(0)
+        self._clock_error_s = clock_error(self._path)
+        lock(self._descriptor)
+        # A worker that this process forks would keep the lock when it is gone.
+        os.register_at_fork(after_in_child=lambda: os.close(self._descriptor))
+
+    def enter(self, phase: str) -> None:
+        """Something else is done from here on."""
+        self._change(phase=_short(phase))
+        self._show_life()
+
+    def begin(self, step: int) -> None:
+        """A step of the training, counted from 1, begins."""
+        os.pwrite(self._descriptor, b"%-*d" % (_STEP_NUM_BYTES, step), 0)
+        self._show_life()
+
+    def fail(self, cause: str) -> None:
+        """Something went wrong that could be written nowhere else."""
+        self._change(failed=_short(cause))
+
+    def note_suspension(self, seconds: float) -> None:
+        """This process was suspended for so long until now."""
+        self._change(suspended_s=seconds, suspended_until_s=time.time() + self._clock_error_s)
+
+    def note_stop(self, signum: int, in_order: bool = False) -> bool:
+        """A signal has told this rank to stop; the first counts.
+
+        Args:
+            in_order: whether this rank could end its step, and the run in order.
+
+        Returns:
+            Whether it can: not where another rank is gone, or the run's folder.
+        """
+        gone = tuple(state.rank for state, alive in read_states(self._ranks_dir) if not alive)
+        in_order = in_order and not gone and self._path.exists()
+        if self._state.stopped_by is None:
+            name, now_s = signal.Signals(signum).name, time.time() + self._clock_error_s
+            self._change(stopped_by=name, stopped_s=now_s, in_order=in_order, gone=gone)
+        elif not in_order:
+            self.note_interrupt()
+        self._stop_noted.set()
+        return in_order
+
+    def note_interrupt(self) -> None:
+        """The rank does not end in order any more, but at once."""
+        self._change(in_order=False)
+
+    def wait_for_note(self, timeout_s: float = 1.0) -> None:
+        """Wait until the stop that has come to this thread is noted by the one that watches signals."""
+        self._stop_noted.wait(timeout_s)
+
+    def leave(self) -> None:
+        """The work is done."""
+        self._path.unlink(missing_ok=True)
+
+    def _show_life(self) -> None:
+        """On rank 0 touch `ALIVE`, for probes of others. Nothing that lies in its place is opened."""
+        now_s = time.monotonic()
+        if self._state.rank or now_s - self._touched_s < _TOUCHED_EVERY_S:
+            return
+        self._touched_s = now_s
+        with suppress(OSError):  # a full disk, or the folder is gone: others tell that
+            try:
+                os.utime(self._alive, follow_symlinks=False)
+            except FileNotFoundError:
+                os.close(os.open(self._alive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+
+    def _change(self, **changes: Any) -> None:
+        with self._changing:  # threads note signals and suspensions
+            self._state = replace(self._state, **changes)
+            said = json.dumps(asdict(self._state)).ljust(_NUM_BYTES)
+            os.pwrite(self._descriptor, said.encode(), _STEP_NUM_BYTES)
+
+
+def _short(text: str) -> str:
+    """The beginning of a text that has room."""
+    text = text[:_NUM_TEXT]
+    while len(json.dumps(text)) > _NUM_TEXT:
+        text = text[:-1]
+    return text
+
+
+def read_states(ranks_dir: Path) -> list[tuple[RankState, bool]]:
+    """The state of each rank that has not done its work, and whether its process is there."""
+    found = []
+    for path in sorted(ranks_dir.glob("*.state")):
+        try:
+            with open(path, opener=only_regular) as file:
+                step, state = int(file.read(_STEP_NUM_BYTES)), parse_json(file.read(_NUM_BYTES), RankState)
+                found.append((replace(state, step=step), _is_locked(file.fileno())))
+        except (OSError, ValueError):  # its work is done, or it is about to write
+            continue
+    return found
+
+
+def clock_error(written: Path) -> float:
+    """Seconds to add to this machine's clock to have that of a file system, which all machines share that see a file
+    there; 0 where they agree to a second. By the path of a file written just now.
+
+    A machine whose clock was an hour late told of its own consequence as the first cause (2026-11-21).
+    """
+    error_s = written.stat().st_mtime - time.time()
+    return error_s if abs(error_s) > _AGREED_S else 0.0
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Whether a process holds the lock. Asked for as a shared one, so that two who ask do not see each other."""
+    return not can_lock(descriptor, shared=True)
+
+
+def continue_stopped(ranks_dir: Path) -> None:
+    """Let ranks of this machine that are stopped go on, to be ended in order: a SIGTERM does not reach them before, and
+    the launcher and torchrun wait for 30 s until they kill them (2026-11-21)."""
+    for state, alive in read_states(ranks_dir):
+        if alive and state.host == socket.gethostname() and state.pid > 0:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(state.pid, signal.SIGCONT)
+
+
+def seen_alive(ranks_dir: Path, rank: int) -> dict[int, str]:
+    """The other ranks whose processes are there, seen from this one, and where they are."""
+    return {state.rank: state.last_seen for state, alive in read_states(ranks_dir) if alive and state.rank != rank}
+
 
 _SIGNS_OF_LOST_PEERS = ("/gloo/", "Connection closed by peer", "Connection reset by peer")
 """In the messages of the collectives that a user's own code calls; ours raise CommError."""
@@ -306,3 +505,77 @@ def _comes_from_peers(error: BaseException) -> bool:
         return is_of_others(error)
     # Gloo has no class of its own for what it raises.
     return type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS_OF_LOST_PEERS)
+
+
+# Handles a signal to stop: on a rank, and in the process that started the ranks.
+
+
+STOP_GRACE_S = 10.0
+"""A rank that was told to stop at once has this long to write its result."""
+
+
+def _stop_of_the_start(signum: int, frame: FrameType | None) -> None:
+    """Does nothing: `stop_in_order` ends the process."""
+
+
+def stop_in_order(note: Callable[[int, bool], bool], settle: Callable[[], None]) -> None:
+    """From here on a signal to stop is noted when it comes. In the training loop, whose handlers keep the request, the
+    first does no more; any other one ends the process within `STOP_GRACE_S`.
+
+    Before the training SIGINT raises KeyboardInterrupt, and SIGTERM, SIGUSR1 and SIGUSR2 end the process at once.
+
+    Args:
+        note: told the number of each signal to stop, when it comes, and whether this rank could end in order; returns
+            whether all ranks can. The launcher, or torchrun, ends the others of a rank that is gone, by SIGTERM too.
+        settle: called before the process is ended here.
+
+    The limit is kept by a thread, which reads the interpreter's wake-up socket: the signal itself writes to it. Python
+    runs its own handlers between two bytecodes, so never while a collective waits for ranks that are gone.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, _stop_of_the_start)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def watch() -> None:
+        obeyed_s: float | None = None
+        with reader, writer:
+            while True:
+                signum = reader.recv(1)[0]
+                if signum not in STOP_SIGNALS:
+                    continue
+                handler, now_s = signal.getsignal(signum), time.monotonic()
+                request = getattr(handler, "__self__", None)
+                is_same = obeyed_s is not None and now_s - obeyed_s <= SAME_REQUEST_S  # the training may be over by now
+                if note(signum, is_same or (obeyed_s is None and isinstance(request, StopRequest))):
+                    obeyed_s = obeyed_s or now_s
+                    continue
+                if isinstance(request, StopRequest) and not request.at_once:
+                    request.give_up()
+                    _thread.interrupt_main(signal.Signals(signum))
+                if handler is not _stop_of_the_start:
+                    time.sleep(STOP_GRACE_S)
+                settle()
+                os._exit(exits.of_signal(signum))
+
+    threading.Thread(target=watch, name="stop-watch", daemon=True).start()
+
+
+def pass_on(ranks_dir: Path, num_ranks: int, signum: int) -> bool:
+    """Tell the ranks of this process, all of them at work, what it was told; each only once: one that the signal has
+    come to by itself, as from a terminal, has noted it.
+
+    Returns:
+        Whether all of them are at work. If not, none was told.
+    """
+    ranks = [state for state, alive in read_states(ranks_dir) if alive]
+    if len(ranks) < num_ranks:
+        return False
+    for state in ranks:
+        if state.stopped_by is None:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(state.pid, signum)
+    say_at_once(f"{signal.Signals(signum).name}: the running step ends, then the run; once more stops at once\n")
+    return True

@@ -1,6 +1,8 @@
 """The work of one rank, however it was started."""
 
+import io
 import os
+import re
 import signal
 import sys
 import traceback
@@ -8,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, get_error_handler
@@ -17,15 +19,71 @@ from zerotrain.comm.environment import RankEnvironment
 from zerotrain.comm.ledger import tell_log
 from zerotrain.errors import CommError
 from zerotrain.files.suspension import watch_suspensions
-from zerotrain.files.untrusted import printable
-from zerotrain.launching.end import exits
-from zerotrain.launching.end.failures import Failure, name_full_disk
-from zerotrain.launching.end.presence import Presence, continue_stopped, seen_alive
-from zerotrain.launching.end.stopping import stop_in_order
-from zerotrain.launching.job.job import Job, num_threads_per_rank
-from zerotrain.launching.start.rank_log import open_rank_log
+from zerotrain.files.terminal import LastingStream, StandIn, escape_what_cannot_be_written
+from zerotrain.files.untrusted import only_regular, printable
+from zerotrain.launching import exits
+from zerotrain.launching.failures import Failure, Presence, continue_stopped, name_full_disk, seen_alive, stop_in_order
+from zerotrain.launching.job import Job, num_threads_per_rank
 from zerotrain.run import factory
 from zerotrain.saved import evaluating
+
+# The log of a rank: its output goes to ranks/<rank>.log, that of rank 0 to the terminal as well.
+
+
+_MOVES_THE_CURSOR = re.compile(r"\r|\x1b\[[\d;]*[A-K]|\x1b\[\?")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+
+class TerminalAndFile(StandIn):
+    """Writes to both. To those who ask, it is the terminal: a progress bar works as if there were no file.
+
+    The file gets whole lines, without colours, and nothing of a line that is drawn again and again.
+    """
+
+    def __init__(self, terminal: TextIO | io.TextIOBase, file: TextIO) -> None:
+        super().__init__(terminal)
+        self._file = file
+        self._unfinished_line = ""
+
+    def write(self, text: str) -> int:
+        """Write to both."""
+        if _MOVES_THE_CURSOR.search(text):
+            self._unfinished_line = ""
+        else:
+            lines, newline, self._unfinished_line = (self._unfinished_line + text).rpartition("\n")
+            self._file.write(_COLOUR.sub("", lines + newline))
+        written = self._stream.write(text)
+        self._stream.flush()
+        return written
+
+    def flush(self) -> None:
+        """Flush both."""
+        self._file.flush()
+        self._stream.flush()
+
+
+def open_rank_log(ranks_dir: Path, rank: int, append: bool = False) -> TextIO:
+    """Send this process's output to its log from here on; return the log. Rank 0 keeps its terminal too.
+
+    Args:
+        append: keep what is there, of the same rank before its run was started again.
+    """
+    ranks_dir.mkdir(parents=True, exist_ok=True)
+    path = ranks_dir / f"{rank}.log"
+    log = open(  # noqa: SIM115 - open until the process ends
+        path, "a" if append else "w", 1, encoding="utf-8", errors="backslashreplace", opener=only_regular
+    )
+    for stream in (sys.stdout, sys.stderr):
+        escape_what_cannot_be_written(stream)
+    if rank == 0:
+        sys.stdout = TerminalAndFile(LastingStream(sys.stdout), log)
+        sys.stderr = TerminalAndFile(LastingStream(sys.stderr), log)
+    else:
+        # By descriptor, so that what C++ prints goes there as well.
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    return log
+
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 

@@ -1,1 +1,0 @@
-"""How ranks end: signals, failures, the first cause."""

@@ -1,0 +1,129 @@
+"""Signals to our processes, as far as that needs no torch."""
+
+import atexit
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import NoReturn
+
+# Exit codes.
+
+
+COMPLETED = 0
+FAILED = 1
+CONFIG_PROBLEM = 2
+DOES_NOT_FIT = 3
+"""A plan ends so, whose stage needs more memory than there is."""
+STOPPED = 85
+"""A run in a job of a scheduler ends so that a signal has stopped in order, saved: it is to be tried again."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk that is full."""
+_OF_DISK = (*NO_ROOM, errno.EFBIG, errno.EIO)
+
+
+def of_error(error: BaseException) -> int:
+    """The exit code of a command that this error has ended: the user has given what cannot be, unless a disk is full or
+    broken."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return FAILED if isinstance(cause, OSError) and cause.errno in _OF_DISK else CONFIG_PROBLEM
+
+
+def of_signal(signum: int) -> int:
+    """A shell's exit code for a command that a signal has ended: 130 for Ctrl-C."""
+    return 128 + signal.Signals(signum).value
+
+
+@contextmanager
+def exits_raised() -> Iterator[None]:
+    """Inside, `os._exit` called by this thread raises SystemExit: a model that called it ended a run with code 0 and
+    without a word (2026-11-21). Processes forked inside, and other threads, end as they want."""
+    end_process, here = os._exit, (os.getpid(), threading.get_ident())
+
+    def _exit(status: int) -> None:
+        if (os.getpid(), threading.get_ident()) != here:
+            end_process(status)
+        raise SystemExit(status)
+
+    os._exit = _exit  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = end_process
+
+
+def end_as_python(code: int) -> NoReturn:
+    """End a fork, whose callers are those of another process, as Python ends: wait for threads, call what is registered
+    at exit, write out what was printed."""
+    with suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Ended(BaseException):
+    """A signal is to end this process."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+@contextmanager
+def raised(*signums: signal.Signals) -> Iterator[None]:
+    """Inside, these signals raise `Ended` in the main thread, but for those that this process ignores, as under nohup.
+    Handlers are put back at the end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        raise Ended(signum)
+
+    previous = {each: signal.getsignal(each) for each in signums}
+    heeded = [each for each in signums if previous[each] != signal.SIG_IGN]
+    for each in heeded:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each in heeded:
+            signal.signal(each, previous[each])
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Inside, the first signal that is to end this process raises an exception where it works, KeyboardInterrupt for
+    SIGINT and else SystemExit, so that nothing is left half done. Later ones are ignored: the process is about to end.
+    """
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    ends = [each for each, handler in before.items() if handler != signal.SIG_IGN]
+    came = []
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        came.append(signum)
+        for each in ends:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(of_signal(signum))
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    for each in ends:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each in ends if not came else ():
+            signal.signal(each, before[each])

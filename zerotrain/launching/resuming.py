@@ -1,0 +1,593 @@
+"""Files of an earlier run in a run's folder, and whether a run may go on or start there."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from zerotrain.checkpoint.folder import (
+    CHECKPOINTS,
+    candidates,
+    checkpoints_in,
+    first_whole,
+    named_as_steps,
+    newest_first,
+    step_of,
+)
+from zerotrain.checkpoint.manifest import Manifest, read_manifest
+from zerotrain.checkpoint.others.weights import find_weights
+from zerotrain.comm.environment import RankEnvironment
+from zerotrain.config.compose import config_hash, slurm_job
+from zerotrain.config.schema import LENGTHS, Config
+from zerotrain.config.words import quoted, word
+from zerotrain.device.kinds import num_gpus
+from zerotrain.engine.options import dotted, leaves_per_rank
+from zerotrain.errors import CheckpointError, ConfigError
+from zerotrain.files.untrusted import UntrustedFileError, kind_of, printable, read_regular, shown
+from zerotrain.launching import exits
+from zerotrain.launching.failures import RunError
+from zerotrain.launching.job import COMPOSITION, CONFIG_NAME, RANKS, Job, num_threads_per_rank
+from zerotrain.preflight.choice import as_chosen
+from zerotrain.preflight.plan import PLAN_NAME
+from zerotrain.training.callbacks.stages import stage_at, stages_from
+from zerotrain.training.result import METRICS_NAME, RESULT_NAME, STEPS_NAME, read_result
+
+AUTO = "auto"
+_KINDS = dict.fromkeys((CHECKPOINTS, RANKS, COMPOSITION), stat.S_IFDIR)
+_KINDS |= dict.fromkeys((RESULT_NAME, METRICS_NAME, STEPS_NAME, CONFIG_NAME, PLAN_NAME), stat.S_IFREG)
+_KINDS |= {f"{COMPOSITION}/{name}.yaml": stat.S_IFREG for name in ("config", "hydra", "overrides")}
+"""The files and folders that a run has in its folder, by kind."""
+_OF_ONE_START = ("launch.", "checkpoint.", "sweep.")
+"""Settings by which no run is another one."""
+_MAX_CONFIG_NBYTES = 2**20
+_NUM_DIFFERENCES = 3
+"""That are told."""
+
+
+def folder_problems(config: Config, run_dir: Path, *, of_sweep: bool = False) -> list[str]:
+    """A line where the run would erase, or write among, what an earlier one or somebody else has left in its folder, or
+    could not write there.
+
+    Args:
+        of_sweep: whether it is a job of a sweep, whose folder another setting names.
+    """
+    another = f"another hydra.{'sweep' if of_sweep else 'run'}.dir"
+    if (foreign := _foreign(run_dir)) is not None:
+        return [f"hydra.run.dir: got {run_dir}, where {foreign}; move that away, or give {another}"]
+    if config.plan.only:
+        return []
+    resume, erases = config.checkpoint.resume, config.launch.overwrite
+    if resume is not None and erases:
+        if _is_within(resume, run_dir):
+            return [
+                f"launch.overwrite: got true, which would erase the checkpoint that checkpoint.resume={resume} needs; "
+                "leave one of them out"
+            ]
+        return []
+    if erases:
+        return []
+    try:
+        result = completed_in(run_dir)
+    except (OSError, UntrustedFileError) as error:
+        return [
+            f"hydra.run.dir: got {run_dir}, which may hold a completed run: its {RESULT_NAME} cannot be read: "
+            f"{_said(error)}; move it away, or give {another}"
+        ]
+    if result is not None:
+        return _problems_of_completed(config, run_dir, result, another, of_sweep)
+    if resume is None and named_as_steps(run_dir / CHECKPOINTS):
+        return [
+            f"launch.overwrite: got false, but {run_dir} holds checkpoints; checkpoint.resume=auto goes on from the "
+            f"newest; launch.overwrite=true erases them; or give {another}"
+        ]
+    return []
+
+
+def completed_in(run_dir: Path) -> dict[str, Any] | None:
+    """The result of a completed run in a folder; None where there is none.
+
+    Raises:
+        OSError, UntrustedFileError: there is a result.json, of which nobody can tell.
+    """
+    try:
+        result = read_result(run_dir / RESULT_NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return result if result["status"] == "completed" else None
+
+
+def completed_already(config: Config, run_dir: Path) -> dict[str, Any] | None:
+    """The result of the run that `checkpoint.resume=auto` would resume, if it has completed and nothing more is asked
+    for; else None. The folder must have no `folder_problems`."""
+    result = completed_in(run_dir) if config.checkpoint.resume == AUTO else None
+    if result is None or _differences(config, result, run_dir):
+        return None
+    return result if checkpoints_in(run_dir / CHECKPOINTS) else result | {"checkpoint": None}
+
+
+def holds(config: Config, run_dir: Path) -> bool | None:
+    """Whether the run in a folder is one of this config, however it has ended; None where there is none, or nobody can
+    tell."""
+    try:
+        result = read_result(run_dir / RESULT_NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        result = {"config_hash": None}
+    except (OSError, UntrustedFileError):
+        return None
+    if not os.path.lexists(run_dir / CONFIG_NAME) and result["config_hash"] is None:  # none, or one that was refused
+        return None
+    return not _differences(config, result, run_dir)
+
+
+def _problems_of_completed(
+    config: Config, run_dir: Path, result: dict[str, Any], another: str, of_sweep: bool
+) -> list[str]:
+    resume, steps, max_steps = config.checkpoint.resume, result["steps"], config.train.max_steps
+    has_checkpoints = bool(checkpoints_in(run_dir / CHECKPOINTS))
+    trains_longer = max_steps is None or max_steps > steps  # None: the data is yet to tell
+    holds = f"{run_dir} holds a completed run"
+    ways = f"or give {another}"
+    if has_checkpoints:
+        ways += f", or checkpoint.resume=auto with train.max_steps above {steps} to train that run longer"
+    if resume is None:
+        if of_sweep:
+            ways += ", or checkpoint.resume=auto, which keeps completed jobs and continues the others"
+        return [f"launch.overwrite: got false, but {holds}; launch.overwrite=true erases it; {ways}"]
+    ways = f"give launch.overwrite=true instead to erase it; {ways}"
+    if resume != AUTO:
+        if trains_longer and _is_within(resume, run_dir):
+            return []
+        return [f"checkpoint.resume: got {resume}, but {holds}; {ways}"]
+    differences = _differences(config, result, run_dir)
+    if not differences or (trains_longer and has_checkpoints):
+        return []
+    told = ", ".join(differences[:_NUM_DIFFERENCES]) + ", ..." * (len(differences) > _NUM_DIFFERENCES)
+    lacks = "" if has_checkpoints else ", and no checkpoint to resume from"
+    return [f"checkpoint.resume: got auto, but {holds} with other settings ({told}){lacks}; {ways}"]
+
+
+def _differences(config: Config, result: dict[str, Any], run_dir: Path) -> list[str]:
+    """Settings of another value than those of the run that lies in a folder."""
+    from zerotrain.files.untrusted import parse_yaml
+
+    config = as_chosen(config, run_dir)
+    if config_hash(config) == result["config_hash"]:
+        return []
+    try:
+        said = parse_yaml(read_regular(run_dir / CONFIG_NAME, max_nbytes=_MAX_CONFIG_NBYTES))
+    except (OSError, UntrustedFileError) as error:
+        return [f"its {CONFIG_NAME} cannot be read: {_said(error)}"]
+    if not isinstance(said, dict):
+        return [f"its {CONFIG_NAME} has no settings"]
+    defaults, was, now = (_flat(values) for values in (asdict(Config()), said, asdict(config)))
+    if config.train.virtual_ranks is None:  # as many as the checkpoint has that it went on from
+        was.pop("train.virtual_ranks", None)
+    if config.train.num_epochs is not None or config.train.max_tokens is not None:  # it follows from them
+        was.pop("train.max_steps", None)
+        now.pop("train.max_steps")
+    differing = []
+    for name in sorted(was.keys() | now.keys()):
+        before, after = (values.get(name, defaults.get(name)) for values in (was, now))
+        if before != after and not (name.startswith(_OF_ONE_START) and name != "checkpoint.init_from"):
+            differing.append(f"{shown(name)}: {shown(before)} there, {shown(after)} here")
+    return differing
+
+
+def _flat(values: dict[Any, Any]) -> dict[str, Any]:
+    """By dotted names. As JSON has them: numbers that are keys are texts, and tuples lists."""
+    return dotted(json.loads(json.dumps(values)))
+
+
+def _foreign(run_dir: Path) -> str | None:
+    """Something else in the place of one of the run's files, which would stop the run; None if there is nothing."""
+    kinds = {run_dir / name: kind for name, kind in _KINDS.items()}
+    kinds |= dict.fromkeys(run_dir.glob(f"{RANKS}/*.*"), stat.S_IFREG)
+    kinds |= dict.fromkeys(named_as_steps(run_dir / CHECKPOINTS), stat.S_IFDIR)
+    for path, kind in kinds.items():
+        name = path.relative_to(run_dir)
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            if os.path.lexists(path):
+                return f"{name} is a link that leads nowhere ({error.strerror})"
+            continue
+        if stat.S_IFMT(mode) != kind:
+            return f"{name} is {kind_of(mode)}, and must be {kind_of(kind)}"
+    return None
+
+
+def _is_within(resume: str, run_dir: Path) -> bool:
+    return resume == AUTO or Path(resume).resolve().is_relative_to(run_dir.resolve())
+
+
+def _said(error: OSError | UntrustedFileError) -> str:
+    return str(error.strerror) if isinstance(error, OSError) else str(error)
+
+
+# The command by which torchrun was started, as its ranks find it: they are its children.
+
+
+OPENS_A_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Set to 1, each attempt of torchrun has a store of its own to meet in."""
+_MAX_NBYTES = 2**16
+_RANGE = re.compile(r"([0-9]+):([0-9]+)")
+
+
+def torchrun_options(ranks: RankEnvironment | None) -> list[str] | None:
+    """The options that torchrun was started with; None where that cannot be seen, or something else has started us."""
+    if ranks is None or ranks.starter != "torchrun" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return options_in(_command_of(os.getppid()), sys.argv[0])
+
+
+def options_in(command: list[str], program: str) -> list[str] | None:
+    """The options of torchrun in a command line, which stand between it and the program; None where there are none.
+
+    Args:
+        program: as torchrun was told to run it, which its ranks find as their own name.
+    """
+    starts = [place for place, word in enumerate(command) if Path(word).name in ("torchrun", "torch.distributed.run")]
+    if not starts or program not in command[starts[0] + 1 :]:
+        return None
+    first = starts[0] + 1
+    return command[first : command.index(program, first)]
+
+
+def elastic_hosts(options: list[str] | None) -> str | None:
+    """The range of hosts, such as 1:4, that torchrun may run on; None where their number is given."""
+    told = [word.partition("=") for word in options or []]
+    for place, (name, is_given, value) in enumerate(told):
+        if name.replace("_", "-") == "--nnodes":
+            found = value if is_given else "".join(told[place + 1][:1]) if place + 1 < len(told) else ""
+            bounds = _RANGE.fullmatch(found)
+            return found if bounds and bounds[1] != bounds[2] else None
+    return None
+
+
+def start_problems(resume: str | None, ranks: RankEnvironment | None) -> list[str]:
+    """A line where torchrun may start the ranks again on other hosts, and each start would begin the run anew.
+
+    Args:
+        resume: `checkpoint.resume`.
+    """
+    if (hosts := elastic_hosts(torchrun_options(ranks))) is None or resume == AUTO:
+        return []
+    return [
+        f"checkpoint.resume: got {word(resume)}; under torchrun --nnodes={hosts} it must be auto, with a hydra.run.dir "
+        "of your own: when hosts come or go the ranks are started again"
+    ]
+
+
+def doubtful_start(max_restarts: int, ranks: RankEnvironment | None) -> list[str]:
+    """A line for each thing that torchrun does otherwise than one may think.
+
+    Args:
+        max_restarts: `launch.max_restarts`.
+    """
+    lines = []
+    hosts = elastic_hosts(torchrun_options(ranks))
+    if hosts is not None and os.environ.get(OPENS_A_STORE) != "1":
+        lines.append(
+            f"--nnodes={hosts} without {OPENS_A_STORE}=1: by torch's default a host that joins later finds no rank 0, "
+            "and all end; set it for torchrun on every host"
+        )
+    if ranks is not None and max_restarts:
+        lines.append("launch.max_restarts has no effect under torchrun; give it --max-restarts")
+    return lines
+
+
+def _command_of(pid: int) -> list[str]:
+    """The words of a process's command line; none where they cannot be seen."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            said = file.read(_MAX_NBYTES).decode(errors="replace")
+    except OSError:
+        return []
+    return [printable(word, _MAX_NBYTES) for word in said.rstrip("\0").split("\0")]
+
+
+# Finds the checkpoints from which a run tries to resume, and the settings that they decide.
+
+
+MAX_THREADS = 10_000
+_CONFIG_OPTIONS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+_OF_RESUMING = ("hydra.run.dir=", "checkpoint.resume=", "launch.overwrite=")
+
+
+def require_weights(config: Config) -> None:
+    """Look whether there are weights where the run is to take its first ones from.
+
+    Raises:
+        ConfigError: there are none that can be read.
+    """
+    path = config.checkpoint.init_from
+    try:
+        if path is not None:
+            find_weights(path).close()
+    except CheckpointError as error:
+        raise ConfigError(*(f"checkpoint.init_from: got {path}; {line}" for line in str(error).splitlines())) from error
+
+
+def checkpoints_to_try(config: Config, run_dir: Path) -> list[Path]:
+    """The checkpoints to go on from, the best first; none to begin anew.
+
+    Raises:
+        ConfigError: the one that was asked for is not there.
+    """
+    resume = config.checkpoint.resume
+    if resume is None:
+        return []
+    if resume == AUTO:
+        return newest_first(run_dir / CHECKPOINTS)
+    try:
+        return candidates(Path(resume).absolute())
+    except CheckpointError as error:
+        raise ConfigError(f"checkpoint.resume: got {resume}; {error}") from error
+
+
+def first_readable(paths: Sequence[Path]) -> Manifest | None:
+    """The manifest of the first that has one that is whole. The ranks verify the rest.
+
+    Raises:
+        ConfigError: there are some, and none is.
+    """
+    found, problems = first_whole(paths, read_manifest)
+    if found is None and problems:
+        raise ConfigError(*(f"checkpoint.resume: {problem}" for problem in problems))
+    return None if found is None else found[1]
+
+
+def stages_to_come(config: Config, paths: Sequence[Path]) -> tuple[dict[int, int], int]:
+    """Steps done and the stage from there on, of a run that goes on from the first of these checkpoints that can be
+    read, and the step it goes on at. The ranks may find that one damaged, and take an older one."""
+    found, _ = first_whole(paths, read_manifest)
+    return stages_from(None if found is None else found[1], config.zero.stages)
+
+
+def take_from(manifest: Manifest, config: Config, num_ranks: int, num_local_ranks: int) -> list[str]:
+    """Let `train.virtual_ranks=null` and, for training on the CPU, `launch.threads_per_rank=null` be what the
+    checkpoint was trained with: so it is the same run on any number of ranks. Lines that say so, or why not.
+
+    Args:
+        num_local_ranks: of this machine.
+
+    Raises:
+        ConfigError: the checkpoint is further than the run is to go.
+    """
+    if config.train.max_steps is not None and manifest.step > config.train.max_steps:
+        raise ConfigError(
+            f"train.max_steps: got {config.train.max_steps}; it must be {manifest.step} or more, the step of the "
+            "checkpoint that the run resumes from"
+        )
+    lines = []
+    wanted = int(manifest.content["virtual_ranks"])
+    if config.train.virtual_ranks is None and wanted != num_ranks:
+        try:
+            leaves_per_rank(wanted, num_ranks, config.zero.accumulate)
+            config.train.virtual_ranks = wanted
+            lines.append(f"train.virtual_ranks={wanted}, as in the checkpoint")
+        except ConfigError:
+            lines.append(
+                f"warning: the checkpoint was trained with {wanted} virtual ranks, which {num_ranks} ranks cannot "
+                "share evenly: the batch size changes from here on"
+            )
+    saved: Any = manifest.content["config"]
+    for name in ("launch", "threads_per_rank"):
+        saved = saved.get(name) if isinstance(saved, dict) else None
+    is_on_cpu = config.launch.device == "cpu" or not num_gpus()
+    if is_on_cpu and config.launch.threads_per_rank is None and type(saved) is int and 0 < saved <= MAX_THREADS:
+        own = num_threads_per_rank(config, num_local_ranks)
+        if saved != own:
+            config.launch.threads_per_rank = saved
+            lines.append(f"launch.threads_per_rank={saved}, as in the checkpoint; {own} may be faster, with other bits")
+    return lines
+
+
+def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment | None, *more: str) -> str:
+    """The command that goes on with a run, for a shell. In a job of sbatch that was stopped it is one for Slurm, which
+    alone knows the job's script.
+
+    Args:
+        overrides: the run's own.
+        run_dir: as it is to be written.
+        ranks: of torchrun or srun, where that has started them; None: they were started by us.
+        more: settings that are to be others.
+    """
+    job = slurm_job(os.environ) if os.environ.get("ENVIRONMENT") == "BATCH" else None  # as sbatch sets it
+    if job is not None and not more:
+        settings = with_run_dir([f"checkpoint.resume={AUTO}"], run_dir)
+        return f"scontrol requeue {job}; when Slurm has forgotten the job, its script with {shlex.join(settings)}"
+    program, _, of_module = sys.argv[0].rpartition("python ")
+    started = shlex.split(of_module) if program == "" and of_module.startswith("-m ") else [sys.argv[0]]
+    starter = "python"
+    if ranks is not None:
+        is_one_machine = ranks.local_world_size == ranks.world_size
+        number = {"torchrun": "--nproc-per-node", "srun": "--ntasks"}[ranks.starter]
+        options = torchrun_options(ranks)
+        if options is not None and (elastic_hosts(options) or not is_one_machine):
+            starter = f"torchrun {shlex.join(options)}"
+        else:
+            starter = f"{ranks.starter} {f'{number} {ranks.world_size}' if is_one_machine else '...'}"
+        starter += " python" if ranks.starter == "srun" else ""
+    replaced = (*_OF_RESUMING, *(f"{each.partition('=')[0]}=" for each in more))
+    if any(each.startswith("train.max_steps=") for each in more):
+        replaced += tuple(f"train.{name}=" for name in LENGTHS)  # a run has one length
+    kept = [each for each in overrides if not each.lstrip("+").startswith(replaced)]
+    settings = with_run_dir([*kept, *more, f"checkpoint.resume={AUTO}"], run_dir)
+    return f"{starter} {shlex.join([*started, *settings, *_config_options(sys.argv[1:])])}"
+
+
+def with_run_dir(arguments: list[str], run_dir: Path) -> list[str]:
+    """The same command line for a job in this folder, whatever its name."""
+    text = str(run_dir)
+    if not re.fullmatch(r"[\w./-]+", text, re.ASCII):
+        text = quoted(text)
+    others = [argument for argument in arguments if not argument.startswith("hydra.run.dir=")]
+    return [f"hydra.run.dir={text}", *others]
+
+
+def _config_options(arguments: list[str]) -> list[str]:
+    """The options of a command line that name folders or files of configs."""
+    found = []
+    for place, argument in enumerate(arguments):
+        name, has_value, _ = argument.partition("=")
+        if name in _CONFIG_OPTIONS:
+            found += [argument] if has_value else arguments[place : place + 2]
+    return found
+
+
+# Starting the ranks of a run again after a failure, from its newest checkpoint.
+
+
+MAX_IN_VAIN = 2
+"""Restarts in a row without a newer checkpoint, after which there is no other: the next would fail where they did."""
+
+
+class Attempts:
+    """The attempts at a job, one after the other."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        """As the ranks of the present attempt are told it."""
+        self._in_vain = 0
+        self._newest = newest_step(job.run_dir)
+
+    def begin_next(self, error: RunError) -> str:
+        """Make the folder ready for another attempt, after the failure of the present one; return a line that says so.
+
+        Raises:
+            RunError: there is no other; the same failure, and why.
+        """
+        allowed, newest = self.job.config.launch.max_restarts, newest_step(self.job.run_dir)
+        if self.job.restarts:
+            self._in_vain = self._in_vain + 1 if newest == self._newest else 0
+        self._newest = newest
+        if not allowed or not self.job.ranks_dir.is_dir():
+            raise error
+        if self._in_vain >= MAX_IN_VAIN:
+            raise RunError(f"{error}\n  gave up: the last {MAX_IN_VAIN} restarts wrote no newer checkpoint")
+        if self.job.restarts >= allowed:
+            raise RunError(f"{error}\n  given up: launch.max_restarts={allowed}")
+        self.job = going_on(replace(self.job, restarts=self.job.restarts + 1))
+        self.job.open_folder()
+        cause, *more = str(error).splitlines()
+        place = place_of_restart(self.job.run_dir)
+        return "\n".join([f"{cause}; restart {self.job.restarts} of {allowed} from {place}", *more])
+
+
+def newest_step(run_dir: Path) -> int | None:
+    """The step of the newest checkpoint that a run has saved in its folder; None where there is none."""
+    found = newest_first(run_dir / CHECKPOINTS)
+    return step_of(found[0]) if found else None
+
+
+def place_of_restart(run_dir: Path) -> str:
+    """The place where a run resumes after a restart, for people."""
+    newest = newest_step(run_dir)
+    return "the start" if newest is None else f"step {newest}"
+
+
+def going_on(job: Job) -> Job:
+    """The job as it goes on after a restart: from the newest checkpoint of its own folder, where there is one; if not,
+    as it began the first time."""
+    found = newest_first(job.run_dir / CHECKPOINTS)
+    if not found:
+        return job
+    stage = stage_at(*stages_to_come(job.config, found))
+    return replace(job, resume_from=[str(path) for path in found], stage=stage)
+
+
+# The contract with a scheduler: which job this is, whether it was started again, and how it is queued again.
+
+
+_JOB_VARIABLES = ("SLURM_JOB_ID", "JOB_COMPLETION_INDEX")
+"""Slurm sets the first in each job, Kubernetes the second in each pod of an indexed Job."""
+_ASKS_TO_REQUEUE = ("SIGUSR1", "SIGUSR2")
+"""Signals that a user has a scheduler send ahead of a job's end, as by `sbatch --signal=USR1@120`."""
+_ENDS = "SIGTERM"
+"""The signal of a job that is cancelled, preempted, or out of time: see `_is_wanted`."""
+_SCONTROL_LIMIT_S = 60.0
+_HEAD_START_S = 1.0
+"""In which the other ranks, which have saved too, end by themselves."""
+
+
+def set_code_when_stopped(config: Config, environment: Mapping[str, str] = os.environ) -> None:
+    """Set `launch.exit_code_when_stopped=null` to what it stands for in a job of a scheduler."""
+    if config.launch.exit_code_when_stopped is None and any(environment.get(name) for name in _JOB_VARIABLES):
+        config.launch.exit_code_when_stopped = exits.STOPPED
+
+
+def go_on_if_queued_again(config: Config, run_dir: Path, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Let a run of a job that Slurm has queued again go on from the newest checkpoint of its own folder, and erase
+    nothing there: as with `checkpoint.resume=auto`. Without a checkpoint it begins as it began the first time.
+
+    Returns:
+        A line that says so; None where Slurm has started the job for the first time.
+    """
+    restarts = environment.get("SLURM_RESTART_COUNT", "0")
+    if not restarts.isdecimal() or int(restarts[:9]) == 0:
+        return None
+    config.launch.overwrite = False
+    if config.checkpoint.resume is None or newest_first(run_dir / CHECKPOINTS):
+        config.checkpoint.resume = AUTO
+    return f"SLURM_RESTART_COUNT={restarts}: checkpoint.resume={config.checkpoint.resume}"
+
+
+def queue_again(config: Config, stopped_by: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Queue this process's job again, where `launch.requeue` and the signal that has stopped it ask for that: Slurm
+    then ends what is left of it. To be called once, by rank 0 or the launcher, when all else is done.
+
+    Returns:
+        A line that says why that could not be; None where it was queued again, or nobody has asked for it.
+    """
+    if not config.launch.requeue or stopped_by not in (*_ASKS_TO_REQUEUE, _ENDS):
+        return None
+    code = f"exit code {config.launch.exit_code_when_stopped or 0} leaves it to others to start the run again"
+    job, scontrol = slurm_job(environment), shutil.which("scontrol")
+    if job is None:
+        return f"launch.requeue: this is no job of Slurm (SLURM_JOB_ID is not set); {code}"
+    if scontrol is None:
+        return f"launch.requeue: job {job} is not queued again, since there is no scontrol here; {code}"
+    try:
+        if stopped_by == _ENDS and not _is_wanted(_told_by([scontrol, "show", "job", job])):
+            return None
+        # Slurm ends what is left of the job before it queues it again: this process, which is about to end in order.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(_HEAD_START_S)
+        _told_by([scontrol, "requeue", job])
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        return f"launch.requeue: scontrol requeue {job}: {printable(said.strip(), 500, keep='')}; {code}"
+    return None
+
+
+def _told_by(command: list[str]) -> str:
+    """Standard output of a command; raises where it fails."""
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=True,
+        text=True,
+        errors="replace",
+        timeout=_SCONTROL_LIMIT_S,
+    ).stdout
+
+
+def _is_wanted(shown: str) -> bool:
+    """Whether a job that SIGTERM has come to is to run again, by what `scontrol show job` says of it: its time is up,
+    or it is preempted and has a time of grace. If it uses that to end, Slurm (22.05) does not queue it again; it does
+    without such a time. A job that was cancelled is to stay so."""
+    facts = dict(each.partition("=")[::2] for each in shown.split())
+    preempted = facts.get("PreemptTime", "None") != "None" and facts.get("JobState") == "RUNNING"
+    return preempted or facts.get("Reason") == "TimeLimit"

@@ -1,1 +1,0 @@
-"""From a job to its ranks."""
