@@ -30,9 +30,8 @@ from zerotrain.files.terminal import code_of, outlast_readers, with_output_writt
 from zerotrain.files.untrusted import printable
 from zerotrain.launching import exits, resuming
 from zerotrain.launching.imports import importing
-from zerotrain.launching.sweep import table
-from zerotrain.launching.sweep.driver import driven, find_latest
-from zerotrain.launching.sweep.study import StudyError, StudyIsFullError
+from zerotrain.launching.sweep.sweep import StudyError, StudyIsFullError
+from zerotrain.launching.sweep.telling import driven, find_latest, report
 
 PRIMARY_CONFIG = "train"
 _OF_PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
@@ -312,7 +311,7 @@ def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> 
         for problem in problems or of_disk or traceback.format_exception(error):
             print(problem, file=sys.stderr)
         code = exits.CONFIG_PROBLEM if problems else exits.FAILED
-    return with_output_written(table.report(code))
+    return with_output_written(report(code))
 
 
 def _run_to_its_end(main: Callable[[], None]) -> None:

@@ -46,9 +46,8 @@ from zerotrain.launching.resuming import (
     start_problems,
 )
 from zerotrain.launching.spawn import open_fork_server, run_ranks
-from zerotrain.launching.sweep.driver import joined
-from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member, Value, named_by_trial
-from zerotrain.launching.sweep.slots import devices_of_own
+from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member, Value, devices_of_own, named_by_trial
+from zerotrain.launching.sweep.telling import joined
 from zerotrain.launching.torchrun import job_exchange, run_here
 from zerotrain.preflight.check import check, length_given
 from zerotrain.preflight.choice import (

@@ -29,7 +29,7 @@ from zerotrain.launching import job as folder_lock
 from zerotrain.launching.failures import Failure, RankState, continue_stopped, first_failure, read_states, seen_alive
 from zerotrain.launching.job import Job, write_ending
 from zerotrain.launching.resuming import folder_problems
-from zerotrain.launching.sweep import status_line
+from zerotrain.launching.sweep import telling as status_line
 from zerotrain.preflight.choice import as_chosen, asked_hash
 from zerotrain.replay.record import read_record
 from zerotrain.replay.steps import _other_data, of_replay

@@ -5,27 +5,185 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from typing import TextIO
+from contextlib import suppress
+from dataclasses import fields, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any, TextIO, TypedDict
 
-from zerotrain.config.schema import SweepConfig
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+from zerotrain.config.checks import makes, target_problems
+from zerotrain.config.schema import Config, SweepConfig
+from zerotrain.config.words import did_you_mean, word
+from zerotrain.errors import ConfigError
 from zerotrain.files.terminal import LastingStream
-from zerotrain.files.untrusted import duration, printable
-from zerotrain.launching.sweep.kept_report import KeptReport
-from zerotrain.launching.sweep.status_line import StatusLine
-from zerotrain.launching.sweep.sweep import Sweep
+from zerotrain.files.untrusted import (
+    Natural,
+    UntrustedFileError,
+    duration,
+    only_regular,
+    parse_json,
+    parse_yaml,
+    printable,
+    read_regular,
+    require_kind,
+)
+from zerotrain.launching import exits
+from zerotrain.launching.sweep.sweep import MAX_JOBS, Sweep, begin_study, has_study, settings_of, swept_in
 from zerotrain.report.journal import (
     BEGUN,
     COMPLETED,
+    DIVERGED,
     ENDED,
     FAILED,
+    JOURNAL_NAME,
     PRUNED,
     REFUSED,
     RUNNING,
     STOPPED,
     TAKEN,
     JobEvent,
+    SweepJournal,
+    note_earlier_results,
 )
+from zerotrain.settings import settings_in
+
+# The report of a sweep while it runs: written again after each job that has ended.
+
+
+_PAGE_EVERY_S = 5.0
+"""csv and json of 200 jobs cost 0.04 s of CPU, the page 0.1 s more."""
+
+
+class KeptReport:
+    """Keeps sweep.csv, sweep.json and report.html up to date. A file that cannot be written is told of at the
+    sweep's end."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+        self._num_told = self._num_on_page = 0
+        """Jobs that had ended when the files, and the page, were written."""
+        self._page_s = float("-inf")
+
+    def look(self) -> None:
+        """Write what is no longer up to date; the page only so often."""
+        num = sum(event.event != BEGUN for event in self._sweep.events())
+        is_page_due = num > self._num_on_page and time.monotonic() - self._page_s > _PAGE_EVERY_S
+        if num == self._num_told and not is_page_due:
+            return
+        from zerotrain.report.files import CSV_NAME, HEADS, JSON_NAME, write_files  # imports torch, as the jobs do
+        from zerotrain.report.rows import read_report
+
+        with suppress(ConfigError, OSError):
+            write_files(
+                read_report(self._sweep.folder), self._sweep.folder, HEADS if is_page_due else (CSV_NAME, JSON_NAME)
+            )
+        self._num_told = num
+        if is_page_due:
+            self._num_on_page, self._page_s = num, time.monotonic()
+
+
+# The last line of a terminal while a sweep runs: the step and the loss of each running job.
+
+
+_ERASED = "\r\x1b[K"
+_NBYTES = 2**14
+"""Read from the end of a metrics.jsonl; a line of ours has 500."""
+_MAX_CONFIG_NBYTES = 10**5
+_USUAL_COLUMNS = 80
+
+
+class _ProgressLine(TypedDict):
+    step: Natural
+    train_loss: float | None
+
+
+class _Train(TypedDict):
+    max_steps: Natural
+
+
+class _Config(TypedDict):
+    train: _Train
+
+
+class StatusLine:
+    """One line, which is drawn again in its place.
+
+    Args:
+        stream: a terminal, or anything else, which gets none.
+        folder: of the sweep.
+    """
+
+    def __init__(self, stream: TextIO, folder: Path) -> None:
+        self._stream, self._folder = stream, folder
+        self._has_place = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._shown = ""
+        self._max_steps: dict[str, int | None] = {}
+        """By the folder of the job."""
+
+    def draw(self, last: list[JobEvent]) -> None:
+        """Show the jobs that run.
+
+        Args:
+            last: the last event of each job.
+        """
+        if not self._has_place:
+            return
+        running = [event for event in last if event.event == BEGUN and event.is_within]
+        text = ", ".join(" ".join(self._of_job(event)) for event in running)
+        with suppress(OSError):
+            columns = os.get_terminal_size(self._stream.fileno()).columns
+            text = text[: (columns or _USUAL_COLUMNS) - 1]  # longer, it would be two lines
+        if text != self._shown:
+            self._write(f"{_ERASED}{text}", text)
+
+    def erase(self) -> None:
+        """Make room for another line."""
+        if self._shown:
+            self._write(_ERASED, "")
+
+    def _write(self, text: str, shown: str) -> None:
+        self._shown = shown
+        self._stream.write(text)
+        self._stream.flush()
+
+    def _of_job(self, event: JobEvent) -> Iterator[str]:
+        yield f"job {event.job}"
+        run_dir = self._folder / event.folder
+        if (said := _last_measured(run_dir / "metrics.jsonl")) is None:
+            yield "starts"
+            return
+        if self._max_steps.get(event.folder) is None:
+            self._max_steps[event.folder] = _max_steps(run_dir / "config.yaml")
+        max_steps = self._max_steps[event.folder]
+        yield f"step {said['step']}" if max_steps is None else f"step {said['step']}/{max_steps}"
+        yield "loss nan" if said["train_loss"] is None else f"loss {said['train_loss']:.3f}"
+
+
+def _last_measured(path: Path) -> "dict[str, int | float | None] | None":
+    """The last line of a metrics.jsonl that has a loss of training; None where there is none."""
+    with suppress(OSError), open(path, "rb", opener=only_regular) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _NBYTES))
+        for line in reversed(file.read(_NBYTES).split(b"\n")):
+            with suppress(UntrustedFileError):
+                said: dict[str, int | float | None] = parse_json(line, _ProgressLine)
+                return said
+    return None
+
+
+def _max_steps(path: Path) -> int | None:
+    """The steps of a run by its config.yaml; None where that does not say."""
+    with suppress(OSError, UntrustedFileError):
+        config = require_kind(parse_yaml(read_regular(path, max_nbytes=_MAX_CONFIG_NBYTES)), _Config)
+        return int(config["train"]["max_steps"])
+    return None
+
 
 _LOOK_EVERY_S = 0.2
 _MAX_ERROR = 10_000
@@ -144,3 +302,202 @@ def _copy_of(descriptor: int) -> TextIO:
     """A stream that goes where this descriptor of the process goes now."""
     stream = os.fdopen(os.dup(descriptor), "w", encoding="utf-8", errors="backslashreplace")
     return LastingStream(stream)  # type: ignore[return-value]
+
+
+# The process that drives a sweep, and those that run its jobs. Imports no torch.
+
+
+LATEST = "hydra.sweep.dir=latest"
+_driven: list[tuple[Sweep, Teller]] = []
+"""The sweep that this process drives, if it drives one."""
+_joined: list[Sweep] = []
+"""The sweep whose job this process runs."""
+
+
+class SweepFolder(Callback):
+    """Begins a sweep. Hydra passes this object on to each process that runs a job. Its hook for the end of a sweep is
+    not called when that was cut off."""
+
+    def __init__(self) -> None:
+        self.sweep: Sweep | None = None
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """The first job is about to start."""
+        sweep = None
+        # A ${...} that leads nowhere, a range without a step, no launcher: Hydra is about to say so.
+        with suppress(OmegaConfBaseException, ValueError, AttributeError):
+            folder = Path(config.hydra.sweep.dir).absolute()
+            if not SweepJournal(folder).nbytes:
+                note_earlier_results(folder)
+            sweep = Sweep.of(config)
+        if sweep is not None:
+            for _, teller in _driven:  # of a study that begins again
+                teller.close()
+            self.sweep = _with_study(sweep, config)
+            _driven.append((self.sweep, Teller(self.sweep)))
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """A job is about to start, in this process."""
+        if self.sweep is not None:
+            _joined[:] = [self.sweep]
+
+
+def _with_study(sweep: Sweep, config: DictConfig) -> Sweep:
+    """The sweep with its study, where Optuna chooses its jobs. Ends the process where that cannot be: of another
+    exception Hydra would make a warning."""
+    try:
+        if problems := list(_problems(config, sweep.total)):
+            raise ConfigError(*problems)
+        return replace(sweep, study=begin_study(config, sweep)) if has_study(config) else sweep
+    except (ConfigError, ImportError) as error:
+        said = str(error)
+    except Exception as error:  # of whatever database it is
+        said = f"hydra.sweeper.storage: the study cannot be used: {type(error).__name__}: {error}".partition("\n")[0]
+    print(printable(said), file=sys.stderr)
+    raise SystemExit(exits.CONFIG_PROBLEM)
+
+
+def _problems(config: DictConfig, total: int | None) -> Iterator[str]:
+    """A line for each thing that is wrong with a sweep, as far as nobody need train for it.
+
+    Args:
+        total: of its jobs, where that is known.
+    """
+    given, swept = settings_of(config), swept_in(config) or []
+    settings = settings_in(given, "sweep.")
+    if refused := [
+        setting.must_be(name, value, word) for name, setting, value in settings if not setting.allows(value)
+    ]:
+        yield from refused
+        return
+    for each in swept:
+        bounds = [getattr(each.value(), name, None) for name in ("start", "end", "stop", "step")]
+        if any(isinstance(bound, float) and not isfinite(bound) for bound in bounds):
+            yield f"{each.input_line}: its bounds must be finite numbers"
+    if total is not None and total > MAX_JOBS and not has_study(config):
+        yield f"-m: got {total:,} jobs or more; a sweep has {MAX_JOBS:,} at most; give fewer values"
+    names, directions, pruner = given.objectives, given.directions, given.pruner
+    if len(names) != len(directions):
+        yield f"sweep.direction: got {len(directions)} for {len(names)} objectives; give one for each, or one for all"
+    if len(names) > 1 and not has_study(config):
+        yield f"sweep.objective: got {len(names)}; several need hydra/sweeper=optuna; give one"
+    if names != [SweepConfig.objective] or pruner is not None:
+        yield from _objective_problems(config, given, [each.get_key_element().lstrip("+") for each in swept])
+    if pruner is None:
+        return
+    if not has_study(config):
+        yield "sweep.pruner: needs hydra/sweeper=optuna; leave it out, or give that"
+    elif len(names) > 1:
+        yield f"sweep.pruner: got one for {len(names)} objectives; Optuna prunes by one; leave it out"
+    elif problems := list(target_problems(pruner, name="sweep.pruner")):
+        yield from problems
+    else:
+        from zerotrain.run.factory import build  # imports torch
+
+        if not hasattr(made := build("sweep.pruner", pruner), "prune"):
+            kind = type(made).__name__
+            yield f"sweep.pruner._target_: got {pruner['_target_']}, which makes a {kind}; it must be a pruner"
+
+
+def _objective_problems(config: DictConfig, given: SweepConfig, swept: list[str]) -> Iterator[str]:
+    """Those of the objectives' names. The metrics are known where no job has others of its own."""
+    from zerotrain.training.metrics import Metric
+    from zerotrain.training.result import NUMBERS, in_evaluation  # imports torch
+
+    fixed = {each.name for each in fields(Config)} - {"callbacks", "data"}
+    metrics: list[str] | None = None
+    if {each.partition(".")[0] for each in swept} <= fixed:
+        callbacks: Any = OmegaConf.to_container(config.get("callbacks") or OmegaConf.create(), resolve=False)
+        targets = {name: each.get("_target_") for name, each in callbacks.items() if isinstance(each, dict)}
+        metrics = [name for name, target in targets.items() if isinstance(target, str) and makes(target, Metric)]
+    known = [f"val_{each}" for each in ("loss", *(metrics or ()))]
+    for name in given.objectives:
+        evaluated = in_evaluation(name)
+        is_there = evaluated is not None and (metrics is None or evaluated.partition("/")[0] in known)
+        if name not in NUMBERS and not is_there:
+            there = [*known, *NUMBERS]
+            more = ", and val_NAME of a metric" if metrics is None else ""
+            yield (
+                f"sweep.objective: got {name}; there is no such value{did_you_mean(name, there)}; there are "
+                f"{', '.join(there)}{more}"
+            )
+        elif evaluated is None and given.pruner is not None and len(given.objectives) == 1:
+            yield (
+                f"sweep.objective: got {name}, which no evaluation measures, with sweep.pruner; give val_loss or "
+                "another metric, or leave the pruner out"
+            )
+
+
+def joined(folder: Path) -> Sweep:
+    """The sweep whose job this process runs."""
+    if not _joined:  # the user has left the callback out
+        _joined.append(Sweep(folder=folder, start=SweepJournal(folder).nbytes))
+        _driven.append((_joined[-1], Teller(_joined[-1])))
+    return _joined[-1]
+
+
+def find_latest(arguments: list[str]) -> None:
+    """Let hydra.sweep.dir=latest be the newest folder that a sweep has made in multirun/.
+
+    Args:
+        arguments: of the command line, changed in place.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if LATEST not in arguments:
+        return
+    sweeps = sorted(
+        path.parent for name in ("multirun.yaml", JOURNAL_NAME) for path in Path("multirun").glob(f"*/*/{name}")
+    )
+    if not sweeps:
+        raise ConfigError("hydra.sweep.dir: got latest, but there is no sweep in multirun/ yet; leave it out")
+    arguments[arguments.index(LATEST)] = f"hydra.sweep.dir={sweeps[-1]}"
+
+
+def driven() -> "tuple[Sweep, Teller] | None":
+    """The sweep that this process drives, and who tells its user of it."""
+    return _driven[-1] if _driven else None
+
+
+# The end of a sweep: its table, its report and its exit code.
+
+
+def report(code: int) -> int:
+    """Write the report of the sweep that this process has driven, and print the table of its jobs; nothing where it
+    drove none.
+
+    Returns:
+        The exit code: `code`, or that of a failure where a job has failed.
+    """
+    found = driven()
+    if found is None:
+        return code
+    sweep, teller = found
+    teller.close()
+    events = sweep.events_to_count()
+    if not events:
+        if code == exits.COMPLETED:
+            print("-m: there is no job to run; a range(...) or glob(...) among the settings is empty", file=sys.stderr)
+        return code or exits.CONFIG_PROBLEM
+    from zerotrain.report.files import PAGE_NAME, write_files  # imports torch, as the jobs have by now
+    from zerotrain.report.rows import read_report
+    from zerotrain.report.table import print_table
+
+    all_in_folder = read_report(sweep.folder)
+    told = all_in_folder.only(sweep.folder, events)
+    print_table(told, Console())
+    try:
+        write_files(all_in_folder, sweep.folder)
+        print(f"report: {sweep.folder / PAGE_NAME}")
+    except (ConfigError, OSError) as error:
+        print(f"warning: the report of the sweep cannot be written: {printable(str(error))}", file=sys.stderr)
+    counts = Counter(told.counts)
+    num_done = counts[COMPLETED] + counts[PRUNED]
+    if sweep.study is not None:  # which runs no failed trial again
+        num_done = len(told.rows) - counts[STOPPED] - counts[RUNNING]
+    if num_done < max(len(told.rows), sweep.total or 0):
+        shown = sweep.folder.relative_to(Path.cwd()) if sweep.folder.is_relative_to(Path.cwd()) else sweep.folder
+        print(f"to go on: the same command with hydra.sweep.dir={shown}, which takes completed jobs as they are")
+    has_failed = counts[FAILED] or (counts[DIVERGED] and sweep.diverged == "fail")
+    return exits.FAILED if has_failed and code == exits.COMPLETED else code

@@ -10,7 +10,7 @@ from zerotrain.config.compose import config_hash, save_config
 from zerotrain.config.schema import Config, LaunchConfig
 from zerotrain.errors import ConfigError
 from zerotrain.launching.job import locked
-from zerotrain.launching.sweep.places import JobPlace, WantedPlace, take_place
+from zerotrain.launching.sweep.member import JobPlace, WantedPlace, take_place
 from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.report.journal import JobEvent, SweepJournal
 from zerotrain.training.result import RunResult

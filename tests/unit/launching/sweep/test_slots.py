@@ -7,8 +7,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from zerotrain.config.schema import Config, LaunchConfig
-from zerotrain.launching.sweep import slots
-from zerotrain.launching.sweep.slots import SLOTS, devices_of_own
+from zerotrain.launching.sweep import member as slots
+from zerotrain.launching.sweep.member import SLOTS, devices_of_own
 from zerotrain.launching.sweep.sweep import Sweep
 
 NUM_CORES = len(os.sched_getaffinity(0))

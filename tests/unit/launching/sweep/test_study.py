@@ -18,9 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from zerotrain.commands import train  # makes the schema known to Hydra
 from zerotrain.errors import ConfigError
-from zerotrain.launching.sweep import driver, study
-from zerotrain.launching.sweep.driver import SweepFolder
+from zerotrain.launching.sweep import sweep as study
+from zerotrain.launching.sweep import telling as driver
 from zerotrain.launching.sweep.sweep import Sweep
+from zerotrain.launching.sweep.telling import SweepFolder
 from zerotrain.report.journal import JobEvent, SweepJournal
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)

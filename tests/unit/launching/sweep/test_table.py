@@ -6,9 +6,9 @@ import pytest
 
 from zerotrain.launching import exits
 from zerotrain.launching.job import locked
-from zerotrain.launching.sweep import driver, table
-from zerotrain.launching.sweep.study import Study
-from zerotrain.launching.sweep.sweep import Sweep
+from zerotrain.launching.sweep import telling as driver
+from zerotrain.launching.sweep import telling as table
+from zerotrain.launching.sweep.sweep import Study, Sweep
 from zerotrain.launching.sweep.telling import Teller
 from zerotrain.report.journal import JobEvent, SweepJournal
 from zerotrain.report.rows import Row, read_report

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.report.folders import job
-from zerotrain.launching.sweep import kept_report
-from zerotrain.launching.sweep.kept_report import KeptReport
-from zerotrain.launching.sweep.status_line import StatusLine
+from zerotrain.launching.sweep import telling as kept_report
 from zerotrain.launching.sweep.sweep import Sweep
-from zerotrain.launching.sweep.telling import Teller
+from zerotrain.launching.sweep.telling import KeptReport, StatusLine, Teller
 from zerotrain.report.files import HEADS, PAGE_NAME
 from zerotrain.report.journal import JobEvent, SweepJournal
 from zerotrain.testing.limits import HANG_S
