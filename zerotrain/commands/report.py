@@ -9,10 +9,8 @@ from rich.console import Console
 
 from zerotrain.commands.frame import exit_code, parser_of
 from zerotrain.errors import ConfigError
-from zerotrain.report.files import CSV_NAME, JSON_NAME, PAGE_NAME, write_files
-from zerotrain.report.reading import FILES_OF_RUNS, JobFiles, read_jobs
-from zerotrain.report.rows import report_of
-from zerotrain.report.table import print_table
+from zerotrain.report.files import CSV_NAME, JSON_NAME, PAGE_NAME, print_table, write_files
+from zerotrain.report.rows import FILES_OF_RUNS, JobFiles, read_jobs, report_of
 
 EXAMPLES = """\
 FOLDER is a run, a sweep, or any folder in which runs lie. A sweep writes these files itself; this command makes them

@@ -1,21 +1,294 @@
 """A row for each job: what the terminal, the csv, the json and the page show are the same rows."""
 
 import hashlib
+import math
+import os
+import re
 import shlex
+import statistics
+from array import array
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from zerotrain.files.untrusted import printable
-from zerotrain.report.curves import Curve
-from zerotrain.report.journal import JobEvent
-from zerotrain.report.reading import MAX_NAME, JobFiles, label_of, read_jobs
-from zerotrain.report.values import at, cell, first_line, number, numbers_at, shortened
-from zerotrain.training.result import value_in
+from zerotrain.files.lock import LOCK_NAME, is_held
+from zerotrain.files.untrusted import UntrustedFileError, only_regular, parse_json, parse_yaml, printable, read_regular
+from zerotrain.report.journal import DIVERGED, FAILED, REFUSED, RUNNING, JobEvent, SweepJournal, outcome
+from zerotrain.report.values import at, cell, first_line, in_order, number, numbers_at, shortened
+from zerotrain.training.result import METRICS_NAME, RESULT_NAME, RunResult, read_result, value_in
+
+# The losses of a run over its steps, out of metrics.jsonl: some hundred points, however long the file is.
+
+
+MAX_POINTS = 200
+"""Points of a curve."""
+NUM_WINDOWS, WINDOW_NBYTES = 128, 2**14
+"""So many windows of a long file are read, at equal distances."""
+AXES = ("step", "tokens", "train_s")
+
+
+class _PlottedLine(TypedDict, total=False):
+    step: float | None
+    tokens: float | None
+    train_s: float | None
+    train_loss: float | None
+    val_loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A loss over the steps of a run. All are of one length; nan is what is not known, and a loss that is no number."""
+
+    step: "array[float]"
+    tokens: "array[float]"
+    train_s: "array[float]"
+    loss: "array[float]"
+
+    def over(self, axis: str, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
+        """(x, loss) of the points, or of as many at equal distances, over one of `AXES`."""
+        pairs = zip(getattr(self, axis), self.loss, strict=True)
+        return thinned([pair for pair in pairs if math.isfinite(pair[0])], max_points)
+
+    @property
+    def last(self) -> float:
+        """The last loss; nan where there is none, too."""
+        return self.loss[-1] if self.loss else math.nan
+
+
+NO_CURVE = Curve(step=array("d"), tokens=array("d"), train_s=array("d"), loss=array("d"))
+
+
+def read_curves(path: Path) -> tuple[Curve, Curve]:
+    """The training loss and the validation loss of a metrics.jsonl; without points where it cannot be read."""
+    kinds: dict[str, list[bytes]] = {"train_loss": [], "val_loss": []}
+    try:
+        for line in _lines(path):
+            for kind, lines in kinds.items():
+                if f'"{kind}"'.encode() in line:
+                    lines.append(line)
+    except OSError:
+        pass
+    train, val = (list(_points(thinned(lines, MAX_POINTS), kind)) for kind, lines in kinds.items())
+    return _curve(train), _curve([_placed(point, train) for point in val])
+
+
+def thinned(items: list[Any], most: int) -> list[Any]:
+    """So many of the items at most, at equal distances, with the first and the last."""
+    if len(items) <= most:
+        return items
+    return [items[round(number * (len(items) - 1) / (most - 1))] for number in range(most)]
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file; of a long one those that lie whole in one of the windows."""
+    with open(path, "rb", opener=only_regular) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= NUM_WINDOWS * WINDOW_NBYTES:
+            yield from file.read(NUM_WINDOWS * WINDOW_NBYTES).split(b"\n")
+            return
+        for window in range(NUM_WINDOWS):
+            file.seek(round(window * (size - WINDOW_NBYTES) / (NUM_WINDOWS - 1)))
+            yield from file.read(WINDOW_NBYTES).split(b"\n")[1 if window else 0 : -1]
+
+
+def _points(lines: list[bytes], kind: str) -> Iterator[tuple[float, ...]]:
+    """(step, tokens, seconds, loss) of each line, in the order of steps: a run that went on has come back to some."""
+    before = -math.inf
+    for line in lines:
+        try:
+            said = parse_json(line, _PlottedLine)
+        except UntrustedFileError:  # it is cut off, or of somebody else
+            continue
+        values = [number(said.get(name)) for name in (*AXES, kind)]
+        point = tuple(math.nan if value is None else float(value) for value in values)
+        if point[0] >= before:
+            before = point[0]
+            yield point
+
+
+def _placed(point: tuple[float, ...], train: list[tuple[float, ...]]) -> tuple[float, ...]:
+    """A point of an evaluation, whose line has no tokens and no seconds, with those of the training at its step."""
+    step, loss = point[0], point[3]
+    after = bisect_left(train, step, key=lambda each: each[0])
+    if after == len(train):
+        return (step, train[-1][1], train[-1][2], loss) if train else point
+    left = train[after - 1] if after else (0.0, 0.0, 0.0)
+    right = train[after]
+    part = (step - left[0]) / (right[0] - left[0]) if right[0] > left[0] else 1.0
+    return (step, *(left[axis] + part * (right[axis] - left[axis]) for axis in (1, 2)), loss)
+
+
+def _curve(points: list[tuple[float, ...]]) -> Curve:
+    step, tokens, train_s, loss = (array("d", (point[axis] for point in points)) for axis in range(4))
+    return Curve(step=step, tokens=tokens, train_s=train_s, loss=loss)
+
+
+# The folders of jobs, as they were left: each is read within limits, and what cannot be read is said in its place.
+
+
+CONFIG_NAME = "config.yaml"
+FILES_OF_RUNS = (RESULT_NAME, METRICS_NAME)
+"""Each of them makes a folder that of a run. A folder with a config.yaml alone may be an export, or anything."""
+MAX_DEPTH = 6
+"""Folders within each other in which a run is looked for."""
+MAX_CONFIG_NBYTES = 10**5
+"""Largest yaml that is read: a longer one may take minutes. Ours have 2 kB."""
+MAX_NAME = 200
+"""Characters of the name of a setting, or of a group of them, that are shown."""
+UNFINISHED = "unfinished"
+GONE = "its process is gone; the same command again goes on with it"
+MAX_ENTRIES = 200_000
+"""Folders that are looked through."""
+_SECTION = re.compile(rb"^(?=[A-Za-z_])", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFiles:
+    """The files in the folder of a job."""
+
+    name: str
+    """As people call the job: its number in the sweep, and its folder where that has another name."""
+    folder: Path
+    status: str = UNFINISHED
+    """completed, diverged, failed, stopped or running; unfinished where nothing says more."""
+    result: dict[str, Any] = field(default_factory=RunResult(world_size=0).body)
+    """The body of result.json; where there is none, what the journal of the sweep says in its form."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Those of config.yaml by their dotted names; none where it cannot be read."""
+    train: Curve = NO_CURVE
+    val: Curve = NO_CURVE
+
+
+def run_dirs_in(folder: Path) -> list[Path]:
+    """The folders of the runs in a folder, which may be one itself, in the order of their names. No link is followed,
+    and nothing is looked for within a run."""
+    found, waiting, num_seen = [], [(folder, 0)], 0
+    while waiting and num_seen < MAX_ENTRIES:
+        path, depth = waiting.pop()
+        num_seen += 1
+        if any(os.path.lexists(path / name) for name in FILES_OF_RUNS):
+            found.append(path)
+        elif depth < MAX_DEPTH:
+            waiting += [(each, depth + 1) for each in _folders_in(path)]
+    return sorted(found, key=lambda path: in_order(str(path)))
+
+
+def read_jobs(folder: Path) -> list[JobFiles]:
+    """The jobs of a sweep's folder, or the run that a folder is, in the order of their names. A job that has left no
+    folder of its own is there as the journal tells of it."""
+    events = SweepJournal(folder).events()
+    ran = {each.folder: each for each in events if each.event != REFUSED}
+    refused = {each.folder: each for each in events if each.event == REFUSED}
+    there = [path.relative_to(folder).as_posix() for path in run_dirs_in(folder)]
+    jobs = [_read_job(folder, name, ran.get(name, refused.get(name))) for name in dict.fromkeys([*there, *ran])]
+    told = {(each.folder, tuple(each.result["overrides"] or ())) for each in jobs}
+    for event in {each.job: each for each in events}.values():  # the last one of each job
+        if event.event == REFUSED and (folder / event.folder, tuple(event.overrides)) not in told:
+            jobs.append(_as_told(folder, event))
+    return sorted(jobs, key=lambda job: in_order(job.name))
+
+
+def label_of(number: int, name: str) -> str:
+    """A job as people call it: by its number, and its folder where that has another name."""
+    return name if name == str(number) else f"{number} in {name}"
+
+
+def _read_job(folder: Path, name: str, event: JobEvent | None) -> JobFiles:
+    """The job in a folder within that of the sweep. Its result.json wins over the journal's last event."""
+    if event is not None and not event.is_within:  # no other folder is looked into
+        return _as_told(folder, event)
+    run_dir = folder / name
+    train, val = _curves(run_dir / METRICS_NAME, *_written(run_dir / METRICS_NAME))
+    try:
+        result = _result(run_dir / RESULT_NAME, *_written(run_dir / RESULT_NAME))
+        said = DIVERGED if val.loss else None if event is None else event.status
+        found = JobFiles(name="", folder=run_dir, status=outcome(result, said), result=result)
+    except (OSError, UntrustedFileError) as error:
+        found = JobFiles(name="", folder=run_dir) if event is None else _as_told(folder, event)
+        if not isinstance(error, FileNotFoundError):
+            problem = f"its {RESULT_NAME} cannot be read: {error}"
+            found = replace(found, status=FAILED, result=found.result | {"error": problem})
+        elif is_held(run_dir / LOCK_NAME):
+            found = replace(found, status=RUNNING, result=found.result | {"error": None})
+    own_name = name if name != "." else folder.absolute().name
+    called = own_name if event is None else label_of(event.job, event.folder)
+    return replace(found, name=called, settings=_settings(run_dir / CONFIG_NAME), train=train, val=val)
+
+
+def _as_told(folder: Path, event: JobEvent) -> JobFiles:
+    """A job as the journal tells of it."""
+    is_gone = event.status in (None, RUNNING)  # unless it runs
+    result = RunResult(world_size=0, overrides=event.overrides, config_hash=event.hash)
+    result.error = GONE if is_gone else event.error
+    status = FAILED if is_gone else str(event.status)
+    return JobFiles(
+        name=label_of(event.job, event.folder), folder=folder / event.folder, status=status, result=result.body()
+    )
+
+
+def _folders_in(path: Path) -> list[Path]:
+    try:
+        with os.scandir(path) as entries:
+            return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+
+
+def _written(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return 0, 0
+    return status.st_mtime_ns, status.st_size
+
+
+@lru_cache(maxsize=1024)
+def _curves(path: Path, mtime_ns: int, size: int) -> tuple[Curve, Curve]:
+    """The curves of a file; it is read again once it has changed: a sweep writes its report after each job."""
+    return read_curves(path)
+
+
+@lru_cache(maxsize=1024)
+def _result(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
+    """The body of a result.json; it is read again once it has changed."""
+    return read_result(path)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        content = read_regular(path, max_nbytes=MAX_CONFIG_NBYTES)
+    except (OSError, UntrustedFileError):
+        return {}
+    found: dict[str, Any] = {}
+    for section in _SECTION.split(content):
+        found |= _section(section)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _section(content: bytes) -> dict[str, Any]:
+    """The settings of a group, as it stands in a config.yaml: jobs of a sweep have most of them in common."""
+    try:
+        return _flat(parse_yaml(content))
+    except UntrustedFileError:
+        return {}
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items() if isinstance(values, dict) else ():
+        path = prefix + shortened(str(name), MAX_NAME)
+        if isinstance(value, dict) and value:
+            found |= _flat(value, f"{path}.")
+        else:
+            found[path] = value
+    return found
+
 
 KINDS = ("parameters", "gradients", "optimizer", "offloaded")
 """Kinds of bytes that a rank holds at rest."""
@@ -263,3 +536,91 @@ def _but_for_seed(settings: dict[str, Any]) -> str | None:
         return None
     others = sorted((name, repr(value)) for name, value in settings.items() if name not in ("seed", OF_A_RESUMED_RUN))
     return hashlib.sha256(repr(others).encode()).hexdigest()
+
+
+# Groups of jobs that have something in common: equal weights, settings that differ in the seed alone, and effects of
+# a setting.
+
+
+NUM_BINS = 4
+"""Parts of equal counts into which the values of a setting are divided, where it has more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The losses of jobs that differ in `seed` alone."""
+
+    rows: list[Row]
+    mean: float
+    deviation: float
+    """The standard deviation of the sample."""
+    least: float
+    most: float
+
+
+def equal_weights(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The jobs by the sha256 of their weights, the largest group first."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.weights_sha256:
+            found.setdefault(row.weights_sha256, []).append(row)
+    return dict(sorted(found.items(), key=lambda each: -len(each[1])))
+
+
+def spreads(report: Report) -> list[Spread]:
+    """The spread over seeds, of each group of two jobs or more, the best mean first."""
+    groups: dict[str, list[Row]] = {}
+    for row in report.ranked:
+        if row.but_for_seed is not None:
+            groups.setdefault(row.but_for_seed, []).append(row)
+    found = []
+    for rows in groups.values():
+        losses = [float(row[report.loss] or 0.0) for row in rows]
+        if len({row.settings.get("seed") for row in rows}) > 1:
+            mean, deviation = statistics.fmean(losses), statistics.stdev(losses)
+            found.append(Spread(rows=rows, mean=mean, deviation=deviation, least=min(losses), most=max(losses)))
+    return sorted(found, key=lambda each: each.mean)
+
+
+def explained(report: Report, name: str) -> float | None:
+    """The part of the variance of the loss, 0 to 1, that one setting alone explains: the correlation ratio over at most
+    `NUM_BINS` bins of its values, corrected for their number (epsilon squared, Kelley 1935). None where the completed
+    jobs are too few, or all have one loss or one value."""
+    pairs = [(row.settings[name], float(row[report.loss] or 0.0)) for row in report.ranked if name in row.settings]
+    losses = [loss for _, loss in pairs]
+    bins = _bins([value for value, _ in pairs])
+    num, num_bins = len(pairs), len(set(bins))
+    if num - num_bins < NUM_BINS or num_bins < 2:
+        return None
+    total = statistics.pvariance(losses) * num
+    within = 0.0
+    for each in set(bins):
+        own = [loss for loss, bin_ in zip(losses, bins, strict=True) if bin_ == each]
+        within += statistics.pvariance(own) * len(own)
+    if not total > 0 or not math.isfinite(total):
+        return None
+    return max(0.0, 1 - within / total * (num - 1) / (num - num_bins))
+
+
+def _bins(values: list[Any]) -> list[int]:
+    """The number of each value's bin."""
+    different = sorted_values(values)
+    places = {repr(value): place for place, value in enumerate(different)}
+    if len(different) <= NUM_BINS:
+        return [places[repr(value)] for value in values]
+    order = sorted(range(len(values)), key=lambda index: places[repr(values[index])])
+    bins: dict[str, int] = {}
+    for rank, index in enumerate(order):
+        bins.setdefault(repr(values[index]), rank * NUM_BINS // len(values))
+    return [bins[repr(value)] for value in values]
+
+
+def sorted_values(values: list[Any]) -> list[Any]:
+    """The different values: numbers by size, then all else by its text."""
+    different = {repr(value): value for value in values}.values()
+    return sorted(different, key=lambda value: (not is_number(value), value if is_number(value) else 0, repr(value)))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a setting's value is a number, and not true or false."""
+    return type(value) in (int, float)

@@ -33,12 +33,10 @@ from zerotrain.launching.sweep import telling as status_line
 from zerotrain.preflight.choice import as_chosen, asked_hash
 from zerotrain.replay.record import read_record
 from zerotrain.replay.steps import _other_data, of_replay
-from zerotrain.report.curves import AXES, read_curves
-from zerotrain.report.files import csv_of, json_of
+from zerotrain.report.files import csv_of, json_of, print_table
 from zerotrain.report.journal import JOURNAL_NAME, JobEvent, SweepJournal, note_earlier_results
-from zerotrain.report.page.page import page_of
-from zerotrain.report.rows import read_report
-from zerotrain.report.table import print_table
+from zerotrain.report.page import page_of
+from zerotrain.report.rows import AXES, read_curves, read_report
 from zerotrain.saved import text_model
 from zerotrain.saved.saved import config_from
 from zerotrain.saved.trust import require_trusted

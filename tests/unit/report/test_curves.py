@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.report import curves
-from zerotrain.report.curves import read_curves, thinned
+from zerotrain.report import rows as curves
+from zerotrain.report.rows import read_curves, thinned
 
 
 def written(folder: Path, *lines: dict) -> Path:

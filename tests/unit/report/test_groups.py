@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.report.folders import job
-from zerotrain.report.groups import equal_weights, explained, spreads
-from zerotrain.report.rows import read_report
+from zerotrain.report.rows import equal_weights, explained, read_report, spreads
 
 
 def test_jobs_that_differ_in_the_seed_alone_have_a_mean_and_a_spread(tmp_path: Path):

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.report.folders import job, journal, refused
-from zerotrain.report.reading import run_dirs_in
-from zerotrain.report.rows import read_report, short_names
+from zerotrain.report.rows import read_report, run_dirs_in, short_names
 
 
 def test_settings_that_differ_are_told_by_their_dotted_names_those_of_command_lines_first(tmp_path: Path):

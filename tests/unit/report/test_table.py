@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from zerotrain.report.files import print_table
 from zerotrain.report.rows import read_report
-from zerotrain.report.table import print_table
 from zerotrain.training.result import RunResult
 
 

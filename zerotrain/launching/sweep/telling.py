@@ -480,9 +480,8 @@ def report(code: int) -> int:
         if code == exits.COMPLETED:
             print("-m: there is no job to run; a range(...) or glob(...) among the settings is empty", file=sys.stderr)
         return code or exits.CONFIG_PROBLEM
-    from zerotrain.report.files import PAGE_NAME, write_files  # imports torch, as the jobs have by now
+    from zerotrain.report.files import PAGE_NAME, print_table, write_files  # imports torch, as the jobs have by now
     from zerotrain.report.rows import read_report
-    from zerotrain.report.table import print_table
 
     all_in_folder = read_report(sweep.folder)
     told = all_in_folder.only(sweep.folder, events)

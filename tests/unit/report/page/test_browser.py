@@ -10,7 +10,7 @@ from html import escape, unescape
 import pytest
 
 from tests.unit.report.folders import job
-from zerotrain.report.page.page import page_of
+from zerotrain.report.page import page_of
 from zerotrain.report.rows import read_report
 from zerotrain.testing.limits import HANG_S
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.report.folders import job, refused
-from zerotrain.report.page.page import page_of
+from zerotrain.report.page import page_of
 from zerotrain.report.rows import read_report
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from zerotrain.report.page.scale import HEIGHT, WIDTH, Scale, path_of, scale_of
+from zerotrain.report.plots import HEIGHT, WIDTH, Scale, path_of, scale_of
 
 
 @pytest.mark.parametrize("low", [0.0, -3.0, 1.1234, 1e-6, 1e9])
