@@ -32,9 +32,8 @@ from zerotrain.launching import exits
 from zerotrain.launching.job import num_threads_per_rank
 from zerotrain.launching.resuming import first_readable
 from zerotrain.replay.record import Record, read_record
-from zerotrain.replay.report import StepReport, batch_of, report_of
+from zerotrain.replay.report import StepReport, batch_of, print_around, print_report, report_of
 from zerotrain.replay.steps import ReplayedSteps, of_replay, opened_steps
-from zerotrain.replay.tables import print_around, print_report
 from zerotrain.run.factory import join_ranks
 from zerotrain.saved.saved import NO_CONFIG, config_from
 from zerotrain.saved.trust import require_trusted

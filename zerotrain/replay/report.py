@@ -1,13 +1,19 @@
 """Which virtual rank, micro-batch, parameter and row a step's loss and gradient came from."""
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import nn
 
 from zerotrain.data.batches import RowsToRead
 from zerotrain.data.fetch import ids_of, with_tensors
@@ -15,9 +21,111 @@ from zerotrain.data.mix import MixedRows
 from zerotrain.data.windows import TokenWindows
 from zerotrain.device.memory import give_back_freed
 from zerotrain.files.untrusted import printable
-from zerotrain.replay.nonfinite import FirstNonFinite, outlined
+from zerotrain.replay.record import Record
 from zerotrain.replay.steps import ReplayedSteps
 from zerotrain.training.sameness import seed_leaf
+
+# Which module made the first value that is not finite, in the forward or in the backward.
+#
+# Modules without children are watched, in the order in which they run: a module whose inputs are finite and whose
+# output is not has made it. In the backward the same holds of the gradient of its output and that of its input.
+
+
+class FirstNonFinite:
+    """Watches a model; use as a context manager around one forward and backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._hooks: list[Any] = []
+        self._found: str | None = None
+
+    def __enter__(self) -> "FirstNonFinite":
+        for name, module in self._model.named_modules():
+            if next(module.children(), None) is None:
+                hook = module.register_forward_hook(self._hook(name, module), with_kwargs=True)
+                self._hooks.append(hook)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self._hooks:
+            each.remove()
+
+    def told(self, parameter: str, loss_scale: float) -> str:
+        """The sentence.
+
+        Args:
+            parameter: the first in the backward whose gradient was not finite.
+        """
+        scaled = f", with a loss scale of {loss_scale:g}" if loss_scale != 1.0 else ""
+        if self._found is not None:
+            return self._found + scaled
+        return (
+            f"no module, but what lies between them: the first in the backward is the gradient of {parameter}{scaled}"
+        )
+
+    def _hook(self, name: str, module: nn.Module) -> Any:
+        called = f"{name} ({type(module).__name__})"
+
+        def hook(_: nn.Module, inputs: Any, named: Any, outputs: Any) -> None:
+            for own, values in module.named_parameters(recurse=False):  # at stage 3 they are whole in here alone
+                if not _finite(values):
+                    self._note(f"{name}.{own}, which was not finite before the step; replay an earlier one")
+            given, made = list(_floats((inputs, named))), list(_floats(outputs))
+            if not all(_finite(each) for each in given):
+                self._note(f"the input of {called} in the forward, from outside it: {_listed(given)}")
+            elif not all(_finite(each) for each in made):
+                self._note(f"{called} in the forward, from the input {_listed(given) or 'of tokens'}")
+            for each in made:
+                if each.requires_grad:
+                    each.register_hook(self._came(called, is_output=True))
+            for each in given:
+                if each.requires_grad and all(each is not other for other in made):
+                    each.register_hook(self._came(called, is_output=False))
+
+        return hook
+
+    def _came(self, called: str, *, is_output: bool) -> Any:
+        def hook(gradient: torch.Tensor) -> None:
+            if not _finite(gradient):
+                what = f"what comes behind {called}" if is_output else called
+                self._note(f"{what} in the backward; the gradient of its {'output' if is_output else 'input'}: "
+                           f"{_listed([gradient])}")  # fmt: skip
+
+        return hook
+
+    def _note(self, found: str) -> None:
+        if self._found is None:
+            self._found = found
+
+
+def _finite(values: torch.Tensor) -> bool:
+    return bool(values.isfinite().all())
+
+
+def _floats(values: Any) -> Iterator[torch.Tensor]:
+    """The floating-point tensors in any structure."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    with_tensors(values, note)
+    yield from (each for each in found if each.is_floating_point())
+
+
+def _listed(tensors: list[torch.Tensor]) -> str:
+    return ", ".join(map(outlined, tensors))
+
+
+def outlined(tensor: torch.Tensor) -> str:
+    """A tensor in a few words, such as "float32 (2, 3) from -1 to 2, 1 of 6 not finite"."""
+    shape = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    finite = tensor.detach()[tensor.isfinite()]
+    told = f"{shape} from {finite.min().item():.4g} to {finite.max().item():.4g}" if finite.numel() else shape
+    num_bad = tensor.numel() - finite.numel()
+    return f"{told}, {num_bad} of {tensor.numel()} not finite" if num_bad else told
+
 
 MAX_TEXT = 60
 """Characters of a row's text that are shown."""
@@ -185,3 +293,99 @@ def _outline(dataset: Any, inputs: Any) -> str:
 
     with_tensors(inputs, outline)
     return ", ".join(told)
+
+
+# Shows as tables and lines what a replay has found.
+
+
+BAR = 12
+"""Characters of the largest gradient."""
+
+NOTHING_RECORDED = (
+    "nothing that is recorded is different here: its rows, or the code of the model or the data, are not as they were"
+)
+"""The cause that is left, since the steps before it were those of the run."""
+
+
+def print_report(
+    console: Console, report: StepReport, began_at: int, record: Record, differs: str | None, causes: Sequence[str]
+) -> None:
+    """Print what the step was made of, and whether it is that of the run."""
+    worst = report.worst
+    table = Table(
+        "virtual rank",
+        "micro-batch",
+        "loss",
+        "gradient",
+        "largest in",
+        "",
+        title=f"step {report.step}",
+        box=box.SIMPLE_HEAD,
+    )
+    for each in report.parts:
+        mark = "bold" if each is worst else ""
+        table.add_row(
+            str(each.virtual_rank),
+            str(each.micro_batch),
+            *_numbers(each),
+            Text(each.largest),
+            _bar(each, worst),
+            style=mark,
+        )
+    console.print(table)
+    rows = Table(title="rows of the micro-batch that stands out", box=box.SIMPLE_HEAD)
+    alone = ("loss", "gradient") if report.rows[0].alone else ()
+    for name in ("row", "where", *alone, "text"):
+        rows.add_column(name, overflow="fold")  # a path has no spaces to break it at
+    for row in report.rows:
+        numbers = _numbers(row.alone) if row.alone else []
+        rows.add_row(str(row.row), Text(printable(row.source, keep="")), *numbers, Text(row.text))
+    console.print(rows)
+    lines = [] if report.nonfinite is None else [f"first not finite: {report.nonfinite}"]
+    compared = [step for step in record.steps if began_at < step <= report.step]
+    if differs is not None:
+        lines += [differs, *(f"  {each}" for each in causes or [NOTHING_RECORDED])]
+    elif compared:
+        steps = f"{len(compared)} step{'s' * (len(compared) > 1)}"
+        lines.append(f"{steps} from step {began_at + 1} on: as the run recorded, to the bit")
+    if report.step not in record.steps:
+        lines.append(f"step {report.step} is not recorded: nothing to compare it with")
+    for line in lines:
+        console.print(Text(printable(line, keep="")), soft_wrap=True)
+    sys.stdout.flush()
+
+
+def print_around(console: Console, steps: Sequence[Mapping[str, Any]], asked: int) -> None:
+    """Print a row for each step, the one asked for in bold."""
+    table = Table(
+        "step",
+        "loss",
+        "gradient",
+        "clipped to",
+        "learning rate",
+        "the run",
+        title="steps around it",
+        box=box.SIMPLE_HEAD,
+    )
+    for each in steps:
+        clipped = "skipped" if each["skipped"] else _number(each["grad_norm"] * each["clip_coefficient"])
+        same = {None: "not recorded", True: "the same", False: "differs"}[each["as_recorded"]]
+        numbers = map(_number, (each["loss"], each["grad_norm"]))
+        style = "bold" if each["step"] == asked else ""
+        table.add_row(str(each["step"]), *numbers, clipped, _number(each["lr"]), same, style=style)
+    console.print(table)
+
+
+def _bar(part: Part, longest: Part) -> str:
+    """As long as the gradient is large."""
+    if not (math.isfinite(part.grad_norm) and math.isfinite(longest.grad_norm)):
+        return "" if math.isfinite(part.grad_norm) else "!" * BAR
+    return "█" * round(BAR * part.grad_norm / (longest.grad_norm or 1.0))
+
+
+def _numbers(part: Part) -> list[str]:
+    return [_number(part.loss), _number(part.grad_norm)]
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "not finite"
