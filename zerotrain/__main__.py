@@ -10,7 +10,7 @@ MODULES = {
     "train": "zerotrain.commands.train",
     "generate": "zerotrain.commands.generate",
     "evaluate": "zerotrain.commands.evaluate",
-    "export": "zerotrain.commands.export.command",
+    "export": "zerotrain.commands.export",
     "inspect": "zerotrain.commands.inspection",
     "ended": "zerotrain.commands.ended",
     "alive": "zerotrain.commands.alive",

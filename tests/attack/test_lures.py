@@ -34,7 +34,7 @@ from lures import (
 
 from tests.zygote.client import Ending, Zygote
 from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
-from zerotrain.commands.export.command import main as export
+from zerotrain.commands.export import main as export
 from zerotrain.config.schema import Config
 from zerotrain.run import factory
 from zerotrain.saved.saved import ABOUT

@@ -22,7 +22,7 @@ IN_ONE_PLACE = {
     ".rename": [  # whole folders, each after what its own promise asks for
         "checkpoint/folder.py",  # a save appears once its names are on the disk
         "checkpoint/folder.py",  # one that is to be removed, or to be set aside, loses its name first
-        "commands/export/destination.py",  # an export that is replaced, which comes back after an error
+        "commands/export.py",  # an export that is replaced, which comes back after an error
         "training/callbacks/loggers.py",  # an earlier sitting's curves, all of which the next one writes again
     ],
 }

@@ -14,7 +14,7 @@ import pytest
 from tests.zygote.client import Zygote
 from zerotrain.checkpoint.folder import PartialFolder, set_best, step_name
 from zerotrain.commands import evaluate, generate
-from zerotrain.commands.export.command import main as export
+from zerotrain.commands.export import main as export
 from zerotrain.commands.generate import characters
 
 SETTINGS = (

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.zygote.client import Zygote
 from zerotrain.checkpoint.verify import opened
 from zerotrain.commands import evaluate, generate
-from zerotrain.commands.export.command import main as export
+from zerotrain.commands.export import main as export
 
 SETTINGS = [each for each in TINY if not each.startswith("train.max_steps")]
 SETTINGS += [

@@ -37,7 +37,7 @@ IMPORTED = (
     "torch._dynamo",
     "torch.distributed.run",
     "zerotrain.commands.evaluate",
-    "zerotrain.commands.export.command",
+    "zerotrain.commands.export",
     "zerotrain.commands.generate",
     "zerotrain.commands.inspection",
     "zerotrain.commands.prepare",

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from tests.attack.fuzz.common import require_printable
 from zerotrain.commands import evaluate
+from zerotrain.commands import export as destination
 from zerotrain.commands.ended import ended
-from zerotrain.commands.export import destination
 from zerotrain.commands.replay import BUILT
 from zerotrain.config.compose import save_config
 from zerotrain.config.schema import CheckpointConfig, Config, ZeroGroup

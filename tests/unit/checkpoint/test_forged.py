@@ -17,7 +17,7 @@ from tests.unit.checkpoint.runs import KINDS, Kind, build, held, saved_by_two_ra
 from zerotrain.checkpoint import verify
 from zerotrain.checkpoint.manifest import DTYPES, hash_of
 from zerotrain.commands import inspection as inspect
-from zerotrain.commands.export.command import main as export
+from zerotrain.commands.export import main as export
 from zerotrain.errors import CheckpointError, ZeroTrainError
 from zerotrain.testing.fake_wire import run_threads
 

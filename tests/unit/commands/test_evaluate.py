@@ -13,7 +13,7 @@ from torch import nn
 
 from zerotrain.checkpoint.folder import remove_old
 from zerotrain.commands import evaluate, generate
-from zerotrain.commands.export.command import main as export
+from zerotrain.commands.export import main as export
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError
 from zerotrain.launching.failures import RunError

@@ -22,8 +22,7 @@ from tests.unit.checkpoint.runs import KINDS, build, train
 from tests.unit.commands.export.my_model import loss_of, make_model
 from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.verify import CheckpointTensors
-from zerotrain.commands.export.command import main
-from zerotrain.commands.export.destination import ABOUT
+from zerotrain.commands.export import ABOUT, main
 from zerotrain.testing.fake_wire import run_threads
 
 safetensors_torch = pytest.importorskip("safetensors.torch")

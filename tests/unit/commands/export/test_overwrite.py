@@ -14,7 +14,7 @@ import torch
 
 import zerotrain
 from tests.unit.commands.export.test_export import exported, refused
-from zerotrain.commands.export.destination import FILES, require_apart
+from zerotrain.commands.export import FILES, require_apart
 from zerotrain.saved.saved import ABOUT
 
 
@@ -119,13 +119,13 @@ def test_a_file_that_comes_while_the_new_export_is_written_stays(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = exported(run, tmp_path / "out")
-    write = zerotrain.commands.export.command.write_safetensors
+    write = zerotrain.commands.export.write_safetensors
 
     def written(*given: object, **options: object) -> int:
         a_file(out)
         return write(*given, **options)
 
-    monkeypatch.setattr(zerotrain.commands.export.command, "write_safetensors", written)
+    monkeypatch.setattr(zerotrain.commands.export, "write_safetensors", written)
     assert f"{out}/thesis.txt was not written" in refused([str(run), "--out", str(out), "--overwrite"], capsys)
     assert sorted(contents(out)) == sorted(["model.safetensors", "thesis.txt", ABOUT])
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "run"]
@@ -221,7 +221,7 @@ def test_a_mount_hides_no_run(run: Path, tmp_path: Path) -> None:
         pytest.skip("needs a mount namespace of its own")
     (tmp_path / "mounted").mkdir()
     check = (
-        "import sys; from pathlib import Path; from zerotrain.commands.export.destination import require_apart\n"
+        "import sys; from pathlib import Path; from zerotrain.commands.export import require_apart\n"
         f"require_apart(Path({str(tmp_path / 'mounted/out')!r}), Path({str(run / 'checkpoints/step-00000000')!r}), [])"
     )
     for mounted in (run, run / "checkpoints"):

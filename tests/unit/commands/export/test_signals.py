@@ -18,7 +18,7 @@ __all__ = ["run", "saved"]
 SLOW = """
 import sys, time
 from zerotrain.commands.export import command
-from zerotrain.commands.export.command import main
+from zerotrain.commands.export import main
 from zerotrain.files.terminal import run_command
 write = command.write_safetensors
 def slow(folder, *given, **options):

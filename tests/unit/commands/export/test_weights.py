@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from zerotrain.commands.export.weights import adapters, is_of_adapter, merged, name_of_hugging_face, plain
+from zerotrain.commands.export_formats import adapters, is_of_adapter, merged, name_of_hugging_face, plain
 
 
 def saved_of(tensors: dict[str, torch.Tensor]) -> SimpleNamespace:

@@ -1,0 +1,413 @@
+"""`python -m zerotrain export RUN_OR_CHECKPOINT --out DIR`: what is trained, in the forms of others."""
+
+import errno
+import json
+import math
+import os
+import re
+import secrets
+import stat
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+import torch
+
+from zerotrain.checkpoint.folder import CHECKPOINTS, LOCK, PartialFolder
+from zerotrain.checkpoint.others.safetensors_and_torch import OutTensor, write_safetensors, write_text
+from zerotrain.commands.export_formats import (
+    adapters,
+    is_of_adapter,
+    lora_of,
+    merged,
+    name_of_hugging_face,
+    parse_dtype,
+    plain,
+    require_optimizer,
+    write_adapter_config,
+    write_config,
+    write_optimizer,
+    write_tokenizer,
+)
+from zerotrain.commands.frame import TRUST, WEIGHTS, exit_code, is_averaged, parser_of
+from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
+from zerotrain.files.kept_out import nothing_imported_from
+from zerotrain.files.lock import sync_file, sync_folder
+from zerotrain.files.terminal import code_of
+from zerotrain.files.untrusted import FilePath, UntrustedFileError, read_json
+from zerotrain.launching import exits
+from zerotrain.launching.exits import ended_in_order
+from zerotrain.saved.saved import ABOUT, ADAPTERS, DCP, HUGGING_FACE, MERGED, MODEL, SavedRun, opened_run
+
+# Writes an export's folder: it appears when it is complete, and replaces only an earlier export.
+
+
+FILES = "files"
+"""The key in `ABOUT` of the names of all other files of an export: `--overwrite` removes these alone."""
+
+
+class _About(TypedDict):
+    files: NotRequired[list[FilePath]]
+
+
+MAX_ABOUT_NBYTES = 64 * 2**20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_IN_TORCHS_WRITER = "inline_container"
+_GO_ON = "give a new name, or remove it by hand"
+
+
+def require_free(out: Path, *, overwrite: bool) -> None:
+    """Make sure that an export may have this name.
+
+    Raises:
+        ConfigError: something is there, and it is not to be replaced, or it is not an export alone.
+    """
+    if not os.path.lexists(out):
+        return
+    if not overwrite:
+        raise ConfigError(
+            f"--out: got {out}, which is there already; give a new name, or --overwrite to replace an export"
+        )
+    _files_of_export(out)
+
+
+def require_apart(out: Path, run: Path, others: list[Path]) -> None:
+    """Make sure that an export neither lies in the run that it is of nor replaces what it reads.
+
+    Folders are compared by what they are, so that links, mounts and `..` hide nothing.
+
+    Args:
+        run: a checkpoint.
+        others: further folders that are read.
+
+    Raises:
+        ConfigError: it does.
+    """
+    above_out = _identities(out)
+    for checkpoint in (run, Path(os.path.realpath(run))):
+        is_of_run = checkpoint.parent.name == CHECKPOINTS
+        for folder in (checkpoint, *(checkpoint.parents[:2] if is_of_run else ())):
+            if _identity(folder) in above_out:
+                raise ConfigError(f"--out: got {out}, inside {folder}, the folder to export; give another folder")
+    for folder in (run, *others):
+        if _identity(out) in _identities(folder):
+            raise ConfigError(
+                f"--out: got {out}, and {folder}, which is read for this export, lies there; give another folder"
+            )
+
+
+@contextmanager
+def made(out: Path, about: dict[str, Any], *, overwrite: bool) -> Iterator[Path]:
+    """The folder to write into, of another name; at the end of the block it is `out`. After an error nothing is left.
+
+    With `overwrite` the old one stays until the new one is on the disk.
+
+    Raises:
+        ConfigError: see `require_free`.
+        CheckpointError: the folder cannot be written.
+    """
+    require_free(out, overwrite=overwrite)
+    try:
+        partial = PartialFolder(out, replaces=overwrite)
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error.strerror}") from error
+    old = out.with_name(f".{out.name}.replaced-{secrets.token_hex(8)}")
+    try:
+        yield partial.path
+        about = about | {FILES: _synced(partial.path)}
+        write_text(partial.path / ABOUT, json.dumps(about, indent=2) + "\n")
+        replaced = []
+        if overwrite and os.path.lexists(out):
+            out.rename(old)
+            replaced = _files_of_export(old, shown=out)  # once more: something may have come since
+        partial.appear()
+    except BaseException as error:
+        of_disk = _of_disk(error, partial.path)
+        if old.is_dir() and not os.path.lexists(out):
+            old.rename(out)
+        partial.remove()
+        if of_disk is not None:
+            raise CheckpointError(f"{of_disk.filename or out} cannot be written: {of_disk.strerror}") from of_disk
+        raise
+    _remove(replaced, old)
+
+
+def _of_disk(error: BaseException, folder: Path) -> OSError | None:
+    """The disk's error that caused an exception; None if none did. For a full disk torch says "unexpected pos 704 vs
+    598", and tokenizers raise Exception("... (os error 28)").
+    """
+    if isinstance(error, ZeroTrainError | KeyboardInterrupt | SystemExit):
+        return None
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    before = error.__cause__ or error.__context__
+    while before is not None:
+        if isinstance(before, OSError) and before.errno in _FULL:
+            return before
+        before = before.__cause__ or before.__context__
+    if told := re.search(r"\(os error (\d+)\)", str(error)):
+        return OSError(int(told[1]), os.strerror(int(told[1])))
+    if _IN_TORCHS_WRITER not in str(error):
+        return None
+    try:
+        (folder / "probe").write_bytes(bytes(4096))
+    except OSError as refused:
+        return OSError(refused.errno, refused.strerror)
+    return OSError(errno.EIO, "torch could not write all of a file")
+
+
+def _synced(folder: Path) -> list[str]:
+    """The names of all files that were written, once they are on the disk: those that others have written too."""
+    names = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir():
+            sync_folder(path)
+        elif path != folder / LOCK:
+            sync_file(path)
+            names.append(str(path.relative_to(folder)))
+    return names
+
+
+def _files_of_export(folder: Path, shown: Path | None = None) -> list[Path]:
+    """The files of an export that has nothing else in its folder; `ABOUT` is the last.
+
+    Args:
+        shown: the name of the folder in messages.
+
+    Raises:
+        ConfigError: it is no export, or something else lies there.
+    """
+    shown = shown or folder
+    if folder.is_symlink() or not (folder / ABOUT).is_file():
+        raise ConfigError(f"--overwrite: {shown} is no folder that zerotrain.export has written; {_GO_ON}")
+    try:
+        said = read_json(folder / ABOUT, _About, max_nbytes=MAX_ABOUT_NBYTES)
+    except (OSError, UntrustedFileError) as error:
+        raise ConfigError(f"--overwrite: {shown / ABOUT} does not list the files of an export: {error}") from None
+    if FILES not in said:
+        raise ConfigError(
+            f"--overwrite: {shown} was exported by an older zerotrain, which did not note its files; {_GO_ON}"
+        )
+    own = [folder / name for name in (*said[FILES], ABOUT)]
+    try:
+        foreign = _foreign(folder, own)
+    except OSError as error:
+        raise ConfigError(f"--overwrite: {error.filename or shown} cannot be read: {error.strerror}") from None
+    if foreign is not None:
+        raise ConfigError(
+            f"--overwrite: {shown / foreign} was not written by the export in that folder; move it away, or give a "
+            "new name"
+        )
+    return own
+
+
+def _foreign(folder: Path, own: list[Path]) -> Path | None:
+    """The first thing in a folder that is neither one of these files nor a folder of theirs."""
+    files, folders = set(own), {above for path in own for above in path.parents}
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for place, inner, names in os.walk(folder, onerror=fail):
+        for path in sorted(Path(place, name) for name in (*inner, *names)):
+            mode = path.lstat().st_mode
+            if not (path in folders if stat.S_ISDIR(mode) else path in files and stat.S_ISREG(mode)):
+                return path.relative_to(folder)
+    return None
+
+
+def _remove(files: list[Path], folder: Path) -> None:
+    """Remove files within a folder, and each folder that is empty then. Whatever else has come there stays."""
+    for path in files:
+        with suppress(OSError):
+            path.unlink()
+    above = {each for path in files for each in path.parents if each.is_relative_to(folder)}
+    for each in sorted(above, key=lambda each: -len(each.parts)):
+        with suppress(OSError):
+            each.rmdir()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Equal for two names of one folder; None where there is nothing."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _identities(path: Path) -> set[tuple[int, int]]:
+    """Identities of a folder and of all those above it."""
+    real = Path(os.path.realpath(path))
+    found = map(_identity, (real, *real.parents))
+    return {each for each in found if each is not None}
+
+
+EXAMPLES = """\
+By default DIR gets model.safetensors, in parts if it is large. For model=huggingface, from_pretrained opens DIR; for
+adapters, peft opens it, and with --merge it holds the merged model. RUN is a run (its newest checkpoint is read) or a
+checkpoint. The export is verified, and DIR appears when it is complete.
+
+  python -m zerotrain export outputs/2026-11-22/10-00-00 --out exported --dtype bf16
+  python -m zerotrain export outputs/2026-11-22/10-00-00/checkpoints/step-00000100 --out exported --optimizer
+  python -m zerotrain export outputs/2026-11-22/10-00-00 --out averaged --weights ema
+  python -m zerotrain export outputs/2026-11-22/10-00-00 --out dcp --dcp
+
+Exit code 0: it is there; 1: a disk is full or broken; 2: an argument is wrong, --out cannot be written or the
+checkpoint is damaged, one line;
+130, 143, 129: a signal, and nothing is left.
+"""
+MB = 10**6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The options of the command."""
+
+    out: Path
+    dtype: str | None
+    merge: bool
+    optimizer: bool
+    weights: str
+    dcp: bool
+    shard_mb: float
+    overwrite: bool
+    trust_code: bool
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    parser = parser_of("export", __doc__, EXAMPLES)
+    parser.add_argument("path", type=Path, metavar="RUN_OR_CHECKPOINT")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument("--dtype", metavar="NAME", help="dtype of all floating-point weights: fp32, bf16 or fp16")
+    parser.add_argument("--merge", action="store_true", help="add the adapters to the weights")
+    parser.add_argument("--optimizer", action="store_true", help="optimizer.pt too, for torch.optim")
+    parser.add_argument("--weights", **WEIGHTS)
+    parser.add_argument("--dcp", action="store_true", help="a folder of torch.distributed.checkpoint instead")
+    parser.add_argument(
+        "--shard-mb", type=float, default=5000.0, metavar="MB", help="largest size of a file, default 5000"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    parser.add_argument("--trust-code", **TRUST)
+    given = vars(parser.parse_args(arguments))
+
+    def work() -> int:
+        try:
+            with ended_in_order():
+                for line in export(given.pop("path"), Asked(**given)):
+                    print(line, flush=True)
+        except SystemExit as ending:
+            print("stopped by a signal; nothing is left", file=sys.stderr)
+            return code_of(ending)
+        return exits.COMPLETED
+
+    return exit_code(work, when_stopped="stopped by Ctrl-C; nothing is left")
+
+
+def export(path: str | os.PathLike[str], asked: Asked) -> Iterator[str]:
+    """Write what was asked for; lines to show.
+
+    Raises:
+        ConfigError: an option is wrong.
+        CheckpointError: there is no such checkpoint, it is not what was written, or the disk fails.
+    """
+    dtype = parse_dtype(asked.dtype)
+    if not (math.isfinite(asked.shard_mb) and asked.shard_mb > 0):
+        raise ConfigError(f"--shard-mb: got {asked.shard_mb}; it must be a number of megabytes above 0")
+    if asked.dcp and (asked.merge or asked.optimizer or asked.dtype):
+        raise ConfigError(
+            "--dcp: writes weights and optimizer state as they are; leave out --merge, --optimizer, --dtype"
+        )
+    if (averaged := is_averaged(asked.weights)) and (asked.dcp or asked.optimizer):
+        other = "--dcp" if asked.dcp else "--optimizer"
+        raise ConfigError(f"{other}: the optimizer's state is that of the trained weights; leave out --weights ema")
+    out = Path(os.path.realpath(asked.out)) if asked.out.name in ("", "..") else asked.out.absolute()
+    require_free(out, overwrite=asked.overwrite)
+    with nothing_imported_from(path), opened_run(path, trust_code=asked.trust_code, averaged=averaged) as run:
+        require_apart(out, run.path, _read_beside(run))
+        if asked.optimizer or asked.dcp:
+            require_optimizer(run.saved)
+        # Of transformers, or peft's around it; its folder may be gone.
+        model: Any = run.on_meta().model if run.is_hugging_face and not asked.dcp else None
+        if asked.merge and (model is None or lora_of(model) is None):
+            raise ConfigError(f"--merge: {run.path} has no adapters to merge; leave it out")
+        if asked.merge and asked.optimizer:
+            raise ConfigError(
+                "--optimizer: its state is that of the adapters, which a merged model does not have; leave it out"
+            )
+        with made(out, _about(run, asked), overwrite=asked.overwrite) as folder:
+            if asked.dcp:
+                from zerotrain.commands.export_formats import write_dcp  # what it imports takes a second
+
+                write_dcp(folder, run.saved)
+            else:
+                yield from _write_weights(folder, run, asked, dtype, model)
+            if asked.optimizer:
+                name_of = str if model is None else name_of_hugging_face
+                write_optimizer(folder / "optimizer.pt", run.saved, name_of)
+    nbytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    what = "the average of weights of " * averaged
+    yield f"{out}: {what}step {run.step} of {run.path}, {nbytes / MB:.1f} MB"
+
+
+def _read_beside(run: SavedRun) -> list[Path]:
+    """The folders that an export reads beside a checkpoint: of a model of Hugging Face, and of a tokenizer."""
+    of_model = run.require_config().model.get("name_or_path") if run.is_hugging_face else None
+    return [
+        Path(name).absolute() for name in (of_model, run.tokenizer_name) if name is not None and Path(name).is_dir()
+    ]
+
+
+def _write_weights(folder: Path, run: SavedRun, asked: Asked, dtype: torch.dtype | None, model: Any) -> Iterator[str]:
+    tensors = plain(run.saved, dtype)
+    stem = "model"
+    if model is not None:
+        lora = lora_of(model)
+        if lora is None:
+            tensors = plain(run.saved, dtype, name_of_hugging_face)
+        elif asked.merge:
+            scaled = {"scaling": lora.lora_alpha / lora.r, "fan_in_fan_out": lora.fan_in_fan_out}
+            tensors = merged(run.saved, dtype, scaled)
+            model = model.get_base_model()
+        else:
+            tensors, stem = adapters(run.saved, dtype), "adapter_model"
+            write_adapter_config(folder, run, lora)
+        if stem == "model":
+            write_config(folder, model, _common_dtype(tensors))
+        if (warning := write_tokenizer(folder, run)) is not None:
+            yield warning
+    write_safetensors(folder, tensors, max_nbytes=int(asked.shard_mb * MB), stem=stem)
+
+
+def _common_dtype(tensors: Mapping[str, OutTensor]) -> torch.dtype:
+    """That in which transformers is to open the model: the widest of its weights."""
+    found = {tensor.dtype for tensor in tensors.values() if tensor.dtype.is_floating_point}
+    return max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+
+def _about(run: SavedRun, asked: Asked) -> dict[str, Any]:
+    return {
+        "checkpoint": str(run.path),
+        "step": run.step,
+        "form": _form(run, asked),
+        "dtype": asked.dtype,
+        "weights": asked.weights,
+        "config_sha256": run.saved.manifest.content["config_sha256"],
+        "config": run.saved.manifest.content["config"],
+        "data_fingerprint": run.data_fingerprint,
+    }
+
+
+def _form(run: SavedRun, asked: Asked) -> str:
+    if asked.dcp:
+        return DCP
+    if not run.is_hugging_face:
+        return MODEL
+    if asked.merge:
+        return MERGED
+    has_adapters = any(is_of_adapter(name) for name in run.saved.names)
+    return ADAPTERS if has_adapters else HUGGING_FACE

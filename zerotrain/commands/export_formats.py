@@ -1,0 +1,317 @@
+"""The optimizer's state whole, by the names of parameters, in the form of torch's own `state_dict`."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from math import prod
+from mmap import mmap
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from zerotrain.checkpoint.manifest import AVERAGE, WEIGHT, dtype_of
+from zerotrain.checkpoint.others.safetensors_and_torch import OutTensor
+from zerotrain.checkpoint.tensor_file import chunks
+from zerotrain.checkpoint.verify import CheckpointTensors
+from zerotrain.errors import ConfigError
+from zerotrain.files.kept_out import refusal
+from zerotrain.files.untrusted import printable
+from zerotrain.saved.saved import SavedRun, has_tokenizer
+
+
+def require_optimizer(saved: CheckpointTensors) -> None:
+    """Make sure that there is something to write.
+
+    Raises:
+        ConfigError: nothing trains, or the optimizers of groups have no state dict in common.
+    """
+    if not any(parameter["trains"] for parameter in saved.manifest.parameters.values()):
+        raise ConfigError(f"--optimizer: {saved.path} has no parameter that trains; leave it out")
+
+
+def trained(saved: CheckpointTensors) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parameters of the groups, as the manifest has them."""
+    for name, parameter in saved.manifest.parameters.items():
+        if parameter["trains"]:
+            yield name, parameter
+
+
+def param_groups(saved: CheckpointTensors, name_of: Callable[[str], str] = str) -> list[dict[str, Any]]:
+    """As in a state dict of torch.optim, with names for numbers under "params".
+
+    Args:
+        name_of: what others call a parameter.
+    """
+    groups = []
+    for number, group in enumerate(saved.manifest.content["groups"]):
+        values = {name: _plain(value) for name, value in group["hyperparameters"].items() if not _is_object(value)}
+        params = [name_of(name) for name, parameter in trained(saved) if parameter["group"] == number]
+        groups.append({**values, "initial_lr": group["first_lr"], "params": params})
+    return groups
+
+
+def counts_of(parameter: dict[str, Any]) -> dict[str, Any]:
+    """State kept once for a parameter, such as its number of steps; none for one without elements, for which torch's
+    optimizers would miss the other state."""
+    if prod(parameter["shape"]) == 0:
+        return {}
+    return {name: _value(value) for name, value in parameter["counts"].items()}
+
+
+def roles_of(parameter: dict[str, Any]) -> Iterator[tuple[str, torch.dtype, list[int]]]:
+    """(role, dtype, shape) of what is kept of each element of a parameter, or of it as a whole."""
+    for role, tensor in parameter["tensors"].items():
+        if role not in (WEIGHT, AVERAGE):
+            yield role, dtype_of(tensor), tensor.get("shape", parameter["shape"])
+
+
+def write_optimizer(path: Path, saved: CheckpointTensors, name_of: Callable[[str], str] = str) -> None:
+    """{"state": {name: {exp_avg, ...}}, "param_groups": [...]} for `torch.load(path, weights_only=True)`.
+
+    torch.save writes the file with room for the tensors and without them; then each is written into its place.
+
+    Args:
+        name_of: what others call a parameter, as in the weights beside it.
+    """
+    with FakeTensorMode():
+        state = {name_of(name): _described(parameter) for name, parameter in trained(saved)}
+    state = {name: kept for name, kept in state.items() if kept}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save({"state": state, "param_groups": param_groups(saved, name_of)}, path)
+    with FakeTensorMode():
+        places = torch.load(path, weights_only=True)["state"]
+    with open(path, "r+b") as file:
+        for name, parameter in trained(saved):
+            counts = counts_of(parameter)
+            for role, place in places.get(name_of(name), {}).items():
+                if isinstance(place, torch.Tensor) and place.numel() > 0:
+                    offset = place.untyped_storage()._checkpoint_offset
+                    assert offset is not None
+                    file.seek(offset)
+                    _write(file, counts[role] if role in counts else saved.of_role(name, role))
+
+
+def _write(file: BinaryIO, values: torch.Tensor) -> None:
+    for chunk in chunks(values):
+        file.write(chunk)
+
+
+def _described(parameter: dict[str, Any]) -> dict[str, Any]:
+    tensors = {role: torch.empty(shape, dtype=dtype) for role, dtype, shape in roles_of(parameter)}
+    return counts_of(parameter) | tensors
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict) and "object" in value
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter as a number, also where a tensor held it on a device."""
+    if isinstance(value, dict):
+        return value["value"]
+    return tuple(_plain(each) for each in value) if isinstance(value, list) else value
+
+
+def _value(value: Any) -> Any:
+    return torch.tensor(value["value"], dtype=dtype_of(value)) if isinstance(value, dict) else value
+
+
+# A folder of torch.distributed.checkpoint, which users of FSDP2 load: {"model": ..., "optim": ...} as of
+# `torch.distributed.checkpoint.state_dict.get_state_dict`.
+
+
+class _OneByOne(DefaultSavePlanner):
+    """Is given tensors without memory, and reads each when it is to be written.
+
+    The writer keeps all tensors of a file until it closes that: 582 MiB for one of 577 (torch 2.13, 2026-11-22). So
+    all have the same memory, one after the other: while the writer copies nothing ahead, the one before is on its way
+    to the disk when the next is asked for. Given back instead, the memory of one was not used for the next, since
+    something small had come to lie in it: 2.4 GB for a file of 4.3.
+
+    Args:
+        sources: what reads a tensor, into memory that it is given.
+        nbytes: of the largest.
+    """
+
+    def __init__(self, sources: Mapping[str, Callable[[mmap], torch.Tensor]], nbytes: int) -> None:
+        super().__init__()
+        self._sources = sources
+        self._room = mmap(-1, max(nbytes, 1))
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        source = self._sources.get(write_item.index.fqn)
+        if write_item.type == WriteItemType.BYTE_IO or source is None:
+            return super().resolve_data(write_item)
+        return source(self._room)
+
+
+def write_dcp(folder: Path, saved: CheckpointTensors) -> None:
+    """Write weights and buffers, tied ones under each of their names, and the optimizer's state."""
+    sources: dict[str, Any] = {}
+    model: dict[str, Any] = {}
+    known, largest = saved.names, 0
+    for name, (dtype, shape) in known.items():
+        names = saved.manifest.parameters[name]["names"] if name in saved.manifest.parameters else [name]
+        for each in names:
+            model[each] = torch.empty(shape, dtype=dtype, device="meta")
+            sources[f"model.{each}"] = partial(saved.read, name)
+            largest = max(largest, model[each].nbytes)
+    state: dict[str, Any] = {}
+    for name, parameter in trained(saved):
+        kept = counts_of(parameter)
+        for role, dtype, kept_shape in roles_of(parameter):
+            kept[role] = torch.empty(kept_shape, dtype=dtype, device="meta")
+            sources[f"optim.state.{name}.{role}"] = partial(saved.of_role, name, role)
+            largest = max(largest, kept[role].nbytes)
+        if kept:
+            state[name] = kept
+    content = {"model": model, "optim": {"state": state, "param_groups": param_groups(saved)}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # "assuming a single process", as it is
+        writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+        try:
+            dcp.save(content, storage_writer=writer, planner=_OneByOne(sources, largest), no_dist=True)
+        except CheckpointException as error:
+            raise error.failures[0][0] from None  # of the one rank that there is
+
+
+# The files beside the weights by which transformers and peft open a folder. Needs the extra hf.
+
+
+def lora_of(model: Any) -> Any | None:
+    """The config of the adapters; None without."""
+    return getattr(model, "peft_config", {}).get("default")
+
+
+def write_config(folder: Path, model: Any, dtype: torch.dtype) -> None:
+    """config.json and generation_config.json of a model of transformers, not of peft's around it."""
+    config = model.config
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    config.use_cache = True  # which training had put off
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.use_cache = True
+        model.generation_config.save_pretrained(folder)
+
+
+def write_adapter_config(folder: Path, run: SavedRun, lora: Any) -> None:
+    """adapter_config.json, which names the model that the adapters are for.
+
+    Raises:
+        ConfigError: that was made from scratch, and is nowhere else.
+    """
+    base = run.require_config().model.get("name_or_path")
+    if base is None:
+        raise ConfigError(
+            f"--merge: got false, but the adapters of {run.path} need the model from scratch that they were trained "
+            "on; give --merge"
+        )
+    lora.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
+    lora.task_type, lora.inference_mode = "CAUSAL_LM", True
+    lora.save_pretrained(folder)
+
+
+def write_tokenizer(folder: Path, run: SavedRun) -> str | None:
+    """The tokenizer's files; where it cannot be had, a line that says so."""
+    name = run.tokenizer_name or run.require_config().model.get("name_or_path")
+    if name is None:
+        return None
+    if not has_tokenizer(name):
+        return f"warning: without a tokenizer: {name} has no file of one"
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # transformers raises all kinds for files that it cannot read
+        return printable(f"warning: without a tokenizer: {name} has none ({refusal(name, error)})", keep="")
+    tokenizer.save_pretrained(folder)
+    return None
+
+
+# The weights under the names that others know, as tensors to be written.
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+IN_MODEL = "model."
+"""`HuggingFaceModel` puts this before the names of transformers."""
+IN_PEFT = "base_model.model."
+"""Peft puts this before them, in its files too."""
+ADAPTER = ".default."
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter is one of an adapter."""
+    return ".lora_" in name
+
+
+def name_of_hugging_face(name: str) -> str:
+    """The name of a `HuggingFaceModel`'s parameter in transformers, or of an adapter's in peft."""
+    return name.removeprefix(IN_MODEL)
+
+
+def plain(
+    saved: CheckpointTensors, dtype: torch.dtype | None, name_of: Callable[[str], str] = str
+) -> dict[str, OutTensor]:
+    """All parameters and buffers; of a tied one by its first name, or by what others call that."""
+    return {name_of(name): _tensor(saved, name, dtype) for name in saved.names}
+
+
+def adapters(saved: CheckpointTensors, dtype: torch.dtype | None) -> dict[str, OutTensor]:
+    """The matrices of the adapters alone, as peft's files have them."""
+    names = [name for name in saved.names if is_of_adapter(name)]
+    return {".".join(name_of_hugging_face(name).rsplit(ADAPTER, 1)): _tensor(saved, name, dtype) for name in names}
+
+
+def merged(saved: CheckpointTensors, dtype: torch.dtype | None, lora: Mapping[str, Any]) -> dict[str, OutTensor]:
+    """The weights with what the adapters add to them, by the names of transformers without peft.
+
+    Args:
+        lora: `scaling` of what they add, and `fan_in_fan_out`: whether weights lie the other way round, as GPT-2's.
+    """
+    found = {}
+    for name in saved.names:
+        if is_of_adapter(name):
+            continue
+        layer, is_layer, rest = name.partition(".base_layer.")
+        known = f"{layer}.{rest}" if is_layer else name
+        pair = [f"{layer}.lora_{which}{ADAPTER}weight" for which in "AB"]
+        has_adapter = bool(is_layer) and rest == "weight" and pair[0] in saved.names
+        tensor = _merged(saved, name, pair, dtype, lora) if has_adapter else _tensor(saved, name, dtype)
+        found[name_of_hugging_face(known).removeprefix(IN_PEFT)] = tensor
+    return found
+
+
+def _merged(
+    saved: CheckpointTensors, name: str, pair: list[str], dtype: torch.dtype | None, lora: Mapping[str, Any]
+) -> OutTensor:
+    own, shape = saved.names[name]
+
+    def read() -> torch.Tensor:
+        down, up = (saved.read(each).float() for each in pair)  # (rank, in), (out, rank)
+        added = up @ down * lora["scaling"]  # (out, in)
+        return saved.read(name).float() + (added.t() if lora["fan_in_fan_out"] else added)
+
+    return OutTensor(dtype or own, shape, read)
+
+
+def _tensor(saved: CheckpointTensors, name: str, dtype: torch.dtype | None) -> OutTensor:
+    own, shape = saved.names[name]
+    return OutTensor(dtype if dtype is not None and own.is_floating_point else own, shape, lambda: saved.read(name))
+
+
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """The dtype that `--dtype` names; None if it is not given.
+
+    Raises:
+        ConfigError: there is no such dtype.
+    """
+    if name is None or name in DTYPES:
+        return None if name is None else DTYPES[name]
+    raise ConfigError(f"--dtype: got {name}; it must be one of {', '.join(DTYPES)}; without it, as it was saved")
