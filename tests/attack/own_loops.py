@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from zerotrain.testing import ranks
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 """Less than the 300 s that ranks wait by default, more than all that they may take."""
 KILLED, MET = "killed", "met"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from commands import TINY, result_of
 
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 RUN = (*TINY, "hydra.run.dir=run")
 MISBEHAVING = (*RUN, "model._target_=misbehaving.MisbehavingMLP")

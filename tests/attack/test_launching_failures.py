@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import TINY, result_of
 
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 PATIENT = f"launch.timeout_s={10 * HANG_S}"
 """A rank that waits in a collective for one that is gone would hang."""

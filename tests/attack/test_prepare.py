@@ -15,7 +15,7 @@ from commands import REPOSITORY, TINY, result_of
 
 from tests.unit.data.tokenizers_made import END, sample, saved
 from tests.zygote.client import Forked, Zygote
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 Begin = Callable[..., Forked]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from commands import TINY, Command, by_hand, result_of
 
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 PATIENT = f"launch.timeout_s={10 * HANG_S}"
 """A rank that waits in a collective for one that is gone would hang."""

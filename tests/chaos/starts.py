@@ -17,7 +17,7 @@ import psutil
 from tests.chaos import places
 from tests.chaos.strike import FOLDER_VARIABLE
 from tests.zygote import server as zygote
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 SITE = Path(__file__).parent / "site"
 _CHILDREN_COME_HERE = 36

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from tests.zygote.client import Zygote
 from zerotrain.config.compose import register_schema
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COPIED = ("launch.py", "Makefile", "setup.py", "pyproject.toml", "constraints.txt", "conf", "docs")

@@ -19,7 +19,7 @@ import torch
 
 from tests.zygote.client import Forked, Zygote
 from tests.zygote.server import MARK
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 USER_CODE = Path(__file__).resolve().parent / "user_code"

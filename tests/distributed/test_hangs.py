@@ -23,7 +23,7 @@ from zerotrain.comm.world import Shards
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.errors import CommError, ZeroTrainError
 from zerotrain.testing import run_ranks
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 TIMEOUT_S = 5.0
 Engine = zerotrain.ZeroEngine

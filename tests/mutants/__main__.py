@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.mutants.fault import REPOSITORY, Fault
 from tests.mutants.faults import FAULTS
 from tests.mutants.run import Ending, Tests, endings
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 NUM_AT_ONCE = os.cpu_count() or 1
 NOT_COPIED = (".*", "__pycache__", "*.egg-info", "outputs", "build", "images")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tests.zygote.server import MARK, NO_MARK, REPOSITORY
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 POLL_S = 0.01
 SOCKET = "socket"

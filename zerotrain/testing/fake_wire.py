@@ -29,7 +29,7 @@ from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, H
 from zerotrain.comm.ledger import OtherNamesError
 from zerotrain.comm.wires import mean_by_tree
 from zerotrain.comm.world import Shards, World
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 T = TypeVar("T")
 TIMEOUT_S = HANG_S / 10

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 
 class SlowDisk:

@@ -38,7 +38,7 @@ from zerotrain.engine.state.named import entries, owned_pieces
 from zerotrain.engine.state.save import ChunkReader
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.testing.fake_wire import run_threads
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 PLACES = [(kind, stage, 2 + (index // 2 + stage) % 2) for index, kind in enumerate(KINDS) for stage in (index % 3, 3)]
 """Kinds have stages 0 to 2 in turns; tests/bits has the others."""

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.commands.export.test_export import exported
 from tests.unit.commands.export.test_overwrite import contents, run, saved
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 __all__ = ["run", "saved"]
 

@@ -21,7 +21,7 @@ import torch
 from zerotrain.data.batches import GlobalBatchSampler
 from zerotrain.data.fetch import RowError
 from zerotrain.data.loader import NUM_STEPS_AHEAD, ReadAhead, StepLoader, read_in_workers
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.launching.sweep.telling import KeptReport, StatusLine, Teller
 from zerotrain.report.files import HEADS, PAGE_NAME
 from zerotrain.report.journal import JobEvent, SweepJournal
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 
 def say(folder: Path, event: str, number: int, **fields) -> JobEvent:

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.report.folders import job
 from zerotrain.report.page import page_of
 from zerotrain.report.rows import read_report
-from zerotrain.testing.limits import HANG_S
+from zerotrain.testing.ranks import HANG_S
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = (360, 900, 1600, 1920)
