@@ -159,7 +159,7 @@ class Job:
     evaluates: dict[str, Any] | None = None
     """The evaluation, as arguments of `zerotrain.saved.evaluating.run`; None: the job trains."""
     trial: dict[str, Any] | None = None
-    """The facts for a pruner, as arguments of `zerotrain.training.callbacks.early_stopping.Trial`; None: there is none."""
+    """What a pruner asks for, as arguments of `early_stopping.Trial`; None: there is no pruner."""
     planned: dict[str, Any] | None = None
     """The `PlannedUsage` of the run; None: it was not planned."""
 

@@ -254,7 +254,7 @@ class Member:
 
     @property
     def trial(self) -> dict[str, Any] | None:
-        """The facts for a pruner, as arguments of `zerotrain.training.callbacks.early_stopping.Trial`; None: there is none."""
+        """What a pruner asks for, as arguments of `early_stopping.Trial`; None: there is no pruner."""
         study, config = self.sweep.study, self._config
         if study is None or config is None or config.sweep.pruner is None:
             return None
