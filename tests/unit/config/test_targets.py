@@ -9,28 +9,28 @@ from zerotrain.config.checks import makes_callables, target_problems
 MLP = {"_target_": "zerotrain.models.MLP", "vocab_size": 8, "context": 2, "hidden_size": 4, "num_layers": 1}
 
 
-def problems(**changes):
+def problems_of_a_target(**changes):
     return list(target_problems({**MLP, **changes}, name="model"))
 
 
 def test_a_class_with_its_arguments_has_no_problems():
-    assert problems() == []
+    assert problems_of_a_target() == []
 
 
 def test_a_misspelt_class_is_refused_with_a_suggestion():
-    assert problems(_target_="zerotrain.models.MPL") == [
+    assert problems_of_a_target(_target_="zerotrain.models.MPL") == [
         "model._target_: got zerotrain.models.MPL; zerotrain.models has no MPL; did you mean MLP?"
     ]
 
 
 def test_a_module_that_does_not_exist_is_named():
-    [problem] = problems(_target_="zerotrian.models.MLP")
+    [problem] = problems_of_a_target(_target_="zerotrian.models.MLP")
     assert "there is no module zerotrian" in problem
 
 
 @pytest.mark.parametrize("target", [None, 3, "MLP", "zerotrain.models", "zerotrain.models.__doc__"])
 def test_what_is_no_path_to_a_class_is_refused_in_one_line(target):
-    [problem] = problems(_target_=target)
+    [problem] = problems_of_a_target(_target_=target)
     assert problem.startswith("model._target_: got ")
     assert "\n" not in problem
 
@@ -38,7 +38,7 @@ def test_what_is_no_path_to_a_class_is_refused_in_one_line(target):
 def test_a_module_of_the_user_that_fails_on_import_is_named_with_its_error(tmp_path: Path, monkeypatch):
     (tmp_path / "broken_model.py").write_text("raise RuntimeError('no licence\\nsecond line')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert problems(_target_="broken_model.Net") == [
+    assert problems_of_a_target(_target_="broken_model.Net") == [
         "model._target_: got broken_model.Net; importing broken_model failed: RuntimeError: no licence"
     ]
 
@@ -46,18 +46,20 @@ def test_a_module_of_the_user_that_fails_on_import_is_named_with_its_error(tmp_p
 def test_a_module_that_lacks_what_it_imports_names_what_is_lacking(tmp_path: Path, monkeypatch):
     (tmp_path / "needy_model.py").write_text("import module_nobody_has")
     monkeypatch.syspath_prepend(tmp_path)
-    [problem] = problems(_target_="needy_model.Net")
+    [problem] = problems_of_a_target(_target_="needy_model.Net")
     assert "there is no module module_nobody_has" in problem
 
 
 def test_an_unknown_argument_is_refused_with_a_suggestion():
-    assert problems(hiden_size=3) == [
+    assert problems_of_a_target(hiden_size=3) == [
         "model.hiden_size: zerotrain.models.MLP takes no such argument; did you mean hidden_size?"
     ]
 
 
 def test_an_unknown_argument_like_no_other_may_be_left_out():
-    assert problems(zzz=3) == ["model.zzz: zerotrain.models.MLP takes no such argument; leave it out with ~model.zzz"]
+    assert problems_of_a_target(zzz=3) == [
+        "model.zzz: zerotrain.models.MLP takes no such argument; leave it out with ~model.zzz"
+    ]
 
 
 def test_a_missing_argument_is_named():

@@ -41,6 +41,6 @@ def test_there_is_no_sequence_beyond_the_last():
 
 
 @pytest.mark.parametrize(("name", "minimum"), [("seq_len", 1), ("vocab_size", 2), ("num_sequences", 1)])
-def test_a_wrong_argument_is_refused_by_name(name, minimum):
+def test_a_wrong_argument_of_random_tokens_is_refused_by_name(name, minimum):
     with pytest.raises(ValueError, match=f"data.{name}={minimum - 1} is too small; it must be at least {minimum}"):
         SyntheticTokens(**SETTINGS | {name: minimum - 1})

@@ -245,14 +245,18 @@ def test_a_file_is_read_once_whatever_links_lead_to_it(tmp_path):
     assert token_files(folder).train.store.tokens == 1000
 
 
-TEXT = "It was a bright cold day in April, and the clocks were striking thirteen.\n" * 5
+PROSE = "It was a bright cold day in April, and the clocks were striking thirteen.\n" * 5
 LIKE = {
-    "ASCII text": (TEXT.encode(), {}, "looks like text; choose data=text"),
-    "text of uint32 size": (TEXT.encode(), {"dtype": "uint32"}, "looks like text; choose data=text"),
+    "ASCII text": (PROSE.encode(), {}, "looks like text; choose data=text"),
+    "text of uint32 size": (PROSE.encode(), {"dtype": "uint32"}, "looks like text; choose data=text"),
     "Russian text": (("Был холодный ясный апрельский день\n" * 9).encode(), {}, "looks like text; choose data=text"),
     "uint32": (numbered(500).astype("<u4"), {}, "looks like uint32 tokens, .*; set data.dtype=uint32"),
     "uint32 of Llama 3": (np.arange(200) * 641, {}, "looks like uint32 tokens, .*; set data.dtype=uint32"),
-    "uint32 bytes": (np.frombuffer(TEXT.encode(), np.uint8), {}, "looks like uint32 tokens, .*; set data.dtype=uint32"),
+    "uint32 bytes": (
+        np.frombuffer(PROSE.encode(), np.uint8),
+        {},
+        "looks like uint32 tokens, .*; set data.dtype=uint32",
+    ),
     "int64": (numbered(500).astype("<i8"), {}, "looks like uint64 tokens, .*; set data.dtype=uint64"),
     "int64 as uint32": (
         numbered(500).astype("<i8"),
@@ -307,7 +311,7 @@ def test_tokens_that_are_as_they_should_be_are_not_taken_for_something_else(tmp_
             token_files(tmp_path / "a.bin", vocab_size=vocab_size)
             tokens.astype("u4").tofile(tmp_path / "a.bin")
             token_files(tmp_path / "a.bin", vocab_size=vocab_size, dtype="uint32")
-    np.frombuffer(TEXT.encode(), np.uint8).tofile(tmp_path / "a.bin")
+    np.frombuffer(PROSE.encode(), np.uint8).tofile(tmp_path / "a.bin")
     token_files(tmp_path / "a.bin", vocab_size=256, dtype="uint8")
     np.zeros(500, "u2").tofile(tmp_path / "a.bin")
     token_files(tmp_path / "a.bin")

@@ -29,7 +29,7 @@ def until_worse(step: int, max_steps: int) -> float:
 
 
 @pytest.fixture
-def start(make_trainer, tmp_path: Path):
+def start_run(make_trainer, tmp_path: Path):
     """Makes a Trainer in the folder of a name, whose best evaluation is neither the first nor the last."""
 
     def make(name: str, **changes: Any) -> Any:
@@ -51,7 +51,7 @@ def folder_of(trainer: Any) -> Path:
     return trainer.run_dir / "checkpoints"
 
 
-def names_in(trainer: Any) -> list[str]:
+def names_beside_the_best(trainer: Any) -> list[str]:
     return sorted(path.name for path in folder_of(trainer).iterdir())
 
 
@@ -77,27 +77,27 @@ def named(trainer: Any) -> str:
 )
 @pytest.mark.parametrize("every", [None, 1, 5])
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_the_best_stays_beside_the_newest_and_the_link_names_it(start, screen, every, asynchronous):
-    trainer = start("run", checkpoint=policy(every_steps=every, asynchronous=asynchronous))
+def test_the_best_stays_beside_the_newest_and_the_link_names_it(start_run, screen, every, asynchronous):
+    trainer = start_run("run", checkpoint=policy(every_steps=every, asynchronous=asynchronous))
     trainer.run()
     best = best_step(trainer)
     assert 2 < best < NUM_STEPS
     assert named(trainer) == step_name(best)
-    assert names_in(trainer) == sorted(["best", step_name(best), step_name(NUM_STEPS)])
+    assert names_beside_the_best(trainer) == sorted(["best", step_name(best), step_name(NUM_STEPS)])
     assert step_of(best_in(folder_of(trainer))) == verify(folder_of(trainer) / "best").step == best
     assert f"checkpoints/best is {step_name(best)}, of val_loss {losses_of(trainer)[best]:.4f}" in screen.getvalue()
 
 
-def test_the_last_evaluation_may_be_the_best_also_where_the_end_is_not_saved(start):
-    trainer = start("run", checkpoint=policy(at_end=False), max_steps=4)
+def test_the_last_evaluation_may_be_the_best_also_where_the_end_is_not_saved(start_run):
+    trainer = start_run("run", checkpoint=policy(at_end=False), max_steps=4)
     trainer.run()
-    assert names_in(trainer) == ["best", "step-00000004"]
+    assert names_beside_the_best(trainer) == ["best", "step-00000004"]
 
 
-def test_without_the_setting_nothing_more_is_saved_or_noted(start):
-    trainer = start("run", checkpoint=CheckpointPolicy(every_steps=5, keep=None))
+def test_without_the_setting_nothing_more_is_saved_or_noted(start_run):
+    trainer = start_run("run", checkpoint=CheckpointPolicy(every_steps=5, keep=None))
     trainer.run()
-    assert names_in(trainer) == [step_name(step) for step in (5, 10, 12)]
+    assert names_beside_the_best(trainer) == [step_name(step) for step in (5, 10, 12)]
     assert "best" not in verify(folder_of(trainer) / step_name(10)).content["extra"]["trainer"]["run"]
 
 
@@ -113,37 +113,37 @@ class KilledError(Exception):
 )
 @pytest.mark.parametrize("step", range(3, NUM_STEPS + 1))
 @pytest.mark.thinned(3)
-def test_a_run_that_dies_goes_on_with_what_was_the_best(start, step):
-    whole = start("whole", checkpoint=policy(every_steps=1))
+def test_a_run_that_dies_goes_on_with_what_was_the_best(start_run, step):
+    whole = start_run("whole", checkpoint=policy(every_steps=1))
     whole.run()
 
     def die(number: int) -> None:
         if number == step:
             raise KilledError
 
-    first = start("run", checkpoint=policy(every_steps=1, asynchronous=False), begin=die)
+    first = start_run("run", checkpoint=policy(every_steps=1, asynchronous=False), begin=die)
     with pytest.raises(KilledError):
         first.run()
     to_try = checkpoints_in(folder_of(first))[::-1]
-    again = start("run", checkpoint=policy(every_steps=1, resume=to_try))
+    again = start_run("run", checkpoint=policy(every_steps=1, resume=to_try))
     again.run()
     assert losses_of(again) == losses_of(whole)
-    assert (named(again), names_in(again)) == (named(whole), names_in(whole))
+    assert (named(again), names_beside_the_best(again)) == (named(whole), names_beside_the_best(whole))
 
 
 @pytest.mark.parametrize("left", [None, "step-00000002", "step-00000099"])
-def test_the_link_of_a_run_that_was_killed_before_it_was_made_is_made_by_who_goes_on(start, left):
-    first = start("run", checkpoint=policy(keep=None, at_end=False))
+def test_the_link_of_a_run_that_was_killed_before_it_was_made_is_made_by_who_goes_on(start_run, left):
+    first = start_run("run", checkpoint=policy(keep=None, at_end=False))
     first.run()
     link, best = folder_of(first) / "best", named(first)
     link.unlink()
     if left is not None:
         link.symlink_to(left)
     link.with_name(f"best.{'0' * 16}.tmp").symlink_to(best)  # as one leaves that is killed between the two
-    again = start("run", checkpoint=policy(keep=None, resume=[folder_of(first) / best]))
+    again = start_run("run", checkpoint=policy(keep=None, resume=[folder_of(first) / best]))
     again.run()
     assert named(again) == best
-    assert not [name for name in names_in(again) if name.endswith(".tmp")]
+    assert not [name for name in names_beside_the_best(again) if name.endswith(".tmp")]
 
 
 @pytest.mark.case(
@@ -152,23 +152,23 @@ def test_the_link_of_a_run_that_was_killed_before_it_was_made_is_made_by_who_goe
     under="`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not",
 )
 @pytest.mark.parametrize("step", [4, 6])
-def test_an_evaluation_that_a_stop_left_to_who_goes_on_counts(start, step):
-    whole = start("whole", checkpoint=policy(), max_steps=6)
+def test_an_evaluation_that_a_stop_left_to_who_goes_on_counts(start_run, step):
+    whole = start_run("whole", checkpoint=policy(), max_steps=6)
     whole.run()
-    first = start("run", checkpoint=policy(), max_steps=6 if step < 6 else 7)
+    first = start_run("run", checkpoint=policy(), max_steps=6 if step < 6 else 7)
     first.begin = lambda number: number == step and os.kill(os.getpid(), signal.SIGTERM)
     first.run()
-    again = start("run", checkpoint=policy(resume=[folder_of(first) / step_name(step)]), max_steps=6)
+    again = start_run("run", checkpoint=policy(resume=[folder_of(first) / step_name(step)]), max_steps=6)
     again.run()
     assert losses_of(again) == losses_of(whole)
-    assert (named(again), names_in(again)) == (named(whole), names_in(whole))
+    assert (named(again), names_beside_the_best(again)) == (named(whole), names_beside_the_best(whole))
 
 
-def test_of_another_folder_no_best_is_taken_over_and_of_another_metric_none(start):
-    first = start("run", checkpoint=policy(keep=None, every_steps=5))
+def test_of_another_folder_no_best_is_taken_over_and_of_another_metric_none(start_run):
+    first = start_run("run", checkpoint=policy(keep=None, every_steps=5))
     first.run()
     path = folder_of(first) / step_name(10)
-    other = start("other", checkpoint=policy(resume=[path]))
+    other = start_run("other", checkpoint=policy(resume=[path]))
     other.run()
     assert named(other) == step_name(NUM_STEPS)
     best = BestCheckpoint("val_loss/a", folder_of(first), first.engine, first.world, first.console)
@@ -178,17 +178,17 @@ def test_of_another_folder_no_best_is_taken_over_and_of_another_metric_none(star
     assert best.state_dict() == {}
 
 
-def test_a_later_best_that_is_set_aside_is_no_longer_named(start):
-    first = start("run", checkpoint=policy(keep=None))
+def test_a_later_best_that_is_set_aside_is_no_longer_named(start_run):
+    first = start_run("run", checkpoint=policy(keep=None))
     first.run()
     best = named(first)
-    again = start("run", checkpoint=policy(keep=None, resume=[folder_of(first) / "step-00000002"]), max_steps=3)
+    again = start_run("run", checkpoint=policy(keep=None, resume=[folder_of(first) / "step-00000002"]), max_steps=3)
     again.run()
     assert named(again) == "step-00000002" != best
 
 
 def best_of(start: Any, name: str = "alone") -> BestCheckpoint:
-    trainer = start(name)
+    trainer = start_run(name)
     return BestCheckpoint("val_loss", folder_of(trainer), trainer.engine, trainer.world, trainer.console)
 
 
@@ -207,9 +207,9 @@ def best_of(start: Any, name: str = "alone") -> BestCheckpoint:
         ([0, math.inf, 5, -math.inf, 4], [2, 4]),
     ],
 )
-def test_lower_is_better_and_nan_and_infinity_never_are(start, losses, due):
+def test_lower_is_better_and_nan_and_infinity_never_are(start_run, losses, due):
     """The first evaluation is before the first step."""
-    best = best_of(start)
+    best = best_of(start_run)
     for step, loss in enumerate(losses):
         best.after_evaluation(
             SimpleNamespace(step=step, badness=lambda metric, value: value), {"val_loss": float(loss)}
@@ -222,8 +222,8 @@ def test_lower_is_better_and_nan_and_infinity_never_are(start, losses, due):
     "a loss of nan, a save that fails",
     under="`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not",
 )
-def test_where_its_save_fails_the_best_is_that_of_before(start):
-    best = best_of(start)
+def test_where_its_save_fails_the_best_is_that_of_before(start_run):
+    best = best_of(start_run)
     for step, loss in ((2, 3.0), (4, 2.0)):
         best.after_evaluation(SimpleNamespace(step=step, badness=lambda metric, value: value), {"val_loss": loss})
     best.failed(Path(step_name(4)))
@@ -232,16 +232,16 @@ def test_where_its_save_fails_the_best_is_that_of_before(start):
     assert best.is_due(6)
 
 
-def test_a_run_whose_saves_fail_has_no_best(start):
-    trainer = start("run", checkpoint=policy())
+def test_a_run_whose_saves_fail_has_no_best(start_run):
+    trainer = start_run("run", checkpoint=policy())
     folder_of(trainer).write_text("no folder")
     with pytest.raises(CheckpointError, match="step-00000002 was not saved"):
         trainer.run()
     assert best_in(folder_of(trainer)) is None
 
 
-def test_what_is_no_link_of_ours_is_not_replaced(start, screen):
-    trainer = start("run", checkpoint=policy())
+def test_what_is_no_link_of_ours_is_not_replaced(start_run, screen):
+    trainer = start_run("run", checkpoint=policy())
     (folder_of(trainer) / "best").mkdir(parents=True)
     trainer.run()
     assert (folder_of(trainer) / "best").is_dir()
@@ -250,6 +250,6 @@ def test_what_is_no_link_of_ours_is_not_replaced(start, screen):
     )
 
 
-def test_a_metric_that_no_evaluation_has_is_refused(start):
+def test_a_metric_that_no_evaluation_has_is_refused(start_run):
     with pytest.raises(ConfigError, match=r"checkpoint\.best: got val_loss/a; an evaluation has val_loss"):
-        start("run", checkpoint=policy(best="val_loss/a")).run()
+        start_run("run", checkpoint=policy(best="val_loss/a")).run()

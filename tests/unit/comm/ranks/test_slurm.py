@@ -96,7 +96,7 @@ def test_variables_that_contradict_each_other_are_named_in_one_line(changes: dic
 
 
 @pytest.fixture
-def environment() -> Iterator[dict[str, str]]:
+def environment_kept() -> Iterator[dict[str, str]]:
     """That of the task, of this process until the end of the test: what `read` sets goes with it."""
     with patch.dict(os.environ, STEP | {"SLURM_STEP_NODELIST": "localhost"}):
         RankEnvironment.leave()
@@ -104,22 +104,22 @@ def environment() -> Iterator[dict[str, str]]:
         yield os.environ
 
 
-def test_what_is_set_of_torchruns_variables_comes_first_and_the_others_are_set(environment: dict[str, str]):
+def test_what_is_set_of_torchruns_variables_comes_first_and_the_others_are_set(environment_kept: dict[str, str]):
     ranks = RankEnvironment.read()
     assert ranks == RankEnvironment(3, 5, 1, 2, address="localhost", port=39999, starter="srun")
-    assert (environment["RANK"], environment["LOCAL_RANK"]) == ("3", "1")
+    assert (environment_kept["RANK"], environment_kept["LOCAL_RANK"]) == ("3", "1")
     assert RankEnvironment.read() == ranks
-    del environment["RANK"]
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    del environment_kept["RANK"]
+    environment_kept |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     ranks = RankEnvironment.read()
     assert ranks is not None
     assert (ranks.rank, ranks.address, ranks.port) == (3, "127.0.0.1", 29500)
-    environment |= {"RANK": "4", "TORCHELASTIC_RUN_ID": "none"}  # srun has started torchrun, and that a rank
+    environment_kept |= {"RANK": "4", "TORCHELASTIC_RUN_ID": "none"}  # srun has started torchrun, and that a rank
     assert RankEnvironment.read() == RankEnvironment(4, 5, 1, 2, address="127.0.0.1", port=29500)
 
 
-def test_a_world_size_of_another_run_is_refused_and_a_process_that_leaves_is_no_rank(environment: dict[str, str]):
-    environment["WORLD_SIZE"] = "2"
+def test_a_world_size_of_another_run_is_refused_and_a_process_that_leaves_is_no_rank(environment_kept: dict[str, str]):
+    environment_kept["WORLD_SIZE"] = "2"
     with pytest.raises(ConfigError, match=r"RANK: got 3; it must be below WORLD_SIZE=2; in a Slurm step srun tells"):
         RankEnvironment.read()
     RankEnvironment.leave()

@@ -22,7 +22,8 @@ from tests.unit.checkpoint.runs import KINDS, build, train
 from tests.unit.commands.export.my_model import loss_of, make_model
 from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.verify import CheckpointTensors
-from zerotrain.commands.export import ABOUT, main
+from zerotrain.commands.export import main
+from zerotrain.saved.saved import ABOUT
 from zerotrain.testing.fake_wire import run_threads
 
 safetensors_torch = pytest.importorskip("safetensors.torch")

@@ -78,7 +78,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
+def trained_adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
     folder = tmp_path_factory.mktemp("adapters")
     torch.manual_seed(5)
     config = transformers.AutoConfig.for_model(**GPT2, bos_token_id=None, eos_token_id=None)
@@ -186,8 +186,8 @@ def test_a_llama_of_others_goes_in_and_out_unchanged(form: str, tmp_path: Path) 
         "integers, buffers; one file or several"
     ),
 )
-def test_adapters_are_opened_by_peft(adapters, tmp_path: Path) -> None:
-    run, arguments, weights = adapters
+def test_adapters_are_opened_by_peft(trained_adapters, tmp_path: Path) -> None:
+    run, arguments, weights = trained_adapters
     out = exported(run, tmp_path / "out")
     assert all(".lora_" in name for name in tensors_in(out))
     base = transformers.AutoModelForCausalLM.from_pretrained(arguments["name_or_path"])
@@ -204,8 +204,8 @@ def test_adapters_are_opened_by_peft(adapters, tmp_path: Path) -> None:
         "integers, buffers; one file or several"
     ),
 )
-def test_adapters_are_merged_as_by_peft(adapters, tmp_path: Path) -> None:
-    run, arguments, weights = adapters
+def test_adapters_are_merged_as_by_peft(trained_adapters, tmp_path: Path) -> None:
+    run, arguments, weights = trained_adapters
     opened = transformers.AutoModelForCausalLM.from_pretrained(exported(run, tmp_path / "out", "--merge"))
     merged = trained(arguments, weights).merge_and_unload().state_dict()
     assert opened.state_dict().keys() == merged.keys()
@@ -254,8 +254,8 @@ def test_text_is_the_same_from_a_run_and_from_what_was_exported(llama, tmp_path:
     "`python -m zerotrain generate`, of bytes or a tokenizer, of a run, an interrupted one, an "
     "exported folder of any form, adapters merged or not",
 )
-def test_adapters_and_what_they_were_merged_to_go_on_as_the_run(adapters, tmp_path: Path, capsys) -> None:
-    run, _, _ = adapters
+def test_adapters_and_what_they_were_merged_to_go_on_as_the_run(trained_adapters, tmp_path: Path, capsys) -> None:
+    run, _, _ = trained_adapters
     options = ("--prompt", "def", "--max-tokens", "8", "--temperature", "0")
     wanted = text(capsys, str(run), *options)
     alone, merged = exported(run, tmp_path / "alone"), exported(run, tmp_path / "merged", "--merge")
@@ -269,17 +269,17 @@ def test_adapters_and_what_they_were_merged_to_go_on_as_the_run(adapters, tmp_pa
         "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
     ),
 )
-def test_an_exported_folder_has_the_loss_of_the_run(llama, adapters, tmp_path: Path, capsys) -> None:
+def test_an_exported_folder_has_the_loss_of_the_run(llama, trained_adapters, tmp_path: Path, capsys) -> None:
     (tmp_path / "text.txt").write_text("def main(): return 1\n" * 200)
     settings = [f"data.path={tmp_path}/text.txt", "data.seq_len=16", "train.eval_batches=1"]
-    for name, run, size, options in (("llama", llama[0], 600, ()), ("merged", adapters[0], 256, ("--merge",))):
+    for name, run, size, options in (("llama", llama[0], 600, ()), ("merged", trained_adapters[0], 256, ("--merge",))):
         out = exported(run, tmp_path / name, *options)
         found, wanted = (
             evaluate.evaluate(path, [*settings, f"data.vocab_size={size}"])[1]["val_loss"] for path in (out, run)
         )
         assert found == (wanted if name == "llama" else pytest.approx(wanted, rel=1e-6))
     capsys.readouterr()
-    assert evaluate.main([str(exported(adapters[0], tmp_path / "alone")), *settings]) == 2
+    assert evaluate.main([str(exported(trained_adapters[0], tmp_path / "alone")), *settings]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith("alone has only adapters; give the run, or an export that was written with --merge")
 
@@ -292,8 +292,8 @@ def test_an_exported_folder_has_the_loss_of_the_run(llama, adapters, tmp_path: P
         "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
     ),
 )
-def test_a_folder_without_a_tokenizer_is_refused(adapters, capsys) -> None:
-    _, arguments, _ = adapters
+def test_a_folder_without_a_tokenizer_is_refused(trained_adapters, capsys) -> None:
+    _, arguments, _ = trained_adapters
     assert generate.main([arguments["name_or_path"], "--prompt", "a"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "text needs a tokenizer" in line
@@ -336,8 +336,8 @@ def test_the_recipe_of_the_docs_makes_the_next_step_of_the_engine_in_transformer
     assert not torch.equal(found["model.norm.weight"], tensors_in(out)["model.norm.weight"])
 
 
-def test_the_recipe_of_the_docs_makes_the_next_step_of_the_engine_in_peft(adapters, tmp_path: Path) -> None:
-    run, arguments, weights = adapters
+def test_the_recipe_of_the_docs_makes_the_next_step_of_the_engine_in_peft(trained_adapters, tmp_path: Path) -> None:
+    run, arguments, weights = trained_adapters
     out = exported(run, tmp_path / "out", "--optimizer")
     base = transformers.AutoModelForCausalLM.from_pretrained(arguments["name_or_path"])
     found = next_step_of_torch(peft.PeftModel.from_pretrained(base, out, is_trainable=True), out)
@@ -347,8 +347,8 @@ def test_the_recipe_of_the_docs_makes_the_next_step_of_the_engine_in_peft(adapte
     assert moved == [name for name in found if ".lora_" in name] != []
 
 
-def test_a_merged_model_has_no_place_for_the_optimizers_state(adapters, tmp_path: Path, capsys) -> None:
-    said = refused([str(adapters[0]), "--out", str(tmp_path / "out"), "--merge", "--optimizer"], capsys)
+def test_a_merged_model_has_no_place_for_the_optimizers_state(trained_adapters, tmp_path: Path, capsys) -> None:
+    said = refused([str(trained_adapters[0]), "--out", str(tmp_path / "out"), "--merge", "--optimizer"], capsys)
     assert said == "--optimizer: its state is that of the adapters, which a merged model does not have; leave it out"
     assert not (tmp_path / "out").exists()
 

@@ -54,7 +54,7 @@ def arrow(way: str) -> bytes:
     return made.getvalue()
 
 
-def parquet() -> bytes:
+def parquet_bytes() -> bytes:
     made = io.BytesIO()
     pytest.importorskip("pyarrow.parquet").write_table(pytest.importorskip("pyarrow").table({"text": [TEXT]}), made)
     return made.getvalue()
@@ -89,7 +89,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], str]] = {
     "a.txt.xz": (lambda: lzma.compress(TEXT.encode()), f"an xz file{UNPACK}"),
     "saved.arrow": (lambda: arrow("new_stream"), "an arrow file; data=huggingface reads"),
     "a.feather": (lambda: arrow("new_file"), "an arrow file; data=huggingface reads"),
-    "a.pq": (parquet, "a parquet file; give it a name that ends in .parquet"),
+    "a.pq": (parquet_bytes, "a parquet file; give it a name that ends in .parquet"),
     "a.npy": (lambda: numpy_file(np.save), "a .npy file; data=tokens reads tokens"),
     "a.npz": (lambda: numpy_file(np.savez), "a zip file"),
     "a.pdf": (lambda: b"%PDF-1.7\n" + TEXT.encode(), "a PDF file; write its text to"),

@@ -13,7 +13,7 @@ from zerotrain.data.store import TokenStore
 DOCUMENTS = [np.full(100 + number, number, "uint8") for number in range(5)]
 
 
-def begun(folder: Path) -> StoreWriter:
+def begin_store(folder: Path) -> StoreWriter:
     return StoreWriter(folder, np.dtype("uint8"), "made of it")
 
 
@@ -26,7 +26,7 @@ def write(writer: StoreWriter, documents: list[np.ndarray]) -> None:
 @pytest.fixture
 def noted(tmp_path: Path) -> Path:
     """The folder of a store of which three documents are noted."""
-    writer = begun(tmp_path)
+    writer = begin_store(tmp_path)
     write(writer, DOCUMENTS[:3])
     writer.note(0, 17, now=True)
     writer.close()
@@ -34,7 +34,7 @@ def noted(tmp_path: Path) -> Path:
 
 
 def test_what_was_noted_is_gone_on_from(noted: Path) -> None:
-    writer = begun(noted)
+    writer = begin_store(noted)
     assert (writer.done.documents, writer.done.offset, writer.done.tokens) == (3, 17, 303)
     write(writer, DOCUMENTS[3:])
     writer.complete(vocab_size=256, tokenizer=None, with_documents=True)
@@ -53,10 +53,10 @@ def test_what_was_noted_is_gone_on_from(noted: Path) -> None:
 def test_what_was_changed_since_is_begun_anew(change: dict[str, Any], noted: Path) -> None:
     content = json.loads((noted / NOTES_NAME).read_text())
     (noted / NOTES_NAME).write_text(json.dumps(content | change))
-    assert begun(noted).done == Done("made of it")
+    assert begin_store(noted).done == Done("made of it")
 
 
 @pytest.mark.parametrize("content", [b"", b"[" * 9999, b"{}", b"3", b"\xff", b'{"made_of": "made of it"}'])
 def test_what_is_no_note_is_begun_anew(content: bytes, noted: Path) -> None:
     (noted / NOTES_NAME).write_bytes(content)
-    assert begun(noted).done == Done("made of it")
+    assert begin_store(noted).done == Done("made of it")

@@ -19,7 +19,7 @@ class Named(NamedTuple):
 
 
 @dataclass
-class Fields:
+class LabelledRow:
     labels: torch.Tensor
     ids: torch.Tensor
 
@@ -33,7 +33,7 @@ class Fields:
         {"labels": LABELS, "input_ids": IDS},
         UserDict(input_ids=IDS, labels=LABELS),
         Named(IDS, IDS, LABELS),
-        Fields(LABELS, IDS),
+        LabelledRow(LABELS, IDS),
     ],
     ids=["pair", "triple", "dict", "mapping", "named tuple", "dataclass"],
 )
@@ -50,4 +50,4 @@ def test_labels_are_found_in_any_structure_and_stay_there_on_the_way_to_the_devi
 def test_without_labels_a_micro_batch_weighs_its_rows() -> None:
     assert num_labels(IDS, num_rows=2) == num_labels({"pixels": IDS}, num_rows=2) == 2
     assert as_inputs(IDS) == (IDS,)
-    assert as_inputs(Fields(LABELS, IDS)) == {"labels": LABELS, "ids": IDS}
+    assert as_inputs(LabelledRow(LABELS, IDS)) == {"labels": LABELS, "ids": IDS}

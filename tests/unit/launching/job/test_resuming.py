@@ -5,13 +5,9 @@ import pytest
 
 from zerotrain.checkpoint.manifest import MANIFEST
 from zerotrain.comm.environment import RankEnvironment
-from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, TrainConfig
+from zerotrain.config.schema import Config, LaunchConfig, TrainConfig
 from zerotrain.errors import ConfigError
 from zerotrain.launching import resuming
-
-
-def config_with(resume: str | None, **launch: object) -> Config:
-    return Config(checkpoint=CheckpointConfig(resume=resume), launch=LaunchConfig(**launch))
 
 
 def checkpoint(run_dir: Path, step: int) -> Path:

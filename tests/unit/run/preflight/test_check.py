@@ -22,11 +22,11 @@ from zerotrain.settings import OffloadConfig
 
 MLP = {"_target_": "zerotrain.models.MLP", "vocab_size": 256, "context": 2, "hidden_size": 8, "num_layers": 2}
 MUON = {"_target_": "zerotrain.MuonWithAdamW", "lr": 0.02, "adamw_lr": 1e-3}
-SYNTHETIC = {"_target_": "zerotrain.data.SyntheticTokens", "seq_len": 16, "vocab_size": 256, "num_sequences": 64}
+SYNTHETIC_TOKENS = {"_target_": "zerotrain.data.SyntheticTokens", "seq_len": 16, "vocab_size": 256, "num_sequences": 64}
 
 
 def config(**groups: Any) -> Config:
-    return Config(**({"model": GPT, "data": SYNTHETIC, "optimizer": ADAMW, "scheduler": COSINE} | groups))
+    return Config(**({"model": GPT, "data": SYNTHETIC_TOKENS, "optimizer": ADAMW, "scheduler": COSINE} | groups))
 
 
 def test_a_config_that_can_run_passes() -> None:
@@ -91,7 +91,7 @@ def test_a_config_may_say_of_an_optimizer_of_others_that_it_needs_complete_tenso
             {"data": {"_target_": "builtins.dict"}},
             "data._target_: got builtins.dict, which makes a dict with no dataset called train; it must make an object",
         ),
-        ({"data": SYNTHETIC | {"seq_len": 10**12}}, "data: needs more memory than there is: "),
+        ({"data": SYNTHETIC_TOKENS | {"seq_len": 10**12}}, "data: needs more memory than there is: "),
         (
             {"train": TrainConfig(micro_batch_size=10**9)},
             "train.micro_batch_size: got 1000000000; a rank would read 1000000000 sequences in a step, and the data",
@@ -191,7 +191,7 @@ def test_the_model_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(factory, "instantiate", noted)
     preflight.check(config(optimizer=MUON, model=GPT | {"num_layers": 2}))
-    assert sorted(built) == sorted(each["_target_"] for each in (GPT, SYNTHETIC, MUON, COSINE))
+    assert sorted(built) == sorted(each["_target_"] for each in (GPT, SYNTHETIC_TOKENS, MUON, COSINE))
 
 
 @pytest.mark.parametrize("model", ["zerotrain.models.GPT", "own.Own"])
@@ -231,7 +231,7 @@ class Shifting(GPT_CLASS):
     "losses", "Labels that equal the ids", "refused before any rank starts, for models that do not shift them"
 )
 def test_labels_that_are_not_shifted_are_refused_for_models_that_do_not_shift_them_and_taken_for_others() -> None:
-    data = SYNTHETIC | {"_target_": f"{__name__}.Unshifted"}
+    data = SYNTHETIC_TOKENS | {"_target_": f"{__name__}.Unshifted"}
     with pytest.raises(ConfigError, match=r"^data: the labels of the first items of data\.train equal their ids; GPT "):
         preflight.check(config(data=data))
     preflight.check(config(data=data, model=GPT | {"_target_": f"{__name__}.Shifting"}))

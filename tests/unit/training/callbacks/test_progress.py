@@ -17,7 +17,7 @@ MEASURED: dict[str, Any] = {
 }
 
 
-def shown(max_steps: int, first_step: int = 0) -> list[str]:
+def progress_lines(max_steps: int, first_step: int = 0) -> list[str]:
     """The lines of a run that logs each step, outside a terminal."""
     file = io.StringIO()
     progress = ProgressDisplay(console=Console(file=file, width=80), max_steps=max_steps, first_step=first_step)
@@ -30,14 +30,14 @@ def shown(max_steps: int, first_step: int = 0) -> list[str]:
 
 @pytest.mark.parametrize("max_steps", [1, 7, 100, 5000])
 def test_outside_a_terminal_there_are_a_few_plain_lines_whatever_the_length_of_the_run(max_steps):
-    lines = shown(max_steps)
+    lines = progress_lines(max_steps)
     assert 1 <= len(lines) <= MAX_PLAIN_LINES + 1
     assert lines[0] == f"step 1/{max_steps}  loss 2.345 12345 tok/s mfu 41% grad 1.23>1.00"
     assert lines[-1].startswith(f"step {max_steps}/{max_steps}  loss 2.345")
 
 
 def test_a_run_that_goes_on_shows_its_first_step_and_the_tenths_of_the_whole():
-    assert [line.split()[1] for line in shown(100, first_step=74)] == ["75/100", "80/100", "90/100", "100/100"]
+    assert [line.split()[1] for line in progress_lines(100, first_step=74)] == ["75/100", "80/100", "90/100", "100/100"]
 
 
 def test_a_terminal_of_80_columns_has_room_for_all_numbers():

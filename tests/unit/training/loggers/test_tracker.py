@@ -244,7 +244,7 @@ def test_changes_that_no_commit_has_lie_in_the_folder_and_at_the_tracker(make_tr
     assert uncommitted_changes() == ""
 
 
-def test_without_the_package_it_says_what_to_install(monkeypatch):
+def test_without_a_package_a_logger_says_what_to_install(monkeypatch):
     monkeypatch.setattr("zerotrain.training.callbacks.loggers.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'zerotrain\[wandb\]' brings it"):
         WandB()

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import zerotrain
-from tests.unit.engine.parts import Linears, assert_same, engine_on, seeded, train
+from tests.unit.engine.parts import Linears, assert_same, engine_on, seeded
+from tests.unit.engine.parts import train as train_engine
 from zerotrain.comm.world import World
 from zerotrain.testing.fake_wire import run_threads
 
@@ -51,16 +52,16 @@ def test_what_was_taken_out_trains_on_to_the_same_bits_in_another_engine(stage: 
         one = engine_on(world, Kept, zero={"stage": stage}, precision=precision)
         one.module.offset.fill_(0.5)
         one.module.extra = "new"
-        train(one, 0, 1)
+        train_engine(one, 0, 1)
         taken = one.full_state_dict() | ({"_extra_state": "new"} if world.rank == 0 else {})
         other = engine_on(world, Kept, zero={"stage": (stage + 2) % 4}, precision=precision)
-        train(other, 5)
+        train_engine(other, 5)
         other.load_state_dict(taken)
         assert other.module.extra == "new"
         assert other.module.offset.tolist() == [0.5] * 3
         hashes = [one.weights_sha256(), other.weights_sha256()]
         for engine in (one, other):
-            train(engine, 2)
+            train_engine(engine, 2)
         return [*hashes, one.weights_sha256(), other.weights_sha256()]
 
     for before, loaded, after, trained in run_threads(on_a_rank, size, late_rank=size - 1)[0]:
@@ -105,7 +106,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_anything_has_changed(
         with pytest.raises(zerotrain.ConfigError, match=answer):
             engine.load_state_dict(change(state) if world.rank == 0 else {})
         assert engine.weights_sha256() == before
-        train(engine, 0)
+        train_engine(engine, 0)
 
     run_threads(on_a_rank, 2)
 
