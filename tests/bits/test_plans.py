@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.bits.test_compiled import needs_compiler
-from tests.unit.planning.rows import Held, Row, busiest, held, misfits, planned, rows
+from tests.unit.preflight.rows import Held, Row, busiest, held, misfits, planned, rows
 from zerotrain.comm.world import World
 from zerotrain.testing.ranks import run_ranks
 

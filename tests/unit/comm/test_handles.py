@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.unit.engine.parts import CPU, alone
+from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import Gather, Handle, Reduction, ReductionSpec, ScratchPool
 from zerotrain.comm.ledger import Journal, Ledger
 from zerotrain.comm.whereabouts import Whereabouts
@@ -162,3 +164,89 @@ def test_a_reduction_that_is_finished_holds_its_input_no_longer() -> None:
     reduction.finish()
     assert reduction._full is None
     assert (Gather.kind, Reduction.kind) == ("gather", "reduction")
+
+
+def pool() -> ScratchPool:
+    return ScratchPool(dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_of_equal_buffers_the_one_that_was_cut_before_is_lent_again() -> None:
+    buffers = pool()
+    first, second = buffers.take(100), buffers.take(100)
+    second.cuts["layout"] = "views"
+    buffers.give_back(first)
+    buffers.give_back(second)
+    assert buffers.take(100, "layout") is second
+
+
+def test_steps_that_repeat_hold_as_many_buffers_as_were_lent_at_once() -> None:
+    buffers = pool()
+    for _ in range(3):
+        for numel in (100, 300, 200):
+            pair = [buffers.take(numel), buffers.take(numel)]
+            for scratch in pair:
+                buffers.give_back(scratch)
+    assert buffers.held_nbytes == 2 * 300 * 4
+    assert buffers.lent_nbytes == 0
+
+
+def test_the_smallest_buffer_that_fits_is_lent() -> None:
+    buffers = pool()
+    large, small = buffers.take(300), buffers.take(100)
+    buffers.give_back(large)
+    buffers.give_back(small)
+    assert buffers.take(50) is small
+
+
+# One rank's collectives: copies, or nothing at all.
+
+
+@pytest.fixture
+def mine() -> Collectives:
+    return Collectives(alone(), ledger=Ledger(), ordered=True, overlap=True)
+
+
+def test_a_gather_is_a_copy_unless_the_shard_is_the_whole(mine: Collectives) -> None:
+    full, shard = torch.zeros(4), torch.ones(4)
+    gather = mine.gather("unit", full, shard)
+    gather.prepare()
+    gather.issue()
+    assert gather.done()
+    gather.finish()
+    assert torch.equal(full, torch.ones(4))
+    mine.gather_now("unit", shard, shard)
+    assert torch.equal(shard, torch.ones(4))
+
+
+def test_a_reduction_is_a_copy_unless_it_goes_where_it_is(mine: Collectives) -> None:
+    pool = ScratchPool(dtype=torch.float32, device=CPU)
+    out, full = torch.zeros(4), torch.arange(4.0)
+    for target in (out, full):
+        reduction = mine.reduction("unit", target, pool)
+        reduction.prepare()
+        reduction.withdraw()
+        reduction.issue(full)
+        reduction.finish()
+        assert torch.equal(target, torch.arange(4.0))
+    assert pool.held_nbytes == 0
+
+
+def test_small_collectives_are_what_this_rank_has_to_say(mine: Collectives) -> None:
+    assert mine.gather_small(torch.tensor([1.0, 2.0]), name="norm").tolist() == [[1.0, 2.0]]
+    value = object()  # which another rank could not be told
+    assert mine.gather_objects(value, name="state") == [value]
+    values = torch.ones(2)
+    mine.broadcast(values, name="unit")
+    assert values.tolist() == [1.0, 1.0]
+
+
+def test_nothing_is_sent_so_nothing_is_counted(mine: Collectives) -> None:
+    mine.gather_now("unit", torch.zeros(4), torch.ones(4))
+    mine.gather_small(torch.zeros(1), name="norm")
+    mine.broadcast(torch.zeros(1), name="unit")
+    assert mine.ledger.outside_steps.calls == {}
+
+
+def test_an_exchange_with_nobody_is_a_fault(mine: Collectives) -> None:
+    with pytest.raises(ValueError, match="between one rank"):
+        mine.exchange("unit", torch.zeros(0), torch.zeros(0), [0], [0])

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.report.folders import job
+from tests.unit.report.folders import write_job
 from zerotrain.commands.report import main
 from zerotrain.report.files import HEADS
 
 
 def test_a_sweep_is_told_and_where_the_files_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    job(tmp_path / "0", ["zero.stage=1"])
-    job(tmp_path / "1", ["zero.stage=2"])
+    write_job(tmp_path / "0", ["zero.stage=1"])
+    write_job(tmp_path / "1", ["zero.stage=2"])
     assert main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["job", "overrides", "status"]
@@ -22,7 +22,7 @@ def test_a_sweep_is_told_and_where_the_files_are(tmp_path: Path, capsys: pytest.
 
 def test_runs_of_several_folders_are_told_apart(tmp_path: Path):
     for name in ("a/0", "a/1", "b/0"):
-        job(tmp_path / name)
+        write_job(tmp_path / name)
     given = [str(tmp_path / name) for name in ("a", "b/0")]
     assert main([*given, "--out", str(tmp_path / "new/out")]) == 0
     told = json.loads((tmp_path / "new/out/sweep.json").read_text())
@@ -45,8 +45,8 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, monkeypatch, capsys, given: l
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    job(tmp_path / "run")
-    job(tmp_path / "mine")
+    write_job(tmp_path / "run")
+    write_job(tmp_path / "mine")
     (tmp_path / "mine/report.html").write_text("notes")
     before = sorted(tmp_path.rglob("*"))
     assert main(given) == 2

@@ -2,10 +2,20 @@
 
 import json
 from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Optional
 
 import pytest
 
-from zerotrain.config.checks import checked_config, doubtful, must_be, value_problems, without_effect
+from zerotrain.config.checks import (
+    checked_config,
+    doubtful,
+    makes_callables,
+    must_be,
+    target_problems,
+    value_problems,
+    without_effect,
+)
 from zerotrain.config.compose import config_hash, from_values
 from zerotrain.config.schema import (
     Config,
@@ -368,3 +378,208 @@ def test_a_schedule_is_the_same_in_the_process_that_composes_and_in_ranks_that_r
     told = from_values(json.loads(json.dumps(asdict(config))))
     assert told.zero.stages == config.zero.stages == {0: 2, 500: 1, 1000: 3}
     assert config_hash(told) == config_hash(config)
+
+
+# A value of another kind than a class takes is named, with what it takes.
+
+
+ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True}
+
+
+def takes_much(
+    size: int,
+    *,
+    names: list[str],
+    pair: tuple[int, int] = (1, 2),
+    rate=0.1,
+    path: "NotHere" = None,  # type: ignore[name-defined] # noqa: F821
+) -> None:
+    """An annotation that cannot be read, so none counts, and the defaults speak."""
+
+
+def problems(values: dict[str, Any]) -> list[str]:
+    return list(target_problems(values, name="optimizer"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "takes"),
+    [
+        ("lr", "abc", "a number; its default is 0.001"),
+        ("lr", True, "a number; its default is 0.001"),
+        ("lr", None, "a number; its default is 0.001"),
+        ("betas", 3, "a list of 2, each a number; its default is [0.9, 0.999]"),
+        ("betas", [0.9], "a list of 2, each a number; its default is [0.9, 0.999]"),
+        ("betas", [0.9, "x"], "a list of 2, each a number; its default is [0.9, 0.999]"),
+        ("weight_decay", [1], "a number; its default is 0.01"),
+        ("fused", "maybe", "true or false or null; its default is null"),
+    ],
+)
+def test_a_value_of_another_kind_is_named_with_what_is_taken(name: str, value: Any, takes: str) -> None:
+    [line] = problems(ADAMW | {name: value})
+    assert line.startswith(f"optimizer.{name}: got ")
+    assert line.endswith(f"; torch.optim.AdamW takes {takes}")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lr": 1},
+        {"betas": [0, 1]},
+        {"fused": None},
+        {"fused": True},
+        {"lr": {"_target_": "torch.ones"}},
+        {"foreach": False},
+    ],
+)
+def test_what_a_class_can_take_is_left_to_it(values: dict[str, Any]) -> None:
+    assert [line for line in problems(ADAMW | values) if "takes" in line] == []
+
+
+def test_a_whole_number_may_come_as_a_float_and_no_other() -> None:
+    linear = {"_target_": "torch.nn.Linear", "in_features": 3.0, "out_features": 2}
+    assert problems(linear) == []
+    [line] = problems(linear | {"out_features": 2.5})
+    assert line == "optimizer.out_features: got 2.5; torch.nn.Linear takes a whole number"
+
+
+def takes_numbers(
+    whole: int,
+    maybe: int | None = None,
+    old: Optional[int] = None,  # noqa: UP045
+    either: int | float = 0,
+    some: list[int] = (),  # type: ignore[assignment]
+    each: tuple[int, ...] = (),
+    pair: tuple[int, float] = (0, 0.0),
+    real: float = 0.0,
+    counted=2,
+    weighed=0.5,
+) -> None:
+    """Numbers of each kind."""
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize(
+    "name", ["whole", "maybe", "old", "either", "some", "each", "pair", "real", "counted", "weighed"]
+)
+def test_true_and_false_are_no_numbers(monkeypatch: pytest.MonkeyPatch, name: str, value: bool) -> None:
+    """`model.num_layers=true` would be 1."""
+    monkeypatch.setattr("torch.nn.takes_numbers", takes_numbers, raising=False)
+    values = {"_target_": "torch.nn.takes_numbers", "whole": 3}
+    given = {"some": [value], "each": [1, value], "pair": [value, 0.5]}.get(name, value)
+    [line] = problems(values | {name: given})
+    assert line.startswith(f"optimizer.{name}: got ")
+    right = {"some": [1], "each": [1, 2], "pair": [1, 0.5]}.get(name, 1)
+    assert problems(values | {name: right}) == []
+
+
+@pytest.mark.parametrize("name", ["num_layers", "hidden_size", "max_seq_len", "num_heads"])
+def test_true_is_no_size_of_a_model(name: str) -> None:
+    target = "zerotrain.models.GPT"
+    values = {"vocab_size": 8, "max_seq_len": 8, "num_layers": 1, "num_heads": 1, "hidden_size": 8}
+    lines = list(target_problems({"_target_": target, **values, name: True}, name="model"))
+    assert f"model.{name}: got true; {target} takes a whole number" in [line.partition("; its")[0] for line in lines]
+
+
+def test_what_cannot_be_read_of_a_class_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.takes_much", takes_much, raising=False)
+    values = {"_target_": "torch.nn.takes_much", "size": "x", "names": 3, "pair": "y", "path": 3}
+    assert problems(values) == []
+    assert problems(values | {"rate": "z"}) == [
+        "optimizer.rate: got z; torch.nn.takes_much takes a number; its default is 0.1"
+    ]
+
+
+# Classes named by `_target_`: found, and called with arguments they take.
+
+
+MLP = {"_target_": "zerotrain.models.MLP", "vocab_size": 8, "context": 2, "hidden_size": 4, "num_layers": 1}
+
+
+def problems_of_a_target(**changes):
+    return list(target_problems({**MLP, **changes}, name="model"))
+
+
+def test_a_class_with_its_arguments_has_no_problems():
+    assert problems_of_a_target() == []
+
+
+def test_a_misspelt_class_is_refused_with_a_suggestion():
+    assert problems_of_a_target(_target_="zerotrain.models.MPL") == [
+        "model._target_: got zerotrain.models.MPL; zerotrain.models has no MPL; did you mean MLP?"
+    ]
+
+
+def test_a_module_that_does_not_exist_is_named():
+    [problem] = problems_of_a_target(_target_="zerotrian.models.MLP")
+    assert "there is no module zerotrian" in problem
+
+
+@pytest.mark.parametrize("target", [None, 3, "MLP", "zerotrain.models", "zerotrain.models.__doc__"])
+def test_what_is_no_path_to_a_class_is_refused_in_one_line(target):
+    [problem] = problems_of_a_target(_target_=target)
+    assert problem.startswith("model._target_: got ")
+    assert "\n" not in problem
+
+
+def test_a_module_of_the_user_that_fails_on_import_is_named_with_its_error(tmp_path: Path, monkeypatch):
+    (tmp_path / "broken_model.py").write_text("raise RuntimeError('no licence\\nsecond line')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert problems_of_a_target(_target_="broken_model.Net") == [
+        "model._target_: got broken_model.Net; importing broken_model failed: RuntimeError: no licence"
+    ]
+
+
+def test_a_module_that_lacks_what_it_imports_names_what_is_lacking(tmp_path: Path, monkeypatch):
+    (tmp_path / "needy_model.py").write_text("import module_nobody_has")
+    monkeypatch.syspath_prepend(tmp_path)
+    [problem] = problems_of_a_target(_target_="needy_model.Net")
+    assert "there is no module module_nobody_has" in problem
+
+
+def test_an_unknown_argument_is_refused_with_a_suggestion():
+    assert problems_of_a_target(hiden_size=3) == [
+        "model.hiden_size: zerotrain.models.MLP takes no such argument; did you mean hidden_size?"
+    ]
+
+
+def test_an_unknown_argument_like_no_other_may_be_left_out():
+    assert problems_of_a_target(zzz=3) == [
+        "model.zzz: zerotrain.models.MLP takes no such argument; leave it out with ~model.zzz"
+    ]
+
+
+def test_a_missing_argument_is_named():
+    values = {key: value for key, value in MLP.items() if key != "context"}
+    assert list(target_problems(values, name="model")) == [
+        "model: zerotrain.models.MLP: missing a required argument: 'context'"
+    ]
+
+
+def test_a_partial_target_may_lack_arguments_but_not_take_unknown_ones():
+    optimizer = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1}
+    assert list(target_problems(optimizer, name="optimizer")) == []
+    assert len(list(target_problems({**optimizer, "betas": [0.9, 0.99]}, name="optimizer"))) == 1
+
+
+def test_a_target_that_takes_any_argument_gets_any():
+    assert list(target_problems({"_target_": "builtins.dict", "whatever": 1}, name="model")) == []
+
+
+def test_targets_inside_arguments_are_checked_too():
+    nested = {
+        "_target_": "builtins.dict",
+        "blocks": [{"_target_": "torch.nn.Linaer"}],
+        "head": {"_target_": "torch.nn.ReLU"},
+    }
+    [problem] = target_problems(nested, name="model")
+    assert problem.startswith(
+        "model.blocks.0._target_: got torch.nn.Linaer; torch.nn has no Linaer; did you mean Linear?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("zerotrain.MuonWithAdamW", True), ("torch.optim.AdamW", False), ("math.sqrt", False), ("no.such", False)],
+)
+def test_a_class_whose_objects_can_be_called_needs_no_partial(path: str, expected: bool):
+    assert makes_callables(path) is expected

@@ -7,7 +7,8 @@ import pytest
 
 import zerotrain
 from zerotrain.config.checks import must_be
-from zerotrain.config.words import SETTINGS, in_words_of_config, words_of_config
+from zerotrain.config.compose import to_config
+from zerotrain.config.words import REMOVED, SETTINGS, did_you_mean, in_words_of_config, we_call_it, words_of_config
 from zerotrain.errors import CommError, ConfigError, DisagreementError, EngineStateError, TrainingError, ZeroTrainError
 
 SAID = [
@@ -67,3 +68,86 @@ def test_both_names_exist(argument: str, setting: str) -> None:
     called = attrgetter(callee or "build_engine")(zerotrain)
     assert name in inspect.signature(called).parameters
     assert must_be(setting, "?") or setting == "optimizer.matrices"
+
+
+# A value that points elsewhere and leads nowhere is one line, and all of them are told.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (["seed=${nowhere}"], ["seed: got ${nowhere}; there is no nowhere; give seed=..."]),
+        (
+            ["seed=${oc.env:NOT_SET}"],
+            [
+                "seed: got ${oc.env:NOT_SET}; the environment variable NOT_SET is not set; set it, or use "
+                "${oc.env:NOT_SET,...}"
+            ],
+        ),
+        (
+            ["seed=${train.max_steps}", "train.max_steps=${seed}"],
+            [
+                "seed: got ${train.max_steps}, which leads back to itself; give seed=...",
+                "train.max_steps: got ${seed}, which leads back to itself; give train.max_steps=...",
+            ],
+        ),
+        (
+            ["seed=${nope:1}", "optimizer.betas=[0.9,${x}]"],
+            [
+                "seed: got ${nope:1}; there is no resolver nope; give seed=...; write \\$ for the character $",
+                "optimizer.betas.1: got ${x}; there is no x; give optimizer.betas.1=...",
+            ],
+        ),
+    ],
+)
+def test_what_leads_nowhere_is_named_with_what_was_given(compose, overrides, lines, monkeypatch):
+    monkeypatch.delenv("NOT_SET", raising=False)
+    with pytest.raises(ConfigError) as refused:
+        to_config(compose(overrides))
+    assert list(refused.value.problems) == lines
+
+
+def test_what_leads_somewhere_is_followed(compose):
+    config, problems = to_config(compose(["seed=${train.log_every}"]))
+    assert (config.seed, problems) == (10, [])
+
+
+# The nearest name that exists.
+
+
+NAMES = ["seed", "zero.stage", "zero.bucket_mb", "train.max_steps"]
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("sed", "seed"),
+        ("zero.stge", "zero.stage"),
+        ("zero.bucketmb", "zero.bucket_mb"),
+        ("bucket_mb", "zero.bucket_mb"),
+        ("zero.max_steps", "train.max_steps"),
+    ],
+)
+def test_the_nearest_name_is_suggested_even_from_another_place(name, nearest):
+    assert did_you_mean(name, NAMES) == f"; did you mean {nearest}?"
+
+
+@pytest.mark.parametrize(("name", "remedy"), REMOVED.items())
+def test_a_setting_that_was_removed_is_answered_by_what_to_do_and_not_by_its_neighbour(name: str, remedy: str):
+    assert did_you_mean(name, [*NAMES, f"{name}_too"]) == f" any more; {remedy}"
+
+
+def test_a_name_like_no_other_gets_no_suggestion():
+    assert did_you_mean("zzz.qqq", NAMES) == ""
+
+
+@pytest.mark.parametrize("word", ["epochs", "max_epochs", "training.epochs", "a.b.num_train_epochs"])
+def test_a_word_of_others_is_answered_in_whatever_group_they_have_it(word):
+    assert we_call_it(word) == "; zerotrain calls it train.num_epochs"
+
+
+def test_a_word_may_be_one_with_its_group_or_with_its_value():
+    assert we_call_it("strategy", "fsdp") == "; zerotrain calls it zero.stage=3"
+    assert we_call_it("strategy", "another") == "; zerotrain calls it zero.stage"
+    assert we_call_it("model.lora.r") == "; zerotrain calls it model=huggingface model.lora.rank"
+    assert we_call_it("model.r") == we_call_it("seed") == ""

@@ -1,8 +1,12 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from zerotrain.device.device import lies_on_host
-from zerotrain.device.kinds import Cpu, Cuda, device_of, num_gpus, seed_torch
+from zerotrain.device.device import DONE, Event, lies_on_host
+from zerotrain.device.kinds import Cpu, Cuda, device_of, mapped_bytes, num_gpus, seed_torch
+from zerotrain.offload.tier import PAGE_NBYTES
 
 
 @pytest.mark.parametrize(
@@ -30,3 +34,85 @@ def test_torch_draws_what_it_draws_after_its_own_way_to_seed():
     seed_torch(number)
     assert torch.equal(torch.rand(4), wanted)
     assert torch.initial_seed() == number
+
+
+CPU = device_of(torch.device("cpu"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_peak_of_a_cpu_process_is_that_of_its_resident_memory_without_libraries() -> None:
+    block = torch.ones(2**24)  # 64 MiB, touched
+    assert CPU.peak_nbytes() > block.nbytes
+    # A chosen stage was changed after three steps though all ranks fitted: each counted torch's libraries (2026-11-26).
+    torch.svd(torch.ones(64, 64))  # some of its libraries, also in a process that was forked
+    assert of_status("RssFile") > 2**22
+    assert abs(CPU.peak_nbytes() - of_status("VmHWM") + of_status("RssFile")) < 2**21
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system counts otherwise")
+def test_the_peak_of_a_process_is_not_that_of_the_one_which_started_it() -> None:
+    """One that a process of 1.3 GB had started began with a peak of 1.3 GB (2026-11-27)."""
+    block = torch.ones(2**28)  # 1 GiB, touched
+    code = "from zerotrain.device.memory import most_nbytes; print(most_nbytes())"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(told) < block.nbytes
+
+
+def of_status(name: str) -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(name))
+
+
+def test_a_copy_is_done_when_it_was_told() -> None:
+    source, target = torch.arange(8), torch.zeros(8, dtype=torch.int64)
+    copied = CPU.stream().copy(target, source, after=[CPU.event()])
+    source.zero_()
+    assert target.tolist() == list(range(8))
+    assert copied is CPU.event() is DONE
+    copied.wait()
+    copied.settle()
+
+
+def test_work_of_a_stream_is_done_in_the_order_of_all_work() -> None:
+    stream, target = CPU.stream(), torch.zeros(4)
+    with stream.current():
+        target.add_(1)
+    stream.wait(CPU.event())
+    target.mul_(3)
+    assert target.tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("make", [CPU.host_bytes, CPU.bytes_for, mapped_bytes])
+def test_host_memory_begins_on_a_page_as_a_disk_needs_it(make) -> None:
+    memory = make(PAGE_NBYTES + 1)
+    assert (memory.shape, memory.dtype, memory.device) == ((PAGE_NBYTES + 1,), torch.uint8, torch.device("cpu"))
+    assert memory.data_ptr() % PAGE_NBYTES == 0
+    memory.fill_(7)
+
+
+def test_random_numbers_drawn_inside_change_none_behind() -> None:
+    torch.manual_seed(0)
+    wanted = torch.rand(3)
+    torch.manual_seed(0)
+    with CPU.keep_generators():
+        torch.rand(5)
+    assert torch.equal(torch.rand(3), wanted)
+    assert CPU.generator is torch.default_generator
+
+
+def test_who_waits_for_an_event_settles_it() -> None:
+    class Slow(Event):
+        waited = 0
+
+        def wait(self) -> None:
+            self.waited += 1
+
+    slow = Slow()
+    slow.settle()
+    assert slow.waited == 1
+
+
+def test_the_host_has_no_memory_of_its_own_and_no_history_of_it() -> None:
+    assert isinstance(CPU, Cpu)
+    assert (CPU.own_nbytes, CPU.memory_history(), CPU.is_host) == (0, None, True)
+    assert CPU.name == f"CPU, threads of each: {torch.get_num_threads()}"

@@ -1,7 +1,9 @@
 """What is given up in a step, and what may come between the calls of one, on ranks that are threads."""
 
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +11,12 @@ import torch
 from torch import nn
 
 import zerotrain
-from tests.unit.engine.parts import Counted, Linears, alone, engine_on, inputs, train
+from tests.unit.engine.habits import build
+from tests.unit.engine.parts import Counted, Linears, alone, assert_same, engine_on, inputs, seeded, train
 from zerotrain.comm.world import World
+from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import DisagreementError, EngineStateError
+from zerotrain.settings import OffloadConfig, ZeroConfig
 from zerotrain.testing.fake_wire import run_threads
 
 STAGES = [0, 1, 2, 3]
@@ -264,3 +269,132 @@ def test_ranks_with_another_number_of_backwards_are_told_at_the_step() -> None:
             train(engine, 0)
 
     run_threads(on_a_rank, 2)
+
+
+# Calls of the engine within `torch.inference_mode()` and `torch.no_grad()`: what they make is trained afterwards.
+
+
+ADAMW: Any = functools.partial(torch.optim.AdamW, lr=0.1)
+Call = Callable[[ZeroEngine, Path], object]
+CALLS: dict[str, Call] = {
+    "set_stage": lambda engine, _: engine.set_stage((engine.options.zero.stage + 2) % 4),
+    "freeze": lambda engine, _: engine.freeze("output.*"),
+    "unfreeze": lambda engine, _: (engine.freeze("output.*"), engine.unfreeze("output.*")),
+    "add_param_group": lambda engine, _: (
+        engine.freeze("output.*"),
+        engine.add_param_group({"params": "output.*", "lr": 0.2}),
+    ),
+    "load": lambda engine, folder: (engine.save(folder / "saved"), engine.load(folder / "saved")),
+    "load_weights": lambda engine, folder: (engine.save(folder / "saved"), engine.load_weights(folder / "saved")),
+    "load_state_dict": lambda engine, _: engine.load_state_dict(engine.full_state_dict()),
+    "zero_grad": lambda engine, _: engine.zero_grad(),
+    "a forward": lambda engine, _: engine(inputs(9, engine.world.rank)),
+    "an optimizer": lambda engine, _: torch.optim.lr_scheduler.StepLR(engine.optimizer, 1),
+    "nothing": lambda engine, _: None,
+}
+SETTINGS: list[dict[str, Any]] = [
+    *({"zero": ZeroConfig(stage=stage, bucket_mb=0.0003), "precision": "fp32"} for stage in (0, 2, 3)),
+    {"zero": ZeroConfig(stage=1, bucket_mb=0.0003), "precision": "bf16"},
+    {
+        "zero": ZeroConfig(stage=3, bucket_mb=0.0003),
+        "precision": "bf16",
+        "offload": OffloadConfig(optimizer="cpu", parameters="cpu"),
+    },
+]
+
+
+def trained(world: World, settings: dict[str, Any], call: Call, mode: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """After three steps, with a call between them. The build and the steps themselves are made in `mode` too."""
+    model = seeded(Linears)
+    with mode():
+        engine = zerotrain.build_engine(model, optimizer=ADAMW, world=world, **settings)
+    for step in range(3):
+        engine.backward(engine(inputs(step, world.rank)))
+        with mode():
+            engine.step()
+            if step == 1:
+                call(engine, folder)
+    engine.set_stage(0)
+    train(engine, 3)
+    return engine.full_state_dict()
+
+
+CASES = [
+    (call, settings, torch.inference_mode)
+    for place, call in enumerate(CALLS)
+    for settings in (place % 4, (place + 2) % 4, 4)
+]
+"""Calls have the settings but the last in turns; tests/bits has the others."""
+CASES += [(call, place % len(SETTINGS), torch.no_grad) for place, call in enumerate(CALLS)]
+
+
+@pytest.mark.case(
+    "calls: Calls",
+    "`build_engine`, `set_stage`, `freeze`, `load` and the other calls between steps, `step` too, "
+    "within `inference_mode` or `no_grad`",
+)
+@pytest.mark.parametrize(("call", "settings", "mode"), CASES)
+@pytest.mark.thinned(2)
+def test_a_call_within_a_mode_without_gradients_comes_to_the_bits_of_one_outside(
+    call: str, settings: int, mode: Any, tmp_path: Path
+) -> None:
+    given = SETTINGS[settings]
+    for folder in ("inside", "outside"):
+        (tmp_path / folder).mkdir()
+    inside = run_threads(lambda world: trained(world, given, CALLS[call], mode, tmp_path / "inside"), 2)
+    outside = run_threads(lambda world: trained(world, given, CALLS[call], nullcontext, tmp_path / "outside"), 2)
+    assert_same(inside[0][0], outside[0][0])
+
+
+def test_a_model_that_build_engine_builds_within_inference_mode_trains() -> None:
+    def on_a_rank(world: World) -> dict[str, torch.Tensor]:
+        with torch.inference_mode():
+            engine = zerotrain.build_engine(lambda: seeded(Linears), optimizer=ADAMW, world=world)
+        train(engine, 0)
+        return engine.full_state_dict()
+
+    expected = engine_on(zerotrain.World(rank=0, size=1, local_rank=0, device=torch.device("cpu")), optimizer=ADAMW)
+    train(expected, 0)
+    assert_same(run_threads(on_a_rank, 1)[0][0], expected.full_state_dict())
+
+
+def test_what_full_state_dict_gives_within_inference_mode_can_be_written_to() -> None:
+    def on_a_rank(world: World) -> None:
+        engine = engine_on(world)
+        with torch.inference_mode():
+            state = engine.full_state_dict()
+        for value in state.values():
+            value.zero_()
+
+    run_threads(on_a_rank, 2)
+
+
+# What ranks tell each other with the norm: in the same step on all, without a collective of its own.
+
+
+LARGEST = 2**31
+
+
+@pytest.mark.case("stopping", "SIGTERM, SIGINT or SIGUSR1 to the launcher, to one rank, to all processes")
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_one_rank_has_in_a_step_all_are_told_in_that_step_and_only_then(stage: int, size: int) -> None:
+    teller = size - 1
+
+    def four_steps(world: zerotrain.World) -> list[tuple[bool, tuple[int, ...]]]:
+        engine = build(world, stage, "fp32", seeded(lambda: torch.nn.Linear(8, 4)))
+        told = []
+        for signal, factor in ((0, 1.0), (LARGEST, 1.0), (15, 3e38), (0, 1.0)):
+            if world.rank == teller:
+                engine.signal = signal
+            engine.backward(engine(torch.ones(4, 8)).sum() * factor)
+            result = engine.step()
+            told.append((result.skipped, result.signals))
+        return told
+
+    def by_rank(signal: int) -> tuple[int, ...]:
+        return tuple(signal if rank == teller else 0 for rank in range(size))
+
+    results, _ = run_threads(four_steps, size, late_rank=teller)
+    expected = [(False, by_rank(0)), (False, by_rank(LARGEST)), (True, by_rank(15)), (False, by_rank(0))]
+    assert results == [expected] * size

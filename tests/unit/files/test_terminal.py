@@ -1,11 +1,14 @@
 """Output that cannot be written, in processes of their own: what they print goes where a shell sends it."""
 
+import gzip
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from zerotrain.files.terminal import package
 
 COMMAND = """
 import sys
@@ -62,3 +65,18 @@ def test_what_the_terminal_has_no_character_for_is_escaped(stream: str, tmp_path
         environment = os.environ | {"PYTHONIOENCODING": "ascii"}
         process = subprocess.run([sys.executable, "-c", command], env=environment, **{stream: file})
     assert (process.returncode, (tmp_path / "said").read_text()) == (0, "\\ud800 \\u20ac\n")
+
+
+# A package that is not installed is named, with what installs it.
+
+
+def test_a_package_that_is_there_is_imported():
+    assert package("gzip", extra="zstd", needed_by="a file") is gzip
+
+
+def test_one_that_is_not_is_told_with_what_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    said = r"^data.path: a.parquet needs pyarrow, which is not installed; pip install 'zerotrain\[parquet\]'$"
+    with pytest.raises(ImportError, match=said):
+        package("pyarrow.parquet", extra="parquet", needed_by="data.path: a.parquet")

@@ -1,10 +1,15 @@
 import json
 import os
+import stat
+import time
 import tracemalloc
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import pytest
+import yaml
 
 from zerotrain.files.untrusted import (
     MAX_DEPTH,
@@ -12,11 +17,15 @@ from zerotrain.files.untrusted import (
     FileName,
     FilePath,
     Natural,
+    NotRegularError,
     Shape,
     UntrustedFileError,
     is_kind,
     one_of,
+    only_new,
+    only_regular,
     parse_json,
+    parse_yaml,
     read_json,
     read_regular,
     require_kind,
@@ -221,3 +230,122 @@ def test_a_path_within_its_folder_is_one(name):
 )
 def test_a_path_that_leads_out_of_its_folder_or_cannot_be_shown_is_none(name):
     assert not is_kind(name, FilePath)
+
+
+# Plain values are read, and nothing that stands for more than it says.
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "a: 1\nb: [x, 2.5, null, true, {c: no}]\n", "- 1e+3\n- .inf\n- 0x1f\n- 'it''s'\n- \"\\u00e9\"\n", "x", "3"],
+)
+def test_plain_values_are_what_they_are_in_any_yaml(text: str):
+    assert parse_yaml(text.encode()) == yaml.safe_load(text)
+
+
+def test_a_date_is_a_text_and_merge_and_value_keys_are_none():
+    assert parse_yaml(b"a: 2026-11-23\n<<: 1\n=: 2\n") == {"a": "2026-11-23", "<<": 1, "=": 2}
+
+
+REFUSED = [
+    b"a: &x 1", b"*x", b"&x [*x]", b"!!int 3", b"!x y", b"a: !!binary aGk=", b"a: 0x_", b"a: 0b_", b"[" * 2000,
+    b"- " * 999, b"{a: " * 500, b"? " * 500, b"a: 1\na: 1", b"[]: 1", b"a: [", b"'", b"\xff", b"\x00",
+    b"%YAML 2.0\n--- 1", b"a: 1\n--- 2",
+    b"a: " + b"9" * 400,
+    b"a: 0x" + b"f" * 5000,
+    b"[1" + b":59" * 300 + b"]",
+]  # fmt: skip
+PIECES = ["[", "- ", "a: ", "? ", "{a: ", "[],", "'", '"\\', "k: v\n", "#\n", "|\n ", "&a ", "*a "]
+
+
+@pytest.mark.parametrize("content", REFUSED)
+def test_all_else_is_refused_in_one_line(content: bytes):
+    with pytest.raises(UntrustedFileError) as error:
+        parse_yaml(content)
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_file_of_64_kb_is_done_with_in_bounded_time(piece: str):
+    begun_s = time.process_time()
+    with suppress(UntrustedFileError):
+        parse_yaml((piece * 65536)[:65536].encode())
+    assert time.process_time() - begun_s < 20
+
+
+# Only regular files are opened, and nothing else in their place stops anybody.
+
+
+MODES = {
+    "r": os.O_RDONLY,
+    "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+    "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+    "r+": os.O_RDWR,
+    "a+": os.O_RDWR | os.O_CREAT | os.O_APPEND,
+}
+"""As Python's `open` passes them."""
+
+
+def make(kind: str, path: Path) -> None:
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    elif kind == "a folder":
+        path.mkdir()
+    elif kind == "a socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    else:
+        path.symlink_to("/dev/null")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a socket", "a device"])
+def test_what_is_no_file_is_refused_at_once_and_stays(tmp_path: Path, kind: str, mode: str):
+    make(kind, tmp_path / "it")
+    before, num_open = os.lstat(tmp_path / "it"), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(NotRegularError, match=f"it is {kind}, and must be a regular file") as error:
+        os.close(only_regular(tmp_path / "it", MODES[mode]))
+    assert error.value.filename == str(tmp_path / "it")
+    assert (os.lstat(tmp_path / "it").st_ino, os.lstat(tmp_path / "it").st_mode) == (before.st_ino, before.st_mode)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_a_fifo_that_somebody_reads_gets_nothing(tmp_path: Path):
+    os.mkfifo(tmp_path / "it")
+    reader = os.open(tmp_path / "it", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(NotRegularError, match="a FIFO"):
+        only_regular(tmp_path / "it", MODES["w"])
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+def test_a_file_is_opened_as_always(tmp_path: Path):
+    path = tmp_path / "it"
+    for mode, text, content in (("w", "a", "a"), ("a", "b", "ab"), ("w", "c", "c"), ("r+", "d", "d")):
+        with open(path, mode, opener=only_regular) as file:
+            file.write(text)
+        assert path.read_text() == content
+    with pytest.raises(FileNotFoundError):
+        only_regular(tmp_path / "none", os.O_RDONLY)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "a file", "a FIFO", "a link"])
+def test_a_temporary_file_is_new_whatever_lay_there(tmp_path: Path, kind: str):
+    (tmp_path / "mine").write_text("kept")
+    path = tmp_path / "it"
+    if kind == "a file":
+        path.write_text("much that was there")
+    elif kind == "a FIFO":
+        os.mkfifo(path)
+    elif kind == "a link":
+        path.symlink_to("mine")
+    with open(path, "w", opener=only_new) as file:
+        file.write("new")
+    assert (path.read_text(), path.is_symlink()) == ("new", False)
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_a_temporary_file_never_replaces_a_folder(tmp_path: Path):
+    (tmp_path / "it").mkdir()
+    with pytest.raises(OSError, match=r"it"):
+        only_new(tmp_path / "it", os.O_WRONLY)
+    assert (tmp_path / "it").is_dir()

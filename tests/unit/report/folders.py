@@ -21,7 +21,7 @@ MEMORY = {
 }  # fmt: skip
 
 
-def job(
+def write_job(
     folder: Path,
     overrides: Sequence[str] = (),
     *,

@@ -1,17 +1,30 @@
 """A row for each job: what differs, how it ended, and the numbers that its files tell."""
 
+import json
+import math
 import shlex
+import statistics
 from pathlib import Path
 
 import pytest
 
-from tests.unit.report.folders import job, journal, refused
-from zerotrain.report.rows import read_report, run_dirs_in, short_names
+from tests.unit.report.folders import journal, refused, write_job
+from zerotrain.report import rows as curves
+from zerotrain.report.rows import (
+    equal_weights,
+    explained,
+    read_curves,
+    read_report,
+    run_dirs_in,
+    short_names,
+    spreads,
+    thinned,
+)
 
 
 def test_settings_that_differ_are_told_by_their_dotted_names_those_of_command_lines_first(tmp_path: Path):
-    job(tmp_path / "0", ["optimizer.lr=0.1"])
-    path = job(tmp_path / "1", ["optimizer.lr=0.2"]) / "config.yaml"
+    write_job(tmp_path / "0", ["optimizer.lr=0.1"])
+    path = write_job(tmp_path / "1", ["optimizer.lr=0.2"]) / "config.yaml"
     path.write_text(path.read_text().replace("stage: 2", "stage: 3"))
     told = read_report(tmp_path)
     assert told.settings == ["optimizer.lr", "zero.stage"]
@@ -22,8 +35,8 @@ def test_settings_that_differ_are_told_by_their_dotted_names_those_of_command_li
 
 
 def test_a_job_without_a_config_is_told_by_its_command_line(tmp_path: Path):
-    job(tmp_path / "0", ["zero.stage=1"])
-    job(tmp_path / "1", ["zero.stage=2"])
+    write_job(tmp_path / "0", ["zero.stage=1"])
+    write_job(tmp_path / "1", ["zero.stage=2"])
     refused(tmp_path / "2", ["zero.stage=5"], "zero.stage: got 5; it must be 0, 1, 2 or 3")
     told = read_report(tmp_path)
     assert [row.settings for row in told.rows] == [{"zero.stage": 1}, {"zero.stage": 2}, {"zero.stage": 5}]
@@ -31,8 +44,8 @@ def test_a_job_without_a_config_is_told_by_its_command_line(tmp_path: Path):
 
 
 def test_a_setting_that_only_some_jobs_have_differs(tmp_path: Path):
-    job(tmp_path / "0")
-    path = job(tmp_path / "1") / "config.yaml"
+    write_job(tmp_path / "0")
+    path = write_job(tmp_path / "1") / "config.yaml"
     path.write_text(path.read_text().replace("num_layers: 4", "num_layers: 4\n  dropout: 0.5"))
     told = read_report(tmp_path)
     assert told.settings == ["model.dropout"]
@@ -40,8 +53,8 @@ def test_a_setting_that_only_some_jobs_have_differs(tmp_path: Path):
 
 
 def test_going_on_tells_no_job_from_another_and_is_in_no_command(tmp_path: Path):
-    job(tmp_path / "0", ["seed=0"])
-    job(tmp_path / "1", ["seed=1", "checkpoint.resume=auto"])
+    write_job(tmp_path / "0", ["seed=0"])
+    write_job(tmp_path / "1", ["seed=1", "checkpoint.resume=auto"])
     told = read_report(tmp_path)
     assert told.settings == ["seed"]
     assert told.rows[1].command == "python -m zerotrain seed=1"
@@ -68,41 +81,41 @@ def test_the_command_of_a_job_is_one_for_a_shell(tmp_path: Path):
     ],
 )
 def test_a_loss_that_is_no_number_is_told_as_diverged(tmp_path: Path, fields, losses, status):
-    job(tmp_path / "0", losses=losses, **fields)
+    write_job(tmp_path / "0", losses=losses, **fields)
     assert read_report(tmp_path).rows[0].status == status
 
 
 def test_a_diverged_job_is_not_the_best(tmp_path: Path):
-    job(tmp_path / "0", final_val_loss=2.0, final_train_loss=None)
-    job(tmp_path / "1", final_val_loss=4.0)
-    job(tmp_path / "2", final_val_loss=3.0)
+    write_job(tmp_path / "0", final_val_loss=2.0, final_train_loss=None)
+    write_job(tmp_path / "1", final_val_loss=4.0)
+    write_job(tmp_path / "2", final_val_loss=3.0)
     assert [row.job for row in read_report(tmp_path).ranked] == ["2", "1"]
 
 
 def test_jobs_without_an_evaluation_are_compared_by_their_training_loss(tmp_path: Path):
     for place, loss in enumerate((4.0, 2.0)):
-        job(tmp_path / str(place), losses=[], final_val_loss=None, final_train_loss=loss)
+        write_job(tmp_path / str(place), losses=[], final_val_loss=None, final_train_loss=loss)
     told = read_report(tmp_path)
     assert (told.loss, told.ranked[0].job) == ("final_train_loss", "1")
 
 
 def test_numbers_that_nothing_has_are_not_known(tmp_path: Path):
     memory = {"parameters": -1, "gradients": "many", "optimizer": 10**30, "peak": True, "theory": [1]}
-    job(tmp_path / "0", memory_bytes=memory, comm_bytes_per_step=7)
+    write_job(tmp_path / "0", memory_bytes=memory, comm_bytes_per_step=7)
     [row] = read_report(tmp_path).rows
     names = ("parameters_nbytes", "gradients_nbytes", "optimizer_nbytes", "peak_nbytes", "sent_nbytes")
     assert [row[name] for name in names] == [None] * 5
 
 
 def test_of_an_error_the_first_line_is_told(tmp_path: Path):
-    job(tmp_path / "0", status="failed", error="\n\n  rank 1 failed\x1b[2J\nTraceback ...")
+    write_job(tmp_path / "0", status="failed", error="\n\n  rank 1 failed\x1b[2J\nTraceback ...")
     assert read_report(tmp_path).rows[0].error == "rank 1 failed\\x1b[2J"
 
 
 def test_a_label_has_what_tells_the_completed_jobs_apart(tmp_path: Path):
-    job(tmp_path / "0", ["optimizer.lr=0.1", "zero.stage=2"])
-    job(tmp_path / "1", ["optimizer.lr=0.2", "zero.stage=2"])
-    job(tmp_path / "2", ["optimizer.lr=0.2", "zero.stage=3"], status="failed", error="x")
+    write_job(tmp_path / "0", ["optimizer.lr=0.1", "zero.stage=2"])
+    write_job(tmp_path / "1", ["optimizer.lr=0.2", "zero.stage=2"])
+    write_job(tmp_path / "2", ["optimizer.lr=0.2", "zero.stage=3"], status="failed", error="x")
     told = read_report(tmp_path)
     assert [told.label(row) for row in told.rows] == ["lr=0.1", "lr=0.2", "lr=0.2 stage=3"]
     assert told.label(*told.rows[:2]) == ""
@@ -118,16 +131,16 @@ def test_names_are_as_short_as_they_tell_settings_apart():
 
 def test_runs_are_found_by_their_files_in_the_order_of_their_names(tmp_path: Path):
     for name in ("10", "2", "a/b/c", "1/checkpoints/step-1"):
-        job(tmp_path / name)
-    job(tmp_path / "deep" / "/".join("x" * 7))
-    job(tmp_path / "1/own", ["seed=1"])
+        write_job(tmp_path / name)
+    write_job(tmp_path / "deep" / "/".join("x" * 7))
+    write_job(tmp_path / "1/own", ["seed=1"])
     (tmp_path / "1/result.json").write_text("{}")
     (tmp_path / "linked").symlink_to(tmp_path / "2")
     assert [str(path.relative_to(tmp_path)) for path in run_dirs_in(tmp_path)] == ["1", "2", "10", "a/b/c"]
 
 
 def test_a_run_is_a_report_of_one_row(tmp_path: Path):
-    told = read_report(job(tmp_path / "run"))
+    told = read_report(write_job(tmp_path / "run"))
     assert [(row.job, row.settings) for row in told.rows] == [("run", {})]
 
 
@@ -136,7 +149,7 @@ def test_a_run_is_a_report_of_one_row(tmp_path: Path):
     [(None, "unfinished"), ("begun", "failed"), ("ended", "stopped"), ("taken", "stopped"), ("refused", "stopped")],
 )
 def test_a_job_without_a_result_is_as_the_journal_says(tmp_path: Path, event: str | None, status: str):
-    (job(tmp_path / "0") / "result.json").unlink()
+    (write_job(tmp_path / "0") / "result.json").unlink()
     if event:
         said = None if event == "begun" else "stopped"
         told = {"event": event, "job": 0, "folder": "0", "status": said, "overrides": ["seed=3"], "error": "why"}
@@ -146,13 +159,13 @@ def test_a_job_without_a_result_is_as_the_journal_says(tmp_path: Path, event: st
 
 
 def test_a_result_wins_over_the_journal(tmp_path: Path):
-    job(tmp_path / "0")
+    write_job(tmp_path / "0")
     journal(tmp_path, {"event": "ended", "job": 0, "folder": "0", "status": "failed", "error": "x"})
     assert [(row.status, row.error) for row in read_report(tmp_path).rows] == [("completed", None)]
 
 
 def test_a_job_that_was_refused_another_s_folder_has_a_row(tmp_path: Path):
-    job(tmp_path / "same", ["seed=0"])
+    write_job(tmp_path / "same", ["seed=0"])
     told = {"event": "refused", "job": 1, "folder": "same", "overrides": ["seed=1"], "error": "got same"}
     journal(
         tmp_path, {"event": "begun", "job": 0, "folder": "same", "overrides": ["seed=0"]}, told | {"status": "failed"}
@@ -171,8 +184,8 @@ def test_a_job_that_was_refused_with_a_result_of_its_own_has_one_row(tmp_path: P
 
 
 def test_of_folders_outside_nothing_is_read_and_lines_of_somebody_else_are_passed_over(tmp_path: Path):
-    job(tmp_path / "sweep/0")
-    job(tmp_path / "other")
+    write_job(tmp_path / "sweep/0")
+    write_job(tmp_path / "other")
     for folder in ("/etc", "../other", "0/../..", "", "a\0b", str(tmp_path / "other")):
         journal(tmp_path / "sweep", {"event": "ended", "job": 5, "folder": folder, "status": "failed", "error": "x"})
         with (tmp_path / "sweep/sweep.jsonl").open("a") as file:
@@ -197,7 +210,7 @@ def test_of_folders_outside_nothing_is_read_and_lines_of_somebody_else_are_passe
     ],
 )
 def test_a_config_that_cannot_be_read_is_none(tmp_path: Path, content: bytes):
-    (job(tmp_path / "0") / "config.yaml").write_bytes(content)
+    (write_job(tmp_path / "0") / "config.yaml").write_bytes(content)
     assert read_report(tmp_path).rows[0].status == "completed"
 
 
@@ -210,7 +223,9 @@ def compared_by(folder: Path, objective: str, direction: str = "minimize") -> No
 def test_the_objective_of_the_sweep_tells_the_best_job(tmp_path: Path):
     for place, (accuracy, sent) in enumerate([(0.5, 30), (0.7, 20), (None, 10)]):
         metrics = {"val_accuracy": accuracy} if accuracy else None
-        job(tmp_path / str(place), val_metrics=metrics, comm_bytes_per_step={"sent": sent}, final_val_loss=1.0 + place)
+        write_job(
+            tmp_path / str(place), val_metrics=metrics, comm_bytes_per_step={"sent": sent}, final_val_loss=1.0 + place
+        )
     for objective, direction, best, value in [
         ("val_accuracy", "maximize", ["1", "0"], 0.7),
         ("[val_accuracy, steps]", "[maximize, minimize]", ["1", "0"], 0.7),
@@ -231,5 +246,135 @@ def test_the_objective_of_the_sweep_tells_the_best_job(tmp_path: Path):
 
 def test_jobs_of_different_objectives_are_compared_by_their_loss(tmp_path: Path):
     for place, objective in enumerate(("tokens_per_s", "steps")):
-        compared_by(job(tmp_path / str(place)), objective, "maximize")
+        compared_by(write_job(tmp_path / str(place)), objective, "maximize")
     assert read_report(tmp_path).loss == "final_val_loss"
+
+
+# Curves out of metrics.jsonl: some hundred points of any file, at the steps, tokens and seconds where they belong.
+
+
+def written(folder: Path, *lines: dict) -> Path:
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_an_evaluation_lies_at_the_tokens_and_seconds_of_its_step(tmp_path: Path):
+    trained = [{"step": step, "train_loss": 1.0, "tokens": 100 * step, "train_s": float(step)} for step in (10, 20)]
+    evaluated = [{"step": step, "val_loss": 2.0} for step in (0, 15, 20, 25)]
+    _, val = read_curves(written(tmp_path, *trained, *evaluated))
+    assert list(val.step) == [0, 15, 20, 25]
+    assert list(val.tokens) == [0, 1500, 2000, 2000]
+    assert list(val.train_s) == [0, 15, 20, 20]
+
+
+def test_a_loss_that_is_no_number_is_nan_and_in_its_place(tmp_path: Path):
+    train, _ = read_curves(written(tmp_path, {"step": 1, "train_loss": 3.0}, {"step": 2, "train_loss": None}))
+    assert train.loss[0] == 3.0
+    assert math.isnan(train.last)
+    assert train.over("tokens") == []
+    assert [step for step, _ in train.over("step")] == [1, 2]
+
+
+def test_steps_that_come_a_second_time_are_left_out(tmp_path: Path):
+    lines = [{"step": step, "train_loss": float(step)} for step in (1, 2, 3, 2, 3, 4)]
+    train, _ = read_curves(written(tmp_path, *lines))
+    assert list(train.step) == [1, 2, 3, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        '{"step": "1", "train_loss": 2}',
+        "\0" * 99,
+        '{"step": 1e999, "train_loss": 2}',
+        '{"train_loss": 1}',
+        f'{{"step": {10**400}, "train_loss": 2}}',
+        f'{{"step": 1, "train_loss": {10**400}}}',
+    ],
+)
+def test_lines_that_are_none_of_ours_are_passed_over(tmp_path: Path, content: str):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{content}\n{{"step": 3, "train_loss": 2.0}}\n{content}')
+    train, val = read_curves(path)
+    assert (list(train.step), list(train.loss), len(val.step)) == ([3], [2.0], 0)
+
+
+def test_no_file_and_a_folder_in_its_place_are_no_curve(tmp_path: Path):
+    assert len(read_curves(tmp_path / "none")[0].step) == 0
+    assert len(read_curves(tmp_path)[0].step) == 0
+
+
+def test_of_a_long_file_a_part_is_read_from_its_first_line_to_its_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, num = tmp_path / "metrics.jsonl", 200_000
+    line = '{"step": %9d, "train_loss": 2.0, "tokens": %12d}\n'
+    with path.open("w") as file:
+        for start in range(0, num, 1000):
+            file.write("".join(line % (step, 100 * step) for step in range(start, start + 1000)))
+    seen = []
+    parse = curves.parse_json
+    monkeypatch.setattr(curves, "parse_json", lambda text, schema: seen.append(text) or parse(text, schema))
+    train, _ = read_curves(path)
+    assert len(seen) <= curves.MAX_POINTS
+    assert len(train.step) == curves.MAX_POINTS
+    assert (train.step[0], train.step[-1]) == (0, num - 1)
+    assert max(b - a for a, b in zip(train.step, train.step[1:])) < 2 * num / curves.NUM_WINDOWS  # noqa: B905
+
+
+def test_a_file_of_one_line_without_end_costs_its_windows_alone(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"step": 1, "train_loss": 1, "x": "')
+        file.truncate(10**10)
+    assert len(read_curves(path)[0].step) == 0
+
+
+def test_the_first_and_the_last_are_among_some():
+    assert thinned(list(range(10)), 4) == [0, 3, 6, 9]
+    assert thinned([1, 2], 4) == [1, 2]
+
+
+# What jobs have in common: weights, all settings but the seed, and what a setting explains of the loss.
+
+
+def test_jobs_that_differ_in_the_seed_alone_have_a_mean_and_a_spread(tmp_path: Path):
+    losses = {("0.1", 0): 3.0, ("0.1", 1): 3.5, ("0.1", 2): 4.0, ("0.2", 0): 2.0, ("0.2", 1): 2.2, ("0.3", 0): 9.0}
+    for place, ((lr, seed), loss) in enumerate(losses.items()):
+        write_job(tmp_path / str(place), [f"optimizer.lr={lr}", f"seed={seed}"], final_val_loss=loss)
+    write_job(tmp_path / "6", ["optimizer.lr=0.1", "seed=3"], status="failed", error="x")
+    best, other = spreads(read_report(tmp_path))
+    assert [[row.job for row in each.rows] for each in (best, other)] == [["3", "4"], ["0", "1", "2"]]
+    assert (other.mean, other.least, other.most) == (3.5, 3.0, 4.0)
+    assert other.deviation == pytest.approx(statistics.stdev([3.0, 3.5, 4.0]))
+
+
+def test_two_jobs_of_one_seed_have_no_spread(tmp_path: Path):
+    write_job(tmp_path / "0", final_val_loss=1.0)
+    write_job(tmp_path / "1", final_val_loss=2.0)
+    assert spreads(read_report(tmp_path)) == []
+
+
+def test_groups_of_equal_weights_come_the_largest_first(tmp_path: Path):
+    for place, sha256 in enumerate("abbcb"):
+        write_job(tmp_path / str(place), weights_sha256=sha256 * 64)
+    write_job(tmp_path / "5", weights_sha256=None)
+    groups = equal_weights(read_report(tmp_path).rows)
+    assert [[row.job for row in rows] for rows in groups.values()] == [["1", "2", "4"], ["0"], ["3"]]
+
+
+def test_a_setting_explains_the_loss_that_follows_from_it_and_another_does_not(tmp_path: Path):
+    for place in range(24):
+        overrides = [f"zero.stage={place % 3}", f"optimizer.lr={place}", f"model.num_layers={place // 3 % 2}"]
+        write_job(tmp_path / str(place), overrides, losses=[], final_val_loss=float(place % 3) + 0.001 * (place % 2))
+    told = read_report(tmp_path)
+    assert explained(told, "zero.stage") > 0.99
+    assert explained(told, "model.num_layers") < 0.1
+    assert 0 <= explained(told, "optimizer.lr") < 0.2
+
+
+def test_a_setting_with_a_value_for_each_job_explains_nothing(tmp_path: Path):
+    for place in range(5):
+        write_job(tmp_path / str(place), [f"zero.stage={place}"], final_val_loss=float(place))
+    assert explained(read_report(tmp_path), "zero.stage") is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zerotrain
-from tests.unit.run.test_factory import ADAMW, GPT
+from tests.unit.configs import ADAMW, GPT
 from zerotrain.config.checks import class_problems, value_problems
 from zerotrain.config.schema import Config
 from zerotrain.data import GlobalBatchSampler, Mix, SyntheticTokens

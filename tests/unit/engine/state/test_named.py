@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zerotrain
-from tests.unit.engine.parts import Linears, Plain, assert_same, engine_on, train
+from tests.unit.engine.parts import Linears, Plain, alone, assert_same, engine_on, train
 from zerotrain.checkpoint.manifest import WEIGHT
 from zerotrain.comm.world import World
 from zerotrain.engine.buckets.bucket import Bucket
@@ -199,3 +199,33 @@ def test_full_weights_are_those_of_plain_pytorch_in_their_shapes_and_strides(sta
     expected = dict(sorted(Plain(2, Transposed).train(0, 1).items()))
     for found in run_threads(on_a_rank, 2)[0]:
         assert_same(found, expected)
+
+
+# Full weights that were taken out stay what they are.
+
+
+class Normed(nn.Module):
+    """With a buffer that each forward writes to, and one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3)
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)).pow(3).mean()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_neither_weights_nor_buffers_of_a_state_dict_follow_the_training(stage: int) -> None:
+    zero = zerotrain.ZeroConfig(stage=stage)
+    engine = zerotrain.build_engine(Normed(), optimizer=torch.optim.SGD, zero=zero, world=alone())
+    state = engine.full_state_dict()
+    before = {name: value.clone() for name, value in state.items()}
+    assert "norm.running_mean" in before
+    assert "scratch" not in before
+    engine.backward(engine(torch.randn(4, 3)))
+    engine.step()
+    assert all(torch.equal(value, before[name]) for name, value in state.items())
+    after = engine.full_state_dict()
+    assert [name for name in before if torch.equal(after[name], before[name])] == []

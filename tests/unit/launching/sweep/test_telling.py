@@ -10,13 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.report.folders import job
+from tests.unit.report.folders import write_job
+from zerotrain.launching import exits
+from zerotrain.launching.job import locked
+from zerotrain.launching.sweep import telling as driver
 from zerotrain.launching.sweep import telling as kept_report
-from zerotrain.launching.sweep.sweep import Sweep
+from zerotrain.launching.sweep import telling as table
+from zerotrain.launching.sweep.sweep import Study, Sweep
 from zerotrain.launching.sweep.telling import KeptReport, StatusLine, Teller
 from zerotrain.report.files import HEADS, PAGE_NAME
 from zerotrain.report.journal import JobEvent, SweepJournal
+from zerotrain.report.rows import Row, read_report
 from zerotrain.testing.ranks import HANG_S
+from zerotrain.training.result import RunResult
 
 
 def say(folder: Path, event: str, number: int, **fields) -> JobEvent:
@@ -59,7 +65,7 @@ def test_the_report_is_written_after_each_job_and_its_page_not_so_often(tmp_path
     say(tmp_path, "begun", 0)
     kept.look()
     assert not HEADS.keys() & {path.name for path in tmp_path.iterdir()}
-    job(tmp_path / "0", ["seed=0"])
+    write_job(tmp_path / "0", ["seed=0"])
     say(tmp_path, "ended", 0, status="completed")
     say(tmp_path, "begun", 1)
     kept.look()
@@ -88,10 +94,10 @@ def test_a_file_of_the_user_s_own_is_no_reason_to_end_and_stays(tmp_path: Path):
 
 
 def test_a_terminal_shows_the_running_jobs_in_one_line(tmp_path: Path):
-    job(tmp_path / "3", losses=[5.0, None, 2.31], status="stopped")
+    write_job(tmp_path / "3", losses=[5.0, None, 2.31], status="stopped")
     (tmp_path / "3/config.yaml").write_text("train:\n  max_steps: 400\n")
     (tmp_path / "3/metrics.jsonl").open("a").write('{"step": 30, "val_loss": 1}\n{"step": 40, "train_l')
-    job(tmp_path / "4", losses=[None])
+    write_job(tmp_path / "4", losses=[None])
     (tmp_path / "4/config.yaml").write_text("[" * 1000)
     last = [say(tmp_path, "begun", number) for number in (3, 4, 5)]
     last += [
@@ -145,3 +151,188 @@ def test_lines_take_the_place_of_the_progress(tmp_path: Path):
         "\r\x1b[Kjob 0 starts\r\x1b[Kjob 0 completed with loss 2.5000 (1 done, best 2.5000 job 0)",
         "",
     ]
+
+
+# The end of a sweep: the rows of its jobs out of its whole report, and its exit code.
+
+
+def write(folder: Path, job: int, event: str = "ended", said: str | None = None, **fields) -> None:
+    """A job that has ended: its line in the journal, and its result."""
+    path = folder / str(job)
+    path.mkdir()
+    status = None if event == "begun" else said or fields.get("status", "completed")
+    SweepJournal(folder).append(JobEvent(event=event, job=job, folder=str(job), hash="a", overrides=[], status=status))
+    overrides = ["launch.nproc_per_node=2", f"zero.stage={job}"]
+    result = {
+        "status": "completed",
+        "final_val_loss": 2.5,
+        "final_train_loss": 2.4,
+        "weights_sha256": "a" * 64,
+        "overrides": overrides,
+        **fields,
+    }
+    RunResult(**{"world_size": 2} | result).write(path)
+
+
+def sweep_in(folder: Path, **fields) -> Sweep:
+    return Sweep(folder=folder, start=0, **fields)
+
+
+def rows_of(sweep: Sweep) -> list[Row]:
+    return read_report(sweep.folder).only(sweep.folder, sweep.events_to_count()).rows
+
+
+def test_jobs_come_in_the_order_of_their_numbers(tmp_path: Path):
+    for job in (10, 2, 0, 1):
+        write(tmp_path, job)
+    assert [row.job for row in rows_of(sweep_in(tmp_path))] == ["0", "1", "2", "10"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "diverged", "code", "expected"),
+    [
+        ({"status": "completed"}, "fail", exits.COMPLETED, exits.COMPLETED),
+        ({"status": "failed"}, "report", exits.COMPLETED, exits.FAILED),
+        ({"status": "failed"}, "report", exits.FAILED, exits.FAILED),
+        ({"status": "stopped"}, "report", 130, 130),
+        ({"status": "completed", "final_train_loss": None}, "report", exits.COMPLETED, exits.COMPLETED),
+        ({"status": "completed", "final_train_loss": None}, "fail", exits.COMPLETED, exits.FAILED),
+    ],
+)
+def test_the_exit_code_is_that_of_a_failure_if_any_job_failed(
+    tmp_path: Path, monkeypatch, capsys, fields, diverged, code, expected
+):
+    write(tmp_path, 0, **fields)
+    sweep = sweep_in(tmp_path, diverged=diverged)
+    monkeypatch.setattr(driver, "_driven", [(sweep, Teller(sweep))])
+    assert table.report(code) == expected
+    assert ("diverged" if "final_train_loss" in fields else fields["status"]) in capsys.readouterr().out
+
+
+def test_a_process_that_drove_no_sweep_prints_no_table(monkeypatch, capsys):
+    monkeypatch.setattr(driver, "_driven", [])
+    assert table.report(exits.FAILED) == exits.FAILED
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("by", "goes_on"), [("callbacks.early_stopping", False), ("SIGTERM", True)])
+def test_a_job_that_a_callback_has_ended_is_done(tmp_path: Path, monkeypatch, capsys, by: str, goes_on: bool):
+    write(tmp_path, 0)
+    write(tmp_path, 1, status="stopped", stopped_by=by, final_val_loss=1.5)
+    sweep = sweep_in(tmp_path, total=2)
+    monkeypatch.setattr(driver, "_driven", [(sweep, Teller(sweep))])
+    assert table.report(exits.COMPLETED) == exits.COMPLETED
+    printed = capsys.readouterr().out
+    assert ("to go on: " in printed) == goes_on
+    assert [row.status for row in rows_of(sweep)] == ["completed", "stopped" if goes_on else "completed"]
+
+
+def test_of_an_earlier_sweep_no_job_is_shown_but_those_that_this_one_has_met(tmp_path: Path):
+    for job in (0, 1):
+        write(tmp_path, job)
+    sweep = Sweep(folder=tmp_path, start=SweepJournal(tmp_path).nbytes)
+    assert rows_of(sweep) == []
+    sweep.journal.append(JobEvent(event="taken", job=7, folder="1", hash="b", overrides=[], status="completed"))
+    write(tmp_path, 2)
+    assert [row.job for row in rows_of(sweep)] == ["2", "7 in 1"]
+
+
+def test_what_a_result_says_counts_more_than_the_journal(tmp_path: Path):
+    write(tmp_path, 0, event="begun")
+    write(tmp_path, 1, status="failed", error="the third batch is unlucky", said="completed")
+    write(tmp_path, 2, status="completed", final_train_loss=None, final_val_loss=None, said="completed")
+    write(
+        tmp_path, 3, status="failed", error="rank 0 failed: TrainingError: the gradient was not finite", said="failed"
+    )
+    assert [row.status for row in rows_of(sweep_in(tmp_path))] == ["completed", "failed", "diverged", "diverged"]
+
+
+def test_a_job_without_a_result_runs_or_its_process_is_gone(tmp_path: Path):
+    for job in (0, 1):
+        (tmp_path / str(job)).mkdir()
+        event = JobEvent(event="begun", job=job, folder=str(job), hash="a", overrides=[f"seed={job}"])
+        SweepJournal(tmp_path).append(event)
+    with locked(tmp_path / "0"):
+        rows = rows_of(sweep_in(tmp_path))
+    assert [row.status for row in rows] == ["running", "failed"]
+    assert rows[0].error is None
+    assert "its process is gone" in str(rows[1].error)
+
+
+def test_a_refusal_is_not_hidden_by_the_result_of_the_job_that_has_the_folder(tmp_path: Path):
+    write(tmp_path, 0)
+    refused = JobEvent(
+        event="refused", job=1, folder="0", hash="b", overrides=[], status="failed", error="which job 0 uses"
+    )
+    SweepJournal(tmp_path).append(refused)
+    rows = rows_of(sweep_in(tmp_path))
+    assert [(row.job, row.status, row.error) for row in rows] == [
+        ("0", "completed", None),
+        ("1 in 0", "failed", "which job 0 uses"),
+    ]
+
+
+def test_no_other_folder_is_looked_into(tmp_path: Path):
+    (tmp_path / "sweep").mkdir()
+    write(tmp_path, 0)
+    outside = JobEvent(event="taken", job=1, folder="../0", hash="b", overrides=[], status="completed")
+    SweepJournal(tmp_path / "sweep").append(outside)
+    [row] = rows_of(sweep_in(tmp_path / "sweep"))
+    assert (row.status, row.weights_sha256) == ("completed", None)
+
+
+def test_two_jobs_of_a_sweep_that_are_the_same_have_a_row_each(tmp_path: Path):
+    write(tmp_path, 0)
+    same = JobEvent(event="taken", job=1, folder="0", hash="a", overrides=[], status="completed")
+    SweepJournal(tmp_path).append(same)
+    rows = rows_of(sweep_in(tmp_path))
+    assert [(row.job, row.weights_sha256) for row in rows] == [("0", "a" * 64), ("1 in 0", "a" * 64)]
+
+
+def test_the_best_job_is_told_by_the_objective_and_pruned_ones_are_counted(tmp_path: Path, capfd):
+    sweep = sweep_in(tmp_path, total=4, objectives=("val_accuracy",), directions=("maximize",))
+    teller = Teller(sweep)
+    values = [("completed", 0.5), ("completed", 0.75), ("pruned", 0.9), ("completed", 0.6)]
+    for job, (status, value) in enumerate(values):
+        given = {
+            "job": job,
+            "folder": str(job),
+            "hash": None,
+            "overrides": [],
+            "error": "x" if status == "pruned" else None,
+        }
+        sweep.journal.append(JobEvent(event="ended", status=status, value=value, final_val_loss=9.0 - job, **given))
+    teller.close()
+    told = capfd.readouterr()
+    assert told.out.splitlines() == [
+        "job 0 completed with val_accuracy 0.5000 (1/4, best 0.5000 job 0, 0 s left)",
+        "job 1 completed with val_accuracy 0.7500 (2/4, best 0.7500 job 1, 0 s left)",
+        "job 2 pruned with val_accuracy 0.9000 (3/4, 1 pruned, best 0.7500 job 1, 0 s left)",
+        "job 3 completed with val_accuracy 0.6000 (4/4, 1 pruned, best 0.7500 job 1)",
+    ]
+    assert told.err == ""
+
+
+def test_of_a_study_all_trials_are_counted_also_those_of_drivers_before(tmp_path: Path, capfd):
+    write(tmp_path, 0)
+    write(tmp_path, 1, status="failed", error="the disk is full")
+    study = Study(url="sqlite:///study.db", name="sweep", num_trials=3)
+    sweep = Sweep(folder=tmp_path, start=SweepJournal(tmp_path).nbytes, total=3, study=study)
+    assert [row.job for row in rows_of(sweep)] == ["0", "1"]
+    teller = Teller(sweep)
+    write(tmp_path, 2, final_val_loss=2.0)
+    teller.close()
+    [line] = capfd.readouterr().out.splitlines()
+    assert line.startswith("job 2 completed (3/3, 1 failed")
+    assert [row.job for row in rows_of(sweep)] == ["0", "1", "2"]
+
+
+def test_a_study_that_has_all_its_trials_has_nothing_to_go_on_with(tmp_path: Path, monkeypatch, capsys):
+    write(tmp_path, 0)
+    write(tmp_path, 1, status="failed", error="the disk is full")
+    for total, goes_on in ((2, False), (3, True)):
+        study = Study(url="sqlite:///study.db", name="sweep", num_trials=total)
+        sweep = sweep_in(tmp_path, total=total, study=study)
+        monkeypatch.setattr(driver, "_driven", [(sweep, Teller(sweep))])
+        assert table.report(exits.COMPLETED) == exits.FAILED
+        assert ("to go on: " in capsys.readouterr().out) == goes_on

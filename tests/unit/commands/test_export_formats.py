@@ -1,0 +1,418 @@
+"""Exported folders that transformers and peft open, and text from them."""
+
+import functools
+from dataclasses import asdict
+from fnmatch import fnmatch
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import zerotrain
+from tests.unit.commands.test_export import ONE_SEED_AT_A_TIME, exported, refused, tensors_in, told_of_small_files
+from tests.unit.data.tokenizers_made import END, saved
+from zerotrain.commands import evaluate, generate
+from zerotrain.commands.export_formats import adapters, is_of_adapter, merged, name_of_hugging_face, plain
+from zerotrain.config.compose import from_values
+from zerotrain.models import HuggingFaceModel
+from zerotrain.models.gpt import mean_cross_entropy
+from zerotrain.testing.fake_wire import run_threads
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 32, "tie_word_embeddings": True}
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 300}
+IDS = torch.arange(12)[None] * 7
+
+
+def engine_of(
+    arguments: dict[str, Any], world: zerotrain.World | None = None, stage: int = 3, **options: Any
+) -> zerotrain.ZeroEngine:
+    with ONE_SEED_AT_A_TIME:
+        torch.manual_seed(0)
+        model = HuggingFaceModel(**{name: value for name, value in arguments.items() if name != "freeze"})
+    for name, parameter in model.named_parameters():
+        if any(fnmatch(name, pattern) for pattern in arguments.get("freeze", ())):
+            parameter.requires_grad = False
+    optimizer = functools.partial(torch.optim.AdamW, lr=0.01)
+    zero = zerotrain.ZeroConfig(stage)
+    return zerotrain.build_engine(model, optimizer=optimizer, zero=zero, world=world, **options)
+
+
+def run_of(folder: Path, arguments: dict[str, Any], data: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
+    """What a run of four ranks at stage 3 leaves that was interrupted; its weights."""
+    model = {"_target_": "zerotrain.models.HuggingFaceModel", **arguments}
+    of_training = {
+        "optimizer": {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 0.01},
+        "scheduler": {"_target_": "zerotrain.training.warmup_cosine", "_partial_": True, "warmup_steps": 1},
+    }
+    data = {"_target_": "zerotrain.data.TextDataset", **data}
+    config = asdict(from_values({"model": model, "data": data, **of_training}))
+
+    def train(world: zerotrain.World) -> dict[str, torch.Tensor]:
+        engine = engine_of(arguments, world, **options)
+        for _ in range(2):
+            engine.backward(engine(IDS, IDS.roll(-1)))
+            engine.step()
+        engine.save(folder / "checkpoints" / "step-00000002", config=config)
+        return engine.full_state_dict()
+
+    return run_threads(train, 4)[0][0]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("llama")
+    tokenizer = saved("bytes, GPT-2", folder / "tokenizer", eos_token=END)
+    arguments = {"config": LLAMA, "vocab_size": 600}
+    return folder / "run", arguments, run_of(folder / "run", arguments, {"tokenizer": tokenizer})
+
+
+@pytest.fixture(scope="module")
+def trained_adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("adapters")
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.for_model(**GPT2, bos_token_id=None, eos_token_id=None)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+    arguments = {"name_or_path": str(folder / "base"), "lora": {"rank": 2}}
+    return folder / "run", arguments, run_of(folder / "run", arguments, {"tokenizer": None})
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def trained(arguments: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
+    """The model of transformers or peft that the run has trained, by plain torch."""
+    model = HuggingFaceModel(**arguments)
+    model.load_state_dict(weights)
+    return model.model
+
+
+@pytest.mark.case(
+    "checkpoints",
+    "of a model of Hugging Face, with or without adapters, merged or not",
+    "opened by transformers and peft, equal logits; in again unchanged",
+    under=(
+        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+        "integers, buffers; one file or several"
+    ),
+)
+def test_transformers_opens_what_was_exported_and_gives_equal_logits(llama, tmp_path: Path) -> None:
+    run, arguments, weights = llama
+    out = exported(run, tmp_path / "out", "--shard-mb", "0.03")
+    assert (out / "model.safetensors.index.json").exists()
+    opened = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert opened.dtype == torch.float32
+    assert opened.config.use_cache
+    assert torch.equal(logits_of(opened), logits_of(trained(arguments, weights)))
+    assert opened.lm_head.weight is opened.model.embed_tokens.weight
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    own = transformers.AutoTokenizer.from_pretrained(run.parent / "tokenizer")
+    assert tokenizer.encode("def main") == own.encode("def main") != []
+
+
+def test_a_dtype_is_what_transformers_opens_it_in(llama, tmp_path: Path) -> None:
+    run, arguments, weights = llama
+    out = exported(run, tmp_path / "out", "--dtype", "bf16")
+    opened = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert opened.dtype == torch.bfloat16
+    rounded = trained(arguments, weights).bfloat16()
+    assert all(torch.equal(value, opened.state_dict()[name]) for name, value in rounded.state_dict().items())
+
+
+@pytest.mark.case(
+    "checkpoints",
+    "of a model of Hugging Face, with or without adapters, merged or not",
+    under=(
+        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+        "integers, buffers; one file or several"
+    ),
+)
+def test_out_and_in_again_is_unchanged(llama, tmp_path: Path) -> None:
+    run, arguments, weights = llama
+    out = exported(run, tmp_path / "out")
+    engine = engine_of({**arguments, "config": LLAMA | {"hidden_act": "silu"}}, stage=2)
+    engine.load_weights(out)
+    again = engine.full_state_dict()
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+
+
+@pytest.mark.case("checkpoints", "an export loaded again; a Llama of transformers loaded and exported")
+@pytest.mark.parametrize("form", ["model.safetensors", "pytorch_model.bin"])
+def test_a_llama_of_others_goes_in_and_out_unchanged(form: str, tmp_path: Path) -> None:
+    torch.manual_seed(11)
+    config = transformers.AutoConfig.for_model(**LLAMA | {"tie_word_embeddings": False}, vocab_size=600)
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    if form == "pytorch_model.bin":
+        torch.save(theirs.state_dict(), tmp_path / "theirs" / form)
+        (tmp_path / "theirs" / "model.safetensors").unlink()
+    arguments = {"config": LLAMA | {"tie_word_embeddings": False}, "vocab_size": 600}
+    model = {"_target_": "zerotrain.models.HuggingFaceModel", **arguments}
+    config_of_run = asdict(from_values({"model": model}))
+
+    def load(world: zerotrain.World) -> None:
+        engine = engine_of(arguments, world)
+        [told] = engine.load_weights(tmp_path / "theirs").told()
+        assert told.endswith("'model.', with which all names of the model begin, was put before those in it")
+        engine.save(tmp_path / "run" / "checkpoints" / "step-00000000", config=config_of_run)
+
+    run_threads(load, 2)
+    out = exported(tmp_path / "run", tmp_path / "out")
+    found, wanted = tensors_in(out), theirs.state_dict()
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    opened = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(logits_of(opened), logits_of(theirs))
+
+
+@pytest.mark.case(
+    "checkpoints",
+    "of a model of Hugging Face, with or without adapters, merged or not",
+    under=(
+        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+        "integers, buffers; one file or several"
+    ),
+)
+def test_adapters_are_opened_by_peft(trained_adapters, tmp_path: Path) -> None:
+    run, arguments, weights = trained_adapters
+    out = exported(run, tmp_path / "out")
+    assert all(".lora_" in name for name in tensors_in(out))
+    base = transformers.AutoModelForCausalLM.from_pretrained(arguments["name_or_path"])
+    wanted = logits_of(trained(arguments, weights))
+    assert torch.equal(logits_of(peft.PeftModel.from_pretrained(base, out)), wanted)
+    assert torch.equal(logits_of(peft.AutoPeftModelForCausalLM.from_pretrained(out)), wanted)
+
+
+@pytest.mark.case(
+    "checkpoints",
+    "of a model of Hugging Face, with or without adapters, merged or not",
+    under=(
+        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+        "integers, buffers; one file or several"
+    ),
+)
+def test_adapters_are_merged_as_by_peft(trained_adapters, tmp_path: Path) -> None:
+    run, arguments, weights = trained_adapters
+    opened = transformers.AutoModelForCausalLM.from_pretrained(exported(run, tmp_path / "out", "--merge"))
+    merged = trained(arguments, weights).merge_and_unload().state_dict()
+    assert opened.state_dict().keys() == merged.keys()
+    assert [name for name, value in opened.state_dict().items() if not torch.equal(value, merged[name])] == []
+
+
+def test_adapters_of_a_model_from_scratch_need_merging(tmp_path: Path, capsys) -> None:
+    arguments = {"config": GPT2, "lora": {"rank": 2}}
+    run_of(tmp_path / "run", arguments, {"vocab_size": 300})
+    said = refused([str(tmp_path / "run"), "--out", str(tmp_path / "out")], capsys)
+    assert "the model from scratch that they were trained on; give --merge" in said
+    assert not (tmp_path / "out").exists()
+
+
+def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert generate.main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.case(
+    "checkpoints",
+    "`python -m zerotrain generate`, of bytes or a tokenizer, of a run, an interrupted one, an "
+    "exported folder of any form, adapters merged or not",
+)
+def test_text_is_the_same_from_a_run_and_from_what_was_exported(llama, tmp_path: Path, capsys) -> None:
+    run, _, _ = llama
+    options = ("--prompt", "def main", "--max-tokens", "12", "--seed", "3")
+    wanted = text(capsys, str(run), *options)
+    assert wanted.startswith("def main")
+    assert len(wanted) > len("def main\n")
+    out = exported(run, tmp_path / "out")
+    assert text(capsys, str(out), *options) == wanted
+    assert text(capsys, str(run), *options[:-1], "4") != wanted
+    (run.parent / "tokenizer").rename(tmp_path / "tokenizer")
+    try:
+        assert generate.main([str(run), *options]) == 2
+        assert "text needs a tokenizer" in capsys.readouterr().err
+        assert text(capsys, str(out), *options) == wanted
+    finally:
+        (tmp_path / "tokenizer").rename(run.parent / "tokenizer")
+
+
+@pytest.mark.case(
+    "checkpoints",
+    "`python -m zerotrain generate`, of bytes or a tokenizer, of a run, an interrupted one, an "
+    "exported folder of any form, adapters merged or not",
+)
+def test_adapters_and_what_they_were_merged_to_go_on_as_the_run(trained_adapters, tmp_path: Path, capsys) -> None:
+    run, _, _ = trained_adapters
+    options = ("--prompt", "def", "--max-tokens", "8", "--temperature", "0")
+    wanted = text(capsys, str(run), *options)
+    alone, merged = exported(run, tmp_path / "alone"), exported(run, tmp_path / "merged", "--merge")
+    assert text(capsys, str(alone), *options) == text(capsys, str(merged), *options) == wanted
+
+
+@pytest.mark.case(
+    "checkpoints",
+    "of an exported folder, plain, in parts, of DCP, of a Llama; of merged adapters",
+    under=(
+        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
+    ),
+)
+def test_an_exported_folder_has_the_loss_of_the_run(llama, trained_adapters, tmp_path: Path, capsys) -> None:
+    (tmp_path / "text.txt").write_text("def main(): return 1\n" * 200)
+    settings = [f"data.path={tmp_path}/text.txt", "data.seq_len=16", "train.eval_batches=1"]
+    for name, run, size, options in (("llama", llama[0], 600, ()), ("merged", trained_adapters[0], 256, ("--merge",))):
+        out = exported(run, tmp_path / name, *options)
+        found, wanted = (
+            evaluate.evaluate(path, [*settings, f"data.vocab_size={size}"])[1]["val_loss"] for path in (out, run)
+        )
+        assert found == (wanted if name == "llama" else pytest.approx(wanted, rel=1e-6))
+    capsys.readouterr()
+    assert evaluate.main([str(exported(trained_adapters[0], tmp_path / "alone")), *settings]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith("alone has only adapters; give the run, or an export that was written with --merge")
+
+
+@pytest.mark.case(
+    "checkpoints",
+    "half-written, damaged, cut, of another model or of no run, adapters alone, removed by its "
+    "run meanwhile, no tokenizer, no such setting or one without an effect",
+    under=(
+        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
+    ),
+)
+def test_a_folder_without_a_tokenizer_is_refused(trained_adapters, capsys) -> None:
+    _, arguments, _ = trained_adapters
+    assert generate.main([arguments["name_or_path"], "--prompt", "a"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "text needs a tokenizer" in line
+
+
+def recipe(out: Path) -> str:
+    """What docs/guides/export.md tells to do with optimizer.pt."""
+    docs = (REPOSITORY / "docs/guides/export.md").read_text()
+    [found] = [block for block in docs.split("```") if block.startswith("text\nsaved = torch.load(")]
+    return found.removeprefix("text\n").replace("DIR/", f"{out}/")
+
+
+def next_step_of_the_engine(run: Path, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    engine = engine_of(arguments, stage=0)
+    engine.load(run / "checkpoints" / "step-00000002")
+    engine.module.eval()  # no dropout
+    engine.backward(engine(IDS, IDS.roll(-1)))
+    engine.step()
+    return engine.full_state_dict()
+
+
+def next_step_of_torch(model: Any, out: Path) -> dict[str, torch.Tensor]:
+    """By the recipe alone, as it stands in the docs."""
+    known: dict[str, Any] = {"torch": torch, "model": model}
+    exec(recipe(out), known)
+    mean_cross_entropy(model.eval()(input_ids=IDS).logits, IDS.roll(-1)).backward()
+    known["optimizer"].step()
+    return dict(model.named_parameters())
+
+
+def test_the_recipe_of_the_docs_makes_the_next_step_of_the_engine_in_transformers(llama, tmp_path: Path) -> None:
+    run, arguments, _ = llama
+    out = exported(run, tmp_path / "out", "--optimizer")
+    told = torch.load(out / "optimizer.pt", weights_only=True)
+    names = [name for group in told["param_groups"] for name in group["params"]]
+    assert sorted(names) == sorted(told["state"]) == sorted(tensors_in(out))
+    found = next_step_of_torch(transformers.AutoModelForCausalLM.from_pretrained(out), out)
+    wanted = next_step_of_the_engine(run, arguments)
+    assert [name for name, value in found.items() if not torch.equal(value, wanted[f"model.{name}"])] == []
+    assert not torch.equal(found["model.norm.weight"], tensors_in(out)["model.norm.weight"])
+
+
+def test_the_recipe_of_the_docs_makes_the_next_step_of_the_engine_in_peft(trained_adapters, tmp_path: Path) -> None:
+    run, arguments, weights = trained_adapters
+    out = exported(run, tmp_path / "out", "--optimizer")
+    base = transformers.AutoModelForCausalLM.from_pretrained(arguments["name_or_path"])
+    found = next_step_of_torch(peft.PeftModel.from_pretrained(base, out, is_trainable=True), out)
+    wanted = next_step_of_the_engine(run, arguments)
+    assert [name for name, value in found.items() if not torch.equal(value, wanted[f"model.{name}"])] == []
+    moved = [name for name, value in found.items() if not torch.equal(value, weights[f"model.{name}"])]
+    assert moved == [name for name in found if ".lora_" in name] != []
+
+
+def test_a_merged_model_has_no_place_for_the_optimizers_state(trained_adapters, tmp_path: Path, capsys) -> None:
+    said = refused([str(trained_adapters[0]), "--out", str(tmp_path / "out"), "--merge", "--optimizer"], capsys)
+    assert said == "--optimizer: its state is that of the adapters, which a merged model does not have; leave it out"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_kept_partly_in_fp32_is_opened_in_fp32(tmp_path: Path) -> None:
+    """Frozen weights of a run in bf16 are saved in bf16, and those that train in fp32."""
+    arguments = {"config": LLAMA, "vocab_size": 600, "freeze": ["*.mlp.*"]}
+    weights = run_of(tmp_path / "run", arguments, {"vocab_size": 600}, precision=zerotrain.PrecisionConfig("bf16"))
+    out = exported(tmp_path / "run", tmp_path / "out")
+    saved_in = {name: value.dtype for name, value in tensors_in(out).items()}
+    assert set(saved_in.values()) == {torch.float32, torch.bfloat16}
+    opened = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert opened.dtype == torch.float32
+    found = opened.state_dict()
+    assert [name for name in saved_in if not torch.equal(found[name], weights[f"model.{name}"].float())] == []
+
+
+def test_a_disk_that_takes_a_part_of_a_tokenizer_is_one_line(llama, tmp_path: Path, capsys) -> None:
+    """The tokenizers library raises an Exception of its own."""
+    told = told_of_small_files([str(llama[0])], tmp_path, capsys)
+    assert len([1 for said in told.values() if said]) > 4
+    assert "warning" not in "".join(told.values())
+
+
+# Weights with what adapters add to them, under the names that others know.
+
+
+def saved_of(tensors: dict[str, torch.Tensor]) -> SimpleNamespace:
+    """A checkpoint of these."""
+    names = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()}
+    return SimpleNamespace(names=names, read=lambda name: tensors[name])
+
+
+def adapted() -> dict[str, torch.Tensor]:
+    """Square ones: a matrix that lies the other way round has the same shape."""
+    torch.manual_seed(0)
+    layer = "model.base_model.model.h.0.default.attn"
+    return {
+        f"{layer}.base_layer.weight": torch.randn(4, 4).bfloat16(),
+        f"{layer}.base_layer.bias": torch.randn(4),
+        f"{layer}.lora_A.default.weight": torch.randn(2, 4),
+        f"{layer}.lora_B.default.weight": torch.randn(4, 2),
+        "model.base_model.model.ids": torch.arange(3),
+    }
+
+
+def test_adapters_are_added_as_the_layer_holds_its_weights() -> None:
+    tensors = adapted()
+    base, _, down, up, _ = tensors.values()
+    for turned in (False, True):
+        found = merged(saved_of(tensors), None, {"scaling": 0.5, "fan_in_fan_out": turned})
+        assert list(found) == ["h.0.default.attn.weight", "h.0.default.attn.bias", "ids"]
+        weight = found["h.0.default.attn.weight"]
+        added = 0.5 * (up @ down)
+        assert torch.equal(weight.read(), base.float() + (added.t() if turned else added))
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(found["h.0.default.attn.bias"].read(), tensors[f"{next(iter(tensors))[:-6]}bias"])
+
+
+def test_files_of_adapters_hold_them_alone_under_the_names_of_peft() -> None:
+    found = adapters(saved_of(adapted()), None)
+    layer = "base_model.model.h.0.default.attn"  # a module of this name is no adapter's
+    assert list(found) == [f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"]
+    assert all(map(is_of_adapter, found))
+
+
+def test_a_dtype_is_for_numbers_with_a_point_alone() -> None:
+    found = plain(saved_of(adapted()), torch.float16, name_of_hugging_face)
+    assert found["base_model.model.ids"].dtype == torch.int64
+    assert {each.dtype for name, each in found.items() if not name.endswith("ids")} == {torch.float16}

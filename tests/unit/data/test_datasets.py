@@ -1,0 +1,824 @@
+import os
+import struct
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from zerotrain.data import SyntheticTokens, TextDataset, TokenFiles
+from zerotrain.data import prepare as prepared_module
+from zerotrain.data.formats import open_files
+from zerotrain.data.store import write_index
+
+SETTINGS = {"seq_len": 16, "vocab_size": 50, "num_sequences": 200}
+
+
+def test_sequences_count_by_their_stride_around_the_vocabulary():
+    for ids, labels in (SyntheticTokens(**SETTINGS).train[index] for index in range(200)):
+        tokens = torch.cat([ids, labels[-1:]])
+        strides = tokens.diff() % 50
+        assert len(strides.unique()) == 1
+        assert 1 <= strides[0] <= 8
+        assert torch.equal(tokens[1:], labels)
+        assert tokens.min() >= 0
+        assert tokens.max() < 50
+
+
+def test_a_sequence_is_the_same_whenever_it_is_made():
+    first, second = SyntheticTokens(**SETTINGS), SyntheticTokens(**SETTINGS | {"num_sequences": 300})
+    assert torch.equal(first.train[7][0], second.train[7][0])
+
+
+def test_masking_labels_in_place_leaves_the_ids_alone():
+    ids, labels = SyntheticTokens(**SETTINGS).train[7]
+    labels[:] = -100
+    assert ids.min() >= 0
+
+
+def test_validation_has_other_sequences():
+    dataset = SyntheticTokens(**SETTINGS | {"vocab_size": 50_000})
+    assert (len(dataset.train), len(dataset.validation)) == (200, 20)
+    starts = {int(dataset.train[index][0][0]) for index in range(200)}
+    assert not starts & {int(dataset.validation[index][0][0]) for index in range(20)}
+
+
+def test_there_is_no_sequence_beyond_the_last():
+    with pytest.raises(IndexError, match="sequence 200 of 200"):
+        SyntheticTokens(**SETTINGS).train[200]
+
+
+@pytest.mark.parametrize(("name", "minimum"), [("seq_len", 1), ("vocab_size", 2), ("num_sequences", 1)])
+def test_a_wrong_argument_of_random_tokens_is_refused_by_name(name, minimum):
+    with pytest.raises(ValueError, match=f"data.{name}={minimum - 1} is too small; it must be at least {minimum}"):
+        SyntheticTokens(**SETTINGS | {name: minimum - 1})
+
+
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "fox.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def test_sequences_are_the_bytes_of_the_text(text_file, cache):
+    dataset = TextDataset(str(text_file), seq_len=44, cache_dir=str(cache))
+    ids, labels = dataset.train[0]
+    assert dataset.decode(ids) == TEXT[:44]
+    assert dataset.decode(labels) == TEXT[1:45]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three files; only two end with a line."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, end in {"c": "", "a": "", "b": "\n"}.items():
+        (folder / name).write_text(name * 50 + end)
+    return folder
+
+
+JOINED = "a" * 50 + "\n" + "b" * 50 + "\n" + "c" * 50 + "\n"
+
+
+def text_of(dataset: TextDataset) -> str:
+    return dataset.decode(dataset.store.read(0, dataset.store.tokens).astype("int64").tolist())
+
+
+def test_files_are_documents_in_sorted_order_each_of_which_ends_its_line(folder, cache):
+    dataset = TextDataset(str(folder), seq_len=4, cache_dir=str(cache))
+    assert text_of(dataset) == JOINED
+    assert dataset.store.documents.tolist() == [0, 51, 102]
+    joined = TextDataset(str(folder), seq_len=4, document_end="none", cache_dir=str(cache))
+    assert text_of(joined) == "a" * 50 + "b" * 50 + "\n" + "c" * 50
+
+
+@pytest.mark.case("data: Text", "one file as bytes", "read where it lies")
+def test_a_single_file_of_bytes_is_read_where_it_lies(text_file, cache):
+    dataset = TextDataset(str(text_file), seq_len=8, cache_dir=str(cache))
+    assert [shard.path for shard in dataset.store.shards] == [text_file]
+    assert text_of(dataset) == TEXT
+    assert not cache.exists()
+
+
+def test_a_second_use_reads_the_store_of_the_first(folder, cache):
+    first = TextDataset(str(folder), seq_len=8, cache_dir=str(cache))
+    written = first.store.shards[0].path.stat()
+    second = TextDataset(str(folder), seq_len=12, cache_dir=str(cache))
+    assert second.store.shards[0].path.stat().st_ino == written.st_ino
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_changed_source_is_read_anew(folder, cache):
+    TextDataset(str(folder), seq_len=4, cache_dir=str(cache))
+    (folder / "a").write_text("A" * 50)
+    after = TextDataset(str(folder), seq_len=4, cache_dir=str(cache))
+    assert text_of(after) == "A" * 50 + JOINED[50:]
+
+
+def test_who_makes_a_store_at_the_same_time_waits_for_the_first(folder, cache, monkeypatch):
+    writes = []
+    write = prepared_module.write_store
+    monkeypatch.setattr(prepared_module, "write_store", lambda *given: writes.append(given) or write(*given))
+    together = threading.Barrier(4)
+    datasets = []
+
+    def open_dataset():
+        together.wait()
+        datasets.append(TextDataset(str(folder), seq_len=8, cache_dir=str(cache)))
+
+    threads = [threading.Thread(target=open_dataset) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [text_of(dataset) for dataset in datasets] == [JOINED] * 4
+    assert len(writes) == 1
+
+
+def test_the_default_cache_is_the_users(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert TextDataset(str(folder), seq_len=8).store.shards[0].path.parents[1] == tmp_path / "xdg" / "zerotrain"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert TextDataset(str(folder), seq_len=8).store.shards[0].path.parents[1] == tmp_path / ".cache" / "zerotrain"
+
+
+def test_a_cache_that_cannot_be_written_is_refused_by_name(folder, text_file):
+    with pytest.raises(ValueError, match=f"data.cache_dir={text_file} cannot take the prepared text"):
+        TextDataset(str(folder), seq_len=8, cache_dir=str(text_file))
+
+
+def test_encoding_and_decoding_give_the_text_back(text_file, cache):
+    dataset = TextDataset(str(text_file), seq_len=8, cache_dir=str(cache))
+    assert dataset.decode(dataset.encode("grün €")) == "grün €"
+    assert dataset.encode("a\n").tolist() == [97, 10]
+
+
+def test_decoding_shows_what_is_no_text(text_file, cache):
+    dataset = TextDataset(str(text_file), seq_len=8, vocab_size=300, cache_dir=str(cache))
+    assert dataset.decode(torch.tensor([104, 0xFF, 105, 299])) == "h\ufffdi"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("seq_len", 0, "data.seq_len=0 is too small; it must be at least 1"),
+        ("seq_len", 100_000, r"data.path=.*fox.txt holds 8800 tokens; with data.seq_len=100000"),
+        ("vocab_size", 255, "data.vocab_size=255 is too small; bytes of text need 256"),
+        ("vocab_size", None, "data.vocab_size=null takes the size from the tokenizer, and data.tokenizer=null; give"),
+        ("validation_fraction", 1.0, "data.validation_fraction=1.0 is out of range"),
+        ("document_end", "eot", "data.document_end=eot is not known; it must be eos, bos, newline, none or null"),
+        ("document_end", "eos", "data.document_end=eos: bytes have no such token; choose newline or none"),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(text_file, cache, name, value, message):
+    with pytest.raises(ValueError, match=message):
+        TextDataset(str(text_file), **{"seq_len": 8, "cache_dir": str(cache), name: value})
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    """A folder with a tokenizer of the nine words of the text and one for all others."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    words = ["[UNK]", *sorted(set(TEXT.split()))]
+    model = tokenizers.models.WordLevel({word: index for index, word in enumerate(words)}, "[UNK]")
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder = tmp_path / "tokenizer"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(folder)
+    return str(folder)
+
+
+def test_with_a_tokenizer_the_tokens_are_its_own(text_file, cache, tokenizer):
+    dataset = TextDataset(str(text_file), seq_len=9, vocab_size=None, tokenizer=tokenizer, cache_dir=str(cache))
+    assert dataset.vocab_size == 9
+    ids, labels = dataset.train[0]
+    assert dataset.decode(ids).split() == TEXT.split()[:9]
+    assert dataset.decode(labels).split() == TEXT.split()[1:10]
+    assert dataset.encode("lazy fox").tolist() == ids[[7, 3]].tolist()
+    assert dataset.store.tokens == len(TEXT.split())
+
+
+def test_bytes_and_each_tokenizer_have_a_store_of_their_own(folder, cache, tokenizer):
+    (folder / "b").write_text(TEXT)
+    for given in (None, tokenizer, tokenizer):
+        TextDataset(str(folder), seq_len=1, tokenizer=given, cache_dir=str(cache))
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_tokenizer_that_is_not_there_or_too_large_is_refused(text_file, cache, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"data\.vocab_size=5 is too small; the tokenizer of .* needs 9"):
+        TextDataset(str(text_file), seq_len=8, vocab_size=5, tokenizer=tokenizer, cache_dir=str(cache))
+    with pytest.raises(ValueError, match=r"data\.tokenizer=.* is neither a folder with a tokenizer nor one that"):
+        TextDataset(str(text_file), seq_len=8, tokenizer=str(tmp_path / "nothing"), cache_dir=str(cache))
+
+
+def test_the_summary_counts_the_files_of_the_text_also_where_training_is_wrapped(folder, cache):
+    dataset = TextDataset(str(folder), seq_len=4, cache_dir=str(cache))
+    said, known = dataset.summary(), dataset.fingerprint()
+    assert said.startswith("3 files, 153 tokens, ")  # with a newline behind each
+    dataset.train = [dataset.train[row] for row in range(3)]
+    assert (dataset.summary(), dataset.fingerprint()) == (said, known)
+
+
+def test_a_token_is_told_by_the_file_that_it_was_read_from_and_its_place_there(folder, text_file, cache):
+    of_files = TextDataset(str(folder), seq_len=4, cache_dir=str(cache)).store
+    origins = [of_files.origin(position) for position in range(of_files.tokens)]
+    for position, origin in enumerate(origins):
+        path, _, number = origin.rpartition(", token ")
+        text = Path(path).read_bytes()
+        if int(number) < len(text):  # else it stands between documents
+            assert of_files.read(position, position + 1)[0] == text[int(number)]
+    assert [Path(each.rpartition(",")[0]).name for each in origins] == ["a"] * 51 + ["b"] * 51 + ["c"] * 51
+    one_file = TextDataset(str(text_file), seq_len=44, cache_dir=str(cache)).store
+    assert one_file.origin(1000) == f"{text_file}, token 1000"
+    (folder / "d.jsonl").write_text('{"text": "first"}\n{"text": "second"}\n')
+    of_lines = TextDataset(str(folder), seq_len=4, cache_dir=str(cache)).store
+    assert of_lines.origin(153 + 6 + 2).startswith(f"document 4 of {cache}")
+    assert of_lines.origin(153 + 6 + 2).endswith(", token 2")
+
+
+VOCAB_SIZE = 50257
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path, monkeypatch) -> Path:
+    """A cache of each test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "zerotrain"
+
+
+def token_files(path, **given) -> TokenFiles:
+    return TokenFiles(str(path), **{"seq_len": 9, "vocab_size": VOCAB_SIZE, **given})
+
+
+def numbered(num_tokens: int, first: int = 0) -> np.ndarray:
+    return np.arange(first, first + num_tokens) % VOCAB_SIZE
+
+
+def write_tokens(path: Path, num_tokens: int, first: int = 0, dtype: str = "<u2") -> str:
+    numbered(num_tokens, first).astype(dtype).tofile(path)
+    return str(path)
+
+
+def write_llm_c(path: Path, tokens: np.ndarray, magic=20240520, version=1, num_tokens=None) -> str:
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(tokens) if num_tokens is None else num_tokens
+    path.write_bytes(header.tobytes() + tokens.astype("<u4" if magic == 20240801 else "<u2").tobytes())
+    return str(path)
+
+
+def write_megatron(prefix: Path, documents: list[list[int]], dtype: str = "<i4", code: int = 4, extra: int = 1) -> str:
+    """One sequence a document, as its preprocess_data.py writes them."""
+    lengths = np.array([len(document) for document in documents])
+    firsts = np.cumsum(lengths) - lengths
+    tokens = np.array([token for document in documents for token in document], dtype=dtype)
+    prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
+    prefix.with_suffix(".idx").write_bytes(
+        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(documents), len(documents) + extra)
+        + lengths.astype("<i4").tobytes()
+        + (firsts * tokens.itemsize).astype("<i8").tobytes()
+        + np.arange(len(documents) + extra).astype("<i8").tobytes()
+    )
+    return str(prefix)
+
+
+def test_a_file_is_read_as_uint16_and_split(tmp_path):
+    dataset = TokenFiles(write_tokens(tmp_path / "all.bin", 50_000), seq_len=16, vocab_size=VOCAB_SIZE)
+    ids, labels = dataset.train[1000]
+    assert (labels == ids + 1).all()
+    assert len(dataset.validation) / (len(dataset.train) + len(dataset.validation)) == pytest.approx(0.1, rel=0.1)
+    assert max(int(ids.max()) for ids, _ in dataset.train) > 2**15  # no sign bit
+
+
+@pytest.mark.case(
+    "data: Files of tokens",
+    "`train.bin` and `val.bin`; `fineweb_train_*.bin` and `fineweb_val_*.bin` in one folder or glob",
+    "the first are trained on, the others are validation",
+)
+def test_a_folder_gives_train_and_val(tmp_path):
+    write_tokens(tmp_path / "train.bin", 1000)
+    write_tokens(tmp_path / "val.bin", 100, first=40_000)
+    (tmp_path / "meta.pkl").write_bytes(b"\x80\x04")
+    write_tokens(tmp_path / "other.bin", 10)
+    dataset = token_files(tmp_path)
+    assert (len(dataset.train), len(dataset.validation)) == (111, 11)
+    assert dataset.validation[0][0].tolist() == list(range(40_000, 40_009))
+
+
+def test_a_validation_file_of_its_own_leaves_all_of_path_to_training(tmp_path):
+    train, validation = write_tokens(tmp_path / "a.bin", 1000), write_tokens(tmp_path / "b.bin", 100, first=7)
+    dataset = token_files(train, validation_path=validation)
+    assert (len(dataset.train), len(dataset.validation)) == (111, 11)
+    assert dataset.validation[0][0][0] == 7
+
+
+def test_a_folder_without_val_is_split(tmp_path):
+    write_tokens(tmp_path / "train.bin", 1000)
+    dataset = token_files(tmp_path)
+    assert (len(dataset.train), len(dataset.validation)) == (99, 11)
+
+
+def as_plain(dtype):
+    def write(folder, tokens):
+        tokens.astype(dtype).tofile(folder / "a.bin")
+        return folder / "a.bin", {"dtype": np.dtype(dtype).name}
+
+    return write
+
+
+def as_npy(dtype):
+    def write(folder, tokens):
+        np.save(folder / "a.npy", tokens.astype(dtype))
+        return folder / "a.npy", {}
+
+    return write
+
+
+def as_llm_c(magic, version):
+    return lambda folder, tokens: (write_llm_c(folder / "a.bin", tokens, magic, version), {})
+
+
+def as_megatron(suffix, dtype="<i4", code=4):
+    def write(folder, tokens):
+        parts = [part.tolist() for part in np.array_split(tokens, 10)]
+        return write_megatron(folder / "corpus", parts, dtype, code) + suffix, {}
+
+    return write
+
+
+def as_store(dtype):
+    def write(folder, tokens):
+        for name, part in zip(("000000.bin", "000001.bin"), np.split(tokens, [77]), strict=True):
+            part.astype(dtype).tofile(folder / name)
+        shards = [("000000.bin", 77), ("000001.bin", len(tokens) - 77)]
+        write_index(folder, dtype=np.dtype(dtype).name, shards=shards, vocab_size=VOCAB_SIZE)
+        return folder, {"vocab_size": None}
+
+    return write
+
+
+def as_shards(name, path):
+    def write(folder, tokens):
+        for number, part in enumerate(np.split(tokens, [100, 101, 700])):
+            part.astype("<u2").tofile(folder / name.format(number))
+        return folder / path, {}
+
+    return write
+
+
+FORMATS = {
+    "uint16": as_plain("<u2"),
+    "uint32": as_plain("<u4"),
+    "uint64": as_plain("<u8"),
+    "npy uint16": as_npy("<u2"),
+    "npy int32": as_npy("<i4"),
+    "npy int64": as_npy("<i8"),
+    "npy big-endian": as_npy(">u4"),
+    "llm.c, GPT-2": as_llm_c(20240520, 1),
+    "llm.c, Llama 3": as_llm_c(20240801, 7),
+    "Megatron's prefix": as_megatron(""),
+    "Megatron's .bin": as_megatron(".bin"),
+    "Megatron's .idx, uint16": as_megatron(".idx", "<u2", 8),
+    "a store of uint16": as_store("<u2"),
+    "a store of uint32": as_store("<u4"),
+    "a folder": as_shards("part_{:03}.bin", ""),
+    "a folder of train files": as_shards("fineweb_train_{:06}.bin", ""),
+    "a glob": as_shards("part_{:03}.bin", "part_*.bin"),
+    "a deep glob": as_shards("part_{:03}.dat", "../**/part_*"),
+}
+
+
+@pytest.mark.case(
+    "data: Files of tokens",
+    "`.bin` of uint8 to uint64, llm.c's header, `.npy`, Megatron's `.bin` and `.idx`, folders, globs, stores",
+    "the same tokens",
+)
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_that_people_have_gives_the_same_tokens(tmp_path, name):
+    """uint32, int32 and .npy files were read as uint16, and the header of llm.c as tokens (A4, C5)."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 3000)
+    path, given = FORMATS[name](folder, tokens)
+    dataset = token_files(path, validation_fraction=0.01, **given)
+    assert dataset.vocab_size == VOCAB_SIZE
+    store = dataset.train.store
+    assert store.read(0, store.tokens).astype(int).tolist() == tokens.tolist()
+    ids, labels = dataset.train.rows([3, 1])
+    assert ids.tolist() == [tokens[27:36].tolist(), tokens[9:18].tolist()]
+    assert labels.tolist() == [tokens[28:37].tolist(), tokens[10:19].tolist()]
+
+
+@pytest.mark.case(
+    "data: Files of tokens",
+    "`train.bin` and `val.bin`; `fineweb_train_*.bin` and `fineweb_val_*.bin` in one folder or glob",
+)
+@pytest.mark.parametrize("path", ["", "fineweb_*.bin"])
+def test_files_called_val_are_for_validation(tmp_path, path):
+    folder = tmp_path / "fineweb10B"
+    folder.mkdir()
+    write_llm_c(folder / "fineweb_train_000002.bin", numbered(500, first=500))
+    write_llm_c(folder / "fineweb_train_000001.bin", numbered(500))
+    write_llm_c(folder / "fineweb_val_000000.bin", numbered(100, first=30_000))
+    dataset = token_files(folder / path)
+    assert (len(dataset.train), len(dataset.validation)) == (111, 11)
+    assert dataset.train[110][0].tolist() == list(range(990, 999))
+    assert dataset.validation[0][0][0] == 30_000
+    write_llm_c(folder / "other.bin", numbered(500))
+    (folder / "fineweb_more.bin").symlink_to(folder / "other.bin")
+    with pytest.raises(
+        ValueError, match=r"has fineweb_val_000000.bin, .* and (fineweb_more|other).bin, which has neither"
+    ):
+        token_files(folder / path)
+
+
+def test_megatrons_documents_are_split_whole(tmp_path):
+    rng = np.random.default_rng(0)
+    documents = [[number] * length for number, length in enumerate(rng.integers(0, 40, 400).tolist())]
+    for extra in (1, 0):
+        dataset = token_files(write_megatron(tmp_path / f"corpus{extra}", documents, extra=extra))
+        assert dataset.train.store.documents.tolist() == [sum(map(len, documents[:at])) for at in range(400)]
+        assert dataset.train.split == "by document, 0.1"
+        read = [set(side.rows(range(len(side)))[0].flatten().tolist()) for side in (dataset.train, dataset.validation)]
+        assert not read[0] & read[1]
+
+
+def test_tokens_before_the_first_document_of_an_index_are_one(tmp_path):
+    prefix = write_megatron(tmp_path / "corpus", [[1, 2], [3], [4, 5]], extra=0)
+    index = tmp_path / "corpus.idx"
+    content = bytearray(index.read_bytes())
+    content[-24:-16] = (1).to_bytes(8, "little")  # two documents begin with the second of the sequences
+    index.write_bytes(content)
+    store = open_files([Path(prefix + ".bin")], dtype="uint16", vocab_size=100, source="data.path=all")
+    assert store.documents.tolist() == [0, 2, 2, 3]
+
+
+def test_a_file_without_documents_is_one_beside_files_with_documents(tmp_path):
+    write_megatron(tmp_path / "a", [[1, 2], [3]])
+    np.save(tmp_path / "b.npy", np.arange(5, dtype="<i4"))
+    write_megatron(tmp_path / "c", [[6], [7]])
+    files = [tmp_path / "a.bin", tmp_path / "b.npy", tmp_path / "c.bin"]
+    store = open_files(files, dtype="uint16", vocab_size=100, source="data.path=all")
+    assert store.documents.tolist() == [0, 2, 3, 8, 9]
+
+
+@pytest.mark.case("data: Files of tokens", "A file of several names or links in a folder", "read once")
+def test_a_file_is_read_once_whatever_links_lead_to_it(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_tokens(folder / "b.bin", 1000)
+    (folder / "a.bin").symlink_to(folder / "b.bin")
+    os.link(folder / "b.bin", folder / "c.bin")
+    assert token_files(folder).train.store.tokens == 1000
+
+
+PROSE = "It was a bright cold day in April, and the clocks were striking thirteen.\n" * 5
+LIKE = {
+    "ASCII text": (PROSE.encode(), {}, "looks like text; choose data=text"),
+    "text of uint32 size": (PROSE.encode(), {"dtype": "uint32"}, "looks like text; choose data=text"),
+    "Russian text": (("Был холодный ясный апрельский день\n" * 9).encode(), {}, "looks like text; choose data=text"),
+    "uint32": (numbered(500).astype("<u4"), {}, "looks like uint32 tokens, .*; set data.dtype=uint32"),
+    "uint32 of Llama 3": (np.arange(200) * 641, {}, "looks like uint32 tokens, .*; set data.dtype=uint32"),
+    "uint32 bytes": (
+        np.frombuffer(PROSE.encode(), np.uint8),
+        {},
+        "looks like uint32 tokens, .*; set data.dtype=uint32",
+    ),
+    "int64": (numbered(500).astype("<i8"), {}, "looks like uint64 tokens, .*; set data.dtype=uint64"),
+    "int64 as uint32": (
+        numbered(500).astype("<i8"),
+        {"dtype": "uint32"},
+        "looks like uint64 tokens, not uint32: .*=uint64",
+    ),
+    "uint16 as uint32": (numbered(500, 30), {"dtype": "uint32"}, "looks like uint16 tokens, not uint32; .*=uint16"),
+    "big-endian": (numbered(500).astype(">u2"), {}, "looks like big-endian uint16: .*below data.vocab_size=50257"),
+    "big-endian uint32": (numbered(500).astype(">u4"), {"dtype": "uint32"}, "looks like big-endian uint32"),
+    "gzip": (b"\x1f\x8b" + bytes(98), {}, "is a gzip file; unpack it"),
+    "zstd": (b"\x28\xb5\x2f\xfd" + bytes(96), {}, "is a zstd file; unpack it"),
+    "npz": (b"PK\x03\x04" + bytes(96), {}, r"is a zip file \(.npz and .pt are such\)"),
+    "parquet": (b"PAR1" + bytes(96), {}, "is a parquet file; data=text reads its text"),
+    "an .idx alone": (b"MMIDIDX\0\0" + bytes(91), {}, "is the index of a Megatron dataset without the .bin beside it"),
+}
+DTYPES = {"uint32 of Llama 3": "<u4", "uint32 bytes": "<u4", "uint16 as uint32": "<u2"}
+
+
+@pytest.mark.case(
+    "data: Files of tokens",
+    "Text, tokens of another size or byte order, compressed files, other formats",
+    "refused before any rank starts, with the setting to change",
+)
+@pytest.mark.parametrize("name", LIKE)
+def test_what_looks_like_something_else_is_refused_with_what_to_set(tmp_path, name):
+    """Text, uint32 and int32 tokens were learnt as uint16 ones without a word (A4)."""
+    content, given, message = LIKE[name]
+    if not isinstance(content, bytes):
+        content = content.astype(DTYPES.get(name, content.dtype)).tobytes()
+    (tmp_path / "a.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=f"data.path=.*a.bin {message}"):
+        token_files(tmp_path / "a.bin", **given)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_tokens(folder / "a.bin", 500, dtype=given.get("dtype", "<u2"))
+    (folder / "b.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=f"data.path=.*folder: .*b.bin {message}"):
+        token_files(folder, **given)
+
+
+@pytest.mark.case(
+    "data: Files of tokens",
+    "small vocabularies, bytes, zeros, which look odd and are right",
+    "read",
+    under="Text, tokens of another size or byte order, compressed files, other formats",
+)
+def test_tokens_that_are_as_they_should_be_are_not_taken_for_something_else(tmp_path):
+    rng = np.random.default_rng(0)
+    for vocab_size, dtype in ((2, "u2"), (12, "u2"), (256, "u2"), (300, "u2"), (50_257, "u2"), (65_536, "u2")):
+        for tokens in (rng.integers(0, vocab_size, 20_000), (rng.pareto(1, 20_000) * 9).astype(int) % vocab_size):
+            tokens.astype(dtype).tofile(tmp_path / "a.bin")
+            token_files(tmp_path / "a.bin", vocab_size=vocab_size)
+            tokens.astype("u4").tofile(tmp_path / "a.bin")
+            token_files(tmp_path / "a.bin", vocab_size=vocab_size, dtype="uint32")
+    np.frombuffer(PROSE.encode(), np.uint8).tofile(tmp_path / "a.bin")
+    token_files(tmp_path / "a.bin", vocab_size=256, dtype="uint8")
+    np.zeros(500, "u2").tofile(tmp_path / "a.bin")
+    token_files(tmp_path / "a.bin")
+
+
+@pytest.mark.case(
+    "data: Files of tokens", "A header, an array or an index that does not fit its file", "refused, with both sizes"
+)
+def test_damaged_files_are_refused(tmp_path):
+    path = tmp_path / "a.bin"
+    for given, message in {
+        (20240520, 2, 50): "is an llm.c file of version 2, but only 1 is supported",
+        (20240522, 1, 50): "is an llm.c file of multiple-choice questions",
+        (20240520, 1, 51): "has 1124 bytes, but its header says 1126, with 51 tokens",
+        (20240520, 1, 0): "has 1124 bytes, but its header says 1024, with 0 tokens",
+    }.items():
+        write_llm_c(path, numbered(50), *given)
+        with pytest.raises(ValueError, match=f"data.path=.*a.bin {message}"):
+            token_files(path)
+    for array in (np.zeros((3, 4), "u2"), np.zeros(9), np.zeros(0, "u2")):
+        np.save(tmp_path / "a.npy", array)
+        with pytest.raises(ValueError, match=r"holds an array of .*; give one dimension of integers"):
+            token_files(tmp_path / "a.npy")
+    np.save(tmp_path / "a.npy", np.zeros(900, "u2"))
+    os.truncate(tmp_path / "a.npy", 500)
+    with pytest.raises(ValueError, match=r"a.npy is a damaged .npy file"):
+        token_files(tmp_path / "a.npy")
+    np.save(tmp_path / "a.npy", np.array([3, -5, 4] * 50, "i4"))
+    with pytest.raises(ValueError, match=r"a.npy holds -5 \(.*a.npy, token 1\); tokens are numbers from 0 on"):
+        token_files(tmp_path / "a.npy")
+
+
+@pytest.mark.case("data: Files of tokens", "A header, an array or an index that does not fit its file")
+def test_a_megatron_index_that_does_not_fit_is_refused(tmp_path):
+    path = write_megatron(tmp_path / "a", [[1, 2, 3], [4]])
+    index = tmp_path / "a.idx"
+    content = index.read_bytes()
+    for change, message in {
+        content[:20]: "is cut short",
+        content[:-1]: "has no sequences, or is cut short",
+        content[:9] + b"\2" + content[10:]: "is of version 2 and dtype code 4",
+        content[:17] + b"\6" + content[18:]: "is of version 1 and dtype code 6",
+        content[:17]
+        + b"\10"
+        + content[18:]: "a has 16 bytes, but its index .* says 14; they are from different datasets",
+    }.items():
+        index.write_bytes(change)
+        with pytest.raises(ValueError, match=message):
+            token_files(path)
+    index.write_bytes(content[:-24] + np.array([1, 0, 2], "<i8").tobytes())
+    with pytest.raises(ValueError, match=r"a.idx does not list documents in the order of their tokens"):
+        token_files(path)
+
+
+def test_files_of_two_dtypes_are_not_one_row(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_tokens(folder / "a.bin", 100)
+    np.save(folder / "b.npy", numbered(100).astype("u4"))
+    with pytest.raises(ValueError, match=r"data.path=.*: .*b.npy holds uint32 and .*a.bin uint16; all files must"):
+        token_files(folder)
+
+
+@pytest.mark.case(
+    "data: Files of tokens",
+    "`data.validation_path` that is the training file, a link to it, or a folder or glob with it",
+    "refused",
+)
+@pytest.mark.parametrize("case", ["the file", "a link to it", "another name of it", "a glob", "its folder"])
+def test_validation_must_not_be_training(tmp_path, case):
+    """It was accepted (A12)."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    path = folder / "a.bin"
+    write_tokens(path, 1000)
+    (tmp_path / "link.bin").symlink_to(path)
+    os.link(path, tmp_path / "hard.bin")
+    validation_path = {
+        "the file": path,
+        "a link to it": tmp_path / "link.bin",
+        "another name of it": tmp_path / "hard.bin",
+        "a glob": f"{folder}/*.bin",
+        "its folder": folder,
+    }[case]
+    with pytest.raises(ValueError, match=r"data.validation_path=.* reads .*bin, which data.path reads too: validation"):
+        token_files(path, validation_path=str(validation_path))
+
+
+@pytest.mark.case(
+    "data: Files of tokens",
+    "A token beyond the vocabulary, anywhere",
+    "refused before any rank starts, with its file and number; looked for once",
+)
+def test_a_token_beyond_the_vocabulary_is_refused_with_its_place(tmp_path):
+    """Behind the first 2**24 tokens it was found when its window was drawn, and neither file nor place said (B5)."""
+    tokens = np.zeros(2**24 + 1000, "<u2")
+    tokens[[2**24 + 100, 2**24 + 300]] = 60_000
+    tokens.tofile(tmp_path / "all.bin")
+    with pytest.raises(
+        ValueError,
+        match=r"data.path=(.*all.bin) holds the token 60000 \(\1, token 16777316\); tokens must be below "
+        r"data.vocab_size=50257: set data.vocab_size to the tokenizer's, at least 60001",
+    ):
+        token_files(tmp_path / "all.bin")
+    token_files(tmp_path / "all.bin", vocab_size=60_001)
+    path = write_tokens(tmp_path / "val.bin", 1000)
+    with pytest.raises(ValueError, match=r"data.validation_path=.*val.bin holds the token 999 .*least 1000"):
+        token_files(write_tokens(tmp_path / "a.bin", 900), validation_path=path, vocab_size=999)
+
+
+@pytest.mark.parametrize("dtype", ["<u4", "<i4"])
+def test_of_several_unknown_tokens_the_first_is_told(dtype, tmp_path, monkeypatch):
+    """However they lie in the pieces that are looked at."""
+    monkeypatch.setattr("zerotrain.data.windows._READ_TOKENS", 10)
+    monkeypatch.setattr("zerotrain.data.windows.PIECE_TOKENS", 40)
+    unknown = 60_000 if dtype == "<u4" else -3
+    tokens = np.arange(900, dtype=dtype)
+    tokens[[105, 108, 115, 185, 300]] = unknown
+    np.save(tmp_path / "all.npy", tokens)
+    with pytest.raises(ValueError, match=rf"holds (the token )?{unknown} \(.*all.npy, token 105\)"):
+        token_files(tmp_path / "all.npy")
+
+
+@pytest.mark.case("data: Files of tokens", "A token beyond the vocabulary, anywhere")
+def test_what_is_found_in_a_file_is_kept_and_found_anew_when_it_changes(tmp_path, cache_folder, monkeypatch, capsys):
+    read = []
+    monkeypatch.setattr("zerotrain.data.windows._extremes_of_piece", counting(read))
+    path = Path(write_tokens(tmp_path / "a.bin", 1000))
+    for _ in range(2):
+        token_files(path)
+    assert len(read) == 1
+    kept = list(cache_folder.iterdir())
+    with pytest.raises(ValueError, match="holds the token 999"):
+        token_files(path, vocab_size=500)
+    token_files(path, vocab_size=70_000)  # no uint16 is beyond
+    assert len(read) == 1
+    os.utime(path, ns=(0, 0))
+    token_files(path)
+    assert len(read) == 2
+    kept[0].write_bytes(b"{")  # by a process that was ended
+    os.rename(path, tmp_path / "b.bin")
+    token_files(tmp_path / "b.bin")
+    assert len(read) == 3
+    for file in cache_folder.iterdir():
+        file.write_bytes(b"{")
+    token_files(tmp_path / "b.bin")
+    token_files(tmp_path / "b.bin")
+    assert len(read) == 4
+    (tmp_path / "file").touch()
+    token_files(tmp_path / "b.bin", cache_dir=str(tmp_path / "file"))
+    assert len(read) == 5
+    assert "cannot be kept in data.cache_dir=" in capsys.readouterr().err
+
+
+def test_what_is_found_in_a_file_does_not_count_for_another_of_the_same_size_and_time(tmp_path):
+    path = Path(write_tokens(tmp_path / "a.bin", 1000))
+    token_files(path)
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.write(np.array([60_000], "<u2").tobytes())
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(ValueError, match=r"holds the token 60000 \(.*a.bin, token 0\)"):
+        token_files(path)
+
+
+def counting(read: list):
+    from zerotrain.data.windows import _extremes_of_piece
+
+    def count(store, start):
+        read.append(start)
+        return _extremes_of_piece(store, start)
+
+    return count
+
+
+def test_a_long_look_at_the_files_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("zerotrain.data.windows._SAY_AFTER_S", 0.0)
+    token_files(write_tokens(tmp_path / "a.bin", 1000))
+    assert "a.bin: looks once for tokens beyond the vocabulary, 0.0 of 0.0 GB" in capsys.readouterr().err
+
+
+def test_a_file_of_20_gb_is_opened_without_reading_it(tmp_path):
+    import resource
+
+    path = tmp_path / "large.bin"
+    path.touch()
+    os.truncate(path, 20_000_000_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    store = open_files([path], dtype="uint16", vocab_size=VOCAB_SIZE, source="data.path=large.bin")
+    assert store.tokens == 10**10
+    assert store.read(10**10 - 5, 10**10).tolist() == [0] * 5
+    grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown_kb < 50_000, sys.platform
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "has 0 bytes; a file of uint16 tokens has a multiple of 2, and at least one token"),
+        (b"abc", "has 3 bytes; a file of uint16 tokens has a multiple of 2, and at least one token"),
+        (b"ab" * 20, "holds 20 tokens; with data.seq_len=9 and data.validation_fraction=0.1 it needs at least 92"),
+    ],
+    ids=["empty", "odd", "short"],
+)
+def test_a_broken_file_is_refused(tmp_path, content, message):
+    (tmp_path / "all.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=f"data.path=.*all.bin {message}"):
+        token_files(tmp_path / "all.bin")
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data.path=.*no.bin does not exist; give a file of tokens"):
+        token_files(tmp_path / "no.bin")
+    with pytest.raises(FileNotFoundError, match=f"data.path={tmp_path} is a folder without .bin or .npy files"):
+        token_files(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"data.path=.*\*.bin matches no file"):
+        token_files(tmp_path / "*.bin")
+    path = write_tokens(tmp_path / "all.bin", 1000)
+    with pytest.raises(FileNotFoundError, match=r"data.validation_path=no.bin does not exist"):
+        token_files(path, validation_path="no.bin")
+    with pytest.raises(FileNotFoundError, match=r"data.path=/dev/null is neither a file nor a folder"):
+        token_files("/dev/null")
+
+
+def test_wrong_settings_are_refused(tmp_path):
+    path = write_tokens(tmp_path / "all.bin", 1000)
+    with pytest.raises(ValueError, match=r"data.dtype=int16 is none of uint8, uint16, uint32, uint64"):
+        token_files(path, dtype="int16")
+    with pytest.raises(ValueError, match=r"data.vocab_size=null takes the size from a store, and data.path=.*is no"):
+        token_files(path, vocab_size=None)
+    with pytest.raises(ValueError, match=r"data.seq_len=0 is too small"):
+        token_files(path, seq_len=0)
+
+
+def test_a_broken_validation_file_is_named_as_such(tmp_path):
+    path, validation = write_tokens(tmp_path / "a.bin", 1000), write_tokens(tmp_path / "b.bin", 5)
+    with pytest.raises(ValueError, match=f"data.validation_path={validation} holds 5 tokens; data.seq_len=9 needs"):
+        token_files(path, validation_path=validation)
+
+
+def test_a_summary_says_what_there_is(tmp_path):
+    path = write_tokens(tmp_path / "a.bin", 400_000)
+    assert token_files(path, seq_len=1000).summary() == (
+        "1 file, 400 k tokens, 359 rows of 1,000 (0.2 % unused), validation 40 rows (by chunk, 0.1)"
+    )
+    write_tokens(tmp_path / "b.bin", 1001)
+    assert token_files(path, seq_len=1000, validation_path=str(tmp_path / "b.bin")).summary() == (
+        "2 files, 401 k tokens, 399 rows of 1,000 (0.2 % unused), validation 1 rows (files of its own)"
+    )
+
+
+def test_a_fingerprint_is_equal_for_equal_data_and_for_no_other(tmp_path):
+    def fingerprint(folder="a", tokens=None, name="x.bin", **given):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (numbered(3000) if tokens is None else tokens).astype("<u2").tofile(tmp_path / folder / name)
+        return token_files(tmp_path / folder / name, **given).fingerprint()
+
+    first = fingerprint()
+    assert first == fingerprint("elsewhere")
+    assert all(isinstance(value, int | str) for value in first.values())
+    others = [
+        fingerprint("b", numbered(3001)),
+        fingerprint("b", numbered(3000, first=1)),
+        fingerprint(name="y.bin"),
+        fingerprint(seq_len=8),
+        fingerprint(vocab_size=VOCAB_SIZE + 1),
+        fingerprint(validation_fraction=0.2),
+        fingerprint(validation_path=write_tokens(tmp_path / "v.bin", 100)),
+    ]
+    assert first not in others
+    assert len({str(other) for other in others}) == len(others)

@@ -1,0 +1,742 @@
+"""The tokens that are made of documents: each one's own, whatever it is cut into, with what stands between them."""
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.data.tokenizers_made import END, KINDS, REPOSITORY, made, sample, saved
+from zerotrain.data import TextDataset
+from zerotrain.data import prepare as cache_module
+from zerotrain.data import prepare as prepare_lock
+from zerotrain.data import tokenizer as pieces
+from zerotrain.data.prepare import (
+    LOCK_NAME,
+    NOTES_NAME,
+    Done,
+    Recipe,
+    StoreWriter,
+    forget_notes,
+    sole_writer,
+    try_lock,
+    write_store,
+)
+from zerotrain.data.store import TokenStore
+from zerotrain.data.text_files import find_sources, read_pieces
+from zerotrain.data.tokenizer import TextTokenizer
+
+# What is kept of a text is what is read again, or is made anew with a line that says why.
+
+
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
+OTHER = TEXT.upper()
+"""As long."""
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """One of two files of a text."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/empty line.txt").write_text("\n")
+    path = tmp_path / "texts/fox.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def store(source: Path, cache: Path) -> Path:
+    """The folder with the tokens of the text."""
+    dataset = TextDataset(str(source.parent), seq_len=8, cache_dir=str(cache))
+    assert dataset.store.read(0, dataset.store.tokens).tobytes() == b"\n" + source.read_bytes()
+    return dataset.store.shards[0].path.parent
+
+
+def rewritten(path: Path, content: bytes) -> None:
+    """Other content, under the same time of modification."""
+    before = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+HARMS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
+    "truncated": (
+        lambda kept, source: os.truncate(kept / "000000.bin", 4000),
+        "it has {less} bytes, and had {nbytes} when it was made",
+    ),
+    "random bytes of the same length and time": (
+        lambda kept, source: rewritten(kept / "000000.bin", os.urandom(8801)),
+        "its bytes are not those that were written",
+    ),
+    "other documents": (
+        lambda kept, source: rewritten(kept / "documents.bin", bytes(16)),
+        "its bytes are not those that were written",
+    ),
+    "a source of other text, of the same length and time": (
+        lambda kept, source: rewritten(source, OTHER.encode()),
+        "the text it was made of has changed",
+    ),
+    "no index": (lambda kept, source: (kept / "index.json").unlink(), "it has no index.json"),
+    "no seal": (lambda kept, source: (kept / "seal.json").unlink(), "nothing in it says what it holds"),
+    "a seal of something else": (
+        lambda kept, source: (kept / "seal.json").write_text('{"sha256": "a"}'),
+        "what it holds cannot be read from seal.json",
+    ),
+}
+
+
+@pytest.mark.case("data: Text", "a store or its text is written to", "made anew, with a line that says why")
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_store_that_does_not_fit_is_made_anew_with_a_line_that_says_why(source, cache, capfd, harm: str):
+    kept = store(source, cache)
+    nbytes = sum(path.stat().st_size for path in kept.iterdir() if path.name not in ("seal.json", "lock"))
+    do_harm, reason = HARMS[harm]
+    do_harm(kept, source)
+    capfd.readouterr()
+    assert store(source, cache) == kept
+    line, *_ = capfd.readouterr().err.splitlines()
+    assert line == f"{kept} is made anew: {reason.format(nbytes=nbytes, less=nbytes - 4801)}"
+    store(source, cache)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_was_read_whole_once_is_not_read_again_until_it_was_touched(source, cache, capfd, monkeypatch):
+    read: list[str] = []
+    sha256_of = cache_module.sha256_of
+    monkeypatch.setattr(
+        cache_module, "sha256_of", lambda files: read.extend(file.name for file in files) or sha256_of(files)
+    )
+    kept = store(source, cache)
+    read.clear()
+    capfd.readouterr()
+    store(source, cache)
+    assert read == []
+    (kept / "000000.bin").chmod(0o400)  # a copy of a cache has other times of change too
+    store(source, cache)
+    assert read == ["000000.bin", "documents.bin", "index.json", "empty line.txt", "fox.txt"]
+    read.clear()
+    store(source, cache)
+    assert read == []
+    assert capfd.readouterr().err == ""
+
+
+def test_a_hash_goes_over_all_pieces_of_all_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_module, "PIECE_NBYTES", 10)
+    content = os.urandom(35)
+    path = tmp_path / "file"
+    hashes = set()
+    for place in range(35):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        hashes.add(cache_module.sha256_of([path]))
+    path.write_bytes(content)
+    assert len(hashes | {cache_module.sha256_of([path])}) == 36
+    assert cache_module.sha256_of([path, path]) != cache_module.sha256_of([path])
+
+
+def test_nobody_else_may_read_what_was_made_of_a_text(source, cache):
+    before = os.umask(0)
+    try:
+        kept = store(source, cache)
+    finally:
+        os.umask(before)
+    assert kept.stat().st_mode & 0o777 == 0o700
+
+
+def begun(cache: Path, name: str, *, days_old: float) -> Path:
+    """A store that somebody has begun."""
+    folder = cache / name
+    folder.mkdir(parents=True)
+    for file in ("lock", "000000.bin", "preparing.json"):
+        (folder / file).write_text("{}")
+    changed_s = time.time() - days_old * 86400
+    os.utime(folder, (changed_s, changed_s))
+    return folder
+
+
+@pytest.mark.case("data: Text", "unfinished work of killed processes", "continued, or removed once it is of no use")
+def test_what_was_begun_and_is_of_no_use_any_more_is_removed(source, cache):
+    kept = store(source, cache)
+    paths, recipe = kept.name.split("-")[1:3]
+    of_changed = begun(cache, f"text-{paths}-{recipe}-{'0' * 16}", days_old=0)
+    of_long_ago = begun(cache, f"tokens-{'1' * 16}-{recipe}-{'0' * 16}", days_old=8)
+    of_yesterday = begun(cache, f"tokens-{'2' * 16}-{recipe}-{'0' * 16}", days_old=1)
+    not_ours = {begun(cache, name, days_old=99) for name in ("my own", "text-2026-11-23")}
+    under_way = begun(cache, f"text-{paths}-{recipe}-{'3' * 16}", days_old=0)
+    with (under_way / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        store(source, cache)
+        assert set(cache.iterdir()) == {kept, of_yesterday, *not_ours, under_way}
+    store(source, cache)
+    assert not of_changed.exists()
+    assert not of_long_ago.exists()
+    assert set(cache.iterdir()) == {kept, of_yesterday, *not_ours}
+
+
+def test_a_change_right_after_the_hash_was_taken_is_seen(source, cache):
+    """A file system's clock steps: a file written twice within a step has the same time of change."""
+    for text in (OTHER, TEXT, OTHER):
+        store(source, cache)
+        rewritten(source, text.encode())
+        store(source, cache)
+
+
+def grown(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("more\n")
+
+
+def replaced(path: Path) -> None:
+    other, before = path.with_suffix(".new"), path.stat()
+    other.write_text(OTHER)
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.replace(other, path)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "grown": grown,
+    "cut short": lambda path: os.truncate(path, 440),
+    "removed": lambda path: path.unlink(),
+    "replaced by a file of the same size and time": replaced,
+    "rewritten with the same size and time": lambda path: rewritten(path, OTHER.encode()),
+}
+MOMENTS = ("before the hash", "behind the hash", "before the seal")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_text_that_changes_while_it_is_prepared_is_never_taken_for_current(
+    source, cache, capfd, monkeypatch, change: str, moment: str
+):
+    """The stamp was taken behind the writing: it was the changed file's, and fitted ever after."""
+    sha256_of = cache_module.sha256_of
+
+    def meanwhile(files):
+        reads_text = files[-1] == source
+        if reads_text and moment == "before the hash":
+            CHANGES[change](source)
+        digest = sha256_of(files)
+        if moment == ("behind the hash" if reads_text else "before the seal"):
+            CHANGES[change](source)
+        return digest
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_module, "sha256_of", meanwhile)
+        with pytest.raises(ValueError, match=f"data.path: {source} was written to while it was read; .* again") as told:
+            store(source, cache)
+    assert "\n" not in str(told.value)
+    if change == "removed":
+        source.write_text(OTHER)
+    [left] = cache.iterdir()
+    assert not {"seal.json", "index.json"} & {path.name for path in left.iterdir()}
+    store(source, cache)  # which holds it against the file as it is
+    capfd.readouterr()
+    store(source, cache)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_store_of_another_recipe_is_made_anew(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = []
+
+    def write(folder: Path, made_of: str) -> None:
+        written.append(folder)
+        (folder / "000000.bin").write_bytes(source.read_bytes())
+        (folder / "index.json").write_text("{}")
+
+    for recipe in ("one", "one", "another", "another"):
+        cache_module.kept_store(tmp_path / "store", [source], recipe, write)
+    assert len(written) == 2
+    assert "is made anew: it was made with other settings" in capsys.readouterr().err
+
+
+# One process at a time makes what is in a folder, also where another one removes that meanwhile.
+
+
+def test_who_has_waited_for_a_folder_that_was_removed_locks_the_one_that_is_there(tmp_path: Path) -> None:
+    """A lock of a file without a name keeps nobody out."""
+    folder, inside, done = tmp_path / "store", threading.Event(), threading.Event()
+
+    def write() -> None:
+        with sole_writer(folder, private=True):
+            inside.set()
+            done.wait(20.0)
+
+    with sole_writer(folder, private=True):
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        assert not inside.wait(0.3)
+        shutil.rmtree(folder)  # as one that is abandoned
+    assert inside.wait(20.0)
+    assert (folder / LOCK_NAME).is_file()
+    assert try_lock(folder) is None
+    done.set()
+    writer.join(20.0)
+    free = try_lock(folder)
+    assert free is not None
+    free.close()
+
+
+PARAGRAPHS = sample()[:60_000].split("\n\n")
+NULL = '{"text": null}'
+
+
+def store_of(folder: Path, out: Path, tokenizer: str | None = None, end: str | None = None) -> TokenStore:
+    recipe = Recipe(find_sources(str(folder)), None if tokenizer is None else TextTokenizer(tokenizer), end)
+    out.mkdir()
+    write_store(recipe, out, "sources")
+    return TokenStore.open(out)
+
+
+def documents_of(store: TokenStore) -> list[list[int]]:
+    starts = [0] if store.documents is None else store.documents.tolist()
+    return [store.read(*each).tolist() for each in zip(starts, [*starts[1:], store.tokens], strict=True)]
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Long and short documents of all kinds of files."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(sample()[:20_000].encode() + b"\r\nends with a line\r\n")
+    rows = [json.dumps({"text": each}) + "\n" + NULL for each in PARAGRAPHS if each]
+    (folder / "b.jsonl").write_text("\n".join(rows))
+    (folder / "c.md").write_bytes(b"half \xff character, " * 300)
+    return folder
+
+
+def whole_documents(folder: Path) -> list[str]:
+    """Read in the plainest way; newlines are kept."""
+    with (folder / "b.jsonl").open() as file:
+        rows = [json.loads(line)["text"] for line in file if line.strip() != NULL]
+    return [
+        (folder / "a.txt").read_bytes().decode(errors="replace"),
+        *rows,
+        (folder / "c.md").read_bytes().decode(errors="replace"),
+    ]
+
+
+@pytest.mark.case(
+    "data: Text",
+    "documents in plain files, lines of .jsonl, rows of .parquet, of .gz and .zst too",
+    "each has the tokens of a document tokenised alone, and the separator of `data.document_end`; CR LF stays",
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_document_has_the_tokens_it_has_alone_and_the_end_of_text(kind: str, texts, tmp_path, monkeypatch):
+    """Documents were glued, cut every 2**20 characters where some tokenizers begin a word, and CR LF became LF."""
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 900)
+    special = {"eos_token": END} if kind != "WordPiece" else {"unk_token": "[UNK]"}
+    folder = saved(kind, tmp_path / "tokenizer", **special)
+    store = store_of(texts, tmp_path / "out", folder)
+    tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_file(f"{folder}/tokenizer.json")
+    tokens = [tokenizer.encode(text, add_special_tokens=False).ids for text in whole_documents(texts)]
+    end = [tokenizer.token_to_id(END)] if kind != "WordPiece" else []  # which has no token for a newline either
+    assert documents_of(store) == [each + end for each in tokens]
+
+
+@pytest.mark.case("data: Text", "documents in plain files, lines of .jsonl, rows of .parquet, of .gz and .zst too")
+@pytest.mark.parametrize(
+    ("end", "before", "after"),
+    [("eos", [], [0]), ("bos", [1], []), ("none", [], []), (None, [], [0]), ("newline", [], ["\n"])],
+)
+def test_what_stands_between_documents_is_what_was_asked_for(end, before, after, tmp_path):
+    (tmp_path / "texts").mkdir()
+    for name, text in {"a": "The cat sat", "b": "A dog ran"}.items():
+        (tmp_path / "texts" / name).write_text(text)
+    folder = saved("bytes, GPT-2", tmp_path / "tokenizer", eos_token=END, bos_token="<|bos|>")
+    tokenizer = TextTokenizer(folder)
+    marks = {0: tokenizer.end_of_text, 1: tokenizer.beginning_of_text, "\n": tokenizer.tokens_of("\n")[0]}
+    assert documents_of(store_of(tmp_path / "texts", tmp_path / "out", folder, end)) == [
+        [*(marks[each] for each in before), *tokenizer.tokens_of(text), *(marks[each] for each in after)]
+        for text in ("The cat sat", "A dog ran")
+    ]
+
+
+def test_what_a_tokenizer_does_not_have_is_refused(texts, tmp_path):
+    word_piece = TextTokenizer(saved("WordPiece", tmp_path / "tokenizer"))
+    sources = find_sources(str(texts))
+    for end, said in {
+        "bos": "data.document_end=bos: the tokenizer of .* has no such token; choose newline or none",
+        "newline": "data.document_end=newline: the tokenizer makes no token of a newline; choose eos, bos or none",
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            Recipe(sources, word_piece, end)
+    assert Recipe(sources, word_piece).ending.name == "none"
+
+
+@pytest.mark.case("data: Text", "a tokenizer that was saved with truncation or padding", "nothing is lost or filled up")
+def test_a_tokenizer_that_was_saved_with_a_limit_loses_and_fills_up_nothing(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    backend = made("bytes, GPT-2")
+    backend.enable_truncation(5)
+    backend.enable_padding(length=9)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "tokenizer")
+    tokenizer, text = TextTokenizer(str(tmp_path / "tokenizer")), "The cat sat on the mat and looked at the dog"
+    backend.no_truncation()
+    backend.no_padding()
+    assert tokenizer.tokens_of(text) == backend.encode(text).ids
+    assert tokenizer.encode_batch([text, "a"])[0].tolist() == backend.encode(text).ids
+
+
+def test_a_text_longer_than_the_model_reads_is_tokenised_without_an_alarm(tmp_path, caplog, monkeypatch):
+    """Transformers warned of "indexing errors" each time a text was prepared."""
+    logging = pytest.importorskip("transformers").utils.logging
+    monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text(sample()[:5000])
+    folder = saved("bytes, GPT-2", tmp_path / "tokenizer", eos_token=END, model_max_length=64)
+    store_of(tmp_path / "texts", tmp_path / "out", folder)
+    assert caplog.messages == []
+    TextTokenizer(folder)._tokenizer.encode(sample()[:5000])
+    assert "indexing errors" in caplog.text
+
+
+@pytest.mark.case(
+    "data: Text", "a long line or document, with byte-level BPE, Metaspace, Llama 2's, Unigram and WordPiece tokenizers"
+)
+def test_no_piece_that_is_tokenised_is_longer_than_64_kb(tmp_path):
+    """150 bytes of memory for each byte of a line: a line of 200 MB would have taken 30 GB."""
+    (tmp_path / "line.txt").write_text(sample().replace("\n", " ") * 8)
+    tokenizer = TextTokenizer(saved("Llama 2", tmp_path / "tokenizer"))
+    lengths = [
+        len(piece.text)
+        for piece in read_pieces(tmp_path / "line.txt", field="text", cut=pieces.ExactPlace(tokenizer.tokens_of))
+    ]
+    assert sum(lengths) > 400_000
+    assert max(lengths) <= 1 << 16
+
+
+@pytest.mark.case(
+    "data: Text", "a stretch in which no cut is exact", "tokenised at once, after a line about the memory it takes"
+)
+def test_a_stretch_that_cannot_be_cut_is_told_before_it_takes_memory(tmp_path, capsys, monkeypatch):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text("a" * 70_000)
+    monkeypatch.setattr("zerotrain.data.prepare._WARNED_NBYTES", 69_000)
+    store_of(tmp_path / "texts", tmp_path / "out", saved("Llama 2", tmp_path / "tokenizer"))
+    assert "a.txt: 0 MB cannot be cut without changing a token; they are tokenised at once" in (capsys.readouterr().err)
+
+
+def test_shards_are_cut_at_the_same_tokens_and_nothing_is_lost_between_them(texts, tmp_path, monkeypatch):
+    tokenizer = saved("bytes, GPT-2", tmp_path / "tokenizer", eos_token=END)
+    whole = store_of(texts, tmp_path / "whole", tokenizer)
+    monkeypatch.setattr("zerotrain.data.prepare.SHARD_TOKENS", 1000)
+    cut = store_of(texts, tmp_path / "cut", tokenizer)
+    assert [shard.tokens for shard in cut.shards[:-1]] == [1000] * (whole.tokens // 1000)
+    assert np.array_equal(cut.read(0, cut.tokens), whole.read(0, whole.tokens))
+    assert np.array_equal(cut.documents, whole.documents)
+
+
+class Killed(BaseException):
+    """What no code catches."""
+
+
+@pytest.mark.case("data: Text", "killed anywhere while preparing")
+@pytest.mark.parametrize("tokenizer", [None, "Llama 2"])
+def test_what_was_ended_anywhere_goes_on_and_comes_to_the_same_bits(tokenizer, texts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 900)
+    monkeypatch.setattr("zerotrain.data.prepare.BATCH_NBYTES", 2500)
+    monkeypatch.setattr("zerotrain.data.prepare.PIECE_NBYTES", 0)
+    monkeypatch.setattr("zerotrain.data.prepare.SHARD_TOKENS", 7000)
+    monkeypatch.setattr("zerotrain.data.prepare.NOTE_S", 0.0)
+    folder = None if tokenizer is None else saved(tokenizer, tmp_path / "tokenizer", eos_token=END)
+    made_of = None if folder is None else TextTokenizer(folder)
+    recipe = Recipe(find_sources(str(texts)), made_of)
+    undisturbed = store_of(texts, tmp_path / "undisturbed", folder)
+    said = f"leaves out {(texts / 'b.jsonl').read_text().count(NULL)} rows whose text is null"
+    assert said in capsys.readouterr().err
+    ended = tmp_path / "ended"
+    ended.mkdir()
+    tokens_of, left, places = Recipe.tokens_of, [0], set()
+
+    def tokens_or_end(self, batch):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        return tokens_of(self, batch)
+
+    monkeypatch.setattr(Recipe, "tokens_of", tokens_or_end)
+    for attempt in range(100):
+        left[0] = 3 + attempt // 4  # more and more: it goes on behind a row only, and one is long
+        try:
+            write_store(recipe, ended, "sources")
+            break
+        except Killed:
+            places.add((ended / "preparing.json").read_text())
+            with (ended / "000000.bin").open("ab") as file:  # written, and not noted
+                file.write(b"cut off")
+    assert len(places) >= 5
+    assert said in capsys.readouterr().err
+    again = TokenStore.open(ended)
+    assert [shard.tokens for shard in again.shards] == [shard.tokens for shard in undisturbed.shards]
+    for name in sorted(path.name for path in (tmp_path / "undisturbed").iterdir()):
+        assert name == "preparing.json" or (ended / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+
+
+def test_what_was_begun_of_other_text_is_begun_anew(texts, tmp_path, monkeypatch):
+    recipe = Recipe(find_sources(str(texts)), None)
+    out = tmp_path / "out"
+    out.mkdir()
+    write_store(recipe, out, "sources")
+    (out / "000000.bin").write_bytes(bytes((out / "000000.bin").stat().st_size))
+    write_store(recipe, out, "sources, rewritten")
+    store = TokenStore.open(out)
+    assert store.read(0, 20).tobytes() == (texts / "a.txt").read_bytes()[:20]
+
+
+@pytest.mark.case("data: Text", "several prepare the same")
+def test_who_waits_says_for_whom_and_a_dead_holder_frees_the_lock(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(prepare_lock, "REMINDER_S", 0.2)
+    program = (
+        "import sys, time; from pathlib import Path; from zerotrain.data.prepare import sole_writer\n"
+        "with sole_writer(Path(sys.argv[1]), private=True):\n    print('mine', flush=True); time.sleep(3600)\n"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "store")],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout.readline() == "mine\n"
+    polls = []
+
+    def poll(seconds: float) -> None:
+        polls.append(seconds)
+        if len(polls) == 5:
+            holder.kill()
+            holder.wait()
+        os.sched_yield()
+        real_sleep(seconds)
+
+    real_sleep = prepare_lock.time.sleep
+    monkeypatch.setattr(prepare_lock.time, "sleep", poll)
+    with sole_writer(tmp_path / "store", private=True):
+        pass
+    holder.stdout.close()
+    said = capfd.readouterr().err.splitlines()
+    assert said
+    assert all(line.startswith(f"waits for pid {holder.pid} on ") and "prepares" in line for line in said)
+
+
+def test_a_lock_that_is_a_link_empties_no_other_file(tmp_path):
+    (tmp_path / "mine").write_text("kept")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store/lock").symlink_to("../mine")
+    with pytest.raises(OSError, match="Too many levels"), sole_writer(tmp_path / "store", private=True):
+        raise AssertionError
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_rows_without_any_text_are_refused_with_how_many_there_were(tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.jsonl").write_text(f"{NULL}\n{NULL}\n")
+    with pytest.raises(ValueError, match="holds no text"):
+        store_of(tmp_path / "texts", tmp_path / "out")
+    assert "texts: leaves out 2 rows whose text is null\n" in capsys.readouterr().err
+
+
+# What was noted of a store under way: damaged, or of another kind, it is not gone on from.
+
+
+DOCUMENTS = [np.full(100 + number, number, "uint8") for number in range(5)]
+
+
+def begin_store(folder: Path) -> StoreWriter:
+    return StoreWriter(folder, np.dtype("uint8"), "made of it")
+
+
+def write(writer: StoreWriter, documents: list[np.ndarray]) -> None:
+    for each in documents:
+        writer.start_document()
+        writer.write(each)
+
+
+@pytest.fixture
+def noted(tmp_path: Path) -> Path:
+    """The folder of a store of which three documents are noted."""
+    writer = begin_store(tmp_path)
+    write(writer, DOCUMENTS[:3])
+    writer.note(0, 17, now=True)
+    writer.close()
+    return tmp_path
+
+
+def test_what_was_noted_is_gone_on_from(noted: Path) -> None:
+    writer = begin_store(noted)
+    assert (writer.done.documents, writer.done.offset, writer.done.tokens) == (3, 17, 303)
+    write(writer, DOCUMENTS[3:])
+    writer.complete(vocab_size=256, tokenizer=None, with_documents=True)
+    store = TokenStore.open(noted)
+    assert store.read(0, store.tokens).tolist() == np.concatenate(DOCUMENTS).tolist()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"offset": 18}, {"file": 1}, {"documents": 1}, {"tokens": 100}, {"begins": True}, {"begins": 0},
+        {"offset": -17}, {"offset": "17"}, {"offset": 17.0}, {"offset": 10**30}, {"tokens": 10**15}, {"hash": None},
+        {"made_of": ["made of it"]}, {"file": None},
+    ],
+)  # fmt: skip
+def test_what_was_changed_since_is_begun_anew(change: dict[str, Any], noted: Path) -> None:
+    content = json.loads((noted / NOTES_NAME).read_text())
+    (noted / NOTES_NAME).write_text(json.dumps(content | change))
+    assert begin_store(noted).done == Done("made of it")
+
+
+@pytest.mark.parametrize("content", [b"", b"[" * 9999, b"{}", b"3", b"\xff", b'{"made_of": "made of it"}'])
+def test_what_is_no_note_is_begun_anew(content: bytes, noted: Path) -> None:
+    (noted / NOTES_NAME).write_bytes(content)
+    assert begin_store(noted).done == Done("made of it")
+
+
+# What is noted, and what an index names, lies on the disk by then: a power cut leaves no hole in a store.
+
+
+class Disk:
+    """Knows how much of each file a power cut would leave, and looks at what a file tells when it gets its name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._kept: dict[int, int] = {}
+        self._names_kept: set[Path] = set()
+        self.named: list[str] = []
+        self._fsync, self._replace = os.fsync, os.replace
+        monkeypatch.setattr(os, "fsync", self.fsync)
+        monkeypatch.setattr(os, "replace", self.replace)
+
+    def fsync(self, descriptor: int) -> None:
+        self._fsync(descriptor)
+        status, path = os.fstat(descriptor), Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        self._kept[status.st_ino] = status.st_size
+        if path.is_dir():
+            self._names_kept |= set(path.iterdir())
+
+    def replace(self, source: Path, target: Path) -> None:
+        assert self._of(source) == os.path.getsize(source)
+        said, folder = json.loads(Path(source).read_text()) if target.suffix == ".json" else {}, target.parent
+        if target.name == "preparing.json":
+            self.require(folder / "starts.part", 8 * said["documents"])
+            for number in range(-(-said["tokens"] // 100)):
+                self.require(folder / f"{number:06}.bin", 2 * min(100, said["tokens"] - 100 * number))
+        if target.name == "index.json":
+            self.require(folder / said["documents"], 8 * said["num_documents"])
+            assert self.has_named(folder / said["documents"])
+            for shard in said["shards"]:
+                self.require(folder / shard["name"], 2 * shard["tokens"])
+        self._replace(source, target)
+        self._names_kept.discard(target)
+        self.named.append(target.name)
+
+    def require(self, path: Path, nbytes: int) -> None:
+        assert self._of(path) >= nbytes, path
+
+    def has_named(self, path: Path) -> bool:
+        return path in self._names_kept
+
+    def _of(self, path: Path) -> int:
+        return self._kept.get(os.stat(path).st_ino, 0)
+
+
+@pytest.mark.parametrize("num_notes", [0, 3])
+def test_whatever_is_told_of_tokens_lies_on_the_disk_by_then(tmp_path: Path, monkeypatch, num_notes: int):
+    """Without these fsyncs no test failed: a power cut left an index of tokens that the disk never got."""
+    monkeypatch.setattr("zerotrain.data.prepare.SHARD_TOKENS", 100)
+    disk = Disk(monkeypatch)
+    writer = StoreWriter(tmp_path, np.dtype(np.uint16), "made of this")
+    tokens = np.arange(130)
+    for number in range(4):
+        writer.start_document()
+        writer.write(tokens)
+        if number < num_notes:
+            writer.note(number, 0, now=True)
+    writer.complete(vocab_size=130, tokenizer=None, with_documents=True)
+    assert disk.named == [*["preparing.json"] * num_notes, "documents.bin", "index.json"]
+    assert disk.has_named(tmp_path / "index.json")
+    forget_notes(tmp_path)
+    store = TokenStore.open(tmp_path)
+    assert store.read(0, store.tokens).tolist() == [*range(130)] * 4
+    assert store.documents is not None
+    assert store.documents.tolist() == [0, 130, 260, 390]
+
+
+@pytest.mark.parametrize("name", ["000000.bin", "000001.bin", "starts.part"])
+@pytest.mark.parametrize("harm", ["cut", "gone"])
+def test_where_less_lies_there_than_was_noted_all_is_made_anew(name: str, harm: str, tmp_path: Path, monkeypatch):
+    """Cut short, a file would be filled up with zeros."""
+    monkeypatch.setattr("zerotrain.data.prepare.SHARD_TOKENS", 100)
+    writer = StoreWriter(tmp_path, np.dtype(np.uint16), "made of this")
+    for number in range(2):
+        writer.start_document()
+        writer.write(np.arange(65))
+        writer.note(number + 1, 0, now=True)
+    writer.close()
+    again = StoreWriter(tmp_path, np.dtype(np.uint16), "made of this")
+    assert (again.done.file, again.done.tokens, again.done.documents) == (2, 130, 2)
+    again.close()
+    if harm == "gone":
+        (tmp_path / name).unlink()
+    else:
+        os.truncate(tmp_path / name, (tmp_path / name).stat().st_size - 1)
+    anew = StoreWriter(tmp_path, np.dtype(np.uint16), "made of this")
+    assert (anew.done.file, anew.done.tokens, anew.done.documents) == (0, 0, 0)
+    anew.close()
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [0]
+
+
+@pytest.mark.parametrize("end", ["newline", "none"])
+def test_killed_behind_any_piece_it_goes_on_with_the_next_and_reads_none_twice(tmp_path: Path, monkeypatch, end: str):
+    """Killed just behind a file it read that file again, and its tokens stood there twice."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name, text in {"a.txt": "a" * 70, "b.jsonl": '{"text": "bee"}\n\n{"text": "b"}\n', "c.txt": "c" * 70}.items():
+        (texts / name).write_text(text)
+    monkeypatch.setattr("zerotrain.data.tokenizer.PIECE_NBYTES", 32)
+    monkeypatch.setattr("zerotrain.data.prepare._MAX_PIECES", 1)
+    monkeypatch.setattr("zerotrain.data.prepare.NOTE_S", 0.0)
+    recipe = Recipe(find_sources(str(texts)), None, end)
+    places: list[Any] = [(number, piece.after) for number, piece in recipe.pieces(0, 0)]
+    # Behind the last piece of a file stands the next file; a place in it where one may not go on is left out.
+    starts = [(0, 0)] + [(number + (after is None), after or 0) for number, after in places]
+    assert len(starts) == 9
+    wanted = tmp_path / "wanted"
+    wanted.mkdir()
+    write_store(recipe, wanted, "sources")
+    tokens_of, pieces, begun = Recipe.tokens_of, Recipe.pieces, []
+
+    def pieces_from(self: Recipe, file: int, offset: int) -> Any:
+        begun.append((file, offset))
+        return pieces(self, file, offset)
+
+    monkeypatch.setattr(Recipe, "pieces", pieces_from)
+    for killed_at in range(len(places)):
+        left = [killed_at]
+
+        def tokens_or_end(self: Recipe, batch: Any, left: list[int] = left) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return tokens_of(self, batch)
+
+        out = tmp_path / f"killed at {killed_at}"
+        out.mkdir()
+        with monkeypatch.context() as patch:
+            patch.setattr(Recipe, "tokens_of", tokens_or_end)
+            with pytest.raises(Killed):
+                write_store(recipe, out, "sources")
+        write_store(recipe, out, "sources")
+        assert begun[-1] == starts[killed_at]
+        for name in ("000000.bin", "documents.bin", "index.json"):
+            assert (out / name).read_bytes() == (wanted / name).read_bytes()

@@ -1,0 +1,230 @@
+"""What a machine without a compiler and a model without units are told. Bits and memory: tests/distributed."""
+
+import functools
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import config as inductor_config
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+import zerotrain
+from tests.unit.engine.parts import Plain, assert_same, engine_on, seeded, train
+from zerotrain.engine.model.forward import named_range, require_compiler, timed_ranges
+from zerotrain.testing.fake_wire import run_threads
+
+
+def test_a_range_is_named_while_a_profiler_runs_and_costs_nothing_else():
+    assert named_range("gather", "blocks.0") is named_range("reduce", "blocks.1")
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, named_range("gather", "blocks.0"):
+        pass
+    assert [event.name for event in profiler.events()] == ["gather blocks.0"]
+    assert named_range("gather", "blocks.0") is named_range("reduce", "blocks.1")
+
+
+def test_a_clock_counts_each_range_apart_from_those_within_it():
+    with timed_ranges() as clock:
+        started_s = time.perf_counter()
+        with named_range("optimizer", "blocks.0"):
+            time.sleep(0.02)
+            with named_range("gather", "blocks.0"):
+                time.sleep(0.03)
+            with pytest.raises(ValueError, match="lost"), named_range("gather", "blocks.1"):
+                raise ValueError("lost")
+        passed_s = time.perf_counter() - started_s
+    assert list(clock.times_s) == ["optimizer", "gather"]
+    assert clock.times_s["gather"] >= 0.03
+    assert clock.times_s["optimizer"] >= 0.02
+    assert sum(clock.times_s.values()) <= passed_s
+    assert named_range("gather", "blocks.0") is named_range("reduce", "blocks.1")  # nobody counts any more
+
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def test_a_machine_without_a_compiler_gets_a_sentence() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    refused = pytest.raises(zerotrain.ConfigError, match=r"^compile=True: .* a C\+\+ compiler such as g\+\+, ")
+    with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}), refused:
+        zerotrain.build_engine(model, optimizer=SGD, compile=True)
+
+
+def test_a_python_without_headers_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(zerotrain.ConfigError, match=r"Python\.h, the headers of this Python"):
+        require_compiler()
+
+
+def test_a_model_without_units_is_not_silently_left_as_it_is() -> None:
+    with pytest.raises(zerotrain.ConfigError, match=r"Linear has no repeated blocks; name its units with zero\.units"):
+        zerotrain.build_engine(nn.Linear(4, 4), optimizer=SGD, activation_checkpointing=True)
+
+
+def test_units_that_are_named_are_checkpointed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    num_forwards = 0
+
+    def count(*_: object) -> None:
+        nonlocal num_forwards
+        num_forwards += 1
+
+    model[1][1].register_forward_pre_hook(count)
+    zero = zerotrain.ZeroConfig(units=["1"])
+    engine = zerotrain.build_engine(model, optimizer=SGD, zero=zero, activation_checkpointing=True)
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    assert num_forwards == 2
+    with torch.no_grad():
+        engine(torch.ones(2, 4))
+    assert num_forwards == 3
+
+
+class TakesGradients(nn.Module):
+    """Of its input, which is the output of the block before, as models of energies do; and of two functions of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        energy = self.first(x).tanh()
+        (force,) = torch.autograd.grad(energy.square().sum(), x, create_graph=True)
+        (stress,) = torch.autograd.grad((self.second(x).tanh() * force).sum(), x, create_graph=True)
+        return x + 0.1 * energy + 0.01 * (force + stress)
+
+
+class Energies(nn.Module):
+    checkpoints = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input = nn.Linear(3, 8)
+        self.blocks = nn.ModuleList(TakesGradients() for _ in range(3))
+        self.output = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.input(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return self.output(x).square().mean()
+
+
+class CheckpointsItself(Energies):
+    checkpoints = True
+
+
+@pytest.mark.case(
+    "around_a_step",
+    "`torch.autograd.grad` within a block's forward, once or more, also where the block is "
+    "computed again in the backward",
+    "same bits",
+)
+@pytest.mark.parametrize("zero", [{}, {"prefetch": 0}, {"prefetch": 2}, {"overlap": False}, {"stage": 2}], ids=str)
+@pytest.mark.parametrize(("model", "by_engine"), [(Energies, True), (CheckpointsItself, False), (Energies, False)])
+@pytest.mark.thinned(2)
+def test_gradients_taken_in_a_forward_that_is_computed_again_are_those_of_plain_pytorch(
+    model: type[nn.Module], by_engine: bool, zero: dict[str, Any]
+) -> None:
+    def on_a_rank(world: zerotrain.World) -> dict[str, torch.Tensor]:
+        given = {"stage": 3, "reduction": "ordered"} | zero
+        engine = engine_on(world, model, zero=given, activation_checkpointing=by_engine)
+        train(engine, 0, 1, 2)
+        return engine.full_state_dict()
+
+    assert_same(run_threads(on_a_rank, 2, late_rank=1)[0][0], Plain(2, Energies).train(0, 1, 2))
+
+
+class Remembers(nn.Module):
+    """Keeps numbers in buffers of all kinds: reads and writes them, in place or by another tensor. Some come to be in
+    its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("table", torch.arange(64.0).view(8, 8) / 64)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("moments", torch.zeros(2, 8))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("absent", None)
+        self.same = nn.Module()
+        self.same.register_buffer("moments", self.moments)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        if self.absent is None:
+            self.absent = torch.zeros(8)
+            self.linear.register_buffer("late", torch.ones(8))
+        self.absent = self.absent + 0.1
+        self.linear.late.mul_(1.1)
+        self.mean = self.mean + x.detach().mean(0)
+        self.moments.lerp_(torch.stack([x, x.square()]).detach().mean(1), 0.1)
+        hidden = self.spectral(self.norm(x)) + self.linear(x) * (self.same.moments.sum() / self.calls.clone())
+        return x + torch.tanh(hidden @ self.table - self.mean - self.absent * self.linear.late.clone())
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Remembers() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.input(x)
+        for block in [*self.blocks, self.blocks[0]]:  # the first is called twice
+            x = block(x)
+        return x.square().mean()
+
+
+def remembered(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+@pytest.mark.case(
+    "around_a_step",
+    "buffers that units with activation checkpointing update: batch norm, `spectral_norm`, own ones",
+    "as after one forward, and the same bits",
+)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_a_unit_that_is_computed_again_updates_its_buffers_once(stage: int, keeps_graph: bool) -> None:
+    """Two ranks with buffers of their own, beside plain PyTorch without checkpoints; also with two backwards of one
+    forward."""
+
+    def on_a_rank(world: zerotrain.World) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        zero = {"stage": stage, "reduction": "ordered"}
+        engine = engine_on(world, Remembering, zero=zero, activation_checkpointing=True)
+        for step in range(3):
+            loss = engine(remembered(step, world.rank))
+            if keeps_graph:
+                with engine.no_sync():
+                    engine.backward(loss, retain_graph=True)
+            engine.backward(loss)
+            engine.step()
+        return {name: value.clone() for name, value in engine.module.named_buffers()}, engine.full_state_dict()
+
+    ranks = [seeded(Remembering) for _ in range(2)]
+    optimizer = torch.optim.SGD(ranks[0].parameters(), lr=0.5)
+    for step in range(3):
+        for rank, model in enumerate(ranks):
+            model.load_state_dict({name: value.detach() for name, value in ranks[0].named_parameters()}, strict=False)
+            model.zero_grad()
+            loss = model(remembered(step, rank))
+            for _ in range(1 + keeps_graph):
+                loss.backward(retain_graph=True)
+        for mine, other in zip(*(model.parameters() for model in ranks), strict=True):
+            mine.grad = (mine.grad + other.grad) / 2
+        optimizer.step()
+
+    results = run_threads(on_a_rank, 2, late_rank=1)[0]
+    assert_same(
+        {name: results[0][1][name] for name, _ in ranks[0].named_parameters()}, dict(ranks[0].named_parameters())
+    )
+    for (buffers, _), model in zip(results, ranks, strict=True):
+        assert_same(buffers, dict(model.named_buffers()))
+    assert ranks[0].blocks[0].calls == 6

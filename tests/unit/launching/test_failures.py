@@ -1,0 +1,588 @@
+"""Of several failures the first cause is told."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from zerotrain.errors import CommError, ConfigError, DisagreementError
+from zerotrain.launching import failures as stopping
+from zerotrain.launching.failures import Failure, Presence, RankState, RunError, first_failure, read_states, seen_alive
+from zerotrain.training.callbacks import stop
+from zerotrain.training.callbacks.stop import stop_requests
+
+LOST_PEER = RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9614")
+
+
+def test_a_cause_fits_on_a_terminal_and_in_a_file(tmp_path: Path):
+    Failure.of(ValueError("\x1b[2Jhalf \ud800 " + "x" * 5_000_000), 0).write(tmp_path)
+    cause = first_failure(tmp_path).cause
+    assert cause.startswith(r"failed: ValueError: \x1b[2Jhalf \ud800 xxx")
+    assert len(cause) < 2200
+
+
+def test_no_failure_has_no_first_cause(tmp_path: Path):
+    assert first_failure(tmp_path) is None
+
+
+def test_the_earliest_error_is_the_first_cause(tmp_path: Path):
+    for rank in (2, 0, 1):
+        Failure.of(ValueError(f"rank {rank}"), rank).write(tmp_path)
+    failure = first_failure(tmp_path)
+    assert failure is not None
+    assert (failure.rank, failure.cause) == (2, "failed: ValueError: rank 2")
+
+
+@pytest.mark.parametrize("loss", [LOST_PEER, CommError("timed out"), dist.DistBackendError("NCCL error")], ids=repr)
+def test_losing_a_rank_is_not_the_first_cause_even_if_it_was_noticed_first(tmp_path: Path, loss):
+    Failure.of(loss, 0).write(tmp_path)
+    Failure.of(ValueError("mine"), 1).write(tmp_path)
+    assert first_failure(tmp_path).rank == 1
+
+
+def test_ranks_that_disagree_are_a_cause_and_not_the_loss_of_a_rank(tmp_path: Path):
+    Failure.of(CommError("timed out"), 0).write(tmp_path)
+    Failure.of(DisagreementError("2 on rank 0, 1 on rank 1"), 1).write(tmp_path)
+    assert first_failure(tmp_path).cause == "failed: DisagreementError: 2 on rank 0, 1 on rank 1"
+
+
+def test_an_error_of_the_users_own_that_mentions_gloo_is_not_the_loss_of_a_rank(tmp_path: Path):
+    Failure.of(ValueError("no path /gloo/ here"), 1).write(tmp_path)
+    assert first_failure(tmp_path).cause.startswith("failed: ValueError")
+
+
+@pytest.mark.case("hosts: Ranks of one host", "a rank gets no more files, threads or memory")
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        (RuntimeError("[enforce fail at .../gloo/transport/tcp/loop.cc:48] pipe: Too many open files"), "ulimit -n"),
+        (RuntimeError("[.../gloo/transport/tcp/device.cc] Resource temporarily unavailable"), "ulimit -u"),
+        (CommError("rank 1 failed in the meeting: can't start new thread; ulimit -u", is_own=True), "ulimit -u"),
+    ],
+)
+def test_a_rank_that_gets_no_more_files_or_threads_is_the_cause_and_has_not_lost_another(
+    tmp_path: Path, own, says: str
+):
+    """Where gloo says so it counted as the loss of a peer (2026-11-23)."""
+    Failure.of(LOST_PEER, 0).write(tmp_path)
+    Failure.of(own, 1).write(tmp_path)
+    failure = first_failure(tmp_path)
+    assert (failure.rank, failure.from_peers) == (1, False)
+    assert failure.cause.startswith("failed: ")
+    assert says in failure.cause
+
+
+def test_a_killed_rank_comes_before_what_the_others_noticed_of_it(tmp_path: Path):
+    Failure.of(LOST_PEER, 0).write(tmp_path)
+    failure = first_failure(tmp_path, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGTERM})
+    assert failure.rank == 1
+    assert "was killed by SIGKILL" in failure.cause
+
+
+def test_an_error_comes_before_ranks_that_were_ended_because_of_it(tmp_path: Path):
+    Failure.of(ValueError("mine"), 1).write(tmp_path)
+    assert first_failure(tmp_path, {0: -signal.SIGKILL, 1: 1}).rank == 1
+
+
+@pytest.mark.parametrize("exitcode", [-signal.SIGTERM, 130])
+def test_a_rank_that_was_told_to_stop_is_not_the_first_cause(tmp_path: Path, exitcode):
+    Failure.of(LOST_PEER, 1).write(tmp_path)
+    assert first_failure(tmp_path, {0: exitcode, 1: 1}).rank == 1
+
+
+def test_a_rank_that_just_exits_is_told_with_its_exit_code(tmp_path: Path):
+    assert first_failure(tmp_path, {3: 7}).cause == "ended with exit code 7"
+
+
+def test_the_user_reads_the_cause_and_the_path_of_the_log(tmp_path: Path):
+    error = Failure.of(ValueError("mine"), 1).as_error(tmp_path)
+    assert isinstance(error, RunError)
+    assert str(error).splitlines() == ["rank 1 failed: ValueError: mine", f"  its log: {tmp_path / '1.log'}"]
+
+
+def test_a_config_problem_found_by_a_rank_stays_a_config_problem(tmp_path: Path):
+    Failure.of(ConfigError("a: wrong", "b: wrong"), 1).write(tmp_path)
+    error = first_failure(tmp_path).as_error(tmp_path)
+    assert isinstance(error, ConfigError)
+    assert error.problems == ("a: wrong", "b: wrong")
+
+
+def test_a_cause_is_read_whole_or_not_at_all_while_it_is_written(tmp_path: Path):
+    """Under torchrun each rank that fails reads what the others have left."""
+    cause = Failure.of(ValueError("mine " * 2000), 1)
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(lambda: [cause.write(tmp_path) for _ in range(100)])
+        while not writing.done():
+            assert first_failure(tmp_path) in (None, cause)
+        writing.result()
+    assert [path.name for path in tmp_path.iterdir()] == ["1.error.json"]
+
+
+def leave_state(ranks_dir: Path, rank: int, **said: object) -> None:
+    """What a rank that is gone has left."""
+    said = asdict(RankState(rank, "training")) | said
+    (ranks_dir / f"{rank}.state").write_text(f"{0:<16}" + json.dumps(said))
+
+
+def test_a_rank_that_is_gone_without_a_word_comes_before_the_stop_of_the_others(tmp_path: Path):
+    leave_state(tmp_path, 0, stopped_by="SIGTERM", stopped_s=2.0, gone=[1])
+    leave_state(tmp_path, 1)
+    assert first_failure(tmp_path).rank == 1
+
+
+def test_a_stop_that_all_ranks_have_heard_of_is_no_failure_though_one_missed_the_other(tmp_path: Path):
+    leave_state(tmp_path, 0, stopped_by="SIGINT", stopped_s=2.0)
+    leave_state(tmp_path, 1, stopped_by="SIGINT", stopped_s=2.1)
+    Failure.of(LOST_PEER, 0).write(tmp_path)
+    assert first_failure(tmp_path) is None
+
+
+@pytest.mark.parametrize("told_in_time", [True, False])
+def test_a_signal_to_one_rank_is_the_cause_of_what_the_others_noticed(tmp_path: Path, told_in_time: bool):
+    leave_state(tmp_path, 1, stopped_by="SIGINT", stopped_s=2.0)
+    if told_in_time:
+        leave_state(tmp_path, 0, stopped_by="SIGTERM", stopped_s=2.5, gone=[1])
+    else:
+        Failure.of(LOST_PEER, 0).write(tmp_path)
+    failure = first_failure(tmp_path)
+    assert (failure.rank, failure.cause) == (1, "was stopped by SIGINT, which only it received, in training")
+
+
+@pytest.mark.parametrize("ends", [None, {1: -signal.SIGKILL}], ids=["torchrun", "by hand"])
+def test_a_rank_that_dies_while_all_stop_in_order_is_the_cause(tmp_path: Path, ends):
+    leave_state(tmp_path, 1, stopped_by="SIGTERM", stopped_s=2.0, in_order=True)
+    Failure.of(LOST_PEER, 0).write(tmp_path)
+    leave_state(tmp_path, 0, stopped_by="SIGTERM", stopped_s=2.0, in_order=True)
+    failure = first_failure(tmp_path, ends, by_user=True)
+    assert failure.rank == 1
+    assert "was killed" in failure.cause
+
+
+def test_a_rank_that_waits_in_vain_while_all_stop_in_order_is_told_of(tmp_path: Path):
+    leave_state(tmp_path, 0, stopped_by="SIGTERM", stopped_s=2.0, in_order=True)
+    Failure.of(CommError("rank 1 did not answer"), 0).write(tmp_path)
+    assert first_failure(tmp_path, {0: 1}, by_user=True).cause.endswith("rank 1 did not answer")
+
+
+@pytest.mark.parametrize("exitcode", [143, 130, 138, -signal.SIGUSR1, 140])
+def test_ranks_that_the_user_has_stopped_before_their_training_have_not_failed(tmp_path: Path, exitcode: int):
+    for rank in (0, 1):
+        leave_state(tmp_path, rank, stopped_by="SIGTERM", stopped_s=2.0)
+    assert first_failure(tmp_path, {0: exitcode, 1: exitcode}, by_user=True) is None
+    assert first_failure(tmp_path, {0: exitcode, 1: exitcode}) is not None
+
+
+def test_a_stop_is_in_order_while_all_ranks_are_there_and_until_a_second_one(tmp_path: Path):
+    presence = Presence(tmp_path, 0)
+    assert presence.note_stop(signal.SIGTERM, in_order=True)
+    assert [state.in_order for state, _ in read_states(tmp_path)] == [True]
+    assert presence.note_stop(signal.SIGINT, in_order=True)
+    leave_state(tmp_path, 1)  # it is gone: the launcher is about to end the others
+    assert not presence.note_stop(signal.SIGTERM, in_order=True)
+    [state] = [state for state, _ in read_states(tmp_path) if state.rank == 0]
+    assert (state.stopped_by, state.in_order, state.gone) == ("SIGTERM", False, ())
+    (tmp_path / "1.state").unlink()
+    assert presence.note_stop(signal.SIGTERM, in_order=True)
+    (tmp_path / "0.state").unlink()  # the run's folder was deleted
+    assert not presence.note_stop(signal.SIGTERM, in_order=True)
+
+
+def test_a_rank_that_another_saw_alive_when_it_failed_was_ended_because_of_that(tmp_path: Path):
+    Failure.of(CommError("timed out"), 0, saw_alive={1: "training"}).write(tmp_path)
+    leave_state(tmp_path, 1)
+    assert first_failure(tmp_path, {1: -signal.SIGKILL}).rank == 0
+
+
+def test_a_rank_that_is_there_and_does_not_answer_is_named_however_it_was_ended(tmp_path: Path):
+    asleep = {1: "training, step 3", 3: "training, step 2"}
+    waits = {0: (1, 3), 2: (0, 1)}  # rank 3 spoke late
+    for rank, unheard in waits.items():
+        error = CommError("timed out", unheard=unheard, where="gather of blocks.0 (step 3, forward)", waited_s=12.04)
+        Failure.of(error, rank, asleep).write(tmp_path)
+    Failure.of(LOST_PEER, 1).write(tmp_path)
+    leave_state(tmp_path, 1)
+    cause = (
+        "did not answer for 12 s, last seen in training, step 3; rank 0 waited in gather of blocks.0 (step 3, forward)"
+    )
+    for end in (None, {0: 1, 1: -signal.SIGKILL}):
+        failure = first_failure(tmp_path, end)
+        assert (failure.rank, failure.cause) == (1, cause)
+    Failure.of(ValueError("mine"), 2).write(tmp_path)
+    assert first_failure(tmp_path).rank == 2
+
+
+def test_a_rank_that_one_has_heard_and_another_missed_is_not_named(tmp_path: Path):
+    asleep = {1: "training, step 3", 3: "training, step 2"}
+    for rank, unheard in {0: (1, 3), 2: (3, 0)}.items():
+        Failure.of(CommError("timed out", unheard=unheard, where="gather", waited_s=12.0), rank, asleep).write(tmp_path)
+    failure = first_failure(tmp_path)
+    assert (failure.rank, failure.cause.partition(";")[0]) == (
+        3,
+        "did not answer for 12 s, last seen in training, step 2",
+    )
+
+
+def test_the_clock_of_a_machine_does_not_decide_what_came_first(tmp_path: Path, monkeypatch):
+    Failure.of(ValueError("first"), 1).write(tmp_path)
+    time.sleep(0.05)  # the kernel dates files by ticks of up to 10 ms, before time.time()
+    late = time.time() - 3600.0
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: late)
+        Failure.of(ValueError("second"), 0).write(tmp_path)
+        stopped = Presence(tmp_path, 2)
+        stopped.note_stop(signal.SIGTERM)
+    assert first_failure(tmp_path).cause == "failed: ValueError: first"
+    [state] = [state for state, _ in read_states(tmp_path)]
+    assert abs(state.stopped_s - time.time()) < 600.0
+
+
+def test_a_rank_at_work_is_seen_alive_until_it_is_done(tmp_path: Path):
+    presence = Presence(tmp_path, 0)
+    presence.enter("training")
+    assert first_failure(tmp_path) is None
+    assert [(state.phase, alive) for state, alive in read_states(tmp_path)] == [("training", True)]
+    presence.begin(12)
+    assert [state.last_seen for state, _ in read_states(tmp_path)] == ["training, step 12"]
+    presence.leave()
+    assert read_states(tmp_path) == []
+
+
+@pytest.mark.parametrize("ends", [None, {0: 1, 1: 130}], ids=["torchrun", "by hand"])
+def test_a_rank_that_was_told_to_stop_since_another_missed_it_is_not_the_cause(tmp_path: Path, ends):
+    Failure.of(CommError("timed out"), 0, saw_alive={1: "training"}).write(tmp_path)
+    leave_state(tmp_path, 1, stopped_by="SIGTERM", stopped_s=time.time() + 1.0, gone=[0])
+    assert first_failure(tmp_path, ends).rank == 0
+
+
+def foreign(ranks_dir: Path, *names: str) -> None:
+    """What nobody may wait for, or believe."""
+    for name in names:
+        os.mkfifo(ranks_dir / f"7.{name}")
+        (ranks_dir / f"8.{name}").symlink_to("/dev/zero")
+        (ranks_dir / f"9.{name}").mkdir()
+        (ranks_dir / f"10.{name}").write_text("[" * 5000)
+        (ranks_dir / f"11.{name}").write_text(f"{'3':<16}[1]")
+        (ranks_dir / f"x.{name}").write_bytes(b"\xff\xfe")
+
+
+def test_what_is_none_of_the_ranks_is_neither_waited_for_nor_believed(tmp_path: Path, monkeypatch):
+    foreign(tmp_path, "error.json", "state")
+    assert read_states(tmp_path) == []
+    assert first_failure(tmp_path) is None
+    monkeypatch.setattr("secrets.token_hex", lambda _: "0")
+    os.mkfifo(tmp_path / "1.error.json.0.tmp")
+    (tmp_path / "mine").write_text("kept")
+    (tmp_path / "2.error.json.0.tmp").symlink_to("mine")
+    for rank in (1, 2):
+        Failure.of(ValueError(f"rank {rank}"), rank).write(tmp_path)
+    assert first_failure(tmp_path).rank == 1
+    assert (tmp_path / "mine").read_text() == "kept"
+    presence = Presence(tmp_path, 7)
+    assert [state.rank for state, alive in read_states(tmp_path) if alive] == [7]
+    presence.leave()
+
+
+# ---- several hosts
+
+
+@pytest.mark.parametrize(
+    ("asleep", "expected"),
+    [
+        ([0, 1], "the whole run was suspended for 321 s, which counts as waiting for other ranks: launch.timeout_s"),
+        ([0], "rank 0 was suspended for 321 s, which counts"),
+        ([1], "rank 1 did not answer for 330 s, last seen in training, step 18; rank 0 waited in gather of a (step 18"),
+    ],
+)
+def test_a_suspension_is_the_cause_where_the_rank_that_missed_others_first_was_suspended_itself(
+    tmp_path: Path, asleep: list[int], expected: str
+):
+    ranks = [Presence(tmp_path, rank) for rank in range(2)]
+    for rank in ranks:
+        rank.enter("training")
+        rank.begin(18)
+    for rank in asleep:
+        ranks[rank].note_suspension(321.4)
+    for rank, unheard in ((0, (1,)), (1, ())):  # rank 1 has read what rank 0 left
+        error = CommError("timed out", unheard=unheard, where="gather of a (step 18, forward)", waited_s=330.0)
+        Failure.of(error, rank, seen_alive(tmp_path, rank)).write(tmp_path)
+    assert first_failure(tmp_path).describe(tmp_path).startswith(expected)
+    for rank in ranks:
+        rank.leave()
+
+
+def test_an_earlier_or_a_short_suspension_is_not_the_cause(tmp_path: Path):
+    presence = Presence(tmp_path, 0)
+    presence.note_suspension(7.0)
+    Failure.of(CommError("timed out", where="gather", waited_s=300.0), 0).write(tmp_path)
+    assert "timed out" in first_failure(tmp_path).cause
+    late = replace(Failure.of(CommError("timed out", where="gather", waited_s=3.0), 0), time_s=time.time() + 60.0)
+    late.write(tmp_path)
+    assert "timed out" in first_failure(tmp_path).cause
+    presence.leave()
+
+
+@pytest.fixture
+def on_hosts(tmp_path: Path, monkeypatch) -> Iterator[list[Presence]]:
+    """Ranks 0 and 1 on n0, 2 and 3 on n1, 4 and 5 on n2, all of them at work."""
+    ranks = []
+    for rank in range(6):
+        monkeypatch.setattr(socket, "gethostname", lambda rank=rank: f"n{rank // 2}")
+        ranks.append(Presence(tmp_path, rank))
+        ranks[-1].enter("training")
+        ranks[-1].begin(18)
+    yield ranks
+    for each in ranks:
+        end(each)
+
+
+def end(rank: Presence) -> None:
+    """As the death of its process does."""
+    with suppress(OSError):
+        os.close(rank._descriptor)
+
+
+def missed(tmp_path: Path, rank: int, unheard: tuple[int, ...]) -> None:
+    error = CommError("timed out", unheard=unheard, where="gather of a (step 18, forward)", waited_s=40.0)
+    Failure.of(error, rank, seen_alive(tmp_path, rank)).write(tmp_path)
+
+
+def test_on_several_hosts_a_rank_is_told_with_its_host(on_hosts: list[Presence], tmp_path: Path):
+    Failure.of(ValueError("mine"), 2).write(tmp_path)
+    assert first_failure(tmp_path).describe(tmp_path).startswith("rank 2 on n1 failed: ValueError: mine\n")
+
+
+def test_a_host_that_is_gone_with_all_its_ranks_is_told_as_one(on_hosts: list[Presence], tmp_path: Path):
+    end(on_hosts[3])
+    assert first_failure(tmp_path).describe(tmp_path).startswith("rank 3 on n1 was killed or exited without")
+    end(on_hosts[2])
+    assert first_failure(tmp_path).describe(tmp_path).startswith("n1 (ranks 2, 3) is gone: killed or ended without")
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        (
+            [(0, (2, 3))],
+            "n1 (ranks 2, 3) is gone: did not answer for 40 s, last seen in training, step 18; rank 0 on n0",
+        ),
+        ([(0, (2, 3)), (3, (0, 1, 4, 5))], "n1 (ranks 2, 3) is gone"),
+        ([(3, (0, 1, 4, 5)), (0, (2, 3))], "n1 (ranks 2, 3) reached no other host for 40 s; rank 3 waited in gather"),
+        ([(0, (3,))], "rank 3 on n1 did not answer for 40 s"),
+        ([(0, (2, 3)), (4, (3,))], "rank 3 on n1 did not answer for 40 s"),
+    ],
+    ids=["gone", "who is cut off comes later", "who is cut off comes first", "one of its ranks", "one of them spoke"],
+)
+def test_a_host_that_does_not_answer_is_named_and_the_first_ending_stays(
+    on_hosts: list[Presence], tmp_path: Path, told: list[tuple[int, tuple[int, ...]]], says: str
+):
+    """The host that was cut off wrote over the ending of the others, and blamed its own neighbour (2026-11-24)."""
+    for rank, unheard in told:
+        missed(tmp_path, rank, unheard)
+    assert first_failure(tmp_path).describe(tmp_path).startswith(says)
+
+
+# A rank counts as alive as long as its own process is there, and no longer.
+
+
+WITH_A_WORKER = """
+import os, sys, time
+from pathlib import Path
+from zerotrain.launching.failures import Presence
+presence = Presence(Path(sys.argv[1]), 3)
+if os.fork() == 0:
+    print(os.getpid(), flush=True)  # by now it has closed what it does not need of the rank's
+time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def rank(tmp_path: Path):
+    process = subprocess.Popen([sys.executable, "-c", WITH_A_WORKER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    yield process
+    process.kill()
+    os.kill(worker, signal.SIGKILL)  # it holds the pipe too
+    process.communicate()
+
+
+def alive_in(folder: Path) -> list[tuple[int, bool]]:
+    return [(state.rank, alive) for state, alive in read_states(folder)]
+
+
+def test_a_killed_rank_is_gone_though_a_worker_of_it_lives_on(tmp_path: Path, rank: subprocess.Popen):
+    assert alive_in(tmp_path) == [(3, True)]
+    rank.kill()
+    rank.wait()
+    assert alive_in(tmp_path) == [(3, False)]
+
+
+def test_a_rank_that_has_done_its_work_has_no_state(tmp_path: Path):
+    presence = Presence(tmp_path, 0)
+    assert alive_in(tmp_path) == [(0, True)]
+    presence.leave()
+    assert alive_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["x", "ü", "訓", "\\", "\x1b", "\ud800", "\U0001d54f"])
+def test_what_a_rank_says_can_be_read_however_long_it_is(tmp_path: Path, text: str):
+    """Characters of Japanese have six bytes in JSON: of a path of 130 there was no room (2026-11-23)."""
+    presence = Presence(tmp_path, 0)
+    presence.enter(f"loading {5000 * text}")
+    presence.fail(f"OSError: {5000 * text}")
+    [(state, alive)] = read_states(tmp_path)
+    assert alive
+    assert state.phase.startswith(f"loading {80 * text}")
+    assert state.failed is not None
+    assert state.failed.startswith(f"OSError: {80 * text}")
+
+
+def test_of_the_many_ranks_of_a_job_all_that_are_gone_are_told(tmp_path: Path):
+    """Of more than 150 a stopped rank could not be read, and so counted as one that had done its work (2026-11-23)."""
+    gone = range(1, 1000)
+    for rank in gone:
+        said = asdict(RankState(rank, "training"))
+        (tmp_path / f"{rank}.state").write_text(f"{0:<16}" + json.dumps(said))
+    presence = Presence(tmp_path, 0)
+    presence.enter("訓" * 5000)
+    assert not presence.note_stop(signal.SIGTERM, in_order=True)
+    [stopped] = [state for state, _ in read_states(tmp_path) if state.rank == 0]
+    assert (stopped.stopped_by, sorted(stopped.gone)) == ("SIGTERM", [*gone])
+
+
+def test_rank_0_gives_a_sign_of_life_with_its_phases_and_steps_at_most_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    (tmp_path / "ranks").mkdir()
+    alive = tmp_path / "alive"
+    Presence(tmp_path / "ranks", 1).enter("training")
+    assert not alive.exists()
+    presence = Presence(tmp_path / "ranks", 0)
+    assert alive.exists()
+    signs = []
+    for passed_s, sign in ((0.5, presence.begin), (0.6, presence.begin), (5.0, presence.enter)):
+        now_s[0] += passed_s
+        os.utime(alive, times=(0, 0))
+        sign(3 if sign == presence.begin else "saving")
+        signs.append(alive.stat().st_mtime > 0)
+    assert signs == [False, True, True]
+
+
+def test_a_sign_of_life_touches_nothing_that_a_link_in_its_place_leads_to(tmp_path: Path):
+    (tmp_path / "ranks").mkdir()
+    mine = tmp_path / "mine"
+    mine.touch()
+    os.utime(mine, times=(0, 0))
+    (tmp_path / "alive").symlink_to(mine)
+    Presence(tmp_path / "ranks", 0).enter("training")
+    assert mine.stat().st_mtime == 0
+
+
+# A rank that is told to stop, as a process of its own: what it does at each signal, and how it ends.
+
+
+@pytest.fixture
+def ends_with() -> Iterator[Callable[[Callable[[Callable[..., None]], None]], tuple[int, list[str]]]]:
+    """(what to do, which is given a function to say something with) -> the exit code of a process that does it, and
+    what it has said."""
+    pids = []
+
+    def run(body: Callable[[Callable[..., None]], None]) -> tuple[int, list[str]]:
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+
+            def say(*said: object) -> None:
+                os.write(writer, (" ".join(map(str, said)) + "\n").encode())
+
+            signal.alarm(20)
+            try:
+                body(say)
+                os._exit(0)
+            finally:
+                os._exit(99)
+        pids.append(pid)
+        os.close(writer)
+        with os.fdopen(reader) as file:
+            said = file.read().splitlines()
+        return os.waitstatus_to_exitcode(os.waitpid(pids.pop(), 0)[1]), said
+
+    yield run
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def send(signum: int) -> None:
+    os.kill(os.getpid(), signum)
+    time.sleep(0.2)  # for the thread that notes it
+
+
+def test_in_the_training_the_first_signal_ends_nothing_and_one_after_a_rank_is_gone_interrupts(ends_with) -> None:
+    def body(say: Callable[..., None]) -> None:
+        all_there = True
+
+        def note(signum: int, in_order: bool) -> bool:
+            say("noted", signum, in_order)
+            return in_order and all_there
+
+        stopping.stop_in_order(note, lambda: say("settled"))
+        with stop_requests() as request:
+            send(signal.SIGUSR1)
+            send(signal.SIGTERM)  # the same request
+            say(request.signum, request.at_once)
+            all_there = False
+            try:
+                send(signal.SIGTERM)
+                time.sleep(3600)
+            except KeyboardInterrupt:
+                say("interrupted")
+
+    code, said = ends_with(body)
+    assert code == 0
+    noted = [f"noted {signum} True" for signum in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM)]
+    assert said == [*noted[:2], f"{int(signal.SIGUSR1)} False", noted[2], "interrupted"]
+
+
+def test_a_second_request_ends_a_rank_that_hangs_after_the_grace(ends_with, monkeypatch) -> None:
+    monkeypatch.setattr(stopping, "STOP_GRACE_S", 0.1)
+    monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.0)
+    monkeypatch.setattr(stop, "SAME_REQUEST_S", 0.0)
+
+    def body(say: Callable[..., None]) -> None:
+        stopping.stop_in_order(lambda signum, in_order: say("noted", in_order) or in_order, lambda: say("settled"))
+        with stop_requests():
+            send(signal.SIGTERM)
+            while True:  # what is interrupted goes on, as a collective does that waits
+                try:
+                    send(signal.SIGTERM)
+                except KeyboardInterrupt:
+                    say("interrupted")
+                    time.sleep(3600)
+
+    code, said = ends_with(body)
+    assert code == 128 + signal.SIGTERM
+    assert said[0] == "noted True"
+    assert sorted(said[1:]) == ["interrupted", "noted False", "settled"]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2], ids=lambda signum: signum.name)
+def test_before_the_training_a_signal_ends_the_rank_at_once(ends_with, signum: int) -> None:
+    def body(say: Callable[..., None]) -> None:
+        stopping.stop_in_order(lambda signum, in_order: say("noted", in_order) or in_order, lambda: say("settled"))
+        send(signum)
+        time.sleep(3600)
+
+    assert ends_with(body) == (128 + signum, ["noted False", "settled"])

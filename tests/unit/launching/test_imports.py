@@ -1,0 +1,174 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = """
+import sys
+from zerotrain.launching.imports import importing
+with importing():
+    import torch
+weights, hooked = {}, []
+for name, make in vars(torch.optim).items():
+    if not isinstance(make, type) or name in ("Optimizer", "LBFGS", "SparseAdam"):
+        continue
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8))
+    optimizer = make([weight], lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: hooked.append(torch.is_grad_enabled()))
+    for step in range(3):
+        weight.grad = torch.full_like(weight, 0.5 + step)
+        if step == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights[name] = weight.tolist()
+"""
+TOLD = """
+import json
+print(json.dumps([weights, hooked, "torch._dynamo" in sys.modules]))
+"""
+
+
+def told(program: str) -> list[Any]:
+    done = subprocess.run([sys.executable, "-c", program + TOLD], capture_output=True, text=True, check=True)
+    return list(json.loads(done.stdout))
+
+
+@pytest.mark.slow
+def test_no_optimizer_of_torch_imports_its_compiler_and_each_does_what_it_did() -> None:
+    weights, hooked, compiler = told(PROGRAM)
+    plain, plain_hooked, plain_compiler = told(
+        PROGRAM.replace("from zerotrain.launching.imports import", "from contextlib import nullcontext as")
+    )
+    assert (compiler, plain_compiler) == (False, True)
+    assert weights == plain
+    assert len(plain) > 10
+    assert hooked == plain_hooked
+
+
+COMPILED_LATE = """
+import os, sys
+os.environ["MASTER_ADDR"] = "127.0.0.1"
+from zerotrain.launching.imports import importing
+with importing():
+    import torch
+    import zerotrain
+weights, hooked = [], []
+for compiles in (False, True):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU()) for _ in range(4)))
+    optimizer = lambda groups: torch.optim.AdamW(groups, lr=0.01)
+    engine = zerotrain.build_engine(model, optimizer=optimizer, zero=zerotrain.ZeroConfig(stage=3, bucket_mb=0.001))
+    for step in range(3):
+        if compiles and step == 1:
+            hooked.append("torch._dynamo" in sys.modules)
+            engine.module.compile(backend="eager")
+        inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(inputs).square().mean())
+        engine.step()
+    weights.append(engine.weights_sha256())
+"""
+
+
+def test_a_model_that_is_compiled_after_some_steps_keeps_its_bits() -> None:
+    """The engine's hooks, which stay between the graphs, were made when there was no compiler to tell so."""
+    weights, before, compiler = told(COMPILED_LATE)
+    assert (before, compiler) == ([False], True)
+    assert len(set(weights)) == 1
+
+
+COMPUTED_AGAIN = """
+import os, sys
+os.environ["MASTER_ADDR"] = "127.0.0.1"
+from zerotrain.launching.imports import importing
+with importing():
+    import torch
+    import zerotrain
+from torch.utils.checkpoint import CheckpointError, checkpoint
+with importing():  # as each job of a sweep does
+    pass
+assert torch.utils.checkpoint.checkpoint is checkpoint
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop, self.second = torch.nn.Linear(16, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 16)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.drop(self.first(x)).tanh()
+        return x + checkpoint(self.second, x, use_reentrant=False)
+
+weights, hooked = [], []
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(Block() for _ in range(3)))
+engine = zerotrain.build_engine(
+    model, optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.01), activation_checkpointing=True,
+    zero=zerotrain.ZeroConfig(stage=3, bucket_mb=0.001),
+)
+for step in range(4):
+    if step == 3:
+        hooked.append([block.calls for block in model])
+        engine.module.compile(backend="eager")
+    inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+    engine.backward(engine(inputs).square().mean())
+    engine.step()
+    weights.append(engine.weights_sha256())
+    hooked.append("torch._dynamo" in sys.modules)
+size = [4, 5]
+try:
+    given = torch.ones(4, requires_grad=True)
+    out = checkpoint(lambda x: (x * torch.ones(size.pop())[:4]).exp(), given, use_reentrant=False)
+    size[0] = 1
+    out.sum().backward()
+except CheckpointError:
+    hooked.append("not the same again")
+"""
+
+
+def test_units_are_computed_again_without_torch_s_compiler_until_something_imports_it() -> None:
+    """Each rank took 2 s and 71 MB for it, which no plan counted."""
+    weights, hooked, _ = told(COMPUTED_AGAIN)
+    plain, plain_hooked, _ = told(
+        COMPUTED_AGAIN.replace("from zerotrain.launching.imports import", "from contextlib import nullcontext as")
+    )
+    assert hooked == [False, False, False, [6, 6, 6], True, "not the same again"]
+    assert plain_hooked == [True, True, True, [6, 6, 6], True, "not the same again"]
+    assert weights == plain
+
+
+STEPS = """
+import os, sys
+os.environ["MASTER_ADDR"] = "127.0.0.1"
+from zerotrain.launching.imports import importing
+with importing():
+    import torch
+    import zerotrain
+before = set(sys.modules)
+for stage in range(4):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    optimizer = lambda groups: torch.optim.AdamW(groups, lr=0.01)
+    engine = zerotrain.build_engine(model, optimizer=optimizer, zero=zerotrain.ZeroConfig(stage=stage))
+    with engine.no_sync():
+        engine.backward(engine(torch.ones(4, 16)).mean(), weight=0.5)
+    engine.backward(engine(torch.ones(4, 16)).mean(), weight=0.5)
+    engine.step()
+weights, hooked = {}, sorted(name for name in set(sys.modules) - before if name.partition(".")[0] == "sympy")
+"""
+
+
+def test_no_step_imports_what_symbolic_shapes_need() -> None:
+    """0.4 s of CPU and 40 MB of every rank, for `backward(gradient=...)` and for strides on the meta device."""
+    assert told(STEPS)[1] == []
+
+
+def test_a_python_without_what_zerotrain_needs_says_so_in_a_line() -> None:
+    launch = Path(__file__).resolve().parents[3] / "launch.py"
+    ending = subprocess.run([sys.executable, "-S", launch], capture_output=True, text=True)
+    assert ending.returncode == 2
+    [line] = ending.stderr.splitlines()
+    assert line.startswith(f"{sys.executable} has no package hydra; in a clone, `make install` makes one that has it")

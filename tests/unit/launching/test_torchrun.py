@@ -1,0 +1,301 @@
+"""What ranks that torchrun has started tell each other, and how one ends if its job does not complete."""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from zerotrain.comm import meeting as stores
+from zerotrain.comm.environment import RankEnvironment
+from zerotrain.config.schema import Config
+from zerotrain.errors import CommError, ConfigError
+from zerotrain.launching import exits, torchrun
+from zerotrain.launching import torchrun as preparing
+from zerotrain.launching.failures import Failure
+from zerotrain.launching.job import Job
+from zerotrain.launching.resuming import with_run_dir
+from zerotrain.launching.torchrun import JobExchange, prepare_everywhere
+
+# Machines without a common folder: each prepares its data before the ranks meet, and all wait for it.
+
+
+NUM_RANKS, RANKS_OF_A_MACHINE = 4, 2
+
+
+def everywhere(folder: Path, prepare: Callable[[int], object], timeout_s: float = 30.0) -> list[BaseException | None]:
+    """What came of it on each of four ranks of two machines."""
+    came: list[BaseException | None] = [None] * NUM_RANKS
+
+    def run(rank: int) -> None:
+        store = dist.FileStore(str(folder / "store"), NUM_RANKS)
+        ranks = RankEnvironment(rank, NUM_RANKS, rank % RANKS_OF_A_MACHINE, RANKS_OF_A_MACHINE)
+        try:
+            prepare_everywhere(store, ranks, lambda: prepare(rank), timeout_s)
+        except BaseException as error:
+            came[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(NUM_RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return came
+
+
+def test_one_rank_of_each_other_machine_prepares_and_all_wait_for_longer_than_a_collective_may(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(preparing, "REMINDER_S", 0.3)
+    monkeypatch.setattr(preparing, "_BEAT_S", 0.05)
+    prepared = []
+
+    def prepare(rank: int) -> None:
+        time.sleep(1.5)
+        prepared.append(rank)
+
+    assert everywhere(tmp_path, prepare, timeout_s=0.5) == [None] * NUM_RANKS
+    assert prepared == [2]
+    lines = capfd.readouterr().err.splitlines()
+    assert lines
+    assert all(line.startswith("rank 0 waits for the machine of rank 2 to prepare its data (") for line in lines)
+
+
+@pytest.mark.case("data: Text", "machines without a common folder")
+def test_a_machine_that_cannot_is_told_on_all_ranks(tmp_path):
+    def prepare(rank: int) -> None:
+        raise ConfigError("data.cache_dir=x has no room", "and more")
+
+    came = everywhere(tmp_path, prepare)
+    assert [str(error) for error in came if error is not came[2]] == [
+        "rank 2: data.cache_dir=x has no room\nrank 2: and more"
+    ] * 3
+    assert all(isinstance(error, ConfigError) for error in came)
+
+
+@pytest.mark.case("data: Text", "machines without a common folder")
+def test_a_machine_of_which_nothing_is_heard_any_more_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparing, "_BEAT_S", 60.0)  # nothing after the first
+
+    came = everywhere(tmp_path, lambda rank: time.sleep(2.0), timeout_s=0.5)
+    for rank in (0, 1, 3):
+        error = came[rank]
+        assert isinstance(error, CommError)
+        assert error.unheard == (2,)
+        assert str(error).startswith("rank 2 prepares the data of its machine, and did not answer for ")
+
+
+def test_on_one_machine_nobody_waits():
+    def prepare() -> None:
+        pytest.fail("rank 0 has done it")
+
+    for rank in range(2):
+        prepare_everywhere(dist.HashStore(), RankEnvironment(rank, 2, rank, 2), prepare, 0.0)
+
+
+RANK_1 = RankEnvironment(rank=1, world_size=2, local_rank=1, local_world_size=2)
+
+
+@pytest.fixture
+def end_of(tmp_path: Path, monkeypatch):
+    """(error) -> what rank 1 did after its part of the job had raised it: sleep, exit with a code."""
+
+    def end(error: BaseException) -> list[str]:
+        done: list[str] = []
+
+        def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None]) -> dict[str, Any]:
+            if isinstance(error, Exception):
+                Failure.of(error, ranks.rank).write(job.ranks_dir)
+            raise error
+
+        def exit_now(code: int) -> None:
+            done.append(f"exit {code}")
+            raise SystemExit(code)
+
+        monkeypatch.setattr(torchrun, "run_rank", run_rank)
+        monkeypatch.setattr(torchrun, "exit_now", exit_now)
+        monkeypatch.setattr(torchrun.time, "sleep", lambda seconds: done.append("sleep"))
+        job = Job(config=Config(), run_dir=tmp_path, overrides=[])
+        job.open_folder()
+        with pytest.raises(SystemExit):
+            torchrun.run_here(job, RANK_1)
+        return done
+
+    return end
+
+
+def result_in(run_dir: Path) -> tuple[str, str]:
+    result = json.loads((run_dir / "result.json").read_text())
+    return result["status"], result["error"].splitlines()[0]
+
+
+def test_a_rank_stopped_by_ctrl_c_says_so_and_ends_as_a_shell_expects(end_of, tmp_path: Path):
+    assert end_of(KeyboardInterrupt()) == ["sleep", "exit 130"]
+    assert result_in(tmp_path) == ("stopped", "stopped by a signal")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["FIFO", "folder"])
+@pytest.mark.parametrize("name", ["ending.lock", "ending.txt"])
+def test_a_rank_ends_whatever_lies_in_the_place_of_its_notes(end_of, tmp_path: Path, capfd, name: str, make):
+    """A FIFO let it wait for ever."""
+
+    class FailingError(Exception):
+        def __str__(self) -> str:
+            if not os.path.lexists(tmp_path / "ranks" / name):
+                make(tmp_path / "ranks" / name)
+            return "mine"
+
+    assert end_of(FailingError()) == ["exit 1"]
+    assert result_in(tmp_path) == ("failed", "rank 1 failed: FailingError: mine")
+    assert "rank 1 failed: FailingError: mine" in capfd.readouterr().err
+
+
+def test_a_rank_that_failed_ends_at_once(end_of, tmp_path: Path):
+    assert end_of(ValueError("mine")) == ["exit 1"]
+    assert result_in(tmp_path) == ("failed", "rank 1 failed: ValueError: mine")
+
+
+def test_a_rank_that_lost_another_lets_that_one_end_first(end_of, tmp_path: Path):
+    """Torchrun takes the first process to end for the root cause."""
+    assert end_of(CommError("rank 0 is gone")) == ["sleep", "exit 1"]
+    assert result_in(tmp_path) == ("failed", "rank 1 lost another rank: rank 0 is gone")
+
+
+@pytest.fixture
+def exchange(tmp_path: Path, monkeypatch):
+    """(rank, arguments of its command line) -> a rank that has come; there are two."""
+
+    def come(rank: int, *arguments: str) -> JobExchange:
+        monkeypatch.setattr("sys.argv", ["launch.py", *arguments])
+        return JobExchange(RankEnvironment(rank, 2, 0, 1, store_file=str(tmp_path / "store")))
+
+    return come
+
+
+def test_a_job_passes_to_a_rank_of_the_same_command_line_in_whatever_order(exchange, tmp_path: Path):
+    second = exchange(1, "seed=1", "zero.stage=3")
+    first = exchange(0, "zero.stage=3", "seed=1")
+    first.require_same_commands(10.0)
+    first.publish(Job(config=Config(seed=1), run_dir=tmp_path, overrides=["seed=1"]))
+    first.withdraw(exits.COMPLETED)
+    job = second.receive()
+    assert job is not None
+    assert (job.config, job.run_dir, job.overrides) == (Config(seed=1), tmp_path, ["seed=1"])
+
+
+def test_a_rank_of_another_command_line_refuses_the_job_on_all(exchange):
+    second = exchange(1, "seed=1", "zero.stge=3", "data.path=a b")
+    first = exchange(0, "seed=1", "zero.stage=3", "train.max_steps=2")
+    said = []
+    for call in (lambda: first.require_same_commands(10.0), second.receive):
+        with pytest.raises(ConfigError) as refused:
+            call()
+        said.append(str(refused.value))
+    told = (
+        "rank 1: its command line differs from that of rank 0: it has zero.stge=3 'data.path=a b' "
+        "and lacks zero.stage=3 train.max_steps=2; start every machine with the same command line"
+    )
+    assert said == [told, told]
+
+
+def test_a_rank_of_another_machine_prepares_its_data_and_rank_0_waits_for_it(exchange, tmp_path: Path):
+    """It did so while rank 0 waited in its first collective, which has a limit."""
+    texts, cache = tmp_path / "texts", tmp_path / "cache"
+    texts.mkdir()
+    for name in ("a", "b"):
+        (texts / name).write_text("some words " * 50)
+    data = {"_target_": "zerotrain.data.TextDataset", "path": str(texts), "seq_len": 8, "cache_dir": str(cache)}
+    job = Job(config=Config(data=data), run_dir=tmp_path, overrides=[])
+    first, second = exchange(0), exchange(1)
+    waiting = threading.Thread(target=first.prepare_data, args=(job,))
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    assert not cache.exists()
+    second.prepare_data(job)
+    waiting.join(30.0)
+    assert not waiting.is_alive()
+    [store] = cache.iterdir()
+    assert (store / "seal.json").exists()
+
+
+@pytest.mark.case("stopping", "`torchrun --max-restarts`")
+def test_ranks_that_torchrun_starts_again_go_on_in_the_folder_of_the_first_and_see_nothing_else_of_them(
+    exchange, tmp_path: Path, monkeypatch
+):
+    """The default folder has the time in its name."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    first = exchange(0)
+    assert first.run_dir_before() is None
+    first.publish(Job(config=Config(seed=1), run_dir=tmp_path / "first", overrides=[]))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(stores, "_opened", {})  # as in new processes
+    second = exchange(1, "launch.start_timeout_s=0.2")
+    with pytest.raises(CommError, match="rank 0 did not come"):
+        second.receive()
+    again = exchange(0, "launch.start_timeout_s=0.2")
+    assert again.run_dir_before() == tmp_path / "first"
+    sys.argv[1:] = with_run_dir(sys.argv[1:], tmp_path / "first")
+    again.require_same_commands(10.0)  # what each was started with, not what it makes of it
+    again.publish(Job(config=Config(seed=2), run_dir=tmp_path / "first", overrides=[]))
+    assert second.receive().config.seed == 2
+
+
+def test_without_a_job_there_is_none_and_without_rank_0_the_wait_ends(exchange, tmp_path: Path):
+    second = exchange(1, "launch.start_timeout_s=0.2")
+    with pytest.raises(CommError, match=r"rank 0 did not come within 0\.2 s \(launch\.start_timeout_s\); start all "):
+        second.receive()
+    exchange(0, "--help").withdraw(exits.COMPLETED)
+    assert second.receive() is None
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "told"),
+    [
+        (exits.CONFIG_PROBLEM, ConfigError, "rank 0 refused the settings; its terminal says why"),
+        (exits.FAILED, CommError, "rank 0 ended before it sent the other ranks a job; its terminal says why"),
+        (exits.of_signal(2), CommError, "rank 0 ended before it sent the other ranks a job; its terminal says why"),
+    ],
+)
+def test_what_rank_0_has_refused_or_failed_at_is_no_success_of_the_others(
+    exchange, code: int, kind: type[Exception], told: str
+):
+    """They ended with exit code 0, and torchrun's agent of their machine waited for rank 0's (2026-11-23)."""
+    second, first = exchange(1), exchange(0, "zero.stage=9")
+    withdrawing = threading.Thread(target=first.withdraw, args=(code,))
+    withdrawing.start()
+    with pytest.raises(kind) as ended:
+        second.receive()
+    assert str(ended.value) == told
+    withdrawing.join(30.0)
+    assert not withdrawing.is_alive()
+
+
+@pytest.mark.parametrize("code", [exits.CONFIG_PROBLEM, exits.FAILED])
+def test_rank_0_keeps_the_store_until_all_have_heard_that_there_is_no_job(exchange, monkeypatch, code: int):
+    monkeypatch.setattr(torchrun, "_HEARING_S", 1e6)
+    second, first = exchange(1), exchange(0)
+    withdrawing = threading.Thread(target=first.withdraw, args=(code,), daemon=True)
+    withdrawing.start()
+    withdrawing.join(0.5)
+    assert withdrawing.is_alive()
+    with pytest.raises((ConfigError, CommError)):
+        second.receive()
+    withdrawing.join(30.0)
+    assert not withdrawing.is_alive()
+
+
+def test_rank_0_does_not_wait_for_ever_for_ranks_that_never_come(exchange, monkeypatch):
+    monkeypatch.setattr(torchrun, "_HEARING_S", 0.2)
+    exchange(0).withdraw(exits.CONFIG_PROBLEM)
+
+
+@pytest.mark.parametrize("given", ["abc", "-1", "nan", "inf", "1e300"])
+def test_a_timeout_that_rank_0_will_refuse_is_not_waited_for(exchange, given: str):
+    exchange(1, f"launch.start_timeout_s={given}")

@@ -1,0 +1,170 @@
+"""A loss that is not the mean that `train.loss_over` says is refused before any rank starts."""
+
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.configs import ADAMW, CONSTANT, GPT
+from tests.unit.training import losses
+from tests.unit.training.losses import KINDS, NO_FIT, Kind
+from zerotrain.config.schema import Config, TrainConfig
+from zerotrain.errors import ConfigError
+from zerotrain.preflight import check as preflight
+from zerotrain.preflight import check as preflight_data
+
+HERE = losses.__name__
+
+
+def config_of(name: str, kind: Kind, loss_over: str, *, fits: bool = True) -> Config:
+    data: dict[str, Any] = {"_target_": f"{HERE}.Rows", "kind": name, "fits": fits}
+    if kind.collate is not None:
+        data["collate_fn"] = {"_target_": f"{HERE}.{kind.collate.__name__}", "_partial_": True}
+    model = {"_target_": f"{HERE}.{kind.model.__name__}"}
+    return Config(
+        model=model,
+        data=data,
+        optimizer=ADAMW,
+        scheduler=CONSTANT,
+        train=TrainConfig(max_steps=2, micro_batch_size=2, loss_over=loss_over),
+    )
+
+
+@pytest.mark.case(
+    "losses",
+    "A loss that is another mean than `train.loss_over` says, or a sum",
+    "refused before any rank starts, with what fits, where the launcher can try it",
+)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_loss_that_is_the_mean_it_is_said_to_be_passes_and_another_is_refused_with_what_fits(name) -> None:
+    kind, state = KINDS[name], torch.get_rng_state()
+    preflight.check(config_of(name, kind, kind.loss_over))
+    assert torch.equal(torch.get_rng_state(), state)
+    preflight.check(config_of(name, kind, "micro_batches"))
+    if kind.refused is not None:
+        with pytest.raises(ConfigError, match=f"^train.loss_over: got {kind.refused}; .*{re.escape(kind.instead)}"):
+            preflight.check(config_of(name, kind, kind.refused))
+
+
+@pytest.mark.parametrize("name", NO_FIT)
+def test_a_loss_that_no_weights_fit_is_refused_with_what_to_do(name) -> None:
+    kind = NO_FIT[name]
+    with pytest.raises(ConfigError, match=f"^train.loss_over: got auto; of 8 rows .*{re.escape(kind.instead)}"):
+        preflight.check(config_of(name, kind, "auto", fits=False))
+    preflight.check(config_of(name, kind, "micro_batches", fits=False))
+
+
+@pytest.mark.parametrize(
+    ("model", "collate"),
+    [
+        (losses.Tagger, losses.masked),
+        (losses.Averaging, losses.cut),
+        (losses.Drawing, None),
+        (losses.Fails, None),
+        (losses.WeighedCounts, losses.masked),
+    ],
+    ids=["collate draws", "padding matters", "the model draws", "it fails here", "its count after a draw"],
+)
+def test_what_cannot_be_tried_or_has_another_cause_is_not_refused(model, collate) -> None:
+    preflight.check(config_of("labels", Kind(model, losses.ragged, collate=collate), "auto"))
+
+
+@pytest.mark.parametrize(
+    ("model", "collate", "loss_over", "problem"),
+    [
+        (losses.PerRow, losses.masked, "auto", r"of 8 rows .*; train\.loss_over=rows fits$"),
+        (losses.Shifting, losses.cut, "auto", r"of 8 rows .*; train\.loss_over=shifted_labels fits$"),
+        (losses.FromZero, None, "auto", r"of 8 rows .*; train\.loss_over=rows fits$"),
+        (losses.Tagger, None, "model", r"Tagger has no method loss_count, which gets a batch as Tagger\.forward does"),
+        (losses.Broken, None, "auto", r"loss_count returned -1\.0 for a batch; it must be a number from 0 on$"),
+    ],
+    ids=["collate draws", "padded to the longest", "a last layer of zeros", "no method", "a count below 0"],
+)
+def test_whatever_hides_the_weights_a_wrong_one_is_refused(model, collate, loss_over, problem) -> None:
+    with pytest.raises(ConfigError, match=f"^train.loss_over: got {loss_over}; {problem}"):
+        preflight.check(config_of("labels", Kind(model, losses.ragged, collate=collate), loss_over))
+
+
+@pytest.mark.parametrize(
+    ("model", "row"),
+    [(losses.MaskedMean, losses.unlabelled), (losses.Narrow, losses.ragged)],
+    ids=["nothing counts", "a loss of 8 bits"],
+)
+def test_what_weighs_nothing_or_is_rounded_is_not_refused(model, row, monkeypatch) -> None:
+    monkeypatch.setitem(KINDS, "labels", Kind(model, row))
+    preflight.check(config_of("labels", KINDS["labels"], "auto"))
+
+
+@pytest.mark.parametrize("loss_over", ["labels", "rows"])
+def test_where_nothing_fits_what_the_user_names_is_taken(loss_over) -> None:
+    name = "a part of the batch"
+    preflight.check(config_of(name, NO_FIT[name], loss_over, fits=False))
+
+
+def test_a_first_part_without_labels_is_no_sum(monkeypatch) -> None:
+    def row(number: int) -> tuple[torch.Tensor, ...]:
+        return losses.ragged(number) if number > 2 else losses.unlabelled(number)
+
+    monkeypatch.setitem(KINDS, "labels", Kind(losses.Zeroing, row))
+    with pytest.raises(ConfigError, match=r"two parts of them; train\.loss_over=labels fits$"):
+        preflight.check(config_of("labels", KINDS["labels"], "rows"))
+    monkeypatch.setitem(KINDS, "labels", Kind(losses.Tagger, row))  # of no label it is nan
+    with pytest.raises(ConfigError, match=r"nan by two parts of them; train\.loss_over=labels fits$"):
+        preflight.check(config_of("labels", KINDS["labels"], "rows"))
+
+
+def test_rows_of_classes_in_turn_are_not_all_of_one(monkeypatch) -> None:
+    monkeypatch.setattr(losses, "ROWS", 4 * losses.ROWS)
+    monkeypatch.setitem(KINDS, "labels", Kind(losses.Weighed, losses.in_turn))
+    with pytest.raises(ConfigError, match="Weighed a method loss_count"):
+        preflight.check(config_of("labels", KINDS["labels"], "auto"))
+
+
+@pytest.mark.parametrize(("model", "kind"), [(losses.WithLogits, "tuple"), (losses.LogitsAlone, "Tensor of shape")])
+def test_a_model_that_gives_an_evaluation_no_loss_is_refused(model, kind, monkeypatch) -> None:
+    settings = config_of("labels", Kind(model, losses.ragged), "auto")
+    with pytest.raises(ConfigError, match=f"^model: {model.__name__}.forward returns a {kind}.* the mean loss alone"):
+        preflight.check(settings)
+    monkeypatch.setattr(preflight_data, "has_rows", lambda _: False)
+    preflight.check(settings)
+
+
+def test_a_model_of_zerotrain_or_a_large_one_is_not_built_for_it(monkeypatch) -> None:
+    monkeypatch.setattr(preflight_data, "_losses", lambda *_: pytest.fail("a model was built"))
+    preflight.check(replace(config_of("labels", KINDS["labels"], "auto"), model=GPT))
+    monkeypatch.setattr(preflight_data, "MOST_NUMEL", 100)
+    preflight.check(config_of("rows", KINDS["rows"], "auto"))
+
+
+class OfTransformers(torch.nn.Module):
+    """A model of transformers with the loss that is its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        import transformers
+
+        sizes = {"vocab_size": losses.CLASSES, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+        if kind == "causal":
+            config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=losses.LENGTH, **sizes)
+            self.model = transformers.GPT2LMHeadModel(config)
+        else:
+            few = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2, "num_layers": 1, "decoder_start_token_id": 0}
+            self.model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **few))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        given = self.model(input_ids=ids, labels=labels)
+        return given.logits if labels is None else given.loss
+
+
+@pytest.mark.parametrize(("kind", "fits"), [("causal", "shifted_labels"), ("seq2seq", "labels")])
+def test_what_the_losses_of_transformers_are_means_over(kind, fits) -> None:
+    pytest.importorskip("transformers")
+    settings = config_of("labels", KINDS["labels"], "auto")
+    settings.model = {"_target_": f"{__name__}.OfTransformers", "kind": kind}
+    with nullcontext() if fits == "labels" else pytest.raises(ConfigError, match=f"train.loss_over={fits} fits$"):
+        preflight.check(settings)
+    settings.train.loss_over = fits
+    preflight.check(settings)

@@ -1,0 +1,327 @@
+"""What certainly has no room in memory is refused before any rank starts, and nothing else."""
+
+import math
+import resource
+import shutil
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.configs import ADAMW, config
+from zerotrain.config.schema import Config, OffloadGroup, PlanConfig, PrecisionGroup, TrainConfig, ZeroGroup
+from zerotrain.errors import ConfigError
+from zerotrain.offload.tier import SAMPLE_NBYTES
+from zerotrain.preflight import check as preflight
+from zerotrain.preflight import room as memory_room
+from zerotrain.preflight import room as offload_room
+from zerotrain.preflight.room import (
+    Ranks,
+    Room,
+    file_problems,
+    in_memory,
+    refusing_too_large,
+    require_memory,
+    require_room,
+)
+from zerotrain.run.factory import build, build_on_meta
+from zerotrain.settings import OffloadConfig
+
+MOMENTUM = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1, "momentum": 0.9}
+ROW = (torch.zeros(1, 16, dtype=torch.int64), torch.zeros(1, 16, dtype=torch.int64))
+
+
+def require(wanted: Config, room: Room, ranks: Ranks, model: nn.Module | None = None, row: Any = ROW) -> None:
+    model = build_on_meta(wanted) if model is None else model
+    assert model is not None
+    factory = build("optimizer", wanted.optimizer)
+    require_memory(wanted, model, factory, row, ranks, room, wanted.zero.stages.values())
+
+
+@pytest.mark.case(
+    "offload: Offload",
+    "More memory than there is: weights, gradients, optimizer state, rows, saved tensors of a forward",
+    "refused before any rank starts, with the bytes",
+)
+@pytest.mark.parametrize(
+    ("groups", "each", "shared"),
+    [
+        ({"zero": ZeroGroup(stage=0)}, 16, 0),
+        ({"zero": ZeroGroup(stage=1)}, 8, 8),
+        ({"zero": ZeroGroup(stage=2)}, 4, 12),
+        ({"zero": ZeroGroup(stage=3)}, 0, 16),
+        ({"zero": ZeroGroup(stage=3, schedule={5: 1})}, 8, 8),
+        ({"zero": ZeroGroup(stage=0), "precision": PrecisionGroup("bf16")}, 16, 0),
+        ({"zero": ZeroGroup(stage=2), "precision": PrecisionGroup("bf16")}, 2, 14),
+        ({"zero": ZeroGroup(stage=2), "optimizer": MOMENTUM}, 4, 8),
+        ({"zero": ZeroGroup(stage=1), "offload": OffloadConfig("cpu")}, 8, 8),
+        ({"zero": ZeroGroup(stage=1), "offload": OffloadConfig("disk")}, 8, 0),
+        ({"zero": ZeroGroup(stage=1), "offload": OffloadConfig("disk", keep=0.5)}, 8, 4),
+        ({"zero": ZeroGroup(stage=3), "offload": OffloadConfig("disk", "disk")}, 0, 4),
+    ],
+)
+@pytest.mark.parametrize("ranks", [Ranks(1, 1), Ranks(4, 2)])
+def test_bytes_of_an_element_by_stage_precision_and_offloading(
+    groups: dict[str, Any], each: int, shared: int, ranks: Ranks
+) -> None:
+    """`each`: bytes of an element that every rank holds; `shared`: that they share."""
+    wanted = config(**groups)
+    model = build_on_meta(wanted)
+    assert model is not None
+    needed = sum(parameter.numel() for parameter in model.parameters()) * (each + shared / ranks.num_ranks)
+    require(wanted, Room(math.ceil(needed), gpu=0), ranks)
+    with pytest.raises(ConfigError, match=r"^model: needs more memory than there is: weights, gradients and optim"):
+        require(wanted, Room(needed - 3, gpu=0), ranks)
+
+
+def test_a_gpu_holds_what_is_not_offloaded_and_the_host_the_rest() -> None:
+    wanted = config(zero=ZeroGroup(stage=0), offload=OffloadConfig("cpu"))
+    model = build_on_meta(wanted)
+    assert model is not None
+    half = 8 * sum(each.numel() for each in model.parameters())
+    require(wanted, Room(half, half), Ranks(1, 1))
+    with pytest.raises(ConfigError, match=r"of a rank would take .* or more, and its GPU has .* GB; choose"):
+        require(wanted, Room(half, half - 1), Ranks(1, 1))
+    with pytest.raises(ConfigError, match=r"of 2 ranks of this machine would take .* or more, and there are .* GB"):
+        require(wanted, Room(half - 1, half), Ranks(2, 2))
+
+
+def test_what_does_not_train_has_no_gradient_and_no_state() -> None:
+    model = nn.Linear(64, 64, bias=False, device="meta")
+    model.add_module("frozen", nn.Linear(1000, 1000, bias=False, device="meta").requires_grad_(False))
+    needed = 64 * 64 * 16 + 1000 * 1000 * 4
+    require(config(zero=ZeroGroup(stage=0)), Room(needed, gpu=0), Ranks(1, 1), model)
+
+
+def test_what_the_forward_of_many_rows_saves_counts_and_of_few_is_not_tried() -> None:
+    wanted = config(train=TrainConfig(micro_batch_size=2**17))
+    with pytest.raises(ConfigError, match=r"^train\.micro_batch_size: .*what the forward of 131072 rows saves"):
+        require(wanted, Room(1e9, gpu=0), Ranks(1, 1))
+    require(wanted, Room(1e13, gpu=0), Ranks(1, 1))
+    require(replace(wanted, train=TrainConfig(micro_batch_size=8)), Room(1e7, gpu=0), Ranks(1, 1))
+    recomputing = wanted.model | {"activation_checkpointing": True}
+    require(replace(wanted, model=recomputing), Room(1e7, gpu=0), Ranks(1, 1))
+
+
+class Saving(nn.Module):
+    """Of its weights a forward saves none, of the rows exactly what the product needs."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, device="meta"))
+        self.fails = fails
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise RuntimeError("computes with values")
+        return (rows * self.weight).sum()
+
+
+class Passing(Saving):
+    """Computes gradients of other products in its forward, and keeps none of what they saved."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            torch.autograd.grad((rows * self.weight).exp().sum(), self.weight)
+        return super().forward(rows)
+
+
+@pytest.mark.case(
+    "offload: Offload",
+    "More memory than there is: weights, gradients, optimizer state, rows, saved tensors of a forward",
+)
+@pytest.mark.parametrize("model", [Saving, Passing])
+@pytest.mark.parametrize(("precision", "nbytes"), [("fp32", 4), ("bf16", 2)])
+def test_what_is_saved_is_counted_to_the_byte(precision: str, nbytes: int, model: type[Saving]) -> None:
+    wanted = config(train=TrainConfig(micro_batch_size=2**18), precision=PrecisionGroup(precision), optimizer=ADAMW)
+    row = (torch.zeros(1, 16),)
+    needed, state = 2**22 * nbytes, 16
+    require(wanted, Room(needed + state, gpu=0), Ranks(1, 1), model(), row)
+    with pytest.raises(ConfigError, match="what the forward of 262144 rows saves"):
+        require(wanted, Room(needed, gpu=0), Ranks(1, 1), model(), row)
+    require(wanted, Room(needed, gpu=0), Ranks(1, 1), Saving(fails=True), row)
+
+
+@pytest.mark.parametrize("zero", [ZeroGroup(stage=3), ZeroGroup(stage=2, schedule={5: 3})], ids=["3", "3 later"])
+def test_a_model_of_countless_layers_is_refused_while_it_is_built(
+    zero: ZeroGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on may be at the later stage alone."""
+    monkeypatch.setattr(memory_room, "PATIENCE_S", 0.0)
+    wanted = config(zero=zero)
+    made: list[nn.Module] = []
+    with (
+        pytest.raises(
+            ConfigError, match=r"^model: needs more memory than there is: the weights of a rank would take 1.28e-07 GB"
+        ),
+        refusing_too_large(wanted, Ranks(2, 1), Room(100.0, gpu=0)),
+    ):
+        made.extend(nn.Linear(4, 4, bias=False, device="meta") for _ in range(10**6))
+    assert len(made) == 3  # of 64 bytes each, shared by two
+    with refusing_too_large(wanted, Ranks(2, 1), Room(100.0, gpu=0)):
+        for _ in range(100):
+            nn.Linear(4, 4, bias=False, device="meta")  # and dropped
+    made.extend(nn.Linear(4, 4, bias=False, device="meta") for _ in range(100))  # behind it nothing is counted
+
+
+def test_a_model_of_countless_layers_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_room, "PLANNING_S", 0.0)
+    wanted, made = config(plan=PlanConfig(only=True)), list[nn.Module]()
+    with (
+        pytest.raises(
+            ConfigError, match=r"^model: has 16 parameters after 0 s, and is not complete; a plan builds all "
+        ),
+        refusing_too_large(wanted, Ranks(2, 1), Room(math.inf, math.inf)),
+    ):
+        made.extend(nn.Linear(4, 4, bias=False, device="meta") for _ in range(10**6))
+
+
+@pytest.mark.parametrize(
+    ("groups", "problem"),
+    [
+        ({"data": ("seq_len", 10**14)}, "data: needs more memory than there is: the 8 rows of a step of a rank would "),
+        ({"model": ("hidden_size", 10**7)}, "model: needs more memory than there is: weights, gradients and optimizer"),
+        (
+            {"model": ("hidden_size", 10**12)},
+            "model: needs more memory than there is: Storage size calculation overflow",
+        ),
+    ],
+)
+def test_before_any_rank_starts(groups: dict[str, tuple[str, int]], problem: str) -> None:
+    wanted = config()
+    for group, (name, number) in groups.items():
+        wanted = replace(wanted, **{group: getattr(wanted, group) | {name: number}})
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(wanted)
+    assert refused.value.problems[0].startswith(problem)
+
+
+@pytest.mark.parametrize(("last", "is_refused"), [(5, True), (4, False)])
+def test_a_stage_that_no_step_is_trained_at_needs_no_room(
+    last: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = config(zero=ZeroGroup(stage=3, schedule={4: 0}), train=TrainConfig(max_steps=last))
+    model = build_on_meta(wanted)
+    assert model is not None
+    per_element = 8.0 * sum(each.numel() for each in model.parameters())  # 4 on each of four ranks, or 16
+    monkeypatch.setattr(memory_room, "available_nbytes", lambda: per_element)
+    if is_refused:
+        with pytest.raises(ConfigError, match="weights, gradients and optimizer state at stage 0 of a rank"):
+            preflight.check(wanted, 1, 4)
+    else:
+        preflight.check(wanted, 1, 4)
+
+
+def test_the_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_room, "available_nbytes", lambda: 1200.0)
+    monkeypatch.setattr(memory_room, "most_of_process", lambda: 500.0)
+    assert [Room.of_machine(None, num_local) for num_local in (1, 4)] == [Room(500.0, 0), Room(300.0, 0)]
+
+
+# Whether a disk can be offloaded to is asked before any rank starts.
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def to_disk(path: Path | None, **groups: Any) -> Config:
+    offload = OffloadGroup("disk", "disk", path=None if path is None else str(path))
+    return config(offload=offload, precision=PrecisionGroup("bf16"), **groups)
+
+
+@pytest.mark.case("offload: Offload", "`offload.path` is a file, cannot be written, or has too little room")
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("num_local", [1, 2])
+def test_a_disk_is_large_enough_from_what_the_ranks_of_a_machine_place_there_on(
+    num_local: int, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = to_disk(tmp_path, zero=ZeroGroup(stage=stage))
+    model = build_on_meta(wanted)
+    state = sum(each.numel() for each in model.parameters()) * (14 if stage == 3 else 12) * num_local // 2
+    needed = state + min(state, num_local * SAMPLE_NBYTES)
+    for free in (needed, needed - 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: Usage(0, 0, free))
+        if free == needed:
+            require_room(wanted, model, tmp_path, Ranks(2, num_local))
+        else:
+            with pytest.raises(ConfigError, match=r"^offload\.path: .* GB free, and this run needs .* GB there"):
+                require_room(wanted, model, tmp_path, Ranks(2, num_local))
+
+
+@pytest.mark.parametrize(
+    ("stage", "schedule", "nbytes"), [(3, {5: 1}, 14 // 2), (1, {5: 3}, 14 // 2), (3, {5: 0}, 12), (1, {5: 0}, 12)]
+)
+def test_a_disk_is_to_be_large_enough_for_each_stage(
+    stage: int, schedule: dict[int, int], nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards of parameters lie there at stage 3 alone, and what stages share less of is larger."""
+    wanted = to_disk(tmp_path, zero=ZeroGroup(stage=stage, schedule=schedule))
+    model = build_on_meta(wanted)
+    state = sum(each.numel() for each in model.parameters()) * nbytes
+    needed = state + min(state, SAMPLE_NBYTES)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, needed))
+    require_room(wanted, model, tmp_path, Ranks(2, 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, needed - 1))
+    with pytest.raises(ConfigError, match=r"^offload\.path: .* GB free, and this run needs .* GB there"):
+        require_room(wanted, model, tmp_path, Ranks(2, 1))
+
+
+def test_nothing_is_made_and_nothing_asked_of_a_disk_that_is_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "not/there"
+    require_room(to_disk(path), None, None, Ranks(1, 1))
+    require_room(config(offload=OffloadGroup(path="/proc/x")), None, tmp_path, Ranks(1, 1))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.case(
+    "offload: Offload",
+    "`offload.path` is a file, cannot be written, or has too little room",
+    "refused before any rank starts",
+)
+@pytest.mark.parametrize("what", ["file", "link"])
+def test_what_is_no_folder_is_told(what: str, tmp_path: Path) -> None:
+    path = tmp_path / what
+    if what == "file":
+        path.touch()
+    else:
+        path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"no file can be made in .* \(it is no folder\); name another folder"):
+        require_room(to_disk(path), None, tmp_path, Ranks(1, 1))
+
+
+@pytest.mark.case("offload: Offload", "it lies in memory, as /dev/shm", "a warning")
+def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_room, "file_system_of", lambda _: "tmpfs")
+    monkeypatch.setattr(offload_room, "lies_in_memory", lambda folder: folder == tmp_path)
+    says = (
+        f"offload.path: {tmp_path / 'run'} is in memory (tmpfs), so that offloading to it frees none; "
+        "name a folder on a disk"
+    )
+    assert in_memory(to_disk(tmp_path / "run"), tmp_path) == in_memory(to_disk(None), tmp_path / "run") == [says]
+    assert in_memory(config(), tmp_path) == []
+    assert in_memory(to_disk(Path("/")), tmp_path) == []
+
+
+@pytest.mark.parametrize(("device", "num_lines"), [("cpu", 1), ("auto", 0 if torch.cuda.is_available() else 1)])
+def test_activations_that_stay_in_the_hosts_memory_are_warned_of_on_a_cpu(
+    device: str, num_lines: int, tmp_path: Path
+) -> None:
+    given = config()
+    given.offload.activations, given.launch.device = "cpu", device
+    lines = in_memory(given, tmp_path)
+    assert [line.partition(":")[0] for line in lines] == ["offload.activations=cpu"] * num_lines
+
+
+def test_a_process_that_may_open_too_few_files_is_told_before_any_rank_starts() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (24, hard))
+        assert file_problems(2) == []
+        [line] = file_problems(3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert line == "launch: a process may open 24 files here, and each rank needs 25; raise it: ulimit -n 1024"

@@ -1,0 +1,265 @@
+"""The page: well formed, without a request to anywhere, whatever lies in the folders, and small."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.unit.report.folders import refused, write_job
+from zerotrain.report.page import page_of
+from zerotrain.report.rows import read_report
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+VOID = {"meta", "input", "br", "hr"}
+REFERENCES = {"src", "href", "action", "data", "srcset", "poster", "formaction", "background", "xlink:href"}
+NASTY = "</script></title><script>alert(1)</script><img src=x onerror=alert(1)>\"'\u202e\x1b[2J&"
+
+
+class Page(HTMLParser):
+    """The elements and the texts of a page; fails where a tag is not closed in its turn."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.open: list[str] = []
+        self.feed(content.decode())
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        assert len(dict(attributes)) == len(attributes)
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        """The attributes of each element of a kind."""
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    def text(self) -> str:
+        """All that is to be read."""
+        return " ".join(data for tag, data in self.texts if tag not in ("script", "style"))
+
+
+def read(folder: Path) -> Page:
+    return Page(page_of(read_report(folder)))
+
+
+def require_sound(page: Page) -> None:
+    """Every id is there once, every `for` and `#` leads to one, nothing is asked of anybody, no handler is inline."""
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(set(ids)) == len(ids)
+    for _, attributes in page.elements:
+        assert not any(name.startswith("on") for name in attributes)
+        for name in REFERENCES & attributes.keys():
+            assert str(attributes[name]).removeprefix("#") in ids
+    assert {tag for tag, _ in page.elements} & {"link", "iframe", "img", "object", "embed", "base", "form"} == set()
+    own = "".join(data for tag, data in page.texts if tag in ("script", "style"))
+    assert re.findall(r"url\(|@import|https?:|fetch|XMLHttp|eval|innerHTML|import\(", own) == []
+    assert [each["content"] for each in page.all("meta") if each.get("http-equiv")] == [POLICY]
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """The page of eight jobs that ended in different ways."""
+    folder = tmp_path_factory.mktemp("eight")
+    for place, loss in enumerate((3.0, 2.0, 2.5, 2.75, 2.25)):
+        sha256 = "ab"[place % 2] * 64
+        overrides = [f"optimizer.lr=0.{place + 1}", f"seed={place}"]
+        write_job(folder / str(place), overrides, losses=[5.0, 4.0, loss], final_val_loss=loss, weights_sha256=sha256)
+    write_job(folder / "5", ["optimizer.lr=0.6"], losses=[5.0, None], final_val_loss=None, weights_sha256=None)
+    write_job(folder / "6", ["optimizer.lr=0.7"], status="failed", error="the disk is full\nmore", weights_sha256=None)
+    refused(folder / "7", ["zero.stage=5"], "zero.stage: got 5")
+    return read(folder)
+
+
+def test_the_page_is_sound(eight: Page):
+    require_sound(eight)
+
+
+def test_the_page_has_its_sections(eight: Page):
+    ids = [each["id"] for each in eight.all("section")]
+    assert ids == ["loss", "jobs", "failed", "memory", "sent", "time", "weights"]
+
+
+def test_the_table_has_a_row_a_job_of_which_one_is_100_and_one_the_best(eight: Page):
+    rows = [each for each in eight.all("tr") if "data-j" in each]
+    assert [each["data-j"] for each in rows] == list("01234567")
+    assert [each["data-j"] for each in rows if each.get("class") == "best"] == ["1"]
+    checked = [each["value"] for each in eight.all("input") if each.get("name") == "reference" and "checked" in each]
+    assert checked == ["0"]
+    ratios = [data for tag, data in eight.texts if tag == "i"]
+    assert ratios[:8:1].count("1.00") >= 5
+    assert "0.67" in ratios  # 2.0 / 3.0
+
+
+def test_the_heads_of_the_table_are_buttons(eight: Page):
+    heads = [data for tag, data in eight.texts if tag == "button"]
+    assert heads[:4] == ["job", "lr", "stage", "seed"] or heads[:4] == ["job", "lr", "seed", "stage"]
+    assert {"status", "val loss", "tokens/s", "ms/step", "memory", "peak", "sent/step", "weights"} <= set(heads)
+
+
+def test_causes_and_commands_of_what_did_not_complete_are_told(eight: Page):
+    text = eight.text()
+    for words in ("the disk is full", "zero.stage: got 5", "the loss became nan or infinite"):
+        assert words in text
+    assert "python -m zerotrain zero.stage=5" in text
+    assert "more" not in [data for tag, data in eight.texts if tag == "p"]
+
+
+def test_a_picture_for_each_axis_and_loss_of_which_one_is_shown(eight: Page):
+    plots = [(each["data-kind"], each["data-x"]) for each in eight.all("figure")]
+    assert plots == [(kind, axis) for kind in ("val", "train") for axis in ("step", "tokens", "train_s")]
+    switches = {each["value"] for each in eight.all("input") if each.get("name") in ("kind", "x") and "checked" in each}
+    assert switches == {"val", "step"}
+
+
+def test_the_groups_of_weights_are_told(eight: Page):
+    assert "5 jobs have 2 different weights" in eight.text()
+    assert " 3 jobs: 0, 2, 4 " in [data for _, data in eight.texts]
+
+
+def test_one_run_is_a_page_without_comparisons(tmp_path: Path):
+    page = read(write_job(tmp_path / "run", ["seed=3"]))
+    require_sound(page)
+    assert [each for each in page.all("input") if each["name"] == "reference"] == []
+    assert "python -m zerotrain seed=3" in page.text()
+    assert [each["id"] for each in page.all("section")] == ["loss", "jobs", "memory", "sent", "time", "command"]
+
+
+def test_the_time_of_a_step_is_told_by_its_parts_where_they_were_measured(tmp_path: Path):
+    parts = {"step_ms_median": 100.0, "data_wait_ms": 2.0, "comm_wait_ms": 12.0, "update_ms": 3.0}
+    whole = time_of(write_job(tmp_path / "of_cpu", ["seed=3"], **parts))
+    assert "100.0 ms, 12.0% communication, 3.0% update, 2.0% data" in whole
+    assert re.findall(r'width="(\d+)[.\d]*" height="10" class="(k\d)"', whole) == [
+        ("830", "k0"), ("120", "k1"), ("30", "k2"), ("20", "k3"),
+    ]  # fmt: skip
+    of_gpu = time_of(write_job(tmp_path / "of_gpu", ["seed=3"], **parts | {"comm_wait_ms": None, "update_ms": None}))
+    assert "100.0 ms, 2.0% data" in of_gpu
+    assert "compute, communication, update" in of_gpu
+    beyond = time_of(write_job(tmp_path / "beyond", ["seed=3"], **parts | {"comm_wait_ms": 1e9, "update_ms": -5.0}))
+    assert "100.0 ms, 100.0% communication<" in beyond
+
+
+def time_of(folder: Path) -> str:
+    """The section of a step's time."""
+    [found] = re.findall(r'<section id="time">.*?</section>', page_of(read_report(folder)).decode(), re.DOTALL)
+    return str(found)
+
+
+def test_a_folder_with_nothing_in_its_files_is_a_page(tmp_path: Path):
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0/metrics.jsonl").touch()
+    require_sound(read(tmp_path))
+    (tmp_path / "empty").mkdir()
+    require_sound(Page(page_of(read_report(tmp_path / "empty"))))
+
+
+# ---- malice
+
+
+def test_nothing_out_of_files_is_html_and_all_of_it_can_be_printed(tmp_path: Path):
+    name = NASTY.replace("/", "")
+    write_job(tmp_path / "0", losses=[5, 4])
+    path = write_job(tmp_path / name, [], losses=[5, 3], status="failed", error=NASTY * 3, given=[f"a={NASTY}", NASTY])
+    config = path / "config.yaml"
+    config.write_text(config.read_text().replace("num_layers: 4", '"<b>\\u202e": "</script><b>"\n  x: .nan'))
+    write_job(tmp_path / "2", [], losses=[5, 2], weights_sha256=NASTY, config_hash=NASTY)
+    content = page_of(read_report(tmp_path))
+    page = Page(content)
+    require_sound(page)
+    assert content.count(b"<script>") == content.count(b"</script>") == 1
+    assert page.all("b") == [] or all(each.keys() <= {"class", "style", "aria-hidden"} for each in page.all("b"))
+    shown = content.decode().split("</style>", 1)[1].split("<script>")[0]
+    assert [line for line in shown.split("\n") if not line.isprintable()] == []
+    assert "\\u202e" in shown
+
+
+def test_an_error_of_a_megabyte_and_numbers_beyond_all_measure_are_short(tmp_path: Path):
+    memory = {"parameters": 10**300, "gradients": 1e308, "optimizer": 1e17, "theory": {"parameters": 1e-300}}
+    for place in range(3):
+        write_job(
+            tmp_path / str(place),
+            losses=[1e308, -1e308, 1e17, None, 0.0],
+            status=("completed", "failed")[place % 2],
+            error="x" * 10**6,
+            given=["y" * 10**6],
+            final_val_loss=-(1e17),
+            step_ms_median=1e-300,
+            tokens_per_s=0.0,
+            memory_bytes=memory,
+            comm_bytes_per_step={"sent": 0, "theory": 1e17},
+        )
+    content = page_of(read_report(tmp_path))
+    require_sound(Page(content))
+    assert len(content) < 100_000
+
+
+# ---- 200 jobs
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The page of 200 jobs with long curves, 8 settings and groups of seeds."""
+    folder = tmp_path_factory.mktemp("many")
+    for place in range(200):
+        overrides = [f"optimizer.lr={place % 7 + 1}e-3", f"zero.stage={place % 4}", f"seed={place // 28}"]
+        losses = [5 / (1 + step / 20) + 0.01 * (place * step % 13) for step in range(60)]
+        lost = {"status": "failed", "error": f"rank {place} failed: {'why ' * 90}"} if place % 9 == 0 else {}
+        write_job(
+            folder / f"{place}",
+            overrides,
+            losses=losses,
+            final_val_loss=losses[-1],
+            weights_sha256=f"{place // 2:064}",
+            **lost,
+        )
+    return page_of(read_report(folder))
+
+
+def test_a_page_of_200_jobs_is_under_a_megabyte_and_sound(many: bytes):
+    assert len(many) < 1_000_000
+    page = Page(many)
+    require_sound(page)
+    assert len([each for each in page.all("tr") if "data-j" in each]) == 200
+    assert [each["id"] for each in page.all("section")][:5] == ["loss", "jobs", "failed", "parallel", "seeds"]
+
+
+def test_of_many_jobs_the_best_comes_first_and_the_head_says_so(many: bytes):
+    page = Page(many)
+    assert next(each for each in page.all("tr") if "data-j" in each)["class"] == "best"
+    assert [each["aria-sort"] for each in page.all("th") if "aria-sort" in each] == ["ascending"]
+
+
+# ---- colours
+
+
+def luminance(colour: str) -> float:
+    """As of WCAG 2.2."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("mode", [0, 1], ids=["light", "dark"])
+def test_texts_and_curves_stand_out_from_the_page_in_both_modes(eight: Page, mode: int):
+    [style] = [data for tag, data in eight.texts if tag == "style" and "--paper" in data]
+    colours = dict(re.findall(r"--(\w+): (#\w{6})", re.findall(r":root \{([^}]*)\}", style)[mode]))
+    for paper in ("paper", "tint", "row"):
+        for text in ("ink", "soft", "accent", "bad", "warn", "good"):
+            assert contrast(colours[text], colours[paper]) >= 4.5, (text, paper)
+    for curve in (*(f"c{place}" for place in range(8)), "k1", "k2"):
+        assert contrast(colours[curve], colours["paper"]) >= 3, curve

@@ -1,0 +1,298 @@
+import io
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from zerotrain import PrecisionConfig, ZeroConfig, build_engine
+from zerotrain.training.callbacks.console import MAX_PLAIN_LINES, ProgressDisplay, print_start, short
+from zerotrain.training.callbacks.evaluation import num_eval_rows
+
+MEASURED: dict[str, Any] = {
+    "train_loss": 2.345,
+    "tokens_per_s": 12345.0,
+    "mfu": 0.41,
+    "grad_norm": 1.23,
+    "grad_norm_clipped": 1.0,
+    "skipped_steps": 0,
+}
+
+
+def progress_lines(max_steps: int, first_step: int = 0) -> list[str]:
+    """The lines of a run that logs each step, outside a terminal."""
+    file = io.StringIO()
+    progress = ProgressDisplay(console=Console(file=file, width=80), max_steps=max_steps, first_step=first_step)
+    for step in range(first_step + 1, max_steps + 1):
+        progress.advance()
+        progress.log(MEASURED, step)
+    progress.close()
+    return file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("max_steps", [1, 7, 100, 5000])
+def test_outside_a_terminal_there_are_a_few_plain_lines_whatever_the_length_of_the_run(max_steps):
+    lines = progress_lines(max_steps)
+    assert 1 <= len(lines) <= MAX_PLAIN_LINES + 1
+    assert lines[0] == f"step 1/{max_steps}  loss 2.345 12345 tok/s mfu 41% grad 1.23>1.00"
+    assert lines[-1].startswith(f"step {max_steps}/{max_steps}  loss 2.345")
+
+
+def test_a_run_that_goes_on_shows_its_first_step_and_the_tenths_of_the_whole():
+    assert [line.split()[1] for line in progress_lines(100, first_step=74)] == ["75/100", "80/100", "90/100", "100/100"]
+
+
+def test_a_terminal_of_80_columns_has_room_for_all_numbers():
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True, color_system=None, legacy_windows=False)
+    progress = ProgressDisplay(console=console, max_steps=200)
+    for _step in range(1, 151):
+        progress.advance()
+    progress.log({"val_loss": 2.456}, 150)
+    progress.log(MEASURED, 150)
+    progress.close()
+    assert "150/200" in file.getvalue()
+    assert "loss 2.345 val 2.456 12345 tok/s mfu 41% grad 1.23>1.00" in file.getvalue()
+
+
+def in_terminal(width: int, *, num_steps: int, max_steps: int, clock=None) -> list[str]:
+    """What a terminal has shown, one after the other, of a run that was logged and evaluated after step 100."""
+    file = io.StringIO()
+    console = Console(
+        file=file, width=width, force_terminal=True, color_system=None, legacy_windows=False, get_time=clock
+    )
+    progress = ProgressDisplay(console=console, max_steps=max_steps)
+    for step in range(1, num_steps + 1):
+        progress.advance()
+        if step == 100:
+            progress.log(MEASURED | {"skipped_steps": 3}, step)
+            progress.log({"val_loss": 2.456}, step)
+    progress.close()
+    return [line.strip() for line in re.split(r"[\r\n]|\x1b\[[\d;?]*[A-Za-z]", file.getvalue()) if line.strip()]
+
+
+def test_a_number_of_an_earlier_step_says_its_step():
+    assert "loss 2.345@100 val 2.456@100 3 skipped 12345 tok/s" in in_terminal(120, num_steps=150, max_steps=200)[-1]
+    assert "loss 2.345 val 2.456 3 skipped 12345 tok/s" in in_terminal(120, num_steps=100, max_steps=200)[-1]
+
+
+def test_the_time_left_says_that_it_is():
+    seconds = iter(range(10_000))
+    lines = in_terminal(80, num_steps=150, max_steps=200, clock=lambda: float(next(seconds)))
+    assert re.match(r"150/200 \d+ (s|min) left ", lines[-1])
+    assert "left" not in in_terminal(80, num_steps=200, max_steps=200)[-1]
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 99, 100, 120])
+@pytest.mark.parametrize("max_steps", [200, 2_000_000])
+def test_a_word_is_never_broken_however_narrow_the_terminal_is(width: int, max_steps: int):
+    words = {"loss", "2.345@100", "val", "2.456@100", "3", "skipped", "12345", "tok/s", "mfu", "41%", "grad"}
+    for line in in_terminal(width, num_steps=150, max_steps=max_steps):
+        assert len(line) <= width
+        numbers = re.sub(r"^\d+/\d+ ?|\d+ (h \d+ min|min|s) left ?|[━╸╺]|@100|1\.23>1\.00", "", line).split()
+        assert set(numbers) <= words | {"2.345", "2.456"}
+
+
+def test_the_last_line_has_the_last_evaluation():
+    file = io.StringIO()
+    progress = ProgressDisplay(console=Console(file=file, width=80), max_steps=4)
+    progress.log({"val_loss": 5.5}, 0)
+    for step in range(1, 5):
+        progress.advance()
+        progress.log(MEASURED, step)
+        if step % 2 == 0:
+            progress.log({"val_loss": 3.0 - step / 4}, step)
+    progress.close()
+    losses = [line.partition(" 12345")[0] for line in file.getvalue().splitlines()]
+    assert losses == [
+        "step 1/4  loss 2.345 val 5.500@0",
+        "step 2/4  loss 2.345 val 5.500@0",
+        "step 3/4  loss 2.345 val 2.500@2",
+        "step 4/4  loss 2.345 val 2.500@2",
+        "step 4/4  loss 2.345 val 2.000",
+    ]
+
+
+def test_in_a_dumb_terminal_there_are_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    file = io.StringIO()
+    progress = ProgressDisplay(console=Console(file=file, width=80, force_terminal=True), max_steps=2)
+    progress.advance()
+    progress.log(MEASURED, 1)
+    progress.close()
+    assert file.getvalue() == "step 1/2  loss 2.345 12345 tok/s mfu 41% grad 1.23>1.00\n"
+
+
+def test_skipped_steps_are_counted_beside_the_losses():
+    file = io.StringIO()
+    progress = ProgressDisplay(console=Console(file=file, width=80), max_steps=2)
+    progress.log(MEASURED | {"skipped_steps": 1, "mfu": None}, 1)
+    progress.close()
+    assert file.getvalue() == "step 1/2  loss 2.345 1 skipped 12345 tok/s grad 1.23>1.00\n"
+
+
+def test_a_line_says_epoch_tokens_and_outside_a_terminal_the_time_left_too():
+    file, seconds = io.StringIO(), iter(range(0, 10_000, 60))
+    console = Console(file=file, width=80, get_time=lambda: float(next(seconds)))
+    progress = ProgressDisplay(console=console, max_steps=10)
+    for _ in range(5):
+        progress.advance()
+    progress.log(MEASURED | {"epoch": 0.314, "tokens": 1_234_567}, 5)
+    line = file.getvalue()
+    assert line.startswith("step 5/10  loss 2.345 epoch 0.31 1.23M tokens 12345 tok/s mfu 41% grad 1.23>1.00 ")
+    assert re.search(r"\d+ min left\n$", line)
+
+
+def test_data_that_is_no_text_has_samples():
+    file = io.StringIO()
+    progress = ProgressDisplay(console=Console(file=file, width=80), max_steps=2)
+    progress.log(MEASURED | {"tokens_per_s": None, "samples_per_s": 84.2, "tokens": None, "epoch": 1.5}, 1)
+    assert file.getvalue() == "step 1/2  loss 2.345 epoch 1.50 84 samples/s mfu 41% grad 1.23>1.00\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, "0"), (999, "999"), (1200, "1.2k"), (34e6, "34M"), (1.5e9, "1.5G"), (2e12, "2T")]
+)
+def test_a_number_of_tokens_is_short(number: float, said: str):
+    assert short(number) == said
+
+
+def test_a_quiet_console_shows_nothing():
+    file = io.StringIO()
+    progress = ProgressDisplay(console=Console(file=file, quiet=True), max_steps=2)
+    progress.advance()
+    progress.log(MEASURED, 1)
+    progress.close()
+    assert file.getvalue() == ""
+
+
+# The first lines of a run say what trains, on what, where and for how long, in any terminal.
+
+
+EXPECTED = """\
+model   GPT, 27,008 parameters trained, 0 frozen
+data    SyntheticTokens, 3,200 tokens to train on, 320 tokens to
+        validate
+eval    16 of 20 rows each time; train.eval_batches=all reads all
+ranks   1 on CPU, threads of each: 1; fp32
+memory  stage 2, kB of a rank: 108 parameters, 108 gradients, 216.1
+        optimizer
+steps   4 of 64 tokens, 256 tokens to go; an epoch is 50 steps
+decay   0.01 on 10 matrices (26,112), 0 on 18 others (896)
+"""
+
+
+def shown(trainer, **terminal) -> str:
+    file = io.StringIO()
+    print_start(
+        Console(file=file, legacy_windows=False, **terminal),
+        engine=trainer.engine,
+        dataset=trainer.dataset,
+        validation_sets=trainer.validation_sets,
+        num_eval_rows=num_eval_rows(trainer.eval_batches),
+        sampler=trainer.feed.sampler,
+        plan_name="stage 2",
+        num_steps=trainer.max_steps,
+    )
+    return file.getvalue()
+
+
+def test_what_runs_is_said_in_a_few_lines_of_80_columns(make_trainer):
+    trainer = make_trainer()
+    text = shown(trainer, width=80)
+    names = ["model", "data", "eval", "ranks", "memory", "steps", "decay"]
+    assert [line.split()[0] for line in text.splitlines()] == names
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(line == line.rstrip() for line in text.splitlines())
+    assert shown(trainer, width=72) == EXPECTED
+
+
+@pytest.mark.parametrize("eval_batches", [3, "all"])
+def test_an_evaluation_that_reads_all_rows_needs_no_word(make_trainer, eval_batches):
+    assert "\neval" not in shown(make_trainer(eval_batches=eval_batches), width=80)
+
+
+def test_it_is_the_same_in_colour_in_a_pipe_and_in_a_dumb_terminal(make_trainer, monkeypatch):
+    trainer = make_trainer()
+    plain = shown(trainer, width=80)
+    coloured = shown(trainer, width=80, force_terminal=True, color_system="truecolor")
+    assert "\x1b[1mmodel" in coloured
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
+    monkeypatch.setenv("TERM", "dumb")
+    assert shown(trainer, width=80, force_terminal=True).replace("\x1b[1m", "").replace("\x1b[0m", "") == plain
+
+
+def test_the_sums_of_micro_batches_are_said(make_trainer):
+    trainer = make_trainer(gradient_accumulation_steps=2)
+    assert re.search(r"216\.1 optimizer, 110\.\d for sums of micro-batches\n", shown(trainer, width=120))
+
+
+def test_frozen_parameters_are_counted_apart(make_trainer, model):
+    trainer = make_trainer()
+    trainer.engine.freeze("wte.*")
+    assert "25,984 parameters trained, 1,024 frozen" in shown(trainer, width=80)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [partial(torch.optim.AdamW, lr=1e-2), partial(torch.optim.SGD, lr=0.1, momentum=0.9)],
+    ids=["AdamW", "SGD"],
+)
+@pytest.mark.parametrize("precision", ["fp32", PrecisionConfig("bf16", ["*ln_*"])], ids=["fp32", "bf16"])
+def test_the_bytes_that_are_planned_are_those_of_the_report(make_trainer, model, optimizer, precision, world):
+    engine = build_engine(model, optimizer=optimizer, precision=precision, world=world)
+    planned = engine.planned_nbytes()
+    trainer = make_trainer(engine=engine)
+    trainer.run()
+    assert planned == engine.memory_bytes()["theory"]
+
+
+def test_sequences_are_counted_where_nobody_knows_the_tokens(make_trainer, dataset):
+    del dataset.train.tokens_per_sequence
+    text = shown(make_trainer(), width=80)
+    assert "200 sequences to train on" in text
+    assert "4 of 4 sequences; an epoch is 50 steps" in text
+
+
+def test_a_dataset_tells_of_itself_where_it_can(make_trainer, dataset):
+    dataset.summary = lambda: "3 files, 9 tokens"
+    assert "data    SyntheticTokens: 3 files, 9 tokens\n" in shown(make_trainer(), width=80)
+
+
+def test_a_run_that_repeats_its_data_is_told_so(make_trainer):
+    """200 sequences, 4 of them in a step."""
+    assert "warning" not in shown(make_trainer(max_steps=50), width=80)
+    assert "warning the run reads each row 3.2 times; more data or" in shown(make_trainer(max_steps=160), width=80)
+    trainer = make_trainer(max_steps=40)
+    trainer.feed.sampler.rows_consumed = 340
+    assert "warning the run reads each row 2.5 times; more data or" in shown(trainer, width=80)
+
+
+def test_an_epoch_that_is_less_than_ten_steps_has_a_tenth(make_trainer):
+    text = shown(make_trainer(micro_batch_size=64), width=80)
+    assert "4 of 1,024 tokens, 4,096 tokens to go; an epoch is 3.1 steps" in text
+
+
+def test_each_rank_is_counted_and_each_group_named():
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    groups = [{"params": ["0.*"], "weight_decay": 0.0, "name": "first"}, {"params": ["*"], "name": "rest"}]
+    engine = build_engine(model, optimizer=partial(torch.optim.AdamW, lr=1e-2), param_groups=groups)
+    assert engine.group_sizes() == [(2, 20), (4, 40)]
+
+
+def test_a_run_shows_it(make_trainer, screen):
+    make_trainer().run()
+    assert screen.getvalue().startswith("model   GPT, ")
+
+
+@pytest.mark.parametrize(
+    ("reduction", "said"), [("ordered", ""), ("native", "; the bits depend on the number of ranks without")]
+)
+def test_virtual_ranks_are_said_and_when_their_bits_follow_the_ranks(make_trainer, model, reduction, said):
+    optimizer = partial(torch.optim.AdamW, lr=1e-2)
+    engine = build_engine(model, optimizer=optimizer, zero=ZeroConfig(reduction=reduction), virtual_ranks=4)
+    line = next(line for line in shown(make_trainer(engine=engine), width=140).splitlines() if line.startswith("ranks"))
+    assert line.endswith("fp32; virtual ranks: 4, 4 on each") == (said == "")
+    assert said in line

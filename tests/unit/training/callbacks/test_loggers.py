@@ -1,0 +1,461 @@
+"""A run is one at a tracker, whose id no file can forge, and which may break."""
+
+import json
+import math
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+
+from zerotrain.checkpoint import checkpoints_in
+from zerotrain.training import Callback, Request
+from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
+from zerotrain.training.callbacks.loggers import (
+    SWEEP_VARIABLE,
+    TensorBoard,
+    Tracker,
+    WandB,
+    Written,
+    facts_of,
+    ids_in,
+    uncommitted_changes,
+)
+
+# Curves of a run, also of one that went on, are those of metrics.jsonl.
+
+
+EVERY_2 = CheckpointPolicy(every_steps=2, asynchronous=False, at_end=False)
+
+
+def curves(run_dir):
+    """{name: [(step, value)]} as TensorBoard shows them."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    shown = accumulator.EventAccumulator(str(run_dir / "tensorboard"))
+    shown.Reload()
+    names = [name for name in shown.Tags()["scalars"] if not name.startswith("result/")]
+    return {name: [(each.step, each.value) for each in shown.Scalars(name)] for name in names}
+
+
+def lines_of(run_dir):
+    found = {}
+    for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
+        for name, value in line.items():
+            if name != "step" and value is not None:
+                found.setdefault(name, []).append((line["step"], pytest.approx(value, rel=1e-6)))
+    return found
+
+
+class Unknown(Callback):
+    def after_step(self, run, outcome):
+        run.log({"nothing": None, "nan": math.nan, "text": "x"})
+
+
+def test_each_number_of_the_file_is_a_point(make_trainer, tmp_path):
+    pytest.importorskip("tensorboard")
+    make_trainer(max_steps=3, eval_every=2, callbacks={"tensorboard": TensorBoard()}).run()
+    assert curves(tmp_path) == lines_of(tmp_path)
+    assert {"train_loss", "val_loss"} <= set(curves(tmp_path))
+
+
+def test_the_settings_the_versions_and_the_result_are_there(make_trainer, tmp_path, changed_code):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    settings = {"zero": {"stage": 2, "schedule": None}, "seed": 3}
+    trainer = make_trainer(max_steps=3, eval_every=2, callbacks={"tensorboard": TensorBoard()}, settings=settings)
+    body = trainer.run()
+    shown = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    shown.Reload()
+    texts = {name: shown.Tensors(name)[-1].tensor_proto.string_val[0].decode() for name in shown.Tags()["tensors"]}
+    assert json.loads(texts["settings/text_summary"]) == settings
+    assert {"torch", "python", "command", "host", "git_revision"} <= set(json.loads(texts["environment/text_summary"]))
+    assert texts["status/text_summary"].strip() == "completed"
+    results = {name: shown.Scalars(name)[-1] for name in shown.Tags()["scalars"] if name.startswith("result/")}
+    assert (results["result/steps"].step, results["result/steps"].value) == (3, 3)
+    assert results["result/final_val_loss"].value == pytest.approx(body["final_val_loss"], rel=1e-6)
+    assert "result/memory_bytes.peak" in results
+    assert "-old = 1" in (tmp_path / "git.diff").read_text()
+
+
+def test_what_is_no_finite_number_is_left_out(make_trainer, tmp_path):
+    pytest.importorskip("tensorboard")
+    make_trainer(max_steps=1, callbacks={"tensorboard": TensorBoard(), "unknown": Unknown()}).run()
+    assert not {"nothing", "nan", "text"} & set(curves(tmp_path))
+
+
+@pytest.mark.parametrize("is_same_folder", [True, False], ids=["the same folder", "another folder"])
+def test_a_run_that_went_on_is_one_curve(make_trainer, tmp_path, is_same_folder):
+    pytest.importorskip("tensorboard")
+    first = make_trainer(max_steps=3, callbacks={"tensorboard": TensorBoard()}, checkpoint=EVERY_2)
+    first.run()
+    [taken] = checkpoints_in(tmp_path / "checkpoints")
+    folder = tmp_path if is_same_folder else tmp_path / "second"
+    folder.mkdir(exist_ok=True)
+    policy = CheckpointPolicy(resume=[taken], at_end=False)
+    callbacks = {"tensorboard": TensorBoard()}
+    make_trainer(engine=first.engine, max_steps=5, callbacks=callbacks, checkpoint=policy, run_dir=folder).run()
+    assert [step for step, _ in curves(folder)["train_loss"]] == [1, 2, 3, 4, 5]
+    assert curves(folder) == lines_of(folder)
+
+
+def test_a_run_that_is_started_again_is_one_curve(make_trainer, tmp_path):
+    pytest.importorskip("tensorboard")
+    for max_steps in (3, 2):
+        make_trainer(max_steps=max_steps, callbacks={"tensorboard": TensorBoard()}).run()
+    assert curves(tmp_path) == lines_of(tmp_path)
+    assert [step for step, _ in curves(tmp_path)["train_loss"]] == [1, 2]
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("zerotrain.training.callbacks.loggers.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'zerotrain\[tensorboard\]' brings it"):
+        TensorBoard()
+    assert "zerotrain.training.callbacks.loggers" in sys.modules
+
+
+class Book(Tracker):
+    """A tracker in memory: {id: {name: [(step, value)]}}."""
+
+    package = "json"
+    id_pattern = "[0-9]"
+
+    def __init__(self, runs):
+        super().__init__()
+        self.runs, self.described, self.closed, self.kept = runs, [], [], []
+
+    def _open_run(self, run, run_id):
+        self.id = run_id or str(len(self.runs))
+        curves = self.runs.setdefault(self.id, defaultdict(list))
+        return self.id, Written(by_name={name: points[-1][0] for name, points in curves.items()})
+
+    def _describe_run(self, run):
+        self.described.append(run.settings)
+
+    def _write(self, numbers, step):
+        for name, value in numbers.items():
+            self.runs[self.id][name].append((step, value))
+
+    def _keep_file(self, path):
+        self.kept.append(path)
+
+    def _close_run(self, result, status):
+        self.closed.append((status, result.get("result/steps")))
+
+
+class Raising(Callback):
+    """Raises after a step: the run fails, and its checkpoint is older."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def after_step(self, run, outcome):
+        if run.step == self.after:
+            raise RuntimeError("enough")
+
+
+class Logging(Callback):
+    def after_step(self, run, outcome):
+        run.log({"nothing": None, "nan": math.nan, "text": "x", "flag": True})
+
+
+class Broken(Book):
+    """Breaks at each moment."""
+
+    def _open_run(self, run, run_id):
+        raise OSError("no network")
+
+
+class BrokenLater(Book):
+    def _write(self, numbers, step):
+        raise OSError("no network")
+
+    _close_run = _write
+
+
+@pytest.fixture
+def train(make_trainer, tmp_path):
+    """Trains in the folder of a name."""
+    trainers = []
+
+    def run(book, *, folder="run", raise_after=None, stop=False, resume=None, config_hash="a", **changes):
+        callbacks = {"book": book} | ({} if raise_after is None else {"raising": Raising(raise_after)})
+        callbacks |= {"stopping": Stopping()} if stop else {}
+        (tmp_path / folder).mkdir(exist_ok=True)
+        policy = EVERY_2 if resume is None else CheckpointPolicy(every_steps=2, asynchronous=False, resume=[resume])
+        engine = {"engine": trainers[0].engine} if trainers else {}
+        given = {"run_facts": {"config_hash": config_hash}, "callbacks": callbacks, "checkpoint": policy}
+        trainer = make_trainer(run_dir=tmp_path / folder, **{"max_steps": 5, **given, **engine, **changes})
+        trainers.append(trainer)
+        if raise_after is None:
+            trainer.run()
+        else:
+            with pytest.raises(Exception, match="enough"):
+                trainer.run()
+        return tmp_path / folder
+
+    return run
+
+
+def steps_of(book, run_id="0"):
+    return [step for step, _ in book.runs[run_id]["train_loss"]]
+
+
+@pytest.mark.parametrize("other", ["run", "another"], ids=["the same folder", "another folder"])
+def test_a_run_that_failed_and_went_on_is_one_run_there(train, curves_of, other):
+    runs = {}
+    folder = train(Book(runs), raise_after=3)
+    [checkpoint] = checkpoints_in(folder / "checkpoints")
+    book = Book(runs)
+    folder = train(book, folder=other, resume=checkpoint)
+    assert list(runs) == ["0"]
+    assert steps_of(book) == [1, 2, 3, 4, 5]
+    points = {name: [step for step, _ in each] for name, each in runs["0"].items()}
+    assert points == {name: [step for step, _ in each] for name, each in curves_of(folder).items()}
+    assert json.loads((folder / "json.json").read_text()) == {"id": "0", "config_hash": "a"}
+
+
+def test_a_run_that_is_started_again_before_its_first_checkpoint_is_one_run_there(train):
+    runs = {}
+    train(Book(runs), raise_after=1)
+    train(Book(runs))
+    assert (list(runs), steps_of(Book(runs))) == (["0"], [1, 2, 3, 4, 5])
+
+
+def test_a_run_of_other_settings_leaves_points_that_it_has_not_come_to(train):
+    runs = {}
+    folder = train(Book(runs), raise_after=3)
+    [checkpoint] = checkpoints_in(folder / "checkpoints")
+    book = Book(runs)
+    train(book, folder="another", resume=checkpoint, config_hash="b")
+    assert (steps_of(book, "0"), steps_of(book, "1")) == ([1, 2, 3], [1, 2, 3, 4, 5])
+    assert book.closed[0] == (None, None)
+    train(book := Book(runs), config_hash="c", checkpoint=None)  # from the beginning, in the folder of the first
+    assert (list(runs), steps_of(book, "2")) == (["0", "1", "2"], [1, 2, 3, 4, 5])
+
+
+def test_a_run_that_trains_longer_goes_on_there(train):
+    runs = {}
+    folder = train(Book(runs), max_steps=4)
+    train(Book(runs), resume=checkpoints_in(folder / "checkpoints")[-1], config_hash="b", max_steps=6)
+    assert (list(runs), steps_of(Book(runs))) == (["0"], [1, 2, 3, 4, 5, 6])
+
+
+def test_a_run_that_had_no_logger_so_far_brings_its_lines_along(train, curves_of):
+    folder = train(Book({}), max_steps=2)
+    runs = {}
+    train(Book(runs), folder="another", resume=checkpoints_in(folder / "checkpoints")[-1])
+    assert steps_of(Book(runs)) == [1, 2, 3, 4, 5]
+
+
+def test_what_is_no_finite_number_is_left_out_and_the_end_is_told(make_trainer):
+    book = Book({})
+    settings = {"zero": {"stage": 2}}
+    make_trainer(max_steps=1, callbacks={"book": book, "logging": Logging()}, settings=settings).run()
+    assert not {"nothing", "nan", "text", "flag"} & set(book.runs["0"])
+    assert book.described == [settings]
+    assert book.closed == [("completed", 1)]
+
+
+class Stopping(Callback):
+    def ask(self, run):
+        return Request(stop=run.step == 1)
+
+
+def test_a_run_that_is_stopped_is_told_so_and_goes_on_there(train):
+    runs = {}
+    folder = train(book := Book(runs), stop=True)
+    assert book.closed == [("stopped", 2)]
+    train(book := Book(runs), resume=checkpoints_in(folder / "checkpoints")[-1])
+    assert (list(runs), steps_of(book)) == (["0"], [1, 2, 3, 4, 5])
+    assert book.closed == [("completed", 5)]
+
+
+@pytest.mark.parametrize(("broken", "moment"), [(Broken, "start"), (BrokenLater, "log")])
+def test_a_tracker_that_breaks_only_warns(make_trainer, screen, broken, moment):
+    body = make_trainer(max_steps=2, callbacks={"book": broken({})}).run()
+    assert body["status"] == "completed"
+    told = " ".join(screen.getvalue().split())
+    assert told.count("no network") == 1
+    assert f"callbacks.book: {moment}" in told
+
+
+FORGED = [
+    {},
+    {"note": {"id": "12", "config_hash": None}},
+    {"note": {"id": "../../x", "config_hash": None}},
+    {"note": {"id": 1, "config_hash": None}},
+    {"note": {"id": "1\n", "config_hash": None}},
+    {"note": {"id": "1"}},
+    {"note": ["1"]},
+]
+
+
+@pytest.mark.parametrize("state", FORGED, ids=str)
+def test_an_id_of_another_form_is_refused(state):
+    with pytest.raises(ValueError, match=r"must be|expected|missing"):
+        Book({}).load_state_dict(state)
+
+
+def test_a_note_in_the_folder_that_cannot_be_read_is_not_followed(train, tmp_path):
+    for text in ("", "[" * 100_000, '{"id": "../x", "config_hash": "a"}', "x" * 5000):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run/json.json").write_text(text)
+        book = Book({})
+        train(book, max_steps=1)
+        assert list(book.runs) == ["0"]
+
+
+def test_the_state_is_what_a_checkpoint_can_hold():
+    book = Book({})
+    assert json.loads(json.dumps(book.state_dict())) == {"note": None}
+    again = Book({})
+    again.load_state_dict({"note": {"id": "7", "config_hash": None}})
+    assert again.state_dict() == {"note": {"id": "7", "config_hash": None}}
+
+
+class Facts(Callback):
+    def start(self, run):
+        self.facts = facts_of(run)
+
+
+def test_the_facts_of_a_run_name_its_code_and_its_machine(make_trainer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    callback = Facts()
+    make_trainer(max_steps=1, callbacks={"facts": callback}).run()
+    assert callback.facts["command"] == "python -m zerotrain train.max_steps=4"
+    assert {"torch", "python", "device", "host", "ranks", "config_hash"} <= set(callback.facts)
+    assert "git_revision" not in callback.facts
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    make_trainer(max_steps=1, callbacks={"facts": callback}).run()
+    told = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    assert callback.facts["git_revision"] == told.strip()
+
+
+def test_changes_that_no_commit_has_lie_in_the_folder_and_at_the_tracker(make_trainer, changed_code, tmp_path):
+    book = Book({})
+    make_trainer(max_steps=1, callbacks={"book": book}).run()
+    assert book.kept == [tmp_path / "git.diff"]
+    assert "-old = 1\n+new = '\ufffd'\n" in (tmp_path / "git.diff").read_text()
+    subprocess.run(["git", "checkout", "-q", "."], check=True)
+    assert uncommitted_changes() == ""
+
+
+def test_without_a_package_a_logger_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("zerotrain.training.callbacks.loggers.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'zerotrain\[wandb\]' brings it"):
+        WandB()
+
+
+# A run at Weights & Biases without a network, as wandb's own reader has the files.
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_service():
+    """No test after these has threads of wandb, and none before them its imports."""
+    wandb = pytest.importorskip("wandb")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_ERROR_REPORTING", "false")
+        yield
+        wandb.teardown()
+
+
+def file_of(folder):
+    [file] = folder.glob("wandb/offline-run-*/*.wandb")
+    return file
+
+
+def inspected(file, *options):
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *options, str(file)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def curves_at(file):
+    found = {}
+    for record in map(json.loads, inspected(file).splitlines()):
+        if record["type"] == "history":
+            item = record["history"]["item"]
+            for name, value in item.items():
+                if not name.startswith("_"):
+                    found.setdefault(name, []).append((item["_step"], value))
+    return found
+
+
+def test_each_number_the_settings_and_the_end_are_there(make_trainer, tmp_path, curves_of, monkeypatch):
+    monkeypatch.setenv(SWEEP_VARIABLE, json.dumps({"group": "day/time", "name": "seed=3"}))
+    logger = WandB(mode="offline", project="mine", name="first", tags=["a", "b"])
+    settings = {"zero": {"stage": 2, "schedule": None}, "seed": 3}
+    make_trainer(max_steps=3, eval_every=2, callbacks={"wandb": logger}, settings=settings).run()
+    assert curves_at(file_of(tmp_path)) == curves_of(tmp_path)
+    said = json.loads(inspected(file_of(tmp_path), "--summary"))
+    assert (said["project"], said["name"], said["tags"], said["exit_code"]) == ("mine", "first", ["a", "b"], 0)
+    assert b"day/time" in file_of(tmp_path).read_bytes()
+    assert WandB(mode="offline", group="own")._given | {"project": None} == {
+        **dict.fromkeys(("project", "entity", "tags")), "name": "seed=3", "group": "own",
+    }  # fmt: skip
+    assert ids_in(tmp_path) == {"wandb": said["run_id"]}
+    assert (said["config"]["zero"]["stage"], said["config"]["seed"]) == (2, 3)
+    assert {"torch", "command", "host"} <= set(said["config"]["environment"])
+    assert (said["summary"]["status"], said["summary"]["result/steps"]) == ("completed", 3)
+    assert json.loads((tmp_path / "wandb.json").read_text())["id"] == said["run_id"]
+
+
+def test_changes_that_no_commit_has_are_kept_there(make_trainer, changed_code, tmp_path):
+    make_trainer(max_steps=1, callbacks={"wandb": WandB(mode="offline")}).run()
+    [kept] = tmp_path.glob("wandb/offline-run-*/files/git.diff")
+    assert "-old = 1" in kept.read_text()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_twice_is_one_curve(killed_twice, require_one_curve):
+    folder = killed_twice("logger=wandb", "callbacks.wandb.mode=offline", WANDB_ERROR_REPORTING="false")
+    require_one_curve(folder, curves_at(file_of(folder)))
+    earlier = sorted(folder.glob("wandb/earlier/*/*.wandb"))
+    assert {path.name for path in earlier} == {file_of(folder).name}
+    assert len(earlier) == 2
+
+
+def test_a_run_that_goes_on_in_another_folder_is_the_same_run(make_trainer, tmp_path, curves_of):
+    first = make_trainer(max_steps=3, callbacks={"wandb": WandB(mode="offline")}, checkpoint=EVERY_2)
+    first.run()
+    policy = CheckpointPolicy(resume=checkpoints_in(tmp_path / "checkpoints"), at_end=False)
+    second = tmp_path / "second"
+    second.mkdir()
+    callbacks = {"wandb": WandB(mode="offline")}
+    make_trainer(engine=first.engine, max_steps=5, callbacks=callbacks, checkpoint=policy, run_dir=second).run()
+    assert file_of(second).name == file_of(tmp_path).name
+    assert curves_at(file_of(second)) == curves_of(second)
+    assert [step for step, _ in curves_of(second)["train_loss"]] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_fails_is_told_so(make_trainer, tmp_path):
+    from zerotrain.training import Callback
+
+    class Raising(Callback):
+        def after_step(self, run, outcome):
+            raise RuntimeError("enough")
+
+    callbacks = {"wandb": WandB(mode="offline"), "raising": Raising()}
+    with pytest.raises(Exception, match="enough"):
+        make_trainer(max_steps=3, callbacks=callbacks).run()
+    said = json.loads(inspected(file_of(tmp_path), "--summary"))
+    assert (said["exit_code"], said["summary"]["status"]) == (1, "failed")
+
+
+def test_disabled_it_writes_no_curve(make_trainer, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    make_trainer(max_steps=1, callbacks={"wandb": WandB()}).run()
+    assert not list(tmp_path.glob("**/*.wandb"))
+
+
+def test_without_a_login_it_only_warns(make_trainer, screen, monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert make_trainer(max_steps=1, callbacks={"wandb": WandB(mode="online")}).run()["status"] == "completed"
+    assert "callbacks.wandb: start after step 0" in " ".join(screen.getvalue().split())
+
+
+def test_a_mode_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match=r"mode=on; it must be online, offline, disabled or null"):
+        WandB(mode="on")

@@ -1,0 +1,174 @@
+import math
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from zerotrain.models import GPT, MLP
+from zerotrain.training.clock import NUM_WARMUP_STEPS, ModelFlops, StepClock, count_flops, device_peak_flops
+
+# The operations of a model, counted without computing them, and the share of the device's peak they take.
+
+
+SEQ_LEN = 128
+SEQUENCE = (torch.zeros(1, SEQ_LEN, dtype=torch.int64), torch.zeros(1, SEQ_LEN, dtype=torch.int64))
+NUM_LAYERS, HIDDEN_SIZE = 4, 128
+
+
+class OneProduct(nn.Module):
+    """One matrix product a position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 16)
+        self.linear = nn.Linear(16, 16, bias=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.embedding(ids)).mean()
+
+
+class Choosing(OneProduct):
+    """Looks at its values to decide what to compute."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids, labels) if ids.max().item() > 3 else self.embedding(ids).mean()
+
+
+def on_meta(make: type[nn.Module], **arguments: int) -> nn.Module:
+    with torch.device("meta"):
+        return make(**arguments)
+
+
+def test_the_operations_of_a_gpt_are_those_of_the_palm_formula():
+    model = on_meta(
+        GPT, vocab_size=256, max_seq_len=SEQ_LEN, num_layers=NUM_LAYERS, num_heads=4, hidden_size=HIDDEN_SIZE
+    )
+    assert isinstance(model, GPT)
+    num_weights = model.num_parameters - SEQ_LEN * HIDDEN_SIZE  # the positions are looked up, not multiplied with
+    per_token = 6 * num_weights + 12 * NUM_LAYERS * HIDDEN_SIZE * SEQ_LEN
+    assert count_flops(model, SEQUENCE) == pytest.approx(SEQ_LEN * per_token, rel=0.02)
+
+
+def test_the_operations_of_a_model_without_attention_are_six_for_each_weight_of_a_product():
+    model = on_meta(MLP, vocab_size=256, context=4, hidden_size=64, num_layers=2)
+    num_weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    assert count_flops(model, SEQUENCE) == 6 * num_weights * SEQ_LEN
+
+
+def test_a_product_is_counted_once_forward_and_twice_backward():
+    assert count_flops(on_meta(OneProduct), SEQUENCE) == 3 * 2 * 16 * 16 * SEQ_LEN
+
+
+def test_a_forward_that_needs_values_has_no_count():
+    assert count_flops(on_meta(Choosing), SEQUENCE) is None
+
+
+def test_the_utilization_is_the_share_of_the_peak():
+    assert ModelFlops(per_sequence=2e9, peak_per_s=1e12).utilization(sequences_per_s=100.0) == pytest.approx(0.2)
+
+
+def clock_of(durations_s: list[float], monkeypatch: pytest.MonkeyPatch) -> StepClock:
+    """A clock that has timed steps of 100 tokens each."""
+    now_s = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    clock = StepClock()
+    for duration_s in durations_s:
+        with clock:
+            now_s += duration_s
+        clock.count(100)
+        now_s += 1000  # an evaluation, which is not training
+    return clock
+
+
+def test_the_first_steps_and_what_lies_between_steps_are_left_out_of_the_speed(monkeypatch):
+    clock = clock_of([50.0] * NUM_WARMUP_STEPS + [1.0, 2.0, 9.0], monkeypatch)
+    assert clock.tokens_per_s() == pytest.approx(300 / 12)
+    assert clock.step_ms_median() == pytest.approx(2000)
+    assert clock.steps_per_s() == pytest.approx(3 / 12)
+
+
+def test_the_speed_of_the_last_steps_is_theirs_alone(monkeypatch):
+    clock = clock_of([50.0] * 10 + [1.0, 3.0], monkeypatch)
+    assert clock.tokens_per_s(last_steps=2) == pytest.approx(200 / 4)
+    assert clock.step_ms_median(last_steps=2) == pytest.approx(2000)
+    assert clock.steps_per_s(last_steps=2) == pytest.approx(2 / 4)
+
+
+def test_a_run_shorter_than_its_warmup_counts_all_its_steps(monkeypatch):
+    assert clock_of([2.0, 4.0], monkeypatch).tokens_per_s() == pytest.approx(200 / 6)
+
+
+def test_a_clock_goes_on_with_the_sums_of_one_before_it(monkeypatch):
+    first = clock_of([50.0] * NUM_WARMUP_STEPS + [1.0, 2.0], monkeypatch)
+    second = clock_of([40.0] * NUM_WARMUP_STEPS + [9.0], monkeypatch)
+    second.load_state_dict(first.state_dict())
+    assert second.tokens_per_s() == pytest.approx(300 / 12)
+    assert second.train_s == pytest.approx(90 * NUM_WARMUP_STEPS + 12)
+    assert second.tokens_per_s(last_steps=1) == pytest.approx(100 / 9)
+    third = StepClock()
+    third.load_state_dict(second.state_dict())
+    assert (third.tokens_per_s(), third.train_s) == (pytest.approx(300 / 12), pytest.approx(90 * NUM_WARMUP_STEPS + 12))
+
+
+def test_labels_are_told_apart_from_tokens_also_where_a_run_goes_on():
+    clock = StepClock()
+    for _ in range(NUM_WARMUP_STEPS + 2):
+        with clock:
+            time.sleep(0.001)
+        clock.count(100, num_labels=25)
+    assert clock.labels_per_s() == pytest.approx(clock.tokens_per_s() / 4)
+    state = clock.state_dict()
+    assert (state["tokens"], state["labels"]) == (200, 50)
+    again = StepClock()
+    again.load_state_dict(state)
+    assert again.labels_per_s() == pytest.approx(again.tokens_per_s() / 4)
+    del state["labels"]  # of an earlier zerotrain
+    again.load_state_dict(state)
+    assert again.labels_per_s() == again.tokens_per_s()
+
+
+def test_before_any_step_there_is_no_speed():
+    assert math.isnan(StepClock().tokens_per_s())
+    assert math.isnan(StepClock().step_ms_median())
+    assert math.isnan(StepClock().steps_per_s())
+
+
+def test_a_step_that_failed_is_not_counted():
+    clock = StepClock()
+    with pytest.raises(RuntimeError), clock:
+        raise RuntimeError
+    assert math.isnan(clock.step_ms_median())
+
+
+@pytest.mark.parametrize(
+    ("device_name", "dtype", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4e12),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756.0e12),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5e12),
+        ("NVIDIA A100-SXM4-80GB", torch.float16, 312e12),
+        ("NVIDIA A100-SXM4-80GB", torch.float64, None),
+        ("NVIDIA B200", torch.bfloat16, 2250e12),
+        ("NVIDIA L4", torch.bfloat16, 121e12),
+        ("NVIDIA L40S", torch.bfloat16, 362e12),
+        ("NVIDIA GeForce RTX 4090", torch.float32, 82.6e12),
+        ("Some GPU of tomorrow", torch.bfloat16, None),
+    ],
+)
+def test_the_peak_of_a_device_is_known_by_its_name_and_dtype(device_name, dtype, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: device_name)
+    assert device_peak_flops(torch.device("cuda", 0), dtype) == (None if peak is None else pytest.approx(peak))
+
+
+def test_the_peak_of_fp32_is_that_of_tf32_where_matrices_are_multiplied_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        assert device_peak_flops(torch.device("cuda", 0), torch.float32) == pytest.approx(156e12)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def test_the_peak_of_a_cpu_is_not_known():
+    assert device_peak_flops(torch.device("cpu"), torch.float32) is None
