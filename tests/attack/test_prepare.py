@@ -133,11 +133,10 @@ DISKS = r"""
 import json, os, sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
-from zerotrain.data.preparing import prepare
-from zerotrain.data.preparing import writer as prepare_writer
+from zerotrain.data import prepare
 from zerotrain.commands.prepare import main
 
-prepare_writer.NOTE_S, prepare.BATCH_NBYTES, prepare.PIECE_NBYTES = 0.0, 1 << 15, 0
+prepare.NOTE_S, prepare.BATCH_NBYTES, prepare.PIECE_NBYTES = 0.0, 1 << 15, 0
 
 def run(*arguments):
     with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:

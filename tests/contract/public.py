@@ -113,7 +113,9 @@ def exit_codes() -> Iterator[str]:
         if "Exit code" in text:
             yield f"{verb}: {' '.join(text[text.index('Exit code') :].split())}"
     exits = importlib.import_module("zerotrain.launching.exits")
-    yield from (f"train: {name} {value}" for name, value in vars(exits).items() if name.isupper())
+    yield from (
+        f"train: {name} {value}" for name, value in vars(exits).items() if name.isupper() and name != "STOP_SIGNALS"
+    )
 
 
 def run(zygote: Zygote) -> Iterator[str]:

@@ -20,8 +20,8 @@ IN_ONE_PLACE = {
     "shutil.move": [],
     ".replace": [],
     ".rename": [  # whole folders, each after what its own promise asks for
-        "checkpoint/folder.py",  # a save appears once its names are on the disk
-        "checkpoint/folder.py",  # one that is to be removed, or to be set aside, loses its name first
+        # A save appears once its names are on the disk; one to remove or to set aside loses its name first.
+        "checkpoint/folder.py",
         "commands/export.py",  # an export that is replaced, which comes back after an error
         "training/callbacks/loggers.py",  # an earlier sitting's curves, all of which the next one writes again
     ],

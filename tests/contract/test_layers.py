@@ -22,9 +22,8 @@ MAY_IMPORT = {
     "checkpoint": {"errors"},
     "offload": {"errors"},
     "sharding": {"errors"},
-    "deferred": set(),
-    "engine": {"errors", "settings", "comm", "checkpoint", "offload", "sharding", "deferred"},
-    "api": {"errors", "settings", "comm", "sharding", "deferred", "engine"},
+    "engine": {"errors", "settings", "comm", "checkpoint", "offload", "sharding"},
+    "api": {"errors", "settings", "comm", "sharding", "engine"},
     "models": set(),
     "data": set(),
     "training": {"errors", "comm", "checkpoint", "engine", "data"},
@@ -36,7 +35,7 @@ MAY_IMPORT = {
 FROM_EVERYWHERE = {"files", "device"}
 """They import nothing of ours; the first no torch either."""
 
-TOGETHER = {"commands", "planning", "replay", "run", "launching"}
+TOGETHER = {"commands", "preflight", "replay", "run", "saved", "launching"}
 
 SPEAK_OF_ARGUMENTS = ("api.py", "comm", "checkpoint", "sharding", "engine")
 """Messages from here are read by users of `build_engine`, who have no config; `config/words.py` translates them."""
@@ -44,7 +43,7 @@ CONFIG_NAMES = re.compile(
     r"\b(train|launch)\.[a-z_]+|\bmodel\.(compile|activation)|\boptimizer\.[a-z]|=(true|false|null)\b"
 )
 
-MAY_TALK_TO_OTHER_RANKS = {"comm", "launching", "planning", "testing"}
+MAY_TALK_TO_OTHER_RANKS = {"comm", "launching", "preflight", "testing"}
 """The collectives, the launcher's start of ranks, the wire to nobody of a plan, and the ranks of tests."""
 
 WRITES_ITS_FORMAT = {"commands"}

@@ -80,7 +80,7 @@ class _Loss(TypedDict):
 
 METRICS = {name: {TARGET: f"zerotrain.training.metrics.{name.capitalize()}"} for name in ("accuracy", "perplexity")}
 """Those that no run need have."""
-NO_METRICS = ("zerotrain.training.callbacks.", "zerotrain.training.loggers.")
+NO_METRICS = "zerotrain.training.callbacks."
 """How names of classes begin that are known to be none."""
 MAX_LOSS_NBYTES = 1 << 20
 OTHER_WEIGHTS = "the run evaluates its average of weights, and this is the loss of the trained ones; give --weights ema"

@@ -1,1 +1,1 @@
-"""A run from a config: its objects made, and what it has left opened again."""
+"""A run from a config: its objects made, and trained with."""

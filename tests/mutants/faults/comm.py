@@ -8,44 +8,44 @@ FAULTS = {
         "mean_by_tree",
         Swap("num_leaves", "len(parts)"),
         "with several virtual ranks on each rank gradients are too large",
-        ("unit/comm/test_means.py::test_parts_may_be_sums_of_several_leaves_each_and_the_mean_is_over_the_leaves",),
+        ("unit/comm/test_wires.py::test_parts_may_be_sums_of_several_leaves_each_and_the_mean_is_over_the_leaves",),
     ),
     "parts-not-in-rank-order": Fault(
         "PostedReduction._complete",
         Argument("mean_by_tree", 0, "[own, *self._received_parts(self._size - 1)]"),
         "parts are not added in rank order",
-        ("unit/comm/test_process_groups.py",),
+        ("unit/comm/test_collectives.py",),
     ),
     "rows-backwards": Fault(
         "_sum_of_rows",
         Swap("into[::2]", "into[::2].flip(0)"),
         "of many ranks the parts are not added by the tree",
-        ("unit/comm/test_means.py::test_the_mean_of_a_matrix_of_parts_is_added_row_by_row",),
+        ("unit/comm/test_wires.py::test_the_mean_of_a_matrix_of_parts_is_added_row_by_row",),
     ),
     "middle-part-left-out": Fault(
         "_sum",
         Always(False, "2", nth=1),
         "of three ranks one is left out of the sum",
-        ("unit/comm/test_means.py::test_the_mean_is_a_quotient_to_the_last_bit_also_where_fp32_ends",),
+        ("unit/comm/test_wires.py::test_the_mean_is_a_quotient_to_the_last_bit_also_where_fp32_ends",),
     ),
     "mean-is-a-sum": Fault(
         "_divide",
         Swap("1 / by", "1"),
         "gradients are added over ranks, not averaged",
-        ("unit/comm/test_means.py::test_the_mean_of_a_matrix_of_parts_is_added_row_by_row",),
+        ("unit/comm/test_wires.py::test_the_mean_of_a_matrix_of_parts_is_added_row_by_row",),
     ),
     "16-bits-added-in-16-bits": Fault(
-        "means._add",
+        "wires._add",
         Swap("total.copy_(a).add_(b)", "torch.add(a, b, out=total)"),
         "parts of 16 bits are rounded at each level of the tree",
-        ("unit/comm/test_means.py::test_the_mean_of_a_matrix_of_parts_is_added_row_by_row",),
+        ("unit/comm/test_wires.py::test_the_mean_of_a_matrix_of_parts_is_added_row_by_row",),
     ),
     "own-part-not-copied": Fault(
         "PostedGather._issue",
         Drop("copy_"),
         "a posted gather leaves out this rank's own part",
         (
-            "unit/comm/test_process_groups.py::test_every_way_to_send_gives_sums_in_order_counts_its_bytes_and_ends_what_it_began",
+            "unit/comm/test_collectives.py::test_every_way_to_send_gives_sums_in_order_counts_its_bytes_and_ends_what_it_began",
         ),
     ),
     "one-tag-for-all": Fault(
@@ -53,7 +53,7 @@ FAULTS = {
         Swap("tags", "iter([0] * 99)", nth=2),
         "parts of two buckets meet",
         (
-            "unit/comm/test_process_groups.py::test_every_way_to_send_gives_sums_in_order_counts_its_bytes_and_ends_what_it_began",
+            "unit/comm/test_collectives.py::test_every_way_to_send_gives_sums_in_order_counts_its_bytes_and_ends_what_it_began",
         ),
     ),
     "exchange-sizes-swapped": Fault(
@@ -64,7 +64,7 @@ FAULTS = {
         ),
         "what is sent is cut as what is received",
         (
-            "unit/comm/test_process_groups.py::test_every_way_to_send_gives_sums_in_order_counts_its_bytes_and_ends_what_it_began",
+            "unit/comm/test_collectives.py::test_every_way_to_send_gives_sums_in_order_counts_its_bytes_and_ends_what_it_began",
         ),
     ),
     "broadcast-from-another": Fault(
@@ -72,7 +72,7 @@ FAULTS = {
         Swap("source", "1 - source"),
         "another rank's initial weights are used",
         (
-            "unit/comm/test_process_groups.py::test_every_way_to_send_gives_sums_in_order_counts_its_bytes_and_ends_what_it_began",
+            "unit/comm/test_collectives.py::test_every_way_to_send_gives_sums_in_order_counts_its_bytes_and_ends_what_it_began",
         ),
     ),
     "finished-without-wait": Fault(
@@ -91,20 +91,20 @@ FAULTS = {
         "Journal.note",
         Swap("self._orders[kind] * 1000003", "self._orders[kind]"),
         "another order is not told apart",
-        ("unit/comm/accounts/test_ledger.py::test_within_a_kind_names_order_and_number_tell_apart",),
+        ("unit/comm/test_ledger.py::test_within_a_kind_names_order_and_number_tell_apart",),
     ),
     "objects-run-code": Fault(
-        "wire._unpacked",
+        "handles._unpacked",
         Argument("load", "weights_only", "False"),
         "another process says what code is run in a rank",
         (
-            "unit/comm/test_process_groups.py::test_every_way_to_send_gives_sums_in_order_counts_its_bytes_and_ends_what_it_began",
+            "unit/comm/test_collectives.py::test_every_way_to_send_gives_sums_in_order_counts_its_bytes_and_ends_what_it_began",
         ),
     ),
     "metrics-blame-others": Fault(
         "World._together",
         Drop("if"),
         "an own error that surfaces in the sum of metrics or a barrier is told as the loss of other ranks",
-        ("unit/comm/accounts/test_blame.py::test_an_error_is_told_as_a_loss_of_others_only_where_it_is_one",),
+        ("unit/comm/test_whereabouts.py::test_an_error_is_told_as_a_loss_of_others_only_where_it_is_one",),
     ),
 }

@@ -8,7 +8,7 @@ FAULTS = {
         "assign_owners",
         Swap("load.index(min(load))", "0"),
         "one rank updates all whole tensors, and the others wait",
-        ("unit/sharding/test_ownership.py::test_owners_share_the_cost_of_every_bucket_and_of_all",),
+        ("unit/sharding/test_layout.py::test_owners_share_the_cost_of_every_bucket_and_of_all",),
     ),
     "groups-in-one-span": Fault(
         "BucketSpec.__post_init__",
@@ -82,14 +82,14 @@ FAULTS = {
         "digit_sums",
         Argument("stack", 0, "[highest, *sums]"),
         "what is not finite skips no step",
-        ("unit/engine/buckets/parts/test_norm.py::test_one_element_that_is_not_finite_makes_the_norm_nan",),
+        ("unit/engine/buckets/test_norm.py::test_one_element_that_is_not_finite_makes_the_norm_nan",),
     ),
     "digit-of-the-first-row": Fault(
         "add_digit_sums",
         Swap("rows[:, 0].max()", "rows[0, 0]"),
         "a larger gradient of another rank leaves the norm",
         (
-            "unit/engine/buckets/parts/test_norm.py::test_the_squares_of_a_step_are_those_of_its_buckets_however_many_are_kept",
+            "unit/engine/buckets/test_norm.py::test_the_squares_of_a_step_are_those_of_its_buckets_however_many_are_kept",
         ),
     ),
     "leaf-not-rounded": Fault(
@@ -160,7 +160,7 @@ FAULTS = {
         Drop("copy_"),
         "what an owner holds itself is never updated",
         (
-            "unit/engine/buckets/parts/test_whole_tensors.py::test_every_tensor_is_updated_once_whole_by_its_owner_and_comes_back_to_where_it_lies",
+            "unit/engine/buckets/test_whole_tensors.py::test_every_tensor_is_updated_once_whole_by_its_owner_and_comes_back_to_where_it_lies",
         ),
     ),
     "loss-scale-stays": Fault(

@@ -9,7 +9,7 @@ FAULTS = {
         Swap("current_weight(bucket)", "bucket.weights.held.float()"),
         "full weights, and those that move, are rounded",
         (
-            "unit/engine/state/sources/test_other_buckets.py::test_what_stays_keeps_its_momentum_and_its_count_and_what_comes_back_begins_anew",
+            "unit/engine/state/test_from_buckets.py::test_what_stays_keeps_its_momentum_and_its_count_and_what_comes_back_begins_anew",
         ),
     ),
     "moved-to-the-old-place": Fault(
@@ -17,7 +17,7 @@ FAULTS = {
         Argument("copy_", 0, "slot_view(values, slot)"),
         "momentum is taken from where a parameter will lie, not from where it lay",
         (
-            "unit/engine/state/sources/test_other_buckets.py::test_what_stays_keeps_its_momentum_and_its_count_and_what_comes_back_begins_anew",
+            "unit/engine/state/test_from_buckets.py::test_what_stays_keeps_its_momentum_and_its_count_and_what_comes_back_begins_anew",
         ),
     ),
     "weights-not-shared": Fault(
@@ -43,7 +43,7 @@ FAULTS = {
         Drop("broadcast"),
         "each rank loads what it was given itself",
         (
-            "unit/engine/state/sources/test_state_dict.py::test_what_was_taken_out_trains_on_to_the_same_bits_in_another_engine",
+            "unit/engine/state/test_from_weights.py::test_what_was_taken_out_trains_on_to_the_same_bits_in_another_engine",
         ),
     ),
     "master-not-loaded": Fault(
@@ -51,7 +51,7 @@ FAULTS = {
         Always(False),
         "in 16 bits the master weights stay what they were",
         (
-            "unit/engine/state/sources/test_state_dict.py::test_what_was_taken_out_trains_on_to_the_same_bits_in_another_engine",
+            "unit/engine/state/test_from_weights.py::test_what_was_taken_out_trains_on_to_the_same_bits_in_another_engine",
         ),
     ),
     "agreed-whatever-was-given": Fault(
@@ -71,7 +71,7 @@ FAULTS = {
         Always(True, "mends"),
         "a few weights that are loaded hide that the others are of two trainings",
         (
-            "unit/engine/state/sources/test_files_refused.py::test_a_disk_that_fails_in_the_midst_leaves_an_engine_that_trains_when_it_is_whole_again",
+            "unit/engine/state/test_from_weights_refused.py::test_a_disk_that_fails_in_the_midst_leaves_an_engine_that_trains_when_it_is_whole_again",
         ),
     ),
     "saves-old-state-stays": Fault(
@@ -86,7 +86,7 @@ FAULTS = {
         "ShardedModel.require_no_gradient",
         Always(False),
         "a gradient that waits is lost when what trains is changed",
-        ("unit/engine/state/sources/test_other_buckets.py::test_while_a_gradient_waits_what_trains_cannot_change",),
+        ("unit/engine/state/test_from_buckets.py::test_while_a_gradient_waits_what_trains_cannot_change",),
     ),
     "checkpoint-hashes-ignored": Fault(
         "Reader._read_block",
@@ -142,7 +142,7 @@ FAULTS = {
         "_not_kept",
         Swap("-max(keep, 1)", "max(keep, 1)"),
         "the oldest stay and the newest go",
-        ("unit/checkpoint/test_kept.py::test_the_newest_and_every_so_many_steps_stay",),
+        ("unit/checkpoint/test_folder.py::test_the_newest_and_every_so_many_steps_stay",),
     ),
     "checkpoint-update-copies-nothing": Fault(
         "BucketUpdate.run",
@@ -176,7 +176,7 @@ FAULTS = {
         "remove_old",
         Swap("best_in(folder)", "None"),
         "the best checkpoint goes when newer ones are saved",
-        ("unit/training/test_best.py::test_the_best_stays_beside_the_newest_and_the_link_names_it",),
+        ("unit/training/callbacks/test_checkpoints.py::test_the_best_stays_beside_the_newest_and_the_link_names_it",),
     ),
     "reading-bytes-of-two": Fault(
         "_of_places",
@@ -195,7 +195,7 @@ FAULTS = {
         Swap("self.tier.settled(last)", "Event()"),
         "a window is read into while it is still written from",
         (
-            "unit/offload/test_windows.py::test_the_oldest_is_used_again_once_there_are_enough_and_its_last_copy_is_waited_for",
+            "unit/offload/test_tier.py::test_the_oldest_is_used_again_once_there_are_enough_and_its_last_copy_is_waited_for",
         ),
     ),
     "offload-gaps-overlap": Fault(
