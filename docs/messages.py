@@ -22,23 +22,23 @@ TOPICS = {
         ("commands/ended.py", "commands/alive.py", "commands/slurm.py"),
     ),
     "replay": ("The command replay", ("commands/replay.py", "replay")),
-    "export": ("The command export", ("commands/export",)),
+    "export": ("The command export", ("commands/export.py", "commands/export_formats.py")),
     "config": ("Settings and yamls", ("config", "settings.py")),
     "launching": ("Start, restart and end of a run", ("launching",)),
-    "run": ("Checks before a run, and what a run has left", ("run", "api.py", "errors.py", "__init__.py")),
+    "run": ("Checks before a run, and what a run has left", ("run", "preflight", "saved", "api.py", "errors.py", "__init__.py")),
     "training": ("Training and its callbacks", ("training",)),
     "models": ("Models", ("models",)),
     "data": ("Data sets and their rows", ("data",)),
     "data_files": (
         "Files of text and tokens, and how they are prepared",
-        ("data/files", "data/store", "data/preparing"),
+        tuple(f"data/{name}.py" for name in ("formats", "prepare", "store", "text_files", "tokenizer", "windows")),
     ),
     "engine": ("The engine", ("engine",)),
-    "engine_groups": ("Optimizers and parameter groups", ("engine/groups", "engine/update", "engine/model")),
+    "engine_groups": ("Optimizers and parameter groups", ("engine/groups", "engine/optimizer_step.py", "engine/model")),
     "engine_state": ("Saving and loading", ("engine/state", "engine/engine.py")),
     "checkpoint": ("Checkpoints and other files with weights", ("checkpoint",)),
     "comm": ("Communication between ranks", ("comm", "testing")),
-    "machine": ("Files, devices and memory", ("files", "device", "offload", "sharding", "deferred")),
+    "machine": ("Files, devices and memory", ("files", "device", "offload", "sharding")),
 }
 """Page -> (title, folders and files of the package)."""
 

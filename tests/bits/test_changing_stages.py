@@ -7,13 +7,21 @@ from typing import Any
 import pytest
 
 from tests.bits.training import FINE_MB, Block, Net, Setup, Training, assert_same
-from tests.unit.training.callbacks.test_stages import HELD, KINDS, lines_of, model, sums, trainer_of, without_changes
+from tests.unit.training.callbacks.test_stages import (
+    HELD,
+    KINDS,
+    lines_of,
+    sums,
+    tied_model,
+    trainer_of,
+    without_changes,
+)
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 
 ROUND = {0: 0, 5: 1, 10: 2, 15: 3, 20: 1, 25: 0}
 NUM_STEPS = 30
-__all__ = ["model", "sums"]  # the fixtures of the runs
+__all__ = ["sums", "tied_model"]  # the fixtures of the runs
 
 
 @pytest.mark.case(
@@ -67,7 +75,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.thinned(2)
-def test_a_run_is_the_run_at_one_stage(way, size, model, tmp_path, monkeypatch):
+def test_a_run_is_the_run_at_one_stage(way, size, tied_model, tmp_path, monkeypatch):
     """Evaluations every four steps and saves every seven fall before, between and behind the changes."""
     kind, changes = WAYS[way]
     if way == "without clipping":
@@ -76,7 +84,7 @@ def test_a_run_is_the_run_at_one_stage(way, size, model, tmp_path, monkeypatch):
 
     def run(world, folder, **more):
         how = changes | {"max_steps": NUM_STEPS, "checkpoint": policy} | more
-        return trainer_of(world, model, tmp_path / folder, kind=kind, **how).run()
+        return trainer_of(world, tied_model, tmp_path / folder, kind=kind, **how).run()
 
     [fixed, *_], _ = run_threads(partial(run, folder="fixed", stage=2), size)
     [changing, *_], _ = run_threads(partial(run, folder="changing", stages=ROUND), size, late_rank=size - 1)

@@ -8,7 +8,7 @@ from commands import TINY
 from safetensors.torch import load_file
 
 from tests.zygote.client import Zygote
-from zerotrain.checkpoint.verify import opened
+from zerotrain.checkpoint.verification import opened
 from zerotrain.commands import evaluate, generate
 from zerotrain.commands.export import main as export
 

@@ -14,7 +14,7 @@ from cases import place, run_over
 
 import zerotrain
 from zerotrain.checkpoint.manifest import read_manifest
-from zerotrain.checkpoint.verify import differences
+from zerotrain.checkpoint.verification import differences
 from zerotrain.comm import whereabouts
 from zerotrain.comm.world import Shards
 from zerotrain.testing.ranks import run_ranks

@@ -5,6 +5,6 @@ docs/reference/checkpoint_promises.md.
 """
 
 from zerotrain.checkpoint.folder import checkpoints_in
-from zerotrain.checkpoint.verify import verify
+from zerotrain.checkpoint.verification import verify
 
 __all__ = ["checkpoints_in", "verify"]

@@ -40,7 +40,7 @@ from zerotrain.files.terminal import code_of
 from zerotrain.files.untrusted import FilePath, UntrustedFileError, read_json
 from zerotrain.launching import exits
 from zerotrain.launching.exits import ended_in_order
-from zerotrain.saved.saved import ABOUT, ADAPTERS, DCP, HUGGING_FACE, MERGED, MODEL, SavedRun, opened_run
+from zerotrain.saved.saved import ABOUT, ADAPTERS, DCP, EXPORTED_MODEL, MERGED, MODEL, SavedRun, opened_run
 
 # Writes an export's folder: it appears when it is complete, and replaces only an earlier export.
 
@@ -410,4 +410,4 @@ def _form(run: SavedRun, asked: Asked) -> str:
     if asked.merge:
         return MERGED
     has_adapters = any(is_of_adapter(name) for name in run.saved.names)
-    return ADAPTERS if has_adapters else HUGGING_FACE
+    return ADAPTERS if has_adapters else EXPORTED_MODEL

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from zerotrain.checkpoint.manifest import AVERAGE, WEIGHT, dtype_of
 from zerotrain.checkpoint.others.safetensors_and_torch import OutTensor
 from zerotrain.checkpoint.tensor_file import chunks
-from zerotrain.checkpoint.verify import CheckpointTensors
+from zerotrain.checkpoint.verification import CheckpointTensors
 from zerotrain.errors import ConfigError
 from zerotrain.files.kept_out import refusal
 from zerotrain.files.untrusted import printable

@@ -25,7 +25,7 @@ from zerotrain.checkpoint.folder import (
     set_aside_in,
 )
 from zerotrain.checkpoint.manifest import MANIFEST, Manifest, dtype_of, pieces_of, read_manifest
-from zerotrain.checkpoint.verify import differences, problems_in
+from zerotrain.checkpoint.verification import differences, problems_in
 from zerotrain.commands.frame import exit_code, parser_of
 from zerotrain.errors import CheckpointError
 from zerotrain.files.untrusted import printable, shown

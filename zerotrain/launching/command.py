@@ -1,4 +1,7 @@
-"""The problems of a command line that Hydra would not run, a line for each. Imports no torch."""
+"""launch.py as a command: what is wrong with a command line, which process does what, and the exit code.
+
+Imports no torch, since tab completion comes through here.
+"""
 
 import os
 import signal
@@ -8,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 from unittest.mock import patch
 
 import hydra
@@ -28,7 +31,7 @@ from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import require_here
 from zerotrain.files.terminal import code_of, outlast_readers, with_output_written
 from zerotrain.files.untrusted import printable
-from zerotrain.launching import exits, resuming
+from zerotrain.launching import exits
 from zerotrain.launching.imports import importing
 from zerotrain.launching.sweep.sweep import StudyError, StudyIsFullError
 from zerotrain.launching.sweep.telling import driven, find_latest, report
@@ -197,9 +200,7 @@ def _raw_value(error: OmegaConfBaseException) -> str:
     return given[-1] if given else str(OmegaConf.to_container(error.parent_node, resolve=False))
 
 
-# launch.py as a command: which process does what, what is read of a failure, and the exit code.
-#
-# Imports no torch, since tab completion comes through here.
+# Which process does what, and what is read of a failure.
 
 
 def dispatch(main: Callable[[], None], conf: Path) -> NoReturn:
@@ -322,31 +323,3 @@ def _run_to_its_end(main: Callable[[], None]) -> None:
         except StudyIsFullError:
             if (found := driven()) is not None and not any(each.startswith("hydra.sweep.dir=") for each in sys.argv):
                 sys.argv.insert(1, f"hydra.sweep.dir={quoted(str(found[0].folder))}")  # the default has the time in it
-
-
-# The last lines of a run.
-
-
-def shown_from(here: Path, path: Path) -> Path:
-    """A path as one who works in `here` would write it."""
-    return path.relative_to(here) if path.is_relative_to(here) else path
-
-
-def print_ending(result: dict[str, Any], run_dir: Path, here: Path, ranks: RankEnvironment | None) -> None:
-    """Say where a run lies that has completed or was stopped in order, and how to go on with it."""
-    shown = shown_from(here, run_dir)
-    print_place(result, shown)
-    if result["checkpoint"] is not None:
-        more = [f"train.max_steps={2 * result['steps']}"] if result["status"] == "completed" else []
-        print(f"to go on: {resuming.command_to_go_on(result['overrides'], shown, ranks, *more)}", flush=True)
-    else:
-        print(
-            "next: checkpoint.save_at_end=true lets a run train longer later; --cfg job shows every setting",
-            flush=True,
-        )
-
-
-def print_place(result: dict[str, Any], shown: Path) -> None:
-    """Say how a run has ended, and what lies in its folder."""
-    files = f"result.json, metrics.jsonl, ranks/{'' if result['checkpoint'] is None else ', checkpoints/'}"
-    print(f"{result['error'] or 'completed'}; in {shown}: {files}", flush=True)

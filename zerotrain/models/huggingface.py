@@ -2,18 +2,15 @@
 
 import difflib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers.utils import cached_file
 
 from zerotrain.files.kept_out import refusal, require_no_kernels
 from zerotrain.files.terminal import package
-from zerotrain.files.untrusted import FileName, read_json, shown
 from zerotrain.models.gpt import MeanCrossEntropy, require_at_least, require_fraction, require_names
 
 NO_ADAPTERS: dict[str, Any] = {"rank": 0, "alpha": 16, "dropout": 0.0, "targets": None}
@@ -158,6 +155,7 @@ def _from_scratch(fields: dict[str, Any], vocab_size: int | None) -> Any:
 
 def _pretrained(name_or_path: str, fields: dict[str, Any]) -> Any:
     # Imported here, as all that needs the extra.
+    from zerotrain.models.pretrained import find_weights, load_weights, require_shapes
 
     transformers = _transformers()
     try:
@@ -262,101 +260,3 @@ def _with_adapters(
 def _transformers() -> Any:
     """The package, which takes a second to import and which few runs need."""
     return package("transformers", extra="hf", needed_by="HuggingFaceModel")
-
-
-# Weights of a pretrained model from safetensors files, one tensor in memory at a time. Needs the extra hf.
-
-
-class _PretrainedIndex(TypedDict):
-    weight_map: dict[str, FileName]
-
-
-MAX_INDEX_NBYTES = 100_000_000
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[Any]:
-    """A safetensors file; ValueError where it is none, is damaged, or has no tensor of the name that is asked for."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file, or damaged: {shown(str(error))}") from error
-
-
-@torch.library.custom_op("zerotrain::read_tensor", mutates_args=())
-def read_tensor(path: str, name: str) -> torch.Tensor:
-    """Tensor `name` of a safetensors file, on the CPU.
-
-    An operation of torch, so that who notes the operations of a constructor can repeat it.
-    """
-    with _opened(path) as file:
-        return file.get_tensor(name).clone()
-
-
-def find_weights(name_or_path: str) -> dict[str, str] | None:
-    """Name of each tensor -> the safetensors file that holds it. A model of the hub is downloaded first.
-
-    Returns:
-        None where the weights are in another format.
-
-    Raises:
-        OSError: there are no weights at all.
-        ValueError: they are damaged.
-    """
-    index = _find(name_or_path, "model.safetensors.index.json")
-    if index is not None:
-        said = read_json(index, _PretrainedIndex, max_nbytes=MAX_INDEX_NBYTES)
-        parts = said["weight_map"]
-        found = {part: _find(name_or_path, part) for part in sorted(set(parts.values()))}
-        missing = [part for part, path in found.items() if path is None]
-        if missing:
-            raise OSError(f"it lacks {', '.join(map(shown, missing))}")
-        return {name: str(found[part]) for name, part in parts.items()}
-    file = _find(name_or_path, "model.safetensors")
-    if file is not None:
-        with _opened(file) as opened:
-            return dict.fromkeys(opened.keys(), file)
-    if not any(_find(name_or_path, name) for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")):
-        raise OSError("it holds neither model.safetensors nor pytorch_model.bin")
-    return None
-
-
-def _find(name_or_path: str, file: str) -> str | None:
-    return cached_file(name_or_path, file, _raise_exceptions_for_missing_entries=False)
-
-
-def require_shapes(model: nn.Module, files: Mapping[str, str]) -> None:
-    """Check that fields of the config which were changed leave the model, which may be on the meta device, one that
-    its files fit; ValueError where a tensor has another shape than the model's of the same name."""
-    targets, shapes = model.state_dict(keep_vars=True), _shapes(files)
-    for name in targets.keys() & shapes.keys():
-        given, wanted = shapes[name], tuple(targets[name].shape)
-        if given != wanted:
-            raise ValueError(
-                f"model.config: the weights do not fit; {name} has shape {given} in the files and {wanted} by the "
-                "config; leave out the fields that change it"
-            )
-
-
-def load_weights(model: nn.Module, files: Mapping[str, str]) -> bool:
-    """Copy tensors from files into the parameters and buffers of the same names. False, and nothing is copied, where
-    names or shapes are not exactly those of the model. One name of tied tensors is enough."""
-    targets, shapes = model.state_dict(keep_vars=True), _shapes(files)
-    given = {id(targets[name]) for name in files if name in targets}
-    if any(id(tensor) not in given for tensor in targets.values()):
-        return False
-    if any(name not in targets or shapes[name] != tuple(targets[name].shape) for name in files):
-        return False
-    with torch.no_grad():
-        for name, path in files.items():
-            targets[name].copy_(torch.ops.zerotrain.read_tensor(path, name))
-    return True
-
-
-def _shapes(files: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in set(files.values()):
-        with _opened(path) as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes

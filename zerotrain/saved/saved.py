@@ -14,7 +14,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from torch import nn
 
 from zerotrain.checkpoint.others.weights import find_weights
-from zerotrain.checkpoint.verify import CheckpointTensors, opened
+from zerotrain.checkpoint.verification import CheckpointTensors, opened
 from zerotrain.config.checks import must_be, target_problems, value_problems
 from zerotrain.config.compose import first_paragraph, from_values
 from zerotrain.config.schema import Config

@@ -10,7 +10,7 @@ import torch
 
 import zerotrain
 from zerotrain.checkpoint.folder import CHECKPOINTS, held, remove_old, step_name
-from zerotrain.checkpoint.verify import opened
+from zerotrain.checkpoint.verification import opened
 from zerotrain.errors import CheckpointError
 
 

@@ -80,7 +80,7 @@ def test_an_index_names_files_of_its_own_folder_alone(name: Any, tmp_path: Path)
     safetensors(tmp_path, entry()).joinpath("model.safetensors").rename(tmp_path / "model-0.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
     refused(folder, "weight_map.*: .* the name of a file in this folder")
-    transformers = pytest.importorskip("zerotrain.models.huggingface")
+    transformers = pytest.importorskip("zerotrain.models.pretrained")
     with pytest.raises(ValueError, match="the name of a file in this folder"):
         transformers.find_weights(str(folder))
 

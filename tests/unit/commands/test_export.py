@@ -26,7 +26,7 @@ import zerotrain
 from tests.unit.checkpoint.runs import KINDS, build, train
 from tests.unit.commands.my_model import loss_of, make_model
 from zerotrain.checkpoint.folder import PartialFolder
-from zerotrain.checkpoint.verify import CheckpointTensors
+from zerotrain.checkpoint.verification import CheckpointTensors
 from zerotrain.commands.export import FILES, main, require_apart
 from zerotrain.saved.saved import ABOUT
 from zerotrain.testing.fake_wire import run_threads
@@ -643,16 +643,15 @@ __all__ = ["run", "saved"]
 
 SLOW = """
 import sys, time
-from zerotrain.commands.export import command
-from zerotrain.commands.export import main
+from zerotrain.commands import export
 from zerotrain.files.terminal import run_command
-write = command.write_safetensors
+write = export.write_safetensors
 def slow(folder, *given, **options):
     write(folder, *given, **options)
     print("written", flush=True)
     time.sleep(3600)
-command.write_safetensors = slow
-run_command(main)
+export.write_safetensors = slow
+run_command(export.main)
 """
 
 

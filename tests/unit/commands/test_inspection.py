@@ -13,7 +13,7 @@ import pytest
 
 import zerotrain
 from tests.unit.checkpoint.runs import KINDS, build, train
-from zerotrain.checkpoint import verify as compare
+from zerotrain.checkpoint import verification as compare
 from zerotrain.checkpoint.folder import PartialFolder, set_aside, set_best, step_name
 from zerotrain.commands.inspection import main
 from zerotrain.testing.fake_wire import run_threads

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.zygote.client import Ending, Zygote
-from zerotrain.launching.task import device_for
+from zerotrain.launching.task import device_for, print_ending
 
 # Where the ranks of this machine run.
 
@@ -152,3 +152,31 @@ def test_a_rank_that_keeps_the_store_of_all_holds_nothing_of_what_was_planned(tm
     done = subprocess.run([sys.executable, "-c", CHOSEN_HERE, str(tmp_path)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "auto: zero.stage=1: " in done.stdout
+
+
+# What the end of a run says.
+
+
+def ending(tmp_path: Path, capsys: pytest.CaptureFixture[str], **result: object) -> list[str]:
+    run_dir = tmp_path / "outputs/2026-11-21/23-04-45-123456"
+    known = {"status": "completed", "steps": 400, "overrides": ["zero.stage=3"], "checkpoint": None, "error": None}
+    print_ending(known | result, run_dir, tmp_path, None)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_end_says_where_things_are_and_how_to_go_on(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["launch.py"])
+    saved, goes_on = ending(tmp_path, capsys, checkpoint="step-00000400")
+    assert saved == "completed; in outputs/2026-11-21/23-04-45-123456: result.json, metrics.jsonl, ranks/, checkpoints/"
+    assert goes_on == (
+        "to go on: python launch.py hydra.run.dir=outputs/2026-11-21/23-04-45-123456 zero.stage=3 "
+        "train.max_steps=800 checkpoint.resume=auto"
+    )
+    _, goes_on = ending(tmp_path, capsys, status="stopped", checkpoint="step-00000003")
+    assert "train.max_steps" not in goes_on
+
+
+def test_without_a_checkpoint_the_end_says_how_to_get_one(tmp_path: Path, capsys):
+    _, following = ending(tmp_path, capsys)
+    assert "checkpoint.save_at_end=true" in following
+    assert "to go on:" not in following

@@ -17,7 +17,7 @@ from zerotrain.config.schema import Config  # noqa: E402
 from zerotrain.engine.model.deferred import MIN_NBYTES, deferred_init  # noqa: E402
 from zerotrain.errors import ConfigError  # noqa: E402
 from zerotrain.models import HuggingFaceModel  # noqa: E402
-from zerotrain.models.huggingface import find_weights, load_weights  # noqa: E402
+from zerotrain.models.pretrained import find_weights, load_weights  # noqa: E402
 from zerotrain.run.factory import freeze  # noqa: E402
 from zerotrain.testing.fake_wire import run_threads  # noqa: E402
 

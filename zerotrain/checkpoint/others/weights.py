@@ -19,7 +19,7 @@ from zerotrain.checkpoint.others.dcp import METADATA, DcpWeights
 from zerotrain.checkpoint.others.safetensors_and_torch import is_of_torch, safetensors_in, torch_tensors_in
 from zerotrain.checkpoint.others.stored_weights import OpenFile, StoredTensor, Weights, row_by_row
 from zerotrain.checkpoint.tensor_file import Reader
-from zerotrain.checkpoint.verify import problems_in
+from zerotrain.checkpoint.verification import problems_in
 from zerotrain.errors import CheckpointError, listed
 from zerotrain.files.untrusted import FileName, UntrustedFileError, read_json, shown
 

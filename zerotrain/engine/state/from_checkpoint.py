@@ -20,7 +20,7 @@ from zerotrain.checkpoint.manifest import (
     read_manifest,
 )
 from zerotrain.checkpoint.tensor_file import Reader
-from zerotrain.checkpoint.verify import problems_in
+from zerotrain.checkpoint.verification import problems_in
 from zerotrain.engine.groups import hyperparameters
 from zerotrain.engine.groups.hyperparameters import restore_group, restored, without_objects
 from zerotrain.engine.groups.param_groups import ParamGroups

@@ -220,8 +220,8 @@ def _require_sqlite(path: Path) -> None:
             problem = f"it is a database of something else, with {shown(tables[0])}"
     except OSError as error:
         problem = str(error.strerror)
-    except sqlite3.Error as error:
-        problem = str(error)
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the second of a name that is no text
+        problem = printable(str(error))
     if problem is not None:
         raise ConfigError(
             f"hydra.sweeper.storage: got {path}, which cannot be read: {problem}; move it away, or give another "

@@ -606,7 +606,7 @@ def test_a_later_best_that_is_set_aside_is_no_longer_named(start_run):
     assert named(again) == "step-00000002" != best
 
 
-def best_of(start: Any, name: str = "alone") -> BestCheckpoint:
+def best_of(start_run: Any, name: str = "alone") -> BestCheckpoint:
     trainer = start_run(name)
     return BestCheckpoint("val_loss", folder_of(trainer), trainer.engine, trainer.world, trainer.console)
 

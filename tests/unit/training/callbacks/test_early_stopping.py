@@ -10,7 +10,7 @@ import optuna
 import pytest
 from rich.console import Console
 
-from tests.unit.training.callbacks.test_stages import model, sums, trainer_of
+from tests.unit.training.callbacks.test_stages import sums, tied_model, trainer_of
 from zerotrain.checkpoint.folder import checkpoints_in
 from zerotrain.errors import ConfigError
 from zerotrain.testing.fake_wire import run_threads
@@ -80,14 +80,16 @@ def test_early_stopping_refuses_what_it_cannot_follow():
 # A run keeps an average of its weights: what it evaluates, saves and says of it, and that it trains as without.
 
 
-__all__ = ["model", "sums"]  # the fixtures of the runs
+__all__ = ["sums", "tied_model"]  # the fixtures of the runs
 STAGES = {0: 2, 5: 3, 7: 0}
 
 
-def run(world, model, folder: Path, **changes):
+def run(world, tied_model, folder: Path, **changes):
     """Twelve steps, an evaluation every four. Returns the trainer, what it said, and the hash of its weights."""
     screen = io.StringIO()
-    trainer = trainer_of(world, model, folder, kind="bf16, Muon", console=Console(file=screen, width=200), **changes)
+    trainer = trainer_of(
+        world, tied_model, folder, kind="bf16, Muon", console=Console(file=screen, width=200), **changes
+    )
     trainer.run()
     return trainer, screen.getvalue(), trainer.engine.weights_sha256()
 
@@ -97,15 +99,17 @@ def losses_of(folder: Path) -> dict[int, float]:
     return {line["step"]: line["val_loss"] for line in lines if line.get("val_loss") is not None}
 
 
-def test_evaluations_are_of_the_average_and_the_training_is_that_without_it(model, tmp_path):
+def test_evaluations_are_of_the_average_and_the_training_is_that_without_it(tied_model, tmp_path):
     policy = CheckpointPolicy(every_steps=4, keep=None, best="val_loss")
 
     def on_a_rank(world):
-        bare = run(world, model, tmp_path / "bare", stages=STAGES)
-        keeping = run(world, model, tmp_path / "keeping", callbacks={"ema": EMA(evaluate=False)}, stages=STAGES)
+        bare = run(world, tied_model, tmp_path / "bare", stages=STAGES)
+        keeping = run(world, tied_model, tmp_path / "keeping", callbacks={"ema": EMA(evaluate=False)}, stages=STAGES)
         stopping = EarlyStopping(patience=99)
         callbacks = {"ema": EMA(decay=0.5, warmup=False), "stopping": stopping}
-        evaluating = run(world, model, tmp_path / "evaluating", callbacks=callbacks, checkpoint=policy, stages=STAGES)
+        evaluating = run(
+            world, tied_model, tmp_path / "evaluating", callbacks=callbacks, checkpoint=policy, stages=STAGES
+        )
         assert bare[2] == keeping[2] == evaluating[2]
         engine = evaluating[0].engine
         engine.load_weights(tmp_path / "evaluating/checkpoints/step-00000012", averaged=True)
@@ -126,11 +130,11 @@ def test_evaluations_are_of_the_average_and_the_training_is_that_without_it(mode
     assert "average of the weights: decay 0.999 after a warm-up\n" in other_said
 
 
-def test_a_run_that_goes_on_has_the_average_of_one_that_never_stopped(model, tmp_path):
+def test_a_run_that_goes_on_has_the_average_of_one_that_never_stopped(tied_model, tmp_path):
     def on_a_rank(world, folder, ema, **changes):
         callbacks = {"ema": EMA(decay=0.9)} if ema else {}
         how = {"schedule": constant, "callbacks": callbacks, "checkpoint": CheckpointPolicy(keep=None)}
-        trainer, said, weights = run(world, model, tmp_path / folder, **how | changes)
+        trainer, said, weights = run(world, tied_model, tmp_path / folder, **how | changes)
         if not ema:
             return said, weights, None
         with trainer.engine.averaged():

@@ -78,12 +78,12 @@ def sums(monkeypatch):
     monkeypatch.setattr(zerotrain.World, "sum", sum_over_threads)
 
 
-def trainer_of(world, model, folder: Path, *, stage: int = 0, kind: str = "fp32", zero=None, **changes) -> Trainer:
+def trainer_of(world, tied_model, folder: Path, *, stage: int = 0, kind: str = "fp32", zero=None, **changes) -> Trainer:
     """Of twelve steps, with clipping, an evaluation every four, and two micro-batches in a step."""
     folder.mkdir(exist_ok=True)
     zero = {"stage": stage, "bucket_mb": 0.02} | (zero or {})
     given = {"zero": zerotrain.ZeroConfig(**zero), "max_grad_norm": 0.5} | KINDS[kind]
-    engine = zerotrain.build_engine(model(kind), world=world, **given)
+    engine = zerotrain.build_engine(tied_model(kind), world=world, **given)
     arguments = {
         "engine": engine,
         "world": world,
@@ -105,7 +105,7 @@ def trainer_of(world, model, folder: Path, *, stage: int = 0, kind: str = "fp32"
 
 
 @pytest.fixture
-def model():
+def tied_model():
     """Makes the same model for each rank and each run; its output is tied to its embedding."""
 
     def new(kind: str) -> GPT:
@@ -144,10 +144,10 @@ def without_changes(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     "the run at one stage: weights, losses, lines of metrics.jsonl",
 )
 @pytest.mark.parametrize(("kind", "size"), list(zip(KINDS, (2, 3, 2, 2), strict=True)))
-def test_a_run_that_changes_its_stage_every_two_steps_is_the_run_at_one_stage(kind, size, model, tmp_path):
+def test_a_run_that_changes_its_stage_every_two_steps_is_the_run_at_one_stage(kind, size, tied_model, tmp_path):
     def run(world, folder, **changes):
         screen = io.StringIO()
-        trainer = trainer_of(world, model, folder, kind=kind, console=Console(file=screen, width=80), **changes)
+        trainer = trainer_of(world, tied_model, folder, kind=kind, console=Console(file=screen, width=80), **changes)
         return trainer.run(), screen.getvalue()
 
     fixed, _ = run_threads(partial(run, folder=tmp_path / "fixed", stage=2), size)
@@ -186,11 +186,11 @@ def test_a_run_that_changes_its_stage_every_two_steps_is_the_run_at_one_stage(ki
     under="`zero.schedule` changes the stage in mid-run",
 )
 @pytest.mark.parametrize("saved_at", [5, 6])
-def test_a_run_stopped_between_two_changes_or_at_one_goes_on_at_the_stage_of_its_step(saved_at, model, tmp_path):
+def test_a_run_stopped_between_two_changes_or_at_one_goes_on_at_the_stage_of_its_step(saved_at, tied_model, tmp_path):
     policy = CheckpointPolicy(every_steps=saved_at, at_end=False, keep=None)
 
     def run(world, folder, **changes):
-        return trainer_of(world, model, folder, stages=ROUND, **changes).run()
+        return trainer_of(world, tied_model, folder, stages=ROUND, **changes).run()
 
     [whole, _], _ = run_threads(partial(run, folder=tmp_path / "whole", checkpoint=policy), 2)
     path = tmp_path / "whole" / "checkpoints" / f"step-{saved_at:08d}"
@@ -209,11 +209,13 @@ def test_a_run_stopped_between_two_changes_or_at_one_goes_on_at_the_stage_of_its
     "and it was stopped before, at or behind a change",
     under="`zero.schedule` changes the stage in mid-run",
 )
-def test_a_run_goes_on_by_the_schedule_of_now_whatever_stage_has_saved(model, tmp_path, world):
-    first = trainer_of(world, model, tmp_path / "first", stage=3, checkpoint=CheckpointPolicy(every_steps=5, keep=None))
+def test_a_run_goes_on_by_the_schedule_of_now_whatever_stage_has_saved(tied_model, tmp_path, world):
+    first = trainer_of(
+        world, tied_model, tmp_path / "first", stage=3, checkpoint=CheckpointPolicy(every_steps=5, keep=None)
+    )
     wanted = first.run()
     policy = CheckpointPolicy(resume=[tmp_path / "first" / "checkpoints" / "step-00000005"])
-    second = trainer_of(world, model, tmp_path / "second", checkpoint=policy, stages={0: 3, 4: 1, 9: 2})
+    second = trainer_of(world, tied_model, tmp_path / "second", checkpoint=policy, stages={0: 3, 4: 1, 9: 2})
     got = second.run()
     assert got["weights_sha256"] == wanted["weights_sha256"]
     assert [(each["from_step"], each["stage"]) for each in got["stages"]] == [(0, 3), (5, 1), (9, 2)]
@@ -222,13 +224,13 @@ def test_a_run_goes_on_by_the_schedule_of_now_whatever_stage_has_saved(model, tm
     assert [each["ranks"] is None for each in got["stages"]] == [True, False, False]
 
 
-def test_a_stage_that_no_step_was_trained_at_is_none_of_the_run(model, tmp_path, world):
+def test_a_stage_that_no_step_was_trained_at_is_none_of_the_run(tied_model, tmp_path, world):
     """The run was saved at the step of a change, and goes on by a schedule without it."""
     policy = CheckpointPolicy(every_steps=6, keep=None)
-    trainer_of(world, model, tmp_path / "first", checkpoint=policy, stages={0: 2, 6: 3}).run()
+    trainer_of(world, tied_model, tmp_path / "first", checkpoint=policy, stages={0: 2, 6: 3}).run()
     policy = CheckpointPolicy(resume=[tmp_path / "first" / "checkpoints" / "step-00000006"])
     for later, stages in ({6: 1}, [(0, 2), (6, 1)]), ({}, [(0, 2)]), ({9: 0}, [(0, 2), (9, 0)]):
-        body = trainer_of(world, model, tmp_path / "second", checkpoint=policy, stages={0: 2} | later).run()
+        body = trainer_of(world, tied_model, tmp_path / "second", checkpoint=policy, stages={0: 2} | later).run()
         assert [(each["from_step"], each["stage"]) for each in body["stages"]] == stages
 
 
@@ -238,7 +240,7 @@ def test_a_stage_that_no_step_was_trained_at_is_none_of_the_run(model, tmp_path,
     "built at that stage; or at the stage of the newest readable manifest",
     under="`zero.schedule` changes the stage in mid-run",
 )
-def test_the_stage_of_the_step_that_a_run_goes_on_at_is_known_from_its_checkpoint(model, tmp_path, world):
+def test_the_stage_of_the_step_that_a_run_goes_on_at_is_known_from_its_checkpoint(tied_model, tmp_path, world):
     """Before its ranks build an engine: with `zero.schedule={0: 0, 500: 3}` they built one at stage 0 to go on at step
     600, and a model that fits at stage 3 alone could not go on (2026-11-22)."""
     schedule, run_dir = {0: 2, 6: 3}, tmp_path / "run"
@@ -248,7 +250,7 @@ def test_the_stage_of_the_step_that_a_run_goes_on_at_is_known_from_its_checkpoin
             (run_dir / "control.yaml").write_text("stage: 1\n")
 
     policy = CheckpointPolicy(every_steps=2, at_end=False, keep=None)
-    trainer = trainer_of(world, model, run_dir, stages=schedule, max_steps=8, begin=ask, checkpoint=policy)
+    trainer = trainer_of(world, tied_model, run_dir, stages=schedule, max_steps=8, begin=ask, checkpoint=policy)
     trainer.run()
     for step, stage in {2: 2, 4: 1, 6: 3, 8: 3}.items():
         path = run_dir / "checkpoints" / f"step-{step:08d}"
@@ -264,8 +266,8 @@ def test_the_stage_of_the_step_that_a_run_goes_on_at_is_known_from_its_checkpoin
     assert stages_from(None, schedule) == (schedule, 0)
 
 
-def test_a_run_with_one_stage_has_the_table_it_had(model, tmp_path, world):
-    trainer = trainer_of(world, model, tmp_path / "run", stage=2, max_steps=2)
+def test_a_run_with_one_stage_has_the_table_it_had(tied_model, tmp_path, world):
+    trainer = trainer_of(world, tied_model, tmp_path / "run", stage=2, max_steps=2)
     body = trainer.run()
     shown = trainer.console.file.getvalue()
     assert "stage," not in shown.split("steps, train loss")[1]
@@ -274,8 +276,8 @@ def test_a_run_with_one_stage_has_the_table_it_had(model, tmp_path, world):
     assert entry["ranks"][0]["parameters_nbytes"] == body["memory_bytes"]["parameters"]
 
 
-def test_an_entry_at_the_last_step_changes_nothing(model, tmp_path, world):
-    body = trainer_of(world, model, tmp_path / "run", max_steps=2, stages={0: 1, 2: 3}).run()
+def test_an_entry_at_the_last_step_changes_nothing(tied_model, tmp_path, world):
+    body = trainer_of(world, tied_model, tmp_path / "run", max_steps=2, stages={0: 1, 2: 3}).run()
     assert [each["stage"] for each in body["stages"]] == [1]
 
 
@@ -306,7 +308,7 @@ NO_PLAN = dict.fromkeys(("parameters", "gradients", "optimizer", "offloaded", "s
     ids=["the best that fits", "none fits: the least", "none holds less", "within the budget", "nothing was chosen"],
 )
 def test_a_stage_that_was_chosen_and_holds_more_than_it_may_is_changed_after_three_steps(
-    memory, alternatives, goes_on_at, words, model, tmp_path
+    memory, alternatives, goes_on_at, words, tied_model, tmp_path
 ):
     plan = NO_PLAN | {"stage": 1, "peak": PLANNED, "memory": memory, "alternatives": alternatives}
     facts = {"stage": 1, "overrides": [], "config_hash": "", "memory_bytes": {"planned": plan}}
@@ -315,7 +317,7 @@ def test_a_stage_that_was_chosen_and_holds_more_than_it_may_is_changed_after_thr
     def run(world, folder, **changes):
         screen = io.StringIO()
         console = Console(file=screen, width=200)
-        return trainer_of(world, model, folder, stage=1, console=console, **changes).run(), screen.getvalue()
+        return trainer_of(world, tied_model, folder, stage=1, console=console, **changes).run(), screen.getvalue()
 
     [(wanted, _), _], _ = run_threads(partial(run, folder=tmp_path / "fixed"), 2)
     given = {"folder": tmp_path / "chosen", "run_facts": facts, "checkpoint": policy}
