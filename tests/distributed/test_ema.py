@@ -8,7 +8,7 @@ from commands import TINY
 from safetensors.torch import load_file
 
 from tests.zygote.client import Zygote
-from zerotrain.checkpoint.verification import opened
+from zerotrain.checkpoint.verification import open_checkpoint
 from zerotrain.commands import evaluate, generate
 from zerotrain.commands.export import main as export
 
@@ -45,7 +45,7 @@ def test_a_resumed_run_has_the_average_of_one_that_never_stopped_and_it_is_what_
     for name in ("whole", "parts"):
         assert export([str(tmp_path / name), "--weights", "ema", "--out", str(tmp_path / f"{name}-out")]) == 0
     found, other = (load_file(tmp_path / f"{name}-out/model.safetensors") for name in ("whole", "parts"))
-    with opened(tmp_path / "whole", averaged=True) as average, opened(tmp_path / "whole") as trained:
+    with open_checkpoint(tmp_path / "whole", averaged=True) as average, open_checkpoint(tmp_path / "whole") as trained:
         assert found.keys() == other.keys() == average.names.keys()
         for name, values in found.items():
             assert values.equal(other[name])

@@ -154,14 +154,14 @@ def _make_folders(path: Path) -> None:
         sync_folder(path.parent)
 
 
-# Which checkpoints of a run there are, which of them is taken, the newest that is whole, and which are kept.
+# The checkpoints of a run: the list of them, the one that is taken, the newest whole one, and those that stay.
 #
 #     RUN/checkpoints/step-00000100/                            a checkpoint
 #     RUN/checkpoints/best                                      a link to the one of the best evaluation
 #     RUN/checkpoints/.step-00000050.removed-9f3c0e5d21b7a864/  one that is being removed, or whose removal died
 #
-# What is to go gets its hidden name first, and that is on the disk before the first of its files goes. So nothing
-# that is half removed has a checkpoint's name, and the next removal in that place finishes it.
+# A removal renames a folder to its hidden name first, and that is on the disk before the first of its files goes. So
+# nothing half removed has a checkpoint's name, and the next removal in that place finishes it.
 
 
 CHECKPOINTS = "checkpoints"
@@ -213,10 +213,8 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    named = [
-        path for path in entries(Path(folder)) if _STEP.fullmatch(path.name) and step_name(step_of(path)) == path.name
-    ]
-    return sorted((path for path in named if os.path.isfile(path / MANIFEST)), key=step_of)
+    step_paths = [path for path in named_as_steps(Path(folder)) if step_name(step_of(path)) == path.name]
+    return sorted((path for path in step_paths if os.path.isfile(path / MANIFEST)), key=step_of)
 
 
 def named_as_steps(folder: Path) -> list[Path]:
@@ -279,8 +277,8 @@ def candidates(path: Path, *, allowed: str = ALLOWED) -> list[Path]:
         path = best_in(path.parent) or path  # a run that goes on may change the link while it is read
     if os.path.isfile(path / MANIFEST):
         return [path]
-    if found := newest_first(path) or newest_first(path / CHECKPOINTS):
-        return found
+    if checkpoints := newest_first(path) or newest_first(path / CHECKPOINTS):
+        return checkpoints
     if not os.path.exists(path):
         raise CheckpointError(f"{path} is not there: {allowed}")
     if not os.path.isdir(path):
@@ -315,7 +313,7 @@ def first_whole(paths: Sequence[Path], take: Callable[[Path], Taken]) -> tuple[t
 
 
 @contextmanager
-def held(path: Path) -> Iterator[Path]:
+def hold_newest(path: Path) -> Iterator[Path]:
     """The newest checkpoint of what a user named, see `candidates`. Within, the run that goes on does not remove it.
 
     Raises:
@@ -369,7 +367,7 @@ def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> lis
     """Remove the older checkpoints of a folder, and what removals that died have left there. One process.
 
     Call it when the newest is saved. That stays whatever was asked for, and so do the best, a link and what is being
-    read (`held`).
+    read (`hold_newest`).
 
     Args:
         keep: how many of the newest stay; None: all.
@@ -384,17 +382,18 @@ def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> lis
     """
     problems: list[str] = []
     for path in removed_in(folder):
-        _tried(problems, path)
+        _remove(path, problems)
     best = best_in(folder)
-    old = [
-        path for path in _not_kept(checkpoints_in(folder), keep, keep_every) if not path.is_symlink() and path != best
-    ]
-    hidden = _hidden(folder, old, problems) if old else {}
+    old = [] if keep is None else checkpoints_in(folder)[: -max(keep, 1)]
+    if keep_every is not None:
+        old = [path for path in old if step_of(path) % keep_every != 0]
+    old = [path for path in old if not path.is_symlink() and path != best]
+    hidden = _hide(folder, old, problems) if old else {}
     for name in hidden.values():
-        _tried(problems, name)
+        _remove(name, problems)
     if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise CheckpointError(f"an old checkpoint could not be removed: {problems[0]}{more}; training can go on")
+        suffix = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise CheckpointError(f"an old checkpoint could not be removed: {problems[0]}{suffix}; training can go on")
     return list(hidden)
 
 
@@ -446,9 +445,9 @@ def set_best(path: Path | None, folder: Path) -> None:
     Raises:
         CheckpointError: it cannot be written.
     """
-    if (before := best_in(folder)) == path:
+    if (current := best_in(folder)) == path:
         return
-    if before is None and os.path.lexists(folder / BEST):
+    if current is None and os.path.lexists(folder / BEST):
         raise CheckpointError(f"{folder / BEST} is there, and is no link to a checkpoint beside it; move it away")
     try:
         if path is None:
@@ -474,16 +473,8 @@ def remove_half_links(folder: Path) -> None:
                 raise CheckpointError(f"{_sentence(error, path)}: it cannot be removed; do it by hand") from error
 
 
-def _not_kept(found: Sequence[Path], keep: int | None, keep_every: int | None) -> list[Path]:
-    """The checkpoints to remove; `found` is sorted by step, ascending."""
-    if keep is None:
-        return []
-    old = found[: -max(keep, 1)]
-    return [path for path in old if keep_every is None or step_of(path) % keep_every != 0]
-
-
-def _hidden(folder: Path, old: Sequence[Path], problems: list[str]) -> dict[Path, Path]:
-    """The hidden name each of them has now, for good; none if a power cut might bring the old ones back."""
+def _hide(folder: Path, old: Sequence[Path], problems: list[str]) -> dict[Path, Path]:
+    """Rename each of them to a hidden name, which is returned; none if a power cut might bring the old ones back."""
     hidden: dict[Path, Path] = {}
     try:
         # The newest of a save that died after its rename may have its name in memory only.
@@ -507,7 +498,7 @@ def _hidden(folder: Path, old: Sequence[Path], problems: list[str]) -> dict[Path
     return hidden
 
 
-def _tried(problems: list[str], path: Path) -> None:
+def _remove(path: Path, problems: list[str]) -> None:
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
@@ -518,5 +509,5 @@ def _tried(problems: list[str], path: Path) -> None:
 
 def _sentence(error: OSError, path: Path) -> str:
     # A name within the folder that is removed comes without its folder.
-    named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else path
-    return f"{named if named.is_absolute() else path / named.name}: {os.strerror(error.errno or 0)}"
+    error_path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else path
+    return f"{error_path if error_path.is_absolute() else path / error_path.name}: {os.strerror(error.errno or 0)}"

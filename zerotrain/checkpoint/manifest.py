@@ -75,11 +75,20 @@ class BlockWriter:
             part = data[: BLOCK_NBYTES - self.nbytes % BLOCK_NBYTES]
             data = data[len(part) :]
             self._block.update(part)
-            self._put(part)
+            self.nbytes += len(part)
+            with self._naming_the_file():
+                while len(part) > 0:
+                    part = part[os.write(self._file, part) :]  # a disk that is nearly full takes a part
             if self.nbytes % BLOCK_NBYTES == 0:
                 self._end_block()
             if self.nbytes - self._begun_nbytes >= WRITE_BACK_NBYTES:
-                self._begin_write_back()
+                # The disk begins with these bytes while more come: otherwise most of it waits for `sync`, and a step of
+                # the training for the disk. On Linux this advice begins to write, and forgets only bytes that are on
+                # the disk already.
+                if hasattr(os, "posix_fadvise"):
+                    begun = self._begun_nbytes
+                    os.posix_fadvise(self._file, begun, self.nbytes - begun, os.POSIX_FADV_DONTNEED)
+                self._begun_nbytes = self.nbytes
 
     def sync(self) -> None:
         """Wait until all is on the disk."""
@@ -93,38 +102,23 @@ class BlockWriter:
             os.close(self._file)
             self._file = -1
 
-    def _begin_write_back(self) -> None:
-        """Let the disk begin with what was written, while more comes: otherwise most of it waits for `sync`, and a step
-        of the training for the disk. On Linux this advice begins to write, and forgets what is on the disk already: of
-        this range nothing."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file, self._begun_nbytes, self.nbytes - self._begun_nbytes, os.POSIX_FADV_DONTNEED)
-        self._begun_nbytes = self.nbytes
-
     def _end_block(self) -> None:
         self.hashes.append(self._block.hexdigest())
         self._block.reset()
 
-    def _put(self, part: memoryview) -> None:
-        self.nbytes += len(part)
-        with self._naming_the_file():
-            while len(part) > 0:
-                part = part[os.write(self._file, part) :]  # a disk that is nearly full takes a part
-
     @contextmanager
     def _naming_the_file(self) -> Iterator[None]:
-        """Calls that are given a number say no name when they fail."""
+        """Put the file's name into errors of calls that know the file by its number alone."""
         try:
             yield
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
-# Which contents a manifest may have: types, and places that fit each other and the files.
+# The contents that a manifest may have: types, and places that fit each other and the files.
 #
-# A hash that fits says only that a manifest is as somebody wrote it. Whatever is read by it, as many bytes as it
-# says and where it says, is checked here first: afterwards no number of it leads out of a file, a tensor or the
-# memory.
+# A hash that fits says only that a manifest is as somebody wrote it. All places and sizes in it are checked here before
+# anything is read by them: afterwards no number of it leads out of a file, a tensor or the memory.
 
 
 DTYPES: dict[str, torch.dtype] = {
@@ -234,11 +228,11 @@ def _is_setting(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _is_tensor(given: Mapping[str, Any]) -> bool:
-    if type(dtype := given.get("dtype")) is not str or dtype not in DTYPES:
+def _is_tensor(value: Mapping[str, Any]) -> bool:
+    if type(dtype := value.get("dtype")) is not str or dtype not in DTYPES:
         return False
     try:
-        torch.tensor(given.get("value"), dtype=DTYPES[dtype])
+        torch.tensor(value.get("value"), dtype=DTYPES[dtype])
     except (TypeError, ValueError, RuntimeError, OverflowError):  # a text, lists of several lengths, 10**30
         return False
     return True
@@ -256,79 +250,80 @@ def require_whole(content: Any) -> None:
         require_kind(state, dict[str, Any] if "value" in state else _Buffer)
     for name in (*content["buffers"], *states):
         require_kind(name, Name)
-    groups = [each["hyperparameters"] for each in content["groups"]]
+    groups = [entry["hyperparameters"] for entry in content["groups"]]
     for group in groups:
         lr = require_kind(group, _Settings).get("lr", 0.0)
         if isinstance(lr, dict) and not _is_tensor(lr):
             raise UntrustedFileError(f"lr: got {shown(lr)}; it must be a number")
-    for settings in (*groups, *(each["counts"] for each in content["parameters"].values())):
+    for settings in (*groups, *(parameter["counts"] for parameter in content["parameters"].values())):
         if bad := [name for name, value in settings.items() if not _is_setting(value)]:
             raise UntrustedFileError(
                 f"{shown(bad[0])}: got {shown(settings[bad[0]])}; it must be a number, a text, null, a tensor, a list "
                 "of these, or an object's class"
             )
-    for problem in (*_of_files(content), *_of_parameters(content), *_of_places(content)):
+    for problem in (*_file_problems(content), *_parameter_problems(content), *_place_problems(content)):
         raise UntrustedFileError(problem)
 
 
-def _of_files(content: Mapping[str, Any]) -> Iterator[str]:
+def _file_problems(content: Mapping[str, Any]) -> Iterator[str]:
     files, num_ranks = content["files"], content["ranks"]
-    if len(files) != num_ranks or len({each["name"] for each in files}) != num_ranks or num_ranks == 0:
+    if len(files) != num_ranks or len({file["name"] for file in files}) != num_ranks or num_ranks == 0:
         yield f"it names {len(files)} files, and must name another for each of {num_ranks} ranks, 1 or more"
-    for each in files:
-        if len(each["hashes"]) != -(-each["nbytes"] // BLOCK_NBYTES):
-            yield f"{each['name']} has {each['nbytes']} bytes in it, and the hashes of {len(each['hashes'])} blocks"
+    for file in files:
+        if len(file["hashes"]) != -(-file["nbytes"] // BLOCK_NBYTES):
+            yield f"{file['name']} has {file['nbytes']} bytes in it, and the hashes of {len(file['hashes'])} blocks"
 
 
-def _of_parameters(content: Mapping[str, Any]) -> Iterator[str]:
-    seen: set[str] = set()
-    for name, each in content["parameters"].items():
-        shape, stride, group = each["shape"], each["stride"], each["group"]
-        if each["names"][:1] != [name] or len(set(each["names"])) < len(each["names"]) or seen & {*each["names"]}:
-            yield f"parameters.{shown(name)} has the names {shown(each['names'])}, another's or twice the same"
-        seen.update(each["names"])
+def _parameter_problems(content: Mapping[str, Any]) -> Iterator[str]:
+    used_names: set[str] = set()
+    for name, parameter in content["parameters"].items():
+        names, group = parameter["names"], parameter["group"]
+        shape, stride = parameter["shape"], parameter["stride"]
+        if names[:1] != [name] or len(set(names)) < len(names) or used_names & {*names}:
+            yield f"parameters.{shown(name)} has the names {shown(names)}, another's or twice the same"
+        used_names.update(names)
         if len(stride) != len(shape) or not is_dense(shape, stride):
             yield f"parameters.{shown(name)} has shape {shown(shape)} and strides {shown(stride)}, which leave gaps"
         if group is not None and not 0 <= group < len(content["groups"]):
             yield f"parameters.{shown(name)} is of group {group}, and there are {len(content['groups'])}"
-        if group is None and each["trains"]:
+        if group is None and parameter["trains"]:
             yield f"parameters.{shown(name)} trains, and is of no group"
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether the elements of a tensor with these strides fill as many places, without gaps."""
     numel = 1
-    for size, step in sorted(zip(shape, stride, strict=True), key=lambda each: each[1]):
+    for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: pair[1]):
         if size > 1 and step != numel:
             return False
         numel *= max(1, size)
     return True
 
 
-def _of_places(content: Mapping[str, Any]) -> Iterator[str]:
-    """That the pieces of each tensor lie in files, no two over each other, and have each of its elements once."""
-    sizes, taken = [each["nbytes"] for each in content["files"]], []
+def _place_problems(content: Mapping[str, Any]) -> Iterator[str]:
+    """Lines where pieces lie outside the files or over each other, or have not each element of a tensor once."""
+    sizes, extents = [entry["nbytes"] for entry in content["files"]], []
     for label, numel, tensor, is_of_each_rank in _tensors(content):
-        itemsize, done, pieces = DTYPES[tensor["dtype"]].itemsize, 0, tensor["pieces"]
-        for piece in sorted(pieces, key=lambda each: each["start"]):
+        itemsize, num_placed, pieces = DTYPES[tensor["dtype"]].itemsize, 0, tensor["pieces"]
+        for piece in sorted(pieces, key=lambda item: item["start"]):
             file, byte, start, stop = (piece[name] for name in PLACES)
             end = byte + (stop - start) * itemsize
             if start > stop or file >= len(sizes) or end > sizes[file]:
                 yield f"{label} has elements {start} to {stop} at byte {byte} of file {file}, where they cannot lie"
                 return
-            taken.append((file, byte, end, label))
+            extents.append((file, byte, end, label))
             if is_of_each_rank and (start, stop) != (0, numel):
                 yield f"{label} has elements {start} to {stop} of {numel} on rank {file}, and must have all"
-            if not is_of_each_rank and start != done:
-                yield f"{label} has element {min(start, done)} in no file, or in two places"
-            done = stop
+            if not is_of_each_rank and start != num_placed:
+                yield f"{label} has element {min(start, num_placed)} in no file, or in two places"
+            num_placed = stop
         if is_of_each_rank and pieces:
             files = [piece["file"] for piece in pieces]
-            done = numel if 0 in files and len(set(files)) == len(files) else -1
-        if done != numel:
-            yield f"{label} must have {numel} elements, and {max(done, 0)} are in the files"
-    taken.sort()
-    for (file, _, end, label), (other_file, byte, _, other) in pairwise(taken):
+            num_placed = numel if 0 in files and len(set(files)) == len(files) else -1
+        if num_placed != numel:
+            yield f"{label} must have {numel} elements, and {max(num_placed, 0)} are in the files"
+    extents.sort()
+    for (file, _, end, label), (other_file, byte, _, other) in pairwise(extents):
         if file == other_file and byte < end:
             yield f"{label} and {other} lie in the same bytes of file {file}"
 
@@ -360,7 +355,7 @@ MAX_NBYTES = 2**30
 BUFFER = "buffer"
 """A role, as `WEIGHT` is; what an optimizer keeps has the optimizer's own names, such as exp_avg."""
 EXTRA_STATE = "extra_state"
-"""In the manifest what modules keep beside their tensors, and the role of what of it is a tensor."""
+"""The entry of the manifest with what modules keep beside their tensors, and the role of the tensors among it."""
 FORMAT, FORMAT_VERSION = "zerotrain checkpoint", 1
 
 
@@ -431,12 +426,18 @@ class Manifest:
 
     def text(self) -> str:
         """As it is written: a line for each of its parts, its own hash last."""
-        hashed = {**self.content, "hash": hash_of(_canonical(self.content))}
-        return "{\n" + ",\n".join(f"{json.dumps(name)}: {_lines(value)}" for name, value in hashed.items()) + "\n}\n"
+        parts = []
+        for name, value in {**self.content, "hash": hash_of(_canonical(self.content))}.items():
+            if isinstance(value, dict) and value:  # a line for each item: `indent` would take ten times as long
+                items = ",\n ".join(f"{json.dumps(key)}: {json.dumps(item)}" for key, item in value.items())
+                parts.append(f"{json.dumps(name)}: {{\n {items}\n}}")
+            else:
+                parts.append(f"{json.dumps(name)}: {json.dumps(value)}")
+        return "{\n" + ",\n".join(parts) + "\n}\n"
 
     def tensors_at(self, file: int, start: int, stop: int) -> list[str]:
         """The tensors of which bytes lie in a range of a file."""
-        return [label for first, end, label in self._places[file] if first < stop and end > start]
+        return [label for begin, end, label in self._places[file] if begin < stop and end > start]
 
     @cached_property
     def _places(self) -> list[list[tuple[int, int, str]]]:
@@ -446,13 +447,6 @@ class Manifest:
                 end = piece.byte + (piece.stop - piece.start) * dtype_of(tensor).itemsize
                 places[piece.file].append((piece.byte, end, f"{role} of {name}"))
         return places
-
-
-def _lines(value: Any) -> str:
-    """JSON with a line for each item of a dict: `indent` would take ten times as long."""
-    if not isinstance(value, dict) or not value:
-        return json.dumps(value)
-    return "{\n " + ",\n ".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in value.items()) + "\n}"
 
 
 def _canonical(content: dict[str, Any]) -> bytes:
@@ -476,7 +470,7 @@ def of_rank_0(buffer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of what writes a checkpoint."""
+    """The versions of zerotrain, torch and Python, which a checkpoint notes."""
     try:
         ours = version("zerotrain")
     except PackageNotFoundError:  # run from a clone
@@ -529,8 +523,7 @@ def parse_manifest(text: str, path: Path) -> Manifest:
             f"{path} has format version {shown(content.get('format_version'))}, and this zerotrain reads version "
             f"{FORMAT_VERSION}; read it with the version that wrote it ({shown(content.get('versions'))})"
         )
-    told = content.pop("hash", None)
-    if told != hash_of(_canonical(content)):
+    if content.pop("hash", None) != hash_of(_canonical(content)):
         raise CheckpointError(f"{path} is not what was written: it was edited or damaged, its hash does not fit")
     try:
         require_whole(content)

@@ -43,7 +43,7 @@ class Entry:
     values: torch.Tensor
     """The memory itself: it is read when its turn to be written comes."""
     start: int
-    """Which element of the whole is the first, in the order of its memory."""
+    """Number of its first element in the whole, in the order of the memory."""
     kept_shape: list[int] | None = None
     """Shape of optimizer state that is kept for a tensor as a whole."""
 
@@ -70,7 +70,7 @@ class TensorFile:
         for key, values in ((entry.key, entry.values) for entry in self.entries):
             code = CODES.get(values.dtype)
             described.append((key, code or "U8", [values.nbytes if code is None else values.numel()], values.nbytes))
-        self._head, self._places = planned(described, metadata)
+        self._head, self._places = plan_file(described, metadata)
         self.nbytes = len(self._head) + sum(entry.values.nbytes for entry in self.entries)
         self.hashes: list[str] = []
 
@@ -85,13 +85,13 @@ class TensorFile:
         """
         with closing(BlockWriter(folder / self.name)) as writer:
             writer.write(memoryview(self._head))
-            told = 0
+            reported_nbytes = 0
             for entry in self.entries:
                 for chunk in read(entry):
                     writer.write(chunk)
-                    if writer.nbytes - told >= ROUND_NBYTES:
-                        told = writer.nbytes
-                        yield told
+                    if writer.nbytes - reported_nbytes >= ROUND_NBYTES:
+                        reported_nbytes = writer.nbytes
+                        yield reported_nbytes
             writer.sync()
             self.hashes = writer.hashes
 
@@ -123,16 +123,15 @@ class _Piece(TypedDict):
 
 
 class Described(TypedDict):
+    """A file, as `TensorFile.described` gives it. The manifest's own kinds see to the rest once it is read."""
+
     name: FileName
     nbytes: Natural
     hashes: list[str]
     pieces: list[_Piece]
 
 
-"""The manifest's own kinds see to the rest once it is read."""
-
-
-def planned(
+def plan_file(
     tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: dict[str, str]
 ) -> tuple[bytes, list[int]]:
     """The head of a file, a length and the header, padded so that the tensors begin aligned; and where each tensor lies
@@ -164,12 +163,7 @@ def chunks(values: torch.Tensor) -> Iterator[memoryview]:
         yield flat[start : start + CHUNK_NBYTES].cpu().numpy().data
 
 
-# Verified reads: whatever comes out of a file of a checkpoint lies in blocks whose hashes fit.
-
-
-def _memory_of(target: torch.Tensor) -> memoryview:
-    """The bytes of a flat tensor of the CPU, to read into while it lives. numpy's would forbid to give them back."""
-    return memoryview((ctypes.c_char * target.nbytes).from_address(target.data_ptr())).cast("B")
+# Verified reads: all that comes out of a file of a checkpoint lies in blocks whose hashes fit.
 
 
 class Reader:
@@ -201,33 +195,36 @@ class Reader:
             target: dense, of any shape, dtype and device.
         """
         flat, dtype = target.detach().view(-1), dtype_of(tensor)
-        done, stop = start, start + flat.numel()
-        for piece in sorted(pieces_of(tensor), key=lambda each: each.start):
-            last = min(piece.stop, stop)
-            if piece.start <= done < last:
-                self._read_piece(piece, dtype, done, flat[done - start : last - start])
-                done = last
-        if done < stop:
-            raise CheckpointError(f"{self._folder}: elements {done} to {stop} of a tensor are in none of its files")
+        position, stop = start, start + flat.numel()
+        for piece in sorted(pieces_of(tensor), key=lambda item: item.start):
+            end = min(piece.stop, stop)
+            if piece.start <= position < end:
+                self._read_piece(piece, dtype, position, flat[position - start : end - start])
+                position = end
+        if position < stop:
+            raise CheckpointError(f"{self._folder}: elements {position} to {stop} of a tensor are in none of its files")
 
     def _read_piece(self, piece: Piece, dtype: torch.dtype, start: int, target: torch.Tensor) -> None:
         """Neighbouring elements, all of which lie in this piece."""
-        first = piece.byte + (start - piece.start) * dtype.itemsize
-        stop = first + target.numel() * dtype.itemsize
-        memory = _memory_of(target) if target.dtype == dtype and lies_on_host(target) else None
-        for index in range(first // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)):
+        begin = piece.byte + (start - piece.start) * dtype.itemsize
+        stop = begin + target.numel() * dtype.itemsize
+        memory = None
+        if target.dtype == dtype and lies_on_host(target):
+            # The tensor's own bytes, read into while it lives. numpy's view would forbid to give them back.
+            memory = memoryview((ctypes.c_char * target.nbytes).from_address(target.data_ptr())).cast("B")
+        for index in range(begin // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)):
             offset = index * BLOCK_NBYTES
             end = offset + self._nbytes_of(piece.file, index)
-            if memory is not None and first <= offset and end <= stop:
-                self._read_block(piece.file, index, memory[offset - first : end - first])
+            if memory is not None and begin <= offset and end <= stop:
+                self._read_block(piece.file, index, memory[offset - begin : end - begin])
                 continue
-            start, end = max(first, offset), min(stop, end)
+            start, end = max(begin, offset), min(stop, end)
             part = memoryview(self._block(piece.file, index))[start - offset : end - offset]
             if memory is not None:
-                memory[start - first : end - first] = part
+                memory[start - begin : end - begin] = part
             else:
                 values = torch.frombuffer(part, dtype=dtype)
-                target[(start - first) // dtype.itemsize :][: values.numel()].copy_(values)
+                target[(start - begin) // dtype.itemsize :][: values.numel()].copy_(values)
 
     def check_block(self, file: int, index: int) -> None:
         """Read one block, for nothing but its hash."""
@@ -255,54 +252,49 @@ class Reader:
 
     def _read_block(self, file: int, index: int, block: memoryview) -> None:
         """Read a whole block to where it belongs, and compare its hash."""
-        start, done = index * BLOCK_NBYTES, 0
-        while done < len(block):
+        start, num_read = index * BLOCK_NBYTES, 0
+        while num_read < len(block):
             try:
-                count = os.preadv(self._descriptor(file), [block[done:]], start + done)
+                count = os.preadv(self._descriptor(file), [block[num_read:]], start + num_read)
             except OSError as error:
-                said = f"{error.strerror} ({self._at(file, index)})"
-                raise CheckpointError(f"{self._path(file)} cannot be read: {said}") from error
+                reason = f"{error.strerror} ({self._at(file, index)})"
+                raise CheckpointError(f"{self._path(file)} cannot be read: {reason}") from error
             if count == 0:
                 raise CheckpointError(
-                    f"{self._path(file)} is cut: it ends at byte {start + done} ({self._at(file, index)})"
+                    f"{self._path(file)} is cut: it ends at byte {start + num_read} ({self._at(file, index)})"
                 )
-            done += count
-        hashes = self._manifest.files[file]["hashes"]
-        if (found := hash_of(block)) != hashes[index]:
+            num_read += count
+        digest = hash_of(block)
+        if digest != self._manifest.files[file]["hashes"][index]:
+            owners = [entry["name"] for entry in self._manifest.files if digest in entry["hashes"][index : index + 1]]
+            swap = f"; they are those of {owners[0]}: were the two swapped?" if owners else ""
             raise CheckpointError(
-                f"{self._path(file)} is not what was written: bytes {start} to {start + done} are others "
-                f"({self._at(file, index)}){self._belongs(found, index)}"
+                f"{self._path(file)} is not what was written: bytes {start} to {start + num_read} are others "
+                f"({self._at(file, index)}){swap}"
             )
 
     def _descriptor(self, file: int) -> int:
         if file not in self._open:
-            path, told = self._path(file), self._manifest.files[file]["nbytes"]
+            path, expected = self._path(file), self._manifest.files[file]["nbytes"]
             try:
                 descriptor = only_regular(path, os.O_RDONLY)
             except FileNotFoundError:
-                raise CheckpointError(f"{path} is missing ({self._named(file, 0, told)})") from None
+                raise CheckpointError(f"{path} is missing ({self._tensors_at(file, 0, expected)})") from None
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
             self._open[file] = descriptor
-            if (nbytes := os.fstat(descriptor).st_size) != told:
-                what = "is cut" if nbytes < told else "is longer than what was written"
-                lost = self._named(file, min(nbytes, told), max(nbytes, told))
-                raise CheckpointError(f"{path} {what}: {nbytes} bytes, and {told} were written ({lost})")
+            if (nbytes := os.fstat(descriptor).st_size) != expected:
+                what = "is cut" if nbytes < expected else "is longer than what was written"
+                lost = self._tensors_at(file, min(nbytes, expected), max(nbytes, expected))
+                raise CheckpointError(f"{path} {what}: {nbytes} bytes, and {expected} were written ({lost})")
         return self._open[file]
 
     def _path(self, file: int) -> Path:
         return self._folder / str(self._manifest.files[file]["name"])
 
     def _at(self, file: int, index: int) -> str:
-        return self._named(file, index * BLOCK_NBYTES, (index + 1) * BLOCK_NBYTES)
+        return self._tensors_at(file, index * BLOCK_NBYTES, (index + 1) * BLOCK_NBYTES)
 
-    def _named(self, file: int, start: int, stop: int) -> str:
+    def _tensors_at(self, file: int, start: int, stop: int) -> str:
         names = self._manifest.tensors_at(file, start, stop)
         return listed(names, last="or") if names else "its header"
-
-    def _belongs(self, found: str, index: int) -> str:
-        """Names the file in which a block with this hash would be right; empty if there is none."""
-        for other in self._manifest.files:
-            if index < len(other["hashes"]) and other["hashes"][index] == found:
-                return f"; they are those of {other['name']}: were the two swapped?"
-        return ""

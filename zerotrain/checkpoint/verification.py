@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zerotrain.checkpoint.folder import held
+from zerotrain.checkpoint.folder import hold_newest
 from zerotrain.checkpoint.manifest import BLOCK_NBYTES, Manifest, dtype_of, of_rank_0, pieces_of, read_manifest
 from zerotrain.checkpoint.tensor_file import Reader
 from zerotrain.errors import CheckpointError
@@ -46,10 +46,14 @@ def problems_in(
         roles: look only at blocks in which tensors of these lie, such as weight; None: at all.
     """
     problems: list[str] = []
-    blocks = [(file, index) for file, each in enumerate(manifest.files) for index in range(len(each["hashes"]))]
+    blocks = {(file, index) for file, entry in enumerate(manifest.files) for index in range(len(entry["hashes"]))}
     if roles is not None:
-        blocks = _blocks_of(manifest, roles)
-    mine = blocks[len(blocks) * part // num_parts : len(blocks) * (part + 1) // num_parts]
+        blocks = set()
+        for _, role, tensor in manifest.tensors():
+            for piece in pieces_of(tensor) if role in roles else ():
+                end = piece.byte + (piece.stop - piece.start) * dtype_of(tensor).itemsize
+                blocks |= {(piece.file, index) for index in range(piece.byte // BLOCK_NBYTES, -(-end // BLOCK_NBYTES))}
+    share = sorted(blocks)[len(blocks) * part // num_parts : len(blocks) * (part + 1) // num_parts]
     broken: set[int] = set()
     with Reader(folder, manifest) as reader:
         for file in range(len(manifest.files)):
@@ -58,7 +62,7 @@ def problems_in(
             except CheckpointError as error:
                 problems.append(str(error))
                 broken.add(file)
-        for file, index in mine:
+        for file, index in share:
             if file in broken:
                 continue
             try:
@@ -70,49 +74,42 @@ def problems_in(
     return problems
 
 
-def _blocks_of(manifest: Manifest, roles: Collection[str]) -> list[tuple[int, int]]:
-    found: set[tuple[int, int]] = set()
-    for _, role, tensor in manifest.tensors():
-        for piece in pieces_of(tensor) if role in roles else ():
-            end = piece.byte + (piece.stop - piece.start) * dtype_of(tensor).itemsize
-            found.update((piece.file, index) for index in range(piece.byte // BLOCK_NBYTES, -(-end // BLOCK_NBYTES)))
-    return sorted(found)
-
-
-# Two checkpoints side by side, however each was cut: which tensors differ, and by how much.
+# Two checkpoints side by side, however each was cut: the tensors that differ, and by how much.
 
 
 CHUNK_NUMEL = 2**20
 
 
-def differences(left: tuple[Path, Manifest], right: tuple[Path, Manifest]) -> Iterator[str]:
+def differences(one: tuple[Path, Manifest], other: tuple[Path, Manifest]) -> Iterator[str]:
     """A line for each tensor that is not the same in both, such as "exp_avg of blocks.0.weight: 3 of 9 elements, by up
     to 0.1", in the order of the model. Some MiB are held at a time.
 
     Raises:
         CheckpointError: a file is not what was written.
     """
-    tensors = [{(name, role): tensor for name, role, tensor in manifest.tensors()} for _, manifest in (left, right)]
-    with Reader(*left) as left_reader, Reader(*right) as right_reader:
-        for name, role in dict.fromkeys([*tensors[0], *tensors[1]]):
+    saved = {(name, role): tensor for name, role, tensor in one[1].tensors()}
+    other_saved = {(name, role): tensor for name, role, tensor in other[1].tensors()}
+    with Reader(*one) as reader, Reader(*other) as other_reader:
+        for name, role in {**saved, **other_saved}:
             label = f"{role} of {name}"
-            one, other = tensors[0].get((name, role)), tensors[1].get((name, role))
-            if one is None or other is None:
-                yield f"{label}: only in {(right if one is None else left)[0]}"
+            tensor, other_tensor = saved.get((name, role)), other_saved.get((name, role))
+            if tensor is None or other_tensor is None:
+                yield f"{label}: only in {(other if tensor is None else one)[0]}"
                 continue
-            numels = [max((piece.stop for piece in pieces_of(each)), default=0) for each in (one, other)]
-            kinds = [f"{each['dtype']}, {numel} elements" for each, numel in zip((one, other), numels, strict=True)]
-            if kinds[0] != kinds[1]:
-                yield f"{label}: {kinds[0]} against {kinds[1]}"
-            elif what := _values(one, other, numels[0], left_reader, right_reader):
-                yield f"{label}: {what}"
+            kind, other_kind = (f"{item['dtype']}, {_numel(item)} elements" for item in (tensor, other_tensor))
+            if kind != other_kind:
+                yield f"{label}: {kind} against {other_kind}"
+            elif changes := _value_changes(tensor, reader, other_tensor, other_reader):
+                yield f"{label}: {changes}"
 
 
-def _values(one: dict[str, Any], other: dict[str, Any], numel: int, left: Reader, right: Reader) -> str | None:
-    num_different, largest = 0, 0.0
+def _value_changes(tensor: dict[str, Any], reader: Reader, other: dict[str, Any], other_reader: Reader) -> str | None:
+    numel, num_different, largest = _numel(tensor), 0, 0.0
     for start in range(0, numel, CHUNK_NUMEL):
-        stop = min(start + CHUNK_NUMEL, numel)
-        ours, theirs = _elements(one, start, stop, left), _elements(other, start, stop, right)
+        ours = torch.empty(min(CHUNK_NUMEL, numel - start), dtype=dtype_of(tensor))
+        theirs = torch.empty_like(ours)
+        reader.read(tensor, start, ours)
+        other_reader.read(other, start, theirs)
         changed = (_bits(ours) != _bits(theirs)).any(dim=1)
         if changed.any():
             num_different += int(changed.sum())
@@ -122,18 +119,16 @@ def _values(one: dict[str, Any], other: dict[str, Any], numel: int, left: Reader
     return f"{num_different} of {numel} elements, by up to {largest:.3g}" if num_different else None
 
 
-def _elements(tensor: dict[str, Any], start: int, stop: int, reader: Reader) -> torch.Tensor:
-    values = torch.empty(stop - start, dtype=dtype_of(tensor))
-    reader.read(tensor, start, values)
-    return values
+def _numel(tensor: Mapping[str, Any]) -> int:
+    return max((piece.stop for piece in pieces_of(tensor)), default=0)
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """(numel, itemsize) bytes: what is not a number is the same as itself."""
+    """(numel, itemsize) bytes, in which a nan is equal to itself."""
     return values.view(torch.uint8).view(-1, values.itemsize)
 
 
-# Whole tensors out of a checkpoint, one in memory at a time; whatever is read was verified.
+# Whole tensors out of a checkpoint, one in memory at a time, all of them verified.
 
 
 @dataclass(frozen=True)
@@ -149,11 +144,13 @@ class CheckpointTensors:
     @cached_property
     def names(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each parameter, under its first name if tied, and of each buffer."""
-        found = {}
+        kinds = {}
         for name, parameter in self.manifest.parameters.items():
             weight = parameter["tensors"].get(self.manifest.weight_role(name, averaged=self.averaged))
-            found[name] = torch.float32 if weight is None else dtype_of(weight), tuple(parameter["shape"])
-        return found | {name: (dtype_of(each), tuple(each["shape"])) for name, each in self.manifest.buffers.items()}
+            kinds[name] = torch.float32 if weight is None else dtype_of(weight), tuple(parameter["shape"])
+        for name, buffer in self.manifest.buffers.items():
+            kinds[name] = dtype_of(buffer), tuple(buffer["shape"])
+        return kinds
 
     def read(self, name: str, room: mmap | None = None) -> torch.Tensor:
         """A parameter, or rank 0's buffer: contiguous, in the model's shape, in the dtype it was saved in.
@@ -191,8 +188,8 @@ class CheckpointTensors:
 
 
 @contextmanager
-def opened(path: Path, *, averaged: bool = False) -> Iterator[CheckpointTensors]:
-    """Opens the newest checkpoint that a user's path names. It is not removed while it is open, see `held`.
+def open_checkpoint(path: Path, *, averaged: bool = False) -> Iterator[CheckpointTensors]:
+    """Opens the newest checkpoint that a user's path names. It is not removed while it is open, see `hold_newest`.
 
     Args:
         averaged: see `CheckpointTensors`.
@@ -200,7 +197,7 @@ def opened(path: Path, *, averaged: bool = False) -> Iterator[CheckpointTensors]
     Raises:
         CheckpointError: there is none, its manifest is not what was written, or it has no average.
     """
-    with held(path) as folder:
+    with hold_newest(path) as folder:
         manifest = read_manifest(folder)
         if averaged:
             manifest.require_average(folder)

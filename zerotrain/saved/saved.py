@@ -14,11 +14,11 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from torch import nn
 
 from zerotrain.checkpoint.others.weights import find_weights
-from zerotrain.checkpoint.verification import CheckpointTensors, opened
+from zerotrain.checkpoint.verification import CheckpointTensors, open_checkpoint
 from zerotrain.config.checks import must_be, target_problems, value_problems
 from zerotrain.config.compose import first_paragraph, from_values
 from zerotrain.config.schema import Config
-from zerotrain.config.words import REMOVED, word
+from zerotrain.config.words import word
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.untrusted import Natural, UntrustedFileError, one_of, read_json
@@ -112,7 +112,7 @@ class OfRun:
     @cached_property
     def _nbytes(self) -> int:
         """Size of all its files."""
-        return sum(each.stat().st_size for each in self.path.rglob("*") if each.is_file())
+        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
     def on_meta(self) -> nn.Module:
         """The model without memory; ConfigError where it cannot be built."""
@@ -131,7 +131,7 @@ class OfRun:
         model = self.built("model", lambda config: build("model", config.model_target))
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{self.path}: model._target_ makes a {type(model).__name__}, and no torch.nn.Module")
-        targets = {name: each for name, each in model.state_dict(keep_vars=True).items() if torch.is_tensor(each)}
+        targets = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if torch.is_tensor(tensor)}
         missing = {id(target): name for name, target in reversed(targets.items())}
         misfit = f"{self.path} does not fit the model that its config builds: "
         with torch.no_grad():
@@ -161,7 +161,9 @@ class SavedRun(OfRun):
     def evaluates_average(self) -> bool:
         """Whether the run's evaluation at this step was that of its average of weights."""
         averages = [] if self.config is None else averages_in(self.config)
-        return self.saved.manifest.num_average_updates > 0 and any(each.get("evaluate", True) for each in averages)
+        return self.saved.manifest.num_average_updates > 0 and any(
+            average.get("evaluate", True) for average in averages
+        )
 
 
 def has_tokenizer(name: str) -> bool:
@@ -174,7 +176,7 @@ def has_tokenizer(name: str) -> bool:
 
 
 def config_from(values: Any, path: Path) -> Config | None:
-    """The config that was noted in a file; None where it is none of a run.
+    """The config in a file's values; None where they are none of a run.
 
     Raises:
         ConfigError: it is of another version, or was edited.
@@ -182,10 +184,6 @@ def config_from(values: Any, path: Path) -> Config | None:
     if not isinstance(values, dict) or "model" not in values:
         return None
     unknown = f"{path} has a config that this zerotrain does not know: "
-    for removed in REMOVED:
-        outer, _, inner = removed.partition(".")
-        if isinstance(values.get(outer), dict):
-            values[outer].pop(inner, None)
     try:
         config = from_values(values)
     except OmegaConfBaseException as error:
@@ -193,9 +191,9 @@ def config_from(values: Any, path: Path) -> Config | None:
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise ConfigError(f"{unknown}{first_paragraph(error)}") from None
     for group in fields(config):
-        found, expected = getattr(config, group.name), type(getattr(Config(), group.name))
-        if not isinstance(found, expected):
-            raise ConfigError(f"{unknown}{group.name} is a {type(found).__name__}")
+        value, expected = getattr(config, group.name), type(getattr(Config(), group.name))
+        if not isinstance(value, expected):
+            raise ConfigError(f"{unknown}{group.name} is a {type(value).__name__}")
     if problems := value_problems(config) + unchosen_problems(config):
         raise ConfigError(*(f"{unknown}{line}" for line in problems))
     return config
@@ -207,15 +205,16 @@ def _refused(values: Any, error: OmegaConfBaseException) -> str:
         return f"{error.full_key}: there is no such setting"
     name = str(error.full_key or "").partition("[")[0]
     if not name:  # of a group that is none
-        known = asdict(Config())
-        groups = [each for each in values if isinstance(known.get(each), dict) and not isinstance(values[each], dict)]
+        defaults = asdict(Config())
+        groups = [
+            group for group in values if isinstance(defaults.get(group), dict) and not isinstance(values[group], dict)
+        ]
         if not groups:
             return first_paragraph(error)
         name = groups[0]
-    got: Any = values
     for part in name.split("."):
-        got = got.get(part) if isinstance(got, dict) else None
-    return must_be(name, got) or f"{name}: got {word(got)}; it must be a group of settings"
+        values = values.get(part) if isinstance(values, dict) else None
+    return must_be(name, values) or f"{name}: got {word(values)}; it must be a group of settings"
 
 
 @contextmanager
@@ -230,7 +229,7 @@ def opened_run(path: str | os.PathLike[str], *, trust_code: bool = False, averag
         CheckpointError: there is none, its manifest is not what was written, or it has no average.
         ConfigError: its config is of another version.
     """
-    with opened(Path(path).absolute(), averaged=averaged) as saved:
+    with open_checkpoint(Path(path).absolute(), averaged=averaged) as saved:
         content = saved.manifest.content
         fingerprint: Any = content["extra"]
         for name in (OF_TRAINER, "run", "data", "fingerprint"):
@@ -246,7 +245,7 @@ def opened_run(path: str | os.PathLike[str], *, trust_code: bool = False, averag
         )
 
 
-# A folder that `python -m zerotrain export` has written: what it says of itself, and its weights.
+# A folder that `python -m zerotrain export` has written: its description, and its weights.
 
 
 ABOUT = "zerotrain_export.json"
@@ -279,18 +278,18 @@ def exported_run(folder: Path, *, trust_code: bool = False) -> OfRun | None:
         ConfigError: it does not say so, or has a config of another version.
     """
     try:
-        said = read_json(folder / ABOUT, _ExportAbout, max_nbytes=MAX_ABOUT_NBYTES)
+        about = read_json(folder / ABOUT, _ExportAbout, max_nbytes=MAX_ABOUT_NBYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise ConfigError(f"{folder / ABOUT} cannot be read: {error.strerror}") from error
     except UntrustedFileError:
         raise ConfigError(f"{folder / ABOUT} does not name the run that was exported; export it again") from None
-    form, fingerprint = str(said["form"]), said["data_fingerprint"]
+    form, fingerprint = str(about["form"]), about["data_fingerprint"]
     return OfRun(
         path=folder,
-        step=int(said["step"]),
-        config=config_from(said["config"], folder),
+        step=int(about["step"]),
+        config=config_from(about["config"], folder),
         form=form,
         data_fingerprint=fingerprint if isinstance(fingerprint, dict) else None,
         tensors=lambda: _tensors(folder, form),
@@ -300,12 +299,12 @@ def exported_run(folder: Path, *, trust_code: bool = False) -> OfRun | None:
 
 def _tensors(folder: Path, form: str) -> Iterator[tuple[str, torch.Tensor]]:
     with closing(find_weights(folder)) as weights:
-        for each in weights.tensors:
-            if form != DCP or each.part == _OF_DCP:
-                values = torch.empty(torch.Size(each.shape).numel(), dtype=each.dtype)
+        for tensor in weights.tensors:
+            if form != DCP or tensor.part == _OF_DCP:
+                values = torch.empty(torch.Size(tensor.shape).numel(), dtype=tensor.dtype)
                 if values.numel():
-                    weights.read(each, 0, values)
-                yield each.names[0], values.as_strided(each.shape, each.stride)
+                    weights.read(tensor, 0, values)
+                yield tensor.names[0], values.as_strided(tensor.shape, tensor.stride)
 
 
 @contextmanager

@@ -139,7 +139,7 @@ FAULTS = {
         ),
     ),
     "checkpoint-newest-removed": Fault(
-        "_not_kept",
+        "remove_old",
         Swap("-max(keep, 1)", "max(keep, 1)"),
         "the oldest stay and the newest go",
         ("unit/checkpoint/test_folder.py::test_the_newest_and_every_so_many_steps_stay",),
@@ -179,7 +179,7 @@ FAULTS = {
         ("unit/training/callbacks/test_checkpoints.py::test_the_best_stays_beside_the_newest_and_the_link_names_it",),
     ),
     "reading-bytes-of-two": Fault(
-        "_of_places",
+        "_place_problems",
         Always(False, "byte"),
         "two tensors are read out of the same bytes",
         ("unit/checkpoint/test_forged.py::test_a_forged_manifest_is_refused_in_one_line_and_nothing_is_loaded",),

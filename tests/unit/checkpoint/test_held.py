@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import zerotrain
-from zerotrain.checkpoint.folder import CHECKPOINTS, held, remove_old, step_name
-from zerotrain.checkpoint.verification import opened
+from zerotrain.checkpoint.folder import CHECKPOINTS, hold_newest, remove_old, step_name
+from zerotrain.checkpoint.verification import open_checkpoint
 from zerotrain.errors import CheckpointError
 
 
@@ -33,7 +33,7 @@ def test_the_next_removal_takes_what_was_read_and_not_what_is(saved: Path, tmp_p
     folder = tmp_path / CHECKPOINTS
     folder.mkdir()
     first = publish(saved, folder, 1)
-    with opened(tmp_path) as one, held(first) as other:
+    with open_checkpoint(tmp_path) as one, hold_newest(first) as other:
         assert one.path == other == first
         second = publish(saved, folder, 2)
         assert remove_old(folder, keep=1, keep_every=None) == []
@@ -42,7 +42,7 @@ def test_the_next_removal_takes_what_was_read_and_not_what_is(saved: Path, tmp_p
         assert remove_old(folder, keep=1, keep_every=None) == [second]
     assert remove_old(folder, keep=1, keep_every=None) == [first]
     assert list(folder.iterdir()) == [third]
-    with pytest.raises(CheckpointError, match="is not there"), opened(first):
+    with pytest.raises(CheckpointError, match="is not there"), open_checkpoint(first):
         pass
 
 
@@ -65,11 +65,11 @@ def test_beside_a_run_that_saves_all_the_time_each_reading_is_whole(saved: Path,
     seen = []
     try:
         while last < 50 or len(seen) < 50:
-            with opened(tmp_path) as one:
+            with open_checkpoint(tmp_path) as one:
                 seen.append(one.path)
                 for name in one.names:
                     one.read(name)
-                with opened(one.path) as again:  # as the ranks of an evaluation do, by its name
+                with open_checkpoint(one.path) as again:  # as the ranks of an evaluation do, by its name
                     assert again.path == one.path
     finally:
         over.set()

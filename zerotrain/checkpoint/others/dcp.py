@@ -21,8 +21,8 @@ from zerotrain.files.untrusted import FileName, Natural, Shape, require_kind
 
 # The tensors in a folder of torch.distributed.checkpoint, by its file .metadata.
 #
-# That file is a pickle, which torch itself reads with pickle.load: whoever wrote it may have any code run. Here it
-# is read into records of our own, tuples, texts, dicts and dtypes, and whatever else it names is refused.
+# That file is a pickle, which torch itself reads with pickle.load: its author may have any code run. Here it is read
+# into records of our own, tuples, texts, dicts and dtypes, and any other object that it names is refused.
 
 
 METADATA = ".metadata"
@@ -65,7 +65,7 @@ def read_metadata(file: OpenFile) -> list[DcpTensor]:
         return list(_tensors(file.path.parent, unpickler.load()))
     except CheckpointError:
         raise
-    except Exception:  # whatever a damaged pickle comes to
+    except Exception:  # a damaged pickle raises errors of any kind
         if unpickler.refused:
             raise CheckpointError(
                 f"{file.path} holds {unpickler.refused}, which no {METADATA} of torch.distributed.checkpoint does, and "
@@ -76,14 +76,14 @@ def read_metadata(file: OpenFile) -> list[DcpTensor]:
 
 def _tensors(folder: Path, content: Any) -> Iterator[DcpTensor]:
     stored = {
-        (index.fqn, tuple(getattr(index, "offset", None) or ())): each for index, each in content.storage_data.items()
+        (index.fqn, tuple(getattr(index, "offset", None) or ())): info for index, info in content.storage_data.items()
     }
     keys_of = content.planner_data or {}
-    for name, each in content.state_dict_metadata.items():
-        if not hasattr(each, "chunks"):
+    for name, metadata in content.state_dict_metadata.items():
+        if not hasattr(metadata, "chunks"):
             continue  # a number, a text and the like, as bytes
-        dtype, shape = each.properties.state[0], _numbers(each.size, Shape)
-        boxes = [(_numbers(box.offsets, list[Natural]), _numbers(box.sizes, Shape)) for box in each.chunks]
+        dtype, shape = metadata.properties.state[0], _numbers(metadata.size, Shape)
+        boxes = [(_numbers(box.offsets, list[Natural]), _numbers(box.sizes, Shape)) for box in metadata.chunks]
         boxes = [box for box in boxes if prod(box[1]) > 0]
         if not isinstance(dtype, torch.dtype) or not _fills(shape, boxes):
             raise ValueError
@@ -152,7 +152,7 @@ _MADE: dict[tuple[str, str], Any] = {
 ) | dict.fromkeys(
     ((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")), _Record
 )  # fmt: skip
-"""The objects made for names in the file: beside dtypes no others."""
+"""The objects made for names in the file; there are no others but dtypes."""
 
 
 class _Unpickler(pickle._Unpickler):
@@ -192,14 +192,18 @@ class DcpWeights(Weights):
                 if piece.file not in self._files:
                     self._files[piece.file] = OpenFile(path / piece.file)
                     opened.callback(self._files[piece.file].close)
-                nbytes, told = self._files[piece.file].nbytes, piece.byte + piece.nbytes
-                if told > nbytes:
-                    raise CheckpointError(f"{path / piece.file} is cut: {nbytes} bytes, and {METADATA} says {told}")
+                nbytes, end = self._files[piece.file].nbytes, piece.byte + piece.nbytes
+                if end > nbytes:
+                    raise CheckpointError(f"{path / piece.file} is cut: {nbytes} bytes, and {METADATA} says {end}")
             self._opened = opened.pop_all()
-        self.tensors = [_given(tensor) for tensor in tensors]
+        self.tensors = []
+        for tensor in tensors:
+            *part, name = tensor.keys
+            kind, stride = str(tensor.dtype).removeprefix("torch."), row_by_row(tensor.shape)
+            self.tensors.append(StoredTensor([name], kind, tensor.dtype, tensor.shape, stride, tensor, ".".join(part)))
 
-    def problems(self, taken: Sequence[StoredTensor], part: int, num_parts: int) -> list[str]:
-        pieces = [(tensor.place, piece) for tensor in taken for piece in tensor.place.pieces]
+    def problems(self, tensors: Sequence[StoredTensor], part: int, num_parts: int) -> list[str]:
+        pieces = [(tensor.place, piece) for tensor in tensors for piece in tensor.place.pieces]
         try:
             for tensor, piece in pieces[part::num_parts]:
                 self._place(tensor, piece)
@@ -215,11 +219,11 @@ class DcpWeights(Weights):
         """Read the requested elements that lie in a piece: runs of neighbours, a single run if rows were not cut."""
         runs, numel = _runs(tensor.shape, piece)
         stop = start + target.numel()
-        first = int(torch.searchsorted(runs + numel, start, right=True))
-        last = int(torch.searchsorted(runs, stop))
+        first_run = int(torch.searchsorted(runs + numel, start, right=True))
+        end_run = int(torch.searchsorted(runs, stop))
         step = max(1, CHUNK_NUMEL // numel)
-        for run in range(first, last, step):
-            begins = runs[run : min(run + step, last)]
+        for run in range(first_run, end_run, step):
+            begins = runs[run : min(run + step, end_run)]
             if len(begins) == 1:
                 begin = int(begins[0])
                 low, high = max(start, begin), min(stop, begin + numel)
@@ -228,38 +232,32 @@ class DcpWeights(Weights):
             values = torch.empty(len(begins) * numel, dtype=tensor.dtype)
             self._read_box(tensor, piece, run * numel, values)
             place = (begins[:, None] + torch.arange(numel) - start).view(-1)
-            here = (place >= 0) & (place < target.numel())
-            target[place[here].to(target.device)] = values[here].to(target)
+            is_inside = (place >= 0) & (place < target.numel())
+            target[place[is_inside].to(target.device)] = values[is_inside].to(target)
 
-    def _read_box(self, tensor: DcpTensor, piece: DcpPiece, first: int, target: torch.Tensor) -> None:
+    def _read_box(self, tensor: DcpTensor, piece: DcpPiece, begin: int, target: torch.Tensor) -> None:
         """Elements of a piece, by their number in it row by row."""
         (file, byte), saved = self._place(tensor, piece)
         if saved.is_contiguous():
-            file.read(byte + first * tensor.dtype.itemsize, tensor.dtype, target)
+            file.read(byte + begin * tensor.dtype.itemsize, tensor.dtype, target)
             return
         if self._turned is None or self._turned[0] != piece:
             self._turned = None
             values = torch.empty(prod(piece.sizes), dtype=tensor.dtype)
             file.read(byte, tensor.dtype, values)
             self._turned = piece, values.as_strided(piece.sizes, saved.stride()).contiguous().view(-1)
-        target.copy_(self._turned[1][first : first + target.numel()])
+        target.copy_(self._turned[1][begin : begin + target.numel()])
 
     def _place(self, tensor: DcpTensor, piece: DcpPiece) -> tuple[FileRange, torch.Tensor]:
         """(place of a piece's first element, the piece as a tensor without numbers)."""
         if piece not in self._places:
             file = self._files[piece.file]
-            found = loaded_without_numbers(file, piece.byte, piece.nbytes)
-            is_it = isinstance(found, torch.Tensor) and (tuple(found.shape), found.dtype) == (piece.sizes, tensor.dtype)
-            if not is_it or not is_readable(found):
+            stored = loaded_without_numbers(file, piece.byte, piece.nbytes)
+            form = (tuple(stored.shape), stored.dtype) if isinstance(stored, torch.Tensor) else None
+            if form != (piece.sizes, tensor.dtype) or not is_readable(stored):
                 raise CheckpointError(f"{file.path} does not hold the tensor that {METADATA} says: {tensor.keys[-1]}")
-            self._places[piece] = place_of(file, piece.byte, found), found
+            self._places[piece] = place_of(file, piece.byte, stored), stored
         return self._places[piece]
-
-
-def _given(tensor: DcpTensor) -> StoredTensor:
-    *part, name = tensor.keys
-    kind = str(tensor.dtype).removeprefix("torch.")
-    return StoredTensor([name], kind, tensor.dtype, tensor.shape, row_by_row(tensor.shape), tensor, ".".join(part))
 
 
 def _runs(shape: tuple[int, ...], piece: DcpPiece) -> tuple[torch.Tensor, int]:

@@ -22,11 +22,11 @@ import torch
 
 from zerotrain.checkpoint.manifest import BlockWriter, is_dense
 from zerotrain.checkpoint.others.stored_weights import FileRange, OpenFile, StoredTensor, row_by_row
-from zerotrain.checkpoint.tensor_file import CHUNK_NBYTES, CODES, chunks, planned
+from zerotrain.checkpoint.tensor_file import CHUNK_NBYTES, CODES, chunks, plan_file
 from zerotrain.errors import CheckpointError, listed
 from zerotrain.files.untrusted import MAX_DEPTH, Natural, Shape, UntrustedFileError, parse_json, require_kind, shown
 
-# The header of a safetensors file of anybody's: which tensors lie where.
+# The header of a safetensors file: its tensors and their places.
 #
 # Read by hand. The library gives no elements of a tensor by their number, and it maps the file: one that becomes
 # shorter meanwhile ends the process with SIGBUS, and a FIFO in its place is waited for (safetensors 0.8,
@@ -73,13 +73,18 @@ def safetensors_in(file: OpenFile) -> list[StoredTensor]:
     except UntrustedFileError as error:
         raise CheckpointError(f"{file.path} is no safetensors file, or damaged in its header: {error}") from None
     _require_places(file.path, header, 8 + length, nbytes)
-    return [_tensor_at(file, name, entry, 8 + length) for name, entry in header.items()]
+    tensors = []
+    for name, entry in header.items():
+        code, shape = entry["dtype"], tuple(entry["shape"])
+        place = FileRange(file, 8 + length + entry["data_offsets"][0])
+        tensors.append(StoredTensor([name], code, DTYPES.get(code), shape, row_by_row(shape), place))
+    return tensors
 
 
 def _require_places(path: Path, header: Mapping[str, Any], data_start: int, nbytes: int) -> None:
     """Make sure that the tensors fill the file, one after the other, as the format has it."""
     place = 0
-    for name, entry in sorted(header.items(), key=lambda each: each[1]["data_offsets"]):
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         start, stop = entry["data_offsets"]
         dtype = DTYPES.get(entry["dtype"])
         size = max(0, stop - start) if dtype is None else prod(entry["shape"]) * dtype.itemsize
@@ -89,11 +94,6 @@ def _require_places(path: Path, header: Mapping[str, Any], data_start: int, nbyt
     if data_start + place != nbytes:
         what = "cut" if nbytes < data_start + place else "longer than its header says"
         raise CheckpointError(f"{path} is {what}: {nbytes} bytes, and its header says {data_start + place}")
-
-
-def _tensor_at(file: OpenFile, name: str, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
-    code, shape, place = entry["dtype"], tuple(entry["shape"]), FileRange(file, data_start + entry["data_offsets"][0])
-    return StoredTensor([name], code, DTYPES.get(code), shape, row_by_row(shape), place)
 
 
 # Safetensors files for others: in parts of a size, with an index as Hugging Face has it, one tensor in memory at a
@@ -166,9 +166,9 @@ def _parts(tensors: Mapping[str, OutTensor], max_nbytes: int) -> list[list[str]]
 
 def _write_file(path: Path, tensors: Mapping[str, OutTensor]) -> None:
     # Larger elements first, as the library has it: so each tensor is aligned.
-    ordered = sorted(tensors.items(), key=lambda each: -each[1].dtype.itemsize)
-    described = [(name, CODES[each.dtype], each.shape, each.nbytes) for name, each in ordered]
-    head, _ = planned(described, {"format": "pt"})
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    described = [(name, CODES[tensor.dtype], tensor.shape, tensor.nbytes) for name, tensor in ordered]
+    head, _ = plan_file(described, {"format": "pt"})
     with closing(BlockWriter(path)) as writer:
         writer.write(memoryview(head))
         for _, tensor in ordered:
@@ -204,10 +204,21 @@ def torch_tensors_in(file: OpenFile) -> list[StoredTensor]:
         CheckpointError: torch.save has not written it, it holds other objects than weights, or it is damaged.
     """
     content = loaded_without_numbers(file, 0, file.nbytes)
-    found = [_tensor_in_archive(file, parts, tensor) for parts, tensor in _tensors(file.path, content) if parts]
-    if not found:
+    tensors = []
+    for keys, tensor in _tensors(file.path, content):
+        if not keys:
+            continue
+        *parts, name = keys
+        shape, part = tuple(tensor.shape), ".".join(parts)
+        if is_readable(tensor):
+            kind, place = str(tensor.dtype).removeprefix("torch."), place_of(file, 0, tensor)
+            tensors.append(StoredTensor([name], kind, tensor.dtype, shape, tensor.stride(), place, part))
+        else:
+            kind = "a view, sparse or the like" if type(tensor) in _PLAIN else f"a {type(tensor).__name__}"
+            tensors.append(StoredTensor([name], kind, None, shape, row_by_row(shape), None, part))
+    if not tensors:
         raise CheckpointError(f"{file.path} holds a {type(content).__name__} without tensors that have names; {_ALONE}")
-    return found
+    return tensors
 
 
 def loaded_without_numbers(file: OpenFile, start: int, nbytes: int) -> Any:
@@ -231,15 +242,15 @@ def loaded_without_numbers(file: OpenFile, start: int, nbytes: int) -> Any:
         raise
     except pickle.UnpicklingError:
         raise CheckpointError(_objects_in(stream)) from None
-    except Exception as error:  # whatever a damaged one, or one of other kinds of tensors, comes to
-        said = f" ({shown(str(error))})" if isinstance(error, RuntimeError) else ""
+    except Exception as error:  # a damaged file, or one with other kinds of tensors, raises errors of any kind
+        detail = f" ({shown(str(error))})" if isinstance(error, RuntimeError) else ""
         raise CheckpointError(
-            f"{file.path} is damaged, or holds tensors that cannot be read in parts{said}; {_ALONE}"
+            f"{file.path} is damaged, or holds tensors that cannot be read in parts{detail}; {_ALONE}"
         ) from None
     for _, tensor in _tensors(file.path, content):
         if (place := tensor.untyped_storage()._checkpoint_offset if _is_plain(tensor) else None) is not None:
-            told = tensor.untyped_storage().nbytes()
-            if told and records.get(place) != told:
+            storage_nbytes = tensor.untyped_storage().nbytes()
+            if storage_nbytes and records.get(place) != storage_nbytes:
                 raise CheckpointError(f"{file.path} is damaged: a tensor lies at byte {start + place}, where none can")
     return content
 
@@ -271,27 +282,18 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
-def _tensor_in_archive(file: OpenFile, parts: tuple[str, ...], tensor: torch.Tensor) -> StoredTensor:
-    *part, name = parts
-    kind, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    if not is_readable(tensor):
-        kind = "a view, sparse or the like" if type(tensor) in _PLAIN else f"a {type(tensor).__name__}"
-        return StoredTensor([name], kind, None, shape, row_by_row(shape), None, ".".join(part))
-    return StoredTensor([name], kind, tensor.dtype, shape, tensor.stride(), place_of(file, 0, tensor), ".".join(part))
-
-
 def _tensors(path: Path, content: Any) -> list[tuple[tuple[str, ...], torch.Tensor]]:
     """(keys from the outside to it, tensor) of each tensor.
 
     Raises:
         CheckpointError: there are more than any model has: a few lists that hold each other are endless.
     """
-    found = list(islice(_walk(content, (), set()), MAX_TENSORS + 1))
-    if len(found) > MAX_TENSORS:
+    tensors = list(islice(_walk(content, (), set()), MAX_TENSORS + 1))
+    if len(tensors) > MAX_TENSORS:
         raise CheckpointError(
             f"{path} holds more than {MAX_TENSORS:,} tensors, or lists that contain themselves; {_ALONE}"
         )
-    return found
+    return tensors
 
 
 def _walk(content: Any, parts: tuple[str, ...], bare: set[int]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
@@ -305,9 +307,9 @@ def _walk(content: Any, parts: tuple[str, ...], bare: set[int]) -> Iterator[tupl
     elif isinstance(content, Mapping | list | tuple) and id(content) not in bare and len(parts) < MAX_DEPTH:
         is_bare = True
         for key, value in content.items() if isinstance(content, Mapping) else enumerate(content):
-            for found in _walk(value, (*parts, str(key) if isinstance(key, str | int) else type(key).__name__), bare):
+            for pair in _walk(value, (*parts, str(key) if isinstance(key, str | int) else type(key).__name__), bare):
                 is_bare = False
-                yield found
+                yield pair
         if is_bare:
             bare.add(id(content))
 
@@ -318,22 +320,22 @@ def _records(stream: "_Part") -> dict[int, int]:
     try:
         with zipfile.ZipFile(stream) as archive:
             members = archive.infolist()
-            names = {each.filename.partition("/")[2] for each in members}
+            names = {member.filename.partition("/")[2] for member in members}
             if "data.pkl" not in names or "constants.pkl" in names:
                 raise CheckpointError(f"{path} is a zip archive, but none of torch.save; {_ALONE}")
-            if any(each.compress_type != zipfile.ZIP_STORED for each in members):
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
                 raise CheckpointError(f"{path} was packed again, and cannot be read in parts; {_ALONE}")
-            orders = [each for each in members if each.filename.endswith("byteorder")]
+            orders = [member for member in members if member.filename.endswith("byteorder")]
             # torch turns such numbers round on the meta device too, and the process ends with SIGSEGV (2026-11-22).
-            if any(archive.read(each) != b"little" for each in orders):
+            if any(archive.read(member) != b"little" for member in orders):
                 raise CheckpointError(f"{path} was written on a machine that orders bytes the other way round")
-            for each in members:
-                head = stream.part(each.header_offset, 30)
+            for member in members:
+                head = stream.part(member.header_offset, 30)
                 lengths = (int.from_bytes(head[26:28], "little"), int.from_bytes(head[28:30], "little"))
-                records[each.header_offset + 30 + sum(lengths)] = each.file_size
+                records[member.header_offset + 30 + sum(lengths)] = member.file_size
     except CheckpointError:
         raise
-    except Exception:  # whatever a damaged one comes to: zipfile raises errors of many kinds
+    except Exception:  # zipfile raises errors of many kinds for a damaged file
         raise CheckpointError(
             f"{path} is cut or damaged: it begins like a file of torch.save, but does not end like one"
         ) from None
@@ -345,14 +347,13 @@ def _objects_in(stream: "_Part") -> str:
     path = stream.file.path
     try:
         stream.seek(0)
-        found = torch.serialization.get_unsafe_globals_in_checkpoint(cast(IO[bytes], stream))
-    except Exception:  # damaged, and so whatever reading it comes to
-        found = []
-    if not found:
+        unsafe_names = torch.serialization.get_unsafe_globals_in_checkpoint(cast(IO[bytes], stream))
+    except Exception:  # a damaged file raises errors of any kind
+        unsafe_names = []
+    if not unsafe_names:
         return f"{path} is damaged: its content cannot be read"
-    return (
-        f"{path} holds more than weights ({listed(sorted(found))}), and making such objects may run any code; {_ALONE}"
-    )
+    names = listed(sorted(unsafe_names))
+    return f"{path} holds more than weights ({names}), and making such objects may run any code; {_ALONE}"
 
 
 class _Part(io.RawIOBase):

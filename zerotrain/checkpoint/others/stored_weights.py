@@ -45,7 +45,7 @@ class Weights(ABC):
     """Two ranks that see the same see the same checkpoint, or files of the same names, dtypes and shapes."""
     _opened: ExitStack
 
-    def problems(self, taken: Sequence[StoredTensor], part: int, num_parts: int) -> list[str]:
+    def problems(self, tensors: Sequence[StoredTensor], part: int, num_parts: int) -> list[str]:
         """Problems of the files that opening them did not find, in this share of them.
 
         Args:
@@ -114,9 +114,9 @@ class OpenFile:
             CheckpointError: the disk fails, or the file has become shorter.
         """
         step = CHUNK_NBYTES // dtype.itemsize
-        for done in range(0, target.numel(), step):
-            part = target[done : done + step]
-            data = self.bytes(start + done * dtype.itemsize, part.numel() * dtype.itemsize)
+        for begin in range(0, target.numel(), step):
+            part = target[begin : begin + step]
+            data = self.bytes(start + begin * dtype.itemsize, part.numel() * dtype.itemsize)
             part.copy_(torch.frombuffer(data, dtype=dtype))
 
     def bytes(self, start: int, nbytes: int) -> bytearray:
@@ -126,15 +126,15 @@ class OpenFile:
             CheckpointError: the disk fails, or the file ends before.
         """
         data = bytearray(nbytes)
-        done = 0
-        while done < nbytes:
+        num_read = 0
+        while num_read < nbytes:
             try:
-                count = os.preadv(self._descriptor, [memoryview(data)[done:]], start + done)
+                count = os.preadv(self._descriptor, [memoryview(data)[num_read:]], start + num_read)
             except OSError as error:
                 raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
             if count == 0:
-                raise CheckpointError(f"{self.path} is cut: it ends at byte {start + done}")
-            done += count
+                raise CheckpointError(f"{self.path} is cut: it ends at byte {start + num_read}")
+            num_read += count
         return data
 
 

@@ -5,7 +5,7 @@ torch's DCP, the weights of a checkpoint.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -42,25 +42,25 @@ ALLOWED = (
 )
 
 
-def resolved(path: str | os.PathLike[str]) -> Path:
-    """The absolute path that is read for a named one: itself, or the newest checkpoint of a run's folder.
+def resolve_weights(path: str | os.PathLike[str]) -> Path:
+    """The absolute path that is read for a path of the user: itself, or the newest checkpoint of a run's folder.
 
     Raises:
         CheckpointError: there are no weights that can be read.
     """
-    named = Path(os.path.abspath(path))
-    if named.name == METADATA:
-        return named.parent
-    if any(os.path.isfile(named / name) for name in (*IN_FOLDERS, METADATA)):
-        return named
-    if os.path.lexists(named) and not os.path.isdir(named):
-        return named
+    source = Path(os.path.abspath(path))
+    if source.name == METADATA:
+        return source.parent
+    if any(os.path.isfile(source / name) for name in (*IN_FOLDERS, METADATA)):
+        return source
+    if os.path.lexists(source) and not os.path.isdir(source):
+        return source
     try:
-        return candidates(named, allowed=ALLOWED)[0]
+        return candidates(source, allowed=ALLOWED)[0]
     except CheckpointError:
-        if others := [each for each in entries(named) if each.suffix in OTHERS]:
+        if files := [entry for entry in entries(source) if entry.suffix in OTHERS]:
             raise CheckpointError(
-                f"{named} has no {IN_FOLDERS[0]}: name the file itself, such as {others[0]}"
+                f"{source} has no {IN_FOLDERS[0]}: name the file itself, such as {files[0]}"
             ) from None
         raise
 
@@ -74,7 +74,7 @@ def find_weights(path: str | os.PathLike[str], *, averaged: bool = False) -> Wei
     Raises:
         CheckpointError: there are no weights that can be read, or a file is cut off, damaged or missing.
     """
-    source = resolved(path)
+    source = resolve_weights(path)
     if os.path.isfile(source / MANIFEST):
         return CheckpointWeights(source, averaged=averaged)
     if averaged:
@@ -82,25 +82,23 @@ def find_weights(path: str | os.PathLike[str], *, averaged: bool = False) -> Wei
     if os.path.isfile(source / METADATA):
         return DcpWeights(source)
     file = next((source / name for name in IN_FOLDERS if os.path.isfile(source / name)), source)
-    return FileWeights(source, _files_of(file) if file.name.endswith(INDEX_END) else {file: None})
+    return FileWeights(source, _names_by_file(file) if file.name.endswith(INDEX_END) else {file: None})
 
 
-def _files_of(index: Path) -> dict[Path, list[str] | None]:
-    """The names that lie in each file that an index tells of."""
-    files: dict[Path, list[str] | None] = {}
+def _names_by_file(index: Path) -> dict[Path, list[str]]:
+    """The names of tensors in each file that an index lists."""
+    files: dict[Path, list[str]] = {}
     try:
-        said = read_json(index, _Index, max_nbytes=MAX_INDEX_NBYTES)
-        for name, file in said["weight_map"].items():
-            names = files.setdefault(index.parent / file, [])
-            assert names is not None
-            names.append(name)
+        content = read_json(index, _Index, max_nbytes=MAX_INDEX_NBYTES)
+        for name, file in content["weight_map"].items():
+            files.setdefault(index.parent / file, []).append(name)
     except OSError as error:
         raise CheckpointError(f"{index} cannot be read: {error.strerror}") from error
     except UntrustedFileError as error:
         raise CheckpointError(f"{index} is no index of files with weights, or damaged: {error}") from None
     if absent := [file.name for file in files if not os.path.isfile(file)]:
-        named = listed([shown(name) for name in absent])
-        raise CheckpointError(f"{index.parent} lacks {named} of the {len(files)} files that {index.name} lists")
+        names = listed([shown(name) for name in absent])
+        raise CheckpointError(f"{index.parent} lacks {names} of the {len(files)} files that {index.name} lists")
     return files
 
 
@@ -111,20 +109,20 @@ class FileWeights(Weights):
         files: the names to read from each; None: all.
     """
 
-    def __init__(self, path: Path, files: dict[Path, list[str] | None]) -> None:
+    def __init__(self, path: Path, files: Mapping[Path, list[str] | None]) -> None:
         self.path, self.tensors = path, []
         with ExitStack() as opened:
-            for each, names in files.items():
-                file = OpenFile(each)
+            for file_path, names in files.items():
+                file = OpenFile(file_path)
                 opened.callback(file.close)
                 tensors = torch_tensors_in(file) if is_of_torch(file) else safetensors_in(file)
-                known = {tensor.names[0]: tensor for tensor in tensors}
-                if absent := [name for name in names or () if name not in known]:
-                    raise CheckpointError(f"{each} has no {shown(absent[0])}, which its index lists")
-                self.tensors += tensors if names is None else [known[name] for name in names]
+                by_name = {tensor.names[0]: tensor for tensor in tensors}
+                if absent := [name for name in names or () if name not in by_name]:
+                    raise CheckpointError(f"{file_path} has no {shown(absent[0])}, which its index lists")
+                self.tensors += tensors if names is None else [by_name[name] for name in names]
             self._opened = opened.pop_all()
-        told = [(each.part, each.names, each.kind, each.shape, each.stride) for each in self.tensors]
-        self.fingerprint = hash_of(repr(told).encode())
+        headers = [(tensor.part, tensor.names, tensor.kind, tensor.shape, tensor.stride) for tensor in self.tensors]
+        self.fingerprint = hash_of(repr(headers).encode())
 
     def read(self, tensor: StoredTensor, start: int, target: torch.Tensor) -> None:
         file, byte = tensor.place
@@ -157,7 +155,7 @@ class CheckpointWeights(Weights):
         kind = "" if tensor is None else tensor["dtype"]
         self.tensors.append(StoredTensor(names, kind, dtype, tuple(shape), tuple(stride), tensor))
 
-    def problems(self, taken: Sequence[StoredTensor], part: int, num_parts: int) -> list[str]:
+    def problems(self, tensors: Sequence[StoredTensor], part: int, num_parts: int) -> list[str]:
         return problems_in(self.path, self._manifest, part, num_parts, roles=self._roles)
 
     def read(self, tensor: StoredTensor, start: int, target: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zerotrain.checkpoint.others.stored_weights import StoredTensor, Weights
-from zerotrain.checkpoint.others.weights import find_weights, resolved
+from zerotrain.checkpoint.others.weights import find_weights, resolve_weights
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import require_tellable
 from zerotrain.engine.buckets.bucket import Bucket
@@ -219,7 +219,7 @@ def checked_weights(
     named = Path(os.path.abspath(path))
     doing = f"loading weights from {named}"
     # Rank 0's newest: the run it is of may save another meanwhile.
-    source = from_rank_0(collectives, lambda: str(resolved(named)), doing=doing)
+    source = from_rank_0(collectives, lambda: str(resolve_weights(named)), doing=doing)
     weights, error = attempt(lambda: find_weights(Path(source), averaged=averaged))
     try:
         raise_first(collectives, error, doing=doing, left=LEFT)
