@@ -31,11 +31,11 @@ def require_names(**arguments: Any) -> None:
     """Check that each argument is a list of names or patterns; a ValueError names the first that is not. A string
     would be taken for a list of its letters."""
     for name, value in arguments.items():
-        if isinstance(value, str) or not all(isinstance(each, str) for each in value):
+        if isinstance(value, str) or not all(isinstance(item, str) for item in value):
             raise ValueError(f"model.{name}={value} is no list of names; give one such as model.{name}=[{value}]")
 
 
-# The loss all language models here share.
+# The loss that all language models here share.
 
 
 IGNORED_LABEL = -100
@@ -107,8 +107,8 @@ def chunked(
         bias: (vocab_size,), without a gradient.
         labels: (B, T) int64.
     """
-    wanted = [each.requires_grad and torch.is_grad_enabled() for each in (hidden, weight)]
-    total: torch.Tensor = _TotalByChunks.apply(hidden, weight, bias, labels, loss, num_chunks, wanted)
+    needs_gradient = [tensor.requires_grad and torch.is_grad_enabled() for tensor in (hidden, weight)]
+    total: torch.Tensor = _TotalByChunks.apply(hidden, weight, bias, labels, loss, num_chunks, needs_gradient)
     return total / num_counted(labels)
 
 
@@ -132,23 +132,23 @@ class _TotalByChunks(torch.autograd.Function):
         labels: torch.Tensor,
         loss: MeanCrossEntropy,
         num_chunks: int,
-        wanted: list[bool],
+        needs_gradient: list[bool],
     ) -> torch.Tensor:
         total, num_rows = torch.zeros((), device=hidden.device), -(-labels.numel() // num_chunks)
         ctx.divisor = 2.0 ** (num_rows // _MANY).bit_length()
         divisor = torch.full_like(total, ctx.divisor)  # no copy that a GPU would be waited for
-        of_hidden = torch.empty_like(hidden).flatten(0, 1) if wanted[0] else None
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        leaf = weight.detach().requires_grad_(wanted[1])
+        of_hidden = torch.empty_like(hidden).flatten(0, 1) if needs_gradient[0] else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_gradient[1] else None
+        leaf = weight.detach().requires_grad_(needs_gradient[1])
         begin = 0
         for rows, targets in zip(
             hidden.detach().flatten(0, 1).chunk(num_chunks), labels.flatten().chunk(num_chunks), strict=True
         ):
-            rows.requires_grad_(wanted[0])
-            with torch.set_grad_enabled(any(wanted)):
+            rows.requires_grad_(needs_gradient[0])
+            with torch.set_grad_enabled(any(needs_gradient)):
                 part = loss(F.linear(rows, leaf, bias)[None], targets[None], divisor)
             total += part.detach()
-            inputs = [each for each in (rows, leaf) if each.requires_grad]
+            inputs = [tensor for tensor in (rows, leaf) if tensor.requires_grad]
             gradients = [*torch.autograd.grad(part, inputs)] if inputs else []
             if of_weight is not None:
                 of_weight += gradients.pop()
@@ -214,9 +214,11 @@ class GPT(nn.Module):
         require_at_least(1, num_heads=num_heads, hidden_size=hidden_size)
         require_fraction(dropout=dropout)
         if hidden_size % num_heads:
+            divisors = [number for number in range(hidden_size, 0, -1) if hidden_size % number == 0]
+            nearest = min(divisors, key=lambda divisor: abs(divisor - num_heads))  # the larger of two equally near
             raise ValueError(
                 f"model.num_heads={num_heads} does not divide model.hidden_size={hidden_size}; "
-                f"choose a number of heads that does, such as {_nearest_divisor(hidden_size, num_heads)}"
+                f"choose a number of heads that does, such as {nearest}"
             )
         self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
         self.vocab_multiple, self.loss_chunks = vocab_multiple, loss_chunks
@@ -327,12 +329,6 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.residual_dropout(self.out_proj(self.activation(self.in_proj(hidden))))
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of `number` nearest to `wanted`, the larger of two equally near."""
-    divisors = [candidate for candidate in range(number, 0, -1) if number % candidate == 0]
-    return min(divisors, key=lambda divisor: abs(divisor - wanted))
 
 
 # MLP: a neural n-gram language model, the smallest model that learns text.

@@ -14,7 +14,7 @@ from zerotrain.files.terminal import package
 from zerotrain.models.gpt import MeanCrossEntropy, require_at_least, require_fraction, require_names
 
 NO_ADAPTERS: dict[str, Any] = {"rank": 0, "alpha": 16, "dropout": 0.0, "targets": None}
-"""The argument `lora`, where nothing is said of it."""
+"""The default of the argument `lora`."""
 BALANCING_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -73,7 +73,7 @@ class HuggingFaceModel(nn.Module):
         *,
         input_ids: torch.Tensor | None = None,
         with_outputs: bool = False,
-        **named: Any,
+        **inputs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute the loss, or the logits where no labels are given.
 
@@ -82,7 +82,7 @@ class HuggingFaceModel(nn.Module):
             labels: (B, T) int64, labels[:, t] the token after ids[:, t], or -100 where there is none to learn.
             input_ids: another name for `ids`, that of transformers.
             with_outputs: give the logits beside the loss, detached.
-            named: what else the model takes, such as attention_mask (B, T).
+            inputs: further arguments of the model, such as attention_mask (B, T).
 
         Returns:
             The mean cross entropy over the labels (0-dim, fp32), in training with what the model itself adds to its
@@ -93,7 +93,7 @@ class HuggingFaceModel(nn.Module):
             ValueError: a sequence is longer than `max_seq_len`, the positions that the model's config has; or there are
                 no ids, or two.
         """
-        given_ids = [each for each in (ids, input_ids) if each is not None]
+        given_ids = [tensor for tensor in (ids, input_ids) if tensor is not None]
         if len(given_ids) != 1:
             raise ValueError(f"forward got {len(given_ids)} of ids and input_ids; give one of them")
         [ids] = given_ids
@@ -102,16 +102,17 @@ class HuggingFaceModel(nn.Module):
                 f"a sequence of {ids.shape[1]} tokens is longer than the model's {self.max_seq_len} positions"
             )
         if labels is None:
-            return self.model(input_ids=ids, **named).logits
-        given = {"labels": labels.contiguous()} if self.training and self._added_loss.may_come else {}
-        outputs = self.model(input_ids=ids, **given, **named)
+            return self.model(input_ids=ids, **inputs).logits
+        label_inputs = {"labels": labels.contiguous()} if self.training and self._added_loss.may_come else {}
+        outputs = self.model(input_ids=ids, **label_inputs, **inputs)
         loss = self.loss(outputs.logits, labels) + self._added_loss.take(outputs)
         return (loss, outputs.logits.detach()) if with_outputs else loss
 
 
 class _AddedLoss:
-    """Stands for the loss function of a model of transformers, and gives it 0: what the model makes of that is what it
-    adds. The models compute balancing losses and their like in lines of their own, with coefficients of many names."""
+    """Stands for the loss function of a model of transformers, and gives it 0: the model's loss is then the part that
+    it adds. The models compute balancing losses and their like in lines of their own, with coefficients of many
+    names."""
 
     may_come = True
     """False once a model has computed its loss without it: a few old ones, which add nothing."""
@@ -134,9 +135,9 @@ class _AddedLoss:
 def _from_scratch(fields: dict[str, Any], vocab_size: int | None) -> Any:
     transformers = _transformers()
     model_type = fields.pop("model_type", None)
-    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if model_type not in known:
-        near = difflib.get_close_matches(str(model_type), known, n=3)
+    model_types = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if model_type not in model_types:
+        near = difflib.get_close_matches(str(model_type), model_types, n=3)
         raise ValueError(
             f"model.config.model_type={'null' if model_type is None else model_type} is no causal language model of "
             f"transformers; give one such as {', '.join(near or ['gpt2', 'llama'])}, or model.name_or_path"
@@ -222,10 +223,9 @@ def _require_balancing(fields: dict[str, Any], config: Any) -> None:
 
 def _require_adapters(adapters: dict[str, Any]) -> None:
     for name in adapters.keys() - NO_ADAPTERS.keys():
-        known = ", ".join(NO_ADAPTERS)
         raise ValueError(
-            f"model.lora.{name}: there is no such setting; there are {known}; for other settings of peft, "
-            "give build_engine a model that peft has made"
+            f"model.lora.{name}: there is no such setting; there are {', '.join(NO_ADAPTERS)}; for other settings of "
+            "peft, give build_engine a model that peft has made"
         )
     require_at_least(0, **{"lora.rank": adapters["rank"]})
     for name, value in adapters.items():

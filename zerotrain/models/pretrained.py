@@ -51,13 +51,12 @@ def find_weights(name_or_path: str) -> dict[str, str] | None:
     """
     index = _find(name_or_path, "model.safetensors.index.json")
     if index is not None:
-        said = read_json(index, _PretrainedIndex, max_nbytes=MAX_INDEX_NBYTES)
-        parts = said["weight_map"]
-        found = {part: _find(name_or_path, part) for part in sorted(set(parts.values()))}
-        missing = [part for part, path in found.items() if path is None]
+        parts = read_json(index, _PretrainedIndex, max_nbytes=MAX_INDEX_NBYTES)["weight_map"]
+        paths = {part: _find(name_or_path, part) for part in sorted(set(parts.values()))}
+        missing = [part for part, path in paths.items() if path is None]
         if missing:
             raise OSError(f"it lacks {', '.join(map(shown, missing))}")
-        return {name: str(found[part]) for name, part in parts.items()}
+        return {name: str(paths[part]) for name, part in parts.items()}
     file = _find(name_or_path, "model.safetensors")
     if file is not None:
         with _opened(file) as opened:
@@ -76,11 +75,11 @@ def require_shapes(model: nn.Module, files: Mapping[str, str]) -> None:
     its files fit; ValueError where a tensor has another shape than the model's of the same name."""
     targets, shapes = model.state_dict(keep_vars=True), _shapes(files)
     for name in targets.keys() & shapes.keys():
-        given, wanted = shapes[name], tuple(targets[name].shape)
-        if given != wanted:
+        shape, model_shape = shapes[name], tuple(targets[name].shape)
+        if shape != model_shape:
             raise ValueError(
-                f"model.config: the weights do not fit; {name} has shape {given} in the files and {wanted} by the "
-                "config; leave out the fields that change it"
+                f"model.config: the weights do not fit; {name} has shape {shape} in the files and {model_shape} by "
+                "the config; leave out the fields that change it"
             )
 
 
@@ -88,8 +87,8 @@ def load_weights(model: nn.Module, files: Mapping[str, str]) -> bool:
     """Copy tensors from files into the parameters and buffers of the same names. False, and nothing is copied, where
     names or shapes are not exactly those of the model. One name of tied tensors is enough."""
     targets, shapes = model.state_dict(keep_vars=True), _shapes(files)
-    given = {id(targets[name]) for name in files if name in targets}
-    if any(id(tensor) not in given for tensor in targets.values()):
+    covered_ids = {id(targets[name]) for name in files if name in targets}
+    if any(id(tensor) not in covered_ids for tensor in targets.values()):
         return False
     if any(name not in targets or shapes[name] != tuple(targets[name].shape) for name in files):
         return False
