@@ -30,34 +30,26 @@ def kind_problems(
 ) -> Iterator[tuple[str, str]]:
     """(name, what the target takes instead) of each argument of another kind than its annotation or default says.
 
-    Only what is certain is told: an argument of a class of its own, or one that nothing is said of, takes anything.
+    It yields certain problems alone: an argument of a class of its own, or one without annotation and default, takes
+    anything.
     """
-    hints = _annotations(target)
+    try:
+        hints = typing.get_type_hints(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
+    except Exception:  # names that exist for a type checker alone, and whatever else is written there
+        hints = {}
     for name, value in arguments.items():
         parameter = parameters.get(name)
         if parameter is None or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         default = parameter.default
-        annotation = hints.get(name, _of_default(default))
+        annotation = hints.get(name, Any)
+        if name not in hints and isinstance(default, int | float):  # without an annotation, the default tells the kind
+            annotation = bool if isinstance(default, bool) else float
         # A default of None is often left out of the annotation.
         if not _fits(value, annotation) and (value is not None or default is not None):
-            shown = list(default) if isinstance(default, tuple) else default
-            otherwise = "" if default is parameter.empty else f"; its default is {word(shown)}"
+            plain_default = list(default) if isinstance(default, tuple) else default
+            otherwise = "" if default is parameter.empty else f"; its default is {word(plain_default)}"
             yield name, f"{_describe(annotation)}{otherwise}"
-
-
-def _annotations(target: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
-    except Exception:  # names that exist for a type checker alone, and whatever else is written there
-        return {}
-
-
-def _of_default(default: Any) -> Any:
-    """The kind of an argument without annotation, by its default: any number if that is a number."""
-    if isinstance(default, bool):
-        return bool
-    return float if isinstance(default, int | float) else Any
 
 
 def _fits(value: Any, annotation: Any) -> bool:
@@ -79,15 +71,14 @@ def _fits_one(value: Any, member: Any) -> bool:
     if kind is str:
         return not isinstance(value, list | dict)
     if kind in _LISTS:
-        return isinstance(value, list) and _fit_each(value, typing.get_args(member))
+        kinds = typing.get_args(member)
+        if not isinstance(value, list) or not kinds:
+            return isinstance(value, list)
+        if Ellipsis in kinds or len(kinds) == 1:
+            return all(_fits(item, kinds[0]) for item in value)
+        return len(value) == len(kinds) and all(map(_fits, value, kinds))
     # No yaml holds a tensor; anything else may be made of what it holds.
     return getattr(kind, "__name__", "") != "Tensor"
-
-
-def _fit_each(values: list[Any], kinds: tuple[Any, ...]) -> bool:
-    if not kinds or Ellipsis in kinds or len(kinds) == 1:
-        return all(_fits(value, kinds[0]) for value in values) if kinds else True
-    return len(values) == len(kinds) and all(_fits(value, kind) for value, kind in zip(values, kinds, strict=True))
 
 
 def _members(annotation: Any) -> Collection[Any]:
@@ -98,8 +89,8 @@ def _members(annotation: Any) -> Collection[Any]:
 
 
 def _describe(annotation: Any) -> str:
-    said = [_describe_one(member) for member in _members(annotation)]
-    return " or ".join(dict.fromkeys(each for each in said if each))
+    kinds = [_describe_one(member) for member in _members(annotation)]
+    return " or ".join(dict.fromkeys(kind for kind in kinds if kind))
 
 
 def _describe_one(member: Any) -> str:
@@ -109,13 +100,11 @@ def _describe_one(member: Any) -> str:
     kinds = typing.get_args(member)
     if not kinds or not _describe(kinds[0]):
         return "a list"
-    of = _describe(kinds[0]).removeprefix("a ")
-    return (
-        f"a list of {len(kinds)}, each a {of}" if len(kinds) > 1 and Ellipsis not in kinds else f"a list, each a {of}"
-    )
+    length = f" of {len(kinds)}" if len(kinds) > 1 and Ellipsis not in kinds else ""
+    return f"a list{length}, each a {_describe(kinds[0]).removeprefix('a ')}"
 
 
-# Classes and functions named by `_target_`: that they exist and take the arguments given.
+# Checks that the class or function of a `_target_` exists and takes its arguments.
 
 
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_", "_args_"})
@@ -142,14 +131,14 @@ def target_problems(values: dict[str, Any], *, name: str) -> Iterator[str]:
         yield f"{name}._target_: got {path}, a {type(target).__name__}; it must be a class or function"
         return
     yield from _argument_problems(target, values, name)
-    for nested_name, nested_target in _nested(values, name):
+    for nested_name, nested_target in _nested_targets(values, name):
         yield from target_problems(nested_target, name=nested_name)
 
 
 def without_arguments(group: str) -> str:
     """How to remove an argument that is null: Hydra's ~ removes only one that has a value."""
-    others = f"{group}=own, which starts without arguments, or " if group == "data" else ""
-    return f"give {others}a {group} yaml without it"
+    alternative = f"{group}=own, which starts without arguments, or " if group == "data" else ""
+    return f"give {alternative}a {group} yaml without it"
 
 
 def makes_callables(path: Any) -> bool:
@@ -192,12 +181,12 @@ def _argument_problems(target: Callable[..., Any], values: dict[str, Any], name:
         otherwise = f"leave it out with ~{name}.{key}" if arguments[key] is not None else without_arguments(name)
         hint = did_you_mean(key, parameters) or f"; {otherwise}"
         yield f"{name}.{key}: {path} takes no such argument{hint}"
-    known = {key: value for key, value in arguments.items() if key not in unknown}
+    accepted = {key: value for key, value in arguments.items() if key not in unknown}
     bind = signature.bind_partial if values.get("_partial_") else signature.bind
-    for key, takes in kind_problems(target, parameters, known):
-        yield f"{name}.{key}: got {word(known[key])}; {path} takes {takes}"
+    for key, takes in kind_problems(target, parameters, accepted):
+        yield f"{name}.{key}: got {word(accepted[key])}; {path} takes {takes}"
     try:
-        bind(*values.get("_args_", ()), **known)
+        bind(*values.get("_args_", ()), **accepted)
     except TypeError as error:
         yield f"{name}: {path}: {error}"
 
@@ -218,14 +207,14 @@ def _why_not_found(path: str, error: BaseException) -> str:
     return f"{module_name} has no {attribute}{did_you_mean(attribute, dir(module))}"
 
 
-def _nested(value: Any, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _nested_targets(value: Any, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The outermost targets among the arguments."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         if isinstance(item, dict) and "_target_" in item:
             yield f"{name}.{key}", item
         else:
-            yield from _nested(item, f"{name}.{key}")
+            yield from _nested_targets(item, f"{name}.{key}")
 
 
 OPEN_GROUPS = ("model", "data", "optimizer", "scheduler")
@@ -235,7 +224,7 @@ SETS = "data.validation_sets"
 PARTIAL_GROUPS = ("optimizer", "scheduler", COLLATE_FN)
 """These get more arguments later: the parameters, the step, the items."""
 MAX_MICRO_BATCHES = 2**20
-"""Of a step, on all ranks: more have too many noughts."""
+"""Limit for one step on all ranks: a larger number has too many noughts."""
 
 
 def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
@@ -275,20 +264,20 @@ def callback_problems(config: Config) -> list[str]:
     """Likewise of the callbacks, which a run alone has."""
     problems: list[str] = []
     for name, values in config.callback_targets.items():
-        called = f"{CALLBACKS}.{name}"
+        key = f"{CALLBACKS}.{name}"
         if not isinstance(values, dict):
-            problems.append(f"{called}: got {word(values)}; it must be a class with its arguments, or null")
+            problems.append(f"{key}: got {word(values)}; it must be a class with its arguments, or null")
         elif values.get("_partial_"):
-            problems.append(f"{called}._partial_: got {word(values['_partial_'])}; leave it out")
+            problems.append(f"{key}._partial_: got {word(values['_partial_'])}; leave it out")
         else:
-            problems += _open_group_problems(values, called)
+            problems += _open_group_problems(values, key)
     return problems
 
 
 def value_problems(config: Config) -> list[str]:
     """One line for each value that breaks its rule, or a rule across settings."""
-    given = _settings_of(config)
-    problems = [setting.must_be(name, value, word) for name, setting, value in given if not setting.allows(value)]
+    settings = _settings_of(config)
+    problems = [setting.must_be(name, value, word) for name, setting, value in settings if not setting.allows(value)]
     if config.precision.name == "fp16" and config.train.on_nonfinite == "stop":
         problems.append(
             "train.on_nonfinite: got stop; it must be skip with precision=fp16, which finds its loss scale by overflows"
@@ -314,23 +303,22 @@ def value_problems(config: Config) -> list[str]:
 
 def length_problems(config: Config) -> list[str]:
     """A line where a run as it was given has two lengths. The default of `train.max_steps` counts as none."""
-    given = [
+    lengths = [
         f"{name}={word(value)}"
         for name, setting, value in _settings_of(config)
         if name.removeprefix("train.") in LENGTHS and value is not None and setting.allows(value)
     ]
     if config.train.max_steps == TrainConfig().max_steps:
-        given.remove(f"train.max_steps={config.train.max_steps}")
-    if len(given) < 2:
+        lengths.remove(f"train.max_steps={config.train.max_steps}")
+    if len(lengths) < 2:
         return []
-    told = ", ".join(given)
-    return [f"{told}: a run has one length; leave out the others, or give them null"]
+    return [f"{', '.join(lengths)}: a run has one length; leave out the others, or give them null"]
 
 
 def must_be(name: str, got: Any) -> str | None:
     """The line that says what a setting must be instead of `got`; None where there is no rule for it."""
-    known = {name: setting for name, setting, _ in _settings_of(Config())}
-    return known[name].must_be(name, got, word) if name in known else None
+    settings = {name: setting for name, setting, _ in _settings_of(Config())}
+    return settings[name].must_be(name, got, word) if name in settings else None
 
 
 def without_effect(config: Config, world_size: int) -> list[str]:
@@ -347,12 +335,12 @@ def without_effect(config: Config, world_size: int) -> list[str]:
 def doubtful(config: Config) -> list[str]:
     """One line for each pair of settings that trains, but hardly what is wanted."""
     lines = []
-    pretrained, last = config.model.get("name_or_path"), max(config.zero.stages)
+    pretrained, last_change = config.model.get("name_or_path"), max(config.zero.stages)
     if pretrained is not None and config.data.get("tokenizer", "") is None:
         unseen = f"which model.name_or_path={pretrained} has never seen"
         lines.append(f"data.tokenizer=null reads bytes, {unseen}; use data=tokenized")
-    if config.train.max_steps is not None and last >= config.train.max_steps:
-        lines.append(f"zero.schedule: step {last} is not reached with train.max_steps={config.train.max_steps}")
+    if config.train.max_steps is not None and last_change >= config.train.max_steps:
+        lines.append(f"zero.schedule: step {last_change} is not reached with train.max_steps={config.train.max_steps}")
     return lines
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -26,20 +27,20 @@ def register_schema() -> None:
     """Make the schema known to Hydra as `schema`, the first entry of the defaults list: it checks names and types. And
     `${slurm_job:OTHERWISE}`, which is slurm-123_4 in a job of Slurm: a job that is queued again finds its folder."""
     ConfigStore.instance().store(name="schema", node=Config)
-    OmegaConf.register_new_resolver("slurm_job", _named_by_slurm, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("slurm_job", _slurm_name, use_cache=True, replace=True)
 
 
-def _named_by_slurm(otherwise: str) -> str:
+def _slurm_name(otherwise: str) -> str:
     job = slurm_job(os.environ)
     return otherwise if job is None else f"slurm-{job}"
 
 
 def slurm_job(environment: Mapping[str, str]) -> str | None:
-    """The job of Slurm that this process is of, as scontrol names it: 123, or 123_4 for the fourth of an array. None
-    where it is of none."""
+    """The Slurm job of this process, as scontrol names it: 123, or 123_4 for the fourth of an array. None outside of
+    jobs."""
     array = [environment.get(f"SLURM_ARRAY_{name}_ID", "") for name in ("JOB", "TASK")]
     parts = array if all(array) else [environment.get("SLURM_JOB_ID", "")]
-    return "_".join(parts) if all(re.fullmatch("[0-9]{1,19}", each, re.ASCII) for each in parts) else None
+    return "_".join(parts) if all(re.fullmatch("[0-9]{1,19}", part, re.ASCII) for part in parts) else None
 
 
 def to_config(composed: DictConfig) -> tuple[Config, list[str]]:
@@ -59,9 +60,9 @@ def to_config(composed: DictConfig) -> tuple[Config, list[str]]:
     nulls = (OmegaConf.from_dotlist([f"{key}=null"]) for key in missing)
     values = OmegaConf.to_container(OmegaConf.merge(composed, *nulls) if missing else composed, resolve=True)
     if unknown := [key for key in _keys(values) if not _is_known(key)]:
-        known = known_keys(composed)
+        names = known_keys(composed)
         problems += [
-            f"+{key}: there is no such setting{we_call_it(key) or did_you_mean(key, known)}" for key in unknown
+            f"+{key}: there is no such setting{we_call_it(key) or did_you_mean(key, names)}" for key in unknown
         ]
     for key in unknown:
         _remove(values, key)
@@ -75,15 +76,10 @@ def from_values(values: Any) -> Config:
     assert isinstance(config, Config)
     if isinstance(stage := config.zero.stage, str) and stage.isdecimal():  # of a variable of the environment
         config.zero.stage = int(stage)
-    config.zero.bucket_mb = _as_float(config.zero.bucket_mb)  # 25 and 25.0 are one setting, and have one hash
+    if not isinstance(config.zero.bucket_mb, bool):
+        with suppress(TypeError, ValueError, OverflowError):
+            config.zero.bucket_mb = float(config.zero.bucket_mb)  # 25 and 25.0 are one setting, and have one hash
     return config
-
-
-def _as_float(given: Any) -> Any:
-    try:
-        return given if isinstance(given, bool) else float(given)
-    except (TypeError, ValueError, OverflowError):
-        return given
 
 
 @cache
@@ -97,9 +93,9 @@ def literal(values: Any) -> Any:
     if OmegaConf.is_config(values):
         values = OmegaConf.to_container(values, resolve=False)
     if isinstance(values, dict):
-        return {name: literal(each) for name, each in values.items()}
+        return {name: literal(value) for name, value in values.items()}
     if isinstance(values, list | tuple):
-        return [literal(each) for each in values]
+        return [literal(value) for value in values]
     return _INTERPOLATION.sub(r"\1\1\\${", values) if isinstance(values, str) else values
 
 
@@ -109,7 +105,7 @@ def save_config(config: Config, path: Path) -> None:
         file.write(OmegaConf.to_yaml(OmegaConf.create(asdict(config))).encode())
 
 
-def noted(config: Config) -> dict[str, Any]:
+def checkpoint_settings(config: Config) -> dict[str, Any]:
     """The settings as a checkpoint has them: without those of a plan or the sweep."""
     values = asdict(config)
     del values["plan"]
@@ -121,7 +117,7 @@ def config_hash(config: Config) -> str:
     """16 hex digits that two runs share if they compute the same: a hash of all settings but `launch`, `sweep` and
     `checkpoint`, of which only `init_from` counts, where it is given. Steps that follow from epochs or tokens are left
     out: the data that they follow from too is not read yet where the first hash is made."""
-    values = noted(config)
+    values = checkpoint_settings(config)
     del values["launch"]
     if config.train.num_epochs is not None or config.train.max_tokens is not None:
         del values["train"]["max_steps"]
@@ -145,11 +141,11 @@ def known_keys(values: Any = None) -> list[str]:
 
 
 def first_paragraph(error: Exception) -> str:
-    """All that an exception says of itself in the first paragraph: Hydra breaks its lines anywhere. `full_key` and the
-    like are names of OmegaConf for what is known from the rest."""
+    """The first paragraph of an exception's text in one line: Hydra breaks its lines anywhere. Lines with `full_key`
+    and the like repeat the rest in OmegaConf's own names, and are left out."""
     lines = (line.strip() for line in str(error).strip().split("\n\n")[0].splitlines())
-    said = (line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type=")))
-    return " ".join(said).rstrip(".")
+    internal = ("full_key:", "object_type=", "reference_type=")
+    return " ".join(line for line in lines if not line.startswith(internal)).rstrip(".")
 
 
 def _keys(values: Any, prefix: str = "") -> Iterator[str]:
@@ -161,7 +157,8 @@ def _keys(values: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _remove(values: Any, key: str) -> None:
-    """Take away a key, with what is around it and no setting either: of `trainer.max_epochs` all of `trainer`."""
+    """Remove a key, and the groups around it that the schema does not have: of `trainer.max_epochs` all of
+    `trainer`."""
     parts = key.split(".")
     num_known = next(number for number in range(len(parts)) if not _is_known(".".join(parts[: number + 1])))
     for parent in parts[:num_known]:

@@ -1,7 +1,7 @@
 """Hydra's complaints about a command line, in one line each."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,11 @@ class SettingPlace:
     """As it is written; empty where it is no single value."""
 
     def __str__(self) -> str:
-        here = Path.cwd()
-        path = self.path.relative_to(here) if self.path.is_relative_to(here) else self.path
-        return f"{path}, line {self.line}"
+        is_inside = self.path.is_relative_to(Path.cwd())
+        return f"{self.path.relative_to(Path.cwd()) if is_inside else self.path}, line {self.line}"
 
 
-def with_place(problem: str, choices: Mapping[str, Any], folders: Sequence[Path], given: Sequence[str]) -> str:
+def with_place(problem: str, choices: Mapping[str, Any], folders: Sequence[Path], overrides: Sequence[str]) -> str:
     """A line about a setting, with the yaml that sets it where a chosen one does and the command line does not.
 
     Args:
@@ -44,13 +43,13 @@ def with_place(problem: str, choices: Mapping[str, Any], folders: Sequence[Path]
         given: the overrides of the command line.
     """
     key = problem.partition(":")[0].lstrip("+")
-    names = [override.lstrip("+").partition("=")[0] for override in given]
+    names = [override.lstrip("+").partition("=")[0] for override in overrides]
     if any(key == name or ("." in name and key.startswith(f"{name}.")) for name in names):
         return problem
-    found = (find_yaml(f"{group}/{choice}", folders) for group, choice in choices.items() if choice is not None)
+    paths = (find_yaml(f"{group}/{choice}", folders) for group, choice in choices.items() if choice is not None)
     # An experiment counts more than the group it changes.
-    files = [(path, path.read_text(encoding="utf-8").lstrip()) for path in found if path is not None]
-    files.sort(key=lambda each: not each[1].startswith("# @package _global_"))
+    files = [(path, path.read_text(encoding="utf-8").lstrip()) for path in paths if path is not None]
+    files.sort(key=lambda file: not file[1].startswith("# @package _global_"))
     places = (place_of(key, path) for path, _ in files)
     place = next((place for place in places if place is not None), None)
     return problem if place is None else f"{problem} ({place})"
@@ -96,10 +95,10 @@ def _find(parts: list[str], node: yaml.Node | None, path: Path) -> SettingPlace 
     place = None
     for part in parts:
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        found = next(((name, value) for name, value in pairs if name.value == part), None)
-        if found is None:
+        pair = next((pair for pair in pairs if pair[0].value == part), None)
+        if pair is None:
             return None
-        name, node = found
+        name, node = pair
         text = node.value if isinstance(node, yaml.ScalarNode) else ""
         place = SettingPlace(path, name.start_mark.line + 1, text)
     return place
@@ -130,11 +129,22 @@ def composition_problems(
         folders: where the yamls of the groups lie, in the order in which they are looked for.
     """
     overrides = [override for override in overrides if not (is_sweep and _is_glob(override))]
-    if not is_sweep:
-        several = [override for override in overrides if _is_glob(override) or len(_choices(override)) > 1]
-        single = [override for override in overrides if override not in several]
-        return [_several_values(override) for override in several] + _job_problems(single, compose, folders)
-    return next(filter(None, (_job_problems(job, compose, folders) for job in _jobs(overrides))), [])
+    if is_sweep:
+        # Enough jobs to see each swept value once.
+        choices = [_choices(override) for override in overrides]
+        base = [options[0] for options in choices]
+        problems = _job_problems(base, compose, folders)
+        for index, options in enumerate(choices):
+            for option in options[1:]:
+                problems = problems or _job_problems([*base[:index], option, *base[index + 1 :]], compose, folders)
+        return problems
+    problems = []
+    several = [override for override in overrides if _is_glob(override) or len(_choices(override)) > 1]
+    for override in several:
+        key, _, values = override.partition("=")
+        as_list = "" if "(" in values else f", {key}=[{values}] gives them as a list"
+        problems.append(f"{override}: got several values; -m runs a job for each{as_list}")
+    return problems + _job_problems([override for override in overrides if override not in several], compose, folders)
 
 
 def _job_problems(overrides: list[str], compose: Compose, folders: Sequence[Path]) -> list[str]:
@@ -156,12 +166,12 @@ def _job_problems(overrides: list[str], compose: Compose, folders: Sequence[Path
         return [*problems, *error.problems]
 
 
-def _line(override: str | None, error: Exception, known: list[str], folders: Sequence[Path]) -> str:
+def _line(override: str | None, error: Exception, keys: list[str], folders: Sequence[Path]) -> str:
     cause: Any = error.__cause__ or error.__context__ or error
     if isinstance(error, yaml.MarkedYAMLError):
         return syntax_problem(error)
     if in_file := _IN_FILE.match(str(error)):
-        return _line_of_file(in_file[1], override, cause, known, folders)
+        return _line_of_file(in_file[1], override, cause, keys, folders)
     if override is None and isinstance(error, MissingConfigException):
         return (
             f"{error.missing_cfg_file}: there is no such yaml in {' or '.join(map(str, folders))}; --config-path must "
@@ -170,14 +180,14 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
     if override is None:
         return " ".join(str(error).split("\n")[:2])
     key, _, got = override.lstrip("+~").partition("=")
-    members = [name for name in known if name.startswith(f"{key}.")]
+    members = [name for name in keys if name.startswith(f"{key}.")]
     if isinstance(error, OverrideParseException) or not key:
-        shown = override or "''"
+        unreadable = f"{override or repr('')}: cannot be read"
         if isinstance(error.__cause__, TypeError | ValueError):  # of a function of Hydra's, such as choice(...)
-            return f"{shown}: cannot be read: {first_paragraph(error.__cause__)}"
+            return f"{unreadable}: {first_paragraph(error.__cause__)}"
         return (
-            f"{shown}: cannot be read; write key=value, such as zero.stage=3; special characters need quotes inside "
-            "the shell's quotes, such as 'data.path=\"a (b)\"'"
+            f"{unreadable}; write key=value, such as zero.stage=3; special characters need quotes inside the shell's "
+            "quotes, such as 'data.path=\"a (b)\"'"
         )
     if isinstance(error, MissingConfigException):
         return _missing_choice(override, error, folders)
@@ -195,11 +205,11 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
         may_be_added = key.startswith((*OPEN_GROUPS, CALLBACKS)) and (is_inner or key.count(".") > 1)
         adding = f"; +{key}=... adds it" if may_be_added else ""
         is_own = key.startswith((f"{CALLBACKS}.", "optimizer.groups."))  # whose names are the user's
-        meant = "" if is_own else we_call_it(key, got) or did_you_mean(key, known)
-        return f"{key}: there is no such setting{_of_callback(key, known, folders) or meant or adding}"
+        meant = "" if is_own else we_call_it(key, got) or did_you_mean(key, keys)
+        return f"{key}: there is no such setting{_callback_hint(key, keys, folders) or meant or adding}"
     if "An item is already at" in str(error) or "Multiple values for" in str(error):
         return f"{override}: {key} has a value already; leave out the +"
-    if override.startswith("~") and key in known:
+    if override.startswith("~") and key in keys:
         if key.startswith(tuple(f"{group}." for group in OPEN_GROUPS)) and "does not exist" in str(error):
             group = key.partition(".")[0]
             return (
@@ -215,45 +225,45 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
 def _missing_choice(override: str, error: MissingConfigException, folders: Sequence[Path]) -> str:
     """The message for a choice that does not exist, or for one that a chosen yaml asks for."""
     key, _, got = override.lstrip("+~").partition("=")
-    asked = error.missing_cfg_file or ""
-    options = error.options or _choices_of(asked.rpartition("/")[0], folders)  # Hydra has none of a list
+    config_name = error.missing_cfg_file or ""
+    options = list(error.options or ())
+    if not options and (group := config_name.rpartition("/")[0]):  # Hydra names none for a list
+        options = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
     choices = f"; there are {', '.join(options)}" if options else ""
-    is_missing = asked in ("", f"{key}/{got}", got)
+    is_missing = config_name in ("", f"{key}/{got}", got)
     if is_missing and got in _PLUGINS.get(key, ()):
         package = f"hydra-{got.partition('_')[0]}-{key.removeprefix('hydra/')}"
         package = "'zerotrain[sweeps]'" if got in _OF_EXTRA else package
         return f"{override}: is not installed; pip install {package}{choices}"
-    name = asked.rpartition("/")[2] or got
+    name = config_name.rpartition("/")[2] or got
     if f"{key}={name}" in REMOVED:
         return f"{override}: {name} is no choice any more; {REMOVED[f'{key}={name}']}"
-    meant = we_call_it(key, got) or did_you_mean(name, options) or _of_another_group(name, folders)
+    meant = we_call_it(key, got) or did_you_mean(name, options)
+    if not meant and (group := _find_group(name, folders)):
+        meant = f"; did you mean {group}={name}?"
     if is_missing:
         return f"{override}: there is no such choice{meant}{choices}"
-    return f"{override}: needs {asked}, which does not exist{meant}{choices}"
+    return f"{override}: needs {config_name}, which does not exist{meant}{choices}"
 
 
-def _choices_of(group: str, folders: Sequence[Path]) -> list[str]:
-    """The names of the yamls of a group."""
-    return sorted({path.stem for folder in folders if group for path in (folder / group).glob("*.yaml")})
+def _find_group(choice: str, folders: Sequence[Path]) -> str:
+    """The group that has a choice of this name; empty where none has it."""
+    paths = (path for folder in folders for path in folder.glob("*/*.yaml") if path.stem == choice)
+    path = min(paths, default=None)
+    return "" if path is None else path.parent.name
 
 
-def _of_another_group(name: str, folders: Sequence[Path]) -> str:
-    """The suggestion of the group that has a choice of this name."""
-    found = sorted(path for folder in folders for path in folder.glob("*/*.yaml") if path.stem == name)
-    return f"; did you mean {found[0].parent.name}={name}?" if found else ""
-
-
-def _of_callback(key: str, known: list[str], folders: Sequence[Path]) -> str:
+def _callback_hint(key: str, keys: list[str], folders: Sequence[Path]) -> str:
     """The choice that brings the callback whose setting this is, if the run has no callback of that name."""
-    group, _, rest = key.partition(".")
+    outer, _, rest = key.partition(".")
     name = rest.partition(".")[0]
-    if group != CALLBACKS or any(each.startswith(f"{group}.{name}.") for each in known):
+    if outer != CALLBACKS or any(item.startswith(f"{outer}.{name}.") for item in keys):
         return ""
-    found = sorted(path for folder in folders for path in folder.glob("*/*.yaml") if path.stem == name)
-    return f"; {found[0].parent.name}={name} brings that callback" if found else ""
+    group = _find_group(name, folders)
+    return f"; {group}={name} brings that callback" if group else ""
 
 
-def _line_of_file(name: str, override: str | None, cause: Exception, known: list[str], folders: Sequence[Path]) -> str:
+def _line_of_file(name: str, override: str | None, cause: Exception, keys: list[str], folders: Sequence[Path]) -> str:
     """The problem of a chosen yaml, with its line."""
     key, path = str(getattr(cause, "full_key", "")), find_yaml(name, folders)
     place = None if path is None else place_of(key, path)
@@ -265,7 +275,7 @@ def _line_of_file(name: str, override: str | None, cause: Exception, known: list
     if not key:
         return f"{path or where}: {first_paragraph(cause).lstrip(': ')}"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        return f"{where}: {key}: there is no such setting{we_call_it(key) or did_you_mean(key, known)}"
+        return f"{where}: {key}: there is no such setting{we_call_it(key) or did_you_mean(key, keys)}"
     return f"{where}: {must_be(key, place.value) if place and place.value else f'{key}: {first_paragraph(cause)}'}"
 
 
@@ -276,16 +286,9 @@ def _innermost(override: str, cause: BaseException) -> tuple[str, str, bool] | N
     inner = str(getattr(cause, "full_key", ""))
     if not isinstance(value, dict) or not inner.startswith(f"{key}."):
         return None
-    found: Any = value
     for part in inner.removeprefix(f"{key}.").split("."):
-        found = found.get(part, "") if isinstance(found, dict) else ""
-    return inner, str(found), True
-
-
-def _several_values(override: str) -> str:
-    key, _, values = override.partition("=")
-    as_list = "" if "(" in values else f", {key}=[{values}] gives them as a list"
-    return f"{override}: got several values; -m runs a job for each{as_list}"
+        value = value.get(part, "") if isinstance(value, dict) else ""
+    return inner, str(value), True
 
 
 def parsed_override(override: str) -> Override | None:
@@ -322,16 +325,6 @@ def _refusal(overrides: list[str], compose: Compose) -> str | None:
     except Exception as error:  # see above
         return str(error)
     return None
-
-
-def _jobs(overrides: list[str]) -> Iterator[list[str]]:
-    """The overrides of jobs of a sweep: enough of them to see each swept value once."""
-    choices = [_choices(override) for override in overrides]
-    first = [options[0] for options in choices]
-    yield first
-    for index, options in enumerate(choices):
-        for option in options[1:]:
-            yield [*first[:index], option, *first[index + 1 :]]
 
 
 def _choices(override: str) -> list[str]:

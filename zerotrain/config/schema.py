@@ -53,21 +53,23 @@ class Rhythm:
     """steps, seconds, tokens or epochs."""
 
     @classmethod
-    def read(cls, given: Any) -> "Rhythm | None":
+    def read(cls, value: Any) -> "Rhythm | None":
         """The rhythm that a setting has: 100, "15m", "0.1epoch" or "5e6tokens". None where it is none."""
-        if isinstance(given, int) and not isinstance(given, bool) and given > 0:
-            return cls(Fraction(given), "steps")
-        found = _FORM.fullmatch(given) if isinstance(given, str) else None
-        if found is None:
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return cls(Fraction(value), "steps")
+        match = _FORM.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
             return None
-        if found["of"]:
-            amount = Fraction(found["amount"])
-            return cls(amount, f"{found['of']}s") if amount else None
-        unit, factor = _UNITS.get(found["time"], ("steps", 1))
-        return cls(Fraction(found["count"]) * factor, unit)
+        if match["of"]:
+            amount = Fraction(match["amount"])
+            return cls(amount, f"{match['of']}s") if amount else None
+        unit, factor = _UNITS.get(match["time"], ("steps", 1))
+        return cls(Fraction(match["count"]) * factor, unit)
 
 
-def rhythm_rule(*, times: bool = False, others: str = "", allows: Callable[[Any], bool] = lambda _: False) -> Rule:
+def rhythm_rule(
+    *, times: bool = False, alternatives: str = "", allows: Callable[[Any], bool] = lambda _: False
+) -> Rule:
     """A rhythm, or something else.
 
     Args:
@@ -81,28 +83,28 @@ def rhythm_rule(*, times: bool = False, others: str = "", allows: Callable[[Any]
         rhythm = Rhythm.read(value)
         return allows(value) or (rhythm is not None and (times or rhythm.unit != "seconds"))
 
-    return Rule(f"{forms}{others}", holds)
+    return Rule(f"{forms}{alternatives}", holds)
 
 
-def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
+def listed(value: Any) -> list[Any]:
+    """A list as it is, and one of a value alone."""
+    return value if isinstance(value, list) else [value]
+
+
+def _are_texts(value: Any) -> bool:
+    """Whether a value is a text, or a list of some, none of them empty."""
+    return bool(listed(value)) and all(isinstance(text, str) and text for text in listed(value))
 
 
 def _is_schedule(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, dict) and bool(value) and all(_is_entry(*each) for each in value.items())
-    )
-
-
-def _is_entry(step: Any, number: Any) -> bool:
     """A step may be a text: JSON and `+zero.schedule.500=3` have no other."""
-    is_step = (isinstance(step, int) and not isinstance(step, bool)) or (isinstance(step, str) and step.isdecimal())
-    return is_step and int(step) >= 0 and STAGE.holds(number)
-
-
-def _is_match(value: Any) -> bool:
-    patterns = value if isinstance(value, list) else [value]
-    return bool(patterns) and all(isinstance(each, str) and each for each in patterns)
+    if not isinstance(value, dict):
+        return value is None
+    for step, number in value.items():
+        is_step = (isinstance(step, int) and not isinstance(step, bool)) or (isinstance(step, str) and step.isdecimal())
+        if not is_step or int(step) < 0 or not STAGE.holds(number):
+            return False
+    return bool(value)
 
 
 def _is_frozen(entry: Any) -> bool:
@@ -110,7 +112,7 @@ def _is_frozen(entry: Any) -> bool:
         return isinstance(entry, str) and bool(entry)
     rhythm = Rhythm.read(entry.get("until", 1))
     is_until = rhythm is not None and rhythm.unit != "seconds"
-    return entry.keys() <= {"match", "until"} and _is_match(entry.get("match")) and is_until
+    return entry.keys() <= {"match", "until"} and _are_texts(entry.get("match")) and is_until
 
 
 def _is_group(name: Any, entry: Any) -> bool:
@@ -119,7 +121,7 @@ def _is_group(name: Any, entry: Any) -> bool:
     if not isinstance(name, str) or not isinstance(entry, dict) or not {"params", "name"}.isdisjoint(entry):
         return False
     numbers = [value for value in entry.values() if isinstance(value, float)]
-    return len(entry) > 1 and _is_match(entry.get("match")) and all(map(math.isfinite, numbers))
+    return len(entry) > 1 and _are_texts(entry.get("match")) and all(map(math.isfinite, numbers))
 
 
 BEST_OF = Rule(
@@ -146,7 +148,7 @@ VALIDATION_SETS = Rule(
 )
 PROMPTS = Rule(
     "a list of texts such as ['def main','class A'], or null",
-    lambda value: value is None or (isinstance(value, list) and bool(value) and all(map(_is_prompt, value))),
+    lambda value: value is None or (isinstance(value, list) and _are_texts(value)),
 )
 EVAL_BATCHES = Rule("1 or more batches, or all", lambda value: value == "all" or (type(value) is int and value >= 1))
 SCHEDULE = Rule(
@@ -160,30 +162,26 @@ FREEZE = Rule(
 )
 GROUPS = Rule(
     "names, each with patterns and what differs, such as {head: {match: lm_head.*, lr: 1e-4}}, or null",
-    lambda value: value is None or (isinstance(value, dict) and all(_is_group(*each) for each in value.items())),
+    lambda value: value is None or (isinstance(value, dict) and all(_is_group(*item) for item in value.items())),
 )
-
-
-def listed(value: Any) -> list[Any]:
-    """A list as it is, and one of a value alone."""
-    return value if isinstance(value, list) else [value]
 
 
 OBJECTIVE = Rule(
-    "a number of result.json or a metric of an evaluation, such as val_accuracy, or a list of them",
-    lambda value: bool(listed(value)) and all(isinstance(each, str) and each for each in listed(value)),
+    "a number of result.json or a metric of an evaluation, such as val_accuracy, or a list of them", _are_texts
 )
 DIRECTION = Rule(
     "minimize or maximize, or a list with one for each objective",
-    lambda value: bool(listed(value)) and all(each in ("minimize", "maximize") for each in listed(value)),
+    lambda value: bool(listed(value)) and all(direction in ("minimize", "maximize") for direction in listed(value)),
 )
 PRUNER = Rule(
     "a class of optuna.pruners with its arguments, {_target_: ..., argument: ...}",
     lambda value: isinstance(value, dict) and isinstance(value.get("_target_"), str),
 )
-EVAL_EVERY = rhythm_rule(others=", or 0 for only the last", allows=lambda value: type(value) is int and value == 0)
+EVAL_EVERY = rhythm_rule(
+    alternatives=", or 0 for only the last", allows=lambda value: type(value) is int and value == 0
+)
 WEIGHTS = Rule("a file with weights, a folder of Hugging Face or torch's DCP, a checkpoint", bool)
-EVERY = rhythm_rule(times=True, others=", or null for never", allows=lambda value: value is None)
+EVERY = rhythm_rule(times=True, alternatives=", or null for never", allows=lambda value: value is None)
 
 
 VALIDATION_OF_ITS_OWN = ("validation_path", "validation_split")
@@ -213,8 +211,8 @@ class ZeroGroup(ZeroConfig):
     @property
     def stages(self) -> dict[int, int]:
         """Steps done, and the stage from there on; in order, 0 among them."""
-        given = {int(step): int(number) for step, number in (self.schedule or {}).items()}
-        return dict(sorted(({0: self.stage} | given).items()))
+        changes = {int(step): int(number) for step, number in (self.schedule or {}).items()}
+        return dict(sorted(({0: self.stage} | changes).items()))
 
     @property
     def has_first(self) -> bool:
@@ -228,8 +226,8 @@ class ZeroGroup(ZeroConfig):
 
     def of_engine(self, stage: int | None) -> ZeroConfig:
         """The settings of an engine built at a stage; None: at the first."""
-        given = {each.name: getattr(self, each.name) for each in fields(ZeroConfig)}
-        return ZeroConfig(**given | {"stage": self.stages[0] if stage is None else stage})
+        values = {entry.name: getattr(self, entry.name) for entry in fields(ZeroConfig)}
+        return ZeroConfig(**values | {"stage": self.stages[0] if stage is None else stage})
 
 
 @dataclass
@@ -460,8 +458,8 @@ class SweepConfig:
     @property
     def directions(self) -> list[str]:
         """The direction of each objective; one alone counts for all."""
-        given = listed(self.direction)
-        return given * len(self.objectives) if len(given) == 1 else given
+        directions = listed(self.direction)
+        return directions * len(self.objectives) if len(directions) == 1 else directions
 
 
 @dataclass
@@ -516,8 +514,10 @@ class Config:
     @property
     def frozen(self) -> list[tuple[list[str], Any]]:
         """The patterns of each entry of `model.freeze`, and until when it holds; None: in all steps."""
-        entries = [each if isinstance(each, dict) else {"match": each} for each in self.model_switches["freeze"] or ()]
-        return [(listed(each["match"]), each.get("until")) for each in entries]
+        entries = [
+            entry if isinstance(entry, dict) else {"match": entry} for entry in self.model_switches["freeze"] or ()
+        ]
+        return [(listed(entry["match"]), entry.get("until")) for entry in entries]
 
     @property
     def optimizer_target(self) -> dict[str, Any]:
@@ -527,17 +527,17 @@ class Config:
     @property
     def optimizer_switches(self) -> dict[str, Any]:
         """The value of each of the `OptimizerSwitches`."""
-        given = {key: value for key, value in self.optimizer.items() if key in OPTIMIZER_SWITCHES}
-        return asdict(OptimizerSwitches()) | given
+        switches = {key: value for key, value in self.optimizer.items() if key in OPTIMIZER_SWITCHES}
+        return asdict(OptimizerSwitches()) | switches
 
     @property
     def optimizer_groups(self) -> list[dict[str, Any]] | None:
         """`optimizer.groups` as `build_engine` takes them; None: there are none."""
-        given = {name: entry for name, entry in (self.optimizer.get("groups") or {}).items() if entry is not None}
+        groups = {name: entry for name, entry in (self.optimizer.get("groups") or {}).items() if entry is not None}
         return [
             {"params": listed(entry["match"]), "name": name}
             | {key: value for key, value in entry.items() if key != "match"}
-            for name, entry in given.items()
+            for name, entry in groups.items()
         ] or None
 
     @property
@@ -551,10 +551,10 @@ class Config:
         with those arguments but for what the data is validated on."""
         of_validation = (VALIDATION_FRACTION, *VALIDATION_OF_ITS_OWN)
         shared = {key: value for key, value in self.data_target.items() if key not in of_validation}
-        given: Any = self.data_switches["validation_sets"]
+        sets: Any = self.data_switches["validation_sets"]
         return {
             str(name): values if "_target_" in values else shared | values
-            for name, values in (given if VALIDATION_SETS.holds(given) and given else {}).items()
+            for name, values in (sets if VALIDATION_SETS.holds(sets) and sets else {}).items()
         }
 
     @property

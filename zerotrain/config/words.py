@@ -1,4 +1,4 @@
-"""Values and settings as they are written on the command line, and what the engine says in these words.
+"""Values and settings as they are written on the command line, and the engine's messages in these words.
 
 comm, sharding and the engine know the arguments of `zerotrain.build_engine`, and no config: `max_grad_norm`,
 `compile=True`. A user of the config must read `train.max_grad_norm`, `model.compile=true`. Dotted names, such as
@@ -30,7 +30,7 @@ SETTINGS = {
     "World.from_environment(interface)": "launch.interface",
     "MuonWithAdamW(matrices)": "optimizer.matrices",
 }
-"""Argument in Python -> setting; in parentheses what is no argument of `build_engine`."""
+"""Argument in Python -> setting; arguments of other functions than `build_engine` stand in parentheses."""
 
 PHRASES = {
     "zerotrain.MuonWithAdamW(...)": "optimizer=muon",
@@ -47,7 +47,7 @@ _LITERAL = r"""True|False|None|"[^"]*"|'[^']*'|\[[^\]]*\]"""
 _CALL = re.compile(rf"(?:zerotrain\.)?\b(\w+(?:\.\w+)?)\((\w+)=({_LITERAL}|\.\.\.)\)")
 """Such as MuonWithAdamW(matrices='auto'), or MuonWithAdamW(matrices=...) where the value does not matter."""
 _NAMES = "|".join(name for name in SETTINGS if "_" in name and "(" not in name)
-# What is also a word of English, "compile" and "precision", is an argument only before a value.
+# The English words "compile" and "precision" are arguments only before a value.
 _ARGUMENT = re.compile(rf"(?<![\w.])({_NAMES}|compile(?==)|precision(?==)|zero\.\w+)\b(?:=({_LITERAL}))?")
 """Such as max_grad_norm, compile=True or zero.overlap=False."""
 
@@ -63,15 +63,16 @@ def word(value: Any) -> str:
 
 def in_words_of_config(text: str) -> str:
     """A message of comm, sharding or the engine, in words of the config."""
-    for phrase, said in PHRASES.items():
-        text = text.replace(phrase, said)
-    text = _CALL.sub(lambda call: _named(f"{call[1]}({call[2]})", call[3], call[0]), text)
-    return _ARGUMENT.sub(lambda argument: _named(argument[1], argument[2], argument[0]), text)
+    for phrase, replacement in PHRASES.items():
+        text = text.replace(phrase, replacement)
+    text = _CALL.sub(lambda call: _setting_text(f"{call[1]}({call[2]})", call[3], call[0]), text)
+    return _ARGUMENT.sub(lambda argument: _setting_text(argument[1], argument[2], argument[0]), text)
 
 
 @contextmanager
 def words_of_config() -> Iterator[None]:
-    """In here what zerotrain raises on purpose speaks of the config; it stays the same exception, with its cause."""
+    """Errors that zerotrain raises on purpose in here speak of the config; they stay the same exceptions, with their
+    causes."""
     try:
         yield
     except ZeroTrainError as error:
@@ -81,21 +82,19 @@ def words_of_config() -> Iterator[None]:
         raise
 
 
-def _named(argument: str, literal: str | None, text: str) -> str:
-    """The setting that `argument` is, with its value; `text` as it was where there is no such setting."""
+def _setting_text(argument: str, literal: str | None, text: str) -> str:
+    """The setting that `argument` is, with its value on the command line: without quotes, and in a list without blanks,
+    at which a shell would part it. `text` as it was where there is no such setting."""
     setting = argument if argument.startswith(("zero.", "precision")) else SETTINGS.get(argument)
     if setting is None:
         return text
-    return setting if literal in (None, "...") else f"{setting}={_respelled(literal)}"
-
-
-def _respelled(literal: str) -> str:
-    """A value of Python on the command line: no quotes, and in a list no blanks, which a shell would part it at."""
+    if literal is None or literal == "...":
+        return setting
     try:
         value = ast.literal_eval(literal)
     except (SyntaxError, ValueError):
-        return literal
-    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else word(value)
+        return f"{setting}={literal}"
+    return f"{setting}=[{','.join(map(str, value))}]" if isinstance(value, list) else f"{setting}={word(value)}"
 
 
 # Values that point elsewhere, such as ${data.vocab_size}: a line for each that leads nowhere.
@@ -124,31 +123,31 @@ def interpolation_problems(node: Any, prefix: str = "") -> Iterator[str]:
 
 def unresolved(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
     """(name, text) of each text among plain values that OmegaConf would resolve."""
-    return ((name, each) for name, each in nested(value, prefix) if isinstance(each, str) and "${" in each)
+    return ((name, text) for name, text in nested(value, prefix) if isinstance(text, str) and "${" in text)
 
 
 def nested(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of a plain value and of all that lies in it."""
     yield name, value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-    for key, each in items:
-        yield from nested(each, f"{name}.{key}")
+    for key, item in items:
+        yield from nested(item, f"{name}.{key}")
 
 
 def interpolation_line(key: str, got: Any, error: Exception) -> str:
     """The problem of an interpolated value, and its remedy."""
-    said = str(error)
-    if variable := _VARIABLE.search(said):
+    message = str(error)
+    if variable := _VARIABLE.search(message):
         default = f"${{oc.env:{variable[1]},...}}"
         return f"{key}: got {got}; the environment variable {variable[1]} is not set; set it, or use {default}"
-    if missing := _KEY.search(said):
+    if missing := _KEY.search(message):
         or_null = f", or {key}=null, which takes the number from the data" if key == "model.vocab_size" else ""
         return f"{key}: got {got}; there is no {missing[1]}; give {key}=...{or_null}"
-    if resolver := _RESOLVER.search(said):
+    if resolver := _RESOLVER.search(message):
         return f"{key}: got {got}; there is no resolver {resolver[1]}; give {key}=...; write \\$ for the character $"
-    if "Recursive interpolation" in said:
+    if "Recursive interpolation" in message:
         return f"{key}: got {got}, which leads back to itself; give {key}=..."
-    line = said.strip().split("\n")[0].rstrip(".")
+    line = message.strip().split("\n")[0].rstrip(".")
     return f"{key}: got {got}; {line}; give {key}=..."
 
 
@@ -159,8 +158,8 @@ def quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
-# Did you mean: our name for a word that others use, or else the nearest of the names that exist; and what to do in
-# place of a setting that is no more.
+# Did you mean: our name for a word of other trainers, or else the nearest of the names that exist; and the advice for a
+# removed setting.
 
 
 _WORDS = {
@@ -243,8 +242,7 @@ REMOVED = {
     "logger=mlflow": _OF_EXAMPLE.format("mlflow", "{_target_:mlflow_logger.MLflowLogger}"),
     "logger=trackio": _OF_EXAMPLE.format("trackio", "{_target_:trackio_logger.TrackioLogger}"),
 }
-"""Settings and choices that zerotrain had, and what to do now. A saved config may still have the settings: they changed
-no result."""
+"""Settings and choices that zerotrain had, and the advice for those who still give them."""
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
@@ -256,12 +254,14 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """
     if name in REMOVED:
         return f" any more; {REMOVED[name]}"
-    known = sorted(set(candidates))
-    parent, _, last = name.rpartition(".")
-    beside = {candidate.rpartition(".")[2]: candidate for candidate in known if candidate.rpartition(".")[0] == parent}
-    anywhere = {candidate.rpartition(".")[2]: candidate for candidate in known}
-    for names, cutoff in ((anywhere, 1.0), (beside, 0.6), (anywhere, 0.7)):
-        near = difflib.get_close_matches(last, names, n=1, cutoff=cutoff)
+    options = sorted(set(candidates))
+    parent, _, leaf = name.rpartition(".")
+    siblings = {
+        candidate.rpartition(".")[2]: candidate for candidate in options if candidate.rpartition(".")[0] == parent
+    }
+    anywhere = {candidate.rpartition(".")[2]: candidate for candidate in options}
+    for names, cutoff in ((anywhere, 1.0), (siblings, 0.6), (anywhere, 0.7)):
+        near = difflib.get_close_matches(leaf, names, n=1, cutoff=cutoff)
         if near:
             return f"; did you mean {names[near[0]]}?"
     return ""
@@ -269,8 +269,8 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
 
 def we_call_it(name: str, value: str = "") -> str:
     """`"; zerotrain calls it X"` where others use this word, whatever group they have it in, else nothing."""
-    *_, last = parts = name.split(".")
-    for word in (f"{last}={value}", ".".join(parts[-2:]), last):
+    *_, leaf = parts = name.split(".")
+    for word in (f"{leaf}={value}", ".".join(parts[-2:]), leaf):
         if word in OURS:
             return f"; zerotrain calls it {OURS[word]}"
     return ""

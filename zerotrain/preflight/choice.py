@@ -15,7 +15,7 @@ from math import isqrt
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from zerotrain.config.compose import digest, noted
+from zerotrain.config.compose import checkpoint_settings, digest
 from zerotrain.config.schema import Config
 from zerotrain.config.words import word
 from zerotrain.errors import ConfigError
@@ -115,7 +115,7 @@ def stages_in(config: Config) -> tuple[int, ...]:
 
 def asked_hash(config: Config) -> str:
     """16 hex digits of what a choice depends on but for the ranks: two configs share them that ask for the same."""
-    values = noted(config)
+    values = checkpoint_settings(config)
     asked = {group: values[group] for group in _OF_A_PLAN} | {"callbacks": config.callbacks}
     asked |= {"train": {name: values["train"][name] for name in _OF_A_STEP}, "memory_gb": config.plan.memory_gb}
     return digest(asked)

@@ -19,7 +19,7 @@ from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.comm.ledger import Tell, tell_log
 from zerotrain.comm.world import World
 from zerotrain.config.checks import SETS, takes
-from zerotrain.config.compose import first_paragraph, noted
+from zerotrain.config.compose import checkpoint_settings, first_paragraph
 from zerotrain.config.schema import VALIDATION_FRACTION, Config, Rhythm, TrainConfig
 from zerotrain.config.words import in_words_of_config, unresolved, word, words_of_config
 from zerotrain.data.fetch import fetch_rows, seeded
@@ -421,7 +421,7 @@ def _policy(config: Config, resume_from: Sequence[str], every_steps: int | None)
 
 def _settings(config: Config, virtual_ranks: int) -> dict[str, Any]:
     """The settings noted in a checkpoint: all, and the values chosen for null if the bits depend on them."""
-    values: dict[str, Any] = json.loads(json.dumps(noted(config)))  # steps of zero.schedule become texts
+    values: dict[str, Any] = json.loads(json.dumps(checkpoint_settings(config)))  # steps of zero.schedule become texts
     values["train"]["virtual_ranks"] = virtual_ranks
     values["launch"]["threads_per_rank"] = torch.get_num_threads()
     return values
