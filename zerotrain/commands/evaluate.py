@@ -172,7 +172,7 @@ def evaluate(
         config = with_settings(config, settings)
         if not trust_code:
             given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)
-            require_trusted(config, BUILT, run.path, given=given)
+            require_trusted(config, BUILT, run.path, overrides=given)
         if problems := class_problems(config) + callback_problems(config):
             raise ConfigError(*problems)
         num_local, num_ranks = _num_ranks(config, ranks)

@@ -293,7 +293,7 @@ def _with(config: Config, asked: ReplayArguments, folder: Path) -> Config:
     config = with_settings(config, asked.settings, doing="a replay", at_work=AT_WORK)
     if not asked.trust_code:
         given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(asked.settings)), resolve=False)
-        require_trusted(config, BUILT, folder, given=given)
+        require_trusted(config, BUILT, folder, overrides=given)
     if problems := class_problems(config):
         raise ConfigError(*problems)
     return config

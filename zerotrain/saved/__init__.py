@@ -1,1 +1,1 @@
-"""What a run has left, opened again: its config, its model and its text, of which nothing is run unasked."""
+"""The output of a run, opened again: its config, its model and its text, of which nothing runs unasked."""

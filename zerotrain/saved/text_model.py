@@ -1,4 +1,4 @@
-"""A model that text can be got from, of a run, a checkpoint or a folder of Hugging Face: logits, tokens and back."""
+"""A model that generates text, of a run, a checkpoint or a folder of Hugging Face: logits, tokens and back."""
 
 import sys
 from collections.abc import Callable
@@ -62,13 +62,13 @@ def text_model(path: Path, *, trust_code: bool = False, averaged: bool = False) 
         if (path / file).is_file():
             if averaged:
                 raise ConfigError(ONE_SET.format(path))
-            return _of_hugging_face(path, device)
+            return _hugging_face_model(path, device)
     with opened_or_exported(path, trust_code=trust_code, averaged=averaged) as run:
-        return _of_run(run, device)
+        return _run_model(run, device)
 
 
-def _of_run(run: OfRun, device: torch.device) -> TextModel:
-    config, tokens = run.require_config(), _tokens_of(run)
+def _run_model(run: OfRun, device: torch.device) -> TextModel:
+    config, tokens = run.require_config(), _run_tokens(run)
     model = run.model(device)
     limit = getattr(model, "max_seq_len", None) or config.data.get("seq_len")
     return TextModel(
@@ -80,7 +80,7 @@ def _of_run(run: OfRun, device: torch.device) -> TextModel:
     )
 
 
-def _of_hugging_face(path: Path, device: torch.device) -> TextModel:
+def _hugging_face_model(path: Path, device: torch.device) -> TextModel:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
@@ -89,17 +89,17 @@ def _of_hugging_face(path: Path, device: torch.device) -> TextModel:
     disable_progress_bar()  # of files that are read, among the text
     exported = exported_run(path)
     reads_bytes = exported is not None and exported.reads_bytes
-    tokens = _bytes() if reads_bytes else _of_tokenizer(str(path), str(path))
     base = str(path)
+    tokens = _byte_tokens() if reads_bytes else _tokenizer_tokens(base, base)
     try:
         base = _base_of(path)
         require_no_kernels(AutoConfig.from_pretrained(base, trust_remote_code=False), f"the config of {base}")
-        opened: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype="auto", trust_remote_code=False, weights_only=True
         )
     except Exception as error:  # transformers raises all kinds for files that it cannot read
         raise ConfigError(f"{path} is no model that transformers opens: {refusal(base, error)}") from error
-    model = opened.to(device).eval()
+    model = model.to(device).eval()
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     return TextModel(
@@ -115,19 +115,18 @@ def _base_of(path: Path) -> str:
     """The folder, or the name on the hub, of the config of a model: adapters alone name the model they are for."""
     if (path / "config.json").is_file():
         return str(path)
-    said = read_json(path / "adapter_config.json", _Adapters, max_nbytes=MAX_NBYTES)
-    return str(said["base_model_name_or_path"])
+    return read_json(path / "adapter_config.json", _Adapters, max_nbytes=MAX_NBYTES)["base_model_name_or_path"]
 
 
-def _tokens_of(run: OfRun) -> _Tokens:
+def _run_tokens(run: OfRun) -> _Tokens:
     """The tokens that the run's data made of text."""
     config = run.require_config()
     if run.reads_bytes:
-        return _bytes()
+        return _byte_tokens()
     if run.tokenizer_name is not None:
-        return _of_tokenizer(run.tokenizer_name, str(run.path))
+        return _tokenizer_tokens(run.tokenizer_name, str(run.path))
     if run.is_hugging_face and config.model.get("name_or_path") is not None:
-        return _of_tokenizer(config.model["name_or_path"], str(run.path))
+        return _tokenizer_tokens(config.model["name_or_path"], str(run.path))
     if not str(config.data.get("_target_")).startswith("zerotrain.data."):
         dataset = run.built("data", build_data)
         if callable(getattr(dataset, "encode", None)) and callable(getattr(dataset, "decode", None)):
@@ -142,23 +141,23 @@ def _tokens_of(run: OfRun) -> _Tokens:
     )
 
 
-def _bytes() -> _Tokens:
+def _byte_tokens() -> _Tokens:
     def decode(ids: list[int]) -> str:
         return bytes(token for token in ids if token < NUM_BYTE_VALUES).decode(errors="replace")
 
     return _Tokens(lambda text: list(text.encode(errors="surrogateescape")), decode)
 
 
-def _of_tokenizer(name: str, of: str) -> _Tokens:
+def _tokenizer_tokens(name: str, source: str) -> _Tokens:
     if not has_tokenizer(name):
         raise ConfigError(
-            f"{of}: text needs a tokenizer, and {name} has no file of one; put the tokenizer's files there"
+            f"{source}: text needs a tokenizer, and {name} has no file of one; put the tokenizer's files there"
         )
     try:
         tokenizer = TextTokenizer(name)
     except (ValueError, ImportError) as error:
         why = str(error).splitlines()[0].removeprefix(f"data.tokenizer={name} ")
-        raise ConfigError(f"{of}: text needs a tokenizer, and {name} {why}") from error
+        raise ConfigError(f"{source}: text needs a tokenizer, and {name} {why}") from error
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(token for token in ids if token < tokenizer.vocab_size)

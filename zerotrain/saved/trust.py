@@ -1,6 +1,6 @@
-"""Which classes and functions a config may name that came out of a file: the author of the file chooses them. A
-checkpoint's manifest, and the json of an export, name the classes of a run. Those known here only compute and read.
-Others need the user's permission.
+"""The classes and functions that a config out of a file may name. The author of the file chooses them: a checkpoint's
+manifest, and the json of an export, name the classes of a run. Those known here only compute and read. All others need
+the user's permission.
 """
 
 import inspect
@@ -31,23 +31,23 @@ _PACKAGES = ("zerotrain", "torch")
 
 
 def require_trusted(
-    config: Config, groups: Collection[str], path: Path, *, given: Mapping[str, Any] | None = None
+    config: Config, groups: Collection[str], path: Path, *, overrides: Mapping[str, Any] | None = None
 ) -> None:
-    """Make sure that what is built of a config from a file is known to run no code of whoever wrote it.
+    """Make sure that objects built of a config from a file run no code of the file's author.
 
     Nothing is imported for it.
 
     Args:
-        groups: of the config, such as model: those that are built.
+        groups: the groups of the config that are built, such as model.
         path: the folder that the config is from.
-        given: the settings that the user has named, in the form of the config: what is named there is trusted.
+        overrides: the settings that the user has named, in the form of the config. Classes named there are trusted.
 
     Raises:
         ConfigError: a class that is not known, or a text that Hydra would resolve.
     """
     for group in groups:
         values = getattr(config, group)
-        own = list(_targets((given or {}).get(group), group))
+        own = list(_targets((overrides or {}).get(group), group))
         foreign = [
             f"{name}={printable(str(target), _MAX_SHOWN, keep='')}"
             for name, target in _targets(values, group)
@@ -74,28 +74,28 @@ def are_known(values: Any) -> bool:
 
 
 def _targets(values: Any, group: str) -> Iterator[tuple[str, Any]]:
-    """(name, what is named) of each `_target_`, at any depth."""
-    for name, each in nested(values, group):
-        if isinstance(each, dict) and TARGET in each:
-            yield f"{name}.{TARGET}", each[TARGET]
+    """(dotted name, value) of each `_target_`, at any depth."""
+    for name, value in nested(values, group):
+        if isinstance(value, dict) and TARGET in value:
+            yield f"{name}.{TARGET}", value[TARGET]
 
 
 def _is_known(target: Any) -> bool:
-    found = _named(target) if isinstance(target, str) else None
-    return isinstance(found, type | FunctionType) and found in _known()
+    value = _find_imported(target) if isinstance(target, str) else None
+    return isinstance(value, type | FunctionType) and value in _known()
 
 
-def _named(target: str) -> Any:
+def _find_imported(target: str) -> Any:
     """The object of a dotted name among modules imported already; None if it leads anywhere else."""
-    first, *others = target.split(".")
-    found: Any = sys.modules.get(first) if first in _PACKAGES else None
-    for part in others:
-        if not isinstance(found, ModuleType) or found.__name__.partition(".")[0] not in _PACKAGES:
+    package, *parts = target.split(".")
+    value: Any = sys.modules.get(package) if package in _PACKAGES else None
+    for part in parts:
+        if not isinstance(value, ModuleType) or value.__name__.partition(".")[0] not in _PACKAGES:
             return None
-        inside = sys.modules.get(f"{found.__name__}.{part}")
-        # Our own package fetches what it has from its modules, when it is first asked.
-        found = getattr(found, part, inside) if found is zerotrain else vars(found).get(part, inside)
-    return found
+        inside = sys.modules.get(f"{value.__name__}.{part}")
+        # Our own package takes its names from its modules at their first use.
+        value = getattr(value, part, inside) if value is zerotrain else vars(value).get(part, inside)
+    return value
 
 
 @cache
@@ -103,10 +103,10 @@ def _known() -> frozenset[Any]:
     """Read at the first use, when torch.nn is whole."""
     kinds = ((torch.nn, torch.nn.Module, "torch.nn.modules."), (torch.optim, torch.optim.Optimizer, "torch."))
     of_torch = [
-        each
+        member
         for package, kind, home in kinds
-        for each in vars(package).values()
-        if isinstance(each, type) and issubclass(each, kind) and each.__module__.startswith(home)
+        for member in vars(package).values()
+        if isinstance(member, type) and issubclass(member, kind) and member.__module__.startswith(home)
     ]
     packages = (zerotrain.models, zerotrain.data, zerotrain.training.metrics)
     ours = [vars(package).get(name) for package in packages for name in package.__all__]

@@ -65,7 +65,7 @@ FAULTS = {
         ("unit/saved/test_trust.py::test_others_are_refused_at_any_depth",),
     ),
     "trust-through-other-modules": Fault(
-        "trust._named",
+        "trust._find_imported",
         Without("__name__"),
         "a name leads through a module of zerotrain into the standard library",
         ("unit/saved/test_trust.py::test_a_name_leads_through_our_modules_alone",),

@@ -64,7 +64,7 @@ def config(**groups: Any) -> Config:
 
 def refusal(given: Config, groups: tuple[str, ...] = ("model",), **named: Any) -> str | None:
     try:
-        require_trusted(given, groups, HERE, given=named)
+        require_trusted(given, groups, HERE, overrides=named)
     except ConfigError as error:
         return str(error)
     return None
