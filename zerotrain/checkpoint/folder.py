@@ -3,8 +3,8 @@
     checkpoints/step-00000100/                            a checkpoint, whole
     checkpoints/.step-00000200.partial-9f3c0e5d21b7a864/  a save under way, or one that died
 
-Who saves holds a lock in the partial folder, which the kernel drops with the process. So the next save beside it knows
-a dead one, and removes it.
+A save holds a lock in its partial folder until its process ends. So the next save beside it knows a dead one, and
+removes it.
 """
 
 import os
@@ -26,12 +26,12 @@ LOCK = "lock"
 
 
 def file_name(rank: int) -> str:
-    """Name of the file with the tensors that a rank saves."""
+    """Name of the file with the tensors of a rank."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def require_new(path: Path) -> None:
-    """Make sure that a checkpoint would replace nothing.
+    """Check for a checkpoint's name: it must be new.
 
     Raises:
         CheckpointError: there is something of this name.
@@ -44,7 +44,7 @@ class PartialFolder:
     """The folder of a save under way. One process makes it; `publish`, `appear` or `remove` ends it.
 
     Args:
-        replaces: whether there may be something of the name, which whoever calls moves away before `appear`.
+        replaces: whether there may be something of the name. The caller moves it away before `appear`.
 
     Raises:
         CheckpointError: there is something of the checkpoint's name already.
@@ -97,7 +97,7 @@ class PartialFolder:
         sync_folder(self.path)
         require_new(self.target)
         self.path.rename(self.target)
-        # From here on it is a checkpoint. The lock goes last: without it nobody would know whose the folder is.
+        # From here on it is a checkpoint. The lock goes last: without it the folder would have no owner.
         sync_folder(self.target.parent)
         (self.target / LOCK).unlink(missing_ok=True)
         self._unlock()
@@ -115,7 +115,7 @@ class PartialFolder:
 
 
 def remove_dead(parent: Path) -> None:
-    """Remove the partial folders of saves whose process is gone; what cannot be removed stays."""
+    """Remove the partial folders of saves without a living process, as far as they can be removed."""
     for path in sorted(parent.iterdir()):
         if PARTIAL.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             _remove_if_dead(path)
@@ -138,7 +138,7 @@ def _remove_if_dead(path: Path) -> None:
 
 
 def _remove_all(path: Path) -> None:
-    """The lock goes last: a folder without it, of a removal that was killed, was nobody's and stayed (2026-11-22)."""
+    """The lock goes last: after a killed removal, a folder without it was nobody's and stayed (2026-11-22)."""
     for name in os.listdir(path):
         if name != LOCK:
             with suppress(OSError):
@@ -147,33 +147,33 @@ def _remove_all(path: Path) -> None:
 
 
 def _make_folders(path: Path) -> None:
-    """Make a folder and those above it, so that they are there after a power cut too."""
+    """Make a folder and its parents. They are there after a power cut too."""
     if not path.is_dir():
         _make_folders(path.parent)
         path.mkdir(exist_ok=True)
         sync_folder(path.parent)
 
 
-# The checkpoints of a run: the list of them, the one that is taken, the newest whole one, and those that stay.
+# The checkpoints of a run: their list, the choice of one, the newest whole one, and the removal of old ones.
 #
 #     RUN/checkpoints/step-00000100/                            a checkpoint
 #     RUN/checkpoints/best                                      a link to the one of the best evaluation
-#     RUN/checkpoints/.step-00000050.removed-9f3c0e5d21b7a864/  one that is being removed, or whose removal died
+#     RUN/checkpoints/.step-00000050.removed-9f3c0e5d21b7a864/  a removal under way, or one that died
 #
-# A removal renames a folder to its hidden name first, and that is on the disk before the first of its files goes. So
-# nothing half removed has a checkpoint's name, and the next removal in that place finishes it.
+# A removal renames a folder to its hidden name first: this name is on the disk before the first file goes. So nothing
+# half removed has a checkpoint's name, and the next removal there finishes it.
 
 
 CHECKPOINTS = "checkpoints"
 """The folder of them in a run's folder."""
 
 BEST = "best"
-"""The link in that folder to the checkpoint of the best evaluation."""
+"""The link in it to the checkpoint of the best evaluation."""
 JUST_MADE_S = 10.0
-"""So long a save may need from its folder's name to its lock, in which it is not to be disturbed."""
+"""So long a save may need from its folder's name to its lock. It is not disturbed meanwhile."""
 
 _NUM_LOOKS = 100
-"""For a checkpoint that is not removed meanwhile."""
+"""Looks for a checkpoint, if others are removed meanwhile."""
 _NUM_LOOKS_AT_NONE = 5
 _STEP = re.compile(r"step-([0-9]{8,})")
 _REMOVED = re.compile(r"\.step-[0-9]{8,}\.removed-[0-9a-f]{16}")
@@ -189,7 +189,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a folder that `checkpoints_in` found."""
+    """The step in the name of a folder of `checkpoints_in`."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -208,7 +208,7 @@ def entries(folder: Path) -> list[Path]:
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in a folder that have a step's name, by step, ascending. None in a folder that is not there.
+    """The checkpoints in a folder with a step's name, by step, ascending. None if the folder is not there.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -218,28 +218,28 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def named_as_steps(folder: Path) -> list[Path]:
-    """The entries of a folder that have a checkpoint's name, checkpoints or not."""
+    """The entries of a folder with a checkpoint's name, checkpoints or not."""
     return [path for path in entries(folder) if _STEP.fullmatch(path.name)]
 
 
 def partial_in(folder: Path) -> list[Path]:
-    """The folders of saves that are under way in a folder, or were cut off."""
+    """The folders of saves under way in a folder, and of interrupted ones."""
     return [path for path in entries(folder) if PARTIAL.fullmatch(path.name)]
 
 
 def removed_in(folder: Path) -> list[Path]:
-    """Folders that are being removed, and those left by interrupted removals."""
+    """The folders of removals under way in a folder, and of interrupted ones."""
     return [path for path in entries(folder) if _REMOVED.fullmatch(path.name)]
 
 
 def set_aside_in(folder: Path) -> list[Path]:
-    """Checkpoints that `set_aside` has renamed."""
+    """The checkpoints renamed by `set_aside`."""
     return [path for path in entries(folder) if _ASIDE.fullmatch(path.name)]
 
 
 def is_under_way(partial: Path) -> bool:
-    """Whether the save of a folder that `partial_in` found is alive: its process holds a lock in it. So are those of
-    which nobody can tell."""
+    """Whether the save of a folder of `partial_in` is alive: its process holds a lock in it. True where nobody
+    can tell."""
     try:
         if time.time() - partial.stat().st_mtime < JUST_MADE_S:
             return True
@@ -289,7 +289,7 @@ def candidates(path: Path, *, allowed: str = ALLOWED) -> list[Path]:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in a folder of them, in the order in which they are tried.
+    """The checkpoints in a folder of them, in the order of the trials.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -298,7 +298,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def first_whole(paths: Sequence[Path], take: Callable[[Path], Taken]) -> tuple[tuple[Path, Taken] | None, list[str]]:
-    """The first checkpoint that can be taken, with what `take` returns of it, or None; and why those before it cannot.
+    """The first checkpoint without a problem, with the result of `take`, or None; and the problems of earlier ones.
 
     Args:
         take: raises a CheckpointError where a checkpoint is not what was written.
@@ -314,7 +314,7 @@ def first_whole(paths: Sequence[Path], take: Callable[[Path], Taken]) -> tuple[t
 
 @contextmanager
 def hold_newest(path: Path) -> Iterator[Path]:
-    """The newest checkpoint of what a user named, see `candidates`. Within, the run that goes on does not remove it.
+    """The newest checkpoint of a user's path, see `candidates`. A run that goes on does not remove it within.
 
     Raises:
         CheckpointError: there is none.
@@ -342,7 +342,7 @@ def hold_newest(path: Path) -> Iterator[Path]:
 
 
 def _locked(manifest: Path, *, shared: bool) -> int | None:
-    """A descriptor that holds a lock of a manifest, where locks work; None where another one excludes it, or where the
+    """A descriptor with a lock of a manifest, where locks work; None where another lock excludes it, or where the
     manifest is not there any more.
 
     Raises:
@@ -364,10 +364,10 @@ def _locked(manifest: Path, *, shared: bool) -> int | None:
 
 
 def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> list[Path]:
-    """Remove the older checkpoints of a folder, and what removals that died have left there. One process.
+    """Remove the older checkpoints of a folder, and the rest of removals that died there. One process.
 
-    Call it when the newest is saved. That stays whatever was asked for, and so do the best, a link and what is being
-    read (`hold_newest`).
+    Call it when the newest is saved. The newest stays in any case, and so do the best, links and checkpoints under
+    `hold_newest`.
 
     Args:
         keep: how many of the newest stay; None: all.
@@ -398,7 +398,7 @@ def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> lis
 
 
 def remove_all(folder: Path) -> None:
-    """Remove all that saves have left in a folder of checkpoints, of links the links; what else lies there stays."""
+    """Remove the checkpoints and traces of saves in a folder, of links the links; other entries stay."""
     for find in (named_as_steps, partial_in, removed_in, set_aside_in):
         for path in find(folder):
             if path.is_symlink():
@@ -411,8 +411,8 @@ def remove_all(folder: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint so that it no longer counts as a step. A run that resumes from an older one does so:
-    otherwise it could not save this step again, and would keep this one as its newest.
+    """Rename a checkpoint: it no longer counts as a step. A run does so when it resumes from an older one: otherwise it
+    could not save this step again, and would keep this one as its newest.
 
     Returns:
         Its new path: step-00000100.aside-9f3c0e5d21b7a864 beside it.
@@ -430,7 +430,7 @@ def set_aside(path: Path) -> Path:
 
 
 def best_in(folder: Path) -> Path | None:
-    """The checkpoint in a folder of them that its link `best` names; None where there is no such link."""
+    """The target of the link `best` in a folder of checkpoints; None where there is no such link."""
     try:
         name = os.readlink(folder / BEST)
     except OSError:
@@ -439,8 +439,8 @@ def best_in(folder: Path) -> Path | None:
 
 
 def set_best(path: Path | None, folder: Path) -> None:
-    """Let the link `best` in a folder of checkpoints name this one of them; None: none. A process that is killed leaves
-    the link as it was, or as it is to be.
+    """Let the link `best` in a folder of checkpoints name this one of them; None: none. A killed process leaves the old
+    link or the new one.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -460,7 +460,7 @@ def set_best(path: Path | None, folder: Path) -> None:
 
 
 def remove_half_links(folder: Path) -> None:
-    """Remove what a `set_best` that was killed has left in a folder of checkpoints: a link whose name is not `best`.
+    """Remove the half-made link of a killed `set_best` from a folder of checkpoints.
 
     Raises:
         CheckpointError: it cannot be removed.
@@ -474,10 +474,10 @@ def remove_half_links(folder: Path) -> None:
 
 
 def _hide(folder: Path, old: Sequence[Path], problems: list[str]) -> dict[Path, Path]:
-    """Rename each of them to a hidden name, which is returned; none if a power cut might bring the old ones back."""
+    """{old path: hidden path} of those renamed; none if a power cut might bring the old names back."""
     hidden: dict[Path, Path] = {}
     try:
-        # The newest of a save that died after its rename may have its name in memory only.
+        # The name of the newest may be in memory only: its save may have died after the rename.
         sync_folder(folder)
         for path in old:
             name = path.with_name(f".{path.name}.removed-{secrets.token_hex(8)}")
@@ -508,6 +508,6 @@ def _remove(path: Path, problems: list[str]) -> None:
 
 
 def _sentence(error: OSError, path: Path) -> str:
-    # A name within the folder that is removed comes without its folder.
+    # A removal names an entry of its folder without the folder.
     error_path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else path
     return f"{error_path if error_path.is_absolute() else path / error_path.name}: {os.strerror(error.errno or 0)}"

@@ -32,8 +32,8 @@ from zerotrain.files.untrusted import (
 
 # A file as blocks of 1 MiB, each with a hash: made while the file is written, compared while it is read.
 #
-# A rank that reads a part of a file reads whole blocks, so whatever it uses was verified, and nothing is read twice
-# for it. The hash is XXH3 with 64 bits: on one core SHA-256 takes 0.6 s a GB, BLAKE2b 1.2 s and CRC-32 0.27 s, XXH3
+# A rank reads whole blocks also for a part of a file, so all that it uses was verified, and nothing is read twice for
+# it. The hash is XXH3 with 64 bits: on one core SHA-256 takes 0.6 s a GB, BLAKE2b 1.2 s and CRC-32 0.27 s, XXH3
 # 0.02 s, where the disk takes a second (benchmarks/checkpoint.py measures it). It finds accidents, not attackers.
 
 
@@ -66,7 +66,7 @@ class BlockWriter:
         self._block = xxhash.xxh3_64()
         """Hash of the bytes written of the current, unfinished block."""
         self._begun_nbytes = 0
-        """Bytes whose write-back to the disk has begun."""
+        """Bytes up to which the write-back to the disk has begun."""
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     def write(self, data: memoryview) -> None:
@@ -115,9 +115,9 @@ class BlockWriter:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
-# The contents that a manifest may have: types, and places that fit each other and the files.
+# The rules for a manifest's content: its types, and its places in the files.
 #
-# A hash that fits says only that a manifest is as somebody wrote it. All places and sizes in it are checked here before
+# A correct hash says only: somebody wrote the manifest so. All places and sizes in it are checked here before
 # anything is read by them: afterwards no number of it leads out of a file, a tensor or the memory.
 
 
@@ -133,7 +133,7 @@ DTYPES: dict[str, torch.dtype] = {
 PLACES = ("file", "byte", "start", "stop")
 WEIGHT = "weight"
 AVERAGE = "weight_average"
-"""The role of the moving average of a weight, which the parameters that train have if the run keeps one."""
+"""The role of a weight's moving average. Training parameters have it if the run keeps one."""
 
 _Dtype = Annotated[str, one_of(*DTYPES)]
 
@@ -239,7 +239,7 @@ def _is_tensor(value: Mapping[str, Any]) -> bool:
 
 
 def require_whole(content: Any) -> None:
-    """Make sure that a manifest can be read by.
+    """Check all types and places of a manifest.
 
     Raises:
         UntrustedFileError: it cannot; the text names the place.
@@ -329,7 +329,7 @@ def _place_problems(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tensors(content: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, Any], bool]]:
-    """(label, number of elements, tensor, whether each rank has one of its own) of all that is saved."""
+    """(label, number of elements, tensor, whether each rank has one of its own) of each saved tensor."""
     has_average = bool((content.get("average") or {}).get("num_updates"))
     for name, parameter in content["parameters"].items():
         numel, tensors = prod(parameter["shape"]), parameter["tensors"]
@@ -351,7 +351,7 @@ def _tensors(content: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, A
 
 MANIFEST = "manifest.json"
 MAX_NBYTES = 2**30
-"""Largest manifest that is read: it has hashes of 40 TB."""
+"""Limit for a manifest: hashes of 40 TB."""
 BUFFER = "buffer"
 """A role, as `WEIGHT` is; what an optimizer keeps has the optimizer's own names, such as exp_avg."""
 EXTRA_STATE = "extra_state"
@@ -391,7 +391,7 @@ class Manifest:
 
     @property
     def num_average_updates(self) -> int:
-        """Updates of the average of weights that it holds; 0: it holds none."""
+        """Updates of its average of weights; 0: it holds none."""
         return int((self.content.get("average") or {"num_updates": 0})["num_updates"])
 
     @property
@@ -399,7 +399,7 @@ class Manifest:
         return int(self.content["ranks"])
 
     def tensors(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """(name, role, {dtype, pieces, ...}) of everything that is saved as a tensor."""
+        """(name, role, {dtype, pieces, ...}) of each saved tensor."""
         for name, parameter in self.parameters.items():
             for role, tensor in parameter["tensors"].items():
                 yield name, role, tensor
@@ -410,11 +410,11 @@ class Manifest:
                 yield name, EXTRA_STATE, state
 
     def weight_role(self, name: str, *, averaged: bool) -> str:
-        """The role of a parameter's weight; or of its average, if that is asked for and there is one."""
+        """The role of a parameter's weight; with `averaged` of its average, if there is one."""
         return AVERAGE if averaged and AVERAGE in self.parameters[name]["tensors"] else WEIGHT
 
     def require_average(self, folder: Path) -> None:
-        """Make sure that there is an average of weights.
+        """Check for an average of weights.
 
         Raises:
             CheckpointError: there is none.
@@ -436,7 +436,7 @@ class Manifest:
         return "{\n" + ",\n".join(parts) + "\n}\n"
 
     def tensors_at(self, file: int, start: int, stop: int) -> list[str]:
-        """The tensors of which bytes lie in a range of a file."""
+        """The tensors with bytes in a range of a file."""
         return [label for begin, end, label in self._places[file] if begin < stop and end > start]
 
     @cached_property
@@ -470,7 +470,7 @@ def of_rank_0(buffer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of zerotrain, torch and Python, which a checkpoint notes."""
+    """The versions of zerotrain, torch and Python, for a checkpoint."""
     try:
         ours = version("zerotrain")
     except PackageNotFoundError:  # run from a clone

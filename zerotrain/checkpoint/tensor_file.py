@@ -34,7 +34,7 @@ ALIGN_NBYTES = 64
 
 @dataclass(eq=False)
 class Entry:
-    """One tensor of a file: some neighbouring elements of a tensor of the model, or of what is kept of it."""
+    """One tensor of a file: some neighbouring elements of a tensor of the model, or of its optimizer state."""
 
     name: str
     """Name of the parameter or buffer."""
@@ -45,7 +45,7 @@ class Entry:
     start: int
     """Number of its first element in the whole, in the order of the memory."""
     kept_shape: list[int] | None = None
-    """Shape of optimizer state that is kept for a tensor as a whole."""
+    """Shape of optimizer state for a tensor as a whole."""
 
     @property
     def key(self) -> str:
@@ -163,7 +163,7 @@ def chunks(values: torch.Tensor) -> Iterator[memoryview]:
         yield flat[start : start + CHUNK_NBYTES].cpu().numpy().data
 
 
-# Verified reads: all that comes out of a file of a checkpoint lies in blocks whose hashes fit.
+# Verified reads: every byte out of a checkpoint's file lies in a block with a correct hash.
 
 
 class Reader:
@@ -205,7 +205,7 @@ class Reader:
             raise CheckpointError(f"{self._folder}: elements {position} to {stop} of a tensor are in none of its files")
 
     def _read_piece(self, piece: Piece, dtype: torch.dtype, start: int, target: torch.Tensor) -> None:
-        """Neighbouring elements, all of which lie in this piece."""
+        """Read neighbouring elements, all of them in this piece."""
         begin = piece.byte + (start - piece.start) * dtype.itemsize
         stop = begin + target.numel() * dtype.itemsize
         memory = None
@@ -231,7 +231,7 @@ class Reader:
         self._block(file, index)
 
     def check_file(self, file: int) -> None:
-        """Make sure that a file is there, with as many bytes as were written."""
+        """Check for a file with as many bytes as were written."""
         self._descriptor(file)
 
     def _nbytes_of(self, file: int, index: int) -> int:
@@ -239,7 +239,7 @@ class Reader:
         return min(BLOCK_NBYTES, int(self._manifest.files[file]["nbytes"]) - index * BLOCK_NBYTES)
 
     def _block(self, file: int, index: int) -> bytearray:
-        """A block of which a part is wanted, or its hash alone."""
+        """A block, for a part of it, or for its hash alone."""
         held, block = self._last.get(file, (-1, bytearray()))
         if held == index:
             return block

@@ -74,7 +74,7 @@ def problems_in(
     return problems
 
 
-# Two checkpoints side by side, however each was cut: the tensors that differ, and by how much.
+# Two checkpoints side by side, however each was cut: the differences of their tensors.
 
 
 CHUNK_NUMEL = 2**20
@@ -180,7 +180,7 @@ class CheckpointTensors:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         if room is None:
-            # Not from malloc, which may keep what is freed for what is no larger: tensors of mixed sizes grew by 90 MB.
+            # Not from malloc, which may keep freed memory for tensors of at most its size: mixed sizes grew by 90 MB.
             room = mmap(-1, numel * dtype.itemsize)
         flat = torch.frombuffer(room, dtype=dtype, count=numel)
         self.reader.read(tensor, 0, flat)
@@ -189,7 +189,7 @@ class CheckpointTensors:
 
 @contextmanager
 def open_checkpoint(path: Path, *, averaged: bool = False) -> Iterator[CheckpointTensors]:
-    """Opens the newest checkpoint that a user's path names. It is not removed while it is open, see `hold_newest`.
+    """Opens the newest checkpoint of a user's path. It is not removed while it is open, see `hold_newest`.
 
     Args:
         averaged: see `CheckpointTensors`.

@@ -35,7 +35,7 @@ def kind_problems(
     """
     try:
         hints = typing.get_type_hints(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
-    except Exception:  # names that exist for a type checker alone, and whatever else is written there
+    except Exception:  # an annotation may be any expression, with names for a type checker alone
         hints = {}
     for name, value in arguments.items():
         parameter = parameters.get(name)
@@ -104,15 +104,15 @@ def _describe_one(member: Any) -> str:
     return f"a list{length}, each a {_describe(kinds[0]).removeprefix('a ')}"
 
 
-# Checks that the class or function of a `_target_` exists and takes its arguments.
+# Checks for the class or function of a `_target_`, and for its arguments.
 
 
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_", "_args_"})
-"""Keys that Hydra's instantiate reads itself; every other key is an argument of the target."""
+"""Keys for Hydra's instantiate itself; every other key is an argument of the target."""
 
 
 def target_problems(values: dict[str, Any], *, name: str) -> Iterator[str]:
-    """One line for each thing that would stop Hydra's instantiate from calling the target of `values`.
+    """One line for each reason why Hydra's instantiate could not call the target of `values`.
 
     Args:
         values: an open group, `{"_target_": "package.Class", argument: value, ...}`.
@@ -124,7 +124,7 @@ def target_problems(values: dict[str, Any], *, name: str) -> Iterator[str]:
     path = values["_target_"]
     try:
         target = pkgutil.resolve_name(path)
-    except (Exception, SystemExit) as error:  # whatever a user's module raises while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         yield f"{name}._target_: got {path}; {_why_not_found(path, error)}"
         return
     if not callable(target):
@@ -136,13 +136,13 @@ def target_problems(values: dict[str, Any], *, name: str) -> Iterator[str]:
 
 
 def without_arguments(group: str) -> str:
-    """How to remove an argument that is null: Hydra's ~ removes only one that has a value."""
+    """The advice for the removal of a null argument: Hydra's ~ removes only arguments with a value."""
     alternative = f"{group}=own, which starts without arguments, or " if group == "data" else ""
     return f"give {alternative}a {group} yaml without it"
 
 
 def makes_callables(path: Any) -> bool:
-    """Whether `path` names a class whose objects can be called: they take what comes later, without `_partial_`."""
+    """Whether `path` names a class with callable objects: they take what comes later, without `_partial_`."""
     try:
         target = pkgutil.resolve_name(path)
     except (Exception, SystemExit):  # `target_problems` says why
@@ -151,7 +151,7 @@ def makes_callables(path: Any) -> bool:
 
 
 def makes(path: Any, kind: type) -> bool:
-    """Whether `path` names a class of a kind, or none that there is, which `target_problems` tells."""
+    """Whether `path` names a class of a kind. True where there is no such class: `target_problems` says so."""
     try:
         target = pkgutil.resolve_name(path)
     except (Exception, SystemExit):
@@ -244,7 +244,7 @@ def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
 
 
 def class_problems(config: Config) -> list[str]:
-    """One line for each thing that keeps the classes which a config names from being built."""
+    """One line for each reason why a class named in a config could not be built."""
     problems: list[str] = []
     targets = {"model": config.model_target, "data": config.data_target, "optimizer": config.optimizer_target}
     for group in OPEN_GROUPS:
@@ -261,7 +261,7 @@ def class_problems(config: Config) -> list[str]:
 
 
 def callback_problems(config: Config) -> list[str]:
-    """Likewise of the callbacks, which a run alone has."""
+    """The same for callbacks: only runs have them."""
     problems: list[str] = []
     for name, values in config.callback_targets.items():
         key = f"{CALLBACKS}.{name}"
@@ -316,13 +316,13 @@ def length_problems(config: Config) -> list[str]:
 
 
 def must_be(name: str, got: Any) -> str | None:
-    """The line that says what a setting must be instead of `got`; None where there is no rule for it."""
+    """The line about a setting that got a wrong value; None where there is no rule for it."""
     settings = {name: setting for name, setting, _ in _settings_of(Config())}
     return settings[name].must_be(name, got, word) if name in settings else None
 
 
 def without_effect(config: Config, world_size: int) -> list[str]:
-    """One line for each setting that was changed from its default and changes nothing in this run."""
+    """One line for each setting with another value than its default, but without effect in this run."""
     lines = []
     for name, setting, value in _settings_of(config):
         lacking = [effect for effect in setting.effects if not effect.holds(config, world_size)]
@@ -333,7 +333,7 @@ def without_effect(config: Config, world_size: int) -> list[str]:
 
 
 def doubtful(config: Config) -> list[str]:
-    """One line for each pair of settings that trains, but hardly what is wanted."""
+    """One line for each pair of settings with an effect that is hardly wanted."""
     lines = []
     pretrained, last_change = config.model.get("name_or_path"), max(config.zero.stages)
     if pretrained is not None and config.data.get("tokenizer", "") is None:

@@ -20,7 +20,7 @@ from zerotrain.errors import ConfigError
 from zerotrain.files.lock import whole
 
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
-"""With the backslashes before it, each of which would be taken for an escape."""
+"""With the backslashes before it: each would be taken for an escape."""
 
 
 def register_schema() -> None:
@@ -89,7 +89,7 @@ def _schema() -> DictConfig:
 
 
 def literal(values: Any) -> Any:
-    """The same values, of which OmegaConf takes each text as it is written."""
+    """The same values, with texts escaped so that OmegaConf takes each as it is written."""
     if OmegaConf.is_config(values):
         values = OmegaConf.to_container(values, resolve=False)
     if isinstance(values, dict):
@@ -114,9 +114,9 @@ def checkpoint_settings(config: Config) -> dict[str, Any]:
 
 
 def config_hash(config: Config) -> str:
-    """16 hex digits that two runs share if they compute the same: a hash of all settings but `launch`, `sweep` and
-    `checkpoint`, of which only `init_from` counts, where it is given. Steps that follow from epochs or tokens are left
-    out: the data that they follow from too is not read yet where the first hash is made."""
+    """16 hex digits, equal for two runs if they compute the same: a hash of all settings but `launch`, `sweep` and
+    `checkpoint`; its `init_from` counts, where it is given. Steps are left out if they follow from epochs or tokens:
+    they depend on the data, and the first hash is made before it is read."""
     values = checkpoint_settings(config)
     del values["launch"]
     if config.train.num_epochs is not None or config.train.max_tokens is not None:
@@ -127,14 +127,14 @@ def config_hash(config: Config) -> str:
 
 
 def digest(values: dict[str, Any]) -> str:
-    """16 hex digits of settings that two configs share where they are equal."""
-    # Twice: steps of a schedule are numbers where the run was composed, and texts in ranks that were told it in JSON.
+    """16 hex digits of settings, equal where the settings are."""
+    # Twice: steps of a schedule are numbers in the composing process, and texts in ranks, after JSON.
     canonical = json.dumps(json.loads(json.dumps(values)), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 def known_keys(values: Any = None) -> list[str]:
-    """The names of all groups and settings: those of the schema, and those that `values` has in its open groups."""
+    """The names of all groups and settings: those of the schema, and those of `values` in open groups."""
     schema = asdict(Config())
     present = {} if values is None else OmegaConf.to_container(values, resolve=False)
     return sorted({*schema, *_keys(schema), *(key for key in _keys(present) if _is_known(key))})
@@ -157,8 +157,7 @@ def _keys(values: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _remove(values: Any, key: str) -> None:
-    """Remove a key, and the groups around it that the schema does not have: of `trainer.max_epochs` all of
-    `trainer`."""
+    """Remove a key, and unknown groups around it: of `trainer.max_epochs` all of `trainer`."""
     parts = key.split(".")
     num_known = next(number for number in range(len(parts)) if not _is_known(".".join(parts[: number + 1])))
     for parent in parts[:num_known]:
@@ -167,7 +166,7 @@ def _remove(values: Any, key: str) -> None:
 
 
 def _is_known(key: str) -> bool:
-    """Whether the schema has this key, or an open group that holds it."""
+    """Whether the schema has this key, or an open group for it."""
     node: Any = _defaults()
     for part in key.split("."):
         if not is_dataclass(node):

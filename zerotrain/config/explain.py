@@ -36,7 +36,7 @@ class SettingPlace:
 
 
 def with_place(problem: str, choices: Mapping[str, Any], folders: Sequence[Path], overrides: Sequence[str]) -> str:
-    """A line about a setting, with the yaml that sets it where a chosen one does and the command line does not.
+    """A line about a setting, with the chosen yaml of its value; as it is where the command line has the value.
 
     Args:
         choices: which yaml was chosen of each group.
@@ -70,19 +70,6 @@ def place_of(key: str, path: Path) -> SettingPlace | None:
     return next((place for place in places if place is not None), None)
 
 
-def holds_no_settings(path: Path) -> bool:
-    """Whether a yaml holds something else than `key: value`."""
-    root = _read(path)
-    return root is not None and not isinstance(root, yaml.MappingNode)
-
-
-def syntax_problem(error: yaml.MarkedYAMLError) -> str:
-    """The line for a file that is no yaml."""
-    mark = error.problem_mark or error.context_mark
-    where = f"{mark.name}, line {mark.line + 1}: " if mark else ""
-    return f"{where}{error.problem or error.context}"
-
-
 def _read(path: Path) -> yaml.Node | None:
     try:
         root: yaml.Node | None = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -107,23 +94,23 @@ def _find(parts: list[str], node: yaml.Node | None, path: Path) -> SettingPlace 
 Compose = Callable[[list[str]], DictConfig]
 """Composes the config of one job from its overrides."""
 
-_IN_FILE = re.compile(r"In '([^']+)': \w+ raised while composing config:")
+
 _PLUGINS = {
     "hydra/launcher": ("joblib", "ray", "rq", "submitit_local", "submitit_slurm"),
     "hydra/sweeper": ("ax", "nevergrad", "optuna"),
 }
-"""Choices that come with a package of their own, such as hydra-ray-launcher."""
+"""Choices from packages of their own, such as hydra-ray-launcher."""
 _OF_EXTRA = ("joblib", "submitit_local", "submitit_slurm", "optuna")
-"""Those of an extra of ours, which also says which packages go together."""
+"""Choices of an extra of ours: it also names compatible versions of packages."""
 
 
 def composition_problems(
     overrides: list[str], compose: Compose, *, is_sweep: bool, folders: Sequence[Path] = ()
 ) -> list[str]:
-    """All that is wrong with a command line that Hydra refused, a line for each problem.
+    """All problems of a command line refused by Hydra, a line for each.
 
     Hydra stops at the first problem. This composes again without the override at fault until nothing else is wrong,
-    and then checks the values. For a sweep, the first job that has problems speaks for all.
+    and then checks the values. For a sweep, the first job with problems speaks for all.
 
     Args:
         folders: where the yamls of the groups lie, in the order in which they are looked for.
@@ -168,9 +155,11 @@ def _job_problems(overrides: list[str], compose: Compose, folders: Sequence[Path
 
 def _line(override: str | None, error: Exception, keys: list[str], folders: Sequence[Path]) -> str:
     cause: Any = error.__cause__ or error.__context__ or error
-    if isinstance(error, yaml.MarkedYAMLError):
-        return syntax_problem(error)
-    if in_file := _IN_FILE.match(str(error)):
+    if isinstance(error, yaml.MarkedYAMLError):  # a file that is no yaml
+        mark = error.problem_mark or error.context_mark
+        where = f"{mark.name}, line {mark.line + 1}: " if mark else ""
+        return f"{where}{error.problem or error.context}"
+    if in_file := re.match(r"In '([^']+)': \w+ raised while composing config:", str(error)):
         return _line_of_file(in_file[1], override, cause, keys, folders)
     if override is None and isinstance(error, MissingConfigException):
         return (
@@ -223,7 +212,7 @@ def _line(override: str | None, error: Exception, keys: list[str], folders: Sequ
 
 
 def _missing_choice(override: str, error: MissingConfigException, folders: Sequence[Path]) -> str:
-    """The message for a choice that does not exist, or for one that a chosen yaml asks for."""
+    """The message for a missing choice, of the command line or of a chosen yaml."""
     key, _, got = override.lstrip("+~").partition("=")
     config_name = error.missing_cfg_file or ""
     options = list(error.options or ())
@@ -247,14 +236,14 @@ def _missing_choice(override: str, error: MissingConfigException, folders: Seque
 
 
 def _find_group(choice: str, folders: Sequence[Path]) -> str:
-    """The group that has a choice of this name; empty where none has it."""
+    """The group with a choice of this name; empty where there is none."""
     paths = (path for folder in folders for path in folder.glob("*/*.yaml") if path.stem == choice)
     path = min(paths, default=None)
     return "" if path is None else path.parent.name
 
 
 def _callback_hint(key: str, keys: list[str], folders: Sequence[Path]) -> str:
-    """The choice that brings the callback whose setting this is, if the run has no callback of that name."""
+    """The advice to choose a callback, for a setting of a callback missing in the run."""
     outer, _, rest = key.partition(".")
     name = rest.partition(".")[0]
     if outer != CALLBACKS or any(item.startswith(f"{outer}.{name}.") for item in keys):
@@ -268,7 +257,7 @@ def _line_of_file(name: str, override: str | None, cause: Exception, keys: list[
     key, path = str(getattr(cause, "full_key", "")), find_yaml(name, folders)
     place = None if path is None else place_of(key, path)
     where = place or override or path or name
-    if path is not None and holds_no_settings(path):
+    if path is not None and not isinstance(_read(path), yaml.MappingNode | None):  # something else than `key: value`
         return f"{path}, line 1: there must be settings, such as `train:` and below it `max_steps: 3`"
     if path is not None and place is None and key == name.partition("/")[0]:
         return f"{path}: its settings go to {key}, which does not exist; its first line must be `# @package _global_`"
@@ -280,7 +269,7 @@ def _line_of_file(name: str, override: str | None, cause: Exception, keys: list[
 
 
 def _innermost(override: str, cause: BaseException) -> tuple[str, str, bool] | None:
-    """(key, value, True) inside the {...} that an override gives, of what the exception speaks of."""
+    """(key, value, True) of the exception's setting, inside the {...} of an override."""
     [parsed] = OverridesParser.create().parse_overrides([override])
     key, value = parsed.key_or_group, parsed.value()
     inner = str(getattr(cause, "full_key", ""))
@@ -306,7 +295,7 @@ def _is_glob(override: str) -> bool:
 
 
 def _override_at_fault(error: Exception, overrides: list[str], compose: Compose) -> str | None:
-    """The override that an exception of Hydra speaks of, or that alone raises the same."""
+    """The override named in an exception of Hydra, or else the one with the same exception when alone."""
     if isinstance(error, OverrideParseException):
         return error.override
     for override in overrides:

@@ -41,7 +41,7 @@ PHRASES = {
     "its class says `whole_tensor = True`": "optimizer.whole_tensor=true",
     "torchrun --nproc-per-node=": "launch.nproc_per_node=",
 }
-"""Phrases that the config words differently altogether."""
+"""Phrases with other words in the config."""
 
 _LITERAL = r"""True|False|None|"[^"]*"|'[^']*'|\[[^\]]*\]"""
 _CALL = re.compile(rf"(?:zerotrain\.)?\b(\w+(?:\.\w+)?)\((\w+)=({_LITERAL}|\.\.\.)\)")
@@ -97,16 +97,11 @@ def _setting_text(argument: str, literal: str | None, text: str) -> str:
     return f"{setting}=[{','.join(map(str, value))}]" if isinstance(value, list) else f"{setting}={word(value)}"
 
 
-# Values that point elsewhere, such as ${data.vocab_size}: a line for each that leads nowhere.
-
-
-_VARIABLE = re.compile(r"Environment variable '(.+?)' not found")
-_KEY = re.compile(r"Interpolation key '(.+?)' not found")
-_RESOLVER = re.compile(r"Unsupported interpolation type (\S+)")
+# References among values, such as ${data.vocab_size}: a line for each broken one.
 
 
 def interpolation_problems(node: Any, prefix: str = "") -> Iterator[str]:
-    """One line for each value in a composed config that cannot be resolved."""
+    """One line for each unresolvable value in a composed config."""
     if not isinstance(node, DictConfig | ListConfig):
         return
     names: list[Any] = list(node) if isinstance(node, DictConfig) else list(range(len(node)))
@@ -122,12 +117,12 @@ def interpolation_problems(node: Any, prefix: str = "") -> Iterator[str]:
 
 
 def unresolved(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    """(name, text) of each text among plain values that OmegaConf would resolve."""
+    """(name, text) of each text with a reference among plain values: OmegaConf would resolve it."""
     return ((name, text) for name, text in nested(value, prefix) if isinstance(text, str) and "${" in text)
 
 
 def nested(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of a plain value and of all that lies in it."""
+    """(dotted name, value) of a plain value and of all values in it."""
     yield name, value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, item in items:
@@ -137,13 +132,13 @@ def nested(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 def interpolation_line(key: str, got: Any, error: Exception) -> str:
     """The problem of an interpolated value, and its remedy."""
     message = str(error)
-    if variable := _VARIABLE.search(message):
+    if variable := re.search(r"Environment variable '(.+?)' not found", message):
         default = f"${{oc.env:{variable[1]},...}}"
         return f"{key}: got {got}; the environment variable {variable[1]} is not set; set it, or use {default}"
-    if missing := _KEY.search(message):
+    if missing := re.search(r"Interpolation key '(.+?)' not found", message):
         or_null = f", or {key}=null, which takes the number from the data" if key == "model.vocab_size" else ""
         return f"{key}: got {got}; there is no {missing[1]}; give {key}=...{or_null}"
-    if resolver := _RESOLVER.search(message):
+    if resolver := re.search(r"Unsupported interpolation type (\S+)", message):
         return f"{key}: got {got}; there is no resolver {resolver[1]}; give {key}=...; write \\$ for the character $"
     if "Recursive interpolation" in message:
         return f"{key}: got {got}, which leads back to itself; give {key}=..."
@@ -158,8 +153,7 @@ def quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
-# Did you mean: our name for a word of other trainers, or else the nearest of the names that exist; and the advice for a
-# removed setting.
+# Did you mean: our name for a word of other trainers, or else the nearest name; and the advice for a removed setting.
 
 
 _WORDS = {
@@ -242,7 +236,7 @@ REMOVED = {
     "logger=mlflow": _OF_EXAMPLE.format("mlflow", "{_target_:mlflow_logger.MLflowLogger}"),
     "logger=trackio": _OF_EXAMPLE.format("trackio", "{_target_:trackio_logger.TrackioLogger}"),
 }
-"""Settings and choices that zerotrain had, and the advice for those who still give them."""
+"""Removed settings and choices of zerotrain, and the advice for them."""
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 
 def require_at_least(minimum: int, **arguments: int) -> None:
-    """Check that each argument is a whole number of at least `minimum`; a ValueError names the first that is not."""
+    """Check each argument for a whole number of at least `minimum`; a ValueError names the first other one."""
     for name, value in arguments.items():
         if not isinstance(value, int):
             raise ValueError(f"model.{name}={value} is no whole number; it must be one, at least {minimum}")
@@ -21,21 +21,21 @@ def require_at_least(minimum: int, **arguments: int) -> None:
 
 
 def require_fraction(**arguments: float) -> None:
-    """Check that each argument is in [0, 1); a ValueError names the first that is not."""
+    """Check each argument for a number in [0, 1); a ValueError names the first other one."""
     for name, value in arguments.items():
         if not 0 <= value < 1:
             raise ValueError(f"model.{name}={value} is out of range; it must be at least 0 and below 1")
 
 
 def require_names(**arguments: Any) -> None:
-    """Check that each argument is a list of names or patterns; a ValueError names the first that is not. A string
-    would be taken for a list of its letters."""
+    """Check each argument for a list of names or patterns; a ValueError names the first other one. A string would be
+    taken for a list of its letters."""
     for name, value in arguments.items():
         if isinstance(value, str) or not all(isinstance(item, str) for item in value):
             raise ValueError(f"model.{name}={value} is no list of names; give one such as model.{name}=[{value}]")
 
 
-# The loss that all language models here share.
+# The loss of all language models here.
 
 
 IGNORED_LABEL = -100
@@ -96,9 +96,9 @@ def chunked(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
 ) -> torch.Tensor:
-    """`loss` of the logits `hidden @ weight.T + bias`, of which there is one chunk of the positions at a time.
+    """`loss` of the logits `hidden @ weight.T + bias`, computed by chunks of the positions, one at a time.
 
-    The forward computes the gradients too, so that the backward needs no logits. The gradients of the weight are added
+    The forward computes the gradients too: the backward needs no logits. The gradients of the weight are added
     by chunk, in fp32: they have other bits than without chunks.
 
     Args:
@@ -113,14 +113,14 @@ def chunked(
 
 
 _MANY = 1024
-"""Positions whose gradients add up to numbers that fp16 can hold."""
+"""The gradients of so many positions add up to numbers in the range of fp16."""
 
 
 class _TotalByChunks(torch.autograd.Function):
     """The sum over all labels.
 
-    Its gradients are computed before anybody can scale them for fp16. So they are not those of a mean, which may
-    vanish; and a chunk's are divided by a power of two, so that they do not overflow where many positions agree.
+    Its gradients are computed before anybody can scale them for fp16. So they are those of a sum, since those of a mean
+    may vanish; and a chunk's are divided by a power of two, lest they overflow where many positions agree.
     """
 
     @staticmethod
@@ -297,7 +297,7 @@ class Block(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a position sees itself and what came before it."""
+    """Multi-head attention: a position sees itself and all earlier ones."""
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ class FeedForward(nn.Module):
         return self.residual_dropout(self.out_proj(self.activation(self.in_proj(hidden))))
 
 
-# MLP: a neural n-gram language model, the smallest model that learns text.
+# MLP: a neural n-gram language model, the smallest model to learn text.
 
 
 class MLP(nn.Module):

@@ -20,7 +20,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class HuggingFaceModel(nn.Module):
-    """One of the models that `transformers.AutoModelForCausalLM` knows.
+    """One of the models of `transformers.AutoModelForCausalLM`.
 
     Args:
         name_or_path: a folder with a model, or the name of one on the Hugging Face hub; None for one from scratch.
@@ -115,7 +115,7 @@ class _AddedLoss:
     names."""
 
     may_come = True
-    """False once a model has computed its loss without it: a few old ones, which add nothing."""
+    """False once a model has computed its loss without it: a few old ones, without added losses."""
 
     def __init__(self) -> None:
         self._is_called = False
@@ -125,7 +125,7 @@ class _AddedLoss:
         return torch.zeros((), device=logits.device)
 
     def take(self, outputs: Any) -> torch.Tensor | float:
-        """The loss that the model has added in the forward that gave `outputs`."""
+        """The loss added by the model in the forward of `outputs`."""
         if outputs.loss is None:
             return 0.0
         self.may_come = self._is_called
@@ -155,7 +155,7 @@ def _from_scratch(fields: dict[str, Any], vocab_size: int | None) -> Any:
 
 
 def _pretrained(name_or_path: str, fields: dict[str, Any]) -> Any:
-    # Imported here, as all that needs the extra.
+    # Imported here: it needs the extra.
     from zerotrain.models.pretrained import find_weights, load_weights, require_shapes
 
     transformers = _transformers()
@@ -211,7 +211,7 @@ def _require_known(fields: dict[str, Any], config: Any) -> None:
 
 
 def _require_balancing(fields: dict[str, Any], config: Any) -> None:
-    """Refuse the coefficient of a loss that is not computed."""
+    """Refuse the coefficient of a loss without its computation."""
     computed = fields.get("output_router_logits", getattr(config, "output_router_logits", True))
     for name in BALANCING_COEFFICIENTS:
         if fields.get(name) and not computed:
@@ -258,5 +258,5 @@ def _with_adapters(
 
 
 def _transformers() -> Any:
-    """The package, which takes a second to import and which few runs need."""
+    """The package. It takes a second to import, and few runs need it."""
     return package("transformers", extra="hf", needed_by="HuggingFaceModel")

@@ -21,7 +21,7 @@ MAX_INDEX_NBYTES = 100_000_000
 
 @contextmanager
 def _opened(path: str) -> Iterator[Any]:
-    """A safetensors file; ValueError where it is none, is damaged, or has no tensor of the name that is asked for."""
+    """A safetensors file; ValueError where it is none, is damaged, or lacks a tensor read from it."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -33,14 +33,14 @@ def _opened(path: str) -> Iterator[Any]:
 def read_tensor(path: str, name: str) -> torch.Tensor:
     """Tensor `name` of a safetensors file, on the CPU.
 
-    An operation of torch, so that who notes the operations of a constructor can repeat it.
+    An operation of torch: recorders of a constructor's operations can repeat it.
     """
     with _opened(path) as file:
         return file.get_tensor(name).clone()
 
 
 def find_weights(name_or_path: str) -> dict[str, str] | None:
-    """Name of each tensor -> the safetensors file that holds it. A model of the hub is downloaded first.
+    """Name of each tensor -> its safetensors file. A model of the hub is downloaded first.
 
     Returns:
         None where the weights are in another format.
@@ -71,8 +71,8 @@ def _find(name_or_path: str, file: str) -> str | None:
 
 
 def require_shapes(model: nn.Module, files: Mapping[str, str]) -> None:
-    """Check that fields of the config which were changed leave the model, which may be on the meta device, one that
-    its files fit; ValueError where a tensor has another shape than the model's of the same name."""
+    """Compare the shapes of a model's files with the model after changes of its config; it may be on the meta device.
+    ValueError where a tensor has another shape than the model's of the same name."""
     targets, shapes = model.state_dict(keep_vars=True), _shapes(files)
     for name in targets.keys() & shapes.keys():
         shape, model_shape = shapes[name], tuple(targets[name].shape)

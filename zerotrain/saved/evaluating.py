@@ -1,4 +1,4 @@
-"""One rank of an evaluation: from joining the others to the loss and the metrics of weights that lie somewhere."""
+"""One rank of an evaluation: it joins the others, loads weights, and computes their loss and metrics."""
 
 import json
 from collections.abc import Callable
@@ -13,14 +13,7 @@ from zerotrain.config.schema import Config
 from zerotrain.config.words import words_of_config
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
-from zerotrain.run.factory import (
-    build_callbacks,
-    build_collate,
-    build_data,
-    build_engine_of,
-    build_validation_sets,
-    join_ranks,
-)
+from zerotrain.run import factory
 from zerotrain.training.callbacks.evaluation import RunEvaluation
 from zerotrain.training.metrics.metric import OF_VALIDATION, metrics_in
 from zerotrain.training.sameness import choose_kernels
@@ -38,7 +31,7 @@ def run(
     enter: Callable[[str], None] = lambda phase: None,
     tell: Tell = tell_log,
 ) -> dict[str, Any]:
-    """The validation loss and metrics as a run of this config computes it, on as many ranks as the environment tells.
+    """The validation loss and metrics as a run of this config computes them, on the ranks that the environment names.
 
     Args:
         config: its values checked; the engine is at its first stage.
@@ -46,7 +39,7 @@ def run(
         step: steps done, for messages.
         averaged: take the averages of the weights in a checkpoint.
         folder: rank 0 writes what is returned to `LOSS_NAME` in it; None: nowhere.
-        enter: told what is done from then on.
+        enter: called with the name of each phase as it begins.
         tell: see `World.from_environment`.
 
     Returns:
@@ -58,10 +51,10 @@ def run(
     """
     choose_kernels(deterministic=config.train.deterministic, tf32=config.precision.tf32)
     enter("joining the other ranks")
-    with words_of_config(), nothing_imported_from(weights), join_ranks(config, tell) as world:
+    with words_of_config(), nothing_imported_from(weights), factory.join_ranks(config, tell) as world:
         enter(f"building {config.model.get('_target_')}")
-        torch.manual_seed(config.seed)  # for what the model draws and no checkpoint has: buffers that are not saved
-        engine = build_engine_of(config, world)
+        torch.manual_seed(config.seed)  # for buffers that the model draws and no checkpoint has
+        engine = factory.build_engine_of(config, world)
         enter(f"loading {weights}")
         try:
             engine.load_weights(weights, averaged=averaged)
@@ -73,13 +66,13 @@ def run(
             num_batches=config.train.eval_batches,
             engine=engine,
             world=world,
-            dataset=build_data(config).validation,
-            validation_sets=build_validation_sets(config),
+            dataset=factory.build_data(config).validation,
+            validation_sets=factory.build_validation_sets(config),
             micro_batch_size=config.train.micro_batch_size,
             seed=config.seed,
-            collate=build_collate(config),
+            collate=factory.build_collate(config),
             loss_over=config.train.loss_over,
-            metrics=metrics_in(build_callbacks(config), OF_VALIDATION),
+            metrics=metrics_in(factory.build_callbacks(config), OF_VALIDATION),
         )
         result = {"metrics": evaluation.after(step)}
     if folder is not None and world.rank == 0:

@@ -30,7 +30,7 @@ from zerotrain.training.callbacks.checkpoints import OF_TRAINER
 
 TEXT = "zerotrain.data.TextDataset"
 SPARE_PARAMETERS = 2**20
-"""Parameters that a model may have beyond its files' bytes: the reader of the files reports other errors."""
+"""A model may have so many parameters beyond its files' bytes: the reader of the files reports other errors."""
 HUGGING_FACE = "zerotrain.models.HuggingFaceModel"
 NO_CONFIG = (
     "was not saved by a run of launch.py, and does not say what its model is; build the model in Python, and load "
@@ -187,7 +187,7 @@ def config_from(values: Any, path: Path) -> Config | None:
     try:
         config = from_values(values)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{unknown}{_refused(values, error)}") from None
+        raise ConfigError(f"{unknown}{_refusal_line(values, error)}") from None
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise ConfigError(f"{unknown}{first_paragraph(error)}") from None
     for group in fields(config):
@@ -199,7 +199,7 @@ def config_from(values: Any, path: Path) -> Config | None:
     return config
 
 
-def _refused(values: Any, error: OmegaConfBaseException) -> str:
+def _refusal_line(values: Any, error: OmegaConfBaseException) -> str:
     """OmegaConf's error about a config, in the user's words: the setting, and its value."""
     if isinstance(error, ConfigKeyError):
         return f"{error.full_key}: there is no such setting"
@@ -219,7 +219,7 @@ def _refused(values: Any, error: OmegaConfBaseException) -> str:
 
 @contextmanager
 def opened_run(path: str | os.PathLike[str], *, trust_code: bool = False, averaged: bool = False) -> Iterator[SavedRun]:
-    """Open the newest checkpoint of what a user named: a checkpoint, a folder of them or a run.
+    """Open the newest checkpoint of a user's path: a checkpoint, a folder of them or a run.
 
     Args:
         trust_code: see `OfRun.trusts_code`.
@@ -268,11 +268,11 @@ class _ExportAbout(TypedDict):
 
 ONE_SET = "--weights: got ema, but {} holds one set of weights; leave it out"
 _OF_DCP = "model"
-"""The part of such a folder that weights lie in."""
+"""The part of such a folder with the weights."""
 
 
 def exported_run(folder: Path, *, trust_code: bool = False) -> OfRun | None:
-    """The run that an exported folder is of; None where it is no exported folder.
+    """The run of an exported folder; None where it is no exported folder.
 
     Raises:
         ConfigError: it does not say so, or has a config of another version.

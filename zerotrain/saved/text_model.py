@@ -43,7 +43,7 @@ class TextModel:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The fields of a `TextModel` that a tokenizer gives."""
+    """The fields of a `TextModel` from a tokenizer."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
@@ -51,7 +51,7 @@ class _Tokens:
 
 
 def text_model(path: Path, *, trust_code: bool = False, averaged: bool = False) -> TextModel:
-    """The model of what a user named, whose weights may be their averages.
+    """The model at a user's path, with its weights or their averages.
 
     Raises:
         ConfigError: there is no text to be got from it: no tokenizer, or no model that its config builds.
@@ -119,7 +119,7 @@ def _base_of(path: Path) -> str:
 
 
 def _run_tokens(run: OfRun) -> _Tokens:
-    """The tokens that the run's data made of text."""
+    """The tokens of the run's data."""
     config = run.require_config()
     if run.reads_bytes:
         return _byte_tokens()

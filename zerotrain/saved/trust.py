@@ -33,7 +33,7 @@ _PACKAGES = ("zerotrain", "torch")
 def require_trusted(
     config: Config, groups: Collection[str], path: Path, *, overrides: Mapping[str, Any] | None = None
 ) -> None:
-    """Make sure that objects built of a config from a file run no code of the file's author.
+    """Check the classes of a config from a file: none may run code of the file's author.
 
     Nothing is imported for it.
 
@@ -64,12 +64,12 @@ def require_trusted(
 
 
 def names_others(config: Config, groups: Collection[str]) -> bool:
-    """Whether a config names a class that is not known, and so runs code of a user's."""
+    """Whether a config names an unknown class, and so runs code of a user's."""
     return not all(are_known(getattr(config, group)) for group in groups)
 
 
 def are_known(values: Any) -> bool:
-    """Whether all classes that some values name, at any depth, are known."""
+    """Whether all classes named in values, at any depth, are known."""
     return all(_is_known(target) for _, target in _targets(values, ""))
 
 
@@ -82,7 +82,7 @@ def _targets(values: Any, group: str) -> Iterator[tuple[str, Any]]:
 
 def _is_known(target: Any) -> bool:
     value = _find_imported(target) if isinstance(target, str) else None
-    return isinstance(value, type | FunctionType) and value in _known()
+    return isinstance(value, type | FunctionType) and value in _safe_objects()
 
 
 def _find_imported(target: str) -> Any:
@@ -99,7 +99,7 @@ def _find_imported(target: str) -> Any:
 
 
 @cache
-def _known() -> frozenset[Any]:
+def _safe_objects() -> frozenset[Any]:
     """Read at the first use, when torch.nn is whole."""
     kinds = ((torch.nn, torch.nn.Module, "torch.nn.modules."), (torch.optim, torch.optim.Optimizer, "torch."))
     of_torch = [

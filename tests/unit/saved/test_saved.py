@@ -10,7 +10,6 @@ import torch
 
 from zerotrain.config.compose import from_values
 from zerotrain.config.schema import Config
-from zerotrain.config.words import REMOVED
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.models import GPT
 from zerotrain.saved.saved import OfRun, config_from
@@ -39,6 +38,8 @@ from zerotrain.saved.saved import OfRun, config_from
         ("data", "x", "data: got x; it must be a group of settings"),
         ("zero.un[its", 1, "zero.un[its: there is no such setting"),
         ("nonsense", None, "nonsense: there is no such setting"),
+        ("offload.heap", True, "offload.heap: there is no such setting"),
+        ("launch", "auto", "launch: got auto; it must be a group of settings"),
     ],
 )
 def test_what_a_config_of_a_file_cannot_be_is_told_with_the_setting_and_what_it_got(name: str, value: Any, told: str):
@@ -87,13 +88,3 @@ def test_a_config_that_builds_more_than_its_files_hold_is_refused_before_it_is_b
     run = OfRun(path=tmp_path, step=1, config=config, data_fingerprint=None, tensors=lambda: iter(()))
     with pytest.raises(ConfigError, match=r"more parameters than the files have bytes \(10,000\)$"):
         build(run)
-
-
-@pytest.mark.parametrize("name", [name for name in REMOVED if "=" not in name])
-def test_a_config_of_before_a_setting_was_removed_is_read_without_it(name: str, tmp_path: Path):
-    group, _, setting = name.partition(".")
-    values: dict[str, Any] = {"model": {"_target_": "zerotrain.models.GPT", **TINY}}
-    expected = from_values(values)
-    assert config_from(values | {group: {setting: "auto"}}, tmp_path) == expected
-    with pytest.raises(ConfigError, match=f"{group}: got auto; it must be a group of settings"):
-        config_from(values | {group: "auto"}, tmp_path)

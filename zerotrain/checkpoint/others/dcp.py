@@ -1,6 +1,6 @@
-"""The weights in a folder of torch.distributed.checkpoint, as FSDP2 saves them, of which ranges are read.
+"""Reads ranges of the weights in a folder of torch.distributed.checkpoint, as FSDP2 saves them.
 
-torch's own reader unpickles .metadata, and loads each piece whole of which a part is wanted.
+torch's own reader unpickles .metadata, and loads each piece whole also for a part of it.
 """
 
 import io
@@ -21,8 +21,8 @@ from zerotrain.files.untrusted import FileName, Natural, Shape, require_kind
 
 # The tensors in a folder of torch.distributed.checkpoint, by its file .metadata.
 #
-# That file is a pickle, which torch itself reads with pickle.load: its author may have any code run. Here it is read
-# into records of our own, tuples, texts, dicts and dtypes, and any other object that it names is refused.
+# The file is a pickle, and torch itself reads it with pickle.load: its author may have any code run. Here it is read
+# into records of our own, tuples, texts, dicts and dtypes, and any other object in it is refused.
 
 
 METADATA = ".metadata"
@@ -41,7 +41,7 @@ class DcpPiece(NamedTuple):
     file: str
     byte: int
     nbytes: int
-    """Bytes in the file that torch.save has written for it."""
+    """Bytes that torch.save has written for it into the file."""
 
 
 class DcpTensor(NamedTuple):
@@ -156,10 +156,10 @@ _MADE: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle._Unpickler):
-    """The one that is written in Python: that in C takes as many bytes as a number in the file says (LONG_BINPUT)."""
+    """The unpickler written in Python: the one in C allocates any number of bytes that a file says (LONG_BINPUT)."""
 
     refused = ""
-    """The first name that is none of those."""
+    """The first name without an entry in `_MADE`."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in DTYPES:
@@ -175,14 +175,14 @@ CHUNK_NUMEL = 2**17
 
 
 class DcpWeights(Weights):
-    """Weights in one folder. A tensor is assembled from the pieces that ranks have saved."""
+    """Weights in one folder. A tensor is assembled from the pieces of all ranks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._files: dict[str, OpenFile] = {}
         self._places: dict[DcpPiece, tuple[FileRange, torch.Tensor]] = {}
         self._turned: tuple[DcpPiece, torch.Tensor] | None = None
-        """The last piece that had to be read whole, row by row."""
+        """The last piece read whole, turned row by row."""
         with ExitStack() as opened:
             metadata = OpenFile(path / METADATA)
             opened.callback(metadata.close)
@@ -216,7 +216,7 @@ class DcpWeights(Weights):
             self._read_piece(tensor.place, piece, start, target)
 
     def _read_piece(self, tensor: DcpTensor, piece: DcpPiece, start: int, target: torch.Tensor) -> None:
-        """Read the requested elements that lie in a piece: runs of neighbours, a single run if rows were not cut."""
+        """Read the requested elements of a piece: runs of neighbours, a single run if rows were not cut."""
         runs, numel = _runs(tensor.shape, piece)
         stop = start + target.numel()
         first_run = int(torch.searchsorted(runs + numel, start, right=True))

@@ -1,8 +1,8 @@
 """Files of torch.save: the place of each tensor in a file, or in a part of one.
 
 torch.load makes the objects on the meta device, without a number, and tells where in the file those lie; weights_only,
-so no other object is made of the file, and no code of it runs. Its mmap=True is not for us: a file that becomes shorter
-meanwhile ends the process with SIGBUS (torch 2.13, 2026-11-23).
+so no other object is made of the file, and no code of it runs. Its mmap=True is not for us: a file cut meanwhile ends
+the process with SIGBUS (torch 2.13, 2026-11-23).
 """
 
 import io
@@ -33,13 +33,11 @@ from zerotrain.files.untrusted import MAX_DEPTH, Natural, Shape, UntrustedFileEr
 # 2026-11-23). https://huggingface.co/docs/safetensors/index#format
 
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+DTYPES = {code: dtype for dtype, code in CODES.items()} | {
+    "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16,
 }  # fmt: skip
-"""By what the format calls them. A file may have tensors of others, which cannot be read."""
+"""By their names in the format. Tensors of other dtypes cannot be read."""
 MAX_HEADER_NBYTES = 100_000_000
 """As in the library."""
 
@@ -82,7 +80,7 @@ def safetensors_in(file: OpenFile) -> list[StoredTensor]:
 
 
 def _require_places(path: Path, header: Mapping[str, Any], data_start: int, nbytes: int) -> None:
-    """Make sure that the tensors fill the file, one after the other, as the format has it."""
+    """Check the places: the tensors must fill the file, one after the other, as the format has it."""
     place = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         start, stop = entry["data_offsets"]
@@ -102,7 +100,7 @@ def _require_places(path: Path, header: Mapping[str, Any], data_start: int, nbyt
 
 @dataclass(frozen=True)
 class OutTensor:
-    """One tensor that is to be written."""
+    """One tensor to write."""
 
     dtype: torch.dtype
     """As it is written."""
@@ -198,7 +196,7 @@ def is_of_torch(file: OpenFile) -> bool:
 
 
 def torch_tensors_in(file: OpenFile) -> list[StoredTensor]:
-    """The tensors of a file that lie in dicts of it, by their keys.
+    """The tensors in dicts of a file, by their keys.
 
     Raises:
         CheckpointError: torch.save has not written it, it holds other objects than weights, or it is damaged.
@@ -274,7 +272,7 @@ def is_readable(tensor: torch.Tensor) -> bool:
 
 
 def _is_pickle(file: OpenFile) -> bool:
-    # A safetensors file whose header has 640 bytes begins so too, and was refused as a pickle (2026-11-22).
+    # A safetensors file with a header of 640 bytes begins so too, and was refused as a pickle (2026-11-22).
     return file.begin.startswith(_PICKLED) and file.begin[8:9] != b"{"
 
 
@@ -343,7 +341,7 @@ def _records(stream: "_Part") -> dict[int, int]:
 
 
 def _objects_in(stream: "_Part") -> str:
-    """The message about a file of which torch.load has refused something."""
+    """The message about objects refused by torch.load."""
     path = stream.file.path
     try:
         stream.seek(0)
@@ -357,7 +355,7 @@ def _objects_in(stream: "_Part") -> str:
 
 
 class _Part(io.RawIOBase):
-    """A part of a file, as a file that is read from its begin."""
+    """A part of a file, as a file of its own."""
 
     def __init__(self, file: OpenFile, start: int, nbytes: int) -> None:
         self.file, self._start, self._nbytes, self._place = file, start, nbytes, 0

@@ -1,4 +1,4 @@
-"""Weights that lie somewhere and can be read: which tensors there are, and their elements by number."""
+"""Weights out of files: the list of their tensors, and their elements by number."""
 
 import os
 from abc import ABC, abstractmethod
@@ -16,19 +16,19 @@ from zerotrain.files.untrusted import only_regular
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """One tensor that can be read."""
+    """One tensor of a source of weights."""
 
     names: Sequence[str]
     """Several of a tied one; any is enough."""
     kind: str
     """Its dtype, as the format calls it."""
     dtype: torch.dtype | None
-    """None for one that cannot be read, and for a tensor without elements of which nothing was written."""
+    """None for an unreadable tensor, and for one without elements, of which nothing was written."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """Tells the order in which its elements lie there."""
+    """Tells the order of its elements there."""
     place: Any
-    """Its location, in the form that its `Weights` uses."""
+    """Its location, in the form of its `Weights`."""
     part: str = ""
     """The entry that holds it, if a file holds more than weights: "model" of {"model": ..., "optim": ...}."""
 
@@ -46,7 +46,7 @@ class Weights(ABC):
     _opened: ExitStack
 
     def problems(self, tensors: Sequence[StoredTensor], part: int, num_parts: int) -> list[str]:
-        """Problems of the files that opening them did not find, in this share of them.
+        """Further problems of the files, after opening them, in this share of them.
 
         Args:
             taken: the tensors that will be read.
@@ -62,14 +62,14 @@ class Weights(ABC):
 
 
 def row_by_row(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor whose elements lie in the order of its dimensions."""
+    """The strides of a tensor with its elements in the order of its dimensions."""
     stride = [1]
     for length in shape[:0:-1]:
         stride.append(stride[-1] * max(1, length))
     return tuple(stride[::-1]) if len(shape) else ()
 
 
-# A file of anybody's, of which ranges are read: neither it nor one of its tensors is ever held whole.
+# Reads ranges of a file of any author: neither it nor one of its tensors is ever held whole.
 
 
 CHUNK_NBYTES = 4 * 2**20
@@ -105,7 +105,7 @@ class OpenFile:
         os.close(self._descriptor)
 
     def read(self, start: int, dtype: torch.dtype, target: torch.Tensor) -> None:
-        """Numbers of `dtype` that lie from byte `start` on into all of `target`.
+        """Read numbers of `dtype` from byte `start` on into all of `target`.
 
         Args:
             target: (n,), of any dtype and device.

@@ -27,7 +27,7 @@ INDEX_END = ".index.json"
 IN_FOLDERS = tuple(name + end for name in ("model.safetensors", "pytorch_model.bin") for end in ("", INDEX_END))
 """Files read in a folder of Hugging Face: the first of these that exists."""
 OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-"""Ends of names of files that may hold weights."""
+"""Ends of names of possible files with weights."""
 
 
 class _Index(TypedDict):
@@ -43,7 +43,7 @@ ALLOWED = (
 
 
 def resolve_weights(path: str | os.PathLike[str]) -> Path:
-    """The absolute path that is read for a path of the user: itself, or the newest checkpoint of a run's folder.
+    """The absolute path of the weights at a user's path: itself, or the newest checkpoint of a run's folder.
 
     Raises:
         CheckpointError: there are no weights that can be read.
@@ -86,7 +86,7 @@ def find_weights(path: str | os.PathLike[str], *, averaged: bool = False) -> Wei
 
 
 def _names_by_file(index: Path) -> dict[Path, list[str]]:
-    """The names of tensors in each file that an index lists."""
+    """The names of tensors in each file of an index."""
     files: dict[Path, list[str]] = {}
     try:
         content = read_json(index, _Index, max_nbytes=MAX_INDEX_NBYTES)
