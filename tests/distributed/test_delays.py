@@ -22,7 +22,7 @@ from cases import (
 from torch import nn
 
 from zerotrain.comm.handles import Handle
-from zerotrain.config.schema import ZeroConfig
+from zerotrain.settings import ZeroConfig
 from zerotrain.testing import run_ranks
 
 DELAY_S = 0.03

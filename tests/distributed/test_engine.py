@@ -21,8 +21,8 @@ from cases import (
 from torch import nn
 
 import zerotrain
-from zerotrain.config.schema import ZeroConfig
 from zerotrain.errors import EngineStateError
+from zerotrain.settings import ZeroConfig
 
 STAGES = [0, 1, 2, 3]
 SMALL = Case(ZeroConfig(bucket_mb=0.05), num_micro_batches=2)

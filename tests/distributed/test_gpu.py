@@ -24,11 +24,11 @@ from benchmarks.workload import Workload
 from zerotrain import OffloadConfig, World, build_engine
 from zerotrain.comm import collectives as process_groups
 from zerotrain.comm.world import Shards, choose_device
-from zerotrain.config.schema import ZeroConfig
 from zerotrain.data import GlobalBatchSampler, SyntheticTokens
 from zerotrain.data.loader import StepLoader
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.update import scaled
+from zerotrain.settings import ZeroConfig
 from zerotrain.testing import run_ranks
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training import Trainer, constant

@@ -12,12 +12,12 @@ from cases import run_over, sha256
 from rich.console import Console
 
 import zerotrain
-from zerotrain.config.schema import Config, PrecisionGroup, TrainConfig, ZeroGroup
+from zerotrain.config.schema import Config, TrainConfig, ZeroGroup
 from zerotrain.data import SyntheticTokens
 from zerotrain.data.batches import GlobalBatchSampler
 from zerotrain.models import GPT
 from zerotrain.run.factory import build_engine_of, frozen_steps
-from zerotrain.settings import OffloadConfig
+from zerotrain.settings import OffloadConfig, PrecisionGroup
 from zerotrain.training import Trainer, warmup_cosine
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 

@@ -20,8 +20,8 @@ from torch import nn
 import zerotrain
 from zerotrain.comm import whereabouts
 from zerotrain.comm.world import Shards
-from zerotrain.config.schema import ZeroConfig
 from zerotrain.errors import CommError, ZeroTrainError
+from zerotrain.settings import ZeroConfig
 from zerotrain.testing import run_ranks
 from zerotrain.testing.ranks import HANG_S
 

@@ -18,7 +18,7 @@ from zerotrain import World
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import ScratchPool
 from zerotrain.comm.ledger import Ledger
-from zerotrain.config.schema import ZeroConfig
+from zerotrain.settings import ZeroConfig
 from zerotrain.testing import run_ranks
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import Case, batch, build, make_model, micro_batches, place, run_over, train
 
-from zerotrain.config.schema import ZeroConfig
+from zerotrain.settings import ZeroConfig
 from zerotrain.sharding.plan import STAGES, Placement
 from zerotrain.testing import run_ranks
 

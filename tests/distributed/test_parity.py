@@ -19,7 +19,7 @@ from cases import (
     two_stages,
 )
 
-from zerotrain.config.schema import ZeroConfig
+from zerotrain.settings import ZeroConfig
 from zerotrain.testing import run_ranks
 
 STAGES = (0, 1, 2, 3)

@@ -25,8 +25,8 @@ from cases import (
 from torch import nn
 
 import zerotrain
-from zerotrain.config.schema import ZeroConfig
 from zerotrain.errors import ConfigError, TrainingError
+from zerotrain.settings import ZeroConfig
 from zerotrain.sharding.plan import STAGES, Placement
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -8,8 +8,8 @@ from cases import SEQ_LEN, VOCAB, Case, batch, build, micro_batches, place, run_
 from torch import nn
 
 import zerotrain
-from zerotrain.config.schema import ZeroConfig
 from zerotrain.models import GPT
+from zerotrain.settings import ZeroConfig
 
 NORM_NBYTES = (4 + 5 + 1 + 1) * 8
 """What one rank tells each other one for the gradient norm, and to compare what the ranks have done."""

@@ -10,9 +10,9 @@ from cases import add_to, place, run_over, sha256
 from torch import nn
 
 import zerotrain
-from zerotrain.config.schema import ZeroConfig
 from zerotrain.engine.sharded_model import volume_of
 from zerotrain.engine.state.named import pieces
+from zerotrain.settings import ZeroConfig
 
 MUON = zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=1e-2, fused=False)
 ADAFACTOR = functools.partial(torch.optim.Adafactor, lr=1e-2)

@@ -17,18 +17,8 @@ import torch
 from msgspec import Meta
 
 from zerotrain.errors import CheckpointError
-from zerotrain.files.untrusted import (
-    FileName,
-    Name,
-    Natural,
-    Shape,
-    UntrustedFileError,
-    one_of,
-    parse_json,
-    read_regular,
-    require_kind,
-    shown,
-)
+from zerotrain.files import untrusted
+from zerotrain.files.untrusted import FileName, Name, Natural, Shape, UntrustedFileError, one_of, require_kind, shown
 
 # A file as blocks of 1 MiB, each with a hash: made while the file is written, compared while it is read.
 #
@@ -497,7 +487,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        text = read_regular(path, max_nbytes=MAX_NBYTES).decode()
+        text = untrusted.read_regular(path, max_nbytes=MAX_NBYTES).decode()
     except (FileNotFoundError, NotADirectoryError):
         what = f"has no {MANIFEST}" if folder.is_dir() else "is no folder"
         raise CheckpointError(f"{folder} is no checkpoint: it {what}") from None
@@ -513,7 +503,7 @@ def parse_manifest(text: str, path: Path) -> Manifest:
         CheckpointError: as above.
     """
     try:
-        content = parse_json(text, Any)
+        content = untrusted.parse_json(text, Any)
     except UntrustedFileError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:

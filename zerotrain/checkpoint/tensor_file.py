@@ -264,8 +264,7 @@ class Reader:
                     f"{self._path(file)} is cut: it ends at byte {start + num_read} ({self._at(file, index)})"
                 )
             num_read += count
-        digest = hash_of(block)
-        if digest != self._manifest.files[file]["hashes"][index]:
+        if (digest := hash_of(block)) != self._manifest.files[file]["hashes"][index]:
             owners = [entry["name"] for entry in self._manifest.files if digest in entry["hashes"][index : index + 1]]
             swap = f"; they are those of {owners[0]}: were the two swapped?" if owners else ""
             raise CheckpointError(

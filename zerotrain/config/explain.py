@@ -115,10 +115,9 @@ def composition_problems(
     Args:
         folders: where the yamls of the groups lie, in the order in which they are looked for.
     """
-    overrides = [override for override in overrides if not (is_sweep and _is_glob(override))]
     if is_sweep:
         # Enough jobs to see each swept value once.
-        choices = [_choices(override) for override in overrides]
+        choices = [_choices(override) for override in overrides if not _is_glob(override)]
         base = [options[0] for options in choices]
         problems = _job_problems(base, compose, folders)
         for index, options in enumerate(choices):

@@ -11,29 +11,8 @@ from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
 from typing import Any
 
-from zerotrain.settings import (
-    CLIPPING,
-    PLANNED,
-    SEQUENCES,
-    SHARES,
-    STAGE,
-    STEPS,
-    TRUE_OR_FALSE,
-    UNSCHEDULED,
-    VIRTUAL_RANKS,
-    Effect,
-    OffloadGroup,
-    PrecisionGroup,
-    Rule,
-    ZeroConfig,
-    at_least,
-    between,
-    one_of,
-    or_auto,
-    or_null,
-    positive,
-    setting,
-)
+from zerotrain import settings
+from zerotrain.settings import TRUE_OR_FALSE, Effect, Rule, at_least, between, one_of, or_null, positive, setting
 
 # Rules for settings that are more than a number or a word: rhythms, schedules of stages, patterns of names, lists.
 
@@ -102,7 +81,7 @@ def _is_schedule(value: Any) -> bool:
         return value is None
     for step, number in value.items():
         is_step = (isinstance(step, int) and not isinstance(step, bool)) or (isinstance(step, str) and step.isdecimal())
-        if not is_step or int(step) < 0 or not STAGE.holds(number):
+        if not is_step or int(step) < 0 or not settings.STAGE.holds(number):
             return False
     return bool(value)
 
@@ -198,13 +177,13 @@ SKIPPING = Effect(lambda run, _: run.train.on_nonfinite == "skip", "with train.o
 
 
 @dataclass
-class ZeroGroup(ZeroConfig):
+class ZeroGroup(settings.ZeroConfig):
     """The engine's settings, and the schedule of stages: the training loop changes the stage."""
 
-    stage: Any = setting(2, or_auto(STAGE), SHARES, UNSCHEDULED)
+    stage: Any = setting(2, settings.or_auto(settings.STAGE), settings.SHARES, settings.UNSCHEDULED)
     """0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters; auto: of the stages that fit by
     their plans those that send least, of these those whose ranks share the update, of these the lowest."""
-    schedule: Any = setting(None, SCHEDULE, SHARES)
+    schedule: Any = setting(None, SCHEDULE, settings.SHARES)
     """The stage by steps done: {0: 2, 500: 3} trains 500 steps at stage 2 and all further ones at 3. Before its first
     entry `stage` counts. A run that goes on is at the stage of its step."""
 
@@ -224,10 +203,10 @@ class ZeroGroup(ZeroConfig):
         """As on the command line."""
         return f"zero.stage={self.stage}" if self.schedule is None else f"zero.schedule={self.schedule}"
 
-    def of_engine(self, stage: int | None) -> ZeroConfig:
+    def of_engine(self, stage: int | None) -> settings.ZeroConfig:
         """The settings of an engine built at a stage; None: at the first."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(ZeroConfig)}
-        return ZeroConfig(**values | {"stage": self.stages[0] if stage is None else stage})
+        values = {entry.name: getattr(self, entry.name) for entry in fields(settings.ZeroConfig)}
+        return settings.ZeroConfig(**values | {"stage": self.stages[0] if stage is None else stage})
 
 
 @dataclass
@@ -237,7 +216,7 @@ class ModelSwitches:
     compile: bool = setting(False, TRUE_OR_FALSE)
     """torch.compile the forward of each unit (see `ZeroConfig.units`), and losses that are modules, in training. Needs
     a C++ compiler; the first step takes half a minute longer."""
-    activation_checkpointing: Any = setting(False, or_auto(TRUE_OR_FALSE))
+    activation_checkpointing: Any = setting(False, settings.or_auto(TRUE_OR_FALSE))
     """Keep of a unit's forward its inputs alone, and compute the rest again in its backward: less memory for about a
     third more compute, and the same bits. auto: chosen as the run starts."""
     freeze: Any = setting(None, FREEZE)
@@ -286,14 +265,14 @@ SAMPLES = Effect(lambda run, _: run.train.sample_tokens > 0, "with train.sample_
 class TrainConfig:
     """The training loop."""
 
-    max_steps: int | None = setting(400, or_null(STEPS, " with num_epochs or max_tokens"))
+    max_steps: int | None = setting(400, or_null(settings.STEPS, " with num_epochs or max_tokens"))
     """Optimizer steps to run, each on one global batch. A skipped one counts here, but not for the schedule."""
     num_epochs: float | None = setting(None, or_null(positive("a number of epochs above 0")))
     """Length of the run in passes over the training data, in place of `max_steps`; rounded up to whole steps."""
     max_tokens: float | None = setting(None, or_null(positive("a number of tokens above 0")))
     """Length of the run in tokens, such as 1e9, in place of `max_steps`; rounded up to whole steps. Needs data whose
     sequences have as many tokens each."""
-    micro_batch_size: Any = setting(8, or_auto(SEQUENCES))
+    micro_batch_size: Any = setting(8, settings.or_auto(settings.SEQUENCES))
     """Sequences of one forward and backward; the global batch has micro_batch_size x gradient_accumulation_steps x
     virtual_ranks. auto: chosen as a run starts, with gradient_accumulation_steps; the global batch is as with 1."""
     gradient_accumulation_steps: int = setting(1, at_least(1, "micro-batches"))
@@ -304,14 +283,14 @@ class TrainConfig:
     from the second of each row on. model: the number that the model's method `loss_count` returns for a batch. auto:
     that number where the model has the method, else labels that are signed whole numbers, else rows. micro_batches:
     each counts alike, so that the run depends on their size. Parts of a batch are tried before any rank starts."""
-    virtual_ranks: int | None = setting(None, VIRTUAL_RANKS)
+    virtual_ranks: int | None = setting(None, settings.VIRTUAL_RANKS)
     """Shares of the global batch, a power of two times the number of ranks: each rank runs as many one after the other,
     and any number of ranks comes to the same weights. null: one for each rank."""
-    max_grad_norm: float | None = setting(1.0, CLIPPING)
+    max_grad_norm: float | None = setting(1.0, settings.CLIPPING)
     """Clip the global L2 norm of the gradient to this; null for no clipping."""
     on_nonfinite: str = setting("skip", one_of("skip", "stop"))
     """When the gradient of a step is inf or nan anywhere on any rank: skip the step on all ranks, or stop the run."""
-    max_skipped_steps: int = setting(20, STEPS, SKIPPING)
+    max_skipped_steps: int = setting(20, settings.STEPS, SKIPPING)
     """As many steps skipped in a row stop the run."""
     eval_every: Any = setting(100, EVAL_EVERY, EVALUATES)
     """Optimizer steps between evaluations, or tokens or epochs, which become whole steps; there is one before the first
@@ -355,7 +334,7 @@ class CheckpointConfig:
     after the first step that ends so much later."""
     keep: int | None = setting(2, or_null(at_least(1, "checkpoints"), " for all"))
     """As many of the newest stay; older ones are removed when a newer one is on the disk."""
-    keep_every: int | None = setting(None, or_null(STEPS), SAVING)
+    keep_every: int | None = setting(None, or_null(settings.STEPS), SAVING)
     """Those of each so many steps stay for good, whatever `keep` says."""
     best: str | None = setting(None, or_null(BEST_OF))
     """The loss or metric whose best checkpoint stays too, whatever `keep` says: saved where an evaluation after the
@@ -417,7 +396,7 @@ class PlanConfig:
     """Show the plan of a run under what is measured, in its table and result.json; a setting that is auto does too."""
     num_ranks: int | None = setting(None, or_null(between(1, 2**17, "ranks")), PLANNING)
     """Ranks that are planned for, on all machines; null: those that `launch` would start."""
-    memory_gb: float | None = setting(None, or_null(positive("a number of GB (1e9 bytes) above 0")), PLANNED)
+    memory_gb: float | None = setting(None, or_null(positive("a number of GB (1e9 bytes) above 0")), settings.PLANNED)
     """Memory of a rank; null: nine tenths of its GPU, or on the CPU its share of what is free on this machine."""
 
 
@@ -470,8 +449,8 @@ class Config:
     seed: int = setting(0, Rule("between 0 and 2**63 - 1", lambda seed: 0 <= seed < 2**63))
     """Seeds the initial weights, the order of the data and dropout."""
     zero: ZeroGroup = field(default_factory=ZeroGroup)
-    precision: PrecisionGroup = field(default_factory=PrecisionGroup)
-    offload: OffloadGroup = field(default_factory=OffloadGroup)
+    precision: settings.PrecisionGroup = field(default_factory=settings.PrecisionGroup)
+    offload: settings.OffloadGroup = field(default_factory=settings.OffloadGroup)
     model: dict[str, Any] = field(default_factory=lambda: asdict(ModelSwitches()))
     """An nn.Module: forward(inputs, labels) returns the mean loss over labels != -100; forward(inputs) the logits.
     Beside the arguments of its class it has the `ModelSwitches`."""

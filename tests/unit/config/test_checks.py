@@ -17,15 +17,8 @@ from zerotrain.config.checks import (
     without_effect,
 )
 from zerotrain.config.compose import config_hash, from_values
-from zerotrain.config.schema import (
-    Config,
-    DataSwitches,
-    LaunchConfig,
-    ModelSwitches,
-    PrecisionGroup,
-    TrainConfig,
-    ZeroGroup,
-)
+from zerotrain.config.schema import Config, DataSwitches, LaunchConfig, ModelSwitches, TrainConfig, ZeroGroup
+from zerotrain.settings import PrecisionGroup
 
 
 def problems_of(compose, *overrides):

@@ -15,14 +15,14 @@ from torch.utils.data import Dataset, IterableDataset
 from tests.unit.configs import ADAMW, CONSTANT, COSINE, GPT, SYNTHETIC, Rows, config, config_with
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.comm.world import World
-from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, PrecisionGroup, TrainConfig, ZeroGroup
+from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, TrainConfig, ZeroGroup
 from zerotrain.data import SyntheticTokens
 from zerotrain.errors import ConfigError
 from zerotrain.models import GPT as GPT_CLASS
 from zerotrain.preflight import check as preflight
 from zerotrain.preflight.check import require_callbacks_fit, take_max_steps
 from zerotrain.run import factory
-from zerotrain.settings import OffloadConfig
+from zerotrain.settings import OffloadConfig, PrecisionGroup
 
 MLP = {"_target_": "zerotrain.models.MLP", "vocab_size": 256, "context": 2, "hidden_size": 8, "num_layers": 2}
 MUON = {"_target_": "zerotrain.MuonWithAdamW", "lr": 0.02, "adamw_lr": 1e-3}

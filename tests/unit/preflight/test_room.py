@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.unit.configs import ADAMW, config
-from zerotrain.config.schema import Config, OffloadGroup, PlanConfig, PrecisionGroup, TrainConfig, ZeroGroup
+from zerotrain.config.schema import Config, PlanConfig, TrainConfig, ZeroGroup
 from zerotrain.errors import ConfigError
 from zerotrain.offload.tier import SAMPLE_NBYTES
 from zerotrain.preflight import check as preflight
@@ -29,7 +29,7 @@ from zerotrain.preflight.room import (
     require_room,
 )
 from zerotrain.run.factory import build, build_on_meta
-from zerotrain.settings import OffloadConfig
+from zerotrain.settings import OffloadConfig, OffloadGroup, PrecisionGroup
 
 MOMENTUM = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1, "momentum": 0.9}
 ROW = (torch.zeros(1, 16, dtype=torch.int64), torch.zeros(1, 16, dtype=torch.int64))
