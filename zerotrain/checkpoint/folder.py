@@ -327,7 +327,7 @@ def hold_newest(path: Path) -> Iterator[Path]:
                 raise
             continue  # the one that was listed has been removed, and the newer one came behind the listing
         try:
-            descriptor = _locked(folder / MANIFEST, shared=True)
+            descriptor = _lock_manifest(folder / MANIFEST, shared=True)
         except OSError as error:
             raise CheckpointError(_sentence(error, folder / MANIFEST)) from error
         if descriptor is None:
@@ -341,7 +341,7 @@ def hold_newest(path: Path) -> Iterator[Path]:
     yield candidates(path)[0]
 
 
-def _locked(manifest: Path, *, shared: bool) -> int | None:
+def _lock_manifest(manifest: Path, *, shared: bool) -> int | None:
     """A descriptor with a lock of a manifest, where locks work; None where another lock excludes it, or where the
     manifest is not there any more.
 
@@ -482,7 +482,7 @@ def _hide(folder: Path, old: Sequence[Path], problems: list[str]) -> dict[Path, 
         for path in old:
             name = path.with_name(f".{path.name}.removed-{secrets.token_hex(8)}")
             try:
-                if (descriptor := _locked(path / MANIFEST, shared=False)) is None:
+                if (descriptor := _lock_manifest(path / MANIFEST, shared=False)) is None:
                     continue  # it is being read: the next removal finds it again
                 try:
                     path.rename(name)

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from zerotrain.config.compose import to_config
 from zerotrain.config.schema import LENGTHS, Config, DataSwitches, ModelSwitches, OptimizerSwitches, TrainConfig
-from zerotrain.config.words import did_you_mean, nested, word
+from zerotrain.config.words import did_you_mean, walk_values, word
 from zerotrain.settings import Setting, autos_of, settings_in
 
 # Checks arguments of a class against its annotations, before the class fails on them.
@@ -353,7 +353,7 @@ def _settings_of(config: Config) -> Iterator[tuple[str, Setting, Any]]:
 
 
 def _open_group_problems(values: dict[str, Any], group: str) -> Iterator[str]:
-    for name, value in nested(values, group):
+    for name, value in walk_values(values, group):
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{name}: got {value}; it must be a finite number"
     is_partial = values.get("_partial_") is True or makes_callables(values.get("_target_"))

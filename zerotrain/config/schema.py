@@ -14,7 +14,7 @@ from typing import Any
 from zerotrain import settings
 from zerotrain.settings import TRUE_OR_FALSE, Effect, Rule, at_least, between, one_of, or_null, positive, setting
 
-# Rules for settings that are more than a number or a word: rhythms, schedules of stages, patterns of names, lists.
+# Rules for settings beyond a number or a word: rhythms, schedules of stages, patterns of names, lists.
 
 
 _UNITS = {"s": ("seconds", 1), "m": ("seconds", 60), "h": ("seconds", 3600)}
@@ -25,7 +25,7 @@ _FORM = re.compile(
 
 @dataclass(frozen=True)
 class Rhythm:
-    """A distance between two times at which the same is done."""
+    """A distance between two times of the same action."""
 
     number: Fraction
     unit: str
@@ -33,7 +33,7 @@ class Rhythm:
 
     @classmethod
     def read(cls, value: Any) -> "Rhythm | None":
-        """The rhythm that a setting has: 100, "15m", "0.1epoch" or "5e6tokens". None where it is none."""
+        """The rhythm of a setting: 100, "15m", "0.1epoch" or "5e6tokens". None where it is none."""
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return cls(Fraction(value), "steps")
         match = _FORM.fullmatch(value) if isinstance(value, str) else None
@@ -164,9 +164,9 @@ EVERY = rhythm_rule(times=True, alternatives=", or null for never", allows=lambd
 
 
 VALIDATION_OF_ITS_OWN = ("validation_path", "validation_split")
-"""Arguments of data that name what is validated on, in place of a part of the rest."""
+"""Arguments of data with the data to validate on, in place of a part of the rest."""
 VALIDATION_FRACTION = "validation_fraction"
-"""The argument that names that part."""
+"""The argument with the size of this part."""
 EVALUATES = Effect(
     lambda run, _: (
         run.data.get(VALIDATION_FRACTION) != 0 or any(map(run.data.get, (*VALIDATION_OF_ITS_OWN, "validation_sets")))
@@ -195,7 +195,7 @@ class ZeroGroup(settings.ZeroConfig):
 
     @property
     def has_first(self) -> bool:
-        """Whether the schedule has the first stage, so that `stage` has no effect."""
+        """Whether the schedule has the first stage: `stage` has no effect then."""
         return any(int(step) == 0 for step in self.schedule or ())
 
     @property
@@ -254,7 +254,7 @@ class DataSwitches:
 
 
 LENGTHS = ("max_steps", "num_epochs", "max_tokens")
-"""The `train` settings of which one says how long a run is."""
+"""The `train` settings for the length of a run: one of them has a value."""
 MODEL_SWITCHES = tuple(switch.name for switch in fields(ModelSwitches))
 OPTIMIZER_SWITCHES = tuple(switch.name for switch in fields(OptimizerSwitches))
 DATA_SWITCHES = tuple(switch.name for switch in fields(DataSwitches))
@@ -472,7 +472,7 @@ class Config:
 
     @property
     def callback_targets(self) -> dict[str, Any]:
-        """The callbacks that there are, by name."""
+        """The callbacks without null ones, by name."""
         return {name: values for name, values in self.callbacks.items() if values is not None}
 
     @property
@@ -487,7 +487,7 @@ class Config:
 
     @property
     def forward_switches(self) -> dict[str, Any]:
-        """Those of them that change how a forward is computed."""
+        """The model switches for the computation of a forward."""
         return {key: value for key, value in self.model_switches.items() if key != "freeze"}
 
     @property

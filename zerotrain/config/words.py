@@ -116,17 +116,17 @@ def interpolation_problems(node: Any, prefix: str = "") -> Iterator[str]:
             yield from interpolation_problems(value, f"{key}.")
 
 
-def unresolved(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
+def find_references(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
     """(name, text) of each text with a reference among plain values: OmegaConf would resolve it."""
-    return ((name, text) for name, text in nested(value, prefix) if isinstance(text, str) and "${" in text)
+    return ((name, text) for name, text in walk_values(value, prefix) if isinstance(text, str) and "${" in text)
 
 
-def nested(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def walk_values(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of a plain value and of all values in it."""
     yield name, value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, item in items:
-        yield from nested(item, f"{name}.{key}")
+        yield from walk_values(item, f"{name}.{key}")
 
 
 def interpolation_line(key: str, got: Any, error: Exception) -> str:
@@ -146,7 +146,7 @@ def interpolation_line(key: str, got: Any, error: Exception) -> str:
     return f"{key}: got {got}; {line}; give {key}=..."
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """A value of a setting, as Hydra reads it: a quote is escaped, and a backslash where one ends the text or stands
     before a quote."""
     escaped = re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + (r"\'" if match[2] else ""), text)

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.compose import first_paragraph
 from zerotrain.config.explain import composition_problems, parsed_override
-from zerotrain.config.words import did_you_mean, interpolation_line, quoted
+from zerotrain.config.words import did_you_mean, interpolation_line, quote
 from zerotrain.device.processes import end_with_parent
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import require_here
@@ -188,7 +188,7 @@ def composing(folders: Sequence[Path], name: str = PRIMARY_CONFIG) -> Iterator[C
         name: of the yaml to begin with.
     """
     *more, primary = folders
-    searched = [f"hydra.searchpath=[{','.join(quoted(f'file://{path.absolute()}') for path in more)}]"] if more else []
+    searched = [f"hydra.searchpath=[{','.join(quote(f'file://{path.absolute()}') for path in more)}]"] if more else []
     with hydra.initialize_config_dir(config_dir=str(primary.resolve()), version_base="1.3"):
         yield lambda settings: hydra.compose(name, [*settings, *searched])
 
@@ -322,4 +322,4 @@ def _run_to_its_end(main: Callable[[], None]) -> None:
             return main()
         except StudyIsFullError:
             if (found := driven()) is not None and not any(each.startswith("hydra.sweep.dir=") for each in sys.argv):
-                sys.argv.insert(1, f"hydra.sweep.dir={quoted(str(found[0].folder))}")  # the default has the time in it
+                sys.argv.insert(1, f"hydra.sweep.dir={quote(str(found[0].folder))}")  # the default has the time in it

@@ -29,7 +29,7 @@ from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.compose import config_hash, slurm_job
 from zerotrain.config.schema import LENGTHS, Config
-from zerotrain.config.words import quoted, word
+from zerotrain.config.words import quote, word
 from zerotrain.device.kinds import num_gpus
 from zerotrain.engine.options import dotted, leaves_per_rank
 from zerotrain.errors import CheckpointError, ConfigError
@@ -431,7 +431,7 @@ def with_run_dir(arguments: list[str], run_dir: Path) -> list[str]:
     """The same command line for a job in this folder, whatever its name."""
     text = str(run_dir)
     if not re.fullmatch(r"[\w./-]+", text, re.ASCII):
-        text = quoted(text)
+        text = quote(text)
     others = [argument for argument in arguments if not argument.startswith("hydra.run.dir=")]
     return [f"hydra.run.dir={text}", *others]
 

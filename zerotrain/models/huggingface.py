@@ -52,11 +52,11 @@ class HuggingFaceModel(nn.Module):
             raise ValueError(f"model.config={config} is no group of fields; give each, such as +model.config.n_layer=2")
         adapters = NO_ADAPTERS | (lora or {})
         _require_adapters(adapters)
-        with _refused_config():
+        with _translate_config_errors():
             if name_or_path is None:
-                model = _from_scratch(dict(config or {}), vocab_size)
+                model = _build_from_scratch(dict(config or {}), vocab_size)
             else:
-                model = _pretrained(name_or_path, dict(config or {}))
+                model = _load_pretrained(name_or_path, dict(config or {}))
         text_config = model.config.get_text_config()  # a model of text and images has one config for each
         self.vocab_size = int(text_config.vocab_size)
         positions = getattr(text_config, "max_position_embeddings", None)
@@ -132,7 +132,7 @@ class _AddedLoss:
         return outputs.loss if self._is_called else 0.0
 
 
-def _from_scratch(fields: dict[str, Any], vocab_size: int | None) -> Any:
+def _build_from_scratch(fields: dict[str, Any], vocab_size: int | None) -> Any:
     transformers = _transformers()
     model_type = fields.pop("model_type", None)
     model_types = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -154,7 +154,7 @@ def _from_scratch(fields: dict[str, Any], vocab_size: int | None) -> Any:
     return _build(transformers.AutoConfig.for_model(model_type, **fields))
 
 
-def _pretrained(name_or_path: str, fields: dict[str, Any]) -> Any:
+def _load_pretrained(name_or_path: str, fields: dict[str, Any]) -> Any:
     # Imported here: it needs the extra.
     from zerotrain.models.pretrained import find_weights, load_weights, require_shapes
 
@@ -190,7 +190,7 @@ def _build(config: Any) -> Any:
 
 
 @contextmanager
-def _refused_config() -> Iterator[None]:
+def _translate_config_errors() -> Iterator[None]:
     """Turns an error of a config about its fields' values into a ValueError."""
     _transformers()
     from huggingface_hub.errors import StrictDataclassError

@@ -20,7 +20,7 @@ MAX_INDEX_NBYTES = 100_000_000
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[Any]:
+def _open_safetensors(path: str) -> Iterator[Any]:
     """A safetensors file; ValueError where it is none, is damaged, or lacks a tensor read from it."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -35,7 +35,7 @@ def read_tensor(path: str, name: str) -> torch.Tensor:
 
     An operation of torch: recorders of a constructor's operations can repeat it.
     """
-    with _opened(path) as file:
+    with _open_safetensors(path) as file:
         return file.get_tensor(name).clone()
 
 
@@ -59,7 +59,7 @@ def find_weights(name_or_path: str) -> dict[str, str] | None:
         return {name: str(paths[part]) for name, part in parts.items()}
     file = _find(name_or_path, "model.safetensors")
     if file is not None:
-        with _opened(file) as opened:
+        with _open_safetensors(file) as opened:
             return dict.fromkeys(opened.keys(), file)
     if not any(_find(name_or_path, name) for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")):
         raise OSError("it holds neither model.safetensors nor pytorch_model.bin")
@@ -101,6 +101,6 @@ def load_weights(model: nn.Module, files: Mapping[str, str]) -> bool:
 def _shapes(files: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for path in set(files.values()):
-        with _opened(path) as file:
+        with _open_safetensors(path) as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return shapes

@@ -21,7 +21,7 @@ from zerotrain.comm.world import World
 from zerotrain.config.checks import SETS, takes
 from zerotrain.config.compose import checkpoint_settings, first_paragraph
 from zerotrain.config.schema import VALIDATION_FRACTION, Config, Rhythm, TrainConfig
-from zerotrain.config.words import in_words_of_config, unresolved, word, words_of_config
+from zerotrain.config.words import find_references, in_words_of_config, word, words_of_config
 from zerotrain.data.fetch import fetch_rows, seeded
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
@@ -487,7 +487,7 @@ def build(group: str, values: dict[str, Any]) -> Any:
     Raises:
         ConfigError: it cannot be found or refuses its arguments.
     """
-    for name, text in unresolved(values, group):  # which Hydra would resolve, though somebody else has written it
+    for name, text in find_references(values, group):  # which Hydra would resolve, though somebody else has written it
         raise ConfigError(f"{name}: got {text}; an argument of a class must not contain ${{")
     try:
         return instantiate(values, _convert_="all")

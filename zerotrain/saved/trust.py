@@ -19,7 +19,7 @@ import zerotrain.models
 import zerotrain.training
 import zerotrain.training.metrics
 from zerotrain.config.schema import Config
-from zerotrain.config.words import nested, unresolved
+from zerotrain.config.words import find_references, walk_values
 from zerotrain.engine.groups.optimizers import MuonWithAdamW
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import printable
@@ -59,7 +59,7 @@ def require_trusted(
                 "torch.nn and optimizers of torch.optim, because other classes can run any code; give --trust-code if "
                 "you trust the author of the file"
             )
-        for name, text in unresolved(values, group):
+        for name, text in find_references(values, group):
             raise ConfigError(f"{path}: {name} is {text}, and a reference in a file is never resolved")
 
 
@@ -75,7 +75,7 @@ def are_known(values: Any) -> bool:
 
 def _targets(values: Any, group: str) -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of each `_target_`, at any depth."""
-    for name, value in nested(values, group):
+    for name, value in walk_values(values, group):
         if isinstance(value, dict) and TARGET in value:
             yield f"{name}.{TARGET}", value[TARGET]
 

@@ -95,7 +95,7 @@ FAULTS = {
         ("unit/report/test_page.py::test_nothing_out_of_files_is_html_and_all_of_it_can_be_printed",),
     ),
     "remote-code-of-a-model": Fault(
-        "_pretrained",
+        "_load_pretrained",
         Argument("from_pretrained", "trust_remote_code", None, nth=0),
         "a model asks on the terminal whether its code may run",
         ("unit/models/test_huggingface.py::test_code_of_a_model_is_not_run_and_nobody_is_asked",),
