@@ -19,7 +19,7 @@ WINGS = {
     "desk": "preflight saved report replay commands sweep",
 }
 _WORDS = """
-each given told said found known kept mine others came made shown named taken wanted first last more left here 
+each given told said found known kept mine others came made shown named taken wanted first last more left here
 there now before after of it that this those seen done asked met written beside behind
 """
 FUNCTION_WORDS = set(_WORDS.split())
