@@ -43,10 +43,10 @@ def of_signal(signum: int) -> int:
 def exits_raised() -> Iterator[None]:
     """Inside, `os._exit` called by this thread raises SystemExit: a model that called it ended a run with code 0 and
     without a word (2026-11-21). Processes forked inside, and other threads, end as they want."""
-    end_process, here = os._exit, (os.getpid(), threading.get_ident())
+    end_process, caller = os._exit, (os.getpid(), threading.get_ident())
 
     def _exit(status: int) -> None:
-        if (os.getpid(), threading.get_ident()) != here:
+        if (os.getpid(), threading.get_ident()) != caller:
             end_process(status)
         raise SystemExit(status)
 
@@ -91,15 +91,15 @@ def raised(*signums: signal.Signals) -> Iterator[None]:
     def end(signum: int, frame: FrameType | None) -> None:
         raise Ended(signum)
 
-    previous = {each: signal.getsignal(each) for each in signums}
-    heeded = [each for each in signums if previous[each] != signal.SIG_IGN]
-    for each in heeded:
-        signal.signal(each, end)
+    previous = {signum: signal.getsignal(signum) for signum in signums}
+    heeded = [signum for signum in signums if previous[signum] != signal.SIG_IGN]
+    for signum in heeded:
+        signal.signal(signum, end)
     try:
         yield
     finally:
-        for each in heeded:
-            signal.signal(each, previous[each])
+        for signum in heeded:
+            signal.signal(signum, previous[signum])
 
 
 @contextmanager
@@ -107,23 +107,23 @@ def ended_in_order() -> Iterator[None]:
     """Inside, the first signal that is to end this process raises an exception where it works, KeyboardInterrupt for
     SIGINT and else SystemExit, so that nothing is left half done. Later ones are ignored: the process is about to end.
     """
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    ends = [each for each, handler in before.items() if handler != signal.SIG_IGN]
-    came = []
+    previous = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    ends = [signum for signum, handler in previous.items() if handler != signal.SIG_IGN]
+    received = []
 
     def end(signum: int, frame: FrameType | None) -> None:
-        came.append(signum)
-        for each in ends:
-            signal.signal(each, signal.SIG_IGN)
+        received.append(signum)
+        for other in ends:
+            signal.signal(other, signal.SIG_IGN)
         raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(of_signal(signum))
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    for each in ends:
-        signal.signal(each, end)
+    for signum in ends:
+        signal.signal(signum, end)
     try:
         yield
     finally:
-        for each in ends if not came else ():
-            signal.signal(each, before[each])
+        for signum in ends if not received else ():
+            signal.signal(signum, previous[signum])

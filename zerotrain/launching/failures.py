@@ -163,8 +163,8 @@ class Presence:
     def _change(self, **changes: Any) -> None:
         with self._changing:  # threads note signals and suspensions
             self._state = replace(self._state, **changes)
-            said = json.dumps(asdict(self._state)).ljust(_NUM_BYTES)
-            os.pwrite(self._descriptor, said.encode(), _STEP_NUM_BYTES)
+            text = json.dumps(asdict(self._state)).ljust(_NUM_BYTES)
+            os.pwrite(self._descriptor, text.encode(), _STEP_NUM_BYTES)
 
 
 def _short(text: str) -> str:
@@ -177,29 +177,29 @@ def _short(text: str) -> str:
 
 def read_states(ranks_dir: Path) -> list[tuple[RankState, bool]]:
     """The state of each rank that has not done its work, and whether its process is there."""
-    found = []
+    states = []
     for path in sorted(ranks_dir.glob("*.state")):
         try:
             with open(path, opener=only_regular) as file:
                 step, state = int(file.read(_STEP_NUM_BYTES)), parse_json(file.read(_NUM_BYTES), RankState)
-                found.append((replace(state, step=step), _is_locked(file.fileno())))
+                states.append((replace(state, step=step), _is_locked(file.fileno())))
         except (OSError, ValueError):  # its work is done, or it is about to write
             continue
-    return found
+    return states
 
 
-def clock_error(written: Path) -> float:
+def clock_error(path: Path) -> float:
     """Seconds to add to this machine's clock to have that of a file system, which all machines share that see a file
     there; 0 where they agree to a second. By the path of a file written just now.
 
     A machine whose clock was an hour late told of its own consequence as the first cause (2026-11-21).
     """
-    error_s = written.stat().st_mtime - time.time()
+    error_s = path.stat().st_mtime - time.time()
     return error_s if abs(error_s) > _AGREED_S else 0.0
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Whether a process holds the lock. Asked for as a shared one, so that two who ask do not see each other."""
+    """Whether a process holds the lock. A shared try: two processes that try do not see each other."""
     return not can_lock(descriptor, shared=True)
 
 
@@ -276,14 +276,14 @@ class Failure:
     def of(cls, error: BaseException, rank: int, saw_alive: Mapping[int, str] | None = None) -> "Failure":
         """The failure that an exception means, on the rank that caught it."""
         from_peers = _comes_from_peers(error)
-        said = str(error) if isinstance(error, CommError) and from_peers else f"{type(error).__name__}: {error}"
+        message = str(error) if isinstance(error, CommError) and from_peers else f"{type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
-            said = f"SystemExit: the process tried to exit with code {error.code or 0} before its work was done"
+            message = f"SystemExit: the process tried to exit with code {error.code or 0} before its work was done"
         if lacking := shortage(error):
-            said = f"{said}; {lacking}"
+            message = f"{message}; {lacking}"
         return cls(
             rank=rank,
-            cause=f"{'lost another rank' if from_peers else 'failed'}: {printable(said)}",
+            cause=f"{'lost another rank' if from_peers else 'failed'}: {printable(message)}",
             from_peers=from_peers,
             problems=error.problems if isinstance(error, ConfigError) else None,
             time_s=time.time(),
@@ -332,42 +332,47 @@ def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_us
         by_user: whether the user is known to have stopped them. A rank that ends in order and is gone before has
             failed all the same.
     """
-    written = _written(ranks_dir)
+    failures = _read_failures(ranks_dir)
     states = read_states(ranks_dir)
-    written += [Failure(state.rank, state.failed, time_s=time.time()) for state, _ in states if state.failed]
-    spoke = {failure.rank for failure in written}
+    failures += [Failure(state.rank, state.failed, time_s=time.time()) for state, _ in states if state.failed]
+    spoke = {failure.rank for failure in failures}
     lost = [state for state, alive in states if not alive and state.rank not in spoke]
     silent = [state for state in lost if state.in_order or not state.stopped_by]
-    processes = {state.rank: _of_silent(state, exit_code_known=ended is not None) for state in silent}
-    processes |= _of_hosts(silent, hosts := _hosts_of(states))
-    processes |= {rank: _of_process(rank, code) for rank, code in (ended or {}).items() if rank not in spoke}
+    how = "was killed or exited without an error message" if ended is None else "ended with exit code 0"
+    processes = {
+        state.rank: Failure(rank=state.rank, cause=f"{how} in {state.phase}, before its work was done")
+        for state in silent
+    }
+    hosts = {state.rank: state.host for state, _ in states}
+    if len(set(hosts.values())) == 1:  # then no message names it
+        hosts = {}
+    processes |= _host_failures(silent, hosts)
+    processes |= {rank: _process_failure(rank, code) for rank, code in (ended or {}).items() if rank not in spoke}
     told_to_stop = {rank for rank, code in (ended or {}).items() if code in _TOLD_TO_STOP}
-    outlived = {rank for failure in written for rank in failure.saw_alive}
+    outlived = {rank for failure in failures for rank in failure.saw_alive}
     stops = {state.rank: state for state, _ in states if state.stopped_by and not state.in_order}
-    # Of ranks that a signal has stopped, one misses the other that ended first.
-    noticed = [failure for failure in written if failure.from_peers and not _came_after(failure, stops)]
+    # A rank that a signal has stopped may miss another one, which the signal ended first.
+    noticed = [
+        failure
+        for failure in failures
+        if failure.from_peers and not (failure.rank in stops and stops[failure.rank].stopped_s <= failure.time_s)
+    ]
     noticed_s = min((failure.time_s for failure in noticed), default=math.inf)
     by_user = by_user or (ended is None and not _stopped_alone(stops, noticed))
-    told = noticed if by_user else [failure for failure in written if failure.from_peers]
+    from_peers = noticed if by_user else [failure for failure in failures if failure.from_peers]
     ranked = (
-        [failure for failure in written if not failure.from_peers],
+        [failure for failure in failures if not failure.from_peers],
         [process for rank, process in processes.items() if rank not in told_to_stop | outlived],
         # One that came later was sent because of what was noticed.
-        [] if by_user else [_of_stop(state) for state in stops.values() if state.stopped_s <= noticed_s],
-        _suspended(told, [state for state, _ in states]) or _unanswered(told, hosts),
-        told,
+        [] if by_user else [_stop_failure(state) for state in stops.values() if state.stopped_s <= noticed_s],
+        _suspension(from_peers, [state for state, _ in states]) or _unanswered(from_peers, hosts),
+        from_peers,
         [process for rank, process in processes.items() if not (by_user and rank in told_to_stop)],
     )
-    first = next((min(failures, key=lambda failure: failure.time_s) for failures in ranked if failures), None)
-    if first is None or first.subject or first.rank not in hosts:
-        return first
-    return replace(first, subject=f"rank {first.rank} on {hosts[first.rank]}")
-
-
-def _hosts_of(states: list[tuple[RankState, bool]]) -> dict[int, str]:
-    """The name of each rank's host; nothing where all are on one."""
-    hosts = {state.rank: state.host for state, _ in states}
-    return hosts if len(set(hosts.values())) > 1 else {}
+    earliest = next((min(group, key=lambda failure: failure.time_s) for group in ranked if group), None)
+    if earliest is None or earliest.subject or earliest.rank not in hosts:
+        return earliest
+    return replace(earliest, subject=f"rank {earliest.rank} on {hosts[earliest.rank]}")
 
 
 def _ranks_beside(rank: int, hosts: Mapping[int, str]) -> list[int]:
@@ -375,17 +380,17 @@ def _ranks_beside(rank: int, hosts: Mapping[int, str]) -> list[int]:
     return [other for other in hosts if hosts[other] == hosts.get(rank)]
 
 
-def _named(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
+def _host_name(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
     return f"{hosts[ranks[0]]} ({named(ranks)})"
 
 
-def _written(ranks_dir: Path) -> list[Failure]:
+def _read_failures(ranks_dir: Path) -> list[Failure]:
     """The failures that ranks have written; other files are ignored."""
-    found = []
+    failures = []
     for path in ranks_dir.glob("*.error.json"):
         with suppress(OSError, ValueError):
-            found.append(Failure.read(path))
-    return found
+            failures.append(Failure.read(path))
+    return failures
 
 
 def lost_folder(run_dir: Path) -> RunError:
@@ -401,53 +406,54 @@ def name_full_disk(error: BaseException, run_dir: Path) -> bool:
     return is_full
 
 
-def _suspended(told: list[Failure], states: list[RankState]) -> list[Failure]:
+def _suspension(noticed: list[Failure], states: list[RankState]) -> list[Failure]:
     """The suspension of the rank that missed others first, and of those which were suspended with it. One that had been
     awake is no sign of that: it has waited for another."""
-    first = min(told, key=lambda failure: failure.time_s, default=None)
-    if first is None:
+    earliest = min(noticed, key=lambda failure: failure.time_s, default=None)
+    if earliest is None:
         return []
-    since_s = first.time_s - first.waited_s - _WAKING_S
+    since_s = earliest.time_s - earliest.waited_s - _WAKING_S
     asleep = {
         state.rank: state.suspended_s
         for state in states
-        if state.suspended_s > first.waited_s * _DECISIVE and state.suspended_until_s >= since_s
+        if state.suspended_s > earliest.waited_s * _DECISIVE and state.suspended_until_s >= since_s
     }
-    if first.rank not in asleep:
+    if earliest.rank not in asleep:
         return []
     cause = (
-        f"was suspended for {asleep[first.rank]:.0f} s, which counts as waiting for other ranks: launch.timeout_s was "
-        "over; give it more than a suspension takes, and go on with checkpoint.resume=auto"
+        f"was suspended for {asleep[earliest.rank]:.0f} s, which counts as waiting for other ranks: launch.timeout_s "
+        "was over; give it more than a suspension takes, and go on with checkpoint.resume=auto"
     )
     subject = "the whole run" if len(asleep) == len(states) > 1 else ""
-    return [Failure(rank=first.rank, cause=cause, time_s=first.time_s, subject=subject)]
+    return [Failure(rank=earliest.rank, cause=cause, time_s=earliest.time_s, subject=subject)]
 
 
-def _unanswered(told: list[Failure], hosts: Mapping[int, str]) -> list[Failure]:
+def _unanswered(noticed: list[Failure], hosts: Mapping[int, str]) -> list[Failure]:
     """The first rank that was there and said nothing while others waited for it: it was stopped, or slept; or its whole
     host, which no other reaches."""
-    waited = sorted((failure for failure in told if failure.unheard), key=lambda failure: failure.time_s)
+    waited = sorted((failure for failure in noticed if failure.unheard), key=lambda failure: failure.time_s)
     if not waited:
         return []
-    first = waited[0]
+    earliest = waited[0]
     # Another host that is cut off from this one blames it in turn, and came later.
-    own = hosts.get(first.rank)
-    with_it = [each for each in waited if hosts.get(each.rank) == own or first.rank not in each.unheard]
-    ranks = [rank for rank in first.unheard if all(rank in failure.unheard for failure in with_it)]
-    for rank in (rank for rank in ranks if rank in first.saw_alive):
-        beside = _ranks_beside(rank, hosts)
-        waiting = f"rank {first.rank} on {own}" if own else f"rank {first.rank}"
+    own = hosts.get(earliest.rank)
+    with_it = [failure for failure in waited if hosts.get(failure.rank) == own or earliest.rank not in failure.unheard]
+    ranks = [rank for rank in earliest.unheard if all(rank in failure.unheard for failure in with_it)]
+    for rank in (rank for rank in ranks if rank in earliest.saw_alive):
+        host_ranks = _ranks_beside(rank, hosts)
+        waiting = f"rank {earliest.rank} on {own}" if own else f"rank {earliest.rank}"
         cause = (
-            f"did not answer for {first.waited_s:.0f} s, last seen in {first.saw_alive[rank]}; "
-            f"{waiting} waited in {first.where}"
+            f"did not answer for {earliest.waited_s:.0f} s, last seen in {earliest.saw_alive[rank]}; "
+            f"{waiting} waited in {earliest.where}"
         )
-        if not beside or not set(beside) <= set(ranks):
-            return [Failure(rank=rank, cause=cause, time_s=first.time_s)]
-        if len({hosts.get(each) for each in ranks} - {own}) > 1:  # rather one host than all others
-            cut_off = _ranks_beside(first.rank, hosts)
-            cause = f"reached no other host for {first.waited_s:.0f} s; rank {first.rank} waited in {first.where}"
-            return [Failure(rank=first.rank, cause=cause, time_s=first.time_s, subject=_named(cut_off, hosts))]
-        return [Failure(rank=rank, cause=f"is gone: {cause}", time_s=first.time_s, subject=_named(beside, hosts))]
+        if not host_ranks or not set(host_ranks) <= set(ranks):
+            return [Failure(rank=rank, cause=cause, time_s=earliest.time_s)]
+        if len({hosts.get(other) for other in ranks} - {own}) > 1:  # rather one host than all others
+            rank, host_ranks = earliest.rank, _ranks_beside(earliest.rank, hosts)
+            cause = f"reached no other host for {earliest.waited_s:.0f} s; rank {rank} waited in {earliest.where}"
+        else:
+            cause = f"is gone: {cause}"
+        return [Failure(rank=rank, cause=cause, time_s=earliest.time_s, subject=_host_name(host_ranks, hosts))]
     return []
 
 
@@ -460,33 +466,24 @@ def _stopped_alone(stops: dict[int, RankState], noticed: list[Failure]) -> bool:
     )
 
 
-def _came_after(failure: Failure, stops: dict[int, RankState]) -> bool:
-    return failure.rank in stops and stops[failure.rank].stopped_s <= failure.time_s
-
-
-def _of_stop(state: RankState) -> Failure:
+def _stop_failure(state: RankState) -> Failure:
     cause = f"was stopped by {state.stopped_by}, which only it received, in {state.phase}"
     return Failure(rank=state.rank, cause=cause, time_s=state.stopped_s, stopped_by=state.stopped_by)
 
 
-def _of_silent(state: RankState, exit_code_known: bool) -> Failure:
-    how = "ended with exit code 0" if exit_code_known else "was killed or exited without an error message"
-    return Failure(rank=state.rank, cause=f"{how} in {state.phase}, before its work was done")
-
-
-def _of_hosts(silent: list[RankState], hosts: Mapping[int, str]) -> dict[int, Failure]:
+def _host_failures(silent: list[RankState], hosts: Mapping[int, str]) -> dict[int, Failure]:
     """The failures of ranks that are gone with all others of their host."""
     gone = {state.rank for state in silent}
-    found = {}
+    failures = {}
     for state in silent:
-        beside = _ranks_beside(state.rank, hosts)
-        if len(beside) > 1 and gone.issuperset(beside):
+        host_ranks = _ranks_beside(state.rank, hosts)
+        if len(host_ranks) > 1 and gone.issuperset(host_ranks):
             cause = f"is gone: killed or ended without an error message in {state.phase}, before its work was done"
-            found[state.rank] = Failure(rank=state.rank, cause=cause, subject=_named(beside, hosts))
-    return found
+            failures[state.rank] = Failure(rank=state.rank, cause=cause, subject=_host_name(host_ranks, hosts))
+    return failures
 
 
-def _of_process(rank: int, code: int) -> Failure:
+def _process_failure(rank: int, code: int) -> Failure:
     if code >= 0:
         return Failure(rank=rank, cause=f"ended with exit code {code}")
     name = signal.Signals(-code).name

@@ -31,9 +31,9 @@ def importing() -> Iterator[None]:
     """
     gc.disable()
     num_modules = len(sys.modules)
-    before = signal.getsignal(signal.SIGINT)
+    previous = signal.getsignal(signal.SIGINT)
     # A traceback of what was being imported says nothing; and C++ that is being loaded may make another error of it.
-    heeds = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    heeds = previous is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     if heeds:
         signal.signal(signal.SIGINT, _end_at_once)
     try:
@@ -50,7 +50,7 @@ def importing() -> Iterator[None]:
         sys.exit(2)
     finally:
         if heeds:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, previous)
         if len(sys.modules) > num_modules:  # else garbage would stay: 0.8 MB of each job of a sweep
             gc.freeze()
         gc.enable()
@@ -69,14 +69,15 @@ def leave_compiler_out_of_optimizers() -> None:
     not to compile: of a run of two ranks and ten steps 3 of 18.7 s of CPU, of the peak of a rank 45 of 424 MB (torch
     2.13, 2026-11-22).
 
-    Processes of zerotrain compile models, never an optimizer. Whoever compiles imports the compiler.
+    Processes of zerotrain compile models, never an optimizer. A compilation itself imports the compiler.
     """
     import torch
 
-    for owner in (each for each in vars(torch.optim).values() if isinstance(each, type)):
-        for name, method in _hidden_from_compiler(owner):
-            plain: Callable[..., Any] = method.__wrapped__
-            setattr(owner, name, _with_gradients_as_asked(plain) if name == "step" else plain)
+    for owner in vars(torch.optim).values():
+        if isinstance(owner, type):
+            for name, method in _hidden_from_compiler(owner):
+                plain: Callable[..., Any] = method.__wrapped__
+                setattr(owner, name, _with_gradients_as_asked(plain) if name == "step" else plain)
 
 
 def _hidden_from_compiler(owner: object) -> list[tuple[str, Any]]:
@@ -115,8 +116,8 @@ def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
     plain: Callable[..., Any] = method.__wrapped__  # type: ignore[attr-defined]
 
     @functools.wraps(plain)
-    def called(*given: Any, **named: Any) -> Any:
-        return (method if _COMPILER in sys.modules else plain)(*given, **named)
+    def called(*args: Any, **options: Any) -> Any:
+        return (method if _COMPILER in sys.modules else plain)(*args, **options)
 
     return called
 

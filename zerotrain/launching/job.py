@@ -59,7 +59,7 @@ def locked(run_dir: Path, **note: str) -> Iterator[None]:
         FolderInUseError: another run is under way there.
         ConfigError: it is no folder that can be written.
     """
-    with _opened(run_dir) as file:
+    with _open_lock_file(run_dir) as file:
         try:
             try:
                 problem = lock(file)
@@ -79,8 +79,8 @@ def locked(run_dir: Path, **note: str) -> Iterator[None]:
 
 def holding_job(run_dir: Path) -> str | None:
     """The job of a sweep that the last holder of a folder's lock was, as it has noted; None if none."""
-    said = read_note(run_dir / LOCK_NAME, _LockNote)
-    return None if said is None else str(said["job"])
+    note = read_note(run_dir / LOCK_NAME, _LockNote)
+    return None if note is None else str(note["job"])
 
 
 def await_free(run_dir: Path) -> None:
@@ -89,7 +89,7 @@ def await_free(run_dir: Path) -> None:
         lock(file, wait=True)
 
 
-def _opened(run_dir: Path) -> BinaryIO:
+def _open_lock_file(run_dir: Path) -> BinaryIO:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         return open_lock(run_dir / LOCK_NAME)
@@ -159,7 +159,7 @@ class Job:
     evaluates: dict[str, Any] | None = None
     """The evaluation, as arguments of `zerotrain.saved.evaluating.run`; None: the job trains."""
     trial: dict[str, Any] | None = None
-    """What a pruner asks for, as arguments of `early_stopping.Trial`; None: there is no pruner."""
+    """The arguments of `early_stopping.Trial`, for a pruner; None: there is no pruner."""
     planned: dict[str, Any] | None = None
     """The `PlannedUsage` of the run; None: it was not planned."""
 
@@ -215,13 +215,13 @@ class Job:
             ConfigError: it is something else.
         """
         try:
-            said = parse_json(text, _SentJob)
-            config = from_values(said["config"])
+            sent = parse_json(text, _SentJob)
+            config = from_values(sent["config"])
         except (OmegaConfBaseException, ValueError, TypeError, LookupError) as error:
             raise ConfigError(
                 f"the description of the job, as this rank received it, is damaged: {first_paragraph(error)}"
             ) from None
-        return cls(**said | {"config": config, "run_dir": Path(said["run_dir"])})
+        return cls(**sent | {"config": config, "run_dir": Path(sent["run_dir"])})
 
 
 def write_refusal(
@@ -280,8 +280,8 @@ def write_ending(job: Job, world_size: int, *, status: str, error: str, code: in
         "restarts": job.restarts,
     }
     try:
-        written = read_result(path)
+        result = read_result(path)
     except (OSError, UntrustedFileError):  # none, or cut off where the disk was full
-        written = facts
-    told = {"status": status, "error": error, "stopped_by": None, "exit_code": code}
-    RunResult(**(written | told)).write(job.run_dir)
+        result = facts
+    ending = {"status": status, "error": error, "stopped_by": None, "exit_code": code}
+    RunResult(**(result | ending)).write(job.run_dir)

@@ -33,7 +33,7 @@ from zerotrain.config.words import quoted, word
 from zerotrain.device.kinds import num_gpus
 from zerotrain.engine.options import dotted, leaves_per_rank
 from zerotrain.errors import CheckpointError, ConfigError
-from zerotrain.files.untrusted import UntrustedFileError, kind_of, printable, read_regular, shown
+from zerotrain.files.untrusted import UntrustedFileError, kind_of, parse_yaml, printable, read_regular, shown
 from zerotrain.launching import exits
 from zerotrain.launching.failures import RunError
 from zerotrain.launching.job import COMPOSITION, CONFIG_NAME, RANKS, Job, num_threads_per_rank
@@ -51,7 +51,7 @@ _OF_ONE_START = ("launch.", "checkpoint.", "sweep.")
 """Settings by which no run is another one."""
 _MAX_CONFIG_NBYTES = 2**20
 _NUM_DIFFERENCES = 3
-"""That are told."""
+"""Differences that are told."""
 
 
 def folder_problems(config: Config, run_dir: Path, *, of_sweep: bool = False) -> list[str]:
@@ -62,7 +62,7 @@ def folder_problems(config: Config, run_dir: Path, *, of_sweep: bool = False) ->
         of_sweep: whether it is a job of a sweep, whose folder another setting names.
     """
     another = f"another hydra.{'sweep' if of_sweep else 'run'}.dir"
-    if (foreign := _foreign(run_dir)) is not None:
+    if (foreign := _foreign_file(run_dir)) is not None:
         return [f"hydra.run.dir: got {run_dir}, where {foreign}; move that away, or give {another}"]
     if config.plan.only:
         return []
@@ -81,7 +81,7 @@ def folder_problems(config: Config, run_dir: Path, *, of_sweep: bool = False) ->
     except (OSError, UntrustedFileError) as error:
         return [
             f"hydra.run.dir: got {run_dir}, which may hold a completed run: its {RESULT_NAME} cannot be read: "
-            f"{_said(error)}; move it away, or give {another}"
+            f"{_reason(error)}; move it away, or give {another}"
         ]
     if result is not None:
         return _problems_of_completed(config, run_dir, result, another, of_sweep)
@@ -151,44 +151,42 @@ def _problems_of_completed(
     differences = _differences(config, result, run_dir)
     if not differences or (trains_longer and has_checkpoints):
         return []
-    told = ", ".join(differences[:_NUM_DIFFERENCES]) + ", ..." * (len(differences) > _NUM_DIFFERENCES)
+    settings = ", ".join(differences[:_NUM_DIFFERENCES])
+    if len(differences) > _NUM_DIFFERENCES:
+        settings += ", ..."
     lacks = "" if has_checkpoints else ", and no checkpoint to resume from"
-    return [f"checkpoint.resume: got auto, but {holds} with other settings ({told}){lacks}; {ways}"]
+    return [f"checkpoint.resume: got auto, but {holds} with other settings ({settings}){lacks}; {ways}"]
 
 
 def _differences(config: Config, result: dict[str, Any], run_dir: Path) -> list[str]:
     """Settings of another value than those of the run that lies in a folder."""
-    from zerotrain.files.untrusted import parse_yaml
-
     config = as_chosen(config, run_dir)
     if config_hash(config) == result["config_hash"]:
         return []
     try:
-        said = parse_yaml(read_regular(run_dir / CONFIG_NAME, max_nbytes=_MAX_CONFIG_NBYTES))
+        content = parse_yaml(read_regular(run_dir / CONFIG_NAME, max_nbytes=_MAX_CONFIG_NBYTES))
     except (OSError, UntrustedFileError) as error:
-        return [f"its {CONFIG_NAME} cannot be read: {_said(error)}"]
-    if not isinstance(said, dict):
+        return [f"its {CONFIG_NAME} cannot be read: {_reason(error)}"]
+    if not isinstance(content, dict):
         return [f"its {CONFIG_NAME} has no settings"]
-    defaults, was, now = (_flat(values) for values in (asdict(Config()), said, asdict(config)))
+    # As JSON has them: numbers that are keys are texts, and tuples lists.
+    defaults, saved, current = (
+        dotted(json.loads(json.dumps(values))) for values in (asdict(Config()), content, asdict(config))
+    )
     if config.train.virtual_ranks is None:  # as many as the checkpoint has that it went on from
-        was.pop("train.virtual_ranks", None)
+        saved.pop("train.virtual_ranks", None)
     if config.train.num_epochs is not None or config.train.max_tokens is not None:  # it follows from them
-        was.pop("train.max_steps", None)
-        now.pop("train.max_steps")
+        saved.pop("train.max_steps", None)
+        current.pop("train.max_steps")
     differing = []
-    for name in sorted(was.keys() | now.keys()):
-        before, after = (values.get(name, defaults.get(name)) for values in (was, now))
-        if before != after and not (name.startswith(_OF_ONE_START) and name != "checkpoint.init_from"):
-            differing.append(f"{shown(name)}: {shown(before)} there, {shown(after)} here")
+    for name in sorted(saved.keys() | current.keys()):
+        saved_value, own_value = (values.get(name, defaults.get(name)) for values in (saved, current))
+        if saved_value != own_value and not (name.startswith(_OF_ONE_START) and name != "checkpoint.init_from"):
+            differing.append(f"{shown(name)}: {shown(saved_value)} there, {shown(own_value)} here")
     return differing
 
 
-def _flat(values: dict[Any, Any]) -> dict[str, Any]:
-    """By dotted names. As JSON has them: numbers that are keys are texts, and tuples lists."""
-    return dotted(json.loads(json.dumps(values)))
-
-
-def _foreign(run_dir: Path) -> str | None:
+def _foreign_file(run_dir: Path) -> str | None:
     """Something else in the place of one of the run's files, which would stop the run; None if there is nothing."""
     kinds = {run_dir / name: kind for name, kind in _KINDS.items()}
     kinds |= dict.fromkeys(run_dir.glob(f"{RANKS}/*.*"), stat.S_IFREG)
@@ -210,7 +208,7 @@ def _is_within(resume: str, run_dir: Path) -> bool:
     return resume == AUTO or Path(resume).resolve().is_relative_to(run_dir.resolve())
 
 
-def _said(error: OSError | UntrustedFileError) -> str:
+def _reason(error: OSError | UntrustedFileError) -> str:
     return str(error.strerror) if isinstance(error, OSError) else str(error)
 
 
@@ -239,18 +237,18 @@ def options_in(command: list[str], program: str) -> list[str] | None:
     starts = [place for place, word in enumerate(command) if Path(word).name in ("torchrun", "torch.distributed.run")]
     if not starts or program not in command[starts[0] + 1 :]:
         return None
-    first = starts[0] + 1
-    return command[first : command.index(program, first)]
+    start = starts[0] + 1
+    return command[start : command.index(program, start)]
 
 
 def elastic_hosts(options: list[str] | None) -> str | None:
     """The range of hosts, such as 1:4, that torchrun may run on; None where their number is given."""
-    told = [word.partition("=") for word in options or []]
-    for place, (name, is_given, value) in enumerate(told):
+    parts = [word.partition("=") for word in options or []]
+    for place, (name, is_given, value) in enumerate(parts):
         if name.replace("_", "-") == "--nnodes":
-            found = value if is_given else "".join(told[place + 1][:1]) if place + 1 < len(told) else ""
-            bounds = _RANGE.fullmatch(found)
-            return found if bounds and bounds[1] != bounds[2] else None
+            hosts = value if is_given else "".join(parts[place + 1][:1]) if place + 1 < len(parts) else ""
+            bounds = _RANGE.fullmatch(hosts)
+            return hosts if bounds and bounds[1] != bounds[2] else None
     return None
 
 
@@ -290,10 +288,10 @@ def _command_of(pid: int) -> list[str]:
     """The words of a process's command line; none where they cannot be seen."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            said = file.read(_MAX_NBYTES).decode(errors="replace")
+            text = file.read(_MAX_NBYTES).decode(errors="replace")
     except OSError:
         return []
-    return [printable(word, _MAX_NBYTES) for word in said.rstrip("\0").split("\0")]
+    return [printable(word, _MAX_NBYTES) for word in text.rstrip("\0").split("\0")]
 
 
 # Finds the checkpoints from which a run tries to resume, and the settings that they decide.
@@ -341,17 +339,17 @@ def first_readable(paths: Sequence[Path]) -> Manifest | None:
     Raises:
         ConfigError: there are some, and none is.
     """
-    found, problems = first_whole(paths, read_manifest)
-    if found is None and problems:
+    best, problems = first_whole(paths, read_manifest)
+    if best is None and problems:
         raise ConfigError(*(f"checkpoint.resume: {problem}" for problem in problems))
-    return None if found is None else found[1]
+    return None if best is None else best[1]
 
 
 def stages_to_come(config: Config, paths: Sequence[Path]) -> tuple[dict[int, int], int]:
     """Steps done and the stage from there on, of a run that goes on from the first of these checkpoints that can be
     read, and the step it goes on at. The ranks may find that one damaged, and take an older one."""
-    found, _ = first_whole(paths, read_manifest)
-    return stages_from(None if found is None else found[1], config.zero.stages)
+    best, _ = first_whole(paths, read_manifest)
+    return stages_from(None if best is None else best[1], config.zero.stages)
 
 
 def take_from(manifest: Manifest, config: Config, num_ranks: int, num_local_ranks: int) -> list[str]:
@@ -370,15 +368,15 @@ def take_from(manifest: Manifest, config: Config, num_ranks: int, num_local_rank
             "checkpoint that the run resumes from"
         )
     lines = []
-    wanted = int(manifest.content["virtual_ranks"])
-    if config.train.virtual_ranks is None and wanted != num_ranks:
+    num_virtual = int(manifest.content["virtual_ranks"])
+    if config.train.virtual_ranks is None and num_virtual != num_ranks:
         try:
-            leaves_per_rank(wanted, num_ranks, config.zero.accumulate)
-            config.train.virtual_ranks = wanted
-            lines.append(f"train.virtual_ranks={wanted}, as in the checkpoint")
+            leaves_per_rank(num_virtual, num_ranks, config.zero.accumulate)
+            config.train.virtual_ranks = num_virtual
+            lines.append(f"train.virtual_ranks={num_virtual}, as in the checkpoint")
         except ConfigError:
             lines.append(
-                f"warning: the checkpoint was trained with {wanted} virtual ranks, which {num_ranks} ranks cannot "
+                f"warning: the checkpoint was trained with {num_virtual} virtual ranks, which {num_ranks} ranks cannot "
                 "share evenly: the batch size changes from here on"
             )
     saved: Any = manifest.content["config"]
@@ -393,7 +391,7 @@ def take_from(manifest: Manifest, config: Config, num_ranks: int, num_local_rank
     return lines
 
 
-def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment | None, *more: str) -> str:
+def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment | None, *changes: str) -> str:
     """The command that goes on with a run, for a shell. In a job of sbatch that was stopped it is one for Slurm, which
     alone knows the job's script.
 
@@ -401,10 +399,10 @@ def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment
         overrides: the run's own.
         run_dir: as it is to be written.
         ranks: of torchrun or srun, where that has started them; None: they were started by us.
-        more: settings that are to be others.
+        changes: settings that replace the run's own.
     """
     job = slurm_job(os.environ) if os.environ.get("ENVIRONMENT") == "BATCH" else None  # as sbatch sets it
-    if job is not None and not more:
+    if job is not None and not changes:
         settings = with_run_dir([f"checkpoint.resume={AUTO}"], run_dir)
         return f"scontrol requeue {job}; when Slurm has forgotten the job, its script with {shlex.join(settings)}"
     program, _, of_module = sys.argv[0].rpartition("python ")
@@ -419,11 +417,11 @@ def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment
         else:
             starter = f"{ranks.starter} {f'{number} {ranks.world_size}' if is_one_machine else '...'}"
         starter += " python" if ranks.starter == "srun" else ""
-    replaced = (*_OF_RESUMING, *(f"{each.partition('=')[0]}=" for each in more))
-    if any(each.startswith("train.max_steps=") for each in more):
+    replaced = (*_OF_RESUMING, *(f"{change.partition('=')[0]}=" for change in changes))
+    if any(change.startswith("train.max_steps=") for change in changes):
         replaced += tuple(f"train.{name}=" for name in LENGTHS)  # a run has one length
-    kept = [each for each in overrides if not each.lstrip("+").startswith(replaced)]
-    settings = with_run_dir([*kept, *more, f"checkpoint.resume={AUTO}"], run_dir)
+    unchanged = [override for override in overrides if not override.lstrip("+").startswith(replaced)]
+    settings = with_run_dir([*unchanged, *changes, f"checkpoint.resume={AUTO}"], run_dir)
     return f"{starter} {shlex.join([*started, *settings, *_config_options(sys.argv[1:])])}"
 
 
@@ -432,18 +430,18 @@ def with_run_dir(arguments: list[str], run_dir: Path) -> list[str]:
     text = str(run_dir)
     if not re.fullmatch(r"[\w./-]+", text, re.ASCII):
         text = quoted(text)
-    others = [argument for argument in arguments if not argument.startswith("hydra.run.dir=")]
-    return [f"hydra.run.dir={text}", *others]
+    rest = [argument for argument in arguments if not argument.startswith("hydra.run.dir=")]
+    return [f"hydra.run.dir={text}", *rest]
 
 
 def _config_options(arguments: list[str]) -> list[str]:
     """The options of a command line that name folders or files of configs."""
-    found = []
+    options = []
     for place, argument in enumerate(arguments):
         name, has_value, _ = argument.partition("=")
         if name in _CONFIG_OPTIONS:
-            found += [argument] if has_value else arguments[place : place + 2]
-    return found
+            options += [argument] if has_value else arguments[place : place + 2]
+    return options
 
 
 # Starting the ranks of a run again after a failure, from its newest checkpoint.
@@ -480,15 +478,15 @@ class Attempts:
             raise RunError(f"{error}\n  given up: launch.max_restarts={allowed}")
         self.job = going_on(replace(self.job, restarts=self.job.restarts + 1))
         self.job.open_folder()
-        cause, *more = str(error).splitlines()
+        cause, *details = str(error).splitlines()
         place = place_of_restart(self.job.run_dir)
-        return "\n".join([f"{cause}; restart {self.job.restarts} of {allowed} from {place}", *more])
+        return "\n".join([f"{cause}; restart {self.job.restarts} of {allowed} from {place}", *details])
 
 
 def newest_step(run_dir: Path) -> int | None:
     """The step of the newest checkpoint that a run has saved in its folder; None where there is none."""
-    found = newest_first(run_dir / CHECKPOINTS)
-    return step_of(found[0]) if found else None
+    checkpoints = newest_first(run_dir / CHECKPOINTS)
+    return step_of(checkpoints[0]) if checkpoints else None
 
 
 def place_of_restart(run_dir: Path) -> str:
@@ -500,11 +498,11 @@ def place_of_restart(run_dir: Path) -> str:
 def going_on(job: Job) -> Job:
     """The job as it goes on after a restart: from the newest checkpoint of its own folder, where there is one; if not,
     as it began the first time."""
-    found = newest_first(job.run_dir / CHECKPOINTS)
-    if not found:
+    checkpoints = newest_first(job.run_dir / CHECKPOINTS)
+    if not checkpoints:
         return job
-    stage = stage_at(*stages_to_come(job.config, found))
-    return replace(job, resume_from=[str(path) for path in found], stage=stage)
+    stage = stage_at(*stages_to_come(job.config, checkpoints))
+    return replace(job, resume_from=[str(path) for path in checkpoints], stage=stage)
 
 
 # The contract with a scheduler: which job this is, whether it was started again, and how it is queued again.
@@ -515,7 +513,7 @@ _JOB_VARIABLES = ("SLURM_JOB_ID", "JOB_COMPLETION_INDEX")
 _ASKS_TO_REQUEUE = ("SIGUSR1", "SIGUSR2")
 """Signals that a user has a scheduler send ahead of a job's end, as by `sbatch --signal=USR1@120`."""
 _ENDS = "SIGTERM"
-"""The signal of a job that is cancelled, preempted, or out of time: see `_is_wanted`."""
+"""The signal of a job that is cancelled, preempted, or out of time: see `_runs_again`."""
 _SCONTROL_LIMIT_S = 60.0
 _HEAD_START_S = 1.0
 """In which the other ranks, which have saved too, end by themselves."""
@@ -559,19 +557,19 @@ def queue_again(config: Config, stopped_by: str, environment: Mapping[str, str] 
     if scontrol is None:
         return f"launch.requeue: job {job} is not queued again, since there is no scontrol here; {code}"
     try:
-        if stopped_by == _ENDS and not _is_wanted(_told_by([scontrol, "show", "job", job])):
+        if stopped_by == _ENDS and not _runs_again(_output_of([scontrol, "show", "job", job])):
             return None
         # Slurm ends what is left of the job before it queues it again: this process, which is about to end in order.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(_HEAD_START_S)
-        _told_by([scontrol, "requeue", job])
+        _output_of([scontrol, "requeue", job])
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        return f"launch.requeue: scontrol requeue {job}: {printable(said.strip(), 500, keep='')}; {code}"
+        reason = getattr(error, "stderr", None) or str(error)
+        return f"launch.requeue: scontrol requeue {job}: {printable(reason.strip(), 500, keep='')}; {code}"
     return None
 
 
-def _told_by(command: list[str]) -> str:
+def _output_of(command: list[str]) -> str:
     """Standard output of a command; raises where it fails."""
     return subprocess.run(
         command,
@@ -584,10 +582,10 @@ def _told_by(command: list[str]) -> str:
     ).stdout
 
 
-def _is_wanted(shown: str) -> bool:
+def _runs_again(text: str) -> bool:
     """Whether a job that SIGTERM has come to is to run again, by what `scontrol show job` says of it: its time is up,
     or it is preempted and has a time of grace. If it uses that to end, Slurm (22.05) does not queue it again; it does
     without such a time. A job that was cancelled is to stay so."""
-    facts = dict(each.partition("=")[::2] for each in shown.split())
+    facts = dict(entry.partition("=")[::2] for entry in text.split())
     preempted = facts.get("PreemptTime", "None") != "None" and facts.get("JobState") == "RUNNING"
     return preempted or facts.get("Reason") == "TimeLimit"

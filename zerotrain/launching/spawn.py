@@ -95,7 +95,7 @@ class ForkServer:
         """
         folder = os.open(".", os.O_RDONLY)
         try:
-            standard = [each for each in _STANDARD if _is_inherited(each)]
+            standard = [descriptor for descriptor in _STANDARD if _is_inherited(descriptor)]
             cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
             self.send(_Start(job_path, environment, list(sys.path), cores, standard), [folder, *standard])
         finally:
@@ -199,11 +199,11 @@ def _serve(requests: socket.socket) -> NoReturn:
         os.setsid()  # no signal of the launcher's terminal comes here
         woken, wakes = socket.socketpair()
         _close_all_but(requests, woken, wakes)
-        handlers = {each: signal.getsignal(each) for each in (*STOP_SIGNALS, signal.SIGCHLD)}
+        handlers = {signum: signal.getsignal(signum) for signum in (*STOP_SIGNALS, signal.SIGCHLD)}
         for signum in STOP_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
-        for each in (woken, wakes):
-            each.setblocking(False)
+        for end in (woken, wakes):
+            end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
         signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
         messages, running = Connection(os.dup(requests.fileno())), set[int]()
@@ -214,7 +214,10 @@ def _serve(requests: socket.socket) -> NoReturn:
                     break
                 request = messages.recv()
                 if isinstance(request, _Signal) and request.pid in running:
-                    _signal(request)
+                    try:
+                        os.killpg(request.pid, request.signum)
+                    except ProcessLookupError:  # it has no group of its own yet
+                        os.kill(request.pid, request.signum)
                 elif isinstance(request, _Start):
                     messages.send(_forked(request, files, handlers, running, (requests, messages, woken, wakes)))
                 for file in files:
@@ -228,13 +231,6 @@ def _serve(requests: socket.socket) -> NoReturn:
                     messages.send(("ended", pid, os.waitstatus_to_exitcode(status)))
     finally:
         os._exit(0)
-
-
-def _signal(request: _Signal) -> None:
-    try:
-        os.killpg(request.pid, request.signum)
-    except ProcessLookupError:  # it has no group of its own yet
-        os.kill(request.pid, request.signum)
 
 
 def _forked(
@@ -251,19 +247,19 @@ def _forked(
     except OSError as error:
         return "refused", error.errno or 0, 0
     if pid == 0:
-        for each in of_server:
-            each.close()
+        for connection in of_server:
+            connection.close()
         _become_rank(request, files, handlers, server)
     running.add(pid)
     return "started", pid, 0
 
 
-def _close_all_but(*kept: socket.socket) -> None:
+def _close_all_but(*sockets: socket.socket) -> None:
     """Close the files of the launcher. Their numbers stay taken: an object that still believes to own one would close
     another file."""
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (int(each) for each in os.listdir("/proc/self/fd")):
-        if descriptor not in (*_STANDARD, nothing, *(each.fileno() for each in kept)):
+    for descriptor in (int(name) for name in os.listdir("/proc/self/fd")):
+        if descriptor not in (*_STANDARD, nothing, *(end.fileno() for end in sockets)):
             with contextlib.suppress(OSError):  # the listing's own
                 os.dup2(nothing, descriptor)
 
@@ -283,8 +279,8 @@ def _become_rank(request: _Start, files: Sequence[int], handlers: dict[signal.Si
         os.fchdir(folder)
         for descriptor, received in zip(request.standard, standard, strict=True):
             os.dup2(received, descriptor)
-        for each in files:
-            os.close(each)
+        for file in files:
+            os.close(file)
         if request.cores is not None:
             os.sched_setaffinity(0, request.cores)
         _forget_launcher()
@@ -335,7 +331,7 @@ _REMOVE_BEHIND_US = 'read _; for second in 1 2 3 4 5; do rm -rf "$0" && exit; sl
 
 def run_ranks(attempts: Attempts, num_ranks: int) -> int:
     """Start the ranks and wait until all have ended; after a failure start them again, as often as the config allows.
-    Whatever happens, none is left.
+    No rank is left at the end, in any case.
 
     The first signal to stop goes to the ranks, which end together and have all the time they need. They are ended at
     once where not all of them are at work yet or they evaluate, and by a second signal.
@@ -380,9 +376,15 @@ def _run_once(job: Job, num_ranks: int, stop: StopRequest) -> None:
             raise _ended_at_once(error.signum) from error
         finally:
             Console().show_cursor(True)  # which the progress bar of a killed rank 0 leaves hidden
-        failure = _failure(job, codes, stop)
+        if not job.ranks_dir.is_dir():
+            raise lost_folder(job.run_dir)
+        # A rank may have ended before its work was done with exit code 0, as by os._exit(0).
+        failure = first_failure(job.ranks_dir, codes, by_user=stop.signum != 0)
+        if failure is not None and failure.stopped_by is not None:
+            # This signal told one rank to stop before all could end in order: it has told the run.
+            raise _ended_at_once(signal.Signals[failure.stopped_by])
         if failure is not None:
-            raise failure
+            raise failure.as_error(job.ranks_dir)
         if codes:
             raise KeyboardInterrupt  # told to stop when not all were in their training
 
@@ -394,7 +396,11 @@ def _codes_of_first_to_fail(job: Job, job_path: Path, num_ranks: int) -> dict[in
     signum: int = signal.SIGTERM
     try:
         for rank in range(num_ranks):
-            ranks.append(_start(job, job_path, rank, num_ranks))
+            environment = _environment(job, rank, num_ranks, job_path.parent)
+            # GPUs need a new Python, not a fork.
+            server = None if job.config.launch.device == "cuda" else fork_server()
+            forked = server.start(str(job_path), environment) if server else None
+            ranks.append(forked or _SpawnedRank(job_path, environment))
         while True:
             codes = _codes_of(ranks)
             failed = {rank: code for rank, code in codes.items() if code != 0}
@@ -406,7 +412,7 @@ def _codes_of_first_to_fail(job: Job, job_path: Path, num_ranks: int) -> dict[in
         raise
     finally:
         sent = _end(ranks, signum)
-    # Where memory runs out, ranks are killed one after the other.
+    # Ranks are killed one after the other if memory runs out.
     killed = {rank: code for rank, code in _codes_of(ranks).items() if code < 0 and -code not in sent}
     return failed and killed | failed
 
@@ -414,14 +420,6 @@ def _codes_of_first_to_fail(job: Job, job_path: Path, num_ranks: int) -> dict[in
 def _codes_of(ranks: list[RankProcess]) -> dict[int, int]:
     """The exit codes of those that have ended, by rank."""
     return {rank: code for rank, process in enumerate(ranks) if (code := process.poll()) is not None}
-
-
-def _start(job: Job, job_path: Path, rank: int, num_ranks: int) -> RankProcess:
-    """Start a rank: forked from the server where there is one, else as a new Python, as GPUs need it."""
-    environment = _environment(job, rank, num_ranks, job_path.parent)
-    server = None if job.config.launch.device == "cuda" else fork_server()
-    forked = server.start(str(job_path), environment) if server else None
-    return forked or _SpawnedRank(job_path, environment)
 
 
 class _SpawnedRank(subprocess.Popen[bytes]):
@@ -445,23 +443,23 @@ def _end(ranks: list[RankProcess], signum: int) -> set[int]:
         The signals that were sent.
     """
     kill_s = time.monotonic() + _GRACE_S
-    came: BaseException | None = None
+    interruption: BaseException | None = None
     sent = {signum}
-    left = [process for process in ranks if process.poll() is None]
-    for process in left:
+    running = [process for process in ranks if process.poll() is None]
+    for process in running:
         process.send_signal(signum)
-    while left := [process for process in left if process.poll() is None]:
+    while running := [process for process in running if process.poll() is None]:
         try:
             if time.monotonic() > kill_s:
                 kill_s = math.inf
                 sent.add(signal.SIGKILL)
-                for process in left:
+                for process in running:
                     process.send_signal(signal.SIGKILL)
             time.sleep(_LOOK_EVERY_S)
         except (KeyboardInterrupt, Ended) as error:
-            came, kill_s = error, 0.0
-    if came is not None:
-        raise came
+            interruption, kill_s = error, 0.0
+    if interruption is not None:
+        raise interruption
     return sent
 
 
@@ -494,18 +492,6 @@ def _ended_at_once(signum: int) -> BaseException:
         return KeyboardInterrupt()
     print(f"stopped by {signal.Signals(signum).name}", file=sys.stderr)
     return SystemExit(exits.of_signal(signum))
-
-
-def _failure(job: Job, codes: dict[int, int], stop: StopRequest) -> BaseException | None:
-    """The first cause of the run's end; None where it has completed, or was stopped. A rank that has ended before its
-    work was done is found though its exit code was 0, as by os._exit(0). A signal that told one rank to stop, before
-    all could end in order, has told the run."""
-    if not job.ranks_dir.is_dir():
-        return lost_folder(job.run_dir)
-    failure = first_failure(job.ranks_dir, codes, by_user=stop.signum != 0)
-    if failure is not None and failure.stopped_by is not None:
-        return _ended_at_once(signal.Signals[failure.stopped_by])
-    return None if failure is None else failure.as_error(job.ranks_dir)
 
 
 def _environment(job: Job, rank: int, num_ranks: int, folder: Path) -> dict[str, str]:

@@ -31,7 +31,7 @@ from zerotrain.launching.job import Job, write_ending
 from zerotrain.launching.worker import exit_now, run_rank
 from zerotrain.preflight.check import prepare_data
 
-# Every machine of a run has its data before the ranks meet: who prepares text may take hours, a collective may not.
+# Every machine of a run has its data before the ranks meet: the preparing of text may take hours, a collective may not.
 
 
 REMINDER_S = 10.0
@@ -60,7 +60,7 @@ def prepare_everywhere(
         return
     if ranks.local_rank == 0 and ranks.rank > 0:
         try:
-            with _heard(store, ranks.rank):
+            with _heartbeat(store, ranks.rank):
                 prepare()
         except BaseException as error:
             cause = str(error) or type(error).__name__
@@ -71,7 +71,7 @@ def prepare_everywhere(
 
 
 @contextmanager
-def _heard(store: dist.Store, rank: int) -> Iterator[None]:
+def _heartbeat(store: dist.Store, rank: int) -> Iterator[None]:
     """Inside, the others hear that this rank is at work."""
     is_over = threading.Event()
 
@@ -112,8 +112,8 @@ def _wait(store: dist.Store, ranks: RankEnvironment, timeout_s: float) -> None:
                 )
         if waited_s >= next_s and missing and ranks.rank == 0:
             next_s += REMINDER_S
-            named = ", ".join(map(str, missing))
-            line = f"rank 0 waits for the machine of rank {named} to prepare its data ({waited_s:.0f} s)"
+            numbers = ", ".join(map(str, missing))
+            line = f"rank 0 waits for the machine of rank {numbers} to prepare its data ({waited_s:.0f} s)"
             print(line, file=sys.stderr, flush=True)
         time.sleep(max(_POLL_S, ranks.world_size / _RANKS_PER_POLL_S))
 
@@ -159,11 +159,11 @@ class JobExchange:
         """
         with words_of_config():
             self._store = dist.PrefixStore("launch", open_store(ranks, _own_timeout_s()))
-            self._kept = open_store(ranks, _own_timeout_s(), across_restarts=True)
+            self._lasting = open_store(ranks, _own_timeout_s(), across_restarts=True)
         self._ranks, self._arguments, self._is_published = ranks, sys.argv[1:], False
-        self._came = dist.PrefixStore("came", self._store)
-        self._came.set(str(ranks.rank), json.dumps(self._arguments))
-        self._heard = dist.PrefixStore("heard", self._store)
+        self._arrivals = dist.PrefixStore("came", self._store)
+        self._arrivals.set(str(ranks.rank), json.dumps(self._arguments))
+        self._receipts = dist.PrefixStore("heard", self._store)
 
     def require_same_commands(self, timeout_s: float) -> None:
         """Wait for all ranks, and refuse the job on all of them where one was started with another command line: it
@@ -174,30 +174,30 @@ class JobExchange:
             CommError: some ranks have not come.
         """
         with words_of_config():
-            await_ranks(self._came, self._ranks, range(self._ranks.world_size), timeout_s)
-        mine = Counter(self._arguments)
+            await_ranks(self._arrivals, self._ranks, range(self._ranks.world_size), timeout_s)
+        own = Counter(self._arguments)
         for rank in range(1, self._ranks.world_size):
-            theirs = Counter(json.loads(self._came.get(str(rank))))
-            if theirs != mine:
-                differences = {"has": theirs - mine, "lacks": mine - theirs}
-                said = (f"{verb} {shlex.join(each.elements())}" for verb, each in differences.items() if each)
+            theirs = Counter(json.loads(self._arrivals.get(str(rank))))
+            if theirs != own:
+                differences = {"has": theirs - own, "lacks": own - theirs}
+                findings = (f"{verb} {shlex.join(words.elements())}" for verb, words in differences.items() if words)
                 problem = (
-                    f"rank {rank}: its command line differs from that of rank 0: it {' and '.join(said)}; start every "
-                    "machine with the same command line"
+                    f"rank {rank}: its command line differs from that of rank 0: it {' and '.join(findings)}; start "
+                    "every machine with the same command line"
                 )
                 self._store.set(_JOB_KEY, _REFUSED + problem)
                 raise ConfigError(problem)
 
     def publish(self, job: Job) -> None:
         """Hand the job to the other ranks, and its folder to those that torchrun may start after them."""
-        self._kept.set(_RUN_DIR_KEY, str(job.run_dir))
+        self._lasting.set(_RUN_DIR_KEY, str(job.run_dir))
         self._store.set(_JOB_KEY, job.to_json())
         self._is_published = True
 
     def run_dir_before(self) -> Path | None:
         """The folder of the job before torchrun has started the ranks again; None where it has not, or there was no
         job. The default folder has the time in its name: each attempt would have run in one of its own."""
-        return Path(self._kept.get(_RUN_DIR_KEY).decode()) if self._kept.check([_RUN_DIR_KEY]) else None
+        return Path(self._lasting.get(_RUN_DIR_KEY).decode()) if self._lasting.check([_RUN_DIR_KEY]) else None
 
     def prepare_data(self, job: Job) -> None:
         """Let each machine that has not yet done so prepare the job's data, and wait until all have.
@@ -217,15 +217,15 @@ class JobExchange:
         """
         if self._is_published:  # torch would tell, with frames of C++, of a store that has ended since
             return
-        said = {
+        message = {
             exits.COMPLETED: _NO_JOB,
             exits.CONFIG_PROBLEM: _REFUSED + "rank 0 refused the settings; its terminal says why",
         }.get(code, _FAILED + "rank 0 ended before it sent the other ranks a job; its terminal says why")
         with suppress(dist.DistError):  # torchrun was killed, and its store is gone
             if not self._store.check([_JOB_KEY]):
-                self._store.set(_JOB_KEY, said)
+                self._store.set(_JOB_KEY, message)
             if code in (exits.CONFIG_PROBLEM, exits.FAILED):
-                self._heard.set("0", "")
+                self._receipts.set("0", "")
                 self._end_in_order()
 
     def receive(self) -> Job | None:
@@ -237,11 +237,11 @@ class JobExchange:
         """
         try:
             with words_of_config():
-                await_ranks(self._came, self._ranks, [0], _own_timeout_s())
+                await_ranks(self._arrivals, self._ranks, [0], _own_timeout_s())
             while not self._store.check([_JOB_KEY]):
                 time.sleep(_POLL_S)
             message = self._store.get(_JOB_KEY).decode()
-            self._heard.set(str(self._ranks.rank), "")
+            self._receipts.set(str(self._ranks.rank), "")
         except dist.DistError as error:
             raise CommError("rank 0 and its store ended before it sent the other ranks a job") from error
         for prefix, kind in ((_REFUSED, ConfigError), (_FAILED, CommError)):
@@ -254,7 +254,7 @@ class JobExchange:
         """Wait until all ranks have heard that there is no job, then for those that are to end before this one: the
         first of each machine says why, torchrun ends the others with it, and rank 0 keeps the store for all of them."""
         with suppress(CommError, dist.DistError):
-            await_ranks(self._heard, self._ranks, range(self._ranks.world_size), _HEARING_S)
+            await_ranks(self._receipts, self._ranks, range(self._ranks.world_size), _HEARING_S)
         if self._ranks.local_rank > 0:
             time.sleep(_PEER_HEAD_START_S)
         elif self._ranks.rank == 0:
@@ -269,10 +269,10 @@ def job_exchange(ranks: RankEnvironment) -> JobExchange:
 
 def _own_timeout_s() -> float:
     """How long to wait for rank 0, which knows the config: what this rank's own command line says of it."""
-    given = [argument.partition("=")[2] for argument in sys.argv[1:] if argument.startswith("launch.start_timeout_s=")]
+    values = [argument.partition("=")[2] for argument in sys.argv[1:] if argument.startswith("launch.start_timeout_s=")]
     with suppress(ValueError, IndexError):
-        if 0 < float(given[-1]) <= _MAX_TIMEOUT_S:  # rank 0 refuses what is no number of seconds
-            return float(given[-1])
+        if 0 < float(values[-1]) <= _MAX_TIMEOUT_S:  # rank 0 refuses what is no number of seconds
+            return float(values[-1])
     return LaunchConfig().start_timeout_s
 
 
@@ -315,7 +315,7 @@ def _let_torchrun_end(ranks: RankEnvironment, terminal: LastingStream) -> None:
         return
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # it is no torchrun that has set the variables
         return
-    arguments = [str(each) for each in (os.getpid(), os.getppid(), _TORCHRUN_LIMIT_S, _KILLED)]
+    arguments = [str(value) for value in (os.getpid(), os.getppid(), _TORCHRUN_LIMIT_S, _KILLED)]
     with suppress(OSError):
         subprocess.Popen(
             ["sh", "-c", _END_TORCHRUN, *arguments],
@@ -342,10 +342,10 @@ def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:
         failure = first_failure(job.ranks_dir)
         was_stopped = failure is None or failure.stopped_by is not None
         cause = "stopped by a signal" if failure is None else str(failure.as_error(job.ranks_dir))
-        # Of several hosts each has a torchrun of its own, and a terminal.
+        # Each of several hosts has a torchrun of its own, and a terminal.
         by_host = ranks.starter == "torchrun" and ranks.local_world_size < ranks.world_size
-        told = job.ranks_dir / (f"ending.{ranks.rank - ranks.local_rank}.txt" if by_host else "ending.txt")
-        if failure is not None and _is_new(cause, told, mine=failure.rank == ranks.rank):
+        cause_path = job.ranks_dir / (f"ending.{ranks.rank - ranks.local_rank}.txt" if by_host else "ending.txt")
+        if failure is not None and _is_new(cause, cause_path, is_own=failure.rank == ranks.rank):
             print(cause, file=terminal, flush=True)
         with suppress(OSError):  # a full disk, which may be the cause
             name = "SIGTERM" if failure is None or failure.stopped_by is None else failure.stopped_by
@@ -354,15 +354,15 @@ def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:
             write_ending(job, ranks.world_size, status=status, error=cause, code=code)
 
 
-def _is_new(cause: str, told_path: Path, mine: bool) -> bool:
+def _is_new(cause: str, path: Path, is_own: bool) -> bool:
     """Whether no rank has told this cause yet; on a full disk, where none can note it, whether it is this rank's."""
     try:
-        with open(told_path, "a+", opener=only_regular) as told:
-            told.seek(0)
-            if told.read() == cause:
+        with open(path, "a+", opener=only_regular) as file:
+            file.seek(0)
+            if file.read() == cause:
                 return False
-            told.truncate(0)
-            told.write(cause)
+            file.truncate(0)
+            file.write(cause)
     except (OSError, ValueError):
-        return mine
+        return is_own
     return True

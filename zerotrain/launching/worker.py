@@ -52,9 +52,9 @@ class TerminalAndFile(StandIn):
         else:
             lines, newline, self._unfinished_line = (self._unfinished_line + text).rpartition("\n")
             self._file.write(_COLOUR.sub("", lines + newline))
-        written = self._stream.write(text)
+        num_chars = self._stream.write(text)
         self._stream.flush()
-        return written
+        return num_chars
 
     def flush(self) -> None:
         """Flush both."""
@@ -187,12 +187,12 @@ def tell_torch_of_gpus(ranks_dir: Path) -> None:
 
 def _tell_torchrun(report: ErrorHandler, error: BaseException) -> None:
     """Have torchrun's own report say what has failed; it prints whatever the exception holds, and its traceback."""
-    said = printable(str(error))
-    if said == str(error):
+    text = printable(str(error))
+    if text == str(error):
         report.record_exception(error)
         return
     try:
-        raise type(type(error).__name__, (Exception,), {})(said) from None
+        raise type(type(error).__name__, (Exception,), {})(text) from None
     except Exception as shortened:
         report.record_exception(shortened)
 

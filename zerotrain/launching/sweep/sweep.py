@@ -104,25 +104,25 @@ def begin_study(config: DictConfig, sweep: "Sweep") -> Study:
         num_trials=total,
     )
     is_open = bool(sweeper.get("custom_search_space") or sweeper.get("search_space"))
-    names = None if is_open else {each.lstrip("+") for each in sweep.swept}
+    names = None if is_open else {name.lstrip("+") for name in sweep.swept}
     with sweep.journal.held():  # two drivers would make two studies
         storage = open_storage(url)
-        study = _opened(storage, begun, sweep)
+        study = _open_study(storage, begun, sweep)
         _held[:] = [_own_lock(folder)]
         for trial in study.get_trials(deepcopy=False):
             if trial.state.name == "WAITING" or (trial.state.name == "RUNNING" and _is_left_alone(trial)):
                 _take_up(storage, trial, names)
         starts = int(study.user_attrs.get(_STARTS, 0))
         study.set_user_attr(_STARTS, starts + 1)
-        states = [each.state.name for each in _counted(storage, storage.get_study_id_from_name(begun.name))]
+        states = [trial.state.name for trial in _job_trials(storage, storage.get_study_id_from_name(begun.name))]
     num_left = max(0, total - len(states) + states.count("WAITING"))
     if not num_left:
         print(f"the study has its {len(states)} trials; a larger hydra.sweeper.n_trials asks for more")
-    given = copy.deepcopy(sweeper)
+    original = copy.deepcopy(sweeper)
 
     def restore() -> None:
         with read_write(config.hydra):
-            config.hydra.sweeper = given
+            config.hydra.sweeper = original
 
     with read_write(config.hydra), open_dict(config.hydra), flag_override(sweeper, "allow_objects", True):
         # As an object: Hydra 1.4 makes none of a `_target_` here.
@@ -165,11 +165,14 @@ class StudyStorage:
             StudyIsFullError: it has.
         """
         with self._journal.held():
-            if len(_counted(self._storage, study_id)) >= self._study.num_trials:
-                self._give_back(study_id)
+            if len(_job_trials(self._storage, study_id)) >= self._study.num_trials:
+                # The jobs of trials that this driver has asked for in vain would have begun with this one.
+                for trial in self._storage.get_all_trials(study_id, deepcopy=False):
+                    if trial.state.name == "RUNNING" and trial.user_attrs.get(_DRIVER) == str(_held[0].name):
+                        _set_state(self._storage, trial, "WAITING")
                 raise StudyIsFullError
             trial_id: int = self._storage.create_new_trial(study_id, template_trial)
-            return self._asked(trial_id)
+            return self._note_job(trial_id)
 
     def set_trial_state(self, trial_id: int, state: Any) -> bool:
         """Optuna 2 calls this."""
@@ -188,9 +191,9 @@ class StudyStorage:
         try:
             self._storage.set_trial_param(trial_id, param_name, *values)
         except ValueError as error:
-            said = str(error).rstrip(".")
+            cause = str(error).rstrip(".")
             raise ConfigError(
-                f"{param_name}: the study has other values for it ({said}); give it those, another hydra.sweep.dir or "
+                f"{param_name}: the study has other values for it ({cause}); give it those, another hydra.sweep.dir or "
                 "another hydra.sweeper.study_name"
             ) from error
 
@@ -216,28 +219,20 @@ class StudyStorage:
             with self._journal.held():
                 is_ours = bool(set_state(trial_id, state, *values))
                 if is_ours:
-                    self._asked(trial_id)
+                    self._note_job(trial_id)
                 return is_ours
-        if state.name == "COMPLETE" and self._was_pruned(trial_id):
-            state = type(state).PRUNED
+        if state.name == "COMPLETE":
+            number = self._storage.get_trial(trial_id).number
+            events = [event for event in self._journal.events() if event.job == number]
+            if events and events[-1].status == PRUNED:
+                state = type(state).PRUNED
         return bool(set_state(trial_id, state, *values))
 
-    def _asked(self, trial_id: int) -> int:
+    def _note_job(self, trial_id: int) -> int:
         """This driver is about to run the trial, as its next job."""
         self._storage.set_trial_user_attr(trial_id, _DRIVER, str(_held[0].name))
         self._study.trials.append(self._storage.get_trial(trial_id).number)
         return trial_id
-
-    def _was_pruned(self, trial_id: int) -> bool:
-        number = self._storage.get_trial(trial_id).number
-        events = [event for event in self._journal.events() if event.job == number]
-        return bool(events) and events[-1].status == PRUNED
-
-    def _give_back(self, study_id: int) -> None:
-        """Let those wait that this driver has asked for in vain: their jobs would have begun with this one."""
-        for trial in self._storage.get_all_trials(study_id, deepcopy=False):
-            if trial.state.name == "RUNNING" and trial.user_attrs.get(_DRIVER) == str(_held[0].name):
-                _set_state(self._storage, trial, "WAITING")
 
 
 _held: list[BinaryIO] = []
@@ -246,13 +241,13 @@ _held: list[BinaryIO] = []
 
 def _problems(config: DictConfig, directions: list[str]) -> Iterator[str]:
     sweeper = config.hydra.sweeper
-    given = sweeper.direction if OmegaConf.is_list(sweeper.direction) else [sweeper.direction]
-    found = [getattr(each, "name", str(each)) for each in given]
-    given_here = any(each.startswith("hydra.sweeper.direction=") for each in config.hydra.overrides.hydra)
-    if found != directions and (given_here or found != ["minimize"]):
-        wanted, has = ("[" + ",".join(each) + "]" if len(each) > 1 else each[0] for each in (found, directions))
+    values = sweeper.direction if OmegaConf.is_list(sweeper.direction) else [sweeper.direction]
+    names = [getattr(value, "name", str(value)) for value in values]
+    given_here = any(override.startswith("hydra.sweeper.direction=") for override in config.hydra.overrides.hydra)
+    if names != directions and (given_here or names != ["minimize"]):
+        got, has = ("[" + ",".join(group) + "]" if len(group) > 1 else group[0] for group in (names, directions))
         yield (
-            f"hydra.sweeper.direction: got {wanted}, but sweep.direction={has}; give sweep.direction={wanted} and "
+            f"hydra.sweeper.direction: got {got}, but sweep.direction={has}; give sweep.direction={got} and "
             "leave this one out"
         )
     if OmegaConf.is_config(sweeper.storage):
@@ -263,7 +258,7 @@ def _problems(config: DictConfig, directions: list[str]) -> Iterator[str]:
         yield f"hydra.sweeper.n_trials: got {sweeper.n_trials}; it must be 1 or more"
 
 
-def _opened(storage: Any, wanted: Study, sweep: "Sweep") -> Any:
+def _open_study(storage: Any, begun: Study, sweep: "Sweep") -> Any:
     """The study of this name, made where there is none. A ConfigError where it is about something else: its trials
     would be compared with others."""
     import optuna
@@ -272,30 +267,30 @@ def _opened(storage: Any, wanted: Study, sweep: "Sweep") -> Any:
 
     directions, objectives = list(sweep.directions), list(sweep.objectives)
     try:
-        study = optuna.load_study(study_name=wanted.name, storage=storage)
+        study = optuna.load_study(study_name=begun.name, storage=storage)
     except KeyError:
-        study = optuna.create_study(study_name=wanted.name, storage=storage, directions=directions)
+        study = optuna.create_study(study_name=begun.name, storage=storage, directions=directions)
         study.set_user_attr(_OBJECTIVES, objectives)
-    found = [each.name.lower() for each in study.directions]
-    asked = study.user_attrs.get(_OBJECTIVES, objectives)
-    if found != directions or asked != objectives:
+    study_directions = [direction.name.lower() for direction in study.directions]
+    study_objectives = study.user_attrs.get(_OBJECTIVES, objectives)
+    if study_directions != directions or study_objectives != objectives:
         wants, has = (
-            " and ".join(f"{direction} {name}" for direction, name in zip(*each, strict=False))
-            for each in ((directions, objectives), (found, asked))
+            " and ".join(f"{direction} {name}" for direction, name in zip(*pair, strict=False))
+            for pair in ((directions, objectives), (study_directions, study_objectives))
         )
         raise ConfigError(
-            f"sweep.objective: got {wants}, but the study {wanted.name} in {without_password(wanted.url)} is to {has}; "
+            f"sweep.objective: got {wants}, but the study {begun.name} in {without_password(begun.url)} is to {has}; "
             "give that, or another hydra.sweeper.study_name"
         )
     if sweep.again == "all" and (num_trials := len(study.get_trials(deepcopy=False))):
         raise ConfigError(
-            f"sweep.again: got all, but the study {wanted.name} has {num_trials} trials, which it keeps; give another "
+            f"sweep.again: got all, but the study {begun.name} has {num_trials} trials, which it keeps; give another "
             "hydra.sweeper.study_name, or another hydra.sweep.dir"
         )
     return study
 
 
-def _counted(storage: Any, study_id: int) -> list[Any]:
+def _job_trials(storage: Any, study_id: int) -> list[Any]:
     """The trials that are jobs."""
     trials = storage.get_all_trials(study_id, deepcopy=False)
     return [trial for trial in trials if _DROPPED not in trial.user_attrs]
@@ -308,7 +303,7 @@ def _take_up(storage: Any, trial: Any, names: set[str] | None) -> None:
     Args:
         names: of the settings that Optuna chooses; None: nobody knows them.
     """
-    if names is None or {each.lstrip("+") for each in trial.params} <= names:
+    if names is None or {name.lstrip("+") for name in trial.params} <= names:
         _set_state(storage, trial, "WAITING")
     else:
         storage.set_trial_user_attr(trial._trial_id, _DROPPED, True)
@@ -386,24 +381,26 @@ class Sweep:
         Args:
             config: as Hydra tells it to its callbacks, with `hydra`.
         """
-        folder, given, sweeper = Path(config.hydra.sweep.dir).absolute(), settings_of(config), config.hydra.sweeper
-        is_basic = [str(config.hydra[each].get("_target_", "")).startswith(_BASIC) for each in ("launcher", "sweeper")]
+        folder, settings, sweeper = Path(config.hydra.sweep.dir).absolute(), settings_of(config), config.hydra.sweeper
+        has_basic_launcher, has_basic_sweeper = (
+            str(config.hydra[group].get("_target_", "")).startswith(_BASIC) for group in ("launcher", "sweeper")
+        )
         swept = swept_in(config)
         total = None if swept is None else prod(map(_num_values, swept)) or None
-        num_jobs = given.jobs or config.hydra.launcher.get("n_jobs") or 1
+        num_jobs = settings.jobs or config.hydra.launcher.get("n_jobs") or 1
         return cls(
             folder=folder,
             start=SweepJournal(folder).nbytes,
-            swept=tuple(each.get_key_element().lstrip("+") for each in swept or ()),
-            total=total if is_basic[1] else _num_trials(sweeper, total),
-            again=given.again,
-            diverged=given.diverged,
-            max_failures_in_a_row=given.max_failures_in_a_row,
-            output=given.output,
-            objectives=tuple(given.objectives),
-            directions=tuple(given.directions),
-            waits=not is_basic[1],
-            in_driver=is_basic[0],
+            swept=tuple(override.get_key_element().lstrip("+") for override in swept or ()),
+            total=total if has_basic_sweeper else _num_trials(sweeper, total),
+            again=settings.again,
+            diverged=settings.diverged,
+            max_failures_in_a_row=settings.max_failures_in_a_row,
+            output=settings.output,
+            objectives=tuple(settings.objectives),
+            directions=tuple(settings.directions),
+            waits=not has_basic_sweeper,
+            in_driver=has_basic_launcher,
             num_at_once=num_jobs if num_jobs > 0 else os.cpu_count() or 1,
         )
 
@@ -425,8 +422,8 @@ class Sweep:
     def gives_up_after(self, events: list[JobEvent]) -> bool:
         """Whether as many jobs have failed one after the other that it ends. One that was refused tells nothing of the
         machine."""
-        last = [event.status for event in events if event.event == ENDED][-self.max_failures_in_a_row :]
-        return 0 < self.max_failures_in_a_row == last.count(FAILED)
+        statuses = [event.status for event in events if event.event == ENDED][-self.max_failures_in_a_row :]
+        return 0 < self.max_failures_in_a_row == statuses.count(FAILED)
 
     def events(self) -> list[JobEvent]:
         """The events of its jobs since it was begun."""
@@ -442,7 +439,7 @@ class Sweep:
 
     def varied(self, overrides: list[str]) -> list[str]:
         """Those settings of a job that the sweep varies."""
-        return [each for each in overrides if each.lstrip("+").partition("=")[0] in self.swept]
+        return [override for override in overrides if override.lstrip("+").partition("=")[0] in self.swept]
 
     def identity(self, config_hash: str | None, overrides: list[str]) -> Identity:
         """The settings that tell one of its jobs from the others."""
@@ -455,9 +452,11 @@ class Sweep:
 
 def _num_trials(sweeper: DictConfig, num_in_grid: int | None) -> int | None:
     """How many jobs a sweeper of a plugin runs; None where nobody knows."""
-    wanted = sweeper.get("n_trials")
+    num_trials = sweeper.get("n_trials")
     is_grid = OmegaConf.select(sweeper, "sampler._target_") == _GRID
-    return min(wanted, num_in_grid) if wanted is not None and is_grid and num_in_grid is not None else wanted
+    if is_grid and num_trials is not None and num_in_grid is not None:
+        return min(num_trials, num_in_grid)
+    return num_trials
 
 
 def settings_of(config: DictConfig) -> SweepConfig:
@@ -466,22 +465,22 @@ def settings_of(config: DictConfig) -> SweepConfig:
     Args:
         config: as Hydra tells it to its callbacks.
     """
-    found = {each.name: OmegaConf.select(config, f"sweep.{each.name}") for each in fields(SweepConfig)}
+    values = {setting.name: OmegaConf.select(config, f"sweep.{setting.name}") for setting in fields(SweepConfig)}
     plain: dict[str, Any] = {
-        name: OmegaConf.to_container(each) if OmegaConf.is_config(each) else each for name, each in found.items()
+        name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for name, value in values.items()
     }
     return SweepConfig(**{name: value for name, value in plain.items() if value is not None})
 
 
 def swept_in(config: DictConfig) -> list[Override] | None:
     """The settings that have several values, the sweeper's own first; None where Hydra alone can tell."""
-    given = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    overrides = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
     try:
-        parsed = OverridesParser.create().parse_overrides([*params, *map(str, given)])  # type: ignore[arg-type]
+        parsed = OverridesParser.create().parse_overrides([*params, *map(str, overrides)])  # type: ignore[arg-type]
     except HydraException:
         return None
-    return [each for each in parsed if each.is_sweep_override()]
+    return [override for override in parsed if override.is_sweep_override()]
 
 
 def _num_values(swept: Override) -> int:

@@ -22,36 +22,12 @@ from zerotrain.config.checks import makes, target_problems
 from zerotrain.config.schema import Config, SweepConfig
 from zerotrain.config.words import did_you_mean, word
 from zerotrain.errors import ConfigError
+from zerotrain.files import untrusted
 from zerotrain.files.terminal import LastingStream
-from zerotrain.files.untrusted import (
-    Natural,
-    UntrustedFileError,
-    duration,
-    only_regular,
-    parse_json,
-    parse_yaml,
-    printable,
-    read_regular,
-    require_kind,
-)
+from zerotrain.files.untrusted import printable
 from zerotrain.launching import exits
 from zerotrain.launching.sweep.sweep import MAX_JOBS, Sweep, begin_study, has_study, settings_of, swept_in
-from zerotrain.report.journal import (
-    BEGUN,
-    COMPLETED,
-    DIVERGED,
-    ENDED,
-    FAILED,
-    JOURNAL_NAME,
-    PRUNED,
-    REFUSED,
-    RUNNING,
-    STOPPED,
-    TAKEN,
-    JobEvent,
-    SweepJournal,
-    note_earlier_results,
-)
+from zerotrain.report import journal
 from zerotrain.settings import settings_in
 
 # The report of a sweep while it runs: written again after each job that has ended.
@@ -73,7 +49,7 @@ class KeptReport:
 
     def look(self) -> None:
         """Write what is no longer up to date; the page only so often."""
-        num = sum(event.event != BEGUN for event in self._sweep.events())
+        num = sum(event.event != journal.BEGUN for event in self._sweep.events())
         is_page_due = num > self._num_on_page and time.monotonic() - self._page_s > _PAGE_EVERY_S
         if num == self._num_told and not is_page_due:
             return
@@ -100,12 +76,12 @@ _USUAL_COLUMNS = 80
 
 
 class _ProgressLine(TypedDict):
-    step: Natural
+    step: untrusted.Natural
     train_loss: float | None
 
 
 class _Train(TypedDict):
-    max_steps: Natural
+    max_steps: untrusted.Natural
 
 
 class _Config(TypedDict):
@@ -127,7 +103,7 @@ class StatusLine:
         self._max_steps: dict[str, int | None] = {}
         """By the folder of the job."""
 
-    def draw(self, last: list[JobEvent]) -> None:
+    def draw(self, events: list[journal.JobEvent]) -> None:
         """Show the jobs that run.
 
         Args:
@@ -135,7 +111,7 @@ class StatusLine:
         """
         if not self._has_place:
             return
-        running = [event for event in last if event.event == BEGUN and event.is_within]
+        running = [event for event in events if event.event == journal.BEGUN and event.is_within]
         text = ", ".join(" ".join(self._of_job(event)) for event in running)
         with suppress(OSError):
             columns = os.get_terminal_size(self._stream.fileno()).columns
@@ -148,39 +124,40 @@ class StatusLine:
         if self._shown:
             self._write(_ERASED, "")
 
-    def _write(self, text: str, shown: str) -> None:
-        self._shown = shown
+    def _write(self, text: str, visible: str) -> None:
+        self._shown = visible
         self._stream.write(text)
         self._stream.flush()
 
-    def _of_job(self, event: JobEvent) -> Iterator[str]:
+    def _of_job(self, event: journal.JobEvent) -> Iterator[str]:
         yield f"job {event.job}"
         run_dir = self._folder / event.folder
-        if (said := _last_measured(run_dir / "metrics.jsonl")) is None:
+        if (progress := _last_measured(run_dir / "metrics.jsonl")) is None:
             yield "starts"
             return
         if self._max_steps.get(event.folder) is None:
             self._max_steps[event.folder] = _max_steps(run_dir / "config.yaml")
         max_steps = self._max_steps[event.folder]
-        yield f"step {said['step']}" if max_steps is None else f"step {said['step']}/{max_steps}"
-        yield "loss nan" if said["train_loss"] is None else f"loss {said['train_loss']:.3f}"
+        yield f"step {progress['step']}" if max_steps is None else f"step {progress['step']}/{max_steps}"
+        yield "loss nan" if progress["train_loss"] is None else f"loss {progress['train_loss']:.3f}"
 
 
 def _last_measured(path: Path) -> "dict[str, int | float | None] | None":
     """The last line of a metrics.jsonl that has a loss of training; None where there is none."""
-    with suppress(OSError), open(path, "rb", opener=only_regular) as file:
+    with suppress(OSError), open(path, "rb", opener=untrusted.only_regular) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _NBYTES))
         for line in reversed(file.read(_NBYTES).split(b"\n")):
-            with suppress(UntrustedFileError):
-                said: dict[str, int | float | None] = parse_json(line, _ProgressLine)
-                return said
+            with suppress(untrusted.UntrustedFileError):
+                progress: dict[str, int | float | None] = untrusted.parse_json(line, _ProgressLine)
+                return progress
     return None
 
 
 def _max_steps(path: Path) -> int | None:
     """The steps of a run by its config.yaml; None where that does not say."""
-    with suppress(OSError, UntrustedFileError):
-        config = require_kind(parse_yaml(read_regular(path, max_nbytes=_MAX_CONFIG_NBYTES)), _Config)
+    with suppress(OSError, untrusted.UntrustedFileError):
+        content = untrusted.read_regular(path, max_nbytes=_MAX_CONFIG_NBYTES)
+        config = untrusted.require_kind(untrusted.parse_yaml(content), _Config)
         return int(config["train"]["max_steps"])
     return None
 
@@ -201,7 +178,7 @@ class Teller:
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
         self._out, self._err = (_copy_of(descriptor) for descriptor in (1, 2))
-        self._last: dict[tuple[int, str], JobEvent] = {}
+        self._last: dict[tuple[int, str], journal.JobEvent] = {}
         """The last line of each job."""
         self._num_run = self._num_told = 0
         events = sweep.events_to_count()
@@ -231,11 +208,12 @@ class Teller:
             for event in events[self._num_told :]:
                 self._num_told += 1
                 self._last[event.job, event.folder] = event
-                self._num_run += event.event == ENDED
-                if event.error and event.event in (ENDED, REFUSED) and event.status not in (STOPPED, PRUNED):
+                self._num_run += event.event == journal.ENDED
+                is_over = event.event in (journal.ENDED, journal.REFUSED)
+                if event.error and is_over and event.status not in (journal.STOPPED, journal.PRUNED):
                     self._print(self._err, f"job {event.job}: {printable(event.error, _MAX_ERROR)}")
                 self._print(self._out, " ".join(self._line(event)))
-                if event.status == FAILED and self._sweep.gives_up_after(events[: self._num_told]):
+                if event.status == journal.FAILED and self._sweep.gives_up_after(events[: self._num_told]):
                     self._print(
                         self._err,
                         f"{self._sweep.max_failures_in_a_row} jobs have failed one after the other, so the sweep ends; "
@@ -251,41 +229,41 @@ class Teller:
                 with self._lock:
                     self._status.draw(list(self._last.values()))
 
-    def _line(self, event: JobEvent) -> Iterator[str]:
-        given = self._sweep.varied(event.overrides)
+    def _line(self, event: journal.JobEvent) -> Iterator[str]:
+        settings = self._sweep.varied(event.overrides)
         yield f"job {event.job}"
-        if event.event == BEGUN:
+        if event.event == journal.BEGUN:
             yield f"begins in {printable(event.folder, keep='')}:"
-            yield printable(" ".join(given or event.overrides), keep="")
+            yield printable(" ".join(settings or event.overrides), keep="")
             return
-        if event.status == RUNNING:
+        if event.status == journal.RUNNING:
             yield f"is run by pid {event.pid} on {printable(event.host, keep='')}"
-        elif event.event == TAKEN:
+        elif event.event == journal.TAKEN:
             yield f"is taken as it lies in {printable(event.folder, keep='')}: {event.status}"
         else:
-            yield "refused" if event.event == REFUSED else str(event.status)
+            yield "refused" if event.event == journal.REFUSED else str(event.status)
         name = self._sweep.objectives[0]
         if (value := self._sweep.value_of(event)) is not None:
             yield f"with {'loss' if name == SweepConfig.objective else printable(name, keep='')} {_figures(value)}"
         yield f"({', '.join(self._sums())})"
 
     def _sums(self) -> Iterator[str]:
-        done = [event for event in self._last.values() if event.event != BEGUN]
+        ended = [event for event in self._last.values() if event.event != journal.BEGUN]
         total = self._sweep.total
-        yield f"{len(done)}/{total}" if total else f"{len(done)} done"
-        if num_failed := sum(event.status == FAILED for event in done):
+        yield f"{len(ended)}/{total}" if total else f"{len(ended)} done"
+        if num_failed := sum(event.status == journal.FAILED for event in ended):
             yield f"{num_failed} failed"
-        if num_pruned := sum(event.status == PRUNED for event in done):
+        if num_pruned := sum(event.status == journal.PRUNED for event in ended):
             yield f"{num_pruned} pruned"
         sign = -1 if self._sweep.directions[0] == "maximize" else 1
-        compared = [event for event in done if event.status == COMPLETED]
+        compared = [event for event in ended if event.status == journal.COMPLETED]
         values = [(sign * value, event.job) for event in compared if (value := self._sweep.value_of(event)) is not None]
         if values:
             value, job = min(values)
             yield f"best {_figures(sign * value)} job {job}"
-        if total and total > len(done) and self._num_run:
-            left_s = (time.time() - self._sweep.begun_s) / self._num_run * (total - len(done))
-            yield f"{duration(left_s)} left"
+        if total and total > len(ended) and self._num_run:
+            left_s = (time.time() - self._sweep.begun_s) / self._num_run * (total - len(ended))
+            yield f"{untrusted.duration(left_s)} left"
 
     def _print(self, stream: TextIO, line: str) -> None:
         sys.stdout.flush()
@@ -327,8 +305,8 @@ class SweepFolder(Callback):
         # A ${...} that leads nowhere, a range without a step, no launcher: Hydra is about to say so.
         with suppress(OmegaConfBaseException, ValueError, AttributeError):
             folder = Path(config.hydra.sweep.dir).absolute()
-            if not SweepJournal(folder).nbytes:
-                note_earlier_results(folder)
+            if not journal.SweepJournal(folder).nbytes:
+                journal.note_earlier_results(folder)
             sweep = Sweep.of(config)
         if sweep is not None:
             for _, teller in _driven:  # of a study that begins again
@@ -350,10 +328,10 @@ def _with_study(sweep: Sweep, config: DictConfig) -> Sweep:
             raise ConfigError(*problems)
         return replace(sweep, study=begin_study(config, sweep)) if has_study(config) else sweep
     except (ConfigError, ImportError) as error:
-        said = str(error)
+        problem = str(error)
     except Exception as error:  # of whatever database it is
-        said = f"hydra.sweeper.storage: the study cannot be used: {type(error).__name__}: {error}".partition("\n")[0]
-    print(printable(said), file=sys.stderr)
+        problem = f"hydra.sweeper.storage: the study cannot be used: {type(error).__name__}: {error}".partition("\n")[0]
+    print(printable(problem), file=sys.stderr)
     raise SystemExit(exits.CONFIG_PROBLEM)
 
 
@@ -363,26 +341,27 @@ def _problems(config: DictConfig, total: int | None) -> Iterator[str]:
     Args:
         total: of its jobs, where that is known.
     """
-    given, swept = settings_of(config), swept_in(config) or []
-    settings = settings_in(given, "sweep.")
+    sweep_config, swept = settings_of(config), swept_in(config) or []
+    settings = settings_in(sweep_config, "sweep.")
     if refused := [
         setting.must_be(name, value, word) for name, setting, value in settings if not setting.allows(value)
     ]:
         yield from refused
         return
-    for each in swept:
-        bounds = [getattr(each.value(), name, None) for name in ("start", "end", "stop", "step")]
+    for override in swept:
+        bounds = [getattr(override.value(), name, None) for name in ("start", "end", "stop", "step")]
         if any(isinstance(bound, float) and not isfinite(bound) for bound in bounds):
-            yield f"{each.input_line}: its bounds must be finite numbers"
+            yield f"{override.input_line}: its bounds must be finite numbers"
     if total is not None and total > MAX_JOBS and not has_study(config):
         yield f"-m: got {total:,} jobs or more; a sweep has {MAX_JOBS:,} at most; give fewer values"
-    names, directions, pruner = given.objectives, given.directions, given.pruner
+    names, directions, pruner = sweep_config.objectives, sweep_config.directions, sweep_config.pruner
     if len(names) != len(directions):
         yield f"sweep.direction: got {len(directions)} for {len(names)} objectives; give one for each, or one for all"
     if len(names) > 1 and not has_study(config):
         yield f"sweep.objective: got {len(names)}; several need hydra/sweeper=optuna; give one"
     if names != [SweepConfig.objective] or pruner is not None:
-        yield from _objective_problems(config, given, [each.get_key_element().lstrip("+") for each in swept])
+        keys = [override.get_key_element().lstrip("+") for override in swept]
+        yield from _objective_problems(config, sweep_config, keys)
     if pruner is None:
         return
     if not has_study(config):
@@ -394,44 +373,44 @@ def _problems(config: DictConfig, total: int | None) -> Iterator[str]:
     else:
         from zerotrain.run.factory import build  # imports torch
 
-        if not hasattr(made := build("sweep.pruner", pruner), "prune"):
-            kind = type(made).__name__
+        if not hasattr(built := build("sweep.pruner", pruner), "prune"):
+            kind = type(built).__name__
             yield f"sweep.pruner._target_: got {pruner['_target_']}, which makes a {kind}; it must be a pruner"
 
 
-def _objective_problems(config: DictConfig, given: SweepConfig, swept: list[str]) -> Iterator[str]:
+def _objective_problems(config: DictConfig, sweep_config: SweepConfig, swept: list[str]) -> Iterator[str]:
     """Those of the objectives' names. The metrics are known where no job has others of its own."""
     from zerotrain.training.metrics import Metric
     from zerotrain.training.result import NUMBERS, in_evaluation  # imports torch
 
-    fixed = {each.name for each in fields(Config)} - {"callbacks", "data"}
+    fixed = {field.name for field in fields(Config)} - {"callbacks", "data"}
     metrics: list[str] | None = None
-    if {each.partition(".")[0] for each in swept} <= fixed:
+    if {name.partition(".")[0] for name in swept} <= fixed:
         callbacks: Any = OmegaConf.to_container(config.get("callbacks") or OmegaConf.create(), resolve=False)
-        targets = {name: each.get("_target_") for name, each in callbacks.items() if isinstance(each, dict)}
+        targets = {name: callback.get("_target_") for name, callback in callbacks.items() if isinstance(callback, dict)}
         metrics = [name for name, target in targets.items() if isinstance(target, str) and makes(target, Metric)]
-    known = [f"val_{each}" for each in ("loss", *(metrics or ()))]
-    for name in given.objectives:
+    measured = [f"val_{name}" for name in ("loss", *(metrics or ()))]
+    for name in sweep_config.objectives:
         evaluated = in_evaluation(name)
-        is_there = evaluated is not None and (metrics is None or evaluated.partition("/")[0] in known)
+        is_there = evaluated is not None and (metrics is None or evaluated.partition("/")[0] in measured)
         if name not in NUMBERS and not is_there:
-            there = [*known, *NUMBERS]
-            more = ", and val_NAME of a metric" if metrics is None else ""
+            choices = [*measured, *NUMBERS]
+            hint = ", and val_NAME of a metric" if metrics is None else ""
             yield (
-                f"sweep.objective: got {name}; there is no such value{did_you_mean(name, there)}; there are "
-                f"{', '.join(there)}{more}"
+                f"sweep.objective: got {name}; there is no such value{did_you_mean(name, choices)}; there are "
+                f"{', '.join(choices)}{hint}"
             )
-        elif evaluated is None and given.pruner is not None and len(given.objectives) == 1:
+        elif evaluated is None and sweep_config.pruner is not None and len(sweep_config.objectives) == 1:
             yield (
                 f"sweep.objective: got {name}, which no evaluation measures, with sweep.pruner; give val_loss or "
                 "another metric, or leave the pruner out"
             )
 
 
-def joined(folder: Path) -> Sweep:
+def join_sweep(folder: Path) -> Sweep:
     """The sweep whose job this process runs."""
     if not _joined:  # the user has left the callback out
-        _joined.append(Sweep(folder=folder, start=SweepJournal(folder).nbytes))
+        _joined.append(Sweep(folder=folder, start=journal.SweepJournal(folder).nbytes))
         _driven.append((_joined[-1], Teller(_joined[-1])))
     return _joined[-1]
 
@@ -448,14 +427,14 @@ def find_latest(arguments: list[str]) -> None:
     if LATEST not in arguments:
         return
     sweeps = sorted(
-        path.parent for name in ("multirun.yaml", JOURNAL_NAME) for path in Path("multirun").glob(f"*/*/{name}")
+        path.parent for name in ("multirun.yaml", journal.JOURNAL_NAME) for path in Path("multirun").glob(f"*/*/{name}")
     )
     if not sweeps:
         raise ConfigError("hydra.sweep.dir: got latest, but there is no sweep in multirun/ yet; leave it out")
     arguments[arguments.index(LATEST)] = f"hydra.sweep.dir={sweeps[-1]}"
 
 
-def driven() -> "tuple[Sweep, Teller] | None":
+def driven_sweep() -> "tuple[Sweep, Teller] | None":
     """The sweep that this process drives, and who tells its user of it."""
     return _driven[-1] if _driven else None
 
@@ -470,10 +449,10 @@ def report(code: int) -> int:
     Returns:
         The exit code: `code`, or that of a failure where a job has failed.
     """
-    found = driven()
-    if found is None:
+    current = driven_sweep()
+    if current is None:
         return code
-    sweep, teller = found
+    sweep, teller = current
     teller.close()
     events = sweep.events_to_count()
     if not events:
@@ -484,19 +463,19 @@ def report(code: int) -> int:
     from zerotrain.report.rows import read_report
 
     all_in_folder = read_report(sweep.folder)
-    told = all_in_folder.only(sweep.folder, events)
-    print_table(told, Console())
+    own = all_in_folder.only(sweep.folder, events)
+    print_table(own, Console())
     try:
         write_files(all_in_folder, sweep.folder)
         print(f"report: {sweep.folder / PAGE_NAME}")
     except (ConfigError, OSError) as error:
         print(f"warning: the report of the sweep cannot be written: {printable(str(error))}", file=sys.stderr)
-    counts = Counter(told.counts)
-    num_done = counts[COMPLETED] + counts[PRUNED]
+    counts = Counter(own.counts)
+    num_done = counts[journal.COMPLETED] + counts[journal.PRUNED]
     if sweep.study is not None:  # which runs no failed trial again
-        num_done = len(told.rows) - counts[STOPPED] - counts[RUNNING]
-    if num_done < max(len(told.rows), sweep.total or 0):
-        shown = sweep.folder.relative_to(Path.cwd()) if sweep.folder.is_relative_to(Path.cwd()) else sweep.folder
-        print(f"to go on: the same command with hydra.sweep.dir={shown}, which takes completed jobs as they are")
-    has_failed = counts[FAILED] or (counts[DIVERGED] and sweep.diverged == "fail")
+        num_done = len(own.rows) - counts[journal.STOPPED] - counts[journal.RUNNING]
+    if num_done < max(len(own.rows), sweep.total or 0):
+        folder = sweep.folder.relative_to(Path.cwd()) if sweep.folder.is_relative_to(Path.cwd()) else sweep.folder
+        print(f"to go on: the same command with hydra.sweep.dir={folder}, which takes completed jobs as they are")
+    has_failed = counts[journal.FAILED] or (counts[journal.DIVERGED] and sweep.diverged == "fail")
     return exits.FAILED if has_failed and code == exits.COMPLETED else code
