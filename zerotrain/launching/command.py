@@ -103,7 +103,10 @@ def problems_with(error: Exception, conf: Path) -> list[str]:
             problems = []
     problems += [] if problems else _plugin_problems(arguments)
     if not problems and isinstance(error, OmegaConfBaseException) and str(error.full_key or "").startswith("hydra."):
-        problems = [interpolation_line(str(error.full_key), _raw_value(error), error)]
+        # The value as the command line has it.
+        values = [word.partition("=")[2] for word in sys.argv if word.lstrip("+").startswith(f"{error.full_key}=")]
+        value = values[-1] if values else str(OmegaConf.to_container(error.parent_node, resolve=False))
+        problems = [interpolation_line(str(error.full_key), value, error)]
     if not problems and isinstance(error, OSError) and error.filename is not None and error.errno not in exits.NO_ROOM:
         setting = "hydra.sweep.dir" if is_sweep() else "hydra.run.dir"
         problems = [f"{setting}: {error.filename} cannot be made: {error.strerror}; give a folder that can be written"]
@@ -188,13 +191,6 @@ def composing(folders: Sequence[Path], name: str = PRIMARY_CONFIG) -> Iterator[C
     searched = [f"hydra.searchpath=[{paths}]"] if extra else []
     with hydra.initialize_config_dir(config_dir=str(primary.resolve()), version_base="1.3"):
         yield lambda settings: hydra.compose(name, [*settings, *searched])
-
-
-def _raw_value(error: OmegaConfBaseException) -> str:
-    """The value given to a setting of hydra itself, as the command line has it."""
-    key = f"{error.full_key}="
-    values = [argument.partition("=")[2] for argument in sys.argv if argument.lstrip("+").startswith(key)]
-    return values[-1] if values else str(OmegaConf.to_container(error.parent_node, resolve=False))
 
 
 # The work of each process, and the exit code of a failure.

@@ -273,7 +273,7 @@ class Failure:
     """The subject of that sentence where it is another, such as "rank 1 on n0" or "n1 (ranks 2, 3)"."""
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, saw_alive: Mapping[int, str] | None = None) -> "Failure":
+    def from_error(cls, error: BaseException, rank: int, saw_alive: Mapping[int, str] | None = None) -> "Failure":
         """The failure that an exception means, on the rank that caught it."""
         from_peers = _comes_from_peers(error)
         message = str(error) if isinstance(error, CommError) and from_peers else f"{type(error).__name__}: {error}"
@@ -332,7 +332,10 @@ def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_us
         by_user: whether the user is known to have stopped them. A rank that ends in order and is gone before has
             failed all the same.
     """
-    failures = _read_failures(ranks_dir)
+    failures = []
+    for path in ranks_dir.glob("*.error.json"):
+        with suppress(OSError, ValueError):  # a file of somebody else
+            failures.append(Failure.read(path))
     states = read_states(ranks_dir)
     failures += [Failure(state.rank, state.failed, time_s=time.time()) for state, _ in states if state.failed]
     spoke = {failure.rank for failure in failures}
@@ -382,15 +385,6 @@ def _ranks_beside(rank: int, hosts: Mapping[int, str]) -> list[int]:
 
 def _host_name(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
     return f"{hosts[ranks[0]]} ({named(ranks)})"
-
-
-def _read_failures(ranks_dir: Path) -> list[Failure]:
-    """The failures that ranks have written; other files are ignored."""
-    failures = []
-    for path in ranks_dir.glob("*.error.json"):
-        with suppress(OSError, ValueError):
-            failures.append(Failure.read(path))
-    return failures
 
 
 def lost_folder(run_dir: Path) -> RunError:

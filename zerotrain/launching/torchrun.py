@@ -292,7 +292,7 @@ def run_here(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
         if ranks.local_rank == 0:
             _let_torchrun_end(ranks, terminal)
         # Torchrun takes the first process to end for the root cause: let the rank that is it go first.
-        wait_s = _PEER_HEAD_START_S if Failure.of(error, ranks.rank).from_peers else 0.0
+        wait_s = _PEER_HEAD_START_S if Failure.from_error(error, ranks.rank).from_peers else 0.0
         _end(settle, wait_s, exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED)
 
 

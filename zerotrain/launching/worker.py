@@ -122,7 +122,7 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
         raise
     except (Exception, SystemExit) as error:
         name_full_disk(error, job.run_dir)
-        failure = Failure.of(error, ranks.rank, seen_alive(job.ranks_dir, ranks.rank))
+        failure = Failure.from_error(error, ranks.rank, seen_alive(job.ranks_dir, ranks.rank))
         try:
             failure.write(job.ranks_dir)
             traceback.print_exc(file=log)
@@ -166,7 +166,7 @@ def leave_overdue(ranks_dir: Path, rank: int, error: CommError | None) -> None:
         if error is None:
             (ranks_dir / f"{rank}.overdue.error.json").unlink(missing_ok=True)
         else:
-            Failure.of(error, rank, seen_alive(ranks_dir, rank)).write(ranks_dir, "overdue.error")
+            Failure.from_error(error, rank, seen_alive(ranks_dir, rank)).write(ranks_dir, "overdue.error")
 
 
 def tell_torch_of_gpus(ranks_dir: Path) -> None:

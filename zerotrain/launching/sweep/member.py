@@ -81,8 +81,12 @@ def _find_place(job: WantedPlace, book: journal.Book, stack: ExitStack) -> JobPl
     erases = job.config is not None and job.config.launch.overwrite
     if erases or not job.may_move:
         _require_unclaimed(job)
-    if (in_use := _running_place(job, note)) is not None:
-        return JobPlace(run_dir=in_use, runs_elsewhere=True)
+    if job.identity.hash is not None:
+        # Another process runs the job from the moment it has the folder: the journal and the config there come later.
+        locks = {hydra_dir / LOCK_NAME, *job.sweep.folder.glob(f"*/{LOCK_NAME}")}
+        for path in sorted(locks):
+            if is_held(path) and holding_job(path.parent) == note:
+                return JobPlace(run_dir=path.parent, runs_elsewhere=True)
     for run_dir, event in [(hydra_dir, None)] if erases else list(_candidates(job, book.events())):
         try:
             stack.enter_context(locked(run_dir, job=note))
@@ -103,15 +107,6 @@ def _find_place(job: WantedPlace, book: journal.Book, stack: ExitStack) -> JobPl
             stack.enter_context(locked(run_dir, job=note))
             break
     return JobPlace(run_dir=run_dir)
-
-
-def _running_place(job: WantedPlace, note: str) -> Path | None:
-    """The folder in which another process runs the job. It counts from the moment that the process has the folder: what
-    the journal says of that, and the config there, come later."""
-    if job.identity.hash is None:
-        return None
-    locks = {job.hydra_dir / LOCK_NAME, *job.sweep.folder.glob(f"*/{LOCK_NAME}")}
-    return next((path.parent for path in sorted(locks) if is_held(path) and holding_job(path.parent) == note), None)
 
 
 def _require_unclaimed(job: WantedPlace) -> None:

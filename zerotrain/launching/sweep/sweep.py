@@ -104,6 +104,7 @@ def begin_study(config: DictConfig, sweep: "Sweep") -> Study:
         num_trials=total,
     )
     is_open = bool(sweeper.get("custom_search_space") or sweeper.get("search_space"))
+    # The settings that Optuna chooses; None: nobody knows them.
     names = None if is_open else {name.lstrip("+") for name in sweep.swept}
     with sweep.journal.held():  # two drivers would make two studies
         storage = open_storage(url)
@@ -111,7 +112,11 @@ def begin_study(config: DictConfig, sweep: "Sweep") -> Study:
         _held[:] = [_own_lock(folder)]
         for trial in study.get_trials(deepcopy=False):
             if trial.state.name == "WAITING" or (trial.state.name == "RUNNING" and _is_left_alone(trial)):
-                _take_up(storage, trial, names)
+                if names is None or {name.lstrip("+") for name in trial.params} <= names:
+                    _set_state(storage, trial, "WAITING")
+                else:  # misspelt before, or somebody else has written it into the file: it could name a class
+                    storage.set_trial_user_attr(trial._trial_id, _DROPPED, True)
+                    _set_state(storage, trial, "FAIL")
         starts = int(study.user_attrs.get(_STARTS, 0))
         study.set_user_attr(_STARTS, starts + 1)
         states = [trial.state.name for trial in _job_trials(storage, storage.get_study_id_from_name(begun.name))]
@@ -296,20 +301,6 @@ def _job_trials(storage: Any, study_id: int) -> list[Any]:
     return [trial for trial in trials if _DROPPED not in trial.user_attrs]
 
 
-def _take_up(storage: Any, trial: Any, names: set[str] | None) -> None:
-    """Let a trial wait, or drop it where it has a setting that the sweep does not vary: it was misspelt before, or
-    somebody else has written it into the file, and it could name a class.
-
-    Args:
-        names: of the settings that Optuna chooses; None: nobody knows them.
-    """
-    if names is None or {name.lstrip("+") for name in trial.params} <= names:
-        _set_state(storage, trial, "WAITING")
-    else:
-        storage.set_trial_user_attr(trial._trial_id, _DROPPED, True)
-        _set_state(storage, trial, "FAIL")
-
-
 def _set_state(storage: Any, trial: Any, name: str) -> None:
     set_state = getattr(storage, "set_trial_state_values", None) or storage.set_trial_state
     set_state(trial._trial_id, type(trial.state)[name])
@@ -375,7 +366,7 @@ class Sweep:
     begun_s: float = field(default_factory=time.time)
 
     @classmethod
-    def of(cls, config: DictConfig) -> "Sweep":
+    def from_config(cls, config: DictConfig) -> "Sweep":
         """The sweep that a driver is about to begin.
 
         Args:
@@ -387,12 +378,17 @@ class Sweep:
         )
         swept = swept_in(config)
         total = None if swept is None else prod(map(_num_values, swept)) or None
+        if not has_basic_sweeper:  # None where nobody knows
+            is_grid = OmegaConf.select(sweeper, "sampler._target_") == _GRID
+            num_trials = sweeper.get("n_trials")
+            has_both = total is not None and num_trials is not None
+            total = min(num_trials, total) if is_grid and has_both else num_trials
         num_jobs = settings.jobs or config.hydra.launcher.get("n_jobs") or 1
         return cls(
             folder=folder,
             start=SweepJournal(folder).nbytes,
             swept=tuple(override.get_key_element().lstrip("+") for override in swept or ()),
-            total=total if has_basic_sweeper else _num_trials(sweeper, total),
+            total=total,
             again=settings.again,
             diverged=settings.diverged,
             max_failures_in_a_row=settings.max_failures_in_a_row,
@@ -448,15 +444,6 @@ class Sweep:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "journal"}
-
-
-def _num_trials(sweeper: DictConfig, num_in_grid: int | None) -> int | None:
-    """How many jobs a sweeper of a plugin runs; None where nobody knows."""
-    num_trials = sweeper.get("n_trials")
-    is_grid = OmegaConf.select(sweeper, "sampler._target_") == _GRID
-    if is_grid and num_trials is not None and num_in_grid is not None:
-        return min(num_trials, num_in_grid)
-    return num_trials
 
 
 def settings_of(config: DictConfig) -> SweepConfig:

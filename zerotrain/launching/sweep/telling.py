@@ -307,7 +307,7 @@ class SweepFolder(Callback):
             folder = Path(config.hydra.sweep.dir).absolute()
             if not journal.SweepJournal(folder).nbytes:
                 journal.note_earlier_results(folder)
-            sweep = Sweep.of(config)
+            sweep = Sweep.from_config(config)
         if sweep is not None:
             for _, teller in _driven:  # of a study that begins again
                 teller.close()
