@@ -1,4 +1,4 @@
-"""launch.py as a command: what is wrong with a command line, which process does what, and the exit code.
+"""launch.py as a command: the problems of a command line, the work of each process, and the exit code.
 
 Imports no torch, since tab completion comes through here.
 """
@@ -41,7 +41,7 @@ _OF_PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
 
 
 def put_options_last(arguments: list[str]) -> None:
-    """Let settings stand on both sides of an option: Hydra does not know those behind one that follows others.
+    """Let settings stand on both sides of an option: Hydra knows none behind it if there are some in front of it.
 
     Args:
         arguments: `sys.argv`, changed in place.
@@ -85,7 +85,7 @@ def composed_once(conf: Path) -> Iterator[None]:
 
 
 def problems_with(error: Exception, conf: Path) -> list[str]:
-    """Why Hydra, or composing, has raised an exception; nothing where that is no fault of the command line.
+    """The faults of the command line that made Hydra, or composing, raise an exception; none if something else did.
 
     Args:
         conf: the folder of the configs, where the command line names no other.
@@ -159,7 +159,7 @@ def _folder_problems(arguments: Namespace, conf: Path) -> Iterator[str]:
 
 
 def config_folders(arguments: Namespace, conf: Path) -> list[Path]:
-    """The folders that the yamls come from, in the order in which they are looked for."""
+    """The folders of the yamls, in the order of the search."""
     primary = conf if arguments.config_path is None else conf.parent / arguments.config_path
     extra = [] if arguments.config_dir is None else [Path(arguments.config_dir)]
     return [folder for folder in (*extra, primary) if folder.is_dir()]
@@ -180,7 +180,7 @@ def _interval_problems(arguments: Namespace) -> Iterator[str]:
 
 @contextmanager
 def composing(folders: Sequence[Path], name: str = PRIMARY_CONFIG) -> Iterator[Callable[[list[str]], DictConfig]]:
-    """Inside, a function that composes a config out of settings.
+    """Inside, a function composes a config out of settings.
 
     Args:
         folders: of the yamls, in the order in which they are looked for; the last has those of the package.
@@ -200,8 +200,8 @@ def dispatch(main: Callable[[], None], conf: Path) -> NoReturn:
     """Do this process's part of the command line, and exit.
 
     Started by hand, it composes and starts the ranks. Under torchrun every rank gets here: rank 0 composes and shares
-    the job, or tells the others that there is none, except for a sweep on one machine, which the first rank drives as
-    if started by hand, with ranks of its own.
+    the job, or tells the others that there is none. A sweep on one machine is driven by the first rank, as if started
+    by hand, with ranks of its own.
 
     Args:
         main: the function that `hydra.main` has decorated.
@@ -216,7 +216,7 @@ def dispatch(main: Callable[[], None], conf: Path) -> NoReturn:
 def _exit_code(main: Callable[[], None], conf: Path) -> int:
     outlast_readers()
     require_here()
-    # Users name classes of modules that lie in the folder they work in.
+    # Users name classes of modules in their working folder.
     sys.path.append(os.getcwd())
     # Hydra then passes its exceptions on instead of printing them in its own way.
     os.environ["HYDRA_FULL_ERROR"] = "1"

@@ -1,4 +1,4 @@
-"""Failures of ranks, and which of several was the first cause."""
+"""Failures of ranks, and the first cause among several."""
 
 import _thread
 import json
@@ -24,13 +24,12 @@ from zerotrain.files.lock import can_lock, lock, whole
 from zerotrain.files.terminal import say_at_once
 from zerotrain.files.untrusted import Natural, one_of, only_regular, parse_json, printable, read_json
 from zerotrain.launching import exits
-from zerotrain.launching.exits import STOP_SIGNALS
 from zerotrain.training.callbacks.stop import SAME_REQUEST_S, StopRequest
 
-# ranks/<rank>.state: what a rank says of itself while it works, under a lock that ends with its process.
+# ranks/<rank>.state: the state of a rank while it works, under a lock until its process ends.
 #
-# A rank that is gone without a word left no error, and under torchrun no other rank sees its exit code. A state
-# whose lock is free tells of it; a rank whose work is done takes its state away.
+# A rank may be gone without a word: it left no error, and under torchrun no other rank sees its exit code. Then the
+# lock of its state is free. A rank removes its state when its work is done.
 
 
 _NUM_BYTES = 2**14
@@ -40,7 +39,7 @@ _NUM_TEXT = 2**10
 """Largest length of each text in it, as JSON."""
 _AGREED_S = 1.0
 ALIVE = "alive"
-"""The file in a run's folder that rank 0 touches while it works."""
+"""Rank 0 touches this file in the run's folder while it works."""
 _TOUCHED_EVERY_S = 1.0
 _STEP_NUM_BYTES = 16
 """At the front, written in every step: 2 us."""
@@ -67,7 +66,7 @@ class RankState:
     in_order: bool = False
     """Whether the rank, told to stop, is about to end its step and the run in order."""
     gone: tuple[Natural, ...] = ()
-    """The ranks that had ended before it came."""
+    """The ranks that had ended before the signal came."""
     failed: str | None = None
     """The cause of its failure, if the disk had no room for a file with it."""
     suspended_s: float = 0.0
@@ -96,7 +95,7 @@ class Presence:
         self.begin(0)
         self._clock_error_s = clock_error(self._path)
         lock(self._descriptor)
-        # A worker that this process forks would keep the lock when it is gone.
+        # A forked worker would keep the lock after the end of this process.
         os.register_at_fork(after_in_child=lambda: os.close(self._descriptor))
 
     def enter(self, phase: str) -> None:
@@ -110,7 +109,7 @@ class Presence:
         self._show_life()
 
     def fail(self, cause: str) -> None:
-        """Something went wrong that could be written nowhere else."""
+        """Something went wrong, and could be written nowhere else."""
         self._change(failed=_short(cause))
 
     def note_suspension(self, seconds: float) -> None:
@@ -141,7 +140,7 @@ class Presence:
         self._change(in_order=False)
 
     def wait_for_note(self, timeout_s: float = 1.0) -> None:
-        """Wait until the stop that has come to this thread is noted by the one that watches signals."""
+        """Wait until the thread that watches signals has noted the stop."""
         self._stop_noted.wait(timeout_s)
 
     def leave(self) -> None:
@@ -149,7 +148,7 @@ class Presence:
         self._path.unlink(missing_ok=True)
 
     def _show_life(self) -> None:
-        """On rank 0 touch `ALIVE`, for probes of others. Nothing that lies in its place is opened."""
+        """On rank 0 touch `ALIVE`, for probes of others. Nothing else in its place is opened."""
         now_s = time.monotonic()
         if self._state.rank or now_s - self._touched_s < _TOUCHED_EVERY_S:
             return
@@ -168,7 +167,7 @@ class Presence:
 
 
 def _short(text: str) -> str:
-    """The beginning of a text that has room."""
+    """The beginning of a text, as far as it has room."""
     text = text[:_NUM_TEXT]
     while len(json.dumps(text)) > _NUM_TEXT:
         text = text[:-1]
@@ -176,7 +175,7 @@ def _short(text: str) -> str:
 
 
 def read_states(ranks_dir: Path) -> list[tuple[RankState, bool]]:
-    """The state of each rank that has not done its work, and whether its process is there."""
+    """The state of each rank with work left, and whether its process is there."""
     states = []
     for path in sorted(ranks_dir.glob("*.state")):
         try:
@@ -189,23 +188,23 @@ def read_states(ranks_dir: Path) -> list[tuple[RankState, bool]]:
 
 
 def clock_error(path: Path) -> float:
-    """Seconds to add to this machine's clock to have that of a file system, which all machines share that see a file
-    there; 0 where they agree to a second. By the path of a file written just now.
+    """Seconds to add to this machine's clock for that of a file system, shared by all machines of the run; 0 if they
+    agree to a second. By the path of a file written just now.
 
-    A machine whose clock was an hour late told of its own consequence as the first cause (2026-11-21).
+    The clock of a machine was an hour late, and a consequence was taken for the first cause (2026-11-21).
     """
     error_s = path.stat().st_mtime - time.time()
     return error_s if abs(error_s) > _AGREED_S else 0.0
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Whether a process holds the lock. A shared try: two processes that try do not see each other."""
+    """Whether a process holds the lock. The try is a shared one: two at once do not see each other."""
     return not can_lock(descriptor, shared=True)
 
 
 def continue_stopped(ranks_dir: Path) -> None:
-    """Let ranks of this machine that are stopped go on, to be ended in order: a SIGTERM does not reach them before, and
-    the launcher and torchrun wait for 30 s until they kill them (2026-11-21)."""
+    """Let suspended ranks of this machine go on, to be ended in order: a SIGTERM does not reach them before, and the
+    launcher and torchrun wait for 30 s until they kill them (2026-11-21)."""
     for state, alive in read_states(ranks_dir):
         if alive and state.host == socket.gethostname() and state.pid > 0:
             with suppress(ProcessLookupError, PermissionError):
@@ -218,21 +217,21 @@ def seen_alive(ranks_dir: Path, rank: int) -> dict[int, str]:
 
 
 _SIGNS_OF_LOST_PEERS = ("/gloo/", "Connection closed by peer", "Connection reset by peer")
-"""In the messages of the collectives that a user's own code calls; ours raise CommError."""
+"""In the messages of collectives in a user's own code; ours raise CommError."""
 _TOLD_TO_STOP = tuple(
     code
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     for code in (-signum, exits.of_signal(signum))
 )
-"""Exit codes of ranks that were stopped: because another rank had failed, or by the user."""
+"""Exit codes of stopped ranks: because another rank had failed, or by the user."""
 _MAX_NBYTES = 2**20
-"""Largest file with a rank's failure that is read."""
+"""Largest size of a file with a rank's failure."""
 _OF_WAITS = ("unheard", "where", "waited_s")
 """Attributes of a CommError about a wait in vain."""
 _WAKING_S = 10.0
-"""A rank that is suspended no longer fails within this time, if it does because of that."""
+"""A suspended rank fails within this time after it wakes, if it fails because of the suspension."""
 _DECISIVE = 0.25
-"""The part of a wait in vain for which a rank must have been suspended, for this to be the cause."""
+"""A suspension is the cause of a wait in vain if it took at least this part of the wait."""
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "kill -9, or the machine ran out of memory",
     signal.SIGABRT: "by itself: on GPUs NCCL does so when ranks wait for each other longer than launch.timeout_s",
@@ -257,24 +256,24 @@ class Failure:
     from_peers: bool = False
     """Whether the rank only noticed that others were gone."""
     problems: tuple[str, ...] | None = None
-    """The lines of a ConfigError, which are all that a user needs of it."""
+    """The lines of a ConfigError; a user needs no more of it."""
     time_s: float = 0.0
     """Since the epoch; once written, by the clock of the folder's file system."""
     saw_alive: Mapping[int, str] = field(default_factory=dict)
-    """The other ranks whose processes were there then, and where: what has ended them later is no cause of this."""
+    """The other ranks with a process at that time, and where: their later end is no cause of this."""
     unheard: tuple[Natural, ...] = ()
-    """The ranks that this one has waited for in vain, and of which nothing was heard."""
+    """The ranks awaited in vain, without a word from them."""
     where: str = ""
     """The place in the training where it waited for them."""
     waited_s: float = 0.0
     stopped_by: SignalName | None = None
-    """The signal that told this rank alone to stop, so that the others missed it."""
+    """The signal to stop for this rank alone: the others missed it."""
     subject: str = ""
-    """The subject of that sentence where it is another, such as "rank 1 on n0" or "n1 (ranks 2, 3)"."""
+    """Another subject for the sentence, such as "rank 1 on n0" or "n1 (ranks 2, 3)"."""
 
     @classmethod
     def from_error(cls, error: BaseException, rank: int, saw_alive: Mapping[int, str] | None = None) -> "Failure":
-        """The failure that an exception means, on the rank that caught it."""
+        """The failure of a rank that caught this exception."""
         from_peers = _comes_from_peers(error)
         message = str(error) if isinstance(error, CommError) and from_peers else f"{type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
@@ -292,7 +291,7 @@ class Failure:
         )
 
     def write(self, ranks_dir: Path, kind: str = "error") -> None:
-        """Leave it in the folder of the ranks' logs, for `first_failure`, which another rank may call meanwhile.
+        """Leave it in the folder of the ranks' logs, for `first_failure`; another rank may call that meanwhile.
 
         Args:
             kind: error, or overdue.error of one that may end well: each has a file of its own.
@@ -322,9 +321,9 @@ class Failure:
 def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_user: bool = False) -> Failure | None:
     """The first cause of a run's end; None where no rank has failed.
 
-    A rank's own error comes before the death of a process, that before a signal that told one rank to stop, that before
-    a suspension of the run, or a rank that is there and did not answer, and that before what the other ranks noticed.
-    Within these the earliest.
+    The order of the causes: a rank's own error; the death of a process; a signal to stop for one rank; a suspension of
+    the run, or a rank there without an answer; a loss of others, as the other ranks noticed it. The earliest comes
+    first within each of these.
 
     Args:
         ended: the exit code of each process that has failed, by rank; negative where a signal has ended it,
@@ -354,7 +353,7 @@ def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_us
     told_to_stop = {rank for rank, code in (ended or {}).items() if code in _TOLD_TO_STOP}
     outlived = {rank for failure in failures for rank in failure.saw_alive}
     stops = {state.rank: state for state, _ in states if state.stopped_by and not state.in_order}
-    # A rank that a signal has stopped may miss another one, which the signal ended first.
+    # A rank may miss another one because a signal has stopped both, the other one first.
     noticed = [
         failure
         for failure in failures
@@ -366,7 +365,7 @@ def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_us
     ranked = (
         [failure for failure in failures if not failure.from_peers],
         [process for rank, process in processes.items() if rank not in told_to_stop | outlived],
-        # One that came later was sent because of what was noticed.
+        # A later signal was sent because of the loss.
         [] if by_user else [_stop_failure(state) for state in stops.values() if state.stopped_s <= noticed_s],
         _suspension(from_peers, [state for state, _ in states]) or _unanswered(from_peers, hosts),
         from_peers,
@@ -393,7 +392,8 @@ def lost_folder(run_dir: Path) -> RunError:
 
 
 def name_full_disk(error: BaseException, run_dir: Path) -> bool:
-    """Whether a disk was full. Python says which file only where it could not be opened, so the folder is said then."""
+    """Whether a disk was full. Python names the file only if it could not be opened; otherwise the error gets the
+    folder."""
     is_full = isinstance(error, OSError) and error.errno in exits.NO_ROOM
     if isinstance(error, OSError) and is_full and error.filename is None:
         error.filename = str(run_dir)
@@ -401,8 +401,8 @@ def name_full_disk(error: BaseException, run_dir: Path) -> bool:
 
 
 def _suspension(noticed: list[Failure], states: list[RankState]) -> list[Failure]:
-    """The suspension of the rank that missed others first, and of those which were suspended with it. One that had been
-    awake is no sign of that: it has waited for another."""
+    """The suspension of the first rank to miss others, and of the ranks suspended with it. Nothing if the first was
+    awake: it has waited for another rank."""
     earliest = min(noticed, key=lambda failure: failure.time_s, default=None)
     if earliest is None:
         return []
@@ -423,13 +423,13 @@ def _suspension(noticed: list[Failure], states: list[RankState]) -> list[Failure
 
 
 def _unanswered(noticed: list[Failure], hosts: Mapping[int, str]) -> list[Failure]:
-    """The first rank that was there and said nothing while others waited for it: it was stopped, or slept; or its whole
-    host, which no other reaches."""
+    """The first rank without a word while others waited for it, though its process was there: it was stopped, or slept.
+    Or its whole host, if no other host reaches that."""
     waited = sorted((failure for failure in noticed if failure.unheard), key=lambda failure: failure.time_s)
     if not waited:
         return []
     earliest = waited[0]
-    # Another host that is cut off from this one blames it in turn, and came later.
+    # A host cut off from this one blames it in turn, and came later.
     own = hosts.get(earliest.rank)
     with_it = [failure for failure in waited if hosts.get(failure.rank) == own or earliest.rank not in failure.unheard]
     ranks = [rank for rank in earliest.unheard if all(rank in failure.unheard for failure in with_it)]
@@ -466,7 +466,7 @@ def _stop_failure(state: RankState) -> Failure:
 
 
 def _host_failures(silent: list[RankState], hosts: Mapping[int, str]) -> dict[int, Failure]:
-    """The failures of ranks that are gone with all others of their host."""
+    """The failures of ranks gone together with their whole host."""
     gone = {state.rank for state in silent}
     failures = {}
     for state in silent:
@@ -502,7 +502,7 @@ def _comes_from_peers(error: BaseException) -> bool:
 
 
 STOP_GRACE_S = 10.0
-"""A rank that was told to stop at once has this long to write its result."""
+"""A rank has this long to write its result after a signal to stop at once."""
 
 
 def _stop_of_the_start(signum: int, frame: FrameType | None) -> None:
@@ -510,8 +510,8 @@ def _stop_of_the_start(signum: int, frame: FrameType | None) -> None:
 
 
 def stop_in_order(note: Callable[[int, bool], bool], settle: Callable[[], None]) -> None:
-    """From here on a signal to stop is noted when it comes. In the training loop, whose handlers keep the request, the
-    first does no more; any other one ends the process within `STOP_GRACE_S`.
+    """From here on a signal to stop is noted when it comes. In the training loop the first does no more, as the
+    handlers there keep the request; any other one ends the process within `STOP_GRACE_S`.
 
     Before the training SIGINT raises KeyboardInterrupt, and SIGTERM, SIGUSR1 and SIGUSR2 end the process at once.
 
@@ -535,7 +535,7 @@ def stop_in_order(note: Callable[[int, bool], bool], settle: Callable[[], None])
         with reader, writer:
             while True:
                 signum = reader.recv(1)[0]
-                if signum not in STOP_SIGNALS:
+                if signum not in exits.STOP_SIGNALS:
                     continue
                 handler, now_s = signal.getsignal(signum), time.monotonic()
                 request = getattr(handler, "__self__", None)
@@ -555,8 +555,8 @@ def stop_in_order(note: Callable[[int, bool], bool], settle: Callable[[], None])
 
 
 def pass_on(ranks_dir: Path, num_ranks: int, signum: int) -> bool:
-    """Tell the ranks of this process, all of them at work, what it was told; each only once: one that the signal has
-    come to by itself, as from a terminal, has noted it.
+    """Tell the ranks of this process, all of them at work, what it was told; each only once: a rank may have got the
+    signal by itself, as from a terminal, and noted it.
 
     Returns:
         Whether all of them are at work. If not, none was told.

@@ -14,7 +14,7 @@ from typing import Any
 from zerotrain.device.processes import no_threads_of_openblas
 
 _NEEDED = ("torch", "hydra", "omegaconf", "numpy", "rich", "msgspec", "xxhash")
-"""The packages without which nothing runs."""
+"""Nothing runs without these packages."""
 _COMPILER = "torch._dynamo"
 _NO_COMPILER = SimpleNamespace(
     config=SimpleNamespace(error_on_nested_fx_trace=True, patch=lambda **_: nullcontext()), disable=lambda hook: hook
@@ -25,14 +25,14 @@ _NO_COMPILER = SimpleNamespace(
 @contextmanager
 def importing() -> Iterator[None]:
     """Switches off the garbage collector, which scans all imports again and again and finds nothing: 0.7 of the 3.4 s
-    that torch and its compiler take. Objects that exist at the end it never scans. Ctrl-C ends the process with a line;
-    so does a package that zerotrain needs and this Python lacks. No library leaves threads: a process that has some
-    cannot be forked.
+    that torch and its compiler take. It never scans objects that exist at the end. Ctrl-C ends the process with a line;
+    so does the lack of a package that zerotrain needs. No library leaves threads: a process with threads cannot be
+    forked.
     """
     gc.disable()
     num_modules = len(sys.modules)
     previous = signal.getsignal(signal.SIGINT)
-    # A traceback of what was being imported says nothing; and C++ that is being loaded may make another error of it.
+    # A traceback of the imports says nothing, and C++ may make another error of it while it is loaded.
     heeds = previous is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     if heeds:
         signal.signal(signal.SIGINT, _end_at_once)
@@ -81,7 +81,7 @@ def leave_compiler_out_of_optimizers() -> None:
 
 
 def _hidden_from_compiler(owner: object) -> list[tuple[str, Any]]:
-    """(name, function) of those of a class or module that import the compiler in each call."""
+    """(name, function) of each function of a class or module with an import of the compiler in each call."""
     return [
         (name, method)
         for name, method in vars(owner).items()
@@ -102,7 +102,7 @@ def _with_gradients_as_asked(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leave_compiler_out_of_checkpoints() -> None:
-    """So does torch's checkpoint of activations: 1 to 2 s of CPU and 71 MB of each rank that computes units again
+    """So does torch's checkpoint of activations: 1 to 2 s of CPU and 71 MB of each rank, if units are computed again
     (torch 2.13, 2026-11-26). Once something else has imported the compiler, all is as it was."""
     import torch.utils.checkpoint as module
 
@@ -112,7 +112,7 @@ def leave_compiler_out_of_checkpoints() -> None:
 
 
 def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that torch's wrapper hides from the compiler, as long as there is none."""
+    """The function without torch's wrapper, as long as there is no compiler."""
     plain: Callable[..., Any] = method.__wrapped__  # type: ignore[attr-defined]
 
     @functools.wraps(plain)

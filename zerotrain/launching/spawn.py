@@ -1,4 +1,4 @@
-"""A fork server: a process that has imported torch and done nothing else. A rank that it forks imports nothing again.
+"""A fork server: a process with torch imported, and nothing else done. Its forks, the ranks, import nothing again.
 
 A forked rank has, of the launcher, what a new Python would have: the environment, the search path and the CPU cores as
 they are when it is started, the working folder, standard input, output and error. It has a session of its own, default
@@ -33,7 +33,6 @@ from rich.console import Console
 from zerotrain.comm.environment import STORE_VARIABLE
 from zerotrain.device.processes import end_with_parent, may_fork
 from zerotrain.launching import exits, rank_process
-from zerotrain.launching.exits import STOP_SIGNALS, Ended, raised
 from zerotrain.launching.failures import RunError, first_failure, lost_folder, pass_on
 from zerotrain.launching.job import Job, num_threads_per_rank
 from zerotrain.launching.resuming import Attempts
@@ -70,8 +69,8 @@ class _Signal:
 
 
 class ForkServer:
-    """The fork server of this process, which ends with it. Python's own (`multiprocessing.forkserver`) is a new
-    interpreter, which would import torch once more."""
+    """The fork server of this process; it ends with the process. Python's own (`multiprocessing.forkserver`) is a new
+    interpreter, and would import torch once more."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -138,7 +137,7 @@ class ForkServer:
         self._ranks.clear()
 
     def _end(self, owner: int) -> None:
-        """End the server with its owner, but not with a process that was forked from that."""
+        """End the server with its owner, but not with a fork of the owner."""
         if os.getpid() == owner:
             self._socket.close()
             self._messages.close()
@@ -168,8 +167,7 @@ _opened: list[ForkServer] = []
 
 
 def open_fork_server() -> None:
-    """Fork the server that ranks will be forked from, once in a process; nothing where that is not safe, and where
-    torchrun has started the ranks.
+    """Fork the server of the ranks, once in a process; nothing if this is not safe, or torchrun has started the ranks.
 
     To be called when torch is imported and before anything runs: threads are lost by a fork, and their locks are held
     for ever.
@@ -199,8 +197,8 @@ def _serve(requests: socket.socket) -> NoReturn:
         os.setsid()  # no signal of the launcher's terminal comes here
         woken, wakes = socket.socketpair()
         _close_all_but(requests, woken, wakes)
-        handlers = {signum: signal.getsignal(signum) for signum in (*STOP_SIGNALS, signal.SIGCHLD)}
-        for signum in STOP_SIGNALS:
+        handlers = {signum: signal.getsignal(signum) for signum in (*exits.STOP_SIGNALS, signal.SIGCHLD)}
+        for signum in exits.STOP_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
         for end in (woken, wakes):
             end.setblocking(False)
@@ -255,8 +253,8 @@ def _forked(
 
 
 def _close_all_but(*sockets: socket.socket) -> None:
-    """Close the files of the launcher. Their numbers stay taken: an object that still believes to own one would close
-    another file."""
+    """Close the files of the launcher. Their numbers stay taken: an object may still believe to own one, and would
+    close another file."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (int(name) for name in os.listdir("/proc/self/fd")):
         if descriptor not in (*_STANDARD, nothing, *(end.fileno() for end in sockets)):
@@ -304,7 +302,7 @@ def _forget_launcher() -> None:
     sys.modules["__main__"] = rank_process
     tempfile.tempdir = None  # what TMPDIR was when it was asked first
     sys.stdin = sys.__stdin__
-    # Those of a launcher that was started without output are None; the numbers lead nowhere then (`outlast_readers`).
+    # They are None in a launcher started without output; the numbers lead nowhere then (`outlast_readers`).
     sys.stdout = sys.__stdout__ or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.__stderr__ or os.fdopen(2, "w", closefd=False)
     for handler in list(logging.root.handlers):
@@ -324,20 +322,20 @@ def _forget_launcher() -> None:
 RANK_MODULE = "zerotrain.launching.rank_process"
 _LOOK_EVERY_S = 0.05
 _GRACE_S = 30.0
-"""Time for a rank that was told to end, until it is killed."""
+"""Time for a rank between the signal to end and SIGKILL."""
 _REMOVE_BEHIND_US = 'read _; for second in 1 2 3 4 5; do rm -rf "$0" && exit; sleep 1; done'
-"""Shell command that removes a folder once this process has ended: ranks that are ending may still write there."""
+"""Shell command to remove a folder after the end of this process: ranks may still write there while they end."""
 
 
 def run_ranks(attempts: Attempts, num_ranks: int) -> int:
     """Start the ranks and wait until all have ended; after a failure start them again, as often as the config allows.
     No rank is left at the end, in any case.
 
-    The first signal to stop goes to the ranks, which end together and have all the time they need. They are ended at
-    once where not all of them are at work yet or they evaluate, and by a second signal.
+    The first signal to stop goes to the ranks: they end together and have all the time they need. They are ended at
+    once if not all of them are at work yet or they evaluate, and by a second signal.
 
     Returns:
-        The signal to stop that has come and let them end, or not kept them from completing; 0 for none.
+        The signal to stop, if one has come and let them end, or not kept them from completing; 0 for none.
 
     Raises:
         RunError, ConfigError: the first cause of the failure of a rank.
@@ -369,10 +367,10 @@ def _run_once(job: Job, num_ranks: int, stop: StopRequest) -> None:
         job_path = Path(folder) / "job.json"
         job_path.write_text(job.to_json())
         try:
-            with raised(signal.SIGHUP, signal.SIGQUIT):
+            with exits.raised(signal.SIGHUP, signal.SIGQUIT):
                 codes = _codes_of_first_to_fail(job, job_path, num_ranks)
-        except Ended as error:
-            # SystemExit, as Hydra would take an Exception for a failed job, after which a sweep goes on with the next.
+        except exits.Ended as error:
+            # SystemExit: Hydra would take an Exception for a failed job, and a sweep would go on with the next.
             raise _ended_at_once(error.signum) from error
         finally:
             Console().show_cursor(True)  # which the progress bar of a killed rank 0 leaves hidden
@@ -390,8 +388,8 @@ def _run_once(job: Job, num_ranks: int, stop: StopRequest) -> None:
 
 
 def _codes_of_first_to_fail(job: Job, job_path: Path, num_ranks: int) -> dict[int, int]:
-    """Start the ranks and wait until all have ended, or one has failed; end those that are left. Return the exit codes,
-    by rank, of those that had failed before, or were killed meanwhile by others; none where all have completed."""
+    """Start the ranks and wait until all have ended, or one has failed; end the rest. Return the exit codes, by rank,
+    of the failed ones, and of the ones killed by others meanwhile; none if all have completed."""
     ranks: list[RankProcess] = []
     signum: int = signal.SIGTERM
     try:
@@ -407,7 +405,7 @@ def _codes_of_first_to_fail(job: Job, job_path: Path, num_ranks: int) -> dict[in
             if failed or len(codes) == num_ranks:
                 break
             time.sleep(_LOOK_EVERY_S)
-    except Ended as error:
+    except exits.Ended as error:
         signum = error.signum
         raise
     finally:
@@ -418,12 +416,12 @@ def _codes_of_first_to_fail(job: Job, job_path: Path, num_ranks: int) -> dict[in
 
 
 def _codes_of(ranks: list[RankProcess]) -> dict[int, int]:
-    """The exit codes of those that have ended, by rank."""
+    """The exit codes of the ended ones, by rank."""
     return {rank: code for rank, process in enumerate(ranks) if (code := process.poll()) is not None}
 
 
 class _SpawnedRank(subprocess.Popen[bytes]):
-    """A `RankProcess` that is a new Python."""
+    """A `RankProcess` in a new Python."""
 
     def __init__(self, job_path: Path, environment: dict[str, str]) -> None:
         command = [sys.executable, "-m", RANK_MODULE, str(job_path)]
@@ -437,10 +435,10 @@ class _SpawnedRank(subprocess.Popen[bytes]):
 
 
 def _end(ranks: list[RankProcess], signum: int) -> set[int]:
-    """End the ranks that are left: by this signal, and by SIGKILL `_GRACE_S` later or when another signal comes.
+    """End the running ranks: by this signal, and by SIGKILL `_GRACE_S` later or when another signal comes.
 
     Returns:
-        The signals that were sent.
+        The signals sent.
     """
     kill_s = time.monotonic() + _GRACE_S
     interruption: BaseException | None = None
@@ -456,7 +454,7 @@ def _end(ranks: list[RankProcess], signum: int) -> set[int]:
                 for process in running:
                     process.send_signal(signal.SIGKILL)
             time.sleep(_LOOK_EVERY_S)
-        except (KeyboardInterrupt, Ended) as error:
+        except (KeyboardInterrupt, exits.Ended) as error:
             interruption, kill_s = error, 0.0
     if interruption is not None:
         raise interruption
@@ -465,12 +463,12 @@ def _end(ranks: list[RankProcess], signum: int) -> set[int]:
 
 @contextmanager
 def ranks_folder() -> Iterator[str]:
-    """A folder in TMPDIR that only its owner may read, in which this process and its ranks meet. It goes with this
-    process, however that ends: `kill -9` left it, with the job in it (2026-11-23)."""
+    """A folder in TMPDIR that only its owner may read; this process and its ranks meet there. It is removed with this
+    process, after any end: `kill -9` left it, with the job in it (2026-11-23)."""
     with tempfile.TemporaryDirectory(prefix="zerotrain_") as folder:
         remover = None
         with suppress(OSError):  # no process to be had: it is removed but for kill -9
-            # In a session of its own, which no Ctrl-C reaches.
+            # In a session of its own: no Ctrl-C reaches it.
             remover = subprocess.Popen(
                 ["/bin/sh", "-c", _REMOVE_BEHIND_US, folder],
                 stdin=subprocess.PIPE,
@@ -495,7 +493,7 @@ def _ended_at_once(signum: int) -> BaseException:
 
 
 def _environment(job: Job, rank: int, num_ranks: int, folder: Path) -> dict[str, str]:
-    """The environment of a rank: torchrun's variables, and where the ranks meet, which nobody else can."""
+    """The environment of a rank: torchrun's variables, and the private place where the ranks meet."""
     changes = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

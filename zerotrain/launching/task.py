@@ -1,4 +1,4 @@
-"""The function that Hydra calls for each job: check the config, run the ranks, return the objective."""
+"""The function for Hydra to call for each job: check the config, run the ranks, return the objective."""
 
 import signal
 import sys
@@ -77,7 +77,7 @@ def device_for(device: str, num_local_ranks: int, num_gpus: int) -> tuple[str, s
 
 
 def all_ranks(config: Config, ranks: RankEnvironment | None) -> Ranks:
-    """Those that torchrun has started, else those to plan for or to start."""
+    """The ranks started by torchrun, else the ranks to plan for or to start."""
     if ranks is not None:
         return Ranks(ranks.world_size, ranks.local_world_size)
     num_local = num_local_ranks(config)
@@ -95,7 +95,7 @@ def num_local_ranks(config: Config) -> int:
 
 @dataclass(frozen=True)
 class ReadConfig:
-    """A config as it was read, with a line for each of its values that cannot be."""
+    """A config as it was read, with a line for each impossible value."""
 
     config: Config | None
     problems: list[str]
@@ -118,7 +118,7 @@ def given_settings(hydra: Any) -> list[str]:
 
 
 def settings_of(read: ReadConfig, run_dir: Path, ranks: RankEnvironment | None) -> tuple[Config, list[str]]:
-    """The config, and a line for each of its values that cannot be, and for what lies in the run's folder."""
+    """The config, and a line for each impossible value, and for each obstacle in the run's folder."""
     if read.config is None:
         raise read.error or AssertionError
     config, problems = read.config, [_locate(problem) for problem in read.problems]
@@ -133,7 +133,7 @@ def settings_of(read: ReadConfig, run_dir: Path, ranks: RankEnvironment | None) 
         problems.append(
             f"launch.nproc_per_node: got {nproc}; {ranks.starter} has started {started.num_local}; leave it out"
         )
-    # A number of ranks that cannot be has no files to count, and a plan opens none.
+    # An impossible number of ranks has no files to count, and a plan opens none.
     if not problems and is_on_host(config) and not config.plan.only:
         problems += file_problems(started.num_ranks)
     problems += resuming.start_problems(config.checkpoint.resume, ranks)
@@ -149,8 +149,8 @@ def _folder_problems(config: Config, run_dir: Path, ranks: RankEnvironment | Non
 def require_sound(
     raw: Config, config: Config, problems: list[str], run_dir: Path, ranks: RankEnvironment | None
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """The data as it was after all that can be checked without ranks, and the checkpoints to go on from. A ConfigError
-    with all problems, these and others.
+    """The data after all checks without ranks, and the checkpoints to go on from. A ConfigError with all problems,
+    these and others.
 
     Args:
         raw: the config with its `auto`.
@@ -168,7 +168,7 @@ def require_sound(
             print(f"checkpoint.resume=auto: no checkpoint in {run_dir} yet, so the run begins at step 0", flush=True)
     except ConfigError as error:
         problems += error.problems
-    # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
+    # Objects are made only from arguments allowed by the signatures, or the same problem would be told twice.
     if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, CALLBACKS, "launch")) for problem in problems):
         settings = {problem.partition(":")[0] for problem in problems}
         try:
@@ -196,7 +196,7 @@ def _locate(problem: str) -> str:
 
 
 def require_alone(config: Config | None) -> None:
-    """Make sure that one process plans, once, if any does.
+    """Make sure that a plan is made once, by one process.
 
     Args:
         config: None: it could not be read.
@@ -279,7 +279,7 @@ def _usage(plan: StagePlan, stage: int, memory: Memory) -> PlannedUsage:
 MAX_TRACEBACK = 20_000
 """Characters."""
 OF_SCHEDULERS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals of which a scheduler may have a handler in this process."""
+"""A scheduler may have a handler of these signals in this process."""
 
 
 def run_job(composed: DictConfig) -> Value:
@@ -287,7 +287,7 @@ def run_job(composed: DictConfig) -> Value:
 
     Returns:
         In a sweep `sweep.objective`, else the final validation loss in nats. None where it is no number, or the job
-        of a sweep has failed: to a sweeper that is a failed trial, after which it goes on.
+        of a sweep has failed: a sweeper takes it for a failed trial, and goes on.
 
     Raises:
         SystemExit: the job, alone, has failed; a signal has ended it, and with it the sweep; or too many have failed.
@@ -376,7 +376,7 @@ def _failure_of(error: Exception, run_dir: Path) -> ZeroTrainError:
     is_full = name_full_disk(error, run_dir)
     text = printable(f"{type(error).__name__}: {error}")
     failure = error if isinstance(error, ZeroTrainError) else RunError(text)
-    # An error in a user's class that was tried out needs its place; a lack of memory or disk has none.
+    # An error in a user's class needs its place in the code; a lack of memory or disk has none.
     if failure is not error and not is_full and not isinstance(error, OSError | dist.DistError):
         print(printable("".join(traceback.format_exception(error)), MAX_TRACEBACK), file=sys.stderr)
     return failure
@@ -401,7 +401,7 @@ def _end_as_stopped(result: dict[str, Any], signum: int, config: Config | None) 
         ranks = RankEnvironment.read()
         if ranks is None or not _is_of_torchrun(ranks):
             raise SystemExit(code_of_stop(by, config.launch.exit_code_when_stopped))
-        # After 0, torchrun waits up to 300 s for those of the other hosts, which the signal itself may have ended.
+        # After 0, torchrun waits up to 300 s for the ranks of other hosts, and the signal itself may have ended them.
         is_waited_for = signum and ranks.local_world_size < ranks.world_size
         raise SystemExit(exits.STOPPED if is_waited_for else exits.COMPLETED)
 
@@ -416,8 +416,8 @@ def _is_of_torchrun(ranks: RankEnvironment | None) -> bool:
 
 
 def _hand_on(signum: int) -> None:
-    """Call the handler that this process has for a signal beside ours: that of submitit lets Slurm queue the job again,
-    and ends the process."""
+    """Call the handler of a scheduler for a signal beside ours: the one of submitit lets Slurm queue the job again, and
+    ends the process."""
     handler = signal.getsignal(signum) if signum in OF_SCHEDULERS else None
     if callable(handler):
         handler(signum, None)
@@ -431,7 +431,7 @@ def _run(
     begin: Callable[[], None] = lambda: None,
     trial: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], int]:
-    """The body of result.json, and the signal to stop that has come to this process; 0 for none.
+    """The body of result.json, and the signal to stop this process; 0 for none.
 
     Args:
         begin: called once all is checked, before the ranks start.
@@ -552,12 +552,12 @@ def _run_spawned(job: Job, num_ranks: int) -> tuple[dict[str, Any], int]:
 
 
 def shown_from(cwd: Path, path: Path) -> Path:
-    """A path as one who works in `here` would write it."""
+    """A path as a user who works in `cwd` would write it."""
     return path.relative_to(cwd) if path.is_relative_to(cwd) else path
 
 
 def print_ending(result: dict[str, Any], run_dir: Path, cwd: Path, ranks: RankEnvironment | None) -> None:
-    """Say where a run lies that has completed or was stopped in order, and how to go on with it."""
+    """Say where a completed run lies, or one stopped in order, and how to go on with it."""
     folder = shown_from(cwd, run_dir)
     print_place(result, folder)
     if result["checkpoint"] is not None:

@@ -72,7 +72,7 @@ def prepare_everywhere(
 
 @contextmanager
 def _heartbeat(store: dist.Store, rank: int) -> Iterator[None]:
-    """Inside, the others hear that this rank is at work."""
+    """Inside, the other ranks hear that this one is at work."""
     is_over = threading.Event()
 
     def beat() -> None:
@@ -124,13 +124,13 @@ _NO_JOB = "none"
 _REFUSED = "refused "
 _FAILED = "failed "
 _HEARING_S = 9.0
-"""Less than the time after which a line says who is missing."""
+"""Less than the time before the line about missing ranks."""
 _MAX_TIMEOUT_S = 1e6
 _PEER_HEAD_START_S = 2.0
 _STOP_HEAD_START_S = 1.0
 _STORE_LASTS_S = 1.0
 _TORCHRUN_LIMIT_S = 5
-"""In which torchrun takes note that a rank has ended; every tenth of a second it looks."""
+"""Torchrun notes the end of a rank within this time: it looks every tenth of a second."""
 _END_TORCHRUN = """
 for _ in $(seq ${2}0); do
   [ -d /proc/$0 ] || exit
@@ -140,13 +140,13 @@ grep -q '^State:.Z' /proc/$0/status || exit
 echo "$3" >&2
 kill -KILL $1
 """
-"""Its arguments: the processes of the rank and of torchrun, the limit, the line to say. A rank that has ended stays in
-/proc until its parent takes note."""
+"""Its arguments: the processes of the rank and of torchrun, the limit, the line to say. An ended rank stays in /proc
+until its parent takes note."""
 _KILLED = "torchrun waits for a store that does not answer, as its ranks have ended: it is killed"
 
 
 class JobExchange:
-    """Passes the job from rank 0 to the others, through the store that torchrun runs for its ranks.
+    """Passes the job from rank 0 to the others, through torchrun's store for its ranks.
 
     Its entries are read as JSON, and never unpickled.
     """
@@ -200,7 +200,7 @@ class JobExchange:
         return Path(self._lasting.get(_RUN_DIR_KEY).decode()) if self._lasting.check([_RUN_DIR_KEY]) else None
 
     def prepare_data(self, job: Job) -> None:
-        """Let each machine that has not yet done so prepare the job's data, and wait until all have.
+        """Let each machine prepare the job's data if it is not ready there, and wait until all have it.
 
         Raises:
             ConfigError: a machine cannot; on all ranks.
@@ -213,7 +213,7 @@ class JobExchange:
         """Tell the other ranks that there is no job, unless there is one, and why: this process is to end with `code`.
 
         After a failure it waits, not for long, until they have heard: the torchrun of its machine ends with it, and the
-        store with that. The others ended in mid-read, with frames of C++ (2026-11-23).
+        store with torchrun. The others ended in mid-read, with frames of C++ (2026-11-23).
         """
         if self._is_published:  # torch would tell, with frames of C++, of a store that has ended since
             return
@@ -229,7 +229,7 @@ class JobExchange:
                 self._end_in_order()
 
     def receive(self) -> Job | None:
-        """Wait for the job of rank 0, which may prepare the data for long; None where it has none.
+        """Wait for the job of rank 0, which may prepare the data for long; None if there is no job.
 
         Raises:
             ConfigError: it has refused the job, its settings or a command line that differs.
@@ -251,7 +251,7 @@ class JobExchange:
         return None if message == _NO_JOB else Job.from_json(message)
 
     def _end_in_order(self) -> None:
-        """Wait until all ranks have heard that there is no job, then for those that are to end before this one: the
+        """Wait until all ranks have heard of the missing job, then for the ranks that are to end before this one: the
         first of each machine says why, torchrun ends the others with it, and rank 0 keeps the store for all of them."""
         with suppress(CommError, dist.DistError):
             await_ranks(self._receipts, self._ranks, range(self._ranks.world_size), _HEARING_S)
@@ -268,7 +268,7 @@ def job_exchange(ranks: RankEnvironment) -> JobExchange:
 
 
 def _own_timeout_s() -> float:
-    """How long to wait for rank 0, which knows the config: what this rank's own command line says of it."""
+    """How long to wait for rank 0, which knows the config: by this rank's own command line."""
     values = [argument.partition("=")[2] for argument in sys.argv[1:] if argument.startswith("launch.start_timeout_s=")]
     with suppress(ValueError, IndexError):
         if 0 < float(values[-1]) <= _MAX_TIMEOUT_S:  # rank 0 refuses what is no number of seconds
@@ -286,12 +286,12 @@ def run_here(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
     try:
         return run_rank(job, ranks, settle)
     except KeyboardInterrupt:
-        # All ranks hear of a stop before one is gone, or that one would be taken for the cause of their end.
+        # All ranks hear of a stop before one is gone, or its end would be taken for the cause of theirs.
         _end(settle, _STOP_HEAD_START_S, exits.of_signal(signal.SIGINT))
     except (Exception, SystemExit) as error:  # its traceback is in the log
         if ranks.local_rank == 0:
             _let_torchrun_end(ranks, terminal)
-        # Torchrun takes the first process to end for the root cause: let the rank that is it go first.
+        # Torchrun takes the first process to end for the root cause: let the rank of the cause go first.
         wait_s = _PEER_HEAD_START_S if Failure.from_error(error, ranks.rank).from_peers else 0.0
         _end(settle, wait_s, exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED)
 
@@ -308,8 +308,8 @@ def _end(settle: Callable[[], None], wait_s: float, code: int) -> NoReturn:
 
 def _let_torchrun_end(ranks: RankEnvironment, terminal: LastingStream) -> None:
     """Have torchrun end after this process, where it has several hosts and no restart left. With `--rdzv-backend=c10d`
-    that of a host whose cable is pulled waits for its store without a limit, a quarter of an hour; no option or signal
-    but SIGKILL ends that (torch 2.13, 2026-11-24)."""
+    the torchrun of a host with a pulled cable waits for its store without a limit, a quarter of an hour; no option or
+    signal but SIGKILL ends the wait (torch 2.13, 2026-11-24)."""
     restarts_left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - num_restarts()
     if ranks.starter != "torchrun" or ranks.local_world_size == ranks.world_size or restarts_left > 0:
         return
@@ -328,8 +328,8 @@ def _let_torchrun_end(ranks: RankEnvironment, terminal: LastingStream) -> None:
 def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:
     """Say in result.json why the job ended, and a new cause on the terminal.
 
-    Every rank does, one at a time, since only the last to end has seen all causes. Without the lock one that had read
-    before the cause was there wrote "stopped" behind the one that had told it (2026-11-21).
+    Every rank does, one at a time, since only the last to end has seen all causes. Without the lock a rank read before
+    the cause was there, and wrote "stopped" after another had told it (2026-11-21).
     """
     if not job.ranks_dir.is_dir():
         if ranks.rank == 0:

@@ -1,4 +1,4 @@
-"""One job of a sweep, in the process that runs it: it takes its place, and says in the journal what becomes of it."""
+"""One job of a sweep, in its own process: it takes its place, and notes its state in the journal."""
 
 import itertools
 import json
@@ -29,8 +29,8 @@ from zerotrain.report import journal
 from zerotrain.training.callbacks.loggers import SWEEP_VARIABLE, ids_in
 from zerotrain.training.result import RESULT_NAME, in_evaluation, read_result, value_in
 
-# The folder of a job of a sweep: the one that holds the job already, found by its settings and not by its number, or
-# one of its own, which holds nothing of another job.
+# The folder of a job of a sweep: one with the job already in it, found by its settings and not by its number, or one of
+# its own, without files of another job.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class JobPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class WantedPlace:
-    """A job that looks for its place."""
+    """A job without a place yet."""
 
     sweep: Sweep
     identity: journal.Identity
@@ -57,7 +57,7 @@ class WantedPlace:
     hydra_dir: Path
     """The folder that `hydra.sweep.subdir` names."""
     may_move: bool
-    """Whether that is the number of the job, for which another folder does as well."""
+    """Whether its name is the number of the job: then another folder does as well."""
 
 
 def take_place(job: WantedPlace, book: journal.Book, stack: ExitStack) -> JobPlace:
@@ -120,7 +120,8 @@ def _require_unclaimed(job: WantedPlace) -> None:
 
 
 def _candidates(job: WantedPlace, events: list[journal.JobEvent]) -> Iterator[tuple[Path, journal.JobEvent | None]]:
-    """Folders that may hold the job, with the last that was said of it there; behind them its own, if that is free."""
+    """Folders that may hold the job, by the journal, and its last event there; after them its own folder, if it is
+    free."""
     sweep, config = job.sweep, job.config
     own: dict[Path, journal.JobEvent] = {}
     for event in reversed(sweep.events() if sweep.again == "all" else events):
@@ -144,7 +145,8 @@ def _candidates(job: WantedPlace, events: list[journal.JobEvent]) -> Iterator[tu
 
 
 def _judge(job: WantedPlace, run_dir: Path, event: journal.JobEvent | None) -> JobPlace | None:
-    """The place that a folder is to a job; None where it completed there and is to run again: that is never erased."""
+    """The place for a job in a folder; None if it completed there and is to run again: a completed run is never
+    erased."""
     has_checkpoints = bool(named_as_steps(run_dir / CHECKPOINTS))
     going_on = JobPlace(run_dir=run_dir, goes_on=has_checkpoints)
     if job.config is None or (event is None and not holds(job.config, run_dir)):
@@ -167,13 +169,13 @@ def _judge(job: WantedPlace, run_dir: Path, event: journal.JobEvent | None) -> J
 
 
 MAX_NAME = 120
-"""Characters of a name that any tracker takes."""
+"""Characters of a name; any tracker takes as many."""
 BY_NUMBER = "${hydra:job.num}"
 """The default of hydra.sweep.subdir."""
 Value = float | list[float] | None
 """The objective of a job, or several; None of a job without one."""
 JOB_LOG = "job.log"
-"""Gets what a job prints that is not shown."""
+"""Gets the output of a job if it is not shown."""
 
 
 class Member:
@@ -254,7 +256,7 @@ class Member:
 
     @contextmanager
     def labels(self) -> Iterator[None]:
-        """Inside, the trackers of ranks that are started get the sweep as the group of the run, and what differs as its
+        """Inside, the trackers of new ranks get the sweep as the group of the run, and its varied settings as its
         name."""
         name = " ".join(self.sweep.varied(self._overrides))
         labels = {"group": "/".join(self.sweep.folder.parts[-2:]), "name": name[:MAX_NAME]}
@@ -288,8 +290,8 @@ class Member:
             self._say(journal.ENDED, self.run_dir, journal.STOPPED, error="stopped by a signal")
 
     def _value(self, result: dict[str, Any], status: str) -> tuple[Value, str | None]:
-        """The value that a sweeper gets for a job, a list where there are several objectives, and the reason if it gets
-        nothing though the job did well. A trial without a value has failed."""
+        """The value of a job for a sweeper, a list if there are several objectives, and the reason if there is none
+        though the job did well. A trial without a value has failed."""
         if status not in (journal.COMPLETED, journal.PRUNED, journal.STOPPED):
             return None, None
         try:
@@ -329,7 +331,7 @@ class Member:
 
 
 def number_by_trial(study: Study, hydra_dir: Path, hydra: Any, by_number: bool) -> Path:
-    """The folder of a job that has the number of its trial: that counts on where Hydra begins again with 0."""
+    """The folder of a job with the number of its trial: trials are counted on, while Hydra begins again with 0."""
     with read_write(hydra):
         hydra.job.num = study.trials[hydra.job.num]
         if by_number and hydra_dir.name != str(hydra.job.num):
@@ -340,8 +342,7 @@ def number_by_trial(study: Study, hydra_dir: Path, hydra: Any, by_number: bool) 
     return hydra_dir
 
 
-# Devices for jobs that run side by side on one machine: each has its own, and gives them back when it ends or is
-# killed.
+# Devices for jobs side by side on one machine: each has its own, and gives them back when it ends or is killed.
 
 
 SLOTS = ".slots"
@@ -351,10 +352,10 @@ _LOOK_EVERY_S = 0.2
 
 @contextmanager
 def devices_of_own(sweep: Sweep, config: Config) -> Iterator[None]:
-    """Inside, this process and the ranks that it starts see devices that no other job of the sweep on this machine has:
-    GPUs where they train on these, else an equal share of the CPU's cores. Waits until there are enough.
+    """Inside, this process and its ranks see devices of their own, free of other jobs of the sweep on this machine:
+    GPUs if they train on these, else an equal share of the CPU's cores. Waits until there are enough.
 
-    A job that is alone on its machine has all of them, and none is locked.
+    A job alone on its machine has all of them, and none is locked.
     """
     if sweep.num_at_once == 1:
         yield
@@ -394,7 +395,8 @@ def _lock_free(folder: Path, names: Sequence[str], num: int, stack: ExitStack) -
 
 @contextmanager
 def _only_cores(number: int, num: int) -> Iterator[None]:
-    """Inside, this process has one of `num` equal shares of its cores, the same where it has fewer cores than that."""
+    """Inside, this process has one of `num` equal shares of its cores; several jobs have the same if there are fewer
+    cores."""
     if not hasattr(os, "sched_setaffinity"):  # macOS
         yield
         return

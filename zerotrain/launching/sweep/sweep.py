@@ -1,4 +1,4 @@
-"""A sweep as its driver has begun it, and as each process knows it that runs one of its jobs. Imports no torch."""
+"""A sweep, for its driver and for each process of its jobs. Imports no torch."""
 
 import copy
 import logging
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 
-# Optuna's study of a sweep: its file, how many trials it still has, and which of them a job is. Imports no torch
-# before a sweep has Optuna's sweeper.
+# Optuna's study of a sweep: its file, the number of trials left, and the trial of each job. Imports no torch before a
+# sweep has Optuna's sweeper.
 #
-# The sweeper knows trials and Hydra numbers jobs; neither tells the other. So the sweeper gets a storage of ours,
-# which sees each trial as it is asked for, and turns what the sweeper makes of a pruned one into what Optuna calls
-# it.
+# The sweeper knows trials and Hydra numbers jobs; neither tells the other. So the sweeper gets a storage of ours. It
+# sees each request for a trial, and turns the state that the sweeper gives to a pruned one into Optuna's own.
 
 
 STUDY_NAME = "study.db"
 DRIVERS = ".drivers"
-"""Folder of a lock for each driver, below that of the sweep: it tells whether a trial that runs has anybody left."""
+"""Folder of a lock for each driver, below that of the sweep: it tells whether the driver of a running trial is
+there."""
 _SWEEPER = "hydra_plugins.hydra_optuna_sweeper."
 _DRIVER, _DROPPED = "zerotrain.driver", "zerotrain.dropped"
 """Attributes of a trial: the file of its driver's lock; that it never was a job, and does not count."""
@@ -58,14 +58,14 @@ class StudyIsFullError(ZeroTrainError):
 
 @dataclass(kw_only=True)
 class Study:
-    """The study that a sweep writes, as each process knows it that runs one of its jobs."""
+    """The study of a sweep, for each process of its jobs."""
 
     url: str
     name: str
     num_trials: int
     """In all."""
     trials: list[int] = field(default_factory=list)
-    """The number of the trial that each job is, by the number that Hydra gives the job."""
+    """The number of the trial of each job, by Hydra's number of the job."""
 
 
 def has_study(config: DictConfig) -> bool:
@@ -78,9 +78,9 @@ def has_study(config: DictConfig) -> bool:
 
 
 def begin_study(config: DictConfig, sweep: "Sweep") -> Study:
-    """Open the study of a sweep, or make it, and let the sweeper use it: for the trials that it still has.
+    """Open the study of a sweep, or make it, and let the sweeper use it: for the trials left.
 
-    Trials that run in no process any more wait again: with the same values, so that their jobs are found and go on.
+    Trials without a process any more wait again: with the same values, so their jobs are found and go on.
 
     Args:
         config: as Hydra tells it to its callbacks; `hydra.sweeper` is filled until the sweeper has read it.
@@ -104,7 +104,7 @@ def begin_study(config: DictConfig, sweep: "Sweep") -> Study:
         num_trials=total,
     )
     is_open = bool(sweeper.get("custom_search_space") or sweeper.get("search_space"))
-    # The settings that Optuna chooses; None: nobody knows them.
+    # The settings chosen by Optuna; None: nobody knows them.
     names = None if is_open else {name.lstrip("+") for name in sweep.swept}
     with sweep.journal.held():  # two drivers would make two studies
         storage = open_storage(url)
@@ -140,8 +140,8 @@ def begin_study(config: DictConfig, sweep: "Sweep") -> Study:
 
 
 class StudyStorage:
-    """The storage of the study that this process drives, as Optuna's sweeper gets it. All of it is Optuna's own but for
-    what is here: `optuna.storages.BaseStorage` says what each method does."""
+    """The storage of this process's study, for Optuna's sweeper. All of it is Optuna's own but for the methods here:
+    `optuna.storages.BaseStorage` describes each."""
 
     def __init__(
         self, study: Study, journal: SweepJournal, storage: "BaseStorage", restore: Callable[[], None]
@@ -171,7 +171,8 @@ class StudyStorage:
         """
         with self._journal.held():
             if len(_job_trials(self._storage, study_id)) >= self._study.num_trials:
-                # The jobs of trials that this driver has asked for in vain would have begun with this one.
+                # The trials that this driver has asked for in vain wait again: their jobs would have begun with this
+                # one.
                 for trial in self._storage.get_all_trials(study_id, deepcopy=False):
                     if trial.state.name == "RUNNING" and trial.user_attrs.get(_DRIVER) == str(_held[0].name):
                         _set_state(self._storage, trial, "WAITING")
@@ -203,7 +204,7 @@ class StudyStorage:
             ) from error
 
     def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
-        """Optuna 2 gives a trial that has waited another place in its grid than the values that it has."""
+        """Optuna 2 gives a trial that has waited another place in its grid than its values have."""
         if key not in _GRID_PLACE or key not in self._storage.get_trial_system_attrs(trial_id):
             self._storage.set_trial_system_attr(trial_id, key, value)
 
@@ -241,7 +242,7 @@ class StudyStorage:
 
 
 _held: list[BinaryIO] = []
-"""The lock that says which process drives a study."""
+"""The lock of this process as the driver of a study."""
 
 
 def _problems(config: DictConfig, directions: list[str]) -> Iterator[str]:
@@ -296,7 +297,7 @@ def _open_study(storage: Any, begun: Study, sweep: "Sweep") -> Any:
 
 
 def _job_trials(storage: Any, study_id: int) -> list[Any]:
-    """The trials that are jobs."""
+    """The trials with a job."""
     trials = storage.get_all_trials(study_id, deepcopy=False)
     return [trial for trial in trials if _DROPPED not in trial.user_attrs]
 
@@ -307,7 +308,7 @@ def _set_state(storage: Any, trial: Any, name: str) -> None:
 
 
 def _own_lock(folder: Path) -> BinaryIO:
-    """A lock of this process's own, until it ends. Those of processes that have ended go."""
+    """A lock of this process's own, until it ends. Locks of ended processes are removed."""
     drivers = folder / DRIVERS
     drivers.mkdir(exist_ok=True)
     for path in drivers.iterdir():
@@ -320,8 +321,8 @@ def _own_lock(folder: Path) -> BinaryIO:
 
 
 def _is_left_alone(trial: Any) -> bool:
-    """Whether the process that drove a trial has ended. False where nobody can tell: of a trial of another program, or
-    on another machine."""
+    """Whether the driver of a trial has ended. False if nobody can tell: a trial of another program, or on another
+    machine."""
     path = Path(str(trial.user_attrs.get(_DRIVER, "")))
     return path.is_absolute() and path.parent.is_dir() and not path.exists()
 
@@ -329,7 +330,7 @@ def _is_left_alone(trial: Any) -> bool:
 MAX_JOBS = 100_000
 """More are a mistake; Hydra makes a list of all before the first begins."""
 FEW = 4
-"""Jobs of which all that they print is shown."""
+"""The whole output of this many jobs is shown."""
 _NOT_HASHED = ("launch.", "checkpoint.")
 _BASIC = ("hydra._internal.core_plugins.basic_launcher.", "hydra._internal.core_plugins.basic_sweeper.")
 _GRID = "optuna.samplers.GridSampler"
@@ -341,9 +342,9 @@ class Sweep:
 
     folder: Path
     start: int
-    """Bytes that the journal had before."""
+    """Bytes of the journal before."""
     swept: tuple[str, ...] = ()
-    """The settings that have several values."""
+    """The settings with several values."""
     total: int | None = None
     """Jobs; None: nobody knows yet."""
     again: str = SweepConfig.again
@@ -351,11 +352,11 @@ class Sweep:
     max_failures_in_a_row: int = SweepConfig.max_failures_in_a_row
     output: str | None = None
     waits: bool = False
-    """Whether the sweeper needs the loss of a job that another process runs."""
+    """Whether the sweeper needs the loss of a job in another process."""
     in_driver: bool = True
     """Whether the driver runs the jobs itself, one after the other."""
     num_at_once: int = 1
-    """Jobs that a machine runs side by side, each with devices of its own; 1: each has all."""
+    """Jobs side by side on a machine, each with devices of its own; 1: each has all."""
     objectives: tuple[str, ...] = (SweepConfig.objective,)
     directions: tuple[str, ...] = (SweepConfig.direction,)
     """minimize or maximize, for each objective. The first objective tells the best job."""
@@ -416,7 +417,7 @@ class Sweep:
         return self.output == "full" or (self.output is None and self.total is not None and self.total <= FEW)
 
     def gives_up_after(self, events: list[JobEvent]) -> bool:
-        """Whether as many jobs have failed one after the other that it ends. One that was refused tells nothing of the
+        """Whether it ends, since too many jobs have failed one after the other. A refused one tells nothing of the
         machine."""
         statuses = [event.status for event in events if event.event == ENDED][-self.max_failures_in_a_row :]
         return 0 < self.max_failures_in_a_row == statuses.count(FAILED)
@@ -434,11 +435,11 @@ class Sweep:
         return event.final_val_loss if self.objectives[0] == SweepConfig.objective else event.value
 
     def varied(self, overrides: list[str]) -> list[str]:
-        """Those settings of a job that the sweep varies."""
+        """The settings of a job varied by the sweep."""
         return [override for override in overrides if override.lstrip("+").partition("=")[0] in self.swept]
 
     def identity(self, config_hash: str | None, overrides: list[str]) -> Identity:
-        """The settings that tell one of its jobs from the others."""
+        """The settings by which one of its jobs differs from the others."""
         keys = tuple(key for key in self.swept if key.startswith(_NOT_HASHED))
         return Identity.of(config_hash, overrides, keys)
 
@@ -460,7 +461,7 @@ def settings_of(config: DictConfig) -> SweepConfig:
 
 
 def swept_in(config: DictConfig) -> list[Override] | None:
-    """The settings that have several values, the sweeper's own first; None where Hydra alone can tell."""
+    """The settings with several values, the sweeper's own first; None if Hydra alone can tell."""
     overrides = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
     try:
@@ -471,7 +472,7 @@ def swept_in(config: DictConfig) -> list[Override] | None:
 
 
 def _num_values(swept: Override) -> int:
-    """The values of a setting, of which no more than `MAX_JOBS` are counted; 0 where they are not listed."""
+    """The number of values of a setting, counted up to `MAX_JOBS`; 0 if they are not listed."""
     if not swept.is_discrete_sweep():
         return 0
     value = swept.value()

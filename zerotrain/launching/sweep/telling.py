@@ -1,5 +1,5 @@
-"""The lines that a running sweep prints: one when a job begins, one when it ends, and the cause if it failed; in a
-terminal, below them, how far the running jobs are."""
+"""The lines of a running sweep: one when a job begins, one when it ends, and the cause if it failed; in a terminal,
+below them, how far the running jobs are."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ from zerotrain.launching.sweep.sweep import MAX_JOBS, Sweep, begin_study, has_st
 from zerotrain.report import journal
 from zerotrain.settings import settings_in
 
-# The report of a sweep while it runs: written again after each job that has ended.
+# The report of a sweep while it runs: written again after the end of each job.
 
 
 _PAGE_EVERY_S = 5.0
@@ -38,13 +38,12 @@ _PAGE_EVERY_S = 5.0
 
 
 class KeptReport:
-    """Keeps sweep.csv, sweep.json and report.html up to date. A file that cannot be written is told of at the
-    sweep's end."""
+    """Keeps sweep.csv, sweep.json and report.html up to date. A failure to write a file is told at the sweep's end."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
         self._num_told = self._num_on_page = 0
-        """Jobs that had ended when the files, and the page, were written."""
+        """Jobs ended at the last writing of the files, and of the page."""
         self._page_s = float("-inf")
 
     def look(self) -> None:
@@ -89,7 +88,7 @@ class _Config(TypedDict):
 
 
 class StatusLine:
-    """One line, which is drawn again in its place.
+    """One line, drawn again in its place.
 
     Args:
         stream: a terminal, or anything else, which gets none.
@@ -104,7 +103,7 @@ class StatusLine:
         """By the folder of the job."""
 
     def draw(self, events: list[journal.JobEvent]) -> None:
-        """Show the jobs that run.
+        """Show the running jobs.
 
         Args:
             last: the last event of each job.
@@ -143,7 +142,7 @@ class StatusLine:
 
 
 def _last_measured(path: Path) -> "dict[str, int | float | None] | None":
-    """The last line of a metrics.jsonl that has a loss of training; None where there is none."""
+    """The last line with a loss of training in a metrics.jsonl; None if there is none."""
     with suppress(OSError), open(path, "rb", opener=untrusted.only_regular) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _NBYTES))
         for line in reversed(file.read(_NBYTES).split(b"\n")):
@@ -154,7 +153,7 @@ def _last_measured(path: Path) -> "dict[str, int | float | None] | None":
 
 
 def _max_steps(path: Path) -> int | None:
-    """The steps of a run by its config.yaml; None where that does not say."""
+    """The steps of a run by its config.yaml; None if they are not there."""
     with suppress(OSError, untrusted.UntrustedFileError):
         content = untrusted.read_regular(path, max_nbytes=_MAX_CONFIG_NBYTES)
         config = untrusted.require_kind(untrusted.parse_yaml(content), _Config)
@@ -171,8 +170,8 @@ class Teller:
     """Reads the journal, tells of each event once, and keeps the report. It prints to the driver's own output, wherever
     jobs print.
 
-    A thread looks, and after each event of a job that the driver runs itself, so does that. With such jobs the thread
-    begins with the first: before, a fork server is forked from this process, which must have no other.
+    A thread looks. The driver looks too, after each event of a job in its own process. With such jobs the thread begins
+    with the first: before it a fork server is forked from this process, and this needs a single thread.
     """
 
     def __init__(self, sweep: Sweep) -> None:
@@ -282,19 +281,19 @@ def _copy_of(descriptor: int) -> TextIO:
     return LastingStream(stream)  # type: ignore[return-value]
 
 
-# The process that drives a sweep, and those that run its jobs. Imports no torch.
+# The driver of a sweep, and the processes of its jobs. Imports no torch.
 
 
 LATEST = "hydra.sweep.dir=latest"
 _driven: list[tuple[Sweep, Teller]] = []
-"""The sweep that this process drives, if it drives one."""
+"""The sweeps driven by this process, the present one last."""
 _joined: list[Sweep] = []
 """The sweep whose job this process runs."""
 
 
 class SweepFolder(Callback):
     """Begins a sweep. Hydra passes this object on to each process that runs a job. Its hook for the end of a sweep is
-    not called when that was cut off."""
+    not called if the sweep was cut off."""
 
     def __init__(self) -> None:
         self.sweep: Sweep | None = None
@@ -302,7 +301,7 @@ class SweepFolder(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """The first job is about to start."""
         sweep = None
-        # A ${...} that leads nowhere, a range without a step, no launcher: Hydra is about to say so.
+        # A ${...} without a target, a range without a step, no launcher: Hydra is about to say so.
         with suppress(OmegaConfBaseException, ValueError, AttributeError):
             folder = Path(config.hydra.sweep.dir).absolute()
             if not journal.SweepJournal(folder).nbytes:
@@ -321,8 +320,8 @@ class SweepFolder(Callback):
 
 
 def _with_study(sweep: Sweep, config: DictConfig) -> Sweep:
-    """The sweep with its study, where Optuna chooses its jobs. Ends the process where that cannot be: of another
-    exception Hydra would make a warning."""
+    """The sweep with its study, where Optuna chooses its jobs. Ends the process if this fails: Hydra would make a
+    warning of another exception."""
     try:
         if problems := list(_problems(config, sweep.total)):
             raise ConfigError(*problems)
@@ -336,7 +335,7 @@ def _with_study(sweep: Sweep, config: DictConfig) -> Sweep:
 
 
 def _problems(config: DictConfig, total: int | None) -> Iterator[str]:
-    """A line for each thing that is wrong with a sweep, as far as nobody need train for it.
+    """A line for each fault of a sweep, as far as it can be seen without training.
 
     Args:
         total: of its jobs, where that is known.
@@ -416,7 +415,7 @@ def join_sweep(folder: Path) -> Sweep:
 
 
 def find_latest(arguments: list[str]) -> None:
-    """Let hydra.sweep.dir=latest be the newest folder that a sweep has made in multirun/.
+    """Let hydra.sweep.dir=latest be the newest folder of a sweep in multirun/.
 
     Args:
         arguments: of the command line, changed in place.
@@ -435,7 +434,7 @@ def find_latest(arguments: list[str]) -> None:
 
 
 def driven_sweep() -> "tuple[Sweep, Teller] | None":
-    """The sweep that this process drives, and who tells its user of it."""
+    """The sweep driven by this process, and its teller."""
     return _driven[-1] if _driven else None
 
 
@@ -443,11 +442,10 @@ def driven_sweep() -> "tuple[Sweep, Teller] | None":
 
 
 def report(code: int) -> int:
-    """Write the report of the sweep that this process has driven, and print the table of its jobs; nothing where it
-    drove none.
+    """Write the report of the sweep driven by this process, and print the table of its jobs; nothing if there is none.
 
     Returns:
-        The exit code: `code`, or that of a failure where a job has failed.
+        The exit code: `code`, or the one of a failure if a job has failed.
     """
     current = driven_sweep()
     if current is None:
