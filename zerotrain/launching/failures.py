@@ -139,9 +139,9 @@ class Presence:
         """The rank does not end in order any more, but at once."""
         self._change(in_order=False)
 
-    def wait_for_note(self, timeout_s: float = 1.0) -> None:
+    def wait_for_note(self) -> None:
         """Wait until the thread that watches signals has noted the stop."""
-        self._stop_noted.wait(timeout_s)
+        self._stop_noted.wait(timeout=1.0)
 
     def leave(self) -> None:
         """The work is done."""
