@@ -75,9 +75,11 @@ def composed_once(conf: Path) -> Iterator[None]:
     """
     arguments = get_args_parser().parse_args()
     elsewhere = (arguments.config_dir, arguments.config_path, arguments.config_name)
-    files = {path: path.read_bytes() for path in conf.rglob("*.yaml") if path.is_file()}
-    sets_mode = any(b"mode:" in text and b"hydra" in bytes(path) + text for path, text in files.items())
-    if any(elsewhere) or any("hydra.mode" in override for override in arguments.overrides) or sets_mode:
+    may_set_mode = any(elsewhere) or any("hydra.mode" in override for override in arguments.overrides)
+    if not may_set_mode:
+        files = {path: path.read_bytes() for path in conf.rglob("*.yaml") if path.is_file()}
+        may_set_mode = any(b"mode:" in text and b"hydra" in bytes(path) + text for path, text in files.items())
+    if may_set_mode:
         yield
         return
     with patch.object(Hydra, "get_mode", lambda *_, **__: None):
