@@ -135,7 +135,7 @@ def _tell(error: Exception, rank: int) -> None:
         return
     if not isinstance(error, ZeroTrainError):  # of a user's class: the user needs to see where
         traceback.print_exc()
-    print(f"rank {rank} {Failure.of(error, rank).cause}", file=sys.stderr)
+    print(f"rank {rank} {Failure.from_error(error, rank).cause}", file=sys.stderr)
 
 
 def evaluate(

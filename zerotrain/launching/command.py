@@ -1,4 +1,4 @@
-"""launch.py as a command: what is wrong with a command line, which process does what, and the exit code.
+"""launch.py as a command: the problems of a command line, the work of each process, and the exit code.
 
 Imports no torch, since tab completion comes through here.
 """
@@ -34,14 +34,14 @@ from zerotrain.files.untrusted import printable
 from zerotrain.launching import exits
 from zerotrain.launching.imports import importing
 from zerotrain.launching.sweep.sweep import StudyError, StudyIsFullError
-from zerotrain.launching.sweep.telling import driven, find_latest, report
+from zerotrain.launching.sweep.telling import driven_sweep, find_latest, report
 
 PRIMARY_CONFIG = "train"
 _OF_PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
 
 
 def put_options_last(arguments: list[str]) -> None:
-    """Let settings stand on both sides of an option: Hydra does not know those behind one that follows others.
+    """Let settings stand on both sides of an option: Hydra knows none behind it if there are some in front of it.
 
     Args:
         arguments: `sys.argv`, changed in place.
@@ -67,29 +67,27 @@ def is_sweep() -> bool:
 
 @contextmanager
 def composed_once(conf: Path) -> Iterator[None]:
-    """Spare a start 0.15 s: Hydra composes the whole config once more, to see whether a yaml has set `hydra.mode`, and
-    is not asked where none can have.
+    """Spare a start 0.15 s: Hydra composes the whole config once more, to see whether a yaml has set `hydra.mode`. It
+    is not asked if no yaml has a `mode`, and Hydra's name in it or in its path.
 
     Args:
         conf: the folder of the configs.
     """
     arguments = get_args_parser().parse_args()
     elsewhere = (arguments.config_dir, arguments.config_path, arguments.config_name)
-    if any(elsewhere) or any("hydra.mode" in each for each in arguments.overrides) or _set_a_mode(conf):
+    may_set_mode = any(elsewhere) or any("hydra.mode" in override for override in arguments.overrides)
+    if not may_set_mode:
+        files = {path: path.read_bytes() for path in conf.rglob("*.yaml") if path.is_file()}
+        may_set_mode = any(b"mode:" in text and b"hydra" in bytes(path) + text for path, text in files.items())
+    if may_set_mode:
         yield
         return
     with patch.object(Hydra, "get_mode", lambda *_, **__: None):
         yield
 
 
-def _set_a_mode(conf: Path) -> bool:
-    """Whether a yaml in a folder may say how Hydra runs: it has a `mode`, and Hydra's name in it or in its place."""
-    files = {path: path.read_bytes() for path in conf.rglob("*.yaml") if path.is_file()}
-    return any(b"mode:" in text and b"hydra" in bytes(path) + text for path, text in files.items())
-
-
 def problems_with(error: Exception, conf: Path) -> list[str]:
-    """Why Hydra, or composing, has raised an exception; nothing where that is no fault of the command line.
+    """The faults of the command line that made Hydra, or composing, raise an exception; none if something else did.
 
     Args:
         conf: the folder of the configs, where the command line names no other.
@@ -101,13 +99,16 @@ def problems_with(error: Exception, conf: Path) -> list[str]:
             folders = config_folders(arguments, conf)
             with composing(folders, arguments.config_name or PRIMARY_CONFIG) as compose:
                 problems = composition_problems(arguments.overrides, compose, is_sweep=is_sweep(), folders=folders)
-        except ConfigError as found:
-            problems = list(found.problems)
+        except ConfigError as refusal:
+            problems = list(refusal.problems)
         except Exception:  # of Hydra: there is no end to what it raises
             problems = []
     problems += [] if problems else _plugin_problems(arguments)
     if not problems and isinstance(error, OmegaConfBaseException) and str(error.full_key or "").startswith("hydra."):
-        problems = [interpolation_line(str(error.full_key), _raw_value(error), error)]
+        # The value as the command line has it.
+        values = [word.partition("=")[2] for word in sys.argv if word.lstrip("+").startswith(f"{error.full_key}=")]
+        value = values[-1] if values else str(OmegaConf.to_container(error.parent_node, resolve=False))
+        problems = [interpolation_line(str(error.full_key), value, error)]
     if not problems and isinstance(error, OSError) and error.filename is not None and error.errno not in exits.NO_ROOM:
         setting = "hydra.sweep.dir" if is_sweep() else "hydra.run.dir"
         problems = [f"{setting}: {error.filename} cannot be made: {error.strerror}; give a folder that can be written"]
@@ -119,14 +120,14 @@ def problems_with(error: Exception, conf: Path) -> list[str]:
 
 
 def _comes_from_user(error: Exception) -> bool:
-    """Whether an exception was raised in code that is neither ours nor installed."""
-    frames = [each.filename for each in traceback.extract_tb(error.__traceback__) if os.path.isabs(each.filename)]
+    """Whether an exception was raised in code of the user, neither ours nor installed."""
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if os.path.isabs(frame.filename)]
     installed = {sys.prefix, sys.base_prefix, *map(str, Path(__file__).resolve().parents[:3])}
     return not any(Path(frames[-1]).is_relative_to(folder) for folder in installed)  # compiled code has no path
 
 
 def _plugin_problems(arguments: Namespace) -> list[str]:
-    """Hydra makes nothing of other classes, and says so only to who starts a sweep."""
+    """Hydra makes nothing of other classes, and says so only at the start of a sweep."""
     problems = []
     for override in arguments.overrides:
         key, _, target = override.lstrip("+").partition("=")
@@ -137,9 +138,9 @@ def _plugin_problems(arguments: Namespace) -> list[str]:
 
 
 def _folder_problems(arguments: Namespace, conf: Path) -> Iterator[str]:
-    here = Path.cwd()
+    cwd = Path.cwd()
     if arguments.config_dir is not None and not Path(arguments.config_dir).is_dir():
-        yield f"--config-dir: got {arguments.config_dir}; there is no such folder in {here}"
+        yield f"--config-dir: got {arguments.config_dir}; there is no such folder in {cwd}"
     if arguments.config_path is not None and not (conf.parent / arguments.config_path).is_dir():
         yield (
             f"--config-path: got {arguments.config_path}; there is no such folder in {conf.parent}; "
@@ -160,10 +161,10 @@ def _folder_problems(arguments: Namespace, conf: Path) -> Iterator[str]:
 
 
 def config_folders(arguments: Namespace, conf: Path) -> list[Path]:
-    """The folders that the yamls come from, in the order in which they are looked for."""
+    """The folders of the yamls, in the order of the search."""
     primary = conf if arguments.config_path is None else conf.parent / arguments.config_path
-    given = [] if arguments.config_dir is None else [Path(arguments.config_dir)]
-    return [folder for folder in (*given, primary) if folder.is_dir()]
+    extra = [] if arguments.config_dir is None else [Path(arguments.config_dir)]
+    return [folder for folder in (*extra, primary) if folder.is_dir()]
 
 
 def _interval_problems(arguments: Namespace) -> Iterator[str]:
@@ -181,34 +182,28 @@ def _interval_problems(arguments: Namespace) -> Iterator[str]:
 
 @contextmanager
 def composing(folders: Sequence[Path], name: str = PRIMARY_CONFIG) -> Iterator[Callable[[list[str]], DictConfig]]:
-    """Inside, a function that composes a config out of settings.
+    """Inside, a function composes a config out of settings.
 
     Args:
         folders: of the yamls, in the order in which they are looked for; the last has those of the package.
         name: of the yaml to begin with.
     """
-    *more, primary = folders
-    searched = [f"hydra.searchpath=[{','.join(quote(f'file://{path.absolute()}') for path in more)}]"] if more else []
+    *extra, primary = folders
+    paths = ",".join(quote(f"file://{path.absolute()}") for path in extra)
+    searched = [f"hydra.searchpath=[{paths}]"] if extra else []
     with hydra.initialize_config_dir(config_dir=str(primary.resolve()), version_base="1.3"):
         yield lambda settings: hydra.compose(name, [*settings, *searched])
 
 
-def _raw_value(error: OmegaConfBaseException) -> str:
-    """The value given to a setting of hydra itself, as the command line has it."""
-    key = f"{error.full_key}="
-    given = [argument.partition("=")[2] for argument in sys.argv if argument.lstrip("+").startswith(key)]
-    return given[-1] if given else str(OmegaConf.to_container(error.parent_node, resolve=False))
-
-
-# Which process does what, and what is read of a failure.
+# The work of each process, and the exit code of a failure.
 
 
 def dispatch(main: Callable[[], None], conf: Path) -> NoReturn:
     """Do this process's part of the command line, and exit.
 
     Started by hand, it composes and starts the ranks. Under torchrun every rank gets here: rank 0 composes and shares
-    the job, or tells the others that there is none, except for a sweep on one machine, which the first rank drives as
-    if started by hand, with ranks of its own.
+    the job, or tells the others that there is none. A sweep on one machine is driven by the first rank, as if started
+    by hand, with ranks of its own.
 
     Args:
         main: the function that `hydra.main` has decorated.
@@ -223,7 +218,7 @@ def dispatch(main: Callable[[], None], conf: Path) -> NoReturn:
 def _exit_code(main: Callable[[], None], conf: Path) -> int:
     outlast_readers()
     require_here()
-    # Users name classes of modules that lie in the folder they work in.
+    # Users name classes of modules in their working folder.
     sys.path.append(os.getcwd())
     # Hydra then passes its exceptions on instead of printing them in its own way.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -239,7 +234,14 @@ def _exit_code(main: Callable[[], None], conf: Path) -> int:
     if ranks.local_world_size < ranks.world_size:  # a rank that ended of its command line would be waited for
         return _run_as_rank(main, conf, ranks)
     put_options_last(sys.argv)
-    return _drive_sweep(main, conf, ranks) if is_sweep() else _run_as_rank(main, conf, ranks)
+    if not is_sweep():
+        return _run_as_rank(main, conf, ranks)
+    if ranks.rank > 0:
+        return exits.COMPLETED
+    ranks.leave()
+    if not any("launch.nproc_per_node=" in argument for argument in sys.argv):
+        sys.argv.insert(1, f"launch.nproc_per_node={ranks.local_world_size}")
+    return _run_hydra(main, conf)
 
 
 def _run_as_rank(main: Callable[[], None], conf: Path, ranks: RankEnvironment) -> int:
@@ -270,15 +272,6 @@ def _run_as_rank(main: Callable[[], None], conf: Path, ranks: RankEnvironment) -
     if job is not None:
         run_here(job, ranks)
     return exits.COMPLETED
-
-
-def _drive_sweep(main: Callable[[], None], conf: Path, ranks: RankEnvironment) -> int:
-    if ranks.rank > 0:
-        return exits.COMPLETED
-    ranks.leave()
-    if not any("launch.nproc_per_node=" in argument for argument in sys.argv):
-        sys.argv.insert(1, f"launch.nproc_per_node={ranks.local_world_size}")
-    return _run_hydra(main, conf)
 
 
 def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> int:
@@ -321,5 +314,6 @@ def _run_to_its_end(main: Callable[[], None]) -> None:
         try:
             return main()
         except StudyIsFullError:
-            if (found := driven()) is not None and not any(each.startswith("hydra.sweep.dir=") for each in sys.argv):
-                sys.argv.insert(1, f"hydra.sweep.dir={quote(str(found[0].folder))}")  # the default has the time in it
+            has_folder = any(argument.startswith("hydra.sweep.dir=") for argument in sys.argv)
+            if (current := driven_sweep()) is not None and not has_folder:  # the default has the time in it
+                sys.argv.insert(1, f"hydra.sweep.dir={quote(str(current[0].folder))}")

@@ -1,4 +1,4 @@
-"""Signals to our processes, as far as that needs no torch."""
+"""Exit codes of our processes, and signals to them. Needs no torch."""
 
 import atexit
 import errno
@@ -18,17 +18,17 @@ COMPLETED = 0
 FAILED = 1
 CONFIG_PROBLEM = 2
 DOES_NOT_FIT = 3
-"""A plan ends so, whose stage needs more memory than there is."""
+"""A plan ends so if its stage needs more memory than there is."""
 STOPPED = 85
-"""A run in a job of a scheduler ends so that a signal has stopped in order, saved: it is to be tried again."""
+"""A run in a job of a scheduler ends so after a signal has stopped it in order, saved: it is to be tried again."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a disk that is full."""
+"""Errors of a full disk."""
 _OF_DISK = (*NO_ROOM, errno.EFBIG, errno.EIO)
 
 
 def of_error(error: BaseException) -> int:
-    """The exit code of a command that this error has ended: the user has given what cannot be, unless a disk is full or
+    """The exit code of a command after this error: the user has given an impossible value, unless a disk is full or
     broken."""
     cause = error if isinstance(error, OSError) else error.__cause__
     return FAILED if isinstance(cause, OSError) and cause.errno in _OF_DISK else CONFIG_PROBLEM
@@ -41,12 +41,12 @@ def of_signal(signum: int) -> int:
 
 @contextmanager
 def exits_raised() -> Iterator[None]:
-    """Inside, `os._exit` called by this thread raises SystemExit: a model that called it ended a run with code 0 and
+    """Inside, `os._exit` called by this thread raises SystemExit: a model called it, and ended a run with code 0 and
     without a word (2026-11-21). Processes forked inside, and other threads, end as they want."""
-    end_process, here = os._exit, (os.getpid(), threading.get_ident())
+    end_process, caller = os._exit, (os.getpid(), threading.get_ident())
 
     def _exit(status: int) -> None:
-        if (os.getpid(), threading.get_ident()) != here:
+        if (os.getpid(), threading.get_ident()) != caller:
             end_process(status)
         raise SystemExit(status)
 
@@ -58,8 +58,8 @@ def exits_raised() -> Iterator[None]:
 
 
 def end_as_python(code: int) -> NoReturn:
-    """End a fork, whose callers are those of another process, as Python ends: wait for threads, call what is registered
-    at exit, write out what was printed."""
+    """End a fork as Python ends, since its callers are those of another process: wait for threads, call the functions
+    registered at exit, write out all output."""
     with suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -82,8 +82,8 @@ class Ended(BaseException):
 
 @contextmanager
 def raised(*signums: signal.Signals) -> Iterator[None]:
-    """Inside, these signals raise `Ended` in the main thread, but for those that this process ignores, as under nohup.
-    Handlers are put back at the end."""
+    """Inside, these signals raise `Ended` in the main thread. A signal stays ignored if this process ignores it, as
+    under nohup. Handlers are put back at the end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -91,39 +91,39 @@ def raised(*signums: signal.Signals) -> Iterator[None]:
     def end(signum: int, frame: FrameType | None) -> None:
         raise Ended(signum)
 
-    previous = {each: signal.getsignal(each) for each in signums}
-    heeded = [each for each in signums if previous[each] != signal.SIG_IGN]
-    for each in heeded:
-        signal.signal(each, end)
+    previous = {signum: signal.getsignal(signum) for signum in signums}
+    heeded = [signum for signum in signums if previous[signum] != signal.SIG_IGN]
+    for signum in heeded:
+        signal.signal(signum, end)
     try:
         yield
     finally:
-        for each in heeded:
-            signal.signal(each, previous[each])
+        for signum in heeded:
+            signal.signal(signum, previous[signum])
 
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Inside, the first signal that is to end this process raises an exception where it works, KeyboardInterrupt for
-    SIGINT and else SystemExit, so that nothing is left half done. Later ones are ignored: the process is about to end.
+    """Inside, the first signal to end this process raises an exception in its main thread, KeyboardInterrupt for SIGINT
+    and else SystemExit: nothing is left half done. Later ones are ignored: the process is about to end.
     """
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    ends = [each for each, handler in before.items() if handler != signal.SIG_IGN]
-    came = []
+    previous = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    ends = [signum for signum, handler in previous.items() if handler != signal.SIG_IGN]
+    received = []
 
     def end(signum: int, frame: FrameType | None) -> None:
-        came.append(signum)
-        for each in ends:
-            signal.signal(each, signal.SIG_IGN)
+        received.append(signum)
+        for other in ends:
+            signal.signal(other, signal.SIG_IGN)
         raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(of_signal(signum))
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    for each in ends:
-        signal.signal(each, end)
+    for signum in ends:
+        signal.signal(signum, end)
     try:
         yield
     finally:
-        for each in ends if not came else ():
-            signal.signal(each, before[each])
+        for signum in ends if not received else ():
+            signal.signal(signum, previous[signum])

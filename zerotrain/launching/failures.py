@@ -1,4 +1,4 @@
-"""Failures of ranks, and which of several was the first cause."""
+"""Failures of ranks, and the first cause among several."""
 
 import _thread
 import json
@@ -24,13 +24,12 @@ from zerotrain.files.lock import can_lock, lock, whole
 from zerotrain.files.terminal import say_at_once
 from zerotrain.files.untrusted import Natural, one_of, only_regular, parse_json, printable, read_json
 from zerotrain.launching import exits
-from zerotrain.launching.exits import STOP_SIGNALS
 from zerotrain.training.callbacks.stop import SAME_REQUEST_S, StopRequest
 
-# ranks/<rank>.state: what a rank says of itself while it works, under a lock that ends with its process.
+# ranks/<rank>.state: the state of a rank while it works, under a lock until its process ends.
 #
-# A rank that is gone without a word left no error, and under torchrun no other rank sees its exit code. A state
-# whose lock is free tells of it; a rank whose work is done takes its state away.
+# A rank may be gone without a word: it left no error, and under torchrun no other rank sees its exit code. Then the
+# lock of its state is free. A rank removes its state when its work is done.
 
 
 _NUM_BYTES = 2**14
@@ -40,7 +39,7 @@ _NUM_TEXT = 2**10
 """Largest length of each text in it, as JSON."""
 _AGREED_S = 1.0
 ALIVE = "alive"
-"""The file in a run's folder that rank 0 touches while it works."""
+"""Rank 0 touches this file in the run's folder while it works."""
 _TOUCHED_EVERY_S = 1.0
 _STEP_NUM_BYTES = 16
 """At the front, written in every step: 2 us."""
@@ -67,7 +66,7 @@ class RankState:
     in_order: bool = False
     """Whether the rank, told to stop, is about to end its step and the run in order."""
     gone: tuple[Natural, ...] = ()
-    """The ranks that had ended before it came."""
+    """The ranks that had ended before the signal came."""
     failed: str | None = None
     """The cause of its failure, if the disk had no room for a file with it."""
     suspended_s: float = 0.0
@@ -96,7 +95,7 @@ class Presence:
         self.begin(0)
         self._clock_error_s = clock_error(self._path)
         lock(self._descriptor)
-        # A worker that this process forks would keep the lock when it is gone.
+        # A forked worker would keep the lock after the end of this process.
         os.register_at_fork(after_in_child=lambda: os.close(self._descriptor))
 
     def enter(self, phase: str) -> None:
@@ -110,7 +109,7 @@ class Presence:
         self._show_life()
 
     def fail(self, cause: str) -> None:
-        """Something went wrong that could be written nowhere else."""
+        """Something went wrong, and could be written nowhere else."""
         self._change(failed=_short(cause))
 
     def note_suspension(self, seconds: float) -> None:
@@ -140,16 +139,16 @@ class Presence:
         """The rank does not end in order any more, but at once."""
         self._change(in_order=False)
 
-    def wait_for_note(self, timeout_s: float = 1.0) -> None:
-        """Wait until the stop that has come to this thread is noted by the one that watches signals."""
-        self._stop_noted.wait(timeout_s)
+    def wait_for_note(self) -> None:
+        """Wait until the thread that watches signals has noted the stop."""
+        self._stop_noted.wait(timeout=1.0)
 
     def leave(self) -> None:
         """The work is done."""
         self._path.unlink(missing_ok=True)
 
     def _show_life(self) -> None:
-        """On rank 0 touch `ALIVE`, for probes of others. Nothing that lies in its place is opened."""
+        """On rank 0 touch `ALIVE`, for probes of others. Nothing else in its place is opened."""
         now_s = time.monotonic()
         if self._state.rank or now_s - self._touched_s < _TOUCHED_EVERY_S:
             return
@@ -163,12 +162,12 @@ class Presence:
     def _change(self, **changes: Any) -> None:
         with self._changing:  # threads note signals and suspensions
             self._state = replace(self._state, **changes)
-            said = json.dumps(asdict(self._state)).ljust(_NUM_BYTES)
-            os.pwrite(self._descriptor, said.encode(), _STEP_NUM_BYTES)
+            text = json.dumps(asdict(self._state)).ljust(_NUM_BYTES)
+            os.pwrite(self._descriptor, text.encode(), _STEP_NUM_BYTES)
 
 
 def _short(text: str) -> str:
-    """The beginning of a text that has room."""
+    """The beginning of a text, as far as it has room."""
     text = text[:_NUM_TEXT]
     while len(json.dumps(text)) > _NUM_TEXT:
         text = text[:-1]
@@ -176,36 +175,36 @@ def _short(text: str) -> str:
 
 
 def read_states(ranks_dir: Path) -> list[tuple[RankState, bool]]:
-    """The state of each rank that has not done its work, and whether its process is there."""
-    found = []
+    """The state of each rank with work left, and whether its process is there."""
+    states = []
     for path in sorted(ranks_dir.glob("*.state")):
         try:
             with open(path, opener=only_regular) as file:
                 step, state = int(file.read(_STEP_NUM_BYTES)), parse_json(file.read(_NUM_BYTES), RankState)
-                found.append((replace(state, step=step), _is_locked(file.fileno())))
+                states.append((replace(state, step=step), _is_locked(file.fileno())))
         except (OSError, ValueError):  # its work is done, or it is about to write
             continue
-    return found
+    return states
 
 
-def clock_error(written: Path) -> float:
-    """Seconds to add to this machine's clock to have that of a file system, which all machines share that see a file
-    there; 0 where they agree to a second. By the path of a file written just now.
+def clock_error(path: Path) -> float:
+    """Seconds to add to this machine's clock for that of a file system, shared by all machines of the run; 0 if they
+    agree to a second. By the path of a file written just now.
 
-    A machine whose clock was an hour late told of its own consequence as the first cause (2026-11-21).
+    The clock of a machine was an hour late, and a consequence was taken for the first cause (2026-11-21).
     """
-    error_s = written.stat().st_mtime - time.time()
+    error_s = path.stat().st_mtime - time.time()
     return error_s if abs(error_s) > _AGREED_S else 0.0
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Whether a process holds the lock. Asked for as a shared one, so that two who ask do not see each other."""
+    """Whether a process holds the lock. The try is a shared one: two at once do not see each other."""
     return not can_lock(descriptor, shared=True)
 
 
 def continue_stopped(ranks_dir: Path) -> None:
-    """Let ranks of this machine that are stopped go on, to be ended in order: a SIGTERM does not reach them before, and
-    the launcher and torchrun wait for 30 s until they kill them (2026-11-21)."""
+    """Let suspended ranks of this machine go on, to be ended in order: a SIGTERM does not reach them before, and the
+    launcher and torchrun wait for 30 s until they kill them (2026-11-21)."""
     for state, alive in read_states(ranks_dir):
         if alive and state.host == socket.gethostname() and state.pid > 0:
             with suppress(ProcessLookupError, PermissionError):
@@ -218,21 +217,21 @@ def seen_alive(ranks_dir: Path, rank: int) -> dict[int, str]:
 
 
 _SIGNS_OF_LOST_PEERS = ("/gloo/", "Connection closed by peer", "Connection reset by peer")
-"""In the messages of the collectives that a user's own code calls; ours raise CommError."""
+"""In the messages of collectives in a user's own code; ours raise CommError."""
 _TOLD_TO_STOP = tuple(
     code
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     for code in (-signum, exits.of_signal(signum))
 )
-"""Exit codes of ranks that were stopped: because another rank had failed, or by the user."""
+"""Exit codes of stopped ranks: because another rank had failed, or by the user."""
 _MAX_NBYTES = 2**20
-"""Largest file with a rank's failure that is read."""
+"""Largest size of a file with a rank's failure."""
 _OF_WAITS = ("unheard", "where", "waited_s")
 """Attributes of a CommError about a wait in vain."""
 _WAKING_S = 10.0
-"""A rank that is suspended no longer fails within this time, if it does because of that."""
+"""A suspended rank fails within this time after it wakes, if it fails because of the suspension."""
 _DECISIVE = 0.25
-"""The part of a wait in vain for which a rank must have been suspended, for this to be the cause."""
+"""A suspension is the cause of a wait in vain if it took at least this part of the wait."""
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "kill -9, or the machine ran out of memory",
     signal.SIGABRT: "by itself: on GPUs NCCL does so when ranks wait for each other longer than launch.timeout_s",
@@ -257,33 +256,33 @@ class Failure:
     from_peers: bool = False
     """Whether the rank only noticed that others were gone."""
     problems: tuple[str, ...] | None = None
-    """The lines of a ConfigError, which are all that a user needs of it."""
+    """The lines of a ConfigError; a user needs no more of it."""
     time_s: float = 0.0
     """Since the epoch; once written, by the clock of the folder's file system."""
     saw_alive: Mapping[int, str] = field(default_factory=dict)
-    """The other ranks whose processes were there then, and where: what has ended them later is no cause of this."""
+    """The other ranks with a process at that time, and where: their later end is no cause of this."""
     unheard: tuple[Natural, ...] = ()
-    """The ranks that this one has waited for in vain, and of which nothing was heard."""
+    """The ranks awaited in vain, without a word from them."""
     where: str = ""
     """The place in the training where it waited for them."""
     waited_s: float = 0.0
     stopped_by: SignalName | None = None
-    """The signal that told this rank alone to stop, so that the others missed it."""
+    """The signal to stop for this rank alone: the others missed it."""
     subject: str = ""
-    """The subject of that sentence where it is another, such as "rank 1 on n0" or "n1 (ranks 2, 3)"."""
+    """Another subject for the sentence, such as "rank 1 on n0" or "n1 (ranks 2, 3)"."""
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, saw_alive: Mapping[int, str] | None = None) -> "Failure":
-        """The failure that an exception means, on the rank that caught it."""
+    def from_error(cls, error: BaseException, rank: int, saw_alive: Mapping[int, str] | None = None) -> "Failure":
+        """The failure of a rank that caught this exception."""
         from_peers = _comes_from_peers(error)
-        said = str(error) if isinstance(error, CommError) and from_peers else f"{type(error).__name__}: {error}"
+        message = str(error) if isinstance(error, CommError) and from_peers else f"{type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
-            said = f"SystemExit: the process tried to exit with code {error.code or 0} before its work was done"
+            message = f"SystemExit: the process tried to exit with code {error.code or 0} before its work was done"
         if lacking := shortage(error):
-            said = f"{said}; {lacking}"
+            message = f"{message}; {lacking}"
         return cls(
             rank=rank,
-            cause=f"{'lost another rank' if from_peers else 'failed'}: {printable(said)}",
+            cause=f"{'lost another rank' if from_peers else 'failed'}: {printable(message)}",
             from_peers=from_peers,
             problems=error.problems if isinstance(error, ConfigError) else None,
             time_s=time.time(),
@@ -292,7 +291,7 @@ class Failure:
         )
 
     def write(self, ranks_dir: Path, kind: str = "error") -> None:
-        """Leave it in the folder of the ranks' logs, for `first_failure`, which another rank may call meanwhile.
+        """Leave it in the folder of the ranks' logs, for `first_failure`; another rank may call that meanwhile.
 
         Args:
             kind: error, or overdue.error of one that may end well: each has a file of its own.
@@ -322,9 +321,9 @@ class Failure:
 def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_user: bool = False) -> Failure | None:
     """The first cause of a run's end; None where no rank has failed.
 
-    A rank's own error comes before the death of a process, that before a signal that told one rank to stop, that before
-    a suspension of the run, or a rank that is there and did not answer, and that before what the other ranks noticed.
-    Within these the earliest.
+    The order of the causes: a rank's own error; the death of a process; a signal to stop for one rank; a suspension of
+    the run, or a rank there without an answer; a loss of others, as the other ranks noticed it. The earliest comes
+    first within each of these.
 
     Args:
         ended: the exit code of each process that has failed, by rank; negative where a signal has ended it,
@@ -332,42 +331,50 @@ def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_us
         by_user: whether the user is known to have stopped them. A rank that ends in order and is gone before has
             failed all the same.
     """
-    written = _written(ranks_dir)
+    failures = []
+    for path in ranks_dir.glob("*.error.json"):
+        with suppress(OSError, ValueError):  # a file of somebody else
+            failures.append(Failure.read(path))
     states = read_states(ranks_dir)
-    written += [Failure(state.rank, state.failed, time_s=time.time()) for state, _ in states if state.failed]
-    spoke = {failure.rank for failure in written}
+    failures += [Failure(state.rank, state.failed, time_s=time.time()) for state, _ in states if state.failed]
+    spoke = {failure.rank for failure in failures}
     lost = [state for state, alive in states if not alive and state.rank not in spoke]
     silent = [state for state in lost if state.in_order or not state.stopped_by]
-    processes = {state.rank: _of_silent(state, exit_code_known=ended is not None) for state in silent}
-    processes |= _of_hosts(silent, hosts := _hosts_of(states))
-    processes |= {rank: _of_process(rank, code) for rank, code in (ended or {}).items() if rank not in spoke}
+    how = "was killed or exited without an error message" if ended is None else "ended with exit code 0"
+    processes = {
+        state.rank: Failure(rank=state.rank, cause=f"{how} in {state.phase}, before its work was done")
+        for state in silent
+    }
+    hosts = {state.rank: state.host for state, _ in states}
+    if len(set(hosts.values())) == 1:  # then no message names it
+        hosts = {}
+    processes |= _host_failures(silent, hosts)
+    processes |= {rank: _process_failure(rank, code) for rank, code in (ended or {}).items() if rank not in spoke}
     told_to_stop = {rank for rank, code in (ended or {}).items() if code in _TOLD_TO_STOP}
-    outlived = {rank for failure in written for rank in failure.saw_alive}
+    outlived = {rank for failure in failures for rank in failure.saw_alive}
     stops = {state.rank: state for state, _ in states if state.stopped_by and not state.in_order}
-    # Of ranks that a signal has stopped, one misses the other that ended first.
-    noticed = [failure for failure in written if failure.from_peers and not _came_after(failure, stops)]
+    # A rank may miss another one because a signal has stopped both, the other one first.
+    noticed = [
+        failure
+        for failure in failures
+        if failure.from_peers and not (failure.rank in stops and stops[failure.rank].stopped_s <= failure.time_s)
+    ]
     noticed_s = min((failure.time_s for failure in noticed), default=math.inf)
     by_user = by_user or (ended is None and not _stopped_alone(stops, noticed))
-    told = noticed if by_user else [failure for failure in written if failure.from_peers]
+    from_peers = noticed if by_user else [failure for failure in failures if failure.from_peers]
     ranked = (
-        [failure for failure in written if not failure.from_peers],
+        [failure for failure in failures if not failure.from_peers],
         [process for rank, process in processes.items() if rank not in told_to_stop | outlived],
-        # One that came later was sent because of what was noticed.
-        [] if by_user else [_of_stop(state) for state in stops.values() if state.stopped_s <= noticed_s],
-        _suspended(told, [state for state, _ in states]) or _unanswered(told, hosts),
-        told,
+        # A later signal was sent because of the loss.
+        [] if by_user else [_stop_failure(state) for state in stops.values() if state.stopped_s <= noticed_s],
+        _suspension(from_peers, [state for state, _ in states]) or _unanswered(from_peers, hosts),
+        from_peers,
         [process for rank, process in processes.items() if not (by_user and rank in told_to_stop)],
     )
-    first = next((min(failures, key=lambda failure: failure.time_s) for failures in ranked if failures), None)
-    if first is None or first.subject or first.rank not in hosts:
-        return first
-    return replace(first, subject=f"rank {first.rank} on {hosts[first.rank]}")
-
-
-def _hosts_of(states: list[tuple[RankState, bool]]) -> dict[int, str]:
-    """The name of each rank's host; nothing where all are on one."""
-    hosts = {state.rank: state.host for state, _ in states}
-    return hosts if len(set(hosts.values())) > 1 else {}
+    earliest = next((min(group, key=lambda failure: failure.time_s) for group in ranked if group), None)
+    if earliest is None or earliest.subject or earliest.rank not in hosts:
+        return earliest
+    return replace(earliest, subject=f"rank {earliest.rank} on {hosts[earliest.rank]}")
 
 
 def _ranks_beside(rank: int, hosts: Mapping[int, str]) -> list[int]:
@@ -375,17 +382,8 @@ def _ranks_beside(rank: int, hosts: Mapping[int, str]) -> list[int]:
     return [other for other in hosts if hosts[other] == hosts.get(rank)]
 
 
-def _named(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
+def _host_name(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
     return f"{hosts[ranks[0]]} ({named(ranks)})"
-
-
-def _written(ranks_dir: Path) -> list[Failure]:
-    """The failures that ranks have written; other files are ignored."""
-    found = []
-    for path in ranks_dir.glob("*.error.json"):
-        with suppress(OSError, ValueError):
-            found.append(Failure.read(path))
-    return found
 
 
 def lost_folder(run_dir: Path) -> RunError:
@@ -394,60 +392,62 @@ def lost_folder(run_dir: Path) -> RunError:
 
 
 def name_full_disk(error: BaseException, run_dir: Path) -> bool:
-    """Whether a disk was full. Python says which file only where it could not be opened, so the folder is said then."""
+    """Whether a disk was full. Python names the file only if it could not be opened; otherwise the error gets the
+    folder."""
     is_full = isinstance(error, OSError) and error.errno in exits.NO_ROOM
     if isinstance(error, OSError) and is_full and error.filename is None:
         error.filename = str(run_dir)
     return is_full
 
 
-def _suspended(told: list[Failure], states: list[RankState]) -> list[Failure]:
-    """The suspension of the rank that missed others first, and of those which were suspended with it. One that had been
-    awake is no sign of that: it has waited for another."""
-    first = min(told, key=lambda failure: failure.time_s, default=None)
-    if first is None:
+def _suspension(noticed: list[Failure], states: list[RankState]) -> list[Failure]:
+    """The suspension of the first rank to miss others, and of the ranks suspended with it. Nothing if the first was
+    awake: it has waited for another rank."""
+    earliest = min(noticed, key=lambda failure: failure.time_s, default=None)
+    if earliest is None:
         return []
-    since_s = first.time_s - first.waited_s - _WAKING_S
+    since_s = earliest.time_s - earliest.waited_s - _WAKING_S
     asleep = {
         state.rank: state.suspended_s
         for state in states
-        if state.suspended_s > first.waited_s * _DECISIVE and state.suspended_until_s >= since_s
+        if state.suspended_s > earliest.waited_s * _DECISIVE and state.suspended_until_s >= since_s
     }
-    if first.rank not in asleep:
+    if earliest.rank not in asleep:
         return []
     cause = (
-        f"was suspended for {asleep[first.rank]:.0f} s, which counts as waiting for other ranks: launch.timeout_s was "
-        "over; give it more than a suspension takes, and go on with checkpoint.resume=auto"
+        f"was suspended for {asleep[earliest.rank]:.0f} s, which counts as waiting for other ranks: launch.timeout_s "
+        "was over; give it more than a suspension takes, and go on with checkpoint.resume=auto"
     )
     subject = "the whole run" if len(asleep) == len(states) > 1 else ""
-    return [Failure(rank=first.rank, cause=cause, time_s=first.time_s, subject=subject)]
+    return [Failure(rank=earliest.rank, cause=cause, time_s=earliest.time_s, subject=subject)]
 
 
-def _unanswered(told: list[Failure], hosts: Mapping[int, str]) -> list[Failure]:
-    """The first rank that was there and said nothing while others waited for it: it was stopped, or slept; or its whole
-    host, which no other reaches."""
-    waited = sorted((failure for failure in told if failure.unheard), key=lambda failure: failure.time_s)
+def _unanswered(noticed: list[Failure], hosts: Mapping[int, str]) -> list[Failure]:
+    """The first rank without a word while others waited for it, though its process was there: it was stopped, or slept.
+    Or its whole host, if no other host reaches that."""
+    waited = sorted((failure for failure in noticed if failure.unheard), key=lambda failure: failure.time_s)
     if not waited:
         return []
-    first = waited[0]
-    # Another host that is cut off from this one blames it in turn, and came later.
-    own = hosts.get(first.rank)
-    with_it = [each for each in waited if hosts.get(each.rank) == own or first.rank not in each.unheard]
-    ranks = [rank for rank in first.unheard if all(rank in failure.unheard for failure in with_it)]
-    for rank in (rank for rank in ranks if rank in first.saw_alive):
-        beside = _ranks_beside(rank, hosts)
-        waiting = f"rank {first.rank} on {own}" if own else f"rank {first.rank}"
+    earliest = waited[0]
+    # A host cut off from this one blames it in turn, and came later.
+    own = hosts.get(earliest.rank)
+    with_it = [failure for failure in waited if hosts.get(failure.rank) == own or earliest.rank not in failure.unheard]
+    ranks = [rank for rank in earliest.unheard if all(rank in failure.unheard for failure in with_it)]
+    for rank in (rank for rank in ranks if rank in earliest.saw_alive):
+        host_ranks = _ranks_beside(rank, hosts)
+        waiting = f"rank {earliest.rank} on {own}" if own else f"rank {earliest.rank}"
         cause = (
-            f"did not answer for {first.waited_s:.0f} s, last seen in {first.saw_alive[rank]}; "
-            f"{waiting} waited in {first.where}"
+            f"did not answer for {earliest.waited_s:.0f} s, last seen in {earliest.saw_alive[rank]}; "
+            f"{waiting} waited in {earliest.where}"
         )
-        if not beside or not set(beside) <= set(ranks):
-            return [Failure(rank=rank, cause=cause, time_s=first.time_s)]
-        if len({hosts.get(each) for each in ranks} - {own}) > 1:  # rather one host than all others
-            cut_off = _ranks_beside(first.rank, hosts)
-            cause = f"reached no other host for {first.waited_s:.0f} s; rank {first.rank} waited in {first.where}"
-            return [Failure(rank=first.rank, cause=cause, time_s=first.time_s, subject=_named(cut_off, hosts))]
-        return [Failure(rank=rank, cause=f"is gone: {cause}", time_s=first.time_s, subject=_named(beside, hosts))]
+        if not host_ranks or not set(host_ranks) <= set(ranks):
+            return [Failure(rank=rank, cause=cause, time_s=earliest.time_s)]
+        if len({hosts.get(other) for other in ranks} - {own}) > 1:  # rather one host than all others
+            rank, host_ranks = earliest.rank, _ranks_beside(earliest.rank, hosts)
+            cause = f"reached no other host for {earliest.waited_s:.0f} s; rank {rank} waited in {earliest.where}"
+        else:
+            cause = f"is gone: {cause}"
+        return [Failure(rank=rank, cause=cause, time_s=earliest.time_s, subject=_host_name(host_ranks, hosts))]
     return []
 
 
@@ -460,33 +460,24 @@ def _stopped_alone(stops: dict[int, RankState], noticed: list[Failure]) -> bool:
     )
 
 
-def _came_after(failure: Failure, stops: dict[int, RankState]) -> bool:
-    return failure.rank in stops and stops[failure.rank].stopped_s <= failure.time_s
-
-
-def _of_stop(state: RankState) -> Failure:
+def _stop_failure(state: RankState) -> Failure:
     cause = f"was stopped by {state.stopped_by}, which only it received, in {state.phase}"
     return Failure(rank=state.rank, cause=cause, time_s=state.stopped_s, stopped_by=state.stopped_by)
 
 
-def _of_silent(state: RankState, exit_code_known: bool) -> Failure:
-    how = "ended with exit code 0" if exit_code_known else "was killed or exited without an error message"
-    return Failure(rank=state.rank, cause=f"{how} in {state.phase}, before its work was done")
-
-
-def _of_hosts(silent: list[RankState], hosts: Mapping[int, str]) -> dict[int, Failure]:
-    """The failures of ranks that are gone with all others of their host."""
+def _host_failures(silent: list[RankState], hosts: Mapping[int, str]) -> dict[int, Failure]:
+    """The failures of ranks gone together with their whole host."""
     gone = {state.rank for state in silent}
-    found = {}
+    failures = {}
     for state in silent:
-        beside = _ranks_beside(state.rank, hosts)
-        if len(beside) > 1 and gone.issuperset(beside):
+        host_ranks = _ranks_beside(state.rank, hosts)
+        if len(host_ranks) > 1 and gone.issuperset(host_ranks):
             cause = f"is gone: killed or ended without an error message in {state.phase}, before its work was done"
-            found[state.rank] = Failure(rank=state.rank, cause=cause, subject=_named(beside, hosts))
-    return found
+            failures[state.rank] = Failure(rank=state.rank, cause=cause, subject=_host_name(host_ranks, hosts))
+    return failures
 
 
-def _of_process(rank: int, code: int) -> Failure:
+def _process_failure(rank: int, code: int) -> Failure:
     if code >= 0:
         return Failure(rank=rank, cause=f"ended with exit code {code}")
     name = signal.Signals(-code).name
@@ -511,7 +502,7 @@ def _comes_from_peers(error: BaseException) -> bool:
 
 
 STOP_GRACE_S = 10.0
-"""A rank that was told to stop at once has this long to write its result."""
+"""A rank has this long to write its result after a signal to stop at once."""
 
 
 def _stop_of_the_start(signum: int, frame: FrameType | None) -> None:
@@ -519,8 +510,8 @@ def _stop_of_the_start(signum: int, frame: FrameType | None) -> None:
 
 
 def stop_in_order(note: Callable[[int, bool], bool], settle: Callable[[], None]) -> None:
-    """From here on a signal to stop is noted when it comes. In the training loop, whose handlers keep the request, the
-    first does no more; any other one ends the process within `STOP_GRACE_S`.
+    """From here on a signal to stop is noted when it comes. In the training loop the first does no more, as the
+    handlers there keep the request; any other one ends the process within `STOP_GRACE_S`.
 
     Before the training SIGINT raises KeyboardInterrupt, and SIGTERM, SIGUSR1 and SIGUSR2 end the process at once.
 
@@ -544,7 +535,7 @@ def stop_in_order(note: Callable[[int, bool], bool], settle: Callable[[], None])
         with reader, writer:
             while True:
                 signum = reader.recv(1)[0]
-                if signum not in STOP_SIGNALS:
+                if signum not in exits.STOP_SIGNALS:
                     continue
                 handler, now_s = signal.getsignal(signum), time.monotonic()
                 request = getattr(handler, "__self__", None)
@@ -564,8 +555,8 @@ def stop_in_order(note: Callable[[int, bool], bool], settle: Callable[[], None])
 
 
 def pass_on(ranks_dir: Path, num_ranks: int, signum: int) -> bool:
-    """Tell the ranks of this process, all of them at work, what it was told; each only once: one that the signal has
-    come to by itself, as from a terminal, has noted it.
+    """Tell the ranks of this process, all of them at work, what it was told; each only once: a rank may have got the
+    signal by itself, as from a terminal, and noted it.
 
     Returns:
         Whether all of them are at work. If not, none was told.

@@ -14,7 +14,7 @@ from typing import Any
 from zerotrain.device.processes import no_threads_of_openblas
 
 _NEEDED = ("torch", "hydra", "omegaconf", "numpy", "rich", "msgspec", "xxhash")
-"""The packages without which nothing runs."""
+"""Nothing runs without these packages."""
 _COMPILER = "torch._dynamo"
 _NO_COMPILER = SimpleNamespace(
     config=SimpleNamespace(error_on_nested_fx_trace=True, patch=lambda **_: nullcontext()), disable=lambda hook: hook
@@ -25,15 +25,15 @@ _NO_COMPILER = SimpleNamespace(
 @contextmanager
 def importing() -> Iterator[None]:
     """Switches off the garbage collector, which scans all imports again and again and finds nothing: 0.7 of the 3.4 s
-    that torch and its compiler take. Objects that exist at the end it never scans. Ctrl-C ends the process with a line;
-    so does a package that zerotrain needs and this Python lacks. No library leaves threads: a process that has some
-    cannot be forked.
+    that torch and its compiler take. It never scans objects that exist at the end. Ctrl-C ends the process with a line;
+    so does the lack of a package that zerotrain needs. No library leaves threads: a process with threads cannot be
+    forked.
     """
     gc.disable()
     num_modules = len(sys.modules)
-    before = signal.getsignal(signal.SIGINT)
-    # A traceback of what was being imported says nothing; and C++ that is being loaded may make another error of it.
-    heeds = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    previous = signal.getsignal(signal.SIGINT)
+    # A traceback of the imports says nothing, and C++ may make another error of it while it is loaded.
+    heeds = previous is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     if heeds:
         signal.signal(signal.SIGINT, _end_at_once)
     try:
@@ -50,7 +50,7 @@ def importing() -> Iterator[None]:
         sys.exit(2)
     finally:
         if heeds:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, previous)
         if len(sys.modules) > num_modules:  # else garbage would stay: 0.8 MB of each job of a sweep
             gc.freeze()
         gc.enable()
@@ -69,18 +69,19 @@ def leave_compiler_out_of_optimizers() -> None:
     not to compile: of a run of two ranks and ten steps 3 of 18.7 s of CPU, of the peak of a rank 45 of 424 MB (torch
     2.13, 2026-11-22).
 
-    Processes of zerotrain compile models, never an optimizer. Whoever compiles imports the compiler.
+    Processes of zerotrain compile models, never an optimizer. A compilation itself imports the compiler.
     """
     import torch
 
-    for owner in (each for each in vars(torch.optim).values() if isinstance(each, type)):
-        for name, method in _hidden_from_compiler(owner):
-            plain: Callable[..., Any] = method.__wrapped__
-            setattr(owner, name, _with_gradients_as_asked(plain) if name == "step" else plain)
+    for owner in vars(torch.optim).values():
+        if isinstance(owner, type):
+            for name, method in _hidden_from_compiler(owner):
+                plain: Callable[..., Any] = method.__wrapped__
+                setattr(owner, name, _with_gradients_as_asked(plain) if name == "step" else plain)
 
 
 def _hidden_from_compiler(owner: object) -> list[tuple[str, Any]]:
-    """(name, function) of those of a class or module that import the compiler in each call."""
+    """(name, function) of each function of a class or module with an import of the compiler in each call."""
     return [
         (name, method)
         for name, method in vars(owner).items()
@@ -101,7 +102,7 @@ def _with_gradients_as_asked(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leave_compiler_out_of_checkpoints() -> None:
-    """So does torch's checkpoint of activations: 1 to 2 s of CPU and 71 MB of each rank that computes units again
+    """So does torch's checkpoint of activations: 1 to 2 s of CPU and 71 MB of each rank, if units are computed again
     (torch 2.13, 2026-11-26). Once something else has imported the compiler, all is as it was."""
     import torch.utils.checkpoint as module
 
@@ -111,12 +112,12 @@ def leave_compiler_out_of_checkpoints() -> None:
 
 
 def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that torch's wrapper hides from the compiler, as long as there is none."""
+    """The function without torch's wrapper, as long as there is no compiler."""
     plain: Callable[..., Any] = method.__wrapped__  # type: ignore[attr-defined]
 
     @functools.wraps(plain)
-    def called(*given: Any, **named: Any) -> Any:
-        return (method if _COMPILER in sys.modules else plain)(*given, **named)
+    def called(*args: Any, **options: Any) -> Any:
+        return (method if _COMPILER in sys.modules else plain)(*args, **options)
 
     return called
 

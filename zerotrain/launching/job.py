@@ -1,4 +1,4 @@
-"""One job: what its ranks are told, and the result.json that says how it ended."""
+"""One job: the description for its ranks, and the result.json of its end."""
 
 import errno
 import json
@@ -40,7 +40,7 @@ class _LockNote(TypedDict):
 
 
 _INSTANT_S = 0.02
-"""A report that looks whether a run is under way locks its folder, for far less than this."""
+"""A report locks the folder to see whether a run is under way, for far less than this."""
 
 
 class FolderInUseError(ConfigError):
@@ -50,7 +50,7 @@ class FolderInUseError(ConfigError):
 @contextmanager
 def locked(run_dir: Path, **note: str) -> Iterator[None]:
     """Keep other runs out of a folder; two at once trained one's config and reported the other's success (2026-11-21).
-    The file stays, so that nobody locks one that is about to go.
+    The file stays: nobody is to lock a file about to be removed.
 
     Args:
         note: what the lock says of its holder beside its process.
@@ -59,7 +59,7 @@ def locked(run_dir: Path, **note: str) -> Iterator[None]:
         FolderInUseError: another run is under way there.
         ConfigError: it is no folder that can be written.
     """
-    with _opened(run_dir) as file:
+    with _open_lock_file(run_dir) as file:
         try:
             try:
                 problem = lock(file)
@@ -78,18 +78,18 @@ def locked(run_dir: Path, **note: str) -> Iterator[None]:
 
 
 def holding_job(run_dir: Path) -> str | None:
-    """The job of a sweep that the last holder of a folder's lock was, as it has noted; None if none."""
-    said = read_note(run_dir / LOCK_NAME, _LockNote)
-    return None if said is None else str(said["job"])
+    """The job of a sweep by the note of the last holder of a folder's lock; None if none."""
+    note = read_note(run_dir / LOCK_NAME, _LockNote)
+    return None if note is None else str(note["job"])
 
 
 def await_free(run_dir: Path) -> None:
-    """Wait until the run that is under way in a folder has ended."""
+    """Wait for the end of the run in a folder."""
     with suppress(OSError), open_lock(run_dir / LOCK_NAME, make=False) as file:
         lock(file, wait=True)
 
 
-def _opened(run_dir: Path) -> BinaryIO:
+def _open_lock_file(run_dir: Path) -> BinaryIO:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         return open_lock(run_dir / LOCK_NAME)
@@ -108,9 +108,9 @@ def _opened(run_dir: Path) -> BinaryIO:
 
 CONFIG_NAME = "config.yaml"
 RANKS = "ranks"
-"""The folder of what the ranks say."""
+"""The folder of the ranks' logs and states."""
 COMPOSITION = ".hydra"
-"""That of what Hydra has composed."""
+"""The folder of Hydra's composition."""
 _OF_A_RANK = re.compile(
     r"[0-9]+\.(log|state|error\.json(\.[0-9a-f]+\.tmp)?)|ending\.(lock|([0-9]+\.)?txt)|refused\.json"
 )
@@ -120,6 +120,8 @@ _OBJECT = dict[str, Any] | None
 
 
 class _SentJob(TypedDict):
+    """The job as it is sent to ranks in other processes."""
+
     config: dict[str, Any]
     run_dir: str
     overrides: list[str]
@@ -132,16 +134,13 @@ class _SentJob(TypedDict):
     planned: _OBJECT
 
 
-"""The job that is sent to ranks in other processes."""
-
-
 class _RefusalNote(TypedDict):
     error: str
 
 
 @dataclass(frozen=True)
 class Job:
-    """The job that every rank of a run receives."""
+    """The job, as every rank of a run receives it."""
 
     config: Config
     run_dir: Path
@@ -155,11 +154,11 @@ class Job:
     restarts: int = 0
     """How often its ranks were started again, after a failure."""
     stage: int | None = None
-    """ZeRO stage that its ranks build their engine at; None: the run's first."""
+    """ZeRO stage of the engine at its start; None: the run's first."""
     evaluates: dict[str, Any] | None = None
     """The evaluation, as arguments of `zerotrain.saved.evaluating.run`; None: the job trains."""
     trial: dict[str, Any] | None = None
-    """What a pruner asks for, as arguments of `early_stopping.Trial`; None: there is no pruner."""
+    """The arguments of `early_stopping.Trial`, for a pruner; None: there is no pruner."""
     planned: dict[str, Any] | None = None
     """The `PlannedUsage` of the run; None: it was not planned."""
 
@@ -175,14 +174,14 @@ class Job:
 
     @property
     def config_path(self) -> Path:
-        """The resolved config, for people: the ranks are told theirs by the process that started them."""
+        """The resolved config, for people: the ranks get theirs from the process that starts them."""
         return self.run_dir / CONFIG_NAME
 
     def open_folder(self) -> None:
-        """Make the run folder, without what an earlier run has left there, and write config.yaml. A run that goes on
-        keeps its checkpoints and its metrics, and after a restart what the ranks have logged."""
+        """Make the run folder, without what an earlier run has left there, and write config.yaml. A resumed run keeps
+        its checkpoints and its metrics, and after a restart the logs of its ranks."""
         self.ranks_dir.mkdir(parents=True, exist_ok=True)
-        # Those that a killed rank 0 was about to put in place: nobody else would ever remove them.
+        # Left by a killed rank 0 before it put them in place: nobody else would ever remove them.
         names = (RESULT_NAME, METRICS_NAME, STEPS_NAME, CONFIG_NAME)
         temporary = [path for name in names for path in self.run_dir.glob(f"{name}.*.tmp")]
         of_ranks = [path for path in self.ranks_dir.iterdir() if _OF_A_RANK.fullmatch(path.name)]
@@ -204,7 +203,7 @@ class Job:
             save_config(self.config, self.config_path)
 
     def to_json(self) -> str:
-        """For ranks that another process starts."""
+        """For ranks in other processes."""
         return json.dumps(asdict(self) | {"run_dir": str(self.run_dir)})
 
     @classmethod
@@ -215,13 +214,13 @@ class Job:
             ConfigError: it is something else.
         """
         try:
-            said = parse_json(text, _SentJob)
-            config = from_values(said["config"])
+            sent = parse_json(text, _SentJob)
+            config = from_values(sent["config"])
         except (OmegaConfBaseException, ValueError, TypeError, LookupError) as error:
             raise ConfigError(
                 f"the description of the job, as this rank received it, is damaged: {first_paragraph(error)}"
             ) from None
-        return cls(**said | {"config": config, "run_dir": Path(said["run_dir"])})
+        return cls(**sent | {"config": config, "run_dir": Path(sent["run_dir"])})
 
 
 def write_refusal(
@@ -251,7 +250,7 @@ def write_refusal(
 
 
 def refusal_in(run_dir: Path) -> str | None:
-    """The refusal of a job that was to go on in the folder of an earlier one; None where there is none."""
+    """The refusal of a job in the folder of an earlier one; None if there is none."""
     try:
         return str(read_json(run_dir / RANKS / _REFUSED, _RefusalNote, max_nbytes=2**20)["error"])
     except (OSError, UntrustedFileError):
@@ -264,7 +263,7 @@ def num_threads_per_rank(config: Config, num_local_ranks: int) -> int:
 
 
 def write_ending(job: Job, world_size: int, *, status: str, error: str, code: int = exits.FAILED) -> None:
-    """Say in result.json how a job ended that did not complete; keep what rank 0 may have written there.
+    """Say in result.json how a job ended without completing; keep the entries of rank 0 there.
 
     Args:
         status: stopped or failed.
@@ -280,8 +279,8 @@ def write_ending(job: Job, world_size: int, *, status: str, error: str, code: in
         "restarts": job.restarts,
     }
     try:
-        written = read_result(path)
+        result = read_result(path)
     except (OSError, UntrustedFileError):  # none, or cut off where the disk was full
-        written = facts
-    told = {"status": status, "error": error, "stopped_by": None, "exit_code": code}
-    RunResult(**(written | told)).write(job.run_dir)
+        result = facts
+    ending = {"status": status, "error": error, "stopped_by": None, "exit_code": code}
+    RunResult(**(result | ending)).write(job.run_dir)

@@ -1,11 +1,11 @@
-"""The main module of a rank that `spawn` has started. It imports torch only when it can be ended quietly."""
+"""The main module of a rank, for `spawn`. It imports torch only when it can be ended quietly."""
 
 import signal
 import sys
 
 
 def main(job_path: str) -> None:
-    """Run a rank of the job that `spawn` has left in a file."""
+    """Run a rank of the job in a file of `spawn`."""
     # Until the run can be stopped in order, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from zerotrain.device.processes import end_with_parent

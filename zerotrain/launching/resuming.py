@@ -33,7 +33,7 @@ from zerotrain.config.words import quote, word
 from zerotrain.device.kinds import num_gpus
 from zerotrain.engine.options import dotted, leaves_per_rank
 from zerotrain.errors import CheckpointError, ConfigError
-from zerotrain.files.untrusted import UntrustedFileError, kind_of, printable, read_regular, shown
+from zerotrain.files.untrusted import UntrustedFileError, kind_of, parse_yaml, printable, read_regular, shown
 from zerotrain.launching import exits
 from zerotrain.launching.failures import RunError
 from zerotrain.launching.job import COMPOSITION, CONFIG_NAME, RANKS, Job, num_threads_per_rank
@@ -46,12 +46,12 @@ AUTO = "auto"
 _KINDS = dict.fromkeys((CHECKPOINTS, RANKS, COMPOSITION), stat.S_IFDIR)
 _KINDS |= dict.fromkeys((RESULT_NAME, METRICS_NAME, STEPS_NAME, CONFIG_NAME, PLAN_NAME), stat.S_IFREG)
 _KINDS |= {f"{COMPOSITION}/{name}.yaml": stat.S_IFREG for name in ("config", "hydra", "overrides")}
-"""The files and folders that a run has in its folder, by kind."""
+"""The files and folders of a run in its folder, by kind."""
 _OF_ONE_START = ("launch.", "checkpoint.", "sweep.")
-"""Settings by which no run is another one."""
+"""Two runs may differ in these settings and still be the same."""
 _MAX_CONFIG_NBYTES = 2**20
 _NUM_DIFFERENCES = 3
-"""That are told."""
+"""Differences in a message, at most."""
 
 
 def folder_problems(config: Config, run_dir: Path, *, of_sweep: bool = False) -> list[str]:
@@ -62,18 +62,16 @@ def folder_problems(config: Config, run_dir: Path, *, of_sweep: bool = False) ->
         of_sweep: whether it is a job of a sweep, whose folder another setting names.
     """
     another = f"another hydra.{'sweep' if of_sweep else 'run'}.dir"
-    if (foreign := _foreign(run_dir)) is not None:
+    if (foreign := _foreign_file(run_dir)) is not None:
         return [f"hydra.run.dir: got {run_dir}, where {foreign}; move that away, or give {another}"]
     if config.plan.only:
         return []
     resume, erases = config.checkpoint.resume, config.launch.overwrite
-    if resume is not None and erases:
-        if _is_within(resume, run_dir):
-            return [
-                f"launch.overwrite: got true, which would erase the checkpoint that checkpoint.resume={resume} needs; "
-                "leave one of them out"
-            ]
-        return []
+    if erases and resume is not None and _is_within(resume, run_dir):
+        return [
+            f"launch.overwrite: got true, which would erase the checkpoint that checkpoint.resume={resume} needs; "
+            "leave one of them out"
+        ]
     if erases:
         return []
     try:
@@ -81,7 +79,7 @@ def folder_problems(config: Config, run_dir: Path, *, of_sweep: bool = False) ->
     except (OSError, UntrustedFileError) as error:
         return [
             f"hydra.run.dir: got {run_dir}, which may hold a completed run: its {RESULT_NAME} cannot be read: "
-            f"{_said(error)}; move it away, or give {another}"
+            f"{_reason(error)}; move it away, or give {another}"
         ]
     if result is not None:
         return _problems_of_completed(config, run_dir, result, another, of_sweep)
@@ -97,7 +95,7 @@ def completed_in(run_dir: Path) -> dict[str, Any] | None:
     """The result of a completed run in a folder; None where there is none.
 
     Raises:
-        OSError, UntrustedFileError: there is a result.json, of which nobody can tell.
+        OSError, UntrustedFileError: there is a result.json, and it cannot be read.
     """
     try:
         result = read_result(run_dir / RESULT_NAME)
@@ -107,8 +105,8 @@ def completed_in(run_dir: Path) -> dict[str, Any] | None:
 
 
 def completed_already(config: Config, run_dir: Path) -> dict[str, Any] | None:
-    """The result of the run that `checkpoint.resume=auto` would resume, if it has completed and nothing more is asked
-    for; else None. The folder must have no `folder_problems`."""
+    """The result of the run for `checkpoint.resume=auto` to resume, if it has completed and the config asks for no
+    more; else None. The folder must have no `folder_problems`."""
     result = completed_in(run_dir) if config.checkpoint.resume == AUTO else None
     if result is None or _differences(config, result, run_dir):
         return None
@@ -151,45 +149,43 @@ def _problems_of_completed(
     differences = _differences(config, result, run_dir)
     if not differences or (trains_longer and has_checkpoints):
         return []
-    told = ", ".join(differences[:_NUM_DIFFERENCES]) + ", ..." * (len(differences) > _NUM_DIFFERENCES)
+    settings = ", ".join(differences[:_NUM_DIFFERENCES])
+    if len(differences) > _NUM_DIFFERENCES:
+        settings += ", ..."
     lacks = "" if has_checkpoints else ", and no checkpoint to resume from"
-    return [f"checkpoint.resume: got auto, but {holds} with other settings ({told}){lacks}; {ways}"]
+    return [f"checkpoint.resume: got auto, but {holds} with other settings ({settings}){lacks}; {ways}"]
 
 
 def _differences(config: Config, result: dict[str, Any], run_dir: Path) -> list[str]:
-    """Settings of another value than those of the run that lies in a folder."""
-    from zerotrain.files.untrusted import parse_yaml
-
+    """Settings of another value than those of the run in a folder."""
     config = as_chosen(config, run_dir)
     if config_hash(config) == result["config_hash"]:
         return []
     try:
-        said = parse_yaml(read_regular(run_dir / CONFIG_NAME, max_nbytes=_MAX_CONFIG_NBYTES))
+        content = parse_yaml(read_regular(run_dir / CONFIG_NAME, max_nbytes=_MAX_CONFIG_NBYTES))
     except (OSError, UntrustedFileError) as error:
-        return [f"its {CONFIG_NAME} cannot be read: {_said(error)}"]
-    if not isinstance(said, dict):
+        return [f"its {CONFIG_NAME} cannot be read: {_reason(error)}"]
+    if not isinstance(content, dict):
         return [f"its {CONFIG_NAME} has no settings"]
-    defaults, was, now = (_flat(values) for values in (asdict(Config()), said, asdict(config)))
+    # As JSON has them: numbers as keys become texts, and tuples lists.
+    defaults, saved, current = (
+        dotted(json.loads(json.dumps(values))) for values in (asdict(Config()), content, asdict(config))
+    )
     if config.train.virtual_ranks is None:  # as many as the checkpoint has that it went on from
-        was.pop("train.virtual_ranks", None)
+        saved.pop("train.virtual_ranks", None)
     if config.train.num_epochs is not None or config.train.max_tokens is not None:  # it follows from them
-        was.pop("train.max_steps", None)
-        now.pop("train.max_steps")
+        saved.pop("train.max_steps", None)
+        current.pop("train.max_steps")
     differing = []
-    for name in sorted(was.keys() | now.keys()):
-        before, after = (values.get(name, defaults.get(name)) for values in (was, now))
-        if before != after and not (name.startswith(_OF_ONE_START) and name != "checkpoint.init_from"):
-            differing.append(f"{shown(name)}: {shown(before)} there, {shown(after)} here")
+    for name in sorted(saved.keys() | current.keys()):
+        saved_value, own_value = (values.get(name, defaults.get(name)) for values in (saved, current))
+        if saved_value != own_value and not (name.startswith(_OF_ONE_START) and name != "checkpoint.init_from"):
+            differing.append(f"{shown(name)}: {shown(saved_value)} there, {shown(own_value)} here")
     return differing
 
 
-def _flat(values: dict[Any, Any]) -> dict[str, Any]:
-    """By dotted names. As JSON has them: numbers that are keys are texts, and tuples lists."""
-    return dotted(json.loads(json.dumps(values)))
-
-
-def _foreign(run_dir: Path) -> str | None:
-    """Something else in the place of one of the run's files, which would stop the run; None if there is nothing."""
+def _foreign_file(run_dir: Path) -> str | None:
+    """Something else in the place of one of the run's files; it would stop the run. None if there is nothing."""
     kinds = {run_dir / name: kind for name, kind in _KINDS.items()}
     kinds |= dict.fromkeys(run_dir.glob(f"{RANKS}/*.*"), stat.S_IFREG)
     kinds |= dict.fromkeys(named_as_steps(run_dir / CHECKPOINTS), stat.S_IFDIR)
@@ -210,11 +206,11 @@ def _is_within(resume: str, run_dir: Path) -> bool:
     return resume == AUTO or Path(resume).resolve().is_relative_to(run_dir.resolve())
 
 
-def _said(error: OSError | UntrustedFileError) -> str:
+def _reason(error: OSError | UntrustedFileError) -> str:
     return str(error.strerror) if isinstance(error, OSError) else str(error)
 
 
-# The command by which torchrun was started, as its ranks find it: they are its children.
+# The command of torchrun, as its ranks find it: they are its children.
 
 
 OPENS_A_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -224,14 +220,14 @@ _RANGE = re.compile(r"([0-9]+):([0-9]+)")
 
 
 def torchrun_options(ranks: RankEnvironment | None) -> list[str] | None:
-    """The options that torchrun was started with; None where that cannot be seen, or something else has started us."""
+    """The options of the torchrun of this process; None if they cannot be seen, or something else has started us."""
     if ranks is None or ranks.starter != "torchrun" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     return options_in(_command_of(os.getppid()), sys.argv[0])
 
 
 def options_in(command: list[str], program: str) -> list[str] | None:
-    """The options of torchrun in a command line, which stand between it and the program; None where there are none.
+    """The options of torchrun in a command line, between it and the program; None if there are none.
 
     Args:
         program: as torchrun was told to run it, which its ranks find as their own name.
@@ -239,18 +235,18 @@ def options_in(command: list[str], program: str) -> list[str] | None:
     starts = [place for place, word in enumerate(command) if Path(word).name in ("torchrun", "torch.distributed.run")]
     if not starts or program not in command[starts[0] + 1 :]:
         return None
-    first = starts[0] + 1
-    return command[first : command.index(program, first)]
+    start = starts[0] + 1
+    return command[start : command.index(program, start)]
 
 
 def elastic_hosts(options: list[str] | None) -> str | None:
-    """The range of hosts, such as 1:4, that torchrun may run on; None where their number is given."""
-    told = [word.partition("=") for word in options or []]
-    for place, (name, is_given, value) in enumerate(told):
+    """The range of hosts for torchrun, such as 1:4; None if their number is fixed."""
+    parts = [word.partition("=") for word in options or []]
+    for place, (name, is_given, value) in enumerate(parts):
         if name.replace("_", "-") == "--nnodes":
-            found = value if is_given else "".join(told[place + 1][:1]) if place + 1 < len(told) else ""
-            bounds = _RANGE.fullmatch(found)
-            return found if bounds and bounds[1] != bounds[2] else None
+            hosts = value if is_given else "".join(parts[place + 1][:1]) if place + 1 < len(parts) else ""
+            bounds = _RANGE.fullmatch(hosts)
+            return hosts if bounds and bounds[1] != bounds[2] else None
     return None
 
 
@@ -269,7 +265,7 @@ def start_problems(resume: str | None, ranks: RankEnvironment | None) -> list[st
 
 
 def doubtful_start(max_restarts: int, ranks: RankEnvironment | None) -> list[str]:
-    """A line for each thing that torchrun does otherwise than one may think.
+    """A line for each thing that torchrun does otherwise than a user may think.
 
     Args:
         max_restarts: `launch.max_restarts`.
@@ -290,13 +286,13 @@ def _command_of(pid: int) -> list[str]:
     """The words of a process's command line; none where they cannot be seen."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            said = file.read(_MAX_NBYTES).decode(errors="replace")
+            text = file.read(_MAX_NBYTES).decode(errors="replace")
     except OSError:
         return []
-    return [printable(word, _MAX_NBYTES) for word in said.rstrip("\0").split("\0")]
+    return [printable(word, _MAX_NBYTES) for word in text.rstrip("\0").split("\0")]
 
 
-# Finds the checkpoints from which a run tries to resume, and the settings that they decide.
+# The checkpoints for a run to resume from, and the settings decided by them.
 
 
 MAX_THREADS = 10_000
@@ -308,7 +304,7 @@ def require_weights(config: Config) -> None:
     """Look whether there are weights where the run is to take its first ones from.
 
     Raises:
-        ConfigError: there are none that can be read.
+        ConfigError: there are none, or none can be read.
     """
     path = config.checkpoint.init_from
     try:
@@ -322,7 +318,7 @@ def checkpoints_to_try(config: Config, run_dir: Path) -> list[Path]:
     """The checkpoints to go on from, the best first; none to begin anew.
 
     Raises:
-        ConfigError: the one that was asked for is not there.
+        ConfigError: the checkpoint of the setting is not there.
     """
     resume = config.checkpoint.resume
     if resume is None:
@@ -336,27 +332,28 @@ def checkpoints_to_try(config: Config, run_dir: Path) -> list[Path]:
 
 
 def first_readable(paths: Sequence[Path]) -> Manifest | None:
-    """The manifest of the first that has one that is whole. The ranks verify the rest.
+    """The manifest of the first checkpoint with a whole one. The ranks verify the rest.
 
     Raises:
         ConfigError: there are some, and none is.
     """
-    found, problems = first_whole(paths, read_manifest)
-    if found is None and problems:
+    best, problems = first_whole(paths, read_manifest)
+    if best is None and problems:
         raise ConfigError(*(f"checkpoint.resume: {problem}" for problem in problems))
-    return None if found is None else found[1]
+    return None if best is None else best[1]
 
 
 def stages_to_come(config: Config, paths: Sequence[Path]) -> tuple[dict[int, int], int]:
-    """Steps done and the stage from there on, of a run that goes on from the first of these checkpoints that can be
-    read, and the step it goes on at. The ranks may find that one damaged, and take an older one."""
-    found, _ = first_whole(paths, read_manifest)
-    return stages_from(None if found is None else found[1], config.zero.stages)
+    """The stages of a run, each by the steps done before it, and the step at which the run goes on from the first of
+    these checkpoints that can be read. The ranks may find it damaged, and take an older one."""
+    best, _ = first_whole(paths, read_manifest)
+    return stages_from(None if best is None else best[1], config.zero.stages)
 
 
 def take_from(manifest: Manifest, config: Config, num_ranks: int, num_local_ranks: int) -> list[str]:
     """Let `train.virtual_ranks=null` and, for training on the CPU, `launch.threads_per_rank=null` be what the
-    checkpoint was trained with: so it is the same run on any number of ranks. Lines that say so, or why not.
+    checkpoint was trained with: so it is the same run on any number of ranks. Returns lines about this, or about the
+    reason against it.
 
     Args:
         num_local_ranks: of this machine.
@@ -370,15 +367,15 @@ def take_from(manifest: Manifest, config: Config, num_ranks: int, num_local_rank
             "checkpoint that the run resumes from"
         )
     lines = []
-    wanted = int(manifest.content["virtual_ranks"])
-    if config.train.virtual_ranks is None and wanted != num_ranks:
+    num_virtual = int(manifest.content["virtual_ranks"])
+    if config.train.virtual_ranks is None and num_virtual != num_ranks:
         try:
-            leaves_per_rank(wanted, num_ranks, config.zero.accumulate)
-            config.train.virtual_ranks = wanted
-            lines.append(f"train.virtual_ranks={wanted}, as in the checkpoint")
+            leaves_per_rank(num_virtual, num_ranks, config.zero.accumulate)
+            config.train.virtual_ranks = num_virtual
+            lines.append(f"train.virtual_ranks={num_virtual}, as in the checkpoint")
         except ConfigError:
             lines.append(
-                f"warning: the checkpoint was trained with {wanted} virtual ranks, which {num_ranks} ranks cannot "
+                f"warning: the checkpoint was trained with {num_virtual} virtual ranks, which {num_ranks} ranks cannot "
                 "share evenly: the batch size changes from here on"
             )
     saved: Any = manifest.content["config"]
@@ -393,18 +390,18 @@ def take_from(manifest: Manifest, config: Config, num_ranks: int, num_local_rank
     return lines
 
 
-def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment | None, *more: str) -> str:
-    """The command that goes on with a run, for a shell. In a job of sbatch that was stopped it is one for Slurm, which
-    alone knows the job's script.
+def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment | None, *changes: str) -> str:
+    """The command to go on with a run, for a shell. In a stopped job of sbatch it is one for Slurm: only Slurm knows
+    the job's script.
 
     Args:
         overrides: the run's own.
         run_dir: as it is to be written.
         ranks: of torchrun or srun, where that has started them; None: they were started by us.
-        more: settings that are to be others.
+        changes: settings that replace the run's own.
     """
     job = slurm_job(os.environ) if os.environ.get("ENVIRONMENT") == "BATCH" else None  # as sbatch sets it
-    if job is not None and not more:
+    if job is not None and not changes:
         settings = with_run_dir([f"checkpoint.resume={AUTO}"], run_dir)
         return f"scontrol requeue {job}; when Slurm has forgotten the job, its script with {shlex.join(settings)}"
     program, _, of_module = sys.argv[0].rpartition("python ")
@@ -419,11 +416,11 @@ def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment
         else:
             starter = f"{ranks.starter} {f'{number} {ranks.world_size}' if is_one_machine else '...'}"
         starter += " python" if ranks.starter == "srun" else ""
-    replaced = (*_OF_RESUMING, *(f"{each.partition('=')[0]}=" for each in more))
-    if any(each.startswith("train.max_steps=") for each in more):
+    replaced = (*_OF_RESUMING, *(f"{change.partition('=')[0]}=" for change in changes))
+    if any(change.startswith("train.max_steps=") for change in changes):
         replaced += tuple(f"train.{name}=" for name in LENGTHS)  # a run has one length
-    kept = [each for each in overrides if not each.lstrip("+").startswith(replaced)]
-    settings = with_run_dir([*kept, *more, f"checkpoint.resume={AUTO}"], run_dir)
+    unchanged = [override for override in overrides if not override.lstrip("+").startswith(replaced)]
+    settings = with_run_dir([*unchanged, *changes, f"checkpoint.resume={AUTO}"], run_dir)
     return f"{starter} {shlex.join([*started, *settings, *_config_options(sys.argv[1:])])}"
 
 
@@ -432,25 +429,25 @@ def with_run_dir(arguments: list[str], run_dir: Path) -> list[str]:
     text = str(run_dir)
     if not re.fullmatch(r"[\w./-]+", text, re.ASCII):
         text = quote(text)
-    others = [argument for argument in arguments if not argument.startswith("hydra.run.dir=")]
-    return [f"hydra.run.dir={text}", *others]
+    rest = [argument for argument in arguments if not argument.startswith("hydra.run.dir=")]
+    return [f"hydra.run.dir={text}", *rest]
 
 
 def _config_options(arguments: list[str]) -> list[str]:
-    """The options of a command line that name folders or files of configs."""
-    found = []
+    """The options of a command line for folders or files of configs."""
+    options = []
     for place, argument in enumerate(arguments):
         name, has_value, _ = argument.partition("=")
         if name in _CONFIG_OPTIONS:
-            found += [argument] if has_value else arguments[place : place + 2]
-    return found
+            options += [argument] if has_value else arguments[place : place + 2]
+    return options
 
 
 # Starting the ranks of a run again after a failure, from its newest checkpoint.
 
 
 MAX_IN_VAIN = 2
-"""Restarts in a row without a newer checkpoint, after which there is no other: the next would fail where they did."""
+"""Restarts in a row without a newer checkpoint. There is no other after them: it would fail at the same place."""
 
 
 class Attempts:
@@ -463,7 +460,7 @@ class Attempts:
         self._newest = newest_step(job.run_dir)
 
     def begin_next(self, error: RunError) -> str:
-        """Make the folder ready for another attempt, after the failure of the present one; return a line that says so.
+        """Make the folder ready for another attempt, after the failure of the present one; return a line about it.
 
         Raises:
             RunError: there is no other; the same failure, and why.
@@ -480,15 +477,15 @@ class Attempts:
             raise RunError(f"{error}\n  given up: launch.max_restarts={allowed}")
         self.job = going_on(replace(self.job, restarts=self.job.restarts + 1))
         self.job.open_folder()
-        cause, *more = str(error).splitlines()
+        cause, *details = str(error).splitlines()
         place = place_of_restart(self.job.run_dir)
-        return "\n".join([f"{cause}; restart {self.job.restarts} of {allowed} from {place}", *more])
+        return "\n".join([f"{cause}; restart {self.job.restarts} of {allowed} from {place}", *details])
 
 
 def newest_step(run_dir: Path) -> int | None:
-    """The step of the newest checkpoint that a run has saved in its folder; None where there is none."""
-    found = newest_first(run_dir / CHECKPOINTS)
-    return step_of(found[0]) if found else None
+    """The step of the newest checkpoint in a run's folder; None if there is none."""
+    checkpoints = newest_first(run_dir / CHECKPOINTS)
+    return step_of(checkpoints[0]) if checkpoints else None
 
 
 def place_of_restart(run_dir: Path) -> str:
@@ -500,25 +497,25 @@ def place_of_restart(run_dir: Path) -> str:
 def going_on(job: Job) -> Job:
     """The job as it goes on after a restart: from the newest checkpoint of its own folder, where there is one; if not,
     as it began the first time."""
-    found = newest_first(job.run_dir / CHECKPOINTS)
-    if not found:
+    checkpoints = newest_first(job.run_dir / CHECKPOINTS)
+    if not checkpoints:
         return job
-    stage = stage_at(*stages_to_come(job.config, found))
-    return replace(job, resume_from=[str(path) for path in found], stage=stage)
+    stage = stage_at(*stages_to_come(job.config, checkpoints))
+    return replace(job, resume_from=[str(path) for path in checkpoints], stage=stage)
 
 
-# The contract with a scheduler: which job this is, whether it was started again, and how it is queued again.
+# The contract with a scheduler: the name of this job, whether it was started again, and how it is queued again.
 
 
 _JOB_VARIABLES = ("SLURM_JOB_ID", "JOB_COMPLETION_INDEX")
 """Slurm sets the first in each job, Kubernetes the second in each pod of an indexed Job."""
 _ASKS_TO_REQUEUE = ("SIGUSR1", "SIGUSR2")
-"""Signals that a user has a scheduler send ahead of a job's end, as by `sbatch --signal=USR1@120`."""
+"""Signals of a scheduler ahead of a job's end, by the wish of a user, as in `sbatch --signal=USR1@120`."""
 _ENDS = "SIGTERM"
-"""The signal of a job that is cancelled, preempted, or out of time: see `_is_wanted`."""
+"""The signal of a job when it is cancelled, preempted, or out of time: see `_runs_again`."""
 _SCONTROL_LIMIT_S = 60.0
 _HEAD_START_S = 1.0
-"""In which the other ranks, which have saved too, end by themselves."""
+"""The other ranks end by themselves in this time: they have saved too."""
 
 
 def set_code_when_stopped(config: Config, environment: Mapping[str, str] = os.environ) -> None:
@@ -528,11 +525,11 @@ def set_code_when_stopped(config: Config, environment: Mapping[str, str] = os.en
 
 
 def go_on_if_queued_again(config: Config, run_dir: Path, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Let a run of a job that Slurm has queued again go on from the newest checkpoint of its own folder, and erase
+    """If Slurm has queued the job again, let its run go on from the newest checkpoint of its own folder, and erase
     nothing there: as with `checkpoint.resume=auto`. Without a checkpoint it begins as it began the first time.
 
     Returns:
-        A line that says so; None where Slurm has started the job for the first time.
+        A line about it; None if Slurm has started the job for the first time.
     """
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
     if not restarts.isdecimal() or int(restarts[:9]) == 0:
@@ -544,11 +541,11 @@ def go_on_if_queued_again(config: Config, run_dir: Path, environment: Mapping[st
 
 
 def queue_again(config: Config, stopped_by: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Queue this process's job again, where `launch.requeue` and the signal that has stopped it ask for that: Slurm
-    then ends what is left of it. To be called once, by rank 0 or the launcher, when all else is done.
+    """Queue this process's job again, if `launch.requeue` and the signal to stop ask for it: Slurm then ends the rest
+    of the job. To be called once, by rank 0 or the launcher, when all else is done.
 
     Returns:
-        A line that says why that could not be; None where it was queued again, or nobody has asked for it.
+        A line about the obstacle; None if it was queued again, or nobody has asked for it.
     """
     if not config.launch.requeue or stopped_by not in (*_ASKS_TO_REQUEUE, _ENDS):
         return None
@@ -559,19 +556,20 @@ def queue_again(config: Config, stopped_by: str, environment: Mapping[str, str] 
     if scontrol is None:
         return f"launch.requeue: job {job} is not queued again, since there is no scontrol here; {code}"
     try:
-        if stopped_by == _ENDS and not _is_wanted(_told_by([scontrol, "show", "job", job])):
+        if stopped_by == _ENDS and not _runs_again(_output_of([scontrol, "show", "job", job])):
             return None
-        # Slurm ends what is left of the job before it queues it again: this process, which is about to end in order.
+        # Slurm ends what is left of the job before it queues it again: this process too, and that is about to end in
+        # order.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(_HEAD_START_S)
-        _told_by([scontrol, "requeue", job])
+        _output_of([scontrol, "requeue", job])
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        return f"launch.requeue: scontrol requeue {job}: {printable(said.strip(), 500, keep='')}; {code}"
+        reason = getattr(error, "stderr", None) or str(error)
+        return f"launch.requeue: scontrol requeue {job}: {printable(reason.strip(), 500, keep='')}; {code}"
     return None
 
 
-def _told_by(command: list[str]) -> str:
+def _output_of(command: list[str]) -> str:
     """Standard output of a command; raises where it fails."""
     return subprocess.run(
         command,
@@ -584,10 +582,10 @@ def _told_by(command: list[str]) -> str:
     ).stdout
 
 
-def _is_wanted(shown: str) -> bool:
-    """Whether a job that SIGTERM has come to is to run again, by what `scontrol show job` says of it: its time is up,
-    or it is preempted and has a time of grace. If it uses that to end, Slurm (22.05) does not queue it again; it does
-    without such a time. A job that was cancelled is to stay so."""
-    facts = dict(each.partition("=")[::2] for each in shown.split())
+def _runs_again(text: str) -> bool:
+    """Whether a job is to run again after SIGTERM, by the output of `scontrol show job`: its time is up, or it is
+    preempted and has a time of grace. If it ends within this time, Slurm (22.05) does not queue it again; without such
+    a time it does. A cancelled job is to stay cancelled."""
+    facts = dict(entry.partition("=")[::2] for entry in text.split())
     preempted = facts.get("PreemptTime", "None") != "None" and facts.get("JobState") == "RUNNING"
     return preempted or facts.get("Reason") == "TimeLimit"

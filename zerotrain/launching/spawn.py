@@ -1,4 +1,4 @@
-"""A fork server: a process that has imported torch and done nothing else. A rank that it forks imports nothing again.
+"""A fork server: a process with torch imported, and nothing else done. Its forks, the ranks, import nothing again.
 
 A forked rank has, of the launcher, what a new Python would have: the environment, the search path and the CPU cores as
 they are when it is started, the working folder, standard input, output and error. It has a session of its own, default
@@ -33,7 +33,6 @@ from rich.console import Console
 from zerotrain.comm.environment import STORE_VARIABLE
 from zerotrain.device.processes import end_with_parent, may_fork
 from zerotrain.launching import exits, rank_process
-from zerotrain.launching.exits import STOP_SIGNALS, Ended, raised
 from zerotrain.launching.failures import RunError, first_failure, lost_folder, pass_on
 from zerotrain.launching.job import Job, num_threads_per_rank
 from zerotrain.launching.resuming import Attempts
@@ -70,8 +69,8 @@ class _Signal:
 
 
 class ForkServer:
-    """The fork server of this process, which ends with it. Python's own (`multiprocessing.forkserver`) is a new
-    interpreter, which would import torch once more."""
+    """The fork server of this process; it ends with the process. Python's own (`multiprocessing.forkserver`) is a new
+    interpreter, and would import torch once more."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -95,7 +94,7 @@ class ForkServer:
         """
         folder = os.open(".", os.O_RDONLY)
         try:
-            standard = [each for each in _STANDARD if _is_inherited(each)]
+            standard = [descriptor for descriptor in _STANDARD if _is_inherited(descriptor)]
             cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
             self.send(_Start(job_path, environment, list(sys.path), cores, standard), [folder, *standard])
         finally:
@@ -138,7 +137,7 @@ class ForkServer:
         self._ranks.clear()
 
     def _end(self, owner: int) -> None:
-        """End the server with its owner, but not with a process that was forked from that."""
+        """End the server with its owner, but not with a fork of the owner."""
         if os.getpid() == owner:
             self._socket.close()
             self._messages.close()
@@ -168,8 +167,7 @@ _opened: list[ForkServer] = []
 
 
 def open_fork_server() -> None:
-    """Fork the server that ranks will be forked from, once in a process; nothing where that is not safe, and where
-    torchrun has started the ranks.
+    """Fork the server of the ranks, once in a process; nothing if this is not safe, or torchrun has started the ranks.
 
     To be called when torch is imported and before anything runs: threads are lost by a fork, and their locks are held
     for ever.
@@ -199,11 +197,11 @@ def _serve(requests: socket.socket) -> NoReturn:
         os.setsid()  # no signal of the launcher's terminal comes here
         woken, wakes = socket.socketpair()
         _close_all_but(requests, woken, wakes)
-        handlers = {each: signal.getsignal(each) for each in (*STOP_SIGNALS, signal.SIGCHLD)}
-        for signum in STOP_SIGNALS:
+        handlers = {signum: signal.getsignal(signum) for signum in (*exits.STOP_SIGNALS, signal.SIGCHLD)}
+        for signum in exits.STOP_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
-        for each in (woken, wakes):
-            each.setblocking(False)
+        for end in (woken, wakes):
+            end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
         signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
         messages, running = Connection(os.dup(requests.fileno())), set[int]()
@@ -214,7 +212,10 @@ def _serve(requests: socket.socket) -> NoReturn:
                     break
                 request = messages.recv()
                 if isinstance(request, _Signal) and request.pid in running:
-                    _signal(request)
+                    try:
+                        os.killpg(request.pid, request.signum)
+                    except ProcessLookupError:  # it has no group of its own yet
+                        os.kill(request.pid, request.signum)
                 elif isinstance(request, _Start):
                     messages.send(_forked(request, files, handlers, running, (requests, messages, woken, wakes)))
                 for file in files:
@@ -228,13 +229,6 @@ def _serve(requests: socket.socket) -> NoReturn:
                     messages.send(("ended", pid, os.waitstatus_to_exitcode(status)))
     finally:
         os._exit(0)
-
-
-def _signal(request: _Signal) -> None:
-    try:
-        os.killpg(request.pid, request.signum)
-    except ProcessLookupError:  # it has no group of its own yet
-        os.kill(request.pid, request.signum)
 
 
 def _forked(
@@ -251,19 +245,19 @@ def _forked(
     except OSError as error:
         return "refused", error.errno or 0, 0
     if pid == 0:
-        for each in of_server:
-            each.close()
+        for connection in of_server:
+            connection.close()
         _become_rank(request, files, handlers, server)
     running.add(pid)
     return "started", pid, 0
 
 
-def _close_all_but(*kept: socket.socket) -> None:
-    """Close the files of the launcher. Their numbers stay taken: an object that still believes to own one would close
-    another file."""
+def _close_all_but(*sockets: socket.socket) -> None:
+    """Close the files of the launcher. Their numbers stay taken: an object may still believe to own one, and would
+    close another file."""
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (int(each) for each in os.listdir("/proc/self/fd")):
-        if descriptor not in (*_STANDARD, nothing, *(each.fileno() for each in kept)):
+    for descriptor in (int(name) for name in os.listdir("/proc/self/fd")):
+        if descriptor not in (*_STANDARD, nothing, *(end.fileno() for end in sockets)):
             with contextlib.suppress(OSError):  # the listing's own
                 os.dup2(nothing, descriptor)
 
@@ -283,8 +277,8 @@ def _become_rank(request: _Start, files: Sequence[int], handlers: dict[signal.Si
         os.fchdir(folder)
         for descriptor, received in zip(request.standard, standard, strict=True):
             os.dup2(received, descriptor)
-        for each in files:
-            os.close(each)
+        for file in files:
+            os.close(file)
         if request.cores is not None:
             os.sched_setaffinity(0, request.cores)
         _forget_launcher()
@@ -308,7 +302,7 @@ def _forget_launcher() -> None:
     sys.modules["__main__"] = rank_process
     tempfile.tempdir = None  # what TMPDIR was when it was asked first
     sys.stdin = sys.__stdin__
-    # Those of a launcher that was started without output are None; the numbers lead nowhere then (`outlast_readers`).
+    # They are None in a launcher started without output; the numbers lead nowhere then (`outlast_readers`).
     sys.stdout = sys.__stdout__ or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.__stderr__ or os.fdopen(2, "w", closefd=False)
     for handler in list(logging.root.handlers):
@@ -328,20 +322,20 @@ def _forget_launcher() -> None:
 RANK_MODULE = "zerotrain.launching.rank_process"
 _LOOK_EVERY_S = 0.05
 _GRACE_S = 30.0
-"""Time for a rank that was told to end, until it is killed."""
+"""Time for a rank between the signal to end and SIGKILL."""
 _REMOVE_BEHIND_US = 'read _; for second in 1 2 3 4 5; do rm -rf "$0" && exit; sleep 1; done'
-"""Shell command that removes a folder once this process has ended: ranks that are ending may still write there."""
+"""Shell command to remove a folder after the end of this process: ranks may still write there while they end."""
 
 
 def run_ranks(attempts: Attempts, num_ranks: int) -> int:
     """Start the ranks and wait until all have ended; after a failure start them again, as often as the config allows.
-    Whatever happens, none is left.
+    No rank is left at the end, in any case.
 
-    The first signal to stop goes to the ranks, which end together and have all the time they need. They are ended at
-    once where not all of them are at work yet or they evaluate, and by a second signal.
+    The first signal to stop goes to the ranks: they end together and have all the time they need. They are ended at
+    once if not all of them are at work yet or they evaluate, and by a second signal.
 
     Returns:
-        The signal to stop that has come and let them end, or not kept them from completing; 0 for none.
+        The signal to stop, if one has come and let them end, or not kept them from completing; 0 for none.
 
     Raises:
         RunError, ConfigError: the first cause of the failure of a rank.
@@ -373,59 +367,61 @@ def _run_once(job: Job, num_ranks: int, stop: StopRequest) -> None:
         job_path = Path(folder) / "job.json"
         job_path.write_text(job.to_json())
         try:
-            with raised(signal.SIGHUP, signal.SIGQUIT):
+            with exits.raised(signal.SIGHUP, signal.SIGQUIT):
                 codes = _codes_of_first_to_fail(job, job_path, num_ranks)
-        except Ended as error:
-            # SystemExit, as Hydra would take an Exception for a failed job, after which a sweep goes on with the next.
+        except exits.Ended as error:
+            # SystemExit: Hydra would take an Exception for a failed job, and a sweep would go on with the next.
             raise _ended_at_once(error.signum) from error
         finally:
             Console().show_cursor(True)  # which the progress bar of a killed rank 0 leaves hidden
-        failure = _failure(job, codes, stop)
+        if not job.ranks_dir.is_dir():
+            raise lost_folder(job.run_dir)
+        # A rank may have ended before its work was done with exit code 0, as by os._exit(0).
+        failure = first_failure(job.ranks_dir, codes, by_user=stop.signum != 0)
+        if failure is not None and failure.stopped_by is not None:
+            # This signal told one rank to stop before all could end in order: it has told the run.
+            raise _ended_at_once(signal.Signals[failure.stopped_by])
         if failure is not None:
-            raise failure
+            raise failure.as_error(job.ranks_dir)
         if codes:
             raise KeyboardInterrupt  # told to stop when not all were in their training
 
 
 def _codes_of_first_to_fail(job: Job, job_path: Path, num_ranks: int) -> dict[int, int]:
-    """Start the ranks and wait until all have ended, or one has failed; end those that are left. Return the exit codes,
-    by rank, of those that had failed before, or were killed meanwhile by others; none where all have completed."""
+    """Start the ranks and wait until all have ended, or one has failed; end the rest. Return the exit codes, by rank,
+    of the failed ones, and of the ones killed by others meanwhile; none if all have completed."""
     ranks: list[RankProcess] = []
     signum: int = signal.SIGTERM
     try:
         for rank in range(num_ranks):
-            ranks.append(_start(job, job_path, rank, num_ranks))
+            environment = _environment(job, rank, num_ranks, job_path.parent)
+            # GPUs need a new Python, not a fork.
+            server = None if job.config.launch.device == "cuda" else fork_server()
+            forked = server.start(str(job_path), environment) if server else None
+            ranks.append(forked or _SpawnedRank(job_path, environment))
         while True:
             codes = _codes_of(ranks)
             failed = {rank: code for rank, code in codes.items() if code != 0}
             if failed or len(codes) == num_ranks:
                 break
             time.sleep(_LOOK_EVERY_S)
-    except Ended as error:
+    except exits.Ended as error:
         signum = error.signum
         raise
     finally:
         sent = _end(ranks, signum)
-    # Where memory runs out, ranks are killed one after the other.
+    # Ranks are killed one after the other if memory runs out.
     killed = {rank: code for rank, code in _codes_of(ranks).items() if code < 0 and -code not in sent}
     return failed and killed | failed
 
 
 def _codes_of(ranks: list[RankProcess]) -> dict[int, int]:
-    """The exit codes of those that have ended, by rank."""
+    """The exit codes of the ended ones, by rank."""
     return {rank: code for rank, process in enumerate(ranks) if (code := process.poll()) is not None}
 
 
-def _start(job: Job, job_path: Path, rank: int, num_ranks: int) -> RankProcess:
-    """Start a rank: forked from the server where there is one, else as a new Python, as GPUs need it."""
-    environment = _environment(job, rank, num_ranks, job_path.parent)
-    server = None if job.config.launch.device == "cuda" else fork_server()
-    forked = server.start(str(job_path), environment) if server else None
-    return forked or _SpawnedRank(job_path, environment)
-
-
 class _SpawnedRank(subprocess.Popen[bytes]):
-    """A `RankProcess` that is a new Python."""
+    """A `RankProcess` in a new Python."""
 
     def __init__(self, job_path: Path, environment: dict[str, str]) -> None:
         command = [sys.executable, "-m", RANK_MODULE, str(job_path)]
@@ -439,40 +435,40 @@ class _SpawnedRank(subprocess.Popen[bytes]):
 
 
 def _end(ranks: list[RankProcess], signum: int) -> set[int]:
-    """End the ranks that are left: by this signal, and by SIGKILL `_GRACE_S` later or when another signal comes.
+    """End the running ranks: by this signal, and by SIGKILL `_GRACE_S` later or when another signal comes.
 
     Returns:
-        The signals that were sent.
+        The signals sent.
     """
     kill_s = time.monotonic() + _GRACE_S
-    came: BaseException | None = None
+    interruption: BaseException | None = None
     sent = {signum}
-    left = [process for process in ranks if process.poll() is None]
-    for process in left:
+    running = [process for process in ranks if process.poll() is None]
+    for process in running:
         process.send_signal(signum)
-    while left := [process for process in left if process.poll() is None]:
+    while running := [process for process in running if process.poll() is None]:
         try:
             if time.monotonic() > kill_s:
                 kill_s = math.inf
                 sent.add(signal.SIGKILL)
-                for process in left:
+                for process in running:
                     process.send_signal(signal.SIGKILL)
             time.sleep(_LOOK_EVERY_S)
-        except (KeyboardInterrupt, Ended) as error:
-            came, kill_s = error, 0.0
-    if came is not None:
-        raise came
+        except (KeyboardInterrupt, exits.Ended) as error:
+            interruption, kill_s = error, 0.0
+    if interruption is not None:
+        raise interruption
     return sent
 
 
 @contextmanager
 def ranks_folder() -> Iterator[str]:
-    """A folder in TMPDIR that only its owner may read, in which this process and its ranks meet. It goes with this
-    process, however that ends: `kill -9` left it, with the job in it (2026-11-23)."""
+    """A folder in TMPDIR that only its owner may read; this process and its ranks meet there. It is removed with this
+    process, after any end: `kill -9` left it, with the job in it (2026-11-23)."""
     with tempfile.TemporaryDirectory(prefix="zerotrain_") as folder:
         remover = None
         with suppress(OSError):  # no process to be had: it is removed but for kill -9
-            # In a session of its own, which no Ctrl-C reaches.
+            # In a session of its own: no Ctrl-C reaches it.
             remover = subprocess.Popen(
                 ["/bin/sh", "-c", _REMOVE_BEHIND_US, folder],
                 stdin=subprocess.PIPE,
@@ -496,20 +492,8 @@ def _ended_at_once(signum: int) -> BaseException:
     return SystemExit(exits.of_signal(signum))
 
 
-def _failure(job: Job, codes: dict[int, int], stop: StopRequest) -> BaseException | None:
-    """The first cause of the run's end; None where it has completed, or was stopped. A rank that has ended before its
-    work was done is found though its exit code was 0, as by os._exit(0). A signal that told one rank to stop, before
-    all could end in order, has told the run."""
-    if not job.ranks_dir.is_dir():
-        return lost_folder(job.run_dir)
-    failure = first_failure(job.ranks_dir, codes, by_user=stop.signum != 0)
-    if failure is not None and failure.stopped_by is not None:
-        return _ended_at_once(signal.Signals[failure.stopped_by])
-    return None if failure is None else failure.as_error(job.ranks_dir)
-
-
 def _environment(job: Job, rank: int, num_ranks: int, folder: Path) -> dict[str, str]:
-    """The environment of a rank: torchrun's variables, and where the ranks meet, which nobody else can."""
+    """The environment of a rank: torchrun's variables, and the private place where the ranks meet."""
     changes = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -1,4 +1,4 @@
-"""The function that Hydra calls for each job: check the config, run the ranks, return the objective."""
+"""The function for Hydra to call for each job: check the config, run the ranks, return the objective."""
 
 import signal
 import sys
@@ -31,22 +31,9 @@ from zerotrain.files.untrusted import UntrustedFileError, only_regular, printabl
 from zerotrain.launching import exits, resuming
 from zerotrain.launching.failures import RunError, name_full_disk
 from zerotrain.launching.job import Job, locked, write_ending, write_refusal
-from zerotrain.launching.resuming import (
-    AUTO,
-    Attempts,
-    completed_already,
-    doubtful_start,
-    folder_problems,
-    go_on_if_queued_again,
-    going_on,
-    place_of_restart,
-    queue_again,
-    set_code_when_stopped,
-    start_problems,
-)
 from zerotrain.launching.spawn import open_fork_server, run_ranks
-from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member, Value, devices_of_own, named_by_trial
-from zerotrain.launching.sweep.telling import joined
+from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member, Value, devices_of_own, number_by_trial
+from zerotrain.launching.sweep.telling import join_sweep
 from zerotrain.launching.torchrun import job_exchange, run_here
 from zerotrain.preflight.check import check, length_given
 from zerotrain.preflight.choice import (
@@ -71,17 +58,17 @@ from zerotrain.training.result import RESULT_NAME, code_of_stop, read_result
 # The ranks of a command, and the device they compute on.
 
 
-def device_for(wanted: str, num_local_ranks: int, num_gpus: int) -> tuple[str, str | None]:
+def device_for(device: str, num_local_ranks: int, num_gpus: int) -> tuple[str, str | None]:
     """The device of the ranks, and a line to print if `auto` falls back to the CPU.
 
     Each rank needs a GPU of its own. With too few, auto is the CPU: users start two ranks on a machine with one GPU to
     see how ranks work together. A device asked for by name is kept, and refused later.
 
     Args:
-        wanted: cpu, cuda or auto.
+        device: cpu, cuda or auto.
     """
-    if wanted != "auto" or not 0 < num_gpus < num_local_ranks:
-        return wanted, None
+    if device != "auto" or not 0 < num_gpus < num_local_ranks:
+        return device, None
     number = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
     return "cpu", (
         f"launch.device=auto: {num_local_ranks} ranks need a GPU each and this machine has {number}, so they run on "
@@ -90,7 +77,7 @@ def device_for(wanted: str, num_local_ranks: int, num_gpus: int) -> tuple[str, s
 
 
 def all_ranks(config: Config, ranks: RankEnvironment | None) -> Ranks:
-    """Those that torchrun has started, else those to plan for or to start."""
+    """The ranks started by torchrun, else the ranks to plan for or to start."""
     if ranks is not None:
         return Ranks(ranks.world_size, ranks.local_world_size)
     num_local = num_local_ranks(config)
@@ -108,7 +95,7 @@ def num_local_ranks(config: Config) -> int:
 
 @dataclass(frozen=True)
 class ReadConfig:
-    """A config as it was read, with a line for each of its values that cannot be."""
+    """A config as it was read, with a line for each impossible value."""
 
     config: Config | None
     problems: list[str]
@@ -126,47 +113,47 @@ def read_config(composed: DictConfig) -> ReadConfig:
 
 def given_settings(hydra: Any) -> list[str]:
     """The settings given on the command line, as they were: a ${...} in them is not theirs to resolve."""
-    given: list[str] = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # type: ignore[assignment]
-    return given
+    settings: list[str] = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # type: ignore[assignment]
+    return settings
 
 
 def settings_of(read: ReadConfig, run_dir: Path, ranks: RankEnvironment | None) -> tuple[Config, list[str]]:
-    """The config, and a line for each of its values that cannot be, and for what lies in the run's folder."""
+    """The config, and a line for each impossible value, and for each obstacle in the run's folder."""
     if read.config is None:
         raise read.error or AssertionError
-    config, problems = read.config, [_placed(problem) for problem in read.problems]
-    set_code_when_stopped(config)
+    config, problems = read.config, [_locate(problem) for problem in read.problems]
+    resuming.set_code_when_stopped(config)
     started = all_ranks(config, ranks)
     device, why = device_for(config.launch.device, started.num_local, num_gpus_for(started.num_local))
     if why:
         print(f"warning: {why}", file=sys.stderr)
         config.launch.device = device
-    wanted = config.launch.nproc_per_node
-    if ranks is not None and wanted not in (None, started.num_local):
+    nproc = config.launch.nproc_per_node
+    if ranks is not None and nproc not in (None, started.num_local):
         problems.append(
-            f"launch.nproc_per_node: got {wanted}; {ranks.starter} has started {started.num_local}; leave it out"
+            f"launch.nproc_per_node: got {nproc}; {ranks.starter} has started {started.num_local}; leave it out"
         )
-    # A number of ranks that cannot be has no files to count, and a plan opens none.
+    # An impossible number of ranks has no files to count, and a plan opens none.
     if not problems and is_on_host(config) and not config.plan.only:
         problems += file_problems(started.num_ranks)
-    problems += start_problems(config.checkpoint.resume, ranks)
+    problems += resuming.start_problems(config.checkpoint.resume, ranks)
     return config, problems + _folder_problems(config, run_dir, ranks)
 
 
 def _folder_problems(config: Config, run_dir: Path, ranks: RankEnvironment | None) -> list[str]:
     if ranks is not None and num_restarts():
         return []
-    return folder_problems(config, run_dir, of_sweep=HydraConfig.get().mode == RunMode.MULTIRUN)
+    return resuming.folder_problems(config, run_dir, of_sweep=HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
 def require_sound(
-    asked: Config, config: Config, problems: list[str], run_dir: Path, ranks: RankEnvironment | None
+    raw: Config, config: Config, problems: list[str], run_dir: Path, ranks: RankEnvironment | None
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """The data as it was after all that can be checked without ranks, and the checkpoints to go on from. A ConfigError
-    with all problems, these and others.
+    """The data after all checks without ranks, and the checkpoints to go on from. A ConfigError with all problems,
+    these and others.
 
     Args:
-        asked: the config with its `auto`.
+        raw: the config with its `auto`.
         config: with values in their place; gets what the data decides.
     """
     data_checked, to_try, manifest, has_length = None, [], None, config.train.max_steps is not None
@@ -177,39 +164,39 @@ def require_sound(
         if (manifest := resuming.first_readable(to_try)) is not None:
             for line in resuming.take_from(manifest, config, started.num_ranks, started.num_local):
                 print(line, flush=True)
-        elif config.checkpoint.resume == AUTO:
+        elif config.checkpoint.resume == resuming.AUTO:
             print(f"checkpoint.resume=auto: no checkpoint in {run_dir} yet, so the run begins at step 0", flush=True)
     except ConfigError as error:
         problems += error.problems
-    # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
+    # Objects are made only from arguments allowed by the signatures, or the same problem would be told twice.
     if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, CALLBACKS, "launch")) for problem in problems):
         settings = {problem.partition(":")[0] for problem in problems}
         try:
             with one_thread():
                 data_checked = check(config, started.num_local, started.num_ranks, manifest, run_dir)
         except ConfigError as error:
-            problems += [each for each in error.problems if each.partition(":")[0] not in settings]
+            problems += [problem for problem in error.problems if problem.partition(":")[0] not in settings]
     if not has_length and not problems:
         print(f"train.max_steps={config.train.max_steps}, from {length_given(config)}", flush=True)
-        asked.train.max_steps = config.train.max_steps
-        problems += _folder_problems(asked, run_dir, ranks)  # as only now the run's last step is known
+        raw.train.max_steps = config.train.max_steps
+        problems += _folder_problems(raw, run_dir, ranks)  # as only now the run's last step is known
     if problems:
         raise ConfigError(*problems)
     return data_checked, [str(path) for path in to_try]
 
 
-def _placed(problem: str) -> str:
+def _locate(problem: str) -> str:
     hydra = HydraConfig.get()
     folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
-    chosen = {group: choice for group, choice in hydra.runtime.choices.items() if not group.startswith("hydra/")}
-    return with_place(problem, dict(reversed(chosen.items())), folders, given_settings(hydra))
+    choices = {group: choice for group, choice in hydra.runtime.choices.items() if not group.startswith("hydra/")}
+    return with_place(problem, dict(reversed(choices.items())), folders, given_settings(hydra))
 
 
-# `plan.only=true`: a plan in place of a run; and what is `auto`, chosen from plans before it.
+# `plan.only=true`: a plan in place of a run; and what is `auto`, choose_autos from plans before it.
 
 
 def require_alone(config: Config | None) -> None:
-    """Make sure that one process plans, once, if any does.
+    """Make sure that a plan is made once, by one process.
 
     Args:
         config: None: it could not be read.
@@ -225,44 +212,23 @@ def require_alone(config: Config | None) -> None:
         raise ConfigError(f"plan.only: got true under {ranks.starter}; a plan starts no rank: use python launch.py")
 
 
-def planned(asked: Config, config: Config, ranks: Ranks, run_dir: Path, shown: Path) -> int:
-    """Plan the run of a config that is checked, and print the plan; returns the exit code.
-
-    Args:
-        asked: the config with its `auto`.
-        config: the same, checked, with any values in their place.
-        shown: the folder as it is shown.
-    """
-    planner = Planner(config, ranks, _memory(config, ranks), run_dir)
-    choice = choose(asked, config, planner) if autos_of(asked) else None
-    plan = planner.run(config) if choice is None else choice.plan
-    print_plan(Console(), plan, config)
-    if choice is None:
-        plan.write(run_dir)
-    else:
-        print(choice.why)
-        choice.write(run_dir, asked)
-    print(f"plan: {shown / PLAN_NAME}", flush=True)
-    return exits.COMPLETED if plan.fits else exits.DOES_NOT_FIT
-
-
-def chosen(asked: Config, config: Config, ranks: Ranks, run_dir: Path) -> tuple[Config, dict[str, Any] | None]:
+def choose_autos(raw: Config, config: Config, ranks: Ranks, run_dir: Path) -> tuple[Config, dict[str, Any] | None]:
     """The config that a run has, and its `PlannedUsage`; None: nobody has asked for a plan. Each `auto` becomes what an
     earlier run in the folder had; without one it is chosen: the plans and the choice are printed and written there.
 
     Args:
-        asked: the config with its `auto`.
+        raw: the config with its `auto`.
         config: the same, checked, with any values in their place, or those of the earlier run.
 
     Raises:
         ConfigError: nothing fits.
     """
-    names = autos_of(asked)
+    names = autos_of(raw)
     if not names and not config.plan.compare:
         return config, None
     memory = _memory(config, ranks)
-    if autos_of(as_chosen(asked, run_dir, ranks.num_ranks)):
-        return _chosen_now(asked, config, ranks, memory, run_dir)
+    if autos_of(as_chosen(raw, run_dir, ranks.num_ranks)):
+        return _choose_now(raw, config, ranks, memory, run_dir)
     if names:
         print(f"auto: {chosen_named(values_in(config, names))}, as {PLAN_NAME} of the run's folder has it", flush=True)
     stage = config.zero.stages[0]
@@ -270,20 +236,19 @@ def chosen(asked: Config, config: Config, ranks: Ranks, run_dir: Path) -> tuple[
     return config, asdict(_usage(StagePlan(**plan), stage, memory))
 
 
-def _chosen_now(
-    asked: Config, config: Config, ranks: Ranks, memory: Memory, run_dir: Path
+def _choose_now(
+    raw: Config, config: Config, ranks: Ranks, memory: Memory, run_dir: Path
 ) -> tuple[Config, dict[str, Any]]:
-    """`chosen`, where no earlier run in the folder has chosen."""
-    found = _in_a_child(lambda: asdict(choose(asked, config, Planner(config, ranks, memory, run_dir))))
-    choice = Choice.of(found)
+    """`choose_autos`, where no earlier run in the folder has choose_autos."""
+    choice = Choice.of(_in_a_child(lambda: asdict(choose(raw, config, Planner(config, ranks, memory, run_dir)))))
     if not choice.plan.fits:
         raise ConfigError(choice.why)
     print_plan(Console(), choice.plan, config)
     print(choice.why, flush=True)
-    choice.write(run_dir, asked)
+    choice.write(run_dir, raw)
     config, plan = with_values(config, choice.values), choice.plan.stages[choice.plan.stage]
-    others = {str(stage): nbytes for stage, nbytes in choice.alternatives.items()}
-    of_choice = {"memory": round(memory.device), "alternatives": others}
+    alternatives = {str(stage): nbytes for stage, nbytes in choice.alternatives.items()}
+    of_choice = {"memory": round(memory.device), "alternatives": alternatives}
     return config, asdict(_usage(plan, config.zero.stages[0], memory)) | of_choice
 
 
@@ -314,7 +279,7 @@ def _usage(plan: StagePlan, stage: int, memory: Memory) -> PlannedUsage:
 MAX_TRACEBACK = 20_000
 """Characters."""
 OF_SCHEDULERS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals of which a scheduler may have a handler in this process."""
+"""A scheduler may have a handler of these signals in this process."""
 
 
 def run_job(composed: DictConfig) -> Value:
@@ -322,7 +287,7 @@ def run_job(composed: DictConfig) -> Value:
 
     Returns:
         In a sweep `sweep.objective`, else the final validation loss in nats. None where it is no number, or the job
-        of a sweep has failed: to a sweeper that is a failed trial, after which it goes on.
+        of a sweep has failed: a sweeper takes it for a failed trial, and goes on.
 
     Raises:
         SystemExit: the job, alone, has failed; a signal has ended it, and with it the sweep; or too many have failed.
@@ -330,7 +295,11 @@ def run_job(composed: DictConfig) -> Value:
     """
     open_fork_server()
     hydra = HydraConfig.get()
-    run_dir = _run_dir()
+    try:
+        run_dir = Path(hydra.runtime.output_dir)
+    except OmegaConfBaseException as error:  # Hydra has resolved the name, made the folder, and resolves the name again
+        print(f"hydra.run.dir: {first_paragraph(error)}; a folder's name cannot hold `${{`", file=sys.stderr)
+        raise SystemExit(exits.CONFIG_PROBLEM) from error
     if hydra.mode == RunMode.MULTIRUN:
         try:
             return _run_in_sweep(composed, run_dir, hydra)
@@ -344,11 +313,11 @@ def run_job(composed: DictConfig) -> Value:
                 with exits.exits_raised():
                     code = _plan(read, run_dir)
                 raise SystemExit(code)
-            if read.config is not None and (line := go_on_if_queued_again(read.config, run_dir)):
+            if read.config is not None and (line := resuming.go_on_if_queued_again(read.config, run_dir)):
                 print(line, flush=True)
             result, signum = _run(composed, read, run_dir, overrides=given_settings(hydra))
     except Exception as error:
-        failure = _told(error, run_dir)
+        failure = _failure_of(error, run_dir)
         print(failure, file=sys.stderr)
         raise SystemExit(_code_of(failure)) from error
     print_ending(result, run_dir, Path.cwd(), RankEnvironment.read())
@@ -356,41 +325,41 @@ def run_job(composed: DictConfig) -> Value:
     return result["final_val_loss"]
 
 
-def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> Value:
+def _run_in_sweep(composed: DictConfig, hydra_dir: Path, hydra: Any) -> Value:
     require_alone(read_config(composed).config)
-    sweep = joined(Path(hydra.sweep.dir).absolute())
+    sweep = join_sweep(Path(hydra.sweep.dir).absolute())
     subdir = OmegaConf.to_container(hydra, resolve=False)["sweep"]["subdir"]  # type: ignore[index, call-overload]
     if sweep.study is not None:
-        named = named_by_trial(sweep.study, named, hydra, subdir == BY_NUMBER)
+        hydra_dir = number_by_trial(sweep.study, hydra_dir, hydra, subdir == BY_NUMBER)
     read, overrides = read_config(composed), given_settings(hydra)
     member = Member(sweep, hydra.job.num, overrides, read.config)
     member.require_hope()
     with ExitStack() as stack:
         try:
-            place = member.take_place(named, subdir == BY_NUMBER, stack)
-            if place.run_dir != named:
+            place = member.take_place(hydra_dir, subdir == BY_NUMBER, stack)
+            if place.run_dir != hydra_dir:
                 with read_write(hydra):
                     hydra.runtime.output_dir = str(place.run_dir)
                 read = read_config(composed)
-            if place.taken is not None or place.runs_elsewhere:
+            if place.result is not None or place.runs_elsewhere:
                 return member.leave(place)
             if place.goes_on and read.config is not None:
-                read.config.checkpoint.resume = AUTO
+                read.config.checkpoint.resume = resuming.AUTO
             if read.config is not None:
                 stack.enter_context(devices_of_own(member.sweep, read.config))
             if not member.sweep.shows_all:
                 stack.enter_context(printed_to(place.run_dir / JOB_LOG))
-            stack.enter_context(member.named())
+            stack.enter_context(member.labels())
             result, signum = _run(composed, read, place.run_dir, overrides, member.begin, member.trial)
         except JournalError:
             raise
         except Exception as error:
-            member.end_failed(_told(error, member.run_dir or named), named)
+            member.end_failed(_failure_of(error, member.run_dir or hydra_dir), hydra_dir)
             result = None
         except BaseException as ending:
             member.end_stopped()
-            came: dict[Any, int] = {exits.of_signal(each): each for each in OF_SCHEDULERS}
-            _hand_on(came.get(ending.code, 0) if isinstance(ending, SystemExit) else 0)
+            signums: dict[Any, int] = {exits.of_signal(number): number for number in OF_SCHEDULERS}
+            _hand_on(signums.get(ending.code, 0) if isinstance(ending, SystemExit) else 0)
             raise
     value = None
     if result is not None:
@@ -402,12 +371,12 @@ def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> Value:
     return value
 
 
-def _told(error: Exception, run_dir: Path) -> ZeroTrainError:
+def _failure_of(error: Exception, run_dir: Path) -> ZeroTrainError:
     """An error as the user is told it."""
     is_full = name_full_disk(error, run_dir)
-    said = printable(f"{type(error).__name__}: {error}")
-    failure = error if isinstance(error, ZeroTrainError) else RunError(said)
-    # Of a user's class that was tried out, the user needs to see where; not of what the machine has too little of.
+    text = printable(f"{type(error).__name__}: {error}")
+    failure = error if isinstance(error, ZeroTrainError) else RunError(text)
+    # An error in a user's class needs its place in the code; a lack of memory or disk has none.
     if failure is not error and not is_full and not isinstance(error, OSError | dist.DistError):
         print(printable("".join(traceback.format_exception(error)), MAX_TRACEBACK), file=sys.stderr)
     return failure
@@ -427,12 +396,12 @@ def _end_as_stopped(result: dict[str, Any], signum: int, config: Config | None) 
     if config is not None and (by is not None or (is_sweep and signum)):
         by = signal.Signals(signum).name if signum else by
         _hand_on(signum)
-        if (line := queue_again(config, by)) is not None:
+        if (line := resuming.queue_again(config, by)) is not None:
             print(line, file=sys.stderr)
         ranks = RankEnvironment.read()
         if ranks is None or not _is_of_torchrun(ranks):
             raise SystemExit(code_of_stop(by, config.launch.exit_code_when_stopped))
-        # After 0, torchrun waits up to 300 s for those of the other hosts, which the signal itself may have ended.
+        # After 0, torchrun waits up to 300 s for the ranks of other hosts, and the signal itself may have ended them.
         is_waited_for = signum and ranks.local_world_size < ranks.world_size
         raise SystemExit(exits.STOPPED if is_waited_for else exits.COMPLETED)
 
@@ -447,19 +416,11 @@ def _is_of_torchrun(ranks: RankEnvironment | None) -> bool:
 
 
 def _hand_on(signum: int) -> None:
-    """Call the handler that this process has for a signal beside ours: that of submitit lets Slurm queue the job again,
-    and ends the process."""
+    """Call the handler of a scheduler for a signal beside ours: the one of submitit lets Slurm queue the job again, and
+    ends the process."""
     handler = signal.getsignal(signum) if signum in OF_SCHEDULERS else None
     if callable(handler):
         handler(signum, None)
-
-
-def _run_dir() -> Path:
-    try:
-        return Path(HydraConfig.get().runtime.output_dir)
-    except OmegaConfBaseException as error:  # Hydra has resolved the name, made the folder, and resolves the name again
-        print(f"hydra.run.dir: {first_paragraph(error)}; a folder's name cannot hold `${{`", file=sys.stderr)
-        raise SystemExit(exits.CONFIG_PROBLEM) from error
 
 
 def _run(
@@ -470,7 +431,7 @@ def _run(
     begin: Callable[[], None] = lambda: None,
     trial: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], int]:
-    """The body of result.json, and the signal to stop that has come to this process; 0 for none.
+    """The body of result.json, and the signal to stop this process; 0 for none.
 
     Args:
         begin: called once all is checked, before the ranks start.
@@ -481,23 +442,23 @@ def _run(
     try:
         with exits.exits_raised():
             config, problems = settings_of(read, run_dir, ranks)
-            kept = None if problems or restarts else completed_already(config, run_dir)
-            started, asked = all_ranks(config, ranks), deepcopy(config)
+            result = None if problems or restarts else resuming.completed_already(config, run_dir)
+            started, raw = all_ranks(config, ranks), deepcopy(config)
             config = with_least_memory(as_chosen(config, run_dir, started.num_ranks))
-            data_checked, resume_from = (None, []) if kept else require_sound(asked, config, problems, run_dir, ranks)
-            config, of_plan = (config, None) if kept else chosen(asked, config, started, run_dir)
+            data_checked, resume_from = (None, []) if result else require_sound(raw, config, problems, run_dir, ranks)
+            config, of_plan = (config, None) if result else choose_autos(raw, config, started, run_dir)
         if ranks is not None:
             job_exchange(ranks).require_same_commands(config.launch.start_timeout_s)
     except Exception as error:
         with suppress(OSError):  # the cause matters more than a disk that is full
             write_refusal(run_dir, overrides, str(error), _code_of(error), is_hidden=_is_of_torchrun(ranks))
         raise
-    shown = shown_from(Path.cwd(), run_dir)
-    if kept is not None:
-        print(f"{shown} holds this run already, and it is completed; nothing is changed", flush=True)
-        return kept, 0
-    more = in_memory(config, run_dir) + doubtful_start(config.launch.max_restarts, ranks)
-    _warn(without_effect(asked, started.num_ranks) + doubtful(config) + more)
+    folder = shown_from(Path.cwd(), run_dir)
+    if result is not None:
+        print(f"{folder} holds this run already, and it is completed; nothing is changed", flush=True)
+        return result, 0
+    doubts = in_memory(config, run_dir) + resuming.doubtful_start(config.launch.max_restarts, ranks)
+    _warn(without_effect(raw, started.num_ranks) + doubtful(config) + doubts)
     if config.checkpoint.save_at_end is None:
         config.checkpoint.save_at_end = HydraConfig.get().mode != RunMode.MULTIRUN
     job = Job(
@@ -511,14 +472,14 @@ def _run(
         planned=of_plan,
     )
     if restarts:
-        job = going_on(job)
-        print(f"restart {restarts} from {place_of_restart(run_dir)}", file=sys.stderr)
-    stages, step = resuming.stages_to_come(config, [Path(each) for each in job.resume_from])
+        job = resuming.going_on(job)
+        print(f"restart {restarts} from {resuming.place_of_restart(run_dir)}", file=sys.stderr)
+    stages, step = resuming.stages_to_come(config, [Path(path) for path in job.resume_from])
     job = replace(job, stage=stage_at(stages, step))
     begin()
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
-    print(f"{stages_named(stages, step)}, ranks: {started.num_ranks}, run folder: {shown}", flush=True)
+    print(f"{stages_named(stages, step)}, ranks: {started.num_ranks}, run folder: {folder}", flush=True)
     return _run_spawned(job, started.num_ranks) if ranks is None else (_run_under_torchrun(job, ranks), 0)
 
 
@@ -531,11 +492,21 @@ def _plan(read: ReadConfig, run_dir: Path) -> int:
     """Print a plan in place of a run; return the exit code."""
     require_alone(read.config)
     config, problems = settings_of(read, run_dir, None)
-    asked, config = deepcopy(config), with_least_memory(config)
-    require_sound(asked, config, problems, run_dir, None)
+    raw, config = deepcopy(config), with_least_memory(config)
+    require_sound(raw, config, problems, run_dir, None)
     ranks = all_ranks(config, None)
-    _warn(without_effect(asked, ranks.num_ranks))
-    return planned(asked, config, ranks, run_dir, shown_from(Path.cwd(), run_dir))
+    _warn(without_effect(raw, ranks.num_ranks))
+    planner = Planner(config, ranks, _memory(config, ranks), run_dir)
+    choice = choose(raw, config, planner) if autos_of(raw) else None
+    plan = planner.run(config) if choice is None else choice.plan
+    print_plan(Console(), plan, config)
+    if choice is None:
+        plan.write(run_dir)
+    else:
+        print(choice.why)
+        choice.write(run_dir, raw)
+    print(f"plan: {shown_from(Path.cwd(), run_dir) / PLAN_NAME}", flush=True)
+    return exits.COMPLETED if plan.fits else exits.DOES_NOT_FIT
 
 
 def _run_under_torchrun(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
@@ -558,13 +529,13 @@ def _save_composition(composed: DictConfig, folder: Path) -> None:
 
 
 def _run_spawned(job: Job, num_ranks: int) -> tuple[dict[str, Any], int]:
-    attempts = Attempts(job)
+    attempts = resuming.Attempts(job)
     try:
         signum = run_ranks(attempts, num_ranks)
     except Exception as error:
-        said = str(error) if isinstance(error, ZeroTrainError) else printable(f"{type(error).__name__}: {error}")
+        cause = str(error) if isinstance(error, ZeroTrainError) else printable(f"{type(error).__name__}: {error}")
         with suppress(OSError):  # the cause matters more than a disk that is full
-            write_ending(attempts.job, num_ranks, status="failed", error=said)
+            write_ending(attempts.job, num_ranks, status="failed", error=cause)
         raise
     except (KeyboardInterrupt, SystemExit) as ending:
         code = code_of(ending) if isinstance(ending, SystemExit) else exits.of_signal(signal.SIGINT)
@@ -580,18 +551,18 @@ def _run_spawned(job: Job, num_ranks: int) -> tuple[dict[str, Any], int]:
 # The last lines of a run.
 
 
-def shown_from(here: Path, path: Path) -> Path:
-    """A path as one who works in `here` would write it."""
-    return path.relative_to(here) if path.is_relative_to(here) else path
+def shown_from(cwd: Path, path: Path) -> Path:
+    """A path as a user who works in `cwd` would write it."""
+    return path.relative_to(cwd) if path.is_relative_to(cwd) else path
 
 
-def print_ending(result: dict[str, Any], run_dir: Path, here: Path, ranks: RankEnvironment | None) -> None:
-    """Say where a run lies that has completed or was stopped in order, and how to go on with it."""
-    shown = shown_from(here, run_dir)
-    print_place(result, shown)
+def print_ending(result: dict[str, Any], run_dir: Path, cwd: Path, ranks: RankEnvironment | None) -> None:
+    """Say where a completed run lies, or one stopped in order, and how to go on with it."""
+    folder = shown_from(cwd, run_dir)
+    print_place(result, folder)
     if result["checkpoint"] is not None:
-        more = [f"train.max_steps={2 * result['steps']}"] if result["status"] == "completed" else []
-        print(f"to go on: {resuming.command_to_go_on(result['overrides'], shown, ranks, *more)}", flush=True)
+        changes = [f"train.max_steps={2 * result['steps']}"] if result["status"] == "completed" else []
+        print(f"to go on: {resuming.command_to_go_on(result['overrides'], folder, ranks, *changes)}", flush=True)
     else:
         print(
             "next: checkpoint.save_at_end=true lets a run train longer later; --cfg job shows every setting",
@@ -599,7 +570,7 @@ def print_ending(result: dict[str, Any], run_dir: Path, here: Path, ranks: RankE
         )
 
 
-def print_place(result: dict[str, Any], shown: Path) -> None:
+def print_place(result: dict[str, Any], folder: Path) -> None:
     """Say how a run has ended, and what lies in its folder."""
     files = f"result.json, metrics.jsonl, ranks/{'' if result['checkpoint'] is None else ', checkpoints/'}"
-    print(f"{result['error'] or 'completed'}; in {shown}: {files}", flush=True)
+    print(f"{result['error'] or 'completed'}; in {folder}: {files}", flush=True)

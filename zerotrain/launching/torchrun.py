@@ -31,7 +31,7 @@ from zerotrain.launching.job import Job, write_ending
 from zerotrain.launching.worker import exit_now, run_rank
 from zerotrain.preflight.check import prepare_data
 
-# Every machine of a run has its data before the ranks meet: who prepares text may take hours, a collective may not.
+# Every machine of a run has its data before the ranks meet: the preparing of text may take hours, a collective may not.
 
 
 REMINDER_S = 10.0
@@ -60,7 +60,7 @@ def prepare_everywhere(
         return
     if ranks.local_rank == 0 and ranks.rank > 0:
         try:
-            with _heard(store, ranks.rank):
+            with _heartbeat(store, ranks.rank):
                 prepare()
         except BaseException as error:
             cause = str(error) or type(error).__name__
@@ -71,8 +71,8 @@ def prepare_everywhere(
 
 
 @contextmanager
-def _heard(store: dist.Store, rank: int) -> Iterator[None]:
-    """Inside, the others hear that this rank is at work."""
+def _heartbeat(store: dist.Store, rank: int) -> Iterator[None]:
+    """Inside, the other ranks hear that this one is at work."""
     is_over = threading.Event()
 
     def beat() -> None:
@@ -112,8 +112,8 @@ def _wait(store: dist.Store, ranks: RankEnvironment, timeout_s: float) -> None:
                 )
         if waited_s >= next_s and missing and ranks.rank == 0:
             next_s += REMINDER_S
-            named = ", ".join(map(str, missing))
-            line = f"rank 0 waits for the machine of rank {named} to prepare its data ({waited_s:.0f} s)"
+            numbers = ", ".join(map(str, missing))
+            line = f"rank 0 waits for the machine of rank {numbers} to prepare its data ({waited_s:.0f} s)"
             print(line, file=sys.stderr, flush=True)
         time.sleep(max(_POLL_S, ranks.world_size / _RANKS_PER_POLL_S))
 
@@ -124,13 +124,13 @@ _NO_JOB = "none"
 _REFUSED = "refused "
 _FAILED = "failed "
 _HEARING_S = 9.0
-"""Less than the time after which a line says who is missing."""
+"""Less than the time before the line about missing ranks."""
 _MAX_TIMEOUT_S = 1e6
 _PEER_HEAD_START_S = 2.0
 _STOP_HEAD_START_S = 1.0
 _STORE_LASTS_S = 1.0
 _TORCHRUN_LIMIT_S = 5
-"""In which torchrun takes note that a rank has ended; every tenth of a second it looks."""
+"""Torchrun notes the end of a rank within this time: it looks every tenth of a second."""
 _END_TORCHRUN = """
 for _ in $(seq ${2}0); do
   [ -d /proc/$0 ] || exit
@@ -140,13 +140,13 @@ grep -q '^State:.Z' /proc/$0/status || exit
 echo "$3" >&2
 kill -KILL $1
 """
-"""Its arguments: the processes of the rank and of torchrun, the limit, the line to say. A rank that has ended stays in
-/proc until its parent takes note."""
+"""Its arguments: the processes of the rank and of torchrun, the limit, the line to say. An ended rank stays in /proc
+until its parent takes note."""
 _KILLED = "torchrun waits for a store that does not answer, as its ranks have ended: it is killed"
 
 
 class JobExchange:
-    """Passes the job from rank 0 to the others, through the store that torchrun runs for its ranks.
+    """Passes the job from rank 0 to the others, through torchrun's store for its ranks.
 
     Its entries are read as JSON, and never unpickled.
     """
@@ -159,11 +159,11 @@ class JobExchange:
         """
         with words_of_config():
             self._store = dist.PrefixStore("launch", open_store(ranks, _own_timeout_s()))
-            self._kept = open_store(ranks, _own_timeout_s(), across_restarts=True)
+            self._lasting = open_store(ranks, _own_timeout_s(), across_restarts=True)
         self._ranks, self._arguments, self._is_published = ranks, sys.argv[1:], False
-        self._came = dist.PrefixStore("came", self._store)
-        self._came.set(str(ranks.rank), json.dumps(self._arguments))
-        self._heard = dist.PrefixStore("heard", self._store)
+        self._arrivals = dist.PrefixStore("came", self._store)
+        self._arrivals.set(str(ranks.rank), json.dumps(self._arguments))
+        self._receipts = dist.PrefixStore("heard", self._store)
 
     def require_same_commands(self, timeout_s: float) -> None:
         """Wait for all ranks, and refuse the job on all of them where one was started with another command line: it
@@ -174,33 +174,33 @@ class JobExchange:
             CommError: some ranks have not come.
         """
         with words_of_config():
-            await_ranks(self._came, self._ranks, range(self._ranks.world_size), timeout_s)
-        mine = Counter(self._arguments)
+            await_ranks(self._arrivals, self._ranks, range(self._ranks.world_size), timeout_s)
+        own = Counter(self._arguments)
         for rank in range(1, self._ranks.world_size):
-            theirs = Counter(json.loads(self._came.get(str(rank))))
-            if theirs != mine:
-                differences = {"has": theirs - mine, "lacks": mine - theirs}
-                said = (f"{verb} {shlex.join(each.elements())}" for verb, each in differences.items() if each)
+            theirs = Counter(json.loads(self._arrivals.get(str(rank))))
+            if theirs != own:
+                differences = {"has": theirs - own, "lacks": own - theirs}
+                findings = (f"{verb} {shlex.join(words.elements())}" for verb, words in differences.items() if words)
                 problem = (
-                    f"rank {rank}: its command line differs from that of rank 0: it {' and '.join(said)}; start every "
-                    "machine with the same command line"
+                    f"rank {rank}: its command line differs from that of rank 0: it {' and '.join(findings)}; start "
+                    "every machine with the same command line"
                 )
                 self._store.set(_JOB_KEY, _REFUSED + problem)
                 raise ConfigError(problem)
 
     def publish(self, job: Job) -> None:
         """Hand the job to the other ranks, and its folder to those that torchrun may start after them."""
-        self._kept.set(_RUN_DIR_KEY, str(job.run_dir))
+        self._lasting.set(_RUN_DIR_KEY, str(job.run_dir))
         self._store.set(_JOB_KEY, job.to_json())
         self._is_published = True
 
     def run_dir_before(self) -> Path | None:
         """The folder of the job before torchrun has started the ranks again; None where it has not, or there was no
         job. The default folder has the time in its name: each attempt would have run in one of its own."""
-        return Path(self._kept.get(_RUN_DIR_KEY).decode()) if self._kept.check([_RUN_DIR_KEY]) else None
+        return Path(self._lasting.get(_RUN_DIR_KEY).decode()) if self._lasting.check([_RUN_DIR_KEY]) else None
 
     def prepare_data(self, job: Job) -> None:
-        """Let each machine that has not yet done so prepare the job's data, and wait until all have.
+        """Let each machine prepare the job's data if it is not ready there, and wait until all have it.
 
         Raises:
             ConfigError: a machine cannot; on all ranks.
@@ -213,23 +213,23 @@ class JobExchange:
         """Tell the other ranks that there is no job, unless there is one, and why: this process is to end with `code`.
 
         After a failure it waits, not for long, until they have heard: the torchrun of its machine ends with it, and the
-        store with that. The others ended in mid-read, with frames of C++ (2026-11-23).
+        store with torchrun. The others ended in mid-read, with frames of C++ (2026-11-23).
         """
         if self._is_published:  # torch would tell, with frames of C++, of a store that has ended since
             return
-        said = {
+        message = {
             exits.COMPLETED: _NO_JOB,
             exits.CONFIG_PROBLEM: _REFUSED + "rank 0 refused the settings; its terminal says why",
         }.get(code, _FAILED + "rank 0 ended before it sent the other ranks a job; its terminal says why")
         with suppress(dist.DistError):  # torchrun was killed, and its store is gone
             if not self._store.check([_JOB_KEY]):
-                self._store.set(_JOB_KEY, said)
+                self._store.set(_JOB_KEY, message)
             if code in (exits.CONFIG_PROBLEM, exits.FAILED):
-                self._heard.set("0", "")
+                self._receipts.set("0", "")
                 self._end_in_order()
 
     def receive(self) -> Job | None:
-        """Wait for the job of rank 0, which may prepare the data for long; None where it has none.
+        """Wait for the job of rank 0, which may prepare the data for long; None if there is no job.
 
         Raises:
             ConfigError: it has refused the job, its settings or a command line that differs.
@@ -237,11 +237,11 @@ class JobExchange:
         """
         try:
             with words_of_config():
-                await_ranks(self._came, self._ranks, [0], _own_timeout_s())
+                await_ranks(self._arrivals, self._ranks, [0], _own_timeout_s())
             while not self._store.check([_JOB_KEY]):
                 time.sleep(_POLL_S)
             message = self._store.get(_JOB_KEY).decode()
-            self._heard.set(str(self._ranks.rank), "")
+            self._receipts.set(str(self._ranks.rank), "")
         except dist.DistError as error:
             raise CommError("rank 0 and its store ended before it sent the other ranks a job") from error
         for prefix, kind in ((_REFUSED, ConfigError), (_FAILED, CommError)):
@@ -251,10 +251,10 @@ class JobExchange:
         return None if message == _NO_JOB else Job.from_json(message)
 
     def _end_in_order(self) -> None:
-        """Wait until all ranks have heard that there is no job, then for those that are to end before this one: the
+        """Wait until all ranks have heard of the missing job, then for the ranks that are to end before this one: the
         first of each machine says why, torchrun ends the others with it, and rank 0 keeps the store for all of them."""
         with suppress(CommError, dist.DistError):
-            await_ranks(self._heard, self._ranks, range(self._ranks.world_size), _HEARING_S)
+            await_ranks(self._receipts, self._ranks, range(self._ranks.world_size), _HEARING_S)
         if self._ranks.local_rank > 0:
             time.sleep(_PEER_HEAD_START_S)
         elif self._ranks.rank == 0:
@@ -268,11 +268,11 @@ def job_exchange(ranks: RankEnvironment) -> JobExchange:
 
 
 def _own_timeout_s() -> float:
-    """How long to wait for rank 0, which knows the config: what this rank's own command line says of it."""
-    given = [argument.partition("=")[2] for argument in sys.argv[1:] if argument.startswith("launch.start_timeout_s=")]
+    """How long to wait for rank 0, which knows the config: by this rank's own command line."""
+    values = [argument.partition("=")[2] for argument in sys.argv[1:] if argument.startswith("launch.start_timeout_s=")]
     with suppress(ValueError, IndexError):
-        if 0 < float(given[-1]) <= _MAX_TIMEOUT_S:  # rank 0 refuses what is no number of seconds
-            return float(given[-1])
+        if 0 < float(values[-1]) <= _MAX_TIMEOUT_S:  # rank 0 refuses what is no number of seconds
+            return float(values[-1])
     return LaunchConfig().start_timeout_s
 
 
@@ -286,13 +286,13 @@ def run_here(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
     try:
         return run_rank(job, ranks, settle)
     except KeyboardInterrupt:
-        # All ranks hear of a stop before one is gone, or that one would be taken for the cause of their end.
+        # All ranks hear of a stop before one is gone, or its end would be taken for the cause of theirs.
         _end(settle, _STOP_HEAD_START_S, exits.of_signal(signal.SIGINT))
     except (Exception, SystemExit) as error:  # its traceback is in the log
         if ranks.local_rank == 0:
             _let_torchrun_end(ranks, terminal)
-        # Torchrun takes the first process to end for the root cause: let the rank that is it go first.
-        wait_s = _PEER_HEAD_START_S if Failure.of(error, ranks.rank).from_peers else 0.0
+        # Torchrun takes the first process to end for the root cause: let the rank of the cause go first.
+        wait_s = _PEER_HEAD_START_S if Failure.from_error(error, ranks.rank).from_peers else 0.0
         _end(settle, wait_s, exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED)
 
 
@@ -308,14 +308,14 @@ def _end(settle: Callable[[], None], wait_s: float, code: int) -> NoReturn:
 
 def _let_torchrun_end(ranks: RankEnvironment, terminal: LastingStream) -> None:
     """Have torchrun end after this process, where it has several hosts and no restart left. With `--rdzv-backend=c10d`
-    that of a host whose cable is pulled waits for its store without a limit, a quarter of an hour; no option or signal
-    but SIGKILL ends that (torch 2.13, 2026-11-24)."""
+    the torchrun of a host with a pulled cable waits for its store without a limit, a quarter of an hour; no option or
+    signal but SIGKILL ends the wait (torch 2.13, 2026-11-24)."""
     restarts_left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - num_restarts()
     if ranks.starter != "torchrun" or ranks.local_world_size == ranks.world_size or restarts_left > 0:
         return
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # it is no torchrun that has set the variables
         return
-    arguments = [str(each) for each in (os.getpid(), os.getppid(), _TORCHRUN_LIMIT_S, _KILLED)]
+    arguments = [str(value) for value in (os.getpid(), os.getppid(), _TORCHRUN_LIMIT_S, _KILLED)]
     with suppress(OSError):
         subprocess.Popen(
             ["sh", "-c", _END_TORCHRUN, *arguments],
@@ -328,8 +328,8 @@ def _let_torchrun_end(ranks: RankEnvironment, terminal: LastingStream) -> None:
 def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:
     """Say in result.json why the job ended, and a new cause on the terminal.
 
-    Every rank does, one at a time, since only the last to end has seen all causes. Without the lock one that had read
-    before the cause was there wrote "stopped" behind the one that had told it (2026-11-21).
+    Every rank does, one at a time, since only the last to end has seen all causes. Without the lock a rank read before
+    the cause was there, and wrote "stopped" after another had told it (2026-11-21).
     """
     if not job.ranks_dir.is_dir():
         if ranks.rank == 0:
@@ -342,10 +342,10 @@ def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:
         failure = first_failure(job.ranks_dir)
         was_stopped = failure is None or failure.stopped_by is not None
         cause = "stopped by a signal" if failure is None else str(failure.as_error(job.ranks_dir))
-        # Of several hosts each has a torchrun of its own, and a terminal.
+        # Each of several hosts has a torchrun of its own, and a terminal.
         by_host = ranks.starter == "torchrun" and ranks.local_world_size < ranks.world_size
-        told = job.ranks_dir / (f"ending.{ranks.rank - ranks.local_rank}.txt" if by_host else "ending.txt")
-        if failure is not None and _is_new(cause, told, mine=failure.rank == ranks.rank):
+        cause_path = job.ranks_dir / (f"ending.{ranks.rank - ranks.local_rank}.txt" if by_host else "ending.txt")
+        if failure is not None and _is_new(cause, cause_path, is_own=failure.rank == ranks.rank):
             print(cause, file=terminal, flush=True)
         with suppress(OSError):  # a full disk, which may be the cause
             name = "SIGTERM" if failure is None or failure.stopped_by is None else failure.stopped_by
@@ -354,15 +354,15 @@ def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:
             write_ending(job, ranks.world_size, status=status, error=cause, code=code)
 
 
-def _is_new(cause: str, told_path: Path, mine: bool) -> bool:
+def _is_new(cause: str, path: Path, is_own: bool) -> bool:
     """Whether no rank has told this cause yet; on a full disk, where none can note it, whether it is this rank's."""
     try:
-        with open(told_path, "a+", opener=only_regular) as told:
-            told.seek(0)
-            if told.read() == cause:
+        with open(path, "a+", opener=only_regular) as file:
+            file.seek(0)
+            if file.read() == cause:
                 return False
-            told.truncate(0)
-            told.write(cause)
+            file.truncate(0)
+            file.write(cause)
     except (OSError, ValueError):
-        return mine
+        return is_own
     return True

@@ -27,7 +27,7 @@ from zerotrain.launching.job import Job, num_threads_per_rank
 from zerotrain.run import factory
 from zerotrain.saved import evaluating
 
-# The log of a rank: its output goes to ranks/<rank>.log, that of rank 0 to the terminal as well.
+# The log of a rank: its output goes to ranks/<rank>.log, and the output of rank 0 to the terminal as well.
 
 
 _MOVES_THE_CURSOR = re.compile(r"\r|\x1b\[[\d;]*[A-K]|\x1b\[\?")
@@ -35,9 +35,9 @@ _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 class TerminalAndFile(StandIn):
-    """Writes to both. To those who ask, it is the terminal: a progress bar works as if there were no file.
+    """Writes to both. It answers questions as the terminal would: a progress bar works as if there were no file.
 
-    The file gets whole lines, without colours, and nothing of a line that is drawn again and again.
+    The file gets whole lines, without colours, and nothing of a line drawn again and again.
     """
 
     def __init__(self, terminal: TextIO | io.TextIOBase, file: TextIO) -> None:
@@ -52,9 +52,9 @@ class TerminalAndFile(StandIn):
         else:
             lines, newline, self._unfinished_line = (self._unfinished_line + text).rpartition("\n")
             self._file.write(_COLOUR.sub("", lines + newline))
-        written = self._stream.write(text)
+        num_chars = self._stream.write(text)
         self._stream.flush()
-        return written
+        return num_chars
 
     def flush(self) -> None:
         """Flush both."""
@@ -79,7 +79,7 @@ def open_rank_log(ranks_dir: Path, rank: int, append: bool = False) -> TextIO:
         sys.stdout = TerminalAndFile(LastingStream(sys.stdout), log)
         sys.stderr = TerminalAndFile(LastingStream(sys.stderr), log)
     else:
-        # By descriptor, so that what C++ prints goes there as well.
+        # By descriptor: the output of C++ goes there as well.
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     return log
@@ -91,8 +91,8 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Run this process's rank of a job, its output going to its log; return the body of result.json.
 
-    An exception is passed on after its traceback is in the log and its cause in ranks/<rank>.error.json. So is the end
-    of the process that a user's class asks for.
+    An exception is passed on after its traceback is in the log and its cause in ranks/<rank>.error.json. So is an end
+    of the process asked for by a user's class.
 
     Args:
         settle: called if the rank does not end in time after a signal to stop at once, before it is ended.
@@ -122,7 +122,7 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
         raise
     except (Exception, SystemExit) as error:
         name_full_disk(error, job.run_dir)
-        failure = Failure.of(error, ranks.rank, seen_alive(job.ranks_dir, ranks.rank))
+        failure = Failure.from_error(error, ranks.rank, seen_alive(job.ranks_dir, ranks.rank))
         try:
             failure.write(job.ranks_dir)
             traceback.print_exc(file=log)
@@ -159,20 +159,20 @@ def _do(job: Job, presence: Presence, rank: int) -> dict[str, Any]:
 
 
 def leave_overdue(ranks_dir: Path, rank: int, error: CommError | None) -> None:
-    """A collective does not end on the device, which is about to end this process without Python: leave what is known
-    as this rank's failure. None: it has ended after all."""
+    """A collective does not end on the device, and the device is about to end this process without Python: leave this
+    as the rank's failure. None: it has ended after all."""
     tell_log(error)
     with suppress(OSError):
         if error is None:
             (ranks_dir / f"{rank}.overdue.error.json").unlink(missing_ok=True)
         else:
-            Failure.of(error, rank, seen_alive(ranks_dir, rank)).write(ranks_dir, "overdue.error")
+            Failure.from_error(error, rank, seen_alive(ranks_dir, rank)).write(ranks_dir, "overdue.error")
 
 
 def tell_torch_of_gpus(ranks_dir: Path) -> None:
     """Give collectives of GPUs the first free multiprocessors, since computation waits for them; let torch keep the
     last ones, and write them beside the logs when its watchdog ends the process; and let the memory that it reserves
-    grow, since units and activations of many sizes leave holes in memory of fixed sizes. Variables that are set stay.
+    grow, since units and activations of many sizes leave holes in memory of fixed sizes. Variables already set stay.
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
@@ -187,18 +187,18 @@ def tell_torch_of_gpus(ranks_dir: Path) -> None:
 
 def _tell_torchrun(report: ErrorHandler, error: BaseException) -> None:
     """Have torchrun's own report say what has failed; it prints whatever the exception holds, and its traceback."""
-    said = printable(str(error))
-    if said == str(error):
+    text = printable(str(error))
+    if text == str(error):
         report.record_exception(error)
         return
     try:
-        raise type(type(error).__name__, (Exception,), {})(said) from None
+        raise type(type(error).__name__, (Exception,), {})(text) from None
     except Exception as shortened:
         report.record_exception(shortened)
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process without its clean-up: closing a process group waits for ranks that may be gone."""
+    """End this process without its clean-up: to close a process group is to wait for ranks, and these may be gone."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # the log's disk is full, or nobody reads any more
             stream.flush()
@@ -206,7 +206,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 def run_spawned(job_path: str) -> None:
-    """Run this process's rank of the job that `spawn` has left in a file; end the process if it fails."""
+    """Run this process's rank of the job in a file of `spawn`; end the process if it fails."""
     ranks = RankEnvironment.read()
     assert ranks is not None
     try:

@@ -55,7 +55,7 @@ FAULTS = {
         ("unit/launching/test_resuming.py::test_the_newest_is_tried_first",),
     ),
     "plan-always-fits": Fault(
-        "task.planned",
+        "task._plan",
         Always(True, "fits"),
         "a script takes a run that does not fit for one that does",
         ("unit/launching/test_task.py::test_a_run_that_does_not_fit_is_an_exit_code_of_its_own",),

@@ -266,7 +266,7 @@ def test_an_own_failure_that_comes_after_counts_more_and_is_not_taken_back(
     late = Late(monkeypatch, lambda error: leave_overdue(tmp_path, 0, error))
     stuck = late.gather()
     late.at(31.0)
-    Failure.of(ValueError("a bad row"), rank=0).write(tmp_path)
+    Failure.from_error(ValueError("a bad row"), rank=0).write(tmp_path)
     for now_s in (32.0, 33.0):
         failure = first_failure(tmp_path, {0: 1})
         assert failure is not None

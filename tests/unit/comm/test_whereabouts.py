@@ -98,7 +98,7 @@ def test_an_error_is_told_as_a_loss_of_others_only_where_it_is_one(
     assert isinstance(raised, CommError) == (error in OTHERS)
     assert raised is error or raised.__cause__ is error
     # The launcher ranks an own error above what other ranks noticed of it.
-    assert Failure.of(raised, rank=0).from_peers == (error in OTHERS)
+    assert Failure.from_error(raised, rank=0).from_peers == (error in OTHERS)
 
 
 def caught(call: Callable[[], None]) -> BaseException:
@@ -110,8 +110,8 @@ def caught(call: Callable[[], None]) -> BaseException:
 
 
 def test_the_error_of_a_users_own_collective_is_told_apart_too() -> None:
-    assert not Failure.of(OWN[4], rank=0).from_peers
-    assert Failure.of(OTHERS[0], rank=0).from_peers
+    assert not Failure.from_error(OWN[4], rank=0).from_peers
+    assert Failure.from_error(OTHERS[0], rank=0).from_peers
 
 
 # A process that gets no more files, threads or memory is told apart from one that has lost others, with what to do.

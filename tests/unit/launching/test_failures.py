@@ -26,7 +26,7 @@ LOST_PEER = RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed
 
 
 def test_a_cause_fits_on_a_terminal_and_in_a_file(tmp_path: Path):
-    Failure.of(ValueError("\x1b[2Jhalf \ud800 " + "x" * 5_000_000), 0).write(tmp_path)
+    Failure.from_error(ValueError("\x1b[2Jhalf \ud800 " + "x" * 5_000_000), 0).write(tmp_path)
     cause = first_failure(tmp_path).cause
     assert cause.startswith(r"failed: ValueError: \x1b[2Jhalf \ud800 xxx")
     assert len(cause) < 2200
@@ -38,7 +38,7 @@ def test_no_failure_has_no_first_cause(tmp_path: Path):
 
 def test_the_earliest_error_is_the_first_cause(tmp_path: Path):
     for rank in (2, 0, 1):
-        Failure.of(ValueError(f"rank {rank}"), rank).write(tmp_path)
+        Failure.from_error(ValueError(f"rank {rank}"), rank).write(tmp_path)
     failure = first_failure(tmp_path)
     assert failure is not None
     assert (failure.rank, failure.cause) == (2, "failed: ValueError: rank 2")
@@ -46,19 +46,19 @@ def test_the_earliest_error_is_the_first_cause(tmp_path: Path):
 
 @pytest.mark.parametrize("loss", [LOST_PEER, CommError("timed out"), dist.DistBackendError("NCCL error")], ids=repr)
 def test_losing_a_rank_is_not_the_first_cause_even_if_it_was_noticed_first(tmp_path: Path, loss):
-    Failure.of(loss, 0).write(tmp_path)
-    Failure.of(ValueError("mine"), 1).write(tmp_path)
+    Failure.from_error(loss, 0).write(tmp_path)
+    Failure.from_error(ValueError("mine"), 1).write(tmp_path)
     assert first_failure(tmp_path).rank == 1
 
 
 def test_ranks_that_disagree_are_a_cause_and_not_the_loss_of_a_rank(tmp_path: Path):
-    Failure.of(CommError("timed out"), 0).write(tmp_path)
-    Failure.of(DisagreementError("2 on rank 0, 1 on rank 1"), 1).write(tmp_path)
+    Failure.from_error(CommError("timed out"), 0).write(tmp_path)
+    Failure.from_error(DisagreementError("2 on rank 0, 1 on rank 1"), 1).write(tmp_path)
     assert first_failure(tmp_path).cause == "failed: DisagreementError: 2 on rank 0, 1 on rank 1"
 
 
 def test_an_error_of_the_users_own_that_mentions_gloo_is_not_the_loss_of_a_rank(tmp_path: Path):
-    Failure.of(ValueError("no path /gloo/ here"), 1).write(tmp_path)
+    Failure.from_error(ValueError("no path /gloo/ here"), 1).write(tmp_path)
     assert first_failure(tmp_path).cause.startswith("failed: ValueError")
 
 
@@ -75,8 +75,8 @@ def test_a_rank_that_gets_no_more_files_or_threads_is_the_cause_and_has_not_lost
     tmp_path: Path, own, says: str
 ):
     """Where gloo says so it counted as the loss of a peer (2026-11-23)."""
-    Failure.of(LOST_PEER, 0).write(tmp_path)
-    Failure.of(own, 1).write(tmp_path)
+    Failure.from_error(LOST_PEER, 0).write(tmp_path)
+    Failure.from_error(own, 1).write(tmp_path)
     failure = first_failure(tmp_path)
     assert (failure.rank, failure.from_peers) == (1, False)
     assert failure.cause.startswith("failed: ")
@@ -84,20 +84,20 @@ def test_a_rank_that_gets_no_more_files_or_threads_is_the_cause_and_has_not_lost
 
 
 def test_a_killed_rank_comes_before_what_the_others_noticed_of_it(tmp_path: Path):
-    Failure.of(LOST_PEER, 0).write(tmp_path)
+    Failure.from_error(LOST_PEER, 0).write(tmp_path)
     failure = first_failure(tmp_path, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGTERM})
     assert failure.rank == 1
     assert "was killed by SIGKILL" in failure.cause
 
 
 def test_an_error_comes_before_ranks_that_were_ended_because_of_it(tmp_path: Path):
-    Failure.of(ValueError("mine"), 1).write(tmp_path)
+    Failure.from_error(ValueError("mine"), 1).write(tmp_path)
     assert first_failure(tmp_path, {0: -signal.SIGKILL, 1: 1}).rank == 1
 
 
 @pytest.mark.parametrize("exitcode", [-signal.SIGTERM, 130])
 def test_a_rank_that_was_told_to_stop_is_not_the_first_cause(tmp_path: Path, exitcode):
-    Failure.of(LOST_PEER, 1).write(tmp_path)
+    Failure.from_error(LOST_PEER, 1).write(tmp_path)
     assert first_failure(tmp_path, {0: exitcode, 1: 1}).rank == 1
 
 
@@ -106,13 +106,13 @@ def test_a_rank_that_just_exits_is_told_with_its_exit_code(tmp_path: Path):
 
 
 def test_the_user_reads_the_cause_and_the_path_of_the_log(tmp_path: Path):
-    error = Failure.of(ValueError("mine"), 1).as_error(tmp_path)
+    error = Failure.from_error(ValueError("mine"), 1).as_error(tmp_path)
     assert isinstance(error, RunError)
     assert str(error).splitlines() == ["rank 1 failed: ValueError: mine", f"  its log: {tmp_path / '1.log'}"]
 
 
 def test_a_config_problem_found_by_a_rank_stays_a_config_problem(tmp_path: Path):
-    Failure.of(ConfigError("a: wrong", "b: wrong"), 1).write(tmp_path)
+    Failure.from_error(ConfigError("a: wrong", "b: wrong"), 1).write(tmp_path)
     error = first_failure(tmp_path).as_error(tmp_path)
     assert isinstance(error, ConfigError)
     assert error.problems == ("a: wrong", "b: wrong")
@@ -120,7 +120,7 @@ def test_a_config_problem_found_by_a_rank_stays_a_config_problem(tmp_path: Path)
 
 def test_a_cause_is_read_whole_or_not_at_all_while_it_is_written(tmp_path: Path):
     """Under torchrun each rank that fails reads what the others have left."""
-    cause = Failure.of(ValueError("mine " * 2000), 1)
+    cause = Failure.from_error(ValueError("mine " * 2000), 1)
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(lambda: [cause.write(tmp_path) for _ in range(100)])
         while not writing.done():
@@ -144,7 +144,7 @@ def test_a_rank_that_is_gone_without_a_word_comes_before_the_stop_of_the_others(
 def test_a_stop_that_all_ranks_have_heard_of_is_no_failure_though_one_missed_the_other(tmp_path: Path):
     leave_state(tmp_path, 0, stopped_by="SIGINT", stopped_s=2.0)
     leave_state(tmp_path, 1, stopped_by="SIGINT", stopped_s=2.1)
-    Failure.of(LOST_PEER, 0).write(tmp_path)
+    Failure.from_error(LOST_PEER, 0).write(tmp_path)
     assert first_failure(tmp_path) is None
 
 
@@ -154,7 +154,7 @@ def test_a_signal_to_one_rank_is_the_cause_of_what_the_others_noticed(tmp_path: 
     if told_in_time:
         leave_state(tmp_path, 0, stopped_by="SIGTERM", stopped_s=2.5, gone=[1])
     else:
-        Failure.of(LOST_PEER, 0).write(tmp_path)
+        Failure.from_error(LOST_PEER, 0).write(tmp_path)
     failure = first_failure(tmp_path)
     assert (failure.rank, failure.cause) == (1, "was stopped by SIGINT, which only it received, in training")
 
@@ -162,7 +162,7 @@ def test_a_signal_to_one_rank_is_the_cause_of_what_the_others_noticed(tmp_path: 
 @pytest.mark.parametrize("ends", [None, {1: -signal.SIGKILL}], ids=["torchrun", "by hand"])
 def test_a_rank_that_dies_while_all_stop_in_order_is_the_cause(tmp_path: Path, ends):
     leave_state(tmp_path, 1, stopped_by="SIGTERM", stopped_s=2.0, in_order=True)
-    Failure.of(LOST_PEER, 0).write(tmp_path)
+    Failure.from_error(LOST_PEER, 0).write(tmp_path)
     leave_state(tmp_path, 0, stopped_by="SIGTERM", stopped_s=2.0, in_order=True)
     failure = first_failure(tmp_path, ends, by_user=True)
     assert failure.rank == 1
@@ -171,7 +171,7 @@ def test_a_rank_that_dies_while_all_stop_in_order_is_the_cause(tmp_path: Path, e
 
 def test_a_rank_that_waits_in_vain_while_all_stop_in_order_is_told_of(tmp_path: Path):
     leave_state(tmp_path, 0, stopped_by="SIGTERM", stopped_s=2.0, in_order=True)
-    Failure.of(CommError("rank 1 did not answer"), 0).write(tmp_path)
+    Failure.from_error(CommError("rank 1 did not answer"), 0).write(tmp_path)
     assert first_failure(tmp_path, {0: 1}, by_user=True).cause.endswith("rank 1 did not answer")
 
 
@@ -199,7 +199,7 @@ def test_a_stop_is_in_order_while_all_ranks_are_there_and_until_a_second_one(tmp
 
 
 def test_a_rank_that_another_saw_alive_when_it_failed_was_ended_because_of_that(tmp_path: Path):
-    Failure.of(CommError("timed out"), 0, saw_alive={1: "training"}).write(tmp_path)
+    Failure.from_error(CommError("timed out"), 0, saw_alive={1: "training"}).write(tmp_path)
     leave_state(tmp_path, 1)
     assert first_failure(tmp_path, {1: -signal.SIGKILL}).rank == 0
 
@@ -209,8 +209,8 @@ def test_a_rank_that_is_there_and_does_not_answer_is_named_however_it_was_ended(
     waits = {0: (1, 3), 2: (0, 1)}  # rank 3 spoke late
     for rank, unheard in waits.items():
         error = CommError("timed out", unheard=unheard, where="gather of blocks.0 (step 3, forward)", waited_s=12.04)
-        Failure.of(error, rank, asleep).write(tmp_path)
-    Failure.of(LOST_PEER, 1).write(tmp_path)
+        Failure.from_error(error, rank, asleep).write(tmp_path)
+    Failure.from_error(LOST_PEER, 1).write(tmp_path)
     leave_state(tmp_path, 1)
     cause = (
         "did not answer for 12 s, last seen in training, step 3; rank 0 waited in gather of blocks.0 (step 3, forward)"
@@ -218,14 +218,16 @@ def test_a_rank_that_is_there_and_does_not_answer_is_named_however_it_was_ended(
     for end in (None, {0: 1, 1: -signal.SIGKILL}):
         failure = first_failure(tmp_path, end)
         assert (failure.rank, failure.cause) == (1, cause)
-    Failure.of(ValueError("mine"), 2).write(tmp_path)
+    Failure.from_error(ValueError("mine"), 2).write(tmp_path)
     assert first_failure(tmp_path).rank == 2
 
 
 def test_a_rank_that_one_has_heard_and_another_missed_is_not_named(tmp_path: Path):
     asleep = {1: "training, step 3", 3: "training, step 2"}
     for rank, unheard in {0: (1, 3), 2: (3, 0)}.items():
-        Failure.of(CommError("timed out", unheard=unheard, where="gather", waited_s=12.0), rank, asleep).write(tmp_path)
+        Failure.from_error(CommError("timed out", unheard=unheard, where="gather", waited_s=12.0), rank, asleep).write(
+            tmp_path
+        )
     failure = first_failure(tmp_path)
     assert (failure.rank, failure.cause.partition(";")[0]) == (
         3,
@@ -234,12 +236,12 @@ def test_a_rank_that_one_has_heard_and_another_missed_is_not_named(tmp_path: Pat
 
 
 def test_the_clock_of_a_machine_does_not_decide_what_came_first(tmp_path: Path, monkeypatch):
-    Failure.of(ValueError("first"), 1).write(tmp_path)
+    Failure.from_error(ValueError("first"), 1).write(tmp_path)
     time.sleep(0.05)  # the kernel dates files by ticks of up to 10 ms, before time.time()
     late = time.time() - 3600.0
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: late)
-        Failure.of(ValueError("second"), 0).write(tmp_path)
+        Failure.from_error(ValueError("second"), 0).write(tmp_path)
         stopped = Presence(tmp_path, 2)
         stopped.note_stop(signal.SIGTERM)
     assert first_failure(tmp_path).cause == "failed: ValueError: first"
@@ -260,7 +262,7 @@ def test_a_rank_at_work_is_seen_alive_until_it_is_done(tmp_path: Path):
 
 @pytest.mark.parametrize("ends", [None, {0: 1, 1: 130}], ids=["torchrun", "by hand"])
 def test_a_rank_that_was_told_to_stop_since_another_missed_it_is_not_the_cause(tmp_path: Path, ends):
-    Failure.of(CommError("timed out"), 0, saw_alive={1: "training"}).write(tmp_path)
+    Failure.from_error(CommError("timed out"), 0, saw_alive={1: "training"}).write(tmp_path)
     leave_state(tmp_path, 1, stopped_by="SIGTERM", stopped_s=time.time() + 1.0, gone=[0])
     assert first_failure(tmp_path, ends).rank == 0
 
@@ -285,7 +287,7 @@ def test_what_is_none_of_the_ranks_is_neither_waited_for_nor_believed(tmp_path: 
     (tmp_path / "mine").write_text("kept")
     (tmp_path / "2.error.json.0.tmp").symlink_to("mine")
     for rank in (1, 2):
-        Failure.of(ValueError(f"rank {rank}"), rank).write(tmp_path)
+        Failure.from_error(ValueError(f"rank {rank}"), rank).write(tmp_path)
     assert first_failure(tmp_path).rank == 1
     assert (tmp_path / "mine").read_text() == "kept"
     presence = Presence(tmp_path, 7)
@@ -315,7 +317,7 @@ def test_a_suspension_is_the_cause_where_the_rank_that_missed_others_first_was_s
         ranks[rank].note_suspension(321.4)
     for rank, unheard in ((0, (1,)), (1, ())):  # rank 1 has read what rank 0 left
         error = CommError("timed out", unheard=unheard, where="gather of a (step 18, forward)", waited_s=330.0)
-        Failure.of(error, rank, seen_alive(tmp_path, rank)).write(tmp_path)
+        Failure.from_error(error, rank, seen_alive(tmp_path, rank)).write(tmp_path)
     assert first_failure(tmp_path).describe(tmp_path).startswith(expected)
     for rank in ranks:
         rank.leave()
@@ -324,9 +326,11 @@ def test_a_suspension_is_the_cause_where_the_rank_that_missed_others_first_was_s
 def test_an_earlier_or_a_short_suspension_is_not_the_cause(tmp_path: Path):
     presence = Presence(tmp_path, 0)
     presence.note_suspension(7.0)
-    Failure.of(CommError("timed out", where="gather", waited_s=300.0), 0).write(tmp_path)
+    Failure.from_error(CommError("timed out", where="gather", waited_s=300.0), 0).write(tmp_path)
     assert "timed out" in first_failure(tmp_path).cause
-    late = replace(Failure.of(CommError("timed out", where="gather", waited_s=3.0), 0), time_s=time.time() + 60.0)
+    late = replace(
+        Failure.from_error(CommError("timed out", where="gather", waited_s=3.0), 0), time_s=time.time() + 60.0
+    )
     late.write(tmp_path)
     assert "timed out" in first_failure(tmp_path).cause
     presence.leave()
@@ -354,11 +358,11 @@ def end(rank: Presence) -> None:
 
 def missed(tmp_path: Path, rank: int, unheard: tuple[int, ...]) -> None:
     error = CommError("timed out", unheard=unheard, where="gather of a (step 18, forward)", waited_s=40.0)
-    Failure.of(error, rank, seen_alive(tmp_path, rank)).write(tmp_path)
+    Failure.from_error(error, rank, seen_alive(tmp_path, rank)).write(tmp_path)
 
 
 def test_on_several_hosts_a_rank_is_told_with_its_host(on_hosts: list[Presence], tmp_path: Path):
-    Failure.of(ValueError("mine"), 2).write(tmp_path)
+    Failure.from_error(ValueError("mine"), 2).write(tmp_path)
     assert first_failure(tmp_path).describe(tmp_path).startswith("rank 2 on n1 failed: ValueError: mine\n")
 
 

@@ -130,18 +130,18 @@ with importing():
     import torch.distributed as dist
     from tests.unit.preflight.test_choice import asking
     from zerotrain.device.memory import own_nbytes
-    from zerotrain.launching.task import chosen
+    from zerotrain.launching.task import choose_autos
     from zerotrain.preflight.choice import with_least_memory
     from zerotrain.preflight.choice import as_chosen
     from zerotrain.preflight.room import Ranks
 store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 asked = asking("mixtral")
 before = own_nbytes()
-config, planned = chosen(asked, with_least_memory(asked), Ranks(2, 2), Path(sys.argv[1]))
+config, planned = choose_autos(asked, with_least_memory(asked), Ranks(2, 2), Path(sys.argv[1]))
 assert (config.zero.stage, planned["stage"], sorted(planned["alternatives"])) == (1, 1, ["0", "2", "3"])
 assert own_nbytes() - before < 8e6, own_nbytes() - before
 asked.plan.compare = True
-_, again = chosen(asked, as_chosen(asked, Path(sys.argv[1]), 2), Ranks(2, 2), Path(sys.argv[1]))
+_, again = choose_autos(asked, as_chosen(asked, Path(sys.argv[1]), 2), Ranks(2, 2), Path(sys.argv[1]))
 assert abs(again.pop("peak") - planned.pop("peak")) < 8e6  # with the process as it is now
 assert again == planned | {"memory": None, "alternatives": {}}, (again, planned)
 """

@@ -111,7 +111,7 @@ def end_of(tmp_path: Path, monkeypatch):
 
         def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None]) -> dict[str, Any]:
             if isinstance(error, Exception):
-                Failure.of(error, ranks.rank).write(job.ranks_dir)
+                Failure.from_error(error, ranks.rank).write(job.ranks_dir)
             raise error
 
         def exit_now(code: int) -> None:

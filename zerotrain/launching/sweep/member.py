@@ -1,4 +1,4 @@
-"""One job of a sweep, in the process that runs it: it takes its place, and says in the journal what becomes of it."""
+"""One job of a sweep, in its own process: it takes its place, and notes its state in the journal."""
 
 import itertools
 import json
@@ -24,28 +24,13 @@ from zerotrain.launching import exits
 from zerotrain.launching.job import CONFIG_NAME, FolderInUseError, await_free, holding_job, locked
 from zerotrain.launching.resuming import holds
 from zerotrain.launching.sweep.sweep import Study, Sweep
-from zerotrain.launching.sweep.telling import driven
-from zerotrain.report.journal import (
-    BEGUN,
-    COMPLETED,
-    DIVERGED,
-    ENDED,
-    FAILED,
-    PRUNED,
-    REFUSED,
-    RUNNING,
-    STOPPED,
-    TAKEN,
-    Book,
-    Identity,
-    JobEvent,
-    outcome,
-)
+from zerotrain.launching.sweep.telling import driven_sweep
+from zerotrain.report import journal
 from zerotrain.training.callbacks.loggers import SWEEP_VARIABLE, ids_in
 from zerotrain.training.result import RESULT_NAME, in_evaluation, read_result, value_in
 
-# The folder of a job of a sweep: the one that holds the job already, found by its settings and not by its number, or
-# one of its own, which holds nothing of another job.
+# The folder of a job of a sweep: one with the job already in it, found by its settings and not by its number, or one of
+# its own, without files of another job.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +38,7 @@ class JobPlace:
     """A job's folder, locked by this process but where the job runs elsewhere."""
 
     run_dir: Path
-    taken: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None
     """The result in it, if the job is to be left as it is."""
     goes_on: bool = False
     """Whether it has checkpoints there to go on from."""
@@ -63,19 +48,19 @@ class JobPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class WantedPlace:
-    """A job that looks for its place."""
+    """A job without a place yet."""
 
     sweep: Sweep
-    identity: Identity
+    identity: journal.Identity
     config: Config | None
     """None: its settings could not be read."""
-    named: Path
+    hydra_dir: Path
     """The folder that `hydra.sweep.subdir` names."""
     may_move: bool
-    """Whether that is the number of the job, for which another folder does as well."""
+    """Whether its name is the number of the job: then another folder does as well."""
 
 
-def take_place(wanted: WantedPlace, book: Book, stack: ExitStack) -> JobPlace:
+def take_place(job: WantedPlace, book: journal.Book, stack: ExitStack) -> JobPlace:
     """Find the folder of a job and lock it, while the journal is locked, so that no two jobs find the same.
 
     Args:
@@ -84,35 +69,39 @@ def take_place(wanted: WantedPlace, book: Book, stack: ExitStack) -> JobPlace:
     Raises:
         ConfigError: another job has the folder that the user has named for it, or that cannot be written.
     """
-    place = _found(wanted, book, stack)
-    if place.run_dir != wanted.named:
+    place = _find_place(job, book, stack)
+    if place.run_dir != job.hydra_dir:
         with suppress(OSError):  # Hydra has made it; it stays where it holds something
-            wanted.named.rmdir()
+            job.hydra_dir.rmdir()
     return place
 
 
-def _found(wanted: WantedPlace, book: Book, stack: ExitStack) -> JobPlace:
-    named, note = wanted.named, " ".join([wanted.identity.hash or "-", *wanted.identity.values])
-    erases = wanted.config is not None and wanted.config.launch.overwrite
-    if erases or not wanted.may_move:
-        _require_unclaimed(wanted)
-    if (in_use := _running(wanted, note)) is not None:
-        return JobPlace(run_dir=in_use, runs_elsewhere=True)
-    for run_dir, last in [(named, None)] if erases else list(_candidates(wanted, book.events())):
+def _find_place(job: WantedPlace, book: journal.Book, stack: ExitStack) -> JobPlace:
+    hydra_dir, note = job.hydra_dir, " ".join([job.identity.hash or "-", *job.identity.values])
+    erases = job.config is not None and job.config.launch.overwrite
+    if erases or not job.may_move:
+        _require_unclaimed(job)
+    if job.identity.hash is not None:
+        # Another process runs the job from the moment it has the folder: the journal and the config there come later.
+        locks = {hydra_dir / LOCK_NAME, *job.sweep.folder.glob(f"*/{LOCK_NAME}")}
+        for path in sorted(locks):
+            if is_held(path) and holding_job(path.parent) == note:
+                return JobPlace(run_dir=path.parent, runs_elsewhere=True)
+    for run_dir, event in [(hydra_dir, None)] if erases else list(_candidates(job, book.events())):
         try:
             stack.enter_context(locked(run_dir, job=note))
         except FolderInUseError:
-            if last is not None or holding_job(run_dir) == note:
+            if event is not None or holding_job(run_dir) == note:
                 return JobPlace(run_dir=run_dir, runs_elsewhere=True)
-            if not wanted.may_move:
+            if not job.may_move:
                 raise
             continue
-        place = JobPlace(run_dir=run_dir) if erases else _judged(wanted, run_dir, last)
+        place = JobPlace(run_dir=run_dir) if erases else _judge(job, run_dir, event)
         if place is not None:
             return place
         stack.close()
     for number in itertools.count(2):
-        run_dir = named.with_name(f"{named.name}_{number}")
+        run_dir = hydra_dir.with_name(f"{hydra_dir.name}_{number}")
         with suppress(FileExistsError):
             run_dir.mkdir()
             stack.enter_context(locked(run_dir, job=note))
@@ -120,79 +109,73 @@ def _found(wanted: WantedPlace, book: Book, stack: ExitStack) -> JobPlace:
     return JobPlace(run_dir=run_dir)
 
 
-def _running(wanted: WantedPlace, note: str) -> Path | None:
-    """The folder in which another process runs the job. It counts from the moment that the process has the folder: what
-    the journal says of that, and the config there, come later."""
-    if wanted.identity.hash is None:
-        return None
-    locks = {wanted.named / LOCK_NAME, *wanted.sweep.folder.glob(f"*/{LOCK_NAME}")}
-    return next((each.parent for each in sorted(locks) if is_held(each) and holding_job(each.parent) == note), None)
-
-
-def _require_unclaimed(wanted: WantedPlace) -> None:
+def _require_unclaimed(job: WantedPlace) -> None:
     """With hydra.sweep.subdir=same the second job erased the first (2026-11-21)."""
-    for event in wanted.sweep.events():
-        if wanted.sweep.folder / event.folder == wanted.named and not event.is_of(wanted.identity):
+    for event in job.sweep.events():
+        if job.sweep.folder / event.folder == job.hydra_dir and not event.is_of(job.identity):
             raise ConfigError(
-                f"hydra.sweep.subdir: got {wanted.named.name}, which job {event.job} uses too; each job needs a folder "
-                "of its own; the default is ${hydra:job.num}"
+                f"hydra.sweep.subdir: got {job.hydra_dir.name}, which job {event.job} uses too; each job needs a "
+                "folder of its own; the default is ${hydra:job.num}"
             )
 
 
-def _candidates(wanted: WantedPlace, events: list[JobEvent]) -> Iterator[tuple[Path, JobEvent | None]]:
-    """Folders that may hold the job, with the last that was said of it there; behind them its own, if that is free."""
-    sweep, config = wanted.sweep, wanted.config
-    own: dict[Path, JobEvent] = {}
+def _candidates(job: WantedPlace, events: list[journal.JobEvent]) -> Iterator[tuple[Path, journal.JobEvent | None]]:
+    """Folders that may hold the job, by the journal, and its last event there; after them its own folder, if it is
+    free."""
+    sweep, config = job.sweep, job.config
+    own: dict[Path, journal.JobEvent] = {}
     for event in reversed(sweep.events() if sweep.again == "all" else events):
-        if event.is_within and event.is_of(wanted.identity):
+        if event.is_within and event.is_of(job.identity):
             own.setdefault(sweep.folder / event.folder, event)
     for run_dir, event in own.items():
         if run_dir.is_dir() and config is not None and holds(config, run_dir) is not False:
             yield run_dir, event
-    if wanted.named in own:
+    if job.hydra_dir in own:
         return
-    of_named = [event for event in events if sweep.folder / event.folder == wanted.named]
+    of_named = [event for event in events if sweep.folder / event.folder == job.hydra_dir]
     if of_named:
-        was_refused = of_named[-1].event == REFUSED and not os.path.lexists(wanted.named / CONFIG_NAME)
-        is_free = was_refused or of_named[-1].is_of(wanted.identity)
+        was_refused = of_named[-1].event == journal.REFUSED and not os.path.lexists(job.hydra_dir / CONFIG_NAME)
+        is_free = was_refused or of_named[-1].is_of(job.identity)
     else:
-        is_free = config is None or holds(config, wanted.named) is not False
-    if sweep.again == "all" and os.path.lexists(wanted.named / CONFIG_NAME):
+        is_free = config is None or holds(config, job.hydra_dir) is not False
+    if sweep.again == "all" and os.path.lexists(job.hydra_dir / CONFIG_NAME):
         is_free = False
-    if is_free or not wanted.may_move:
-        yield wanted.named, None
+    if is_free or not job.may_move:
+        yield job.hydra_dir, None
 
 
-def _judged(wanted: WantedPlace, run_dir: Path, last: JobEvent | None) -> JobPlace | None:
-    """The place that a folder is to a job; None where it completed there and is to run again: that is never erased."""
+def _judge(job: WantedPlace, run_dir: Path, event: journal.JobEvent | None) -> JobPlace | None:
+    """The place for a job in a folder; None if it completed there and is to run again: a completed run is never
+    erased."""
     has_checkpoints = bool(named_as_steps(run_dir / CHECKPOINTS))
     going_on = JobPlace(run_dir=run_dir, goes_on=has_checkpoints)
-    if wanted.config is None or (last is None and not holds(wanted.config, run_dir)):
+    if job.config is None or (event is None and not holds(job.config, run_dir)):
         return JobPlace(run_dir=run_dir)
     try:
         result = read_result(run_dir / RESULT_NAME)
     except (OSError, UntrustedFileError):  # none yet, or one that the checks of the folder refuse
         return going_on
-    status = outcome(result, None if last is None else last.status)
-    keeps_failed = wanted.sweep.again == "none" or not wanted.may_move
-    if status in (COMPLETED, PRUNED) or (status == DIVERGED and result["status"] == COMPLETED and keeps_failed):
-        return JobPlace(run_dir=run_dir, taken=result)
-    if status in (FAILED, DIVERGED) and wanted.sweep.again == "none":
-        return JobPlace(run_dir=run_dir, taken=result)
-    if result["status"] == COMPLETED:
+    status = journal.outcome(result, None if event is None else event.status)
+    keeps_failed = job.sweep.again == "none" or not job.may_move
+    has_diverged = status == journal.DIVERGED and result["status"] == journal.COMPLETED
+    if status in (journal.COMPLETED, journal.PRUNED) or (has_diverged and keeps_failed):
+        return JobPlace(run_dir=run_dir, result=result)
+    if status in (journal.FAILED, journal.DIVERGED) and job.sweep.again == "none":
+        return JobPlace(run_dir=run_dir, result=result)
+    if result["status"] == journal.COMPLETED:
         return None
-    assert status in (FAILED, DIVERGED, STOPPED)
+    assert status in (journal.FAILED, journal.DIVERGED, journal.STOPPED)
     return going_on
 
 
 MAX_NAME = 120
-"""Characters of a name that any tracker takes."""
+"""Characters of a name; any tracker takes as many."""
 BY_NUMBER = "${hydra:job.num}"
 """The default of hydra.sweep.subdir."""
 Value = float | list[float] | None
 """The objective of a job, or several; None of a job without one."""
 JOB_LOG = "job.log"
-"""Gets what a job prints that is not shown."""
+"""Gets the output of a job if it is not shown."""
 
 
 class Member:
@@ -221,11 +204,11 @@ class Member:
         if self.sweep.gives_up_after(self.sweep.events()):
             raise SystemExit(exits.FAILED)
 
-    def take_place(self, named: Path, may_move: bool, stack: ExitStack) -> JobPlace:
+    def take_place(self, hydra_dir: Path, may_move: bool, stack: ExitStack) -> JobPlace:
         """Find the job's folder and lock it.
 
         Args:
-            named: the folder that Hydra names.
+            hydra_dir: the folder that Hydra names.
             may_move: whether another does as well.
             stack: gets the folder's lock.
 
@@ -233,10 +216,12 @@ class Member:
             ConfigError: there is none for it.
         """
         identity = self.sweep.identity(self._hash, self._overrides)
-        wanted = WantedPlace(sweep=self.sweep, identity=identity, config=self._config, named=named, may_move=may_move)
+        job = WantedPlace(
+            sweep=self.sweep, identity=identity, config=self._config, hydra_dir=hydra_dir, may_move=may_move
+        )
         while True:
             with self.sweep.journal.held() as book:
-                place = take_place(wanted, book, stack)
+                place = take_place(job, book, stack)
             if not place.runs_elsewhere or not self.sweep.waits:
                 self.run_dir = place.run_dir
                 return place
@@ -244,17 +229,18 @@ class Member:
 
     def leave(self, place: JobPlace) -> Value:
         """The job is left as it is: it is done, or another process runs it. Return its value."""
-        if place.taken is None:
-            self._say(TAKEN, place.run_dir, RUNNING)
+        if place.result is None:
+            self._say(journal.TAKEN, place.run_dir, journal.RUNNING)
             return None
-        status = outcome(place.taken, self._said_before(place.run_dir))
-        value, _ = self._value(place.taken, status)
-        self._say(TAKEN, place.run_dir, status, loss=place.taken["final_val_loss"], value=value)
+        events = [event for event in self.sweep.journal.events() if self.sweep.folder / event.folder == place.run_dir]
+        status = journal.outcome(place.result, events[-1].status if events else None)
+        value, _ = self._value(place.result, status)
+        self._say(journal.TAKEN, place.run_dir, status, loss=place.result["final_val_loss"], value=value)
         return value
 
     @property
     def trial(self) -> dict[str, Any] | None:
-        """What a pruner asks for, as arguments of `early_stopping.Trial`; None: there is no pruner."""
+        """The arguments of `early_stopping.Trial`, for a pruner; None: there is no pruner."""
         study, config = self.sweep.study, self._config
         if study is None or config is None or config.sweep.pruner is None:
             return None
@@ -266,15 +252,15 @@ class Member:
         """Its ranks are about to start."""
         assert self.run_dir is not None
         self._has_begun = True
-        self._say(BEGUN, self.run_dir)
+        self._say(journal.BEGUN, self.run_dir)
 
     @contextmanager
-    def named(self) -> Iterator[None]:
-        """Inside, the trackers of ranks that are started get the sweep as the group of the run, and what differs as its
+    def labels(self) -> Iterator[None]:
+        """Inside, the trackers of new ranks get the sweep as the group of the run, and its varied settings as its
         name."""
         name = " ".join(self.sweep.varied(self._overrides))
-        said = {"group": "/".join(self.sweep.folder.parts[-2:]), "name": name[:MAX_NAME]}
-        os.environ[SWEEP_VARIABLE] = json.dumps(said)
+        labels = {"group": "/".join(self.sweep.folder.parts[-2:]), "name": name[:MAX_NAME]}
+        os.environ[SWEEP_VARIABLE] = json.dumps(labels)
         try:
             yield
         finally:
@@ -284,41 +270,38 @@ class Member:
         """It has ended with this result. Return its value."""
         assert self.run_dir is not None
         assert self._config is not None
-        was_evaluated = result["status"] == COMPLETED and EVALUATES.holds(self._config, result["world_size"])
-        status = outcome(result, DIVERGED if was_evaluated and result["final_val_loss"] is None else None)
+        was_evaluated = result["status"] == journal.COMPLETED and EVALUATES.holds(self._config, result["world_size"])
+        has_diverged = was_evaluated and result["final_val_loss"] is None
+        status = journal.outcome(result, journal.DIVERGED if has_diverged else None)
         value, problem = self._value(result, status)
-        error = problem if status == COMPLETED else result["error"] or problem
-        self._say(ENDED, self.run_dir, status, error=error, loss=result["final_val_loss"], value=value)
+        error = problem if status == journal.COMPLETED else result["error"] or problem
+        self._say(journal.ENDED, self.run_dir, status, error=error, loss=result["final_val_loss"], value=value)
         return value
 
-    def end_failed(self, error: ZeroTrainError, named: Path) -> None:
+    def end_failed(self, error: ZeroTrainError, hydra_dir: Path) -> None:
         """It has failed, or was refused."""
-        was_refused = isinstance(error, ConfigError) and not self._has_begun
-        status = outcome({"status": FAILED, "error": str(error), "final_val_loss": None, "final_train_loss": None})
-        self._say(REFUSED if was_refused else ENDED, self.run_dir or named, status, error=str(error))
+        event = journal.REFUSED if isinstance(error, ConfigError) and not self._has_begun else journal.ENDED
+        result = {"status": journal.FAILED, "error": str(error), "final_val_loss": None, "final_train_loss": None}
+        self._say(event, self.run_dir or hydra_dir, journal.outcome(result), error=str(error))
 
     def end_stopped(self) -> None:
         """A signal ends it at once."""
         if self._has_begun and self.run_dir is not None:
-            self._say(ENDED, self.run_dir, STOPPED, error="stopped by a signal")
+            self._say(journal.ENDED, self.run_dir, journal.STOPPED, error="stopped by a signal")
 
     def _value(self, result: dict[str, Any], status: str) -> tuple[Value, str | None]:
-        """The value that a sweeper gets for a job, a list where there are several objectives, and the reason if it gets
-        nothing though the job did well. A trial without a value has failed."""
-        if status not in (COMPLETED, PRUNED, STOPPED):
+        """The value of a job for a sweeper, a list if there are several objectives, and the reason if there is none
+        though the job did well. A trial without a value has failed."""
+        if status not in (journal.COMPLETED, journal.PRUNED, journal.STOPPED):
             return None, None
         try:
             values = [value_in(result, name) for name in self.sweep.objectives]
         except LookupError as error:
             return None, f"sweep.objective: {error.args[0]}"
-        known = [value for value in values if value is not None]
-        if len(known) < len(values):
+        numbers = [value for value in values if value is not None]
+        if len(numbers) < len(values):
             return None, None
-        return (known[0] if len(known) == 1 else known), None
-
-    def _said_before(self, run_dir: Path) -> str | None:
-        events = [event for event in self.sweep.journal.events() if self.sweep.folder / event.folder == run_dir]
-        return events[-1].status if events else None
+        return (numbers[0] if len(numbers) == 1 else numbers), None
 
     def _say(
         self,
@@ -330,7 +313,7 @@ class Member:
         value: Value = None,
     ) -> None:
         self.sweep.journal.append(
-            JobEvent(
+            journal.JobEvent(
                 event=event,
                 job=self._number,
                 folder=Path(os.path.relpath(run_dir, self.sweep.folder)).as_posix(),
@@ -340,27 +323,26 @@ class Member:
                 error=error,
                 final_val_loss=loss,
                 value=value[0] if isinstance(value, list) else value,
-                trackers=ids_in(run_dir) if event == ENDED else {},
+                trackers=ids_in(run_dir) if event == journal.ENDED else {},
             )
         )
-        if self.sweep.is_driven_here and (found := driven()) is not None:
-            found[1].look()
+        if self.sweep.is_driven_here and (current := driven_sweep()) is not None:
+            current[1].look()
 
 
-def named_by_trial(study: Study, named: Path, hydra: Any, by_number: bool) -> Path:
-    """The folder of a job that has the number of its trial: that counts on where Hydra begins again with 0."""
+def number_by_trial(study: Study, hydra_dir: Path, hydra: Any, by_number: bool) -> Path:
+    """The folder of a job with the number of its trial: trials are counted on, while Hydra begins again with 0."""
     with read_write(hydra):
         hydra.job.num = study.trials[hydra.job.num]
-        if by_number and named.name != str(hydra.job.num):
+        if by_number and hydra_dir.name != str(hydra.job.num):
             with suppress(OSError):  # Hydra has made it; it stays where it holds something
-                named.rmdir()
-            named = named.with_name(str(hydra.job.num))
-            hydra.runtime.output_dir = str(named)
-    return named
+                hydra_dir.rmdir()
+            hydra_dir = hydra_dir.with_name(str(hydra.job.num))
+            hydra.runtime.output_dir = str(hydra_dir)
+    return hydra_dir
 
 
-# Devices for jobs that run side by side on one machine: each has its own, and gives them back when it ends or is
-# killed.
+# Devices for jobs side by side on one machine: each has its own, and gives them back when it ends or is killed.
 
 
 SLOTS = ".slots"
@@ -370,29 +352,29 @@ _LOOK_EVERY_S = 0.2
 
 @contextmanager
 def devices_of_own(sweep: Sweep, config: Config) -> Iterator[None]:
-    """Inside, this process and the ranks that it starts see devices that no other job of the sweep on this machine has:
-    GPUs where they train on these, else an equal share of the CPU's cores. Waits until there are enough.
+    """Inside, this process and its ranks see devices of their own, free of other jobs of the sweep on this machine:
+    GPUs if they train on these, else an equal share of the CPU's cores. Waits until there are enough.
 
-    A job that is alone on its machine has all of them, and none is locked.
+    A job alone on its machine has all of them, and none is locked.
     """
     if sweep.num_at_once == 1:
         yield
         return
     gpus = [] if config.launch.device == "cpu" else visible_gpus()
-    wanted = config.launch.nproc_per_node or max(1, len(gpus) // sweep.num_at_once)
+    num_gpus = config.launch.nproc_per_node or max(1, len(gpus) // sweep.num_at_once)
     with ExitStack() as stack:
         folder = sweep.folder / SLOTS / socket.gethostname()
         folder.mkdir(parents=True, exist_ok=True)
-        if wanted <= len(gpus):
-            stack.enter_context(only_gpus(_taken(folder, gpus, wanted, stack)))
+        if num_gpus <= len(gpus):
+            stack.enter_context(only_gpus(_lock_free(folder, gpus, num_gpus, stack)))
         else:
-            slots = [str(number) for number in range(sweep.num_at_once)]
-            [slot] = _taken(folder, [f"cores_{each}" for each in slots], 1, stack)
+            slots = [f"cores_{number}" for number in range(sweep.num_at_once)]
+            [slot] = _lock_free(folder, slots, 1, stack)
             stack.enter_context(_only_cores(int(slot.removeprefix("cores_")), sweep.num_at_once))
         yield
 
 
-def _taken(folder: Path, names: Sequence[str], num: int, stack: ExitStack) -> list[str]:
+def _lock_free(folder: Path, names: Sequence[str], num: int, stack: ExitStack) -> list[str]:
     """So many of the names, locked; all at once, so that no two jobs wait for each other."""
     while True:
         with ExitStack() as held, open_lock(folder / "all") as all_of_them:
@@ -413,15 +395,16 @@ def _taken(folder: Path, names: Sequence[str], num: int, stack: ExitStack) -> li
 
 @contextmanager
 def _only_cores(number: int, num: int) -> Iterator[None]:
-    """Inside, this process has one of `num` equal shares of its cores, the same where it has fewer cores than that."""
+    """Inside, this process has one of `num` equal shares of its cores; several jobs have the same if there are fewer
+    cores."""
     if not hasattr(os, "sched_setaffinity"):  # macOS
         yield
         return
-    before = os.sched_getaffinity(0)
-    cores = sorted(before)
+    previous = os.sched_getaffinity(0)
+    cores = sorted(previous)
     share = max(1, len(cores) // num)
-    os.sched_setaffinity(0, {cores[(number * share + each) % len(cores)] for each in range(share)})
+    os.sched_setaffinity(0, {cores[(number * share + offset) % len(cores)] for offset in range(share)})
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, previous)

@@ -1,4 +1,4 @@
-"""A sweep as its driver has begun it, and as each process knows it that runs one of its jobs. Imports no torch."""
+"""A sweep, for its driver and for each process of its jobs. Imports no torch."""
 
 import copy
 import logging
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 
-# Optuna's study of a sweep: its file, how many trials it still has, and which of them a job is. Imports no torch
-# before a sweep has Optuna's sweeper.
+# Optuna's study of a sweep: its file, the number of trials left, and the trial of each job. Imports no torch before a
+# sweep has Optuna's sweeper.
 #
-# The sweeper knows trials and Hydra numbers jobs; neither tells the other. So the sweeper gets a storage of ours,
-# which sees each trial as it is asked for, and turns what the sweeper makes of a pruned one into what Optuna calls
-# it.
+# The sweeper knows trials and Hydra numbers jobs; neither tells the other. So the sweeper gets a storage of ours. It
+# sees each request for a trial, and turns the state that the sweeper gives to a pruned one into Optuna's own.
 
 
 STUDY_NAME = "study.db"
 DRIVERS = ".drivers"
-"""Folder of a lock for each driver, below that of the sweep: it tells whether a trial that runs has anybody left."""
+"""Folder of a lock for each driver, below that of the sweep: it tells whether the driver of a running trial is
+there."""
 _SWEEPER = "hydra_plugins.hydra_optuna_sweeper."
 _DRIVER, _DROPPED = "zerotrain.driver", "zerotrain.dropped"
 """Attributes of a trial: the file of its driver's lock; that it never was a job, and does not count."""
@@ -58,14 +58,14 @@ class StudyIsFullError(ZeroTrainError):
 
 @dataclass(kw_only=True)
 class Study:
-    """The study that a sweep writes, as each process knows it that runs one of its jobs."""
+    """The study of a sweep, for each process of its jobs."""
 
     url: str
     name: str
     num_trials: int
     """In all."""
     trials: list[int] = field(default_factory=list)
-    """The number of the trial that each job is, by the number that Hydra gives the job."""
+    """The number of the trial of each job, by Hydra's number of the job."""
 
 
 def has_study(config: DictConfig) -> bool:
@@ -78,9 +78,9 @@ def has_study(config: DictConfig) -> bool:
 
 
 def begin_study(config: DictConfig, sweep: "Sweep") -> Study:
-    """Open the study of a sweep, or make it, and let the sweeper use it: for the trials that it still has.
+    """Open the study of a sweep, or make it, and let the sweeper use it: for the trials left.
 
-    Trials that run in no process any more wait again: with the same values, so that their jobs are found and go on.
+    Trials without a process any more wait again: with the same values, so their jobs are found and go on.
 
     Args:
         config: as Hydra tells it to its callbacks; `hydra.sweeper` is filled until the sweeper has read it.
@@ -104,25 +104,30 @@ def begin_study(config: DictConfig, sweep: "Sweep") -> Study:
         num_trials=total,
     )
     is_open = bool(sweeper.get("custom_search_space") or sweeper.get("search_space"))
-    names = None if is_open else {each.lstrip("+") for each in sweep.swept}
+    # The settings chosen by Optuna; None: nobody knows them.
+    names = None if is_open else {name.lstrip("+") for name in sweep.swept}
     with sweep.journal.held():  # two drivers would make two studies
         storage = open_storage(url)
-        study = _opened(storage, begun, sweep)
+        study = _open_study(storage, begun, sweep)
         _held[:] = [_own_lock(folder)]
         for trial in study.get_trials(deepcopy=False):
             if trial.state.name == "WAITING" or (trial.state.name == "RUNNING" and _is_left_alone(trial)):
-                _take_up(storage, trial, names)
+                if names is None or {name.lstrip("+") for name in trial.params} <= names:
+                    _set_state(storage, trial, "WAITING")
+                else:  # misspelt before, or somebody else has written it into the file: it could name a class
+                    storage.set_trial_user_attr(trial._trial_id, _DROPPED, True)
+                    _set_state(storage, trial, "FAIL")
         starts = int(study.user_attrs.get(_STARTS, 0))
         study.set_user_attr(_STARTS, starts + 1)
-        states = [each.state.name for each in _counted(storage, storage.get_study_id_from_name(begun.name))]
+        states = [trial.state.name for trial in _job_trials(storage, storage.get_study_id_from_name(begun.name))]
     num_left = max(0, total - len(states) + states.count("WAITING"))
     if not num_left:
         print(f"the study has its {len(states)} trials; a larger hydra.sweeper.n_trials asks for more")
-    given = copy.deepcopy(sweeper)
+    original = copy.deepcopy(sweeper)
 
     def restore() -> None:
         with read_write(config.hydra):
-            config.hydra.sweeper = given
+            config.hydra.sweeper = original
 
     with read_write(config.hydra), open_dict(config.hydra), flag_override(sweeper, "allow_objects", True):
         # As an object: Hydra 1.4 makes none of a `_target_` here.
@@ -135,8 +140,8 @@ def begin_study(config: DictConfig, sweep: "Sweep") -> Study:
 
 
 class StudyStorage:
-    """The storage of the study that this process drives, as Optuna's sweeper gets it. All of it is Optuna's own but for
-    what is here: `optuna.storages.BaseStorage` says what each method does."""
+    """The storage of this process's study, for Optuna's sweeper. All of it is Optuna's own but for the methods here:
+    `optuna.storages.BaseStorage` describes each."""
 
     def __init__(
         self, study: Study, journal: SweepJournal, storage: "BaseStorage", restore: Callable[[], None]
@@ -165,11 +170,15 @@ class StudyStorage:
             StudyIsFullError: it has.
         """
         with self._journal.held():
-            if len(_counted(self._storage, study_id)) >= self._study.num_trials:
-                self._give_back(study_id)
+            if len(_job_trials(self._storage, study_id)) >= self._study.num_trials:
+                # The trials that this driver has asked for in vain wait again: their jobs would have begun with this
+                # one.
+                for trial in self._storage.get_all_trials(study_id, deepcopy=False):
+                    if trial.state.name == "RUNNING" and trial.user_attrs.get(_DRIVER) == str(_held[0].name):
+                        _set_state(self._storage, trial, "WAITING")
                 raise StudyIsFullError
             trial_id: int = self._storage.create_new_trial(study_id, template_trial)
-            return self._asked(trial_id)
+            return self._note_job(trial_id)
 
     def set_trial_state(self, trial_id: int, state: Any) -> bool:
         """Optuna 2 calls this."""
@@ -188,14 +197,14 @@ class StudyStorage:
         try:
             self._storage.set_trial_param(trial_id, param_name, *values)
         except ValueError as error:
-            said = str(error).rstrip(".")
+            cause = str(error).rstrip(".")
             raise ConfigError(
-                f"{param_name}: the study has other values for it ({said}); give it those, another hydra.sweep.dir or "
+                f"{param_name}: the study has other values for it ({cause}); give it those, another hydra.sweep.dir or "
                 "another hydra.sweeper.study_name"
             ) from error
 
     def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
-        """Optuna 2 gives a trial that has waited another place in its grid than the values that it has."""
+        """Optuna 2 gives a trial that has waited another place in its grid than its values have."""
         if key not in _GRID_PLACE or key not in self._storage.get_trial_system_attrs(trial_id):
             self._storage.set_trial_system_attr(trial_id, key, value)
 
@@ -216,43 +225,35 @@ class StudyStorage:
             with self._journal.held():
                 is_ours = bool(set_state(trial_id, state, *values))
                 if is_ours:
-                    self._asked(trial_id)
+                    self._note_job(trial_id)
                 return is_ours
-        if state.name == "COMPLETE" and self._was_pruned(trial_id):
-            state = type(state).PRUNED
+        if state.name == "COMPLETE":
+            number = self._storage.get_trial(trial_id).number
+            events = [event for event in self._journal.events() if event.job == number]
+            if events and events[-1].status == PRUNED:
+                state = type(state).PRUNED
         return bool(set_state(trial_id, state, *values))
 
-    def _asked(self, trial_id: int) -> int:
+    def _note_job(self, trial_id: int) -> int:
         """This driver is about to run the trial, as its next job."""
         self._storage.set_trial_user_attr(trial_id, _DRIVER, str(_held[0].name))
         self._study.trials.append(self._storage.get_trial(trial_id).number)
         return trial_id
 
-    def _was_pruned(self, trial_id: int) -> bool:
-        number = self._storage.get_trial(trial_id).number
-        events = [event for event in self._journal.events() if event.job == number]
-        return bool(events) and events[-1].status == PRUNED
-
-    def _give_back(self, study_id: int) -> None:
-        """Let those wait that this driver has asked for in vain: their jobs would have begun with this one."""
-        for trial in self._storage.get_all_trials(study_id, deepcopy=False):
-            if trial.state.name == "RUNNING" and trial.user_attrs.get(_DRIVER) == str(_held[0].name):
-                _set_state(self._storage, trial, "WAITING")
-
 
 _held: list[BinaryIO] = []
-"""The lock that says which process drives a study."""
+"""The lock of this process as the driver of a study."""
 
 
 def _problems(config: DictConfig, directions: list[str]) -> Iterator[str]:
     sweeper = config.hydra.sweeper
-    given = sweeper.direction if OmegaConf.is_list(sweeper.direction) else [sweeper.direction]
-    found = [getattr(each, "name", str(each)) for each in given]
-    given_here = any(each.startswith("hydra.sweeper.direction=") for each in config.hydra.overrides.hydra)
-    if found != directions and (given_here or found != ["minimize"]):
-        wanted, has = ("[" + ",".join(each) + "]" if len(each) > 1 else each[0] for each in (found, directions))
+    values = sweeper.direction if OmegaConf.is_list(sweeper.direction) else [sweeper.direction]
+    names = [getattr(value, "name", str(value)) for value in values]
+    given_here = any(override.startswith("hydra.sweeper.direction=") for override in config.hydra.overrides.hydra)
+    if names != directions and (given_here or names != ["minimize"]):
+        got, has = ("[" + ",".join(group) + "]" if len(group) > 1 else group[0] for group in (names, directions))
         yield (
-            f"hydra.sweeper.direction: got {wanted}, but sweep.direction={has}; give sweep.direction={wanted} and "
+            f"hydra.sweeper.direction: got {got}, but sweep.direction={has}; give sweep.direction={got} and "
             "leave this one out"
         )
     if OmegaConf.is_config(sweeper.storage):
@@ -263,7 +264,7 @@ def _problems(config: DictConfig, directions: list[str]) -> Iterator[str]:
         yield f"hydra.sweeper.n_trials: got {sweeper.n_trials}; it must be 1 or more"
 
 
-def _opened(storage: Any, wanted: Study, sweep: "Sweep") -> Any:
+def _open_study(storage: Any, begun: Study, sweep: "Sweep") -> Any:
     """The study of this name, made where there is none. A ConfigError where it is about something else: its trials
     would be compared with others."""
     import optuna
@@ -272,47 +273,33 @@ def _opened(storage: Any, wanted: Study, sweep: "Sweep") -> Any:
 
     directions, objectives = list(sweep.directions), list(sweep.objectives)
     try:
-        study = optuna.load_study(study_name=wanted.name, storage=storage)
+        study = optuna.load_study(study_name=begun.name, storage=storage)
     except KeyError:
-        study = optuna.create_study(study_name=wanted.name, storage=storage, directions=directions)
+        study = optuna.create_study(study_name=begun.name, storage=storage, directions=directions)
         study.set_user_attr(_OBJECTIVES, objectives)
-    found = [each.name.lower() for each in study.directions]
-    asked = study.user_attrs.get(_OBJECTIVES, objectives)
-    if found != directions or asked != objectives:
+    study_directions = [direction.name.lower() for direction in study.directions]
+    study_objectives = study.user_attrs.get(_OBJECTIVES, objectives)
+    if study_directions != directions or study_objectives != objectives:
         wants, has = (
-            " and ".join(f"{direction} {name}" for direction, name in zip(*each, strict=False))
-            for each in ((directions, objectives), (found, asked))
+            " and ".join(f"{direction} {name}" for direction, name in zip(*pair, strict=False))
+            for pair in ((directions, objectives), (study_directions, study_objectives))
         )
         raise ConfigError(
-            f"sweep.objective: got {wants}, but the study {wanted.name} in {without_password(wanted.url)} is to {has}; "
+            f"sweep.objective: got {wants}, but the study {begun.name} in {without_password(begun.url)} is to {has}; "
             "give that, or another hydra.sweeper.study_name"
         )
     if sweep.again == "all" and (num_trials := len(study.get_trials(deepcopy=False))):
         raise ConfigError(
-            f"sweep.again: got all, but the study {wanted.name} has {num_trials} trials, which it keeps; give another "
+            f"sweep.again: got all, but the study {begun.name} has {num_trials} trials, which it keeps; give another "
             "hydra.sweeper.study_name, or another hydra.sweep.dir"
         )
     return study
 
 
-def _counted(storage: Any, study_id: int) -> list[Any]:
-    """The trials that are jobs."""
+def _job_trials(storage: Any, study_id: int) -> list[Any]:
+    """The trials with a job."""
     trials = storage.get_all_trials(study_id, deepcopy=False)
     return [trial for trial in trials if _DROPPED not in trial.user_attrs]
-
-
-def _take_up(storage: Any, trial: Any, names: set[str] | None) -> None:
-    """Let a trial wait, or drop it where it has a setting that the sweep does not vary: it was misspelt before, or
-    somebody else has written it into the file, and it could name a class.
-
-    Args:
-        names: of the settings that Optuna chooses; None: nobody knows them.
-    """
-    if names is None or {each.lstrip("+") for each in trial.params} <= names:
-        _set_state(storage, trial, "WAITING")
-    else:
-        storage.set_trial_user_attr(trial._trial_id, _DROPPED, True)
-        _set_state(storage, trial, "FAIL")
 
 
 def _set_state(storage: Any, trial: Any, name: str) -> None:
@@ -321,7 +308,7 @@ def _set_state(storage: Any, trial: Any, name: str) -> None:
 
 
 def _own_lock(folder: Path) -> BinaryIO:
-    """A lock of this process's own, until it ends. Those of processes that have ended go."""
+    """A lock of this process's own, until it ends. Locks of ended processes are removed."""
     drivers = folder / DRIVERS
     drivers.mkdir(exist_ok=True)
     for path in drivers.iterdir():
@@ -334,8 +321,8 @@ def _own_lock(folder: Path) -> BinaryIO:
 
 
 def _is_left_alone(trial: Any) -> bool:
-    """Whether the process that drove a trial has ended. False where nobody can tell: of a trial of another program, or
-    on another machine."""
+    """Whether the driver of a trial has ended. False if nobody can tell: a trial of another program, or on another
+    machine."""
     path = Path(str(trial.user_attrs.get(_DRIVER, "")))
     return path.is_absolute() and path.parent.is_dir() and not path.exists()
 
@@ -343,7 +330,7 @@ def _is_left_alone(trial: Any) -> bool:
 MAX_JOBS = 100_000
 """More are a mistake; Hydra makes a list of all before the first begins."""
 FEW = 4
-"""Jobs of which all that they print is shown."""
+"""The whole output of this many jobs is shown."""
 _NOT_HASHED = ("launch.", "checkpoint.")
 _BASIC = ("hydra._internal.core_plugins.basic_launcher.", "hydra._internal.core_plugins.basic_sweeper.")
 _GRID = "optuna.samplers.GridSampler"
@@ -355,9 +342,9 @@ class Sweep:
 
     folder: Path
     start: int
-    """Bytes that the journal had before."""
+    """Bytes of the journal before."""
     swept: tuple[str, ...] = ()
-    """The settings that have several values."""
+    """The settings with several values."""
     total: int | None = None
     """Jobs; None: nobody knows yet."""
     again: str = SweepConfig.again
@@ -365,11 +352,11 @@ class Sweep:
     max_failures_in_a_row: int = SweepConfig.max_failures_in_a_row
     output: str | None = None
     waits: bool = False
-    """Whether the sweeper needs the loss of a job that another process runs."""
+    """Whether the sweeper needs the loss of a job in another process."""
     in_driver: bool = True
     """Whether the driver runs the jobs itself, one after the other."""
     num_at_once: int = 1
-    """Jobs that a machine runs side by side, each with devices of its own; 1: each has all."""
+    """Jobs side by side on a machine, each with devices of its own; 1: each has all."""
     objectives: tuple[str, ...] = (SweepConfig.objective,)
     directions: tuple[str, ...] = (SweepConfig.direction,)
     """minimize or maximize, for each objective. The first objective tells the best job."""
@@ -380,30 +367,37 @@ class Sweep:
     begun_s: float = field(default_factory=time.time)
 
     @classmethod
-    def of(cls, config: DictConfig) -> "Sweep":
+    def from_config(cls, config: DictConfig) -> "Sweep":
         """The sweep that a driver is about to begin.
 
         Args:
             config: as Hydra tells it to its callbacks, with `hydra`.
         """
-        folder, given, sweeper = Path(config.hydra.sweep.dir).absolute(), settings_of(config), config.hydra.sweeper
-        is_basic = [str(config.hydra[each].get("_target_", "")).startswith(_BASIC) for each in ("launcher", "sweeper")]
+        folder, settings, sweeper = Path(config.hydra.sweep.dir).absolute(), settings_of(config), config.hydra.sweeper
+        has_basic_launcher, has_basic_sweeper = (
+            str(config.hydra[group].get("_target_", "")).startswith(_BASIC) for group in ("launcher", "sweeper")
+        )
         swept = swept_in(config)
         total = None if swept is None else prod(map(_num_values, swept)) or None
-        num_jobs = given.jobs or config.hydra.launcher.get("n_jobs") or 1
+        if not has_basic_sweeper:  # None where nobody knows
+            is_grid = OmegaConf.select(sweeper, "sampler._target_") == _GRID
+            num_trials = sweeper.get("n_trials")
+            has_both = total is not None and num_trials is not None
+            total = min(num_trials, total) if is_grid and has_both else num_trials
+        num_jobs = settings.jobs or config.hydra.launcher.get("n_jobs") or 1
         return cls(
             folder=folder,
             start=SweepJournal(folder).nbytes,
-            swept=tuple(each.get_key_element().lstrip("+") for each in swept or ()),
-            total=total if is_basic[1] else _num_trials(sweeper, total),
-            again=given.again,
-            diverged=given.diverged,
-            max_failures_in_a_row=given.max_failures_in_a_row,
-            output=given.output,
-            objectives=tuple(given.objectives),
-            directions=tuple(given.directions),
-            waits=not is_basic[1],
-            in_driver=is_basic[0],
+            swept=tuple(override.get_key_element().lstrip("+") for override in swept or ()),
+            total=total,
+            again=settings.again,
+            diverged=settings.diverged,
+            max_failures_in_a_row=settings.max_failures_in_a_row,
+            output=settings.output,
+            objectives=tuple(settings.objectives),
+            directions=tuple(settings.directions),
+            waits=not has_basic_sweeper,
+            in_driver=has_basic_launcher,
             num_at_once=num_jobs if num_jobs > 0 else os.cpu_count() or 1,
         )
 
@@ -423,10 +417,10 @@ class Sweep:
         return self.output == "full" or (self.output is None and self.total is not None and self.total <= FEW)
 
     def gives_up_after(self, events: list[JobEvent]) -> bool:
-        """Whether as many jobs have failed one after the other that it ends. One that was refused tells nothing of the
+        """Whether it ends, since too many jobs have failed one after the other. A refused one tells nothing of the
         machine."""
-        last = [event.status for event in events if event.event == ENDED][-self.max_failures_in_a_row :]
-        return 0 < self.max_failures_in_a_row == last.count(FAILED)
+        statuses = [event.status for event in events if event.event == ENDED][-self.max_failures_in_a_row :]
+        return 0 < self.max_failures_in_a_row == statuses.count(FAILED)
 
     def events(self) -> list[JobEvent]:
         """The events of its jobs since it was begun."""
@@ -441,23 +435,16 @@ class Sweep:
         return event.final_val_loss if self.objectives[0] == SweepConfig.objective else event.value
 
     def varied(self, overrides: list[str]) -> list[str]:
-        """Those settings of a job that the sweep varies."""
-        return [each for each in overrides if each.lstrip("+").partition("=")[0] in self.swept]
+        """The settings of a job varied by the sweep."""
+        return [override for override in overrides if override.lstrip("+").partition("=")[0] in self.swept]
 
     def identity(self, config_hash: str | None, overrides: list[str]) -> Identity:
-        """The settings that tell one of its jobs from the others."""
+        """The settings by which one of its jobs differs from the others."""
         keys = tuple(key for key in self.swept if key.startswith(_NOT_HASHED))
         return Identity.of(config_hash, overrides, keys)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "journal"}
-
-
-def _num_trials(sweeper: DictConfig, num_in_grid: int | None) -> int | None:
-    """How many jobs a sweeper of a plugin runs; None where nobody knows."""
-    wanted = sweeper.get("n_trials")
-    is_grid = OmegaConf.select(sweeper, "sampler._target_") == _GRID
-    return min(wanted, num_in_grid) if wanted is not None and is_grid and num_in_grid is not None else wanted
 
 
 def settings_of(config: DictConfig) -> SweepConfig:
@@ -466,26 +453,26 @@ def settings_of(config: DictConfig) -> SweepConfig:
     Args:
         config: as Hydra tells it to its callbacks.
     """
-    found = {each.name: OmegaConf.select(config, f"sweep.{each.name}") for each in fields(SweepConfig)}
+    values = {setting.name: OmegaConf.select(config, f"sweep.{setting.name}") for setting in fields(SweepConfig)}
     plain: dict[str, Any] = {
-        name: OmegaConf.to_container(each) if OmegaConf.is_config(each) else each for name, each in found.items()
+        name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for name, value in values.items()
     }
     return SweepConfig(**{name: value for name, value in plain.items() if value is not None})
 
 
 def swept_in(config: DictConfig) -> list[Override] | None:
-    """The settings that have several values, the sweeper's own first; None where Hydra alone can tell."""
-    given = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    """The settings with several values, the sweeper's own first; None if Hydra alone can tell."""
+    overrides = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
     try:
-        parsed = OverridesParser.create().parse_overrides([*params, *map(str, given)])  # type: ignore[arg-type]
+        parsed = OverridesParser.create().parse_overrides([*params, *map(str, overrides)])  # type: ignore[arg-type]
     except HydraException:
         return None
-    return [each for each in parsed if each.is_sweep_override()]
+    return [override for override in parsed if override.is_sweep_override()]
 
 
 def _num_values(swept: Override) -> int:
-    """The values of a setting, of which no more than `MAX_JOBS` are counted; 0 where they are not listed."""
+    """The number of values of a setting, counted up to `MAX_JOBS`; 0 if they are not listed."""
     if not swept.is_discrete_sweep():
         return 0
     value = swept.value()

@@ -1,5 +1,5 @@
-"""The lines that a running sweep prints: one when a job begins, one when it ends, and the cause if it failed; in a
-terminal, below them, how far the running jobs are."""
+"""The lines of a running sweep: one when a job begins, one when it ends, and the cause if it failed; in a terminal,
+below them, how far the running jobs are."""
 
 import os
 import sys
@@ -22,39 +22,15 @@ from zerotrain.config.checks import makes, target_problems
 from zerotrain.config.schema import Config, SweepConfig
 from zerotrain.config.words import did_you_mean, word
 from zerotrain.errors import ConfigError
+from zerotrain.files import untrusted
 from zerotrain.files.terminal import LastingStream
-from zerotrain.files.untrusted import (
-    Natural,
-    UntrustedFileError,
-    duration,
-    only_regular,
-    parse_json,
-    parse_yaml,
-    printable,
-    read_regular,
-    require_kind,
-)
+from zerotrain.files.untrusted import printable
 from zerotrain.launching import exits
 from zerotrain.launching.sweep.sweep import MAX_JOBS, Sweep, begin_study, has_study, settings_of, swept_in
-from zerotrain.report.journal import (
-    BEGUN,
-    COMPLETED,
-    DIVERGED,
-    ENDED,
-    FAILED,
-    JOURNAL_NAME,
-    PRUNED,
-    REFUSED,
-    RUNNING,
-    STOPPED,
-    TAKEN,
-    JobEvent,
-    SweepJournal,
-    note_earlier_results,
-)
+from zerotrain.report import journal
 from zerotrain.settings import settings_in
 
-# The report of a sweep while it runs: written again after each job that has ended.
+# The report of a sweep while it runs: written again after the end of each job.
 
 
 _PAGE_EVERY_S = 5.0
@@ -62,18 +38,17 @@ _PAGE_EVERY_S = 5.0
 
 
 class KeptReport:
-    """Keeps sweep.csv, sweep.json and report.html up to date. A file that cannot be written is told of at the
-    sweep's end."""
+    """Keeps sweep.csv, sweep.json and report.html up to date. A failure to write a file is told at the sweep's end."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
         self._num_told = self._num_on_page = 0
-        """Jobs that had ended when the files, and the page, were written."""
+        """Jobs ended at the last writing of the files, and of the page."""
         self._page_s = float("-inf")
 
     def look(self) -> None:
         """Write what is no longer up to date; the page only so often."""
-        num = sum(event.event != BEGUN for event in self._sweep.events())
+        num = sum(event.event != journal.BEGUN for event in self._sweep.events())
         is_page_due = num > self._num_on_page and time.monotonic() - self._page_s > _PAGE_EVERY_S
         if num == self._num_told and not is_page_due:
             return
@@ -100,12 +75,12 @@ _USUAL_COLUMNS = 80
 
 
 class _ProgressLine(TypedDict):
-    step: Natural
+    step: untrusted.Natural
     train_loss: float | None
 
 
 class _Train(TypedDict):
-    max_steps: Natural
+    max_steps: untrusted.Natural
 
 
 class _Config(TypedDict):
@@ -113,7 +88,7 @@ class _Config(TypedDict):
 
 
 class StatusLine:
-    """One line, which is drawn again in its place.
+    """One line, drawn again in its place.
 
     Args:
         stream: a terminal, or anything else, which gets none.
@@ -127,15 +102,15 @@ class StatusLine:
         self._max_steps: dict[str, int | None] = {}
         """By the folder of the job."""
 
-    def draw(self, last: list[JobEvent]) -> None:
-        """Show the jobs that run.
+    def draw(self, events: list[journal.JobEvent]) -> None:
+        """Show the running jobs.
 
         Args:
             last: the last event of each job.
         """
         if not self._has_place:
             return
-        running = [event for event in last if event.event == BEGUN and event.is_within]
+        running = [event for event in events if event.event == journal.BEGUN and event.is_within]
         text = ", ".join(" ".join(self._of_job(event)) for event in running)
         with suppress(OSError):
             columns = os.get_terminal_size(self._stream.fileno()).columns
@@ -148,39 +123,40 @@ class StatusLine:
         if self._shown:
             self._write(_ERASED, "")
 
-    def _write(self, text: str, shown: str) -> None:
-        self._shown = shown
+    def _write(self, text: str, visible: str) -> None:
+        self._shown = visible
         self._stream.write(text)
         self._stream.flush()
 
-    def _of_job(self, event: JobEvent) -> Iterator[str]:
+    def _of_job(self, event: journal.JobEvent) -> Iterator[str]:
         yield f"job {event.job}"
         run_dir = self._folder / event.folder
-        if (said := _last_measured(run_dir / "metrics.jsonl")) is None:
+        if (progress := _last_measured(run_dir / "metrics.jsonl")) is None:
             yield "starts"
             return
         if self._max_steps.get(event.folder) is None:
             self._max_steps[event.folder] = _max_steps(run_dir / "config.yaml")
         max_steps = self._max_steps[event.folder]
-        yield f"step {said['step']}" if max_steps is None else f"step {said['step']}/{max_steps}"
-        yield "loss nan" if said["train_loss"] is None else f"loss {said['train_loss']:.3f}"
+        yield f"step {progress['step']}" if max_steps is None else f"step {progress['step']}/{max_steps}"
+        yield "loss nan" if progress["train_loss"] is None else f"loss {progress['train_loss']:.3f}"
 
 
 def _last_measured(path: Path) -> "dict[str, int | float | None] | None":
-    """The last line of a metrics.jsonl that has a loss of training; None where there is none."""
-    with suppress(OSError), open(path, "rb", opener=only_regular) as file:
+    """The last line with a loss of training in a metrics.jsonl; None if there is none."""
+    with suppress(OSError), open(path, "rb", opener=untrusted.only_regular) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _NBYTES))
         for line in reversed(file.read(_NBYTES).split(b"\n")):
-            with suppress(UntrustedFileError):
-                said: dict[str, int | float | None] = parse_json(line, _ProgressLine)
-                return said
+            with suppress(untrusted.UntrustedFileError):
+                progress: dict[str, int | float | None] = untrusted.parse_json(line, _ProgressLine)
+                return progress
     return None
 
 
 def _max_steps(path: Path) -> int | None:
-    """The steps of a run by its config.yaml; None where that does not say."""
-    with suppress(OSError, UntrustedFileError):
-        config = require_kind(parse_yaml(read_regular(path, max_nbytes=_MAX_CONFIG_NBYTES)), _Config)
+    """The steps of a run by its config.yaml; None if they are not there."""
+    with suppress(OSError, untrusted.UntrustedFileError):
+        content = untrusted.read_regular(path, max_nbytes=_MAX_CONFIG_NBYTES)
+        config = untrusted.require_kind(untrusted.parse_yaml(content), _Config)
         return int(config["train"]["max_steps"])
     return None
 
@@ -194,14 +170,14 @@ class Teller:
     """Reads the journal, tells of each event once, and keeps the report. It prints to the driver's own output, wherever
     jobs print.
 
-    A thread looks, and after each event of a job that the driver runs itself, so does that. With such jobs the thread
-    begins with the first: before, a fork server is forked from this process, which must have no other.
+    A thread looks. The driver looks too, after each event of a job in its own process. With such jobs the thread begins
+    with the first: before it a fork server is forked from this process, and this needs a single thread.
     """
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
         self._out, self._err = (_copy_of(descriptor) for descriptor in (1, 2))
-        self._last: dict[tuple[int, str], JobEvent] = {}
+        self._last: dict[tuple[int, str], journal.JobEvent] = {}
         """The last line of each job."""
         self._num_run = self._num_told = 0
         events = sweep.events_to_count()
@@ -231,11 +207,12 @@ class Teller:
             for event in events[self._num_told :]:
                 self._num_told += 1
                 self._last[event.job, event.folder] = event
-                self._num_run += event.event == ENDED
-                if event.error and event.event in (ENDED, REFUSED) and event.status not in (STOPPED, PRUNED):
+                self._num_run += event.event == journal.ENDED
+                is_over = event.event in (journal.ENDED, journal.REFUSED)
+                if event.error and is_over and event.status not in (journal.STOPPED, journal.PRUNED):
                     self._print(self._err, f"job {event.job}: {printable(event.error, _MAX_ERROR)}")
                 self._print(self._out, " ".join(self._line(event)))
-                if event.status == FAILED and self._sweep.gives_up_after(events[: self._num_told]):
+                if event.status == journal.FAILED and self._sweep.gives_up_after(events[: self._num_told]):
                     self._print(
                         self._err,
                         f"{self._sweep.max_failures_in_a_row} jobs have failed one after the other, so the sweep ends; "
@@ -251,41 +228,41 @@ class Teller:
                 with self._lock:
                     self._status.draw(list(self._last.values()))
 
-    def _line(self, event: JobEvent) -> Iterator[str]:
-        given = self._sweep.varied(event.overrides)
+    def _line(self, event: journal.JobEvent) -> Iterator[str]:
+        settings = self._sweep.varied(event.overrides)
         yield f"job {event.job}"
-        if event.event == BEGUN:
+        if event.event == journal.BEGUN:
             yield f"begins in {printable(event.folder, keep='')}:"
-            yield printable(" ".join(given or event.overrides), keep="")
+            yield printable(" ".join(settings or event.overrides), keep="")
             return
-        if event.status == RUNNING:
+        if event.status == journal.RUNNING:
             yield f"is run by pid {event.pid} on {printable(event.host, keep='')}"
-        elif event.event == TAKEN:
+        elif event.event == journal.TAKEN:
             yield f"is taken as it lies in {printable(event.folder, keep='')}: {event.status}"
         else:
-            yield "refused" if event.event == REFUSED else str(event.status)
+            yield "refused" if event.event == journal.REFUSED else str(event.status)
         name = self._sweep.objectives[0]
         if (value := self._sweep.value_of(event)) is not None:
             yield f"with {'loss' if name == SweepConfig.objective else printable(name, keep='')} {_figures(value)}"
         yield f"({', '.join(self._sums())})"
 
     def _sums(self) -> Iterator[str]:
-        done = [event for event in self._last.values() if event.event != BEGUN]
+        ended = [event for event in self._last.values() if event.event != journal.BEGUN]
         total = self._sweep.total
-        yield f"{len(done)}/{total}" if total else f"{len(done)} done"
-        if num_failed := sum(event.status == FAILED for event in done):
+        yield f"{len(ended)}/{total}" if total else f"{len(ended)} done"
+        if num_failed := sum(event.status == journal.FAILED for event in ended):
             yield f"{num_failed} failed"
-        if num_pruned := sum(event.status == PRUNED for event in done):
+        if num_pruned := sum(event.status == journal.PRUNED for event in ended):
             yield f"{num_pruned} pruned"
         sign = -1 if self._sweep.directions[0] == "maximize" else 1
-        compared = [event for event in done if event.status == COMPLETED]
+        compared = [event for event in ended if event.status == journal.COMPLETED]
         values = [(sign * value, event.job) for event in compared if (value := self._sweep.value_of(event)) is not None]
         if values:
             value, job = min(values)
             yield f"best {_figures(sign * value)} job {job}"
-        if total and total > len(done) and self._num_run:
-            left_s = (time.time() - self._sweep.begun_s) / self._num_run * (total - len(done))
-            yield f"{duration(left_s)} left"
+        if total and total > len(ended) and self._num_run:
+            left_s = (time.time() - self._sweep.begun_s) / self._num_run * (total - len(ended))
+            yield f"{untrusted.duration(left_s)} left"
 
     def _print(self, stream: TextIO, line: str) -> None:
         sys.stdout.flush()
@@ -304,19 +281,19 @@ def _copy_of(descriptor: int) -> TextIO:
     return LastingStream(stream)  # type: ignore[return-value]
 
 
-# The process that drives a sweep, and those that run its jobs. Imports no torch.
+# The driver of a sweep, and the processes of its jobs. Imports no torch.
 
 
 LATEST = "hydra.sweep.dir=latest"
 _driven: list[tuple[Sweep, Teller]] = []
-"""The sweep that this process drives, if it drives one."""
+"""The sweeps driven by this process, the present one last."""
 _joined: list[Sweep] = []
 """The sweep whose job this process runs."""
 
 
 class SweepFolder(Callback):
     """Begins a sweep. Hydra passes this object on to each process that runs a job. Its hook for the end of a sweep is
-    not called when that was cut off."""
+    not called if the sweep was cut off."""
 
     def __init__(self) -> None:
         self.sweep: Sweep | None = None
@@ -324,12 +301,12 @@ class SweepFolder(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """The first job is about to start."""
         sweep = None
-        # A ${...} that leads nowhere, a range without a step, no launcher: Hydra is about to say so.
+        # A ${...} without a target, a range without a step, no launcher: Hydra is about to say so.
         with suppress(OmegaConfBaseException, ValueError, AttributeError):
             folder = Path(config.hydra.sweep.dir).absolute()
-            if not SweepJournal(folder).nbytes:
-                note_earlier_results(folder)
-            sweep = Sweep.of(config)
+            if not journal.SweepJournal(folder).nbytes:
+                journal.note_earlier_results(folder)
+            sweep = Sweep.from_config(config)
         if sweep is not None:
             for _, teller in _driven:  # of a study that begins again
                 teller.close()
@@ -343,46 +320,47 @@ class SweepFolder(Callback):
 
 
 def _with_study(sweep: Sweep, config: DictConfig) -> Sweep:
-    """The sweep with its study, where Optuna chooses its jobs. Ends the process where that cannot be: of another
-    exception Hydra would make a warning."""
+    """The sweep with its study, where Optuna chooses its jobs. Ends the process if this fails: Hydra would make a
+    warning of another exception."""
     try:
         if problems := list(_problems(config, sweep.total)):
             raise ConfigError(*problems)
         return replace(sweep, study=begin_study(config, sweep)) if has_study(config) else sweep
     except (ConfigError, ImportError) as error:
-        said = str(error)
+        problem = str(error)
     except Exception as error:  # of whatever database it is
-        said = f"hydra.sweeper.storage: the study cannot be used: {type(error).__name__}: {error}".partition("\n")[0]
-    print(printable(said), file=sys.stderr)
+        problem = f"hydra.sweeper.storage: the study cannot be used: {type(error).__name__}: {error}".partition("\n")[0]
+    print(printable(problem), file=sys.stderr)
     raise SystemExit(exits.CONFIG_PROBLEM)
 
 
 def _problems(config: DictConfig, total: int | None) -> Iterator[str]:
-    """A line for each thing that is wrong with a sweep, as far as nobody need train for it.
+    """A line for each fault of a sweep, as far as it can be seen without training.
 
     Args:
         total: of its jobs, where that is known.
     """
-    given, swept = settings_of(config), swept_in(config) or []
-    settings = settings_in(given, "sweep.")
+    sweep_config, swept = settings_of(config), swept_in(config) or []
+    settings = settings_in(sweep_config, "sweep.")
     if refused := [
         setting.must_be(name, value, word) for name, setting, value in settings if not setting.allows(value)
     ]:
         yield from refused
         return
-    for each in swept:
-        bounds = [getattr(each.value(), name, None) for name in ("start", "end", "stop", "step")]
+    for override in swept:
+        bounds = [getattr(override.value(), name, None) for name in ("start", "end", "stop", "step")]
         if any(isinstance(bound, float) and not isfinite(bound) for bound in bounds):
-            yield f"{each.input_line}: its bounds must be finite numbers"
+            yield f"{override.input_line}: its bounds must be finite numbers"
     if total is not None and total > MAX_JOBS and not has_study(config):
         yield f"-m: got {total:,} jobs or more; a sweep has {MAX_JOBS:,} at most; give fewer values"
-    names, directions, pruner = given.objectives, given.directions, given.pruner
+    names, directions, pruner = sweep_config.objectives, sweep_config.directions, sweep_config.pruner
     if len(names) != len(directions):
         yield f"sweep.direction: got {len(directions)} for {len(names)} objectives; give one for each, or one for all"
     if len(names) > 1 and not has_study(config):
         yield f"sweep.objective: got {len(names)}; several need hydra/sweeper=optuna; give one"
     if names != [SweepConfig.objective] or pruner is not None:
-        yield from _objective_problems(config, given, [each.get_key_element().lstrip("+") for each in swept])
+        keys = [override.get_key_element().lstrip("+") for override in swept]
+        yield from _objective_problems(config, sweep_config, keys)
     if pruner is None:
         return
     if not has_study(config):
@@ -394,50 +372,50 @@ def _problems(config: DictConfig, total: int | None) -> Iterator[str]:
     else:
         from zerotrain.run.factory import build  # imports torch
 
-        if not hasattr(made := build("sweep.pruner", pruner), "prune"):
-            kind = type(made).__name__
+        if not hasattr(built := build("sweep.pruner", pruner), "prune"):
+            kind = type(built).__name__
             yield f"sweep.pruner._target_: got {pruner['_target_']}, which makes a {kind}; it must be a pruner"
 
 
-def _objective_problems(config: DictConfig, given: SweepConfig, swept: list[str]) -> Iterator[str]:
+def _objective_problems(config: DictConfig, sweep_config: SweepConfig, swept: list[str]) -> Iterator[str]:
     """Those of the objectives' names. The metrics are known where no job has others of its own."""
     from zerotrain.training.metrics import Metric
     from zerotrain.training.result import NUMBERS, in_evaluation  # imports torch
 
-    fixed = {each.name for each in fields(Config)} - {"callbacks", "data"}
+    fixed = {field.name for field in fields(Config)} - {"callbacks", "data"}
     metrics: list[str] | None = None
-    if {each.partition(".")[0] for each in swept} <= fixed:
+    if {name.partition(".")[0] for name in swept} <= fixed:
         callbacks: Any = OmegaConf.to_container(config.get("callbacks") or OmegaConf.create(), resolve=False)
-        targets = {name: each.get("_target_") for name, each in callbacks.items() if isinstance(each, dict)}
+        targets = {name: callback.get("_target_") for name, callback in callbacks.items() if isinstance(callback, dict)}
         metrics = [name for name, target in targets.items() if isinstance(target, str) and makes(target, Metric)]
-    known = [f"val_{each}" for each in ("loss", *(metrics or ()))]
-    for name in given.objectives:
+    measured = [f"val_{name}" for name in ("loss", *(metrics or ()))]
+    for name in sweep_config.objectives:
         evaluated = in_evaluation(name)
-        is_there = evaluated is not None and (metrics is None or evaluated.partition("/")[0] in known)
+        is_there = evaluated is not None and (metrics is None or evaluated.partition("/")[0] in measured)
         if name not in NUMBERS and not is_there:
-            there = [*known, *NUMBERS]
-            more = ", and val_NAME of a metric" if metrics is None else ""
+            choices = [*measured, *NUMBERS]
+            hint = ", and val_NAME of a metric" if metrics is None else ""
             yield (
-                f"sweep.objective: got {name}; there is no such value{did_you_mean(name, there)}; there are "
-                f"{', '.join(there)}{more}"
+                f"sweep.objective: got {name}; there is no such value{did_you_mean(name, choices)}; there are "
+                f"{', '.join(choices)}{hint}"
             )
-        elif evaluated is None and given.pruner is not None and len(given.objectives) == 1:
+        elif evaluated is None and sweep_config.pruner is not None and len(sweep_config.objectives) == 1:
             yield (
                 f"sweep.objective: got {name}, which no evaluation measures, with sweep.pruner; give val_loss or "
                 "another metric, or leave the pruner out"
             )
 
 
-def joined(folder: Path) -> Sweep:
+def join_sweep(folder: Path) -> Sweep:
     """The sweep whose job this process runs."""
     if not _joined:  # the user has left the callback out
-        _joined.append(Sweep(folder=folder, start=SweepJournal(folder).nbytes))
+        _joined.append(Sweep(folder=folder, start=journal.SweepJournal(folder).nbytes))
         _driven.append((_joined[-1], Teller(_joined[-1])))
     return _joined[-1]
 
 
 def find_latest(arguments: list[str]) -> None:
-    """Let hydra.sweep.dir=latest be the newest folder that a sweep has made in multirun/.
+    """Let hydra.sweep.dir=latest be the newest folder of a sweep in multirun/.
 
     Args:
         arguments: of the command line, changed in place.
@@ -448,15 +426,15 @@ def find_latest(arguments: list[str]) -> None:
     if LATEST not in arguments:
         return
     sweeps = sorted(
-        path.parent for name in ("multirun.yaml", JOURNAL_NAME) for path in Path("multirun").glob(f"*/*/{name}")
+        path.parent for name in ("multirun.yaml", journal.JOURNAL_NAME) for path in Path("multirun").glob(f"*/*/{name}")
     )
     if not sweeps:
         raise ConfigError("hydra.sweep.dir: got latest, but there is no sweep in multirun/ yet; leave it out")
     arguments[arguments.index(LATEST)] = f"hydra.sweep.dir={sweeps[-1]}"
 
 
-def driven() -> "tuple[Sweep, Teller] | None":
-    """The sweep that this process drives, and who tells its user of it."""
+def driven_sweep() -> "tuple[Sweep, Teller] | None":
+    """The sweep driven by this process, and its teller."""
     return _driven[-1] if _driven else None
 
 
@@ -464,16 +442,15 @@ def driven() -> "tuple[Sweep, Teller] | None":
 
 
 def report(code: int) -> int:
-    """Write the report of the sweep that this process has driven, and print the table of its jobs; nothing where it
-    drove none.
+    """Write the report of the sweep driven by this process, and print the table of its jobs; nothing if there is none.
 
     Returns:
-        The exit code: `code`, or that of a failure where a job has failed.
+        The exit code: `code`, or the one of a failure if a job has failed.
     """
-    found = driven()
-    if found is None:
+    current = driven_sweep()
+    if current is None:
         return code
-    sweep, teller = found
+    sweep, teller = current
     teller.close()
     events = sweep.events_to_count()
     if not events:
@@ -484,19 +461,19 @@ def report(code: int) -> int:
     from zerotrain.report.rows import read_report
 
     all_in_folder = read_report(sweep.folder)
-    told = all_in_folder.only(sweep.folder, events)
-    print_table(told, Console())
+    own = all_in_folder.only(sweep.folder, events)
+    print_table(own, Console())
     try:
         write_files(all_in_folder, sweep.folder)
         print(f"report: {sweep.folder / PAGE_NAME}")
     except (ConfigError, OSError) as error:
         print(f"warning: the report of the sweep cannot be written: {printable(str(error))}", file=sys.stderr)
-    counts = Counter(told.counts)
-    num_done = counts[COMPLETED] + counts[PRUNED]
+    counts = Counter(own.counts)
+    num_done = counts[journal.COMPLETED] + counts[journal.PRUNED]
     if sweep.study is not None:  # which runs no failed trial again
-        num_done = len(told.rows) - counts[STOPPED] - counts[RUNNING]
-    if num_done < max(len(told.rows), sweep.total or 0):
-        shown = sweep.folder.relative_to(Path.cwd()) if sweep.folder.is_relative_to(Path.cwd()) else sweep.folder
-        print(f"to go on: the same command with hydra.sweep.dir={shown}, which takes completed jobs as they are")
-    has_failed = counts[FAILED] or (counts[DIVERGED] and sweep.diverged == "fail")
+        num_done = len(own.rows) - counts[journal.STOPPED] - counts[journal.RUNNING]
+    if num_done < max(len(own.rows), sweep.total or 0):
+        folder = sweep.folder.relative_to(Path.cwd()) if sweep.folder.is_relative_to(Path.cwd()) else sweep.folder
+        print(f"to go on: the same command with hydra.sweep.dir={folder}, which takes completed jobs as they are")
+    has_failed = counts[journal.FAILED] or (counts[journal.DIVERGED] and sweep.diverged == "fail")
     return exits.FAILED if has_failed and code == exits.COMPLETED else code

@@ -50,7 +50,7 @@ def place_of(
     sweep = Sweep(folder=folder, start=SweepJournal(folder).nbytes if earlier else 0, again=again)
     name.mkdir(exist_ok=True)
     identity = sweep.identity(config_hash(config), [f"seed={seed}"])
-    wanted = WantedPlace(sweep=sweep, identity=identity, config=config, named=name, may_move=may_move)
+    wanted = WantedPlace(sweep=sweep, identity=identity, config=config, hydra_dir=name, may_move=may_move)
     with ExitStack() as stack, sweep.journal.held() as book:
         return take_place(wanted, book, stack)
 
@@ -59,8 +59,8 @@ def test_a_completed_job_is_taken_whatever_number_it_had(tmp_path: Path):
     leave(tmp_path, "0", seed=1)
     place = place_of(tmp_path, seed=1, number=5)
     assert place.run_dir == tmp_path / "0"
-    assert place.taken is not None
-    assert place.taken["final_val_loss"] == 2.1
+    assert place.result is not None
+    assert place.result["final_val_loss"] == 2.1
 
 
 def test_a_new_job_whose_number_is_taken_gets_a_free_folder(tmp_path: Path):
@@ -147,7 +147,7 @@ NOT_FINITE = {"status": "failed", "error": "rank 0 failed: TrainingError: the gr
 def test_what_runs_again(tmp_path: Path, left: dict, again: str, folder: str, is_taken: bool):
     leave(tmp_path, "0", seed=1, **left)
     place = place_of(tmp_path, seed=1, again=again)
-    assert (place.run_dir.name, place.taken is not None) == (folder, is_taken)
+    assert (place.run_dir.name, place.result is not None) == (folder, is_taken)
 
 
 def test_a_job_that_is_requeued_goes_on_though_all_run_again(tmp_path: Path):
@@ -177,7 +177,7 @@ def test_a_folder_that_the_user_has_named_is_for_one_job(tmp_path: Path):
     leave(tmp_path, "0", seed=1)
     with pytest.raises(ConfigError, match=r"hydra.sweep.subdir: got 0, which job 0 uses too"):
         place_of(tmp_path, seed=2, may_move=False, earlier=False)
-    assert place_of(tmp_path, seed=1, may_move=False).taken is not None
+    assert place_of(tmp_path, seed=1, may_move=False).result is not None
     assert place_of(tmp_path, seed=2, may_move=False) == JobPlace(run_dir=tmp_path / "0")  # which its checks refuse
     with locked(tmp_path / "0"), pytest.raises(ConfigError, match="where a run is under way"):
         place_of(tmp_path, seed=2, may_move=False)
@@ -192,7 +192,7 @@ def test_leave_to_erase_is_for_the_folder_of_the_number(tmp_path: Path):
 
 def test_settings_of_one_start_find_the_same_job(tmp_path: Path):
     leave(tmp_path, "0", seed=1)
-    assert place_of(tmp_path, seed=1, timeout_s=7.0).taken is not None
+    assert place_of(tmp_path, seed=1, timeout_s=7.0).result is not None
     other = replace(config_of(1), seed=2)
     assert config_hash(other) != config_hash(config_of(1))
 

@@ -140,7 +140,7 @@ def test_what_cannot_be_is_one_line_before_the_first_job(
     [line] = capsys.readouterr().err.splitlines()
     assert ending.value.code == 2
     assert line.startswith(said)
-    assert driver.driven() is None
+    assert driver.driven_sweep() is None
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_trials_of_a_driver_that_is_gone_wait_and_keep_their_values(begin: Begin
     first = sweeps_study(config)
     done, running = ask(first), ask(first)
     first.tell(done, 1.0)
-    assert driver.driven()[0].study.trials == [0, 1]
+    assert driver.driven_sweep()[0].study.trials == [0, 1]
 
     config = begin("hydra.sweeper.n_trials=4")  # the first one holds its lock: as a second driver of the same study
     assert states_in(tmp_path) == ["COMPLETE", "RUNNING"]
@@ -237,7 +237,7 @@ def test_trials_of_a_driver_that_is_gone_wait_and_keep_their_values(begin: Begin
     assert config.hydra.sweeper.n_trials == 3
     again = ask(sweeps_study(config))
     assert (again.number, again.params) == (1, running.params)
-    assert driver.driven()[0].study.trials == [1]
+    assert driver.driven_sweep()[0].study.trials == [1]
     assert states_in(tmp_path) == ["COMPLETE", "RUNNING"]
 
 
@@ -357,6 +357,6 @@ def test_a_storage_of_the_users_has_a_study_for_each_folder(begin: Begin, tmp_pa
 
 def test_a_sweep_without_optuna_has_no_study(begin: Begin, tmp_path: Path):
     begin("sweep.objective=tokens_per_s", "sweep.direction=maximize", sweeper="basic")
-    sweep: Sweep = driver.driven()[0]
+    sweep: Sweep = driver.driven_sweep()[0]
     assert (sweep.study, sweep.objectives, sweep.directions) == (None, ("tokens_per_s",), ("maximize",))
     assert not (tmp_path / "sweep/study.db").exists()
