@@ -298,7 +298,7 @@ class Reader:
 
     def _named(self, file: int, start: int, stop: int) -> str:
         names = self._manifest.tensors_at(file, start, stop)
-        return listed(names, last="or") if names else "its header"
+        return listed(names, conjunction="or") if names else "its header"
 
     def _belongs(self, found: str, index: int) -> str:
         """Names the file in which a block with this hash would be right; empty if there is none."""
