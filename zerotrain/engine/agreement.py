@@ -139,18 +139,15 @@ def require_same(collectives: Collectives, facts: Mapping[str, object]) -> None:
         ConfigError: on every rank, with a line for each setting that differs.
     """
     hashes = [_hash(str(value), num_bytes=7) for value in facts.values()]
-    device = collectives.world.device
-    everyone = collectives.gather_small(
-        torch.tensor(hashes, dtype=torch.int64, device=device), name="settings"
-    ).tolist()
-    different = [name for name, values in zip(facts, zip(*everyone, strict=True), strict=True) if len(set(values)) > 1]
+    numbers = torch.tensor(hashes, dtype=torch.int64, device=collectives.world.device)
+    columns = collectives.gather_small(numbers, name="settings").T.tolist()
+    different = [name for name, column in zip(facts, columns, strict=True) if len(set(column)) > 1]
     if not different:
         return
     local_values = [value if isinstance(value, list) else [str(value)] for value in map(facts.__getitem__, different)]
+    values_by_rank = collectives.gather_objects(local_values, name="settings")
     problems = []
-    for name, lists in zip(
-        different, zip(*collectives.gather_objects(local_values, name="settings"), strict=True), strict=True
-    ):
+    for name, *lists in zip(different, *values_by_rank, strict=True):
         texts = next(row for row in zip_longest(*lists, fillvalue="nothing more") if len(set(row)) > 1)
         problems.append(f"{name}: differs between the ranks: {by_rank(texts)}; give all ranks the same")
     raise ConfigError(*problems)

@@ -87,13 +87,10 @@ class Builder:
                 buckets.append(self._bucket(spec, layout, owning, initial))
             else:
                 buckets.append(self._filled(spec, layout, owning, source))
-        return self._ordered(
-            [
-                (unit.name, unit.modules, [place for place, spec in enumerate(specs) if unit in spec.units])
-                for unit in units
-            ],
-            buckets,
-        )
+        places = []
+        for unit in units:
+            places.append((unit.name, unit.modules, [place for place, spec in enumerate(specs) if unit in spec.units]))
+        return self._ordered(places, buckets)
 
     def under(self, options: EngineOptions, schedule: Schedule) -> Callable[[], Schedule]:
         """Be ready to move the buckets of a schedule, one after the other, to where other options have them. The

@@ -170,7 +170,7 @@ class Checkpoints:
         started_s = time.perf_counter()
         progress = {
             "step": self._steps.stamps.num_steps,
-            "skipped_in_a_row": self._steps.optimizer_step.skipped_steps.num_in_a_row,
+            "skipped_in_a_row": self._steps.optimizer_step.num_skipped_in_a_row,
             "average": None if self._held.average is None else {"num_updates": self._held.average.num_updates},
             "loss_scaler": None if self._steps.loss_scaler is None else self._steps.loss_scaler.state_dict(),
         }
@@ -238,8 +238,8 @@ class Checkpoints:
         saved = manifest.content
         if self._held.average is not None:
             self._held.average.num_updates = manifest.num_average_updates
-        self._steps.stamps.num_steps = manifest.step
-        self._steps.optimizer_step.skipped_steps.num_in_a_row = saved["skipped_in_a_row"]
+        self._steps.stamps.num_steps = int(saved["step"])
+        self._steps.optimizer_step.num_skipped_in_a_row = saved["skipped_in_a_row"]
         if self._steps.loss_scaler is not None and saved["loss_scaler"] is not None:
             self._steps.loss_scaler.load_state_dict(saved["loss_scaler"])
         has_unkept = self._held.average is None and manifest.num_average_updates > 0

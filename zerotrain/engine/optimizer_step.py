@@ -96,49 +96,15 @@ class UpdateAhead:
             bucket.gradient.drop()
 
 
-# Steps that are skipped because a gradient is not finite: how many in a row, and where it was when that is enough.
+# The places where a gradient is not finite: told when so many steps were skipped that training stops.
 
 
 _FINITE, _INFINITE, _NAN = 0, 1, 2
 _WORDS = {_INFINITE: "inf", _NAN: "nan"}
 
 
-class SkippedSteps:
-    """Counts the steps skipped in a row and says why training must stop.
-
-    Args:
-        max_in_a_row: as many skipped one after another stop the training; 1 stops at once.
-    """
-
-    def __init__(self, max_in_a_row: int, loss_scaler: LossScaler | None) -> None:
-        self.max_in_a_row = max_in_a_row
-        self.loss_scaler = loss_scaler
-        self.num_in_a_row = 0
-
-    def reason_to_stop(self, *, skipped: bool) -> str | None:
-        """A step was done or skipped: None while training may go on."""
-        self.num_in_a_row = self.num_in_a_row + 1 if skipped else 0
-        if not skipped:
-            return None
-        if self.loss_scaler is not None and self.loss_scaler.is_exhausted:
-            return (
-                "the gradient overflows fp16 even at a loss scale of 1; use precision='bf16' or lower the "
-                "optimizer's lr"
-            )
-        if self.num_in_a_row < self.max_in_a_row:
-            return None
-        in_a_row = "" if self.max_in_a_row == 1 else f" in {self.num_in_a_row} steps in a row"
-        return (
-            f"the gradient was not finite{in_a_row}; lower the optimizer's lr, look at the data, or let more steps "
-            "be skipped (max_skipped_steps)"
-        )
-
-
 def find_nonfinite(
-    model: nn.Module,
-    trained: Sequence[TrainedBucket],
-    losses: Sequence[torch.Tensor],
-    collectives: Collectives,
+    model: nn.Module, trained: Sequence[TrainedBucket], losses: Sequence[torch.Tensor], collectives: Collectives
 ) -> str:
     """Say which parameter's reduced gradient went wrong first, and on which ranks the loss had. Collective.
 
@@ -177,6 +143,16 @@ def _kind(values: torch.Tensor) -> int:
 _ENDED = object()
 
 
+class StepNumbers(NamedTuple):
+    """Numbers of all ranks in a step, as the host has read them."""
+
+    norm: float
+    coefficient: float
+    loss: float
+    digit_sums: tuple[float, ...]
+    signals: tuple[int, ...]
+
+
 class OptimizerStep:
     """The parts of a step that are the same for all steps of an engine.
 
@@ -197,7 +173,9 @@ class OptimizerStep:
         self.max_grad_norm = options.config.max_grad_norm
         """The L2 norm that the whole gradient is clipped to; None: it is not clipped."""
         self._loss_scaler = loss_scaler
-        self.skipped_steps = SkippedSteps(options.config.max_skipped_steps, loss_scaler)
+        self._max_skipped_steps = options.config.max_skipped_steps
+        """As many skipped one after another stop the training; 1 stops at once."""
+        self.num_skipped_in_a_row = 0
 
     def run(
         self,
@@ -232,7 +210,7 @@ class OptimizerStep:
             self._stamps.require_same(exchanged.stamps, param_groups)
         if refusal is not None:
             raise refusal
-        reason = self.skipped_steps.reason_to_stop(skipped=skipped)
+        reason = self._reason_to_stop(skipped=skipped)
         if reason is not None:
             reason += f". {find_nonfinite(self._model, schedule.trained, losses, self._collectives)}"
         if skipped:
@@ -256,6 +234,24 @@ class OptimizerStep:
         )
         return result, reason
 
+    def _reason_to_stop(self, *, skipped: bool) -> str | None:
+        """A step was done or skipped: None while training may go on."""
+        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
+        if not skipped:
+            return None
+        if self._loss_scaler is not None and self._loss_scaler.is_exhausted:
+            return (
+                "the gradient overflows fp16 even at a loss scale of 1; use precision='bf16' or lower the "
+                "optimizer's lr"
+            )
+        if self.num_skipped_in_a_row < self._max_skipped_steps:
+            return None
+        in_a_row = "" if self._max_skipped_steps == 1 else f" in {self.num_skipped_in_a_row} steps in a row"
+        return (
+            f"the gradient was not finite{in_a_row}; lower the optimizer's lr, look at the data, or let more steps "
+            "be skipped (max_skipped_steps)"
+        )
+
     def _norm_of_all(
         self,
         schedule: Schedule,
@@ -263,7 +259,7 @@ class OptimizerStep:
         param_groups: Sequence[Mapping[str, object]],
         loss_scale: float,
         goes_ahead: bool,
-    ) -> tuple[Exchanged, torch.Tensor | None, "StepNumbers", UpdateAhead | None]:
+    ) -> tuple[Exchanged, torch.Tensor | None, StepNumbers, UpdateAhead | None]:
         """Take the norm, and read it. Returns what `_norm` does, with the numbers read, and the update if it was made
         ahead of the reading."""
         exchanged, factor, read = self._norm(schedule.reductions.squares, loss, param_groups, loss_scale)
@@ -283,12 +279,8 @@ class OptimizerStep:
         return exchanged, factor, numbers, None
 
     def _norm(
-        self,
-        squares: StepSquares,
-        loss: torch.Tensor,
-        param_groups: Sequence[Mapping[str, object]],
-        loss_scale: float,
-    ) -> tuple[Exchanged, torch.Tensor | None, Callable[[], "StepNumbers"]]:
+        self, squares: StepSquares, loss: torch.Tensor, param_groups: Sequence[Mapping[str, object]], loss_scale: float
+    ) -> tuple[Exchanged, torch.Tensor | None, Callable[[], StepNumbers]]:
         """Numbers of all ranks, and what gradients are multiplied with (None for 1), on the device; and what waits for
         both and reads them."""
         with named_range("norm of", "the gradient"):
@@ -304,14 +296,6 @@ class OptimizerStep:
 
         is_scaled = self.max_grad_norm is not None or self._loss_scaler is not None
         return exchanged, coefficient / loss_scale if is_scaled else None, read
-
-
-class StepNumbers(NamedTuple):
-    norm: float
-    coefficient: float
-    loss: float
-    digit_sums: tuple[float, ...]
-    signals: tuple[int, ...]
 
 
 def update_hash(

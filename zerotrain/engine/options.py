@@ -99,8 +99,8 @@ class EngineOptions:
         return self.widens or self.leaves_per_rank > 1
 
     def loss_scaler(self) -> LossScaler | None:
-        """A new one, for a precision that needs it."""
-        if not self.precision.needs_loss_scale:
+        """A new one for fp16: with 5 bits of exponent, where fp32 has 8, gradients would leave its range."""
+        if self.precision.name != "fp16":
             return None
         numerics = self.config.precision
         return LossScaler(initial_scale=numerics.initial_scale, growth_interval=numerics.growth_interval)

@@ -259,7 +259,7 @@ class Steps:
             require_one_dtype(self._held.module, self._held.precision, error)
             raise
         finally:
-            self._held.schedule.end_forward(backward_follows=backward_follows and returned)
+            self._held.schedule.gathers.end_forward(backward_follows=backward_follows and returned)
             self._held.ledger.in_step = backward_follows or in_step
 
     @outside_graphs

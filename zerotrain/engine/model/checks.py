@@ -158,15 +158,26 @@ def _sharing_problem(one: _MemoryRange, other: _MemoryRange) -> str:
 
 
 def _ranges(walked: WalkedModel) -> Iterator[_MemoryRange]:
-    for entry in walked.parameters:
-        name, parameter = entry.names[0], entry.parameter
-        if any(size > 1 and stride == 0 for size, stride in _dims(parameter)):
-            raise ConfigError(f"{name} has several elements at one place, as expand() gives them; clone() it")
-        yield from _range(name, parameter, is_parameter=True)
-    own = {id(entry.parameter) for entry in walked.parameters}
+    """The ranges of all tensors that have memory of the usual kind, and elements."""
+    tensors: dict[str, torch.Tensor] = {entry.names[0]: entry.parameter for entry in walked.parameters}
+    rows = [(name, tensor, True) for name, tensor in tensors.items()]
+    own = set(map(id, tensors.values()))
     for name, tensor in (*walked.buffers.items(), *_plain_tensors(walked)):
         if id(tensor) not in own:
-            yield from _range(name, tensor, is_parameter=False)
+            rows.append((name, tensor, False))
+    for name, tensor, is_parameter in rows:
+        if tensor.layout != torch.strided:
+            continue
+        dims = list(zip(tensor.shape, tensor.stride(), strict=True))
+        if is_parameter and any(size > 1 and stride == 0 for size, stride in dims):
+            raise ConfigError(f"{name} has several elements at one place, as expand() gives them; clone() it")
+        if tensor.numel() == 0 or is_traceable_wrapper_subclass(tensor):
+            continue
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr() if storage.nbytes() > 0 else 0
+        start = address + int(tensor.storage_offset()) * tensor.itemsize
+        end = start + (1 + sum((size - 1) * stride for size, stride in dims)) * tensor.itemsize
+        yield _MemoryRange(0 if address else storage._cdata, start, end, name, tensor, is_parameter)
 
 
 def _plain_tensors(walked: WalkedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -181,23 +192,6 @@ def _plain_tensors(walked: WalkedModel) -> Iterator[tuple[str, torch.Tensor]]:
             for part in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(part, torch.Tensor):
                     yield f"{prefix}.{attribute}" if prefix else attribute, part
-
-
-def _range(name: str, tensor: torch.Tensor, *, is_parameter: bool) -> Iterator[_MemoryRange]:
-    """The range of a tensor that has memory of the usual kind, and elements."""
-    if tensor.layout != torch.strided or tensor.numel() == 0 or is_traceable_wrapper_subclass(tensor):
-        return
-    storage = tensor.untyped_storage()
-    address = storage.data_ptr() if storage.nbytes() > 0 else 0
-    start = address + int(tensor.storage_offset()) * tensor.itemsize
-    numel = 1 + sum((size - 1) * stride for size, stride in _dims(tensor))
-    yield _MemoryRange(
-        0 if address else storage._cdata, start, start + numel * tensor.itemsize, name, tensor, is_parameter
-    )
-
-
-def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    return list(zip(tensor.shape, tensor.stride(), strict=True)) if tensor.layout == torch.strided else []
 
 
 def _share_elements(one: _MemoryRange, other: _MemoryRange) -> bool:

@@ -155,7 +155,7 @@ class InitialValues:
         self._freed_nbytes = 0
 
     @contextmanager
-    def of(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+    def values_of(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
         """The values of a parameter, while the context lasts."""
         storage = self._find(parameter)
         if storage is not None:
@@ -166,7 +166,7 @@ class InitialValues:
     def copy_to(self, targets: Iterable[torch.Tensor], parameters: Iterable[nn.Parameter]) -> None:
         """Copy the values of each parameter to its target, one after the other."""
         for target, parameter in zip(targets, parameters, strict=True):
-            with self.of(parameter) as value:
+            with self.values_of(parameter) as value:
                 target.copy_(value)
 
     def release(self, *, but: Collection[RefillableStorage] = ()) -> None:

@@ -176,12 +176,12 @@ def offload_saved(
     """
 
     def keeping(forward: Forward) -> Forward:
-        def kept(*inputs: Any, **named_inputs: Any) -> Any:
+        def call(*inputs: Any, **named_inputs: Any) -> Any:
             with saved.call():
                 return forward(*inputs, **named_inputs)
 
-        kept_uncompiled: Forward = torch.compiler.disable(kept, recursive=False)  # what it calls may be compiled
-        return kept_uncompiled
+        uncompiled: Forward = torch.compiler.disable(call, recursive=False)  # what it calls may be compiled
+        return uncompiled
 
     modules = require_units(walked, units, f"offload.activations={where}").values()
     changed = []

@@ -209,11 +209,6 @@ class Precision:
         """Whether the master weight is a copy; in fp32 it shares the model weight's storage."""
         return self.compute != self.master
 
-    @property
-    def needs_loss_scale(self) -> bool:
-        """Whether gradients would leave the range of the compute dtype: fp16 has 5 bits of exponent, fp32 has 8."""
-        return self.compute == torch.float16
-
     def of_bucket(self, dtype: torch.dtype) -> "Precision":
         """That of a bucket whose parameters are held in `dtype`."""
         return replace(self, compute=dtype)

@@ -80,10 +80,6 @@ class Schedule:
             unit.num_silent_calls += 1
         self.gathers.after_forward(unit, self.phase)
 
-    def end_forward(self, *, backward_follows: bool) -> None:
-        """The model has returned, or raised."""
-        self.gathers.end_forward(backward_follows=backward_follows)
-
     def keep(self, unit: LiveUnit) -> None:
         """The unit's backward cannot be announced in time: from now on its parameters stay from forward to backward."""
         if self.phase is Phase.FORWARD:
