@@ -490,7 +490,7 @@ class ZeroEngine:
     @property
     def plan(self) -> Plan:
         """Placement of the model states: replicated or sharded."""
-        return self.held.plan
+        return self.held.options.plan
 
     # ---- the average of weights, see `Averaging`
 

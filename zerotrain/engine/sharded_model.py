@@ -386,7 +386,7 @@ class ShardedModel:
         self.module = model
         self.world = world
         self.options = options
-        self.plan, self.precision = options.plan, options.precision
+        self.precision = options.precision
         self.collectives, self.ledger = collectives, collectives.ledger
         require_same(self.collectives, options.settings())
         units = cut_units(walked, options.zero.unit_patterns, options.bucket_numel)
@@ -501,7 +501,7 @@ class ShardedModel:
             return options, {"weights written in place, as a hash": written_to(self.schedule.buckets)}
 
         options = self.between_steps("engine.set_stage", "the stage cannot change", plan, argument=repr(stage))
-        if options.plan == self.plan:
+        if options.plan == self.options.plan:
             return StageSwitch(stage, sent_nbytes=0, theory_sent_nbytes=0)
         self.wait_until_save_ended()
         return self._move_to(options)
@@ -552,7 +552,7 @@ class ShardedModel:
                 self.last_save.wait_until_read()
         if is_change:
             with self.breaks_if_it_fails(call):
-                self._cut_anew(OtherBuckets(self.schedule.buckets, state, self.plan, self.collectives))
+                self._cut_anew(OtherBuckets(self.schedule.buckets, state, self.options.plan, self.collectives))
 
     @contextmanager
     def breaks_if_it_fails(self, call: str) -> Iterator[None]:
@@ -596,7 +596,7 @@ class ShardedModel:
             move = self._builder.under(options, self.schedule)
             del self.schedule
             schedule = move()
-            self.options, self.plan = options, options.plan
+            self.options = options
             self._connect(schedule)
         return StageSwitch(options.zero.stage, self.ledger.outside_steps.sent_nbytes - former_nbytes, theory)
 
