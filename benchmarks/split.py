@@ -2,19 +2,59 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerotrain.engine.model.forward import timed_ranges
+from zerotrain.engine.model import forward
 
 NUM_STEPS = 4
 _EXPOSED = ("wait", "gather", "reduce", "norm of")
 """How the names of our engine's ranges begin in which the main thread sends, or waits for other ranks."""
 _UPDATE = ("optimizer",)
+
+
+class RangeClock:
+    """The host's time in ranges, by action, without the ranges within each. For one thread."""
+
+    def __init__(self) -> None:
+        self.times_s: defaultdict[str, float] = defaultdict(float)
+        self._open: list[str] = []
+        self._since_s = 0.0
+
+    @contextmanager
+    def range(self, action: str) -> Iterator[None]:
+        """Count what is done in here as this action's."""
+        self._turn()
+        self._open.append(action)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._open.pop()
+
+    def _turn(self) -> None:
+        """Another range begins to count: what has passed is the open one's."""
+        now_s = time.perf_counter()
+        if self._open:
+            self.times_s[self._open[-1]] += now_s - self._since_s
+        self._since_s = now_s
+
+
+@contextmanager
+def timed_ranges() -> Iterator[RangeClock]:
+    """Let a clock count the ranges of all engines of this process."""
+    ranges = RangeClock()
+    former, forward.clock = forward.clock, ranges.range
+    try:
+        yield ranges
+    finally:
+        forward.clock = former
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,26 +26,14 @@ if TYPE_CHECKING:
     from zerotrain.settings import OffloadConfig, PrecisionConfig, ZeroConfig
 
 _HOMES = {
-    "CheckpointError": "zerotrain.errors",
-    "CommError": "zerotrain.errors",
-    "ConfigError": "zerotrain.errors",
-    "DisagreementError": "zerotrain.errors",
-    "EngineStateError": "zerotrain.errors",
-    "LoadedWeights": "zerotrain.engine.results",
-    "MuonWithAdamW": "zerotrain.engine.groups.optimizers",
-    "OffloadConfig": "zerotrain.settings",
-    "OffloadError": "zerotrain.errors",
-    "PrecisionConfig": "zerotrain.settings",
-    "StageSwitch": "zerotrain.engine.results",
-    "StepResult": "zerotrain.engine.results",
-    "TrainStepResult": "zerotrain.engine.results",
-    "TrainingError": "zerotrain.errors",
-    "World": "zerotrain.comm.world",
-    "ZeroConfig": "zerotrain.settings",
-    "ZeroEngine": "zerotrain.engine.engine",
-    "ZeroTrainError": "zerotrain.errors",
-    "build_engine": "zerotrain.api",
+    "zerotrain.api": ["build_engine"],
+    "zerotrain.comm.world": ["World"],
+    "zerotrain.engine.engine": ["ZeroEngine"],
+    "zerotrain.engine.groups.optimizers": ["MuonWithAdamW"],
+    "zerotrain.engine.results": ["LoadedWeights", "StageSwitch", "StepResult", "TrainStepResult"],
+    "zerotrain.settings": ["OffloadConfig", "PrecisionConfig", "ZeroConfig"],
 }
+"""The modules that define the names of `__all__`; errors are in `zerotrain.errors`."""
 
 __all__ = [
     "CheckpointError",
@@ -73,6 +61,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name == "checkpoint":
         return import_module("zerotrain.checkpoint")
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'zerotrain' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    home = next((home for home, names in _HOMES.items() if name in names), "zerotrain.errors")
+    return getattr(import_module(home), name)

@@ -40,16 +40,16 @@ def run(verb: str, arguments: list[str]) -> None:
     run_command(lambda: main(arguments), only_prints=verb in ONLY_PRINT)
 
 
-def main(given: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Run the command that a command line names; without a verb it trains."""
-    if given and given[0] in MODULES:
-        return run(given[0], given[1:])
-    if not given or not given[0].isidentifier():
-        return run("train", given)
+    if arguments and arguments[0] in MODULES:
+        return run(arguments[0], arguments[1:])
+    if not arguments or not arguments[0].isidentifier():
+        return run("train", arguments)
     from zerotrain.config.words import did_you_mean
     from zerotrain.files.untrusted import printable
 
-    verb = printable(given[0], keep="")
+    verb = printable(arguments[0], keep="")
     hint = did_you_mean(verb, MODULES)
     print(f"{verb}: there is no such verb{hint}; there are {', '.join(MODULES)}", file=sys.stderr)
     sys.exit(2)

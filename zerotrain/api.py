@@ -19,7 +19,6 @@ from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.engine.state.together import failing_together
 from zerotrain.errors import ConfigError
 from zerotrain.settings import EngineConfig, OffloadConfig, PrecisionConfig, ZeroConfig, problems_in
-from zerotrain.sharding.plan import Plan
 
 
 def build_engine(
@@ -63,7 +62,7 @@ def build_engine(
         ConfigError: a setting is out of range, or the model or optimizer cannot be trained so.
         OffloadError: there is no room for what is offloaded.
     """
-    given = EngineConfig(
+    config = EngineConfig(
         zero=ZeroConfig() if zero is None else zero,
         precision=PrecisionConfig(precision) if isinstance(precision, str) else precision,
         offload=OffloadConfig() if offload is None else offload,
@@ -71,10 +70,10 @@ def build_engine(
         max_skipped_steps=max_skipped_steps,
         virtual_ranks=virtual_ranks,
     )
-    _require_allowed(model, optimizer, given)
+    _require_allowed(model, optimizer, config)
     return assemble_engine(
         model,
-        given,
+        config,
         optimizer=optimizer,
         decay_all=decay_all,
         param_groups=param_groups,
@@ -104,7 +103,10 @@ def assemble_engine(
     options = EngineOptions.resolve(given, world)
     collectives = Collectives(world, ledger=Ledger(), ordered=options.ordered, overlap=options.zero.overlap)
     with failing_together(collectives, doing="building the engine", left="no rank has one"):
-        model, initial = _with_initial_values(model, world, options.plan)
+        initial = InitialValues()
+        if not isinstance(model, nn.Module):
+            with world.device:  # where parameters are sharded, built without their memory
+                model, initial = deferred_init(model) if options.plan.shards_parameters else (model(), initial)
         replace_forwards(
             model, units=options.zero.unit_patterns, compile=compile, activation_checkpointing=activation_checkpointing
         )
@@ -120,14 +122,14 @@ def assemble_engine(
     return ZeroEngine(held)
 
 
-def _require_allowed(model: Any, optimizer: Any, given: EngineConfig) -> None:
+def _require_allowed(model: Any, optimizer: Any, config: EngineConfig) -> None:
     """Check that arguments are of the kind they must be, and have values that they may.
 
     Raises:
         ConfigError: with those that are not.
     """
     is_model = callable(model) and not isinstance(model, ZeroEngine)
-    zero, precision, offload = given.zero, given.precision, given.offload
+    zero, precision, offload = config.zero, config.precision, config.offload
     kinds = (
         ("model", model, is_model, "an nn.Module, or a function that makes one"),
         ("optimizer", optimizer, callable(optimizer), "functools.partial(torch.optim.AdamW, lr=3e-4) or the like"),
@@ -140,7 +142,7 @@ def _require_allowed(model: Any, optimizer: Any, given: EngineConfig) -> None:
         for name, value, is_right, allowed in kinds
         if not is_right
     ]
-    if problems := wrong or problems_in(given):
+    if problems := wrong or problems_in(config):
         raise ConfigError(*problems)
 
 
@@ -148,18 +150,8 @@ def _device_of(model: nn.Module | Callable[[], nn.Module]) -> torch.device:
     """The device of a model's first parameter; of a model still to be built, torch's default device. The meta device,
     on which alone a plan computes, counts as the CPU."""
     if isinstance(model, nn.Module):
-        first = next(model.parameters(), None)
-        device = torch.device("cpu") if first is None else first.device
+        parameter = next(model.parameters(), None)
+        device = torch.device("cpu") if parameter is None else parameter.device
     else:
         device = torch.get_default_device()
     return device if device_of(device).holds_values else torch.device("cpu")
-
-
-def _with_initial_values(
-    model: nn.Module | Callable[[], nn.Module], world: World, plan: Plan
-) -> tuple[nn.Module, InitialValues]:
-    """The model, built if it is a function; where parameters are sharded, without their memory."""
-    if isinstance(model, nn.Module):
-        return model, InitialValues()
-    with world.device:
-        return deferred_init(model) if plan.shards_parameters else (model(), InitialValues())

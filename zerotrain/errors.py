@@ -76,7 +76,7 @@ class OffloadError(ZeroTrainError):
     The step that met it cannot be repeated; the checkpoints are as they were."""
 
 
-def listed(names: Sequence[str], most: int = 3, *, last: str = "and") -> str:
+def listed(names: Sequence[str], most: int = 3, *, conjunction: str = "and") -> str:
     """Names for a message: the first of them, and how many more there are."""
-    more = f" {last} {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    rest = f" {conjunction} {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

@@ -65,10 +65,10 @@ def setting(default: Any, rule: Rule, *effects: Effect) -> Any:
 
 def settings_in(group: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
     """(dotted name, setting, value) of each setting in a dataclass, and in the dataclasses it holds."""
-    for each in fields(group):
-        name, value = f"{prefix}{each.name}", getattr(group, each.name)
-        if "setting" in each.metadata:
-            yield name, each.metadata["setting"], value
+    for entry in fields(group):
+        name, value = f"{prefix}{entry.name}", getattr(group, entry.name)
+        if "setting" in entry.metadata:
+            yield name, entry.metadata["setting"], value
         elif is_dataclass(value):
             yield from settings_in(value, f"{name}.")
 
@@ -83,7 +83,7 @@ def problems_in(group: Any) -> list[str]:
 
 
 def _in_python(value: Any) -> str:
-    # Of the text "3" one could not see why it is refused where 3 is allowed.
+    # Without its quotes the text "3" would look like the number, which is allowed.
     return repr(value) if isinstance(value, str) and value.isdecimal() else str(value)
 
 
@@ -96,8 +96,8 @@ AUTO = "auto"
 
 def one_of(*values: Any) -> Rule:
     """One of a few values."""
-    *first, last = [str(value).lower() for value in values]
-    return Rule(f"{', '.join(first)} or {last}", lambda value: value in values)
+    *leading, final = [str(value).lower() for value in values]
+    return Rule(f"{', '.join(leading)} or {final}", lambda value: value in values)
 
 
 def at_least(minimum: int, what: str) -> Rule:
@@ -129,14 +129,6 @@ def _are_patterns(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(pattern, str) and pattern for pattern in value)
 
 
-def _are_units(value: Any) -> bool:
-    return value == "auto" or (_are_patterns(value) and bool(value))
-
-
-def _is_scale(value: float) -> bool:
-    return 1 <= value <= 2**32 and math.frexp(value)[0] == 0.5
-
-
 TRUE_OR_FALSE = one_of(True, False)
 STAGE = Rule("0, 1, 2 or 3", lambda value: type(value) is int and value in range(4))
 STEPS = at_least(1, "steps")
@@ -144,9 +136,12 @@ SEQUENCES = Rule("1 or more sequences", lambda value: type(value) is int and val
 VIRTUAL_RANKS = or_null(at_least(1, "virtual ranks"), " for as many as ranks")
 CLIPPING = or_null(positive("a number above 0"), " for no clipping")
 MIB = positive("a number of MiB above 0")
-UNITS = Rule("auto or a list of module name patterns such as [blocks.*]", _are_units)
+UNITS = Rule(
+    "auto or a list of module name patterns such as [blocks.*]",
+    lambda value: value == "auto" or (_are_patterns(value) and bool(value)),
+)
 KEPT = Rule("a list of name patterns such as ['*norm*']", _are_patterns)
-LOSS_SCALE = Rule("a power of two from 1 to 2**32", _is_scale)
+LOSS_SCALE = Rule("a power of two from 1 to 2**32", lambda value: 1 <= value <= 2**32 and math.frexp(value)[0] == 0.5)
 TIER = one_of("device", "cpu", "disk")
 FOLDER = or_null(Rule("the path of a folder", lambda value: isinstance(value, str) and bool(value)))
 
@@ -160,7 +155,7 @@ UNSCHEDULED = Effect(
     lambda run, _: not run.zero.has_first, "with zero.schedule={zero.schedule}, which has the stage from step 0 on"
 )
 STAGE_3 = Effect(
-    lambda run, _: any(each in (3, AUTO) for each in run.zero.stages.values()),
+    lambda run, _: any(stage in (3, AUTO) for stage in run.zero.stages.values()),
     "at {zero.stages_given}; it has one at 3",
 )
 """For settings of sharded parameters on their way."""
@@ -243,7 +238,7 @@ class ZeroConfig:
 
 @dataclass
 class PrecisionConfig:
-    """Which precision computes, travels and is kept."""
+    """The precision that computes, travels and is kept."""
 
     name: str = setting("fp32", one_of("fp32", "bf16", "fp16"))
     """fp32; or bf16: bf16 weights, activations and wire, with fp32 master weights, accumulation and reduction; or fp16:

@@ -296,4 +296,4 @@ class Reader:
 
     def _tensors_at(self, file: int, start: int, stop: int) -> str:
         names = self._manifest.tensors_at(file, start, stop)
-        return listed(names, last="or") if names else "its header"
+        return listed(names, conjunction="or") if names else "its header"

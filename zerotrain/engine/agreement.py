@@ -52,7 +52,7 @@ class StepStamps:
     num_backwards = 0
     """Since the last step."""
     phase = Phase.IDLE
-    written = 0
+    writes_digest = 0
     """Hash of writes to the weights by others than the engine since the last step; see `Writes`."""
     signal = 0
     """This rank's signal to the others in the step: see `ZeroEngine.signal`. Behind the stamp, and not compared."""
@@ -67,9 +67,9 @@ class StepStamps:
 
     def stamp(self, param_groups: Sequence[Mapping[str, object]]) -> torch.Tensor:
         """(len(STAMP) + 1,) fp64 on the device: the numbers of `STAMP`, as this rank has them, and its signal."""
-        told, unread = told_values(param_groups)
-        hyperparameters = _hash(told, num_bytes=6)
-        numbers = [self.num_steps + 1, self.num_backwards, hyperparameters, self._collectives.order, self.written]
+        text, unread = told_values(param_groups)
+        hyperparameters = _hash(text, num_bytes=6)
+        numbers = [self.num_steps + 1, self.num_backwards, hyperparameters, self._collectives.order, self.writes_digest]
         numbers.append(self.signal)
         # Made on the CPU and sent: a tensor made of Python numbers on a GPU waits for the device.
         stamp = torch.tensor(numbers, dtype=torch.float64).to(self._collectives.world.device, non_blocking=True)
@@ -104,9 +104,9 @@ class StepStamps:
         """
         differences = stamp_differences(stamps)
         if (stamps[:, HYPERPARAMETERS] != stamps[0, HYPERPARAMETERS]).any():
-            shown = self._collectives.gather_objects(shown_groups(param_groups), name="hyperparameters")
-            names = dict.fromkeys(name for on_rank in shown for name in on_rank)
-            columns = {name: [on_rank.get(name, "none") for on_rank in shown] for name in names}
+            groups_by_rank = self._collectives.gather_objects(shown_groups(param_groups), name="hyperparameters")
+            names = dict.fromkeys(name for on_rank in groups_by_rank for name in on_rank)
+            columns = {name: [on_rank.get(name, "none") for on_rank in groups_by_rank] for name in names}
             lines = [f"{name}: {by_rank(values)}" for name, values in columns.items() if len(set(values)) > 1]
             differences += lines or ["the order of the hyperparameters in engine.param_groups"]
         if differences:
@@ -139,19 +139,16 @@ def require_same(collectives: Collectives, facts: Mapping[str, object]) -> None:
         ConfigError: on every rank, with a line for each setting that differs.
     """
     hashes = [_hash(str(value), num_bytes=7) for value in facts.values()]
-    device = collectives.world.device
-    everyone = collectives.gather_small(
-        torch.tensor(hashes, dtype=torch.int64, device=device), name="settings"
-    ).tolist()
-    different = [name for name, values in zip(facts, zip(*everyone, strict=True), strict=True) if len(set(values)) > 1]
+    numbers = torch.tensor(hashes, dtype=torch.int64, device=collectives.world.device)
+    columns = collectives.gather_small(numbers, name="settings").T.tolist()
+    different = [name for name, column in zip(facts, columns, strict=True) if len(set(column)) > 1]
     if not different:
         return
-    mine = [value if isinstance(value, list) else [str(value)] for value in map(facts.__getitem__, different)]
+    local_values = [value if isinstance(value, list) else [str(value)] for value in map(facts.__getitem__, different)]
+    values_by_rank = collectives.gather_objects(local_values, name="settings")
     problems = []
-    for name, lists in zip(
-        different, zip(*collectives.gather_objects(mine, name="settings"), strict=True), strict=True
-    ):
-        texts = next(each for each in zip_longest(*lists, fillvalue="nothing more") if len(set(each)) > 1)
+    for name, *lists in zip(different, *values_by_rank, strict=True):
+        texts = next(row for row in zip_longest(*lists, fillvalue="nothing more") if len(set(row)) > 1)
         problems.append(f"{name}: differs between the ranks: {by_rank(texts)}; give all ranks the same")
     raise ConfigError(*problems)
 

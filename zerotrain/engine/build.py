@@ -69,7 +69,7 @@ class Builder:
         require_trainable(self._model, trains=any(spec.trainable for spec in specs))
         layouts = [spec.layout(self._collectives.shards.size) for spec in specs]
         facts = {
-            "the model (buckets and their parameters)": _described(specs, layouts),
+            "the model (buckets and their parameters)": describe_buckets(specs, layouts),
             "the optimizer (its parameter groups)": [
                 f"{name} {value}" for name, value in shown_groups(self._groups.hyperparameters).items()
             ],
@@ -87,13 +87,10 @@ class Builder:
                 buckets.append(self._bucket(spec, layout, owning, initial))
             else:
                 buckets.append(self._filled(spec, layout, owning, source))
-        return self._ordered(
-            [
-                (unit.name, unit.modules, [place for place, spec in enumerate(specs) if unit in spec.units])
-                for unit in units
-            ],
-            buckets,
-        )
+        places = []
+        for unit in units:
+            places.append((unit.name, unit.modules, [place for place, spec in enumerate(specs) if unit in spec.units]))
+        return self._ordered(places, buckets)
 
     def under(self, options: EngineOptions, schedule: Schedule) -> Callable[[], Schedule]:
         """Be ready to move the buckets of a schedule, one after the other, to where other options have them. The
@@ -103,7 +100,9 @@ class Builder:
             Makes the move; gives their new schedule.
         """
         buckets: list[Bucket] = list(schedule.buckets)
-        places = [(unit.name, unit.modules, [buckets.index(each) for each in unit.buckets]) for unit in schedule.units]
+        places = [
+            (unit.name, unit.modules, [buckets.index(bucket) for bucket in unit.buckets]) for unit in schedule.units
+        ]
         del schedule
 
         def move() -> Schedule:
@@ -124,7 +123,13 @@ class Builder:
         return Schedule(live_units, buckets, self._options)
 
     def _bucket(self, spec: BucketSpec, layout: BucketLayout, owners: Sequence[int], initial: InitialValues) -> Bucket:
-        values = self._initial_values(spec, layout, self._options.precision.of_bucket(spec.dtype).master, initial)
+        """A bucket with the initial values that rank 0 has. Collective."""
+        dtype = self._options.precision.of_bucket(spec.dtype).master
+        values = FlatBuffer.zeros(layout, dtype, self._collectives.world.device)
+        if self._collectives.shards.rank == 0:
+            initial.copy_to(values.views(), spec.tensors)
+        wait_for_others(self._collectives, spec.name)
+        self._collectives.broadcast(values.tensor, name=spec.name)
         master = None
         if self._has_master(spec):
             master = values.tensor[update_range(layout, self._options.plan, self._collectives.shards.rank)].clone()
@@ -208,17 +213,6 @@ class Builder:
             weights.reshard()
         return bucket
 
-    def _initial_values(
-        self, spec: BucketSpec, layout: BucketLayout, dtype: torch.dtype, initial: InitialValues
-    ) -> FlatBuffer:
-        """The weights of a bucket as rank 0 has them."""
-        values = FlatBuffer.zeros(layout, dtype, self._collectives.world.device)
-        if self._collectives.shards.rank == 0:
-            initial.copy_to(values.views(), spec.tensors)
-        wait_for_others(self._collectives, spec.name)
-        self._collectives.broadcast(values.tensor, name=spec.name)
-        return values
-
 
 def share_unmanaged(walked: WalkedModel, collectives: Collectives) -> None:
     """Bring what lies in no bucket to this rank's device with rank 0's values: buffers, and parameters that are no
@@ -245,7 +239,7 @@ def share_unmanaged(walked: WalkedModel, collectives: Collectives) -> None:
             collectives.broadcast(tensor.data.view(-1).view(torch.uint8), name="buffers")
 
 
-def _described(specs: Sequence[BucketSpec], layouts: Sequence[BucketLayout]) -> list[str]:
+def describe_buckets(specs: Sequence[BucketSpec], layouts: Sequence[BucketLayout]) -> list[str]:
     """Texts that differ where anything about buckets does: how many there are, and each with its parameters."""
     num_parameters, numel = sum(len(spec.tensors) for spec in specs), sum(layout.numel for layout in layouts)
     lines = [f"{len(specs)} buckets, {num_parameters} parameters, {numel} elements"]

@@ -3,28 +3,27 @@
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import wraps
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Self
 
 import torch
+from torch import nn
 
-from zerotrain.checkpoint.manifest import Manifest, read_manifest
+from zerotrain.checkpoint.manifest import read_manifest
 from zerotrain.engine.model.forward import makes_memory, outside_graphs
 from zerotrain.engine.options import EngineOptions
-from zerotrain.engine.results import LoadedWeights
+from zerotrain.engine.results import LoadedWeights, StageSwitch, StepResult, TrainStepResult
 from zerotrain.engine.schedule.schedule import Schedule
-from zerotrain.engine.sharded_model import Average, HalfLoaded, ShardedModel, Usage
+from zerotrain.engine.sharded_model import Average, HalfLoaded, Offloaded, ShardedModel
 from zerotrain.engine.state.fill import fill
 from zerotrain.engine.state.from_checkpoint import added_groups, places_in, require_alike, restore, verified_manifest
 from zerotrain.engine.state.from_weights import StateDict, checked_weights
 from zerotrain.engine.state.named import full_state_dict, weights_sha256
 from zerotrain.engine.state.save import Given, SaveUnderWay, facts_of, prepare
 from zerotrain.engine.state.together import agreed
-from zerotrain.engine.step import EngineOptimizer, Steps
+from zerotrain.engine.step import AfterEach, BeforeEach, EngineOptimizer, MicroBatch, Steps, Weight
 from zerotrain.errors import CommError, ConfigError, EngineStateError
 from zerotrain.sharding.plan import Plan
 
@@ -171,18 +170,20 @@ class Checkpoints:
         started_s = time.perf_counter()
         progress = {
             "step": self._steps.stamps.num_steps,
-            "skipped_in_a_row": self._steps.optimizer_step.skipped_steps.num_in_a_row,
+            "skipped_in_a_row": self._steps.optimizer_step.num_skipped_in_a_row,
             "average": None if self._held.average is None else {"num_updates": self._held.average.num_updates},
             "loss_scaler": None if self._steps.loss_scaler is None else self._steps.loss_scaler.state_dict(),
         }
-        given = Given(path=path, extra=extra, config=config, own=own, staging_nbytes=staging_nbytes, progress=progress)
+        request = Given(
+            path=path, extra=extra, config=config, own=own, staging_nbytes=staging_nbytes, progress=progress
+        )
 
         def plan() -> tuple[None, dict[str, object]]:
             self._held.require_whole()
-            return None, facts_of(given)
+            return None, facts_of(request)
 
         self._held.between_steps("engine.save", "a checkpoint cannot be saved", plan)
-        writing = prepare(given, self._held.holdings, self._settle_last_save)
+        writing = prepare(request, self._held.holdings, self._settle_last_save)
         self._held.last_save = SaveUnderWay(writing)
         self._held.last_save.pause_s = time.perf_counter() - started_s
         return self._held.last_save
@@ -224,15 +225,21 @@ class Checkpoints:
         folder = self._agreed_path("engine.load", "a checkpoint cannot be loaded", path)
         self._held.wait_until_save_ended()
         folder, manifest = verified_manifest(folder, self._held.holdings)
-        self._adopt(manifest)
+        places, added = places_in(manifest), added_groups(manifest, self._held.groups)
+
+        def adopt() -> bool:
+            """Let train what trains in the checkpoint, in the groups it has."""
+            return bool(added or places != self._held.groups.places) and self._held.groups.adopt(places, added)
+
+        self._held.change("engine.load", adopt)
         require_alike(folder, manifest, self._held.holdings)
         with self._held.replaced(HalfLoaded(folder, with_optimizer=True), mends=True):
             restore(folder, manifest, self._held.holdings, averages=self._held.average is not None)
         saved = manifest.content
         if self._held.average is not None:
             self._held.average.num_updates = manifest.num_average_updates
-        self._steps.stamps.num_steps = manifest.step
-        self._steps.optimizer_step.skipped_steps.num_in_a_row = saved["skipped_in_a_row"]
+        self._steps.stamps.num_steps = int(saved["step"])
+        self._steps.optimizer_step.num_skipped_in_a_row = saved["skipped_in_a_row"]
         if self._steps.loss_scaler is not None and saved["loss_scaler"] is not None:
             self._steps.loss_scaler.load_state_dict(saved["loss_scaler"])
         has_unkept = self._held.average is None and manifest.num_average_updates > 0
@@ -276,8 +283,10 @@ class Checkpoints:
         self._held.wait_until_save_ended()
         with checked_weights(path, self._held.holdings, strict=strict, averaged=averaged) as source:
             half, loaded = self._held.half_loaded, source.loaded
-            left = HalfLoaded(loaded.path, with_optimizer=half is not None and half.with_optimizer)
-            with self._held.replaced(left, mends=half is None or (loaded.is_whole and not left.with_optimizer)):
+            failed_load = HalfLoaded(loaded.path, with_optimizer=half is not None and half.with_optimizer)
+            with self._held.replaced(
+                failed_load, mends=half is None or (loaded.is_whole and not failed_load.with_optimizer)
+            ):
                 fill(source, self._held.schedule.buckets, self._held.collectives)
             return loaded
 
@@ -322,40 +331,19 @@ class Checkpoints:
         buckets = agreed(self._held.collectives, "engine.weights_sha256", lambda: (self._held.schedule.buckets, {}))
         return weights_sha256(buckets, self._held.collectives)
 
-    def _adopt(self, manifest: Manifest) -> None:
-        """Let train what trains in a checkpoint, in the groups it has."""
-        places, added = places_in(manifest), added_groups(manifest, self._held.groups)
-
-        def adopt() -> bool:
-            return bool(added or places != self._held.groups.places) and self._held.groups.adopt(places, added)
-
-        self._held.change("engine.load", adopt)
-
     def _agreed_path(self, call: str, what: str, path: str | os.PathLike[str], **other: object) -> Path:
         """A path that all ranks were given, absolute, between two steps; what is half loaded may be loaded anew."""
-        return self._held.between_steps(
-            call, what, lambda: ((named := Path(os.path.abspath(path))), {"path": named} | other)
-        )
+
+        def plan() -> tuple[Path, dict[str, object]]:
+            absolute = Path(os.path.abspath(path))
+            return absolute, {"path": absolute} | other
+
+        return self._held.between_steps(call, what, plan)
 
     def _settle_last_save(self) -> None:
-        if (last := self._held.last_save) is not None:
+        if (save := self._held.last_save) is not None:
             self._held.last_save = None
-            last.settle()
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _of(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate["ZeroEngine", P], T]:
-    """A method of the engine that is one of its parts', with that one's signature and documentation."""
-    part_of = attrgetter(part)
-
-    @wraps(method)
-    def called(engine: "ZeroEngine", *given: P.args, **named: P.kwargs) -> T:
-        return method(part_of(engine), *given, **named)
-
-    return called
+            save.settle()
 
 
 class ZeroEngine:
@@ -363,6 +351,8 @@ class ZeroEngine:
 
     All ranks make the same calls in the same order. Gradients are the mean over ranks of the sum over the backwards
     since the last step; a caller who accumulates divides the loss, or gives `backward` a weight, as with plain PyTorch.
+
+    The parts do the work. The method of the same name there has the arguments and the errors in full.
 
     Args:
         held: the model, in buckets.
@@ -374,11 +364,8 @@ class ZeroEngine:
         self.checkpoints = Checkpoints(held, steps)
         self.averaging = Averaging(held)
         self.module, self.world, self.precision = held.module, held.world, held.precision
-        self.collectives, self.ledger, self.max_grad_norm = (
-            held.collectives,
-            held.ledger,
-            held.options.given.max_grad_norm,
-        )
+        self.collectives, self.ledger = held.collectives, held.ledger
+        self.max_grad_norm = held.options.config.max_grad_norm
         self.stamps, self.virtual_ranks, self.loss_scaler = steps.stamps, steps.virtual_ranks, steps.loss_scaler
 
     # ---- a step, see `Steps`
@@ -388,14 +375,62 @@ class ZeroEngine:
         weights, and nowhere else. Returns what the model returns."""
         return self.steps.call(*inputs, **named_inputs)
 
-    forward_scope = _of("steps", Steps.forward_scope)
-    backward = _of("steps", Steps.backward)
-    no_sync = _of("steps", Steps.no_sync)
-    each_virtual_rank = _of("steps", Steps.each_virtual_rank)
-    zero_grad = _of("steps", Steps.zero_grad)
-    step = _of("steps", Steps.step)
-    train_step = _of("steps", Steps.train_step)
-    leaf = _of("steps", Steps.leaf)
+    @contextmanager
+    def forward_scope(self) -> Iterator[None]:
+        """In here the model may be called by another name, such as `engine.module.encoder(inputs)`, on all ranks."""
+        with self.steps.forward_scope():
+            yield
+
+    def backward(self, loss: torch.Tensor, *, weight: float | torch.Tensor = 1.0, retain_graph: bool = False) -> None:
+        """Compute gradients of `weight * loss` and, outside `no_sync`, reduce them while they arrive."""
+        self.steps.backward(loss, weight=weight, retain_graph=retain_graph)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here do not complete the step's gradient. For all but the last micro-batch of a step."""
+        with self.steps.no_sync():
+            yield
+
+    def each_virtual_rank(self) -> Iterator[int]:
+        """This rank's virtual ranks, one after the other: the backwards between two are one leaf of the sum over all.
+        With one virtual rank per rank, the default, it may be left out."""
+        return self.steps.each_virtual_rank()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients since the last step; what was reduced is waited for. All ranks call it."""
+        self.steps.zero_grad()
+
+    def step(self) -> StepResult:
+        """Clip, update the weights, and issue the gathers of them. A gradient that is not finite skips the update."""
+        return self.steps.step()
+
+    def train_step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        weights: Sequence[Weight] | None = None,
+        before_each: BeforeEach = lambda virtual_rank, micro_batch: None,
+        after_each: AfterEach | None = None,
+        with_outputs: bool = False,
+    ) -> TrainStepResult:
+        """Forward and backward of each micro-batch, then one step."""
+        return self.steps.train_step(
+            micro_batches, weights=weights, before_each=before_each, after_each=after_each, with_outputs=with_outputs
+        )
+
+    def leaf(
+        self,
+        virtual_rank: int,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        weights: Sequence[Weight] | None = None,
+        before_each: BeforeEach = lambda virtual_rank, micro_batch: None,
+        after_each: AfterEach | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """The gradient that a virtual rank puts into the sum over all, by parameter, computed alone. Trains nothing."""
+        return self.steps.leaf(
+            virtual_rank, micro_batches, weights=weights, before_each=before_each, after_each=after_each
+        )
 
     @property
     def signal(self) -> int:
@@ -421,10 +456,21 @@ class ZeroEngine:
 
     # ---- what trains and where it lies, see `ShardedModel`
 
-    freeze = _of("held", ShardedModel.freeze)
-    unfreeze = _of("held", ShardedModel.unfreeze)
-    add_param_group = _of("held", ShardedModel.add_param_group)
-    set_stage = _of("held", ShardedModel.set_stage)
+    def freeze(self, *named: str | nn.Parameter) -> None:
+        """Let parameters train no more, by names, patterns such as "blocks.0.*", or themselves."""
+        self.held.freeze(*named)
+
+    def unfreeze(self, *named: str | nn.Parameter) -> None:
+        """Let frozen parameters train, in the group they have, as new to the optimizer."""
+        self.held.unfreeze(*named)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Let the frozen parameters of `group`, as in `build_engine`, train in a group of their own."""
+        self.held.add_param_group(group)
+
+    def set_stage(self, stage: int) -> StageSwitch:
+        """Let the state lie from here on as another ZeRO stage has it; what is computed stays the same, to the bit."""
+        return self.held.set_stage(stage)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -444,31 +490,87 @@ class ZeroEngine:
     @property
     def plan(self) -> Plan:
         """Placement of the model states: replicated or sharded."""
-        return self.held.plan
+        return self.held.options.plan
 
     # ---- the average of weights, see `Averaging`
 
-    keep_average = _of("averaging", Averaging.keep_average)
-    averaged = _of("averaging", Averaging.averaged)
+    def keep_average(self, *, decay: float = 0.999, every: int = 1, warmup: bool = True) -> None:
+        """Keep an exponential moving average of the weights from here on. Call it before `load`."""
+        self.averaging.keep_average(decay=decay, every=every, warmup=warmup)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the engine computes with the average in place of the weights. Afterwards they are back."""
+        with self.averaging.averaged():
+            yield
 
     # ---- in and out, see `Checkpoints`
 
-    save = _of("checkpoints", Checkpoints.save)
-    begin_save = _of("checkpoints", Checkpoints.begin_save)
-    load = _of("checkpoints", Checkpoints.load)
-    own_of = _of("checkpoints", Checkpoints.own_of)
-    load_weights = _of("checkpoints", Checkpoints.load_weights)
-    load_state_dict = _of("checkpoints", Checkpoints.load_state_dict)
-    full_state_dict = _of("checkpoints", Checkpoints.full_state_dict)
-    weights_sha256 = _of("checkpoints", Checkpoints.weights_sha256)
+    def save(self, path: str | os.PathLike[str], *, extra: Any = None, config: Any = None, own: Any = None) -> Path:
+        """`begin_save(...).wait()`: write a checkpoint. Returns the folder, absolute."""
+        return self.checkpoints.save(path, extra=extra, config=config, own=own)
+
+    def begin_save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        extra: Any = None,
+        config: Any = None,
+        own: Any = None,
+        staging_nbytes: int | None = None,
+    ) -> SaveUnderWay:
+        """Begin to write a checkpoint of all as it is now. Training goes on beside it."""
+        return self.checkpoints.begin_save(path, extra=extra, config=config, own=own, staging_nbytes=staging_nbytes)
+
+    def load(self, path: str | os.PathLike[str]) -> Any:
+        """Take up a checkpoint of this model and this optimizer, saved at any stage and on any number of ranks. Returns
+        the `extra` it was saved with."""
+        return self.checkpoints.load(path)
+
+    def own_of(self, path: str | os.PathLike[str]) -> Any:
+        """The `own` that this rank gave to the save of a checkpoint; None if another number of ranks saved it, or none
+        was given. Not collective."""
+        return self.checkpoints.own_of(path)
+
+    def load_weights(
+        self, path: str | os.PathLike[str], *, strict: bool = True, averaged: bool = False
+    ) -> LoadedWeights:
+        """Take weights and buffers alone from a file or folder, as `model.load_state_dict` does."""
+        return self.checkpoints.load_weights(path, strict=strict, averaged=averaged)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Replace the model's weights and buffers by those that rank 0 gives; other ranks may give {}."""
+        self.checkpoints.load_state_dict(state, strict=strict)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The model's `state_dict()` as in plain PyTorch, in fp32 on the CPU of rank 0; {} elsewhere. Collective."""
+        return self.checkpoints.full_state_dict()
+
+    def weights_sha256(self) -> str:
+        """SHA-256 over the full fp32 master weights in name order, the same on every rank. Collective."""
+        return self.checkpoints.weights_sha256()
 
     # ---- bytes, see `Usage`
 
-    planned_nbytes = _of("held.usage", Usage.planned_nbytes)
-    sums_nbytes = _of("held.usage", Usage.sums_nbytes)
-    memory_bytes = _of("held.usage", Usage.memory_bytes)
-    offloaded = _of("held.usage", Usage.offloaded)
-    theoretical_sent_nbytes = _of("held.usage", Usage.theoretical_sent_nbytes)
+    def planned_nbytes(self) -> dict[str, int]:
+        """Bytes a rank is to hold at rest by ZeRO's formulas: {parameters, gradients, optimizer, offloaded}."""
+        return self.held.usage.planned_nbytes()
+
+    def sums_nbytes(self, num_micro_batches: int) -> int:
+        """Bytes that a rank holds beside those, while a step adds up micro-batches and virtual ranks."""
+        return self.held.usage.sums_nbytes(num_micro_batches)
+
+    def memory_bytes(self) -> dict[str, Any]:
+        """Bytes this rank holds now, by kind, and under "theory" what ZeRO's formulas give without padding."""
+        return self.held.usage.memory_bytes()
+
+    def offloaded(self, num_micro_batches: int) -> list[Offloaded]:
+        """This rank's bytes off the device, by tier, and their cost in a step of so many micro-batches."""
+        return self.held.usage.offloaded(num_micro_batches)
+
+    def theoretical_sent_nbytes(self, num_micro_batches: int) -> int:
+        """Bytes this rank sends in a step by ZeRO's count, without padding and without the norm's few bytes."""
+        return self.held.usage.theoretical_sent_nbytes(num_micro_batches)
 
     @property
     def num_parameters(self) -> int:

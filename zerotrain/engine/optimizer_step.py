@@ -96,49 +96,15 @@ class UpdateAhead:
             bucket.gradient.drop()
 
 
-# Steps that are skipped because a gradient is not finite: how many in a row, and where it was when that is enough.
+# The places where a gradient is not finite: told when so many steps were skipped that training stops.
 
 
 _FINITE, _INFINITE, _NAN = 0, 1, 2
 _WORDS = {_INFINITE: "inf", _NAN: "nan"}
 
 
-class SkippedSteps:
-    """Counts the steps skipped in a row and says why training must stop.
-
-    Args:
-        max_in_a_row: as many skipped one after another stop the training; 1 stops at once.
-    """
-
-    def __init__(self, max_in_a_row: int, loss_scaler: LossScaler | None) -> None:
-        self.max_in_a_row = max_in_a_row
-        self.loss_scaler = loss_scaler
-        self.num_in_a_row = 0
-
-    def reason_to_stop(self, *, skipped: bool) -> str | None:
-        """A step was done or skipped: None while training may go on."""
-        self.num_in_a_row = self.num_in_a_row + 1 if skipped else 0
-        if not skipped:
-            return None
-        if self.loss_scaler is not None and self.loss_scaler.is_exhausted:
-            return (
-                "the gradient overflows fp16 even at a loss scale of 1; use precision='bf16' or lower the "
-                "optimizer's lr"
-            )
-        if self.num_in_a_row < self.max_in_a_row:
-            return None
-        in_a_row = "" if self.max_in_a_row == 1 else f" in {self.num_in_a_row} steps in a row"
-        return (
-            f"the gradient was not finite{in_a_row}; lower the optimizer's lr, look at the data, or let more steps "
-            "be skipped (max_skipped_steps)"
-        )
-
-
 def find_nonfinite(
-    model: nn.Module,
-    trained: Sequence[TrainedBucket],
-    losses: Sequence[torch.Tensor],
-    collectives: Collectives,
+    model: nn.Module, trained: Sequence[TrainedBucket], losses: Sequence[torch.Tensor], collectives: Collectives
 ) -> str:
     """Say which parameter's reduced gradient went wrong first, and on which ranks the loss had. Collective.
 
@@ -149,25 +115,23 @@ def find_nonfinite(
         losses: of the step's micro-batches, on this rank.
     """
     order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
-    found = [bad for bucket in trained for bad in _bad_parameters(bucket, order)]
-    position, kind = max(found, default=(-1, _FINITE))
+    nonfinite = [(-1, _FINITE)]
+    for bucket in trained:
+        for piece in pieces(bucket, GRADIENT):  # of this rank's shard
+            if (kind := _kind(piece.values)) != _FINITE:
+                nonfinite.append((order[piece.managed.names[0]], kind))
+    position, kind = max(nonfinite)
     loss_kind = max((_kind(loss) for loss in losses), default=_FINITE)
-    mine = torch.tensor([position, kind, loss_kind], dtype=torch.float64, device=collectives.world.device)
+    local_numbers = torch.tensor([position, kind, loss_kind], dtype=torch.float64, device=collectives.world.device)
     ranks = [
         [int(number) for number in row]
-        for row in collectives.gather_small(mine, name="where the gradient is not finite").tolist()
+        for row in collectives.gather_small(local_numbers, name="where the gradient is not finite").tolist()
     ]
 
     position, kind = max((position, kind) for position, kind, _ in ranks)
     bad_losses = [f"{_WORDS[kind]} on rank {rank}" for rank, (_, _, kind) in enumerate(ranks) if kind != _FINITE]
     said_of_losses = f"the loss was {', '.join(bad_losses)}" if bad_losses else "the loss was finite on every rank"
     return f"In the backward it was first {_WORDS[kind]} in {list(order)[position]}; {said_of_losses}"
-
-
-def _bad_parameters(bucket: TrainedBucket, order: dict[str, int]) -> list[tuple[int, int]]:
-    """(place in the model, kind) of each parameter that is not finite within this rank's shard."""
-    kinds = [(piece.managed, _kind(piece.values)) for piece in pieces(bucket, GRADIENT)]
-    return [(order[managed.names[0]], kind) for managed, kind in kinds if kind != _FINITE]
 
 
 def _kind(values: torch.Tensor) -> int:
@@ -177,6 +141,16 @@ def _kind(values: torch.Tensor) -> int:
 
 
 _ENDED = object()
+
+
+class StepNumbers(NamedTuple):
+    """Numbers of all ranks in a step, as the host has read them."""
+
+    norm: float
+    coefficient: float
+    loss: float
+    digit_sums: tuple[float, ...]
+    signals: tuple[int, ...]
 
 
 class OptimizerStep:
@@ -196,10 +170,12 @@ class OptimizerStep:
         loss_scaler: LossScaler | None,
     ) -> None:
         self._model, self._collectives, self._stamps = model, collectives, stamps
-        self.max_grad_norm = options.given.max_grad_norm
+        self.max_grad_norm = options.config.max_grad_norm
         """The L2 norm that the whole gradient is clipped to; None: it is not clipped."""
         self._loss_scaler = loss_scaler
-        self.skipped_steps = SkippedSteps(options.given.max_skipped_steps, loss_scaler)
+        self._max_skipped_steps = options.config.max_skipped_steps
+        """As many skipped one after another stop the training; 1 stops at once."""
+        self.num_skipped_in_a_row = 0
 
     def run(
         self,
@@ -225,16 +201,16 @@ class OptimizerStep:
         """
         fetch_next(schedule.trained, 0)
         schedule.reductions.finish()
-        self._stamps.written, self._stamps.signal = written_to(schedule.buckets), signal
+        self._stamps.writes_digest, self._stamps.signal = written_to(schedule.buckets), signal
         loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
         goes_ahead = refusal is None and average_share is None and can_go_ahead(schedule.trained)
-        exchanged, factor, told, ahead = self._norm_of_all(schedule, loss, param_groups, loss_scale, goes_ahead)
-        skipped = not math.isfinite(told.norm)
+        exchanged, factor, numbers, ahead = self._norm_of_all(schedule, loss, param_groups, loss_scale, goes_ahead)
+        skipped = not math.isfinite(numbers.norm)
         if skipped:
             self._stamps.require_same(exchanged.stamps, param_groups)
         if refusal is not None:
             raise refusal
-        reason = self.skipped_steps.reason_to_stop(skipped=skipped)
+        reason = self._reason_to_stop(skipped=skipped)
         if reason is not None:
             reason += f". {find_nonfinite(self._model, schedule.trained, losses, self._collectives)}"
         if skipped:
@@ -245,18 +221,36 @@ class OptimizerStep:
             else:
                 update_all(schedule.trained, schedule.gathers, factor, average_share)
             schedule.end_update()
-        for each in schedule.buckets:
-            each.weights.writes.digest = 0
+        for bucket in schedule.buckets:
+            bucket.weights.writes.digest = 0
         result = StepResult(
-            grad_norm=told.norm,
-            clip_coefficient=told.coefficient,
+            grad_norm=numbers.norm,
+            clip_coefficient=numbers.coefficient,
             skipped=skipped,
             loss_scale=loss_scale,
-            signals=told.signals,
-            mean_loss=told.loss,
-            update_hash=update_hash(told.digit_sums, told.coefficient, loss_scale, param_groups),
+            signals=numbers.signals,
+            mean_loss=numbers.loss,
+            update_hash=update_hash(numbers.digit_sums, numbers.coefficient, loss_scale, param_groups),
         )
         return result, reason
+
+    def _reason_to_stop(self, *, skipped: bool) -> str | None:
+        """A step was done or skipped: None while training may go on."""
+        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
+        if not skipped:
+            return None
+        if self._loss_scaler is not None and self._loss_scaler.is_exhausted:
+            return (
+                "the gradient overflows fp16 even at a loss scale of 1; use precision='bf16' or lower the "
+                "optimizer's lr"
+            )
+        if self.num_skipped_in_a_row < self._max_skipped_steps:
+            return None
+        in_a_row = "" if self._max_skipped_steps == 1 else f" in {self.num_skipped_in_a_row} steps in a row"
+        return (
+            f"the gradient was not finite{in_a_row}; lower the optimizer's lr, look at the data, or let more steps "
+            "be skipped (max_skipped_steps)"
+        )
 
     def _norm_of_all(
         self,
@@ -265,14 +259,14 @@ class OptimizerStep:
         param_groups: Sequence[Mapping[str, object]],
         loss_scale: float,
         goes_ahead: bool,
-    ) -> tuple[Exchanged, torch.Tensor | None, "_Told", UpdateAhead | None]:
+    ) -> tuple[Exchanged, torch.Tensor | None, StepNumbers, UpdateAhead | None]:
         """Take the norm, and read it. Returns what `_norm` does, with the numbers read, and the update if it was made
         ahead of the reading."""
         exchanged, factor, read = self._norm(schedule.reductions.squares, loss, param_groups, loss_scale)
         ahead = UpdateAhead(schedule.trained, factor, exchanged.norm) if goes_ahead else None
-        told = read()
-        if math.isfinite(told.norm):
-            return exchanged, factor, told, ahead
+        numbers = read()
+        if math.isfinite(numbers.norm):
+            return exchanged, factor, numbers, ahead
         if ahead is not None:
             ahead.take_back()
         if not all(bucket.gradient.reduction.has_exact_norm for bucket in schedule.trained):
@@ -281,16 +275,12 @@ class OptimizerStep:
             for bucket in schedule.trained:
                 squares.add(bucket.gradient.reduction.take_squares(loss_scale, exact=True))
             exchanged, factor, read = self._norm(squares, loss, param_groups, loss_scale)
-            told = read()
-        return exchanged, factor, told, None
+            numbers = read()
+        return exchanged, factor, numbers, None
 
     def _norm(
-        self,
-        squares: StepSquares,
-        loss: torch.Tensor,
-        param_groups: Sequence[Mapping[str, object]],
-        loss_scale: float,
-    ) -> tuple[Exchanged, torch.Tensor | None, Callable[[], "_Told"]]:
+        self, squares: StepSquares, loss: torch.Tensor, param_groups: Sequence[Mapping[str, object]], loss_scale: float
+    ) -> tuple[Exchanged, torch.Tensor | None, Callable[[], StepNumbers]]:
         """Numbers of all ranks, and what gradients are multiplied with (None for 1), on the device; and what waits for
         both and reads them."""
         with named_range("norm of", "the gradient"):
@@ -299,21 +289,13 @@ class OptimizerStep:
         numbers = torch.stack([exchanged.norm, coefficient, exchanged.loss])
         arriving = reading(torch.cat([numbers, exchanged.digit_sums, exchanged.signals]))
 
-        def read() -> _Told:  # a step's one wait for the device
-            norm, coefficient_value, mean_loss, *others = arriving()
-            digits, signals = others[: len(exchanged.digit_sums)], others[len(exchanged.digit_sums) :]
-            return _Told(norm, coefficient_value, mean_loss, tuple(digits), tuple(map(int, signals)))
+        def read() -> StepNumbers:  # a step's one wait for the device
+            norm, coefficient_value, mean_loss, *rest = arriving()
+            digits, signals = rest[: len(exchanged.digit_sums)], rest[len(exchanged.digit_sums) :]
+            return StepNumbers(norm, coefficient_value, mean_loss, tuple(digits), tuple(map(int, signals)))
 
         is_scaled = self.max_grad_norm is not None or self._loss_scaler is not None
         return exchanged, coefficient / loss_scale if is_scaled else None, read
-
-
-class _Told(NamedTuple):
-    norm: float
-    coefficient: float
-    loss: float
-    digit_sums: tuple[float, ...]
-    signals: tuple[int, ...]
 
 
 def update_hash(
@@ -330,17 +312,17 @@ def update_hash(
     """
     rates = [group.get(name) for group in param_groups for name in ("lr", "weight_decay")]
     digits = digit_sums if all(map(math.isfinite, digit_sums)) else ["not finite"]
-    told = [*digits, coefficient, loss_scale, *(each for each in rates if isinstance(each, float | int))]
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+    facts = [*digits, coefficient, loss_scale, *(rate for rate in rates if isinstance(rate, float | int))]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def written_to(buckets: Sequence[Bucket]) -> int:
     """Look for what others than the engine have written into the weights since the last step: a number made of it."""
-    written = 0
+    digest = 0
     for bucket in buckets:
         bucket.weights.take_writes()
-        written ^= bucket.weights.writes.digest
-    return written
+        digest ^= bucket.weights.writes.digest
+    return digest
 
 
 def update_all(

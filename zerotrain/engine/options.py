@@ -23,10 +23,10 @@ class EngineOptions:
     """The settings of an engine (sharding, communication, precision, clipping), with open ones decided.
 
     Meaning and units of what was given are in `zerotrain.settings`, which also the config reads: a new setting is there
-    and in `settings` at once, without a line here; whoever needs it reads `zero`, `offload` or `given`.
+    and in `settings` at once, without a line here; whoever needs it reads `zero`, `offload` or `config`.
     """
 
-    given: EngineConfig
+    config: EngineConfig
     plan: Plan
     precision: Precision
     ordered: bool
@@ -37,36 +37,36 @@ class EngineOptions:
     """Whether a bucket holds a whole unit, up to `MAX_AUTO_MB`."""
 
     @classmethod
-    def resolve(cls, given: EngineConfig, world: World) -> "EngineOptions":
+    def resolve(cls, config: EngineConfig, world: World) -> "EngineOptions":
         """Decide what `given`, whose values are in range, leaves to the world. Later changes of it change nothing.
 
         Raises:
             ConfigError: virtual ranks that the ranks cannot share, or whose micro-batches are to be reduced one by one.
         """
-        zero, precision, on_gloo = given.zero, given.precision, device_of(world.device).backend == "gloo"
+        zero, precision, on_gloo = config.zero, config.precision, device_of(world.device).backend == "gloo"
         return cls(
-            given=deepcopy(given),
+            config=deepcopy(config),
             plan=STAGES[zero.stage],
             precision=precision_named(precision.name, tuple(precision.keep_fp32)),
             ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and on_gloo),
-            leaves_per_rank=leaves_per_rank(given.virtual_ranks, world.shards.size, zero.accumulate),
+            leaves_per_rank=leaves_per_rank(config.virtual_ranks, world.shards.size, zero.accumulate),
             holds_units=zero.bucket_mb == AUTO and not device_of(world.device).is_host,
         )
 
     def at_stage(self, stage: int) -> "EngineOptions":
         """The same with everything placed as another stage has it; ConfigError where there is no such stage."""
-        given = replace(self.given, zero=replace(self.given.zero, stage=stage))
-        if problems := problems_in(given.zero):
+        config = replace(self.config, zero=replace(self.config.zero, stage=stage))
+        if problems := problems_in(config.zero):
             raise ConfigError(*problems)
-        return replace(self, given=given, plan=STAGES[stage])
+        return replace(self, config=config, plan=STAGES[stage])
 
     @property
     def zero(self) -> ZeroConfig:
-        return self.given.zero
+        return self.config.zero
 
     @property
     def offload(self) -> OffloadConfig:
-        return self.given.offload
+        return self.config.offload
 
     @property
     def bucket_numel(self) -> int:
@@ -77,7 +77,7 @@ class EngineOptions:
         """Elements of a bucket of these units, at most."""
         if not self.holds_units:
             return self.bucket_numel
-        blocks = [sum(each.parameter.numel() for each in unit.parameters) for unit in units if not unit.is_root]
+        blocks = [sum(managed.parameter.numel() for managed in unit.parameters) for unit in units if not unit.is_root]
         return max(self.bucket_numel, min(max(blocks, default=0), self._numel_of(MAX_AUTO_MB)))
 
     def _numel_of(self, mb: float) -> int:
@@ -99,21 +99,21 @@ class EngineOptions:
         return self.widens or self.leaves_per_rank > 1
 
     def loss_scaler(self) -> LossScaler | None:
-        """A new one, for a precision that needs it."""
-        if not self.precision.needs_loss_scale:
+        """A new one for fp16: with 5 bits of exponent, where fp32 has 8, gradients would leave its range."""
+        if self.precision.name != "fp16":
             return None
-        numerics = self.given.precision
+        numerics = self.config.precision
         return LossScaler(initial_scale=numerics.initial_scale, growth_interval=numerics.growth_interval)
 
     def settings(self) -> dict[str, object]:
         """The settings that must be equal on all ranks: all, by their names in `zerotrain.build_engine`."""
-        placements = ", ".join(f"{each.name} {getattr(self.plan, each.name).value}" for each in fields(self.plan))
+        placements = ", ".join(f"{field.name} {getattr(self.plan, field.name).value}" for field in fields(self.plan))
         # As decided: auto is another reduction on a CPU than on a GPU.
         decided = {
             "zero.stage": f"{self.zero.stage}: {placements}",
             "zero.reduction": "ordered" if self.ordered else self.zero.reduction.replace("auto", "native"),
         }
-        return dotted(asdict(self.given)) | decided
+        return dotted(asdict(self.config)) | decided
 
 
 def leaves_per_rank(virtual_ranks: int | None, num_ranks: int, accumulate: str) -> int:
@@ -124,9 +124,12 @@ def leaves_per_rank(virtual_ranks: int | None, num_ranks: int, accumulate: str) 
     """
     leaves, left_over = divmod(virtual_ranks or num_ranks, num_ranks)
     if left_over or leaves < 1 or leaves & (leaves - 1):
-        can = [str(number) for number in _sharing(virtual_ranks or num_ranks)]
+        numbers = [virtual_ranks or num_ranks]  # of ranks that can
+        while numbers[0] % 2 == 0 and numbers[0] > 0:
+            numbers.insert(0, numbers[0] // 2)
         raise ConfigError(
-            f"virtual_ranks={virtual_ranks}: {num_ranks} ranks cannot share them evenly, {', '.join(can)} can; it must "
+            f"virtual_ranks={virtual_ranks}: {num_ranks} ranks cannot share them evenly, "
+            f"{', '.join(map(str, numbers))} can; it must "
             f"be the number of ranks times a power of two, such as {num_ranks} or {2 * num_ranks}"
         )
     if leaves > 1 and accumulate == "reduced":
@@ -135,14 +138,6 @@ def leaves_per_rank(virtual_ranks: int | None, num_ranks: int, accumulate: str) 
             f"rank adds up {leaves} virtual ranks first; take zero.accumulate='local', or as many ranks"
         )
     return leaves
-
-
-def _sharing(virtual_ranks: int) -> list[int]:
-    """The numbers of ranks that can share them evenly."""
-    numbers = [virtual_ranks]
-    while numbers[0] % 2 == 0 and numbers[0] > 0:
-        numbers.insert(0, numbers[0] // 2)
-    return numbers
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -69,7 +69,7 @@ class LoadedWeights:
     renamed: str
     """How all names there differ from the model's, in a sentence; empty if they do not."""
     part: str = ""
-    """Which part was read of a file that holds more than weights, in a sentence; empty for one that does not."""
+    """The part that was read of a file that holds more than weights, in a sentence; empty for one that does not."""
 
     @property
     def is_whole(self) -> bool:
@@ -81,12 +81,12 @@ class LoadedWeights:
         lines = [
             "; ".join(filter(None, (f"{self.num_loaded} tensors loaded from {self.path}", self.part, self.renamed)))
         ]
-        for names, said in (
+        for names, reason in (
             (self.missing, "not in it, and left as they are"),
             (self.surplus, "in it, and not in the model"),
             (self.wrong_shape, "of another shape, and left as they are"),
             (self.wrong_dtype, "of another kind, and left as they are"),
         ):
             if names:
-                lines.append(f"{len(names)} {said}: {listed(names, max_names)}")
+                lines.append(f"{len(names)} {reason}: {listed(names, max_names)}")
         return lines

@@ -62,7 +62,7 @@ class Average:
 
     def __post_init__(self) -> None:
         if problems := average_problems(decay=self.decay, every=self.every, warmup=self.warmup):
-            raise ConfigError(*(f"engine.keep_average: {each}" for each in problems))
+            raise ConfigError(*(f"engine.keep_average: {problem}" for problem in problems))
         self.decay, self.every = float(self.decay), int(self.every)  # of numpy's numbers too
 
     def share(self, step: int) -> float | None:
@@ -210,14 +210,14 @@ class Usage:
         Args:
             num_micro_batches: of a step.
         """
-        found = []
+        rows = []
         for tier, rates in self.homes.rates.items():
             fetched, stored = self.moved_nbytes(num_micro_batches, tier.name)
             activations = self.homes.has_activations(tier)
-            found.append(
+            rows.append(
                 Offloaded(tier.where, tier.placed_nbytes, fetched, stored, rates.fetched, rates.stored, activations)
             )
-        return found
+        return rows
 
     def theoretical_sent_nbytes(self, num_micro_batches: int) -> int:
         """Bytes this rank sends in a step by ZeRO's count, without padding and without the norm's few bytes; and
@@ -286,7 +286,7 @@ class Usage:
         trained = self.schedule.trained
         numel = sum(bucket.layout.numel for bucket in trained)
         moved = sum(bucket.layout.numel for bucket in trained if bucket.update.home.nbytes)
-        shards_are_off = any(each.weights.home.nbytes for each in self.schedule.buckets)
+        shards_are_off = any(bucket.weights.home.nbytes for bucket in self.schedule.buckets)
         offloaded = {
             "parameters": theory["parameters"] if shards_are_off else 0,
             "optimizer": theory["optimizer"] * moved // max(numel, 1),
@@ -386,7 +386,7 @@ class ShardedModel:
         self.module = model
         self.world = world
         self.options = options
-        self.plan, self.precision = options.plan, options.precision
+        self.precision = options.precision
         self.collectives, self.ledger = collectives, collectives.ledger
         require_same(self.collectives, options.settings())
         units = cut_units(walked, options.zero.unit_patterns, options.bucket_numel)
@@ -430,9 +430,11 @@ class ShardedModel:
         """
         self.schedule = schedule
         if self.homes.saved is not None:
-            now = walked or walk(self.module)
-            self.homes.saved.leave_alone([*(each.parameter for each in now.parameters), *now.buffers.values()])
-        self._disconnect = connect(self, schedule, self._newcomers.watch())
+            current = walked or walk(self.module)
+            self.homes.saved.leave_alone(
+                [*(entry.parameter for entry in current.parameters), *current.buffers.values()]
+            )
+        self._disconnect = connect(self, schedule)
         self.weights_changed()
 
     def weights_changed(self) -> None:
@@ -454,7 +456,7 @@ class ShardedModel:
     # ---- what trains
 
     @makes_memory
-    def freeze(self, *named: str | nn.Parameter) -> None:
+    def freeze(self, *parameters: str | nn.Parameter) -> None:
         """Let parameters train no more: only their weights in the compute precision are kept.
 
         Args:
@@ -464,12 +466,12 @@ class ShardedModel:
             ConfigError: one of them is nothing the model has, or nothing would be left to train.
             EngineStateError: gradients of a step are waiting.
         """
-        self.change("engine.freeze", lambda: self.groups.freeze(named))
+        self.change("engine.freeze", lambda: self.groups.freeze(parameters))
 
     @makes_memory
-    def unfreeze(self, *named: str | nn.Parameter) -> None:
+    def unfreeze(self, *parameters: str | nn.Parameter) -> None:
         """Let frozen parameters train, in the group they have, as new to the optimizer. Otherwise as `freeze`."""
-        self.change("engine.unfreeze", lambda: self.groups.unfreeze(named))
+        self.change("engine.unfreeze", lambda: self.groups.unfreeze(parameters))
 
     @makes_memory
     def add_param_group(self, group: dict[str, Any]) -> None:
@@ -498,8 +500,8 @@ class ShardedModel:
             described_state(self.schedule.buckets)  # raises where something of it cannot be moved
             return options, {"weights written in place, as a hash": written_to(self.schedule.buckets)}
 
-        options = self.between_steps("engine.set_stage", "the stage cannot change", plan, given=repr(stage))
-        if options.plan == self.plan:
+        options = self.between_steps("engine.set_stage", "the stage cannot change", plan, argument=repr(stage))
+        if options.plan == self.options.plan:
             return StageSwitch(stage, sent_nbytes=0, theory_sent_nbytes=0)
         self.wait_until_save_ended()
         return self._move_to(options)
@@ -519,7 +521,7 @@ class ShardedModel:
         self.groups.require_usable()
 
     def between_steps(
-        self, call: str, what: str, plan: Callable[[], tuple[T, Mapping[str, object]]], given: str = ""
+        self, call: str, what: str, plan: Callable[[], tuple[T, Mapping[str, object]]], argument: str = ""
     ) -> T:
         """Let a call that all ranks make between two steps go on on all of them, or on none; see `agreed`.
 
@@ -535,7 +537,7 @@ class ShardedModel:
             self._require_between_steps(what)
             return plan()
 
-        return agreed(self.collectives, call, planned, given)
+        return agreed(self.collectives, call, planned, argument)
 
     def change(self, call: str, change: Callable[[], bool]) -> None:
         """Make a change of what trains and, if it changed anything, cut the buckets anew."""
@@ -545,12 +547,12 @@ class ShardedModel:
             return (is_change, described_state(self.schedule.buckets) if is_change else {}), facts
 
         with self.groups.undone_if_refused():
-            is_change, kept = self.between_steps(call, "what trains cannot change", plan)
+            is_change, state = self.between_steps(call, "what trains cannot change", plan)
             if is_change and self.last_save is not None:
                 self.last_save.wait_until_read()
         if is_change:
             with self.breaks_if_it_fails(call):
-                self._cut_anew(OtherBuckets(self.schedule.buckets, kept, self.plan, self.collectives))
+                self._cut_anew(OtherBuckets(self.schedule.buckets, state, self.options.plan, self.collectives))
 
     @contextmanager
     def breaks_if_it_fails(self, call: str) -> Iterator[None]:
@@ -563,7 +565,7 @@ class ShardedModel:
                 f"{call} has failed halfway ({told(error).text}), and the engine holds a part of it: build the model "
                 "and its engine anew, and load the last checkpoint"
             )
-            live = [each for each in self.module.parameters() if isinstance(each, LiveParameter)]
+            live = [parameter for parameter in self.module.parameters() if isinstance(parameter, LiveParameter)]
             settle(live, broken)
             for parameter in live:
                 parameter.__class__ = UnreadyParameter
@@ -584,7 +586,7 @@ class ShardedModel:
     def _move_to(self, options: EngineOptions) -> StageSwitch:
         """Let everything lie where other options have it, between two steps. Collective."""
         theory = self.usage.switch_nbytes(options.plan)
-        before = self.ledger.outside_steps.sent_nbytes
+        former_nbytes = self.ledger.outside_steps.sent_nbytes
         with self.breaks_if_it_fails("engine.set_stage"):
             self._disconnect()
             self.pools.clear()
@@ -594,24 +596,24 @@ class ShardedModel:
             move = self._builder.under(options, self.schedule)
             del self.schedule
             schedule = move()
-            self.options, self.plan = options, options.plan
+            self.options = options
             self._connect(schedule)
-        return StageSwitch(options.zero.stage, self.ledger.outside_steps.sent_nbytes - before, theory)
+        return StageSwitch(options.zero.stage, self.ledger.outside_steps.sent_nbytes - former_nbytes, theory)
 
     @contextmanager
-    def replaced(self, left: HalfLoaded, *, mends: bool) -> Iterator[None]:
+    def replaced(self, half_loaded: HalfLoaded, *, mends: bool) -> Iterator[None]:
         """In here weights are replaced.
 
         Args:
             left: what the engine has a part of if that fails.
             mends: whether it is whole if that succeeds.
         """
-        before, self.half_loaded = self.half_loaded, left
+        former, self.half_loaded = self.half_loaded, half_loaded
         self.weights_changed()
         yield
         self.schedule.end_update()
         self.weights_changed()
-        self.half_loaded = None if mends else before
+        self.half_loaded = None if mends else former
 
     def require_usable(self) -> None:
         """Before a forward: nothing is there that a forward cannot use."""

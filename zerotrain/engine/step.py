@@ -47,22 +47,23 @@ def require_micro_batches(micro_batches: Sequence[MicroBatch], weights: Sequence
     Raises:
         EngineStateError: it is not so.
     """
-    for each in micro_batches if type(micro_batches) in (list, tuple) else ():  # others may load as they are asked
-        require_micro_batch(each)
+    if type(micro_batches) in (list, tuple):  # other sequences may load as they are asked
+        for micro_batch in micro_batches:
+            require_micro_batch(micro_batch)
     if weights is not None and len(weights) != len(micro_batches):
         raise EngineStateError(
             f"train_step got {len(weights)} weights for {len(micro_batches)} micro-batches; give one for each"
         )
 
 
-def require_micro_batch(given: object) -> None:
+def require_micro_batch(micro_batch: object) -> None:
     """Make sure that something can be a micro-batch.
 
     Raises:
         EngineStateError: it is a tensor, or nothing that can be iterated over.
     """
-    if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
-        kind = "tensor" if isinstance(given, torch.Tensor) else type(given).__name__
+    if isinstance(micro_batch, torch.Tensor) or not isinstance(micro_batch, Iterable):
+        kind = "tensor" if isinstance(micro_batch, torch.Tensor) else type(micro_batch).__name__
         raise EngineStateError(f"train_step got a {kind} for a micro-batch; give it as a sequence: (tensor,)")
 
 
@@ -97,13 +98,13 @@ def loss_and_outputs(model: Callable[..., Any], inputs: MicroBatch) -> tuple[tor
     Raises:
         EngineStateError: the model gives something else than these two.
     """
-    given = call_model(model, inputs, with_outputs=True)
-    if not isinstance(given, tuple) or len(given) != 2:
-        kind = type(given).__name__
+    result = call_model(model, inputs, with_outputs=True)
+    if not isinstance(result, tuple) or len(result) != 2:
+        kind = type(result).__name__
         raise EngineStateError(
             f"a model that is called with with_outputs=True must return (loss, outputs), not a {kind}"
         )
-    return given
+    return result
 
 
 # The engine as torch's learning rate schedulers and loops written for torch see it.
@@ -165,7 +166,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """
         self.state_dict()
 
-    def told_of_step(self) -> None:
+    def note_step(self) -> None:
         """The engine has made a step: torch's schedulers warn of those who schedule without."""
         self._opt_called = True
 
@@ -258,7 +259,7 @@ class Steps:
             require_one_dtype(self._held.module, self._held.precision, error)
             raise
         finally:
-            self._held.schedule.end_forward(backward_follows=backward_follows and returned)
+            self._held.schedule.gathers.end_forward(backward_follows=backward_follows and returned)
             self._held.ledger.in_step = backward_follows or in_step
 
     @outside_graphs
@@ -282,7 +283,12 @@ class Steps:
             self._held.average.require_out_of_use("engine.backward was called")
         require_graph(loss, self._held.first_node)
         counts = not weighs_nothing(weight)
-        scaled = _times(loss, weight * self.loss_scale)
+        factor, scaled = weight * self.loss_scale, loss
+        if not (isinstance(factor, float) and factor == 1.0):
+            # Torch's own way, `backward(gradient=factor)`, imports its symbolic shapes: 0.4 s of CPU and 40 MB of every
+            # rank.
+            with torch.enable_grad():
+                scaled = loss * torch.ones_like(loss).mul_(factor).detach()
         self._held.ledger.in_step = True
         if counts:
             self._losses.append(loss.detach())
@@ -317,11 +323,11 @@ class Steps:
     def no_sync(self) -> Iterator[None]:
         """Backwards in here do not complete the step's gradient: they add it up, on this rank alone unless
         zero.accumulate='reduced'. For all but the last micro-batch of a step."""
-        before, self._syncs = self._syncs, False
+        former, self._syncs = self._syncs, False
         try:
             yield
         finally:
-            self._syncs = before
+            self._syncs = former
 
     def each_virtual_rank(self) -> Iterator[int]:
         """This rank's virtual ranks, one after the other: the backwards between two are one leaf of the sum over all.
@@ -366,12 +372,12 @@ class Steps:
 
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
-        before = self._held.schedule.phase
+        former = self._held.schedule.phase
         self._held.schedule.phase = self.stamps.phase = phase
         try:
             yield
         finally:
-            self._held.schedule.phase = self.stamps.phase = before
+            self._held.schedule.phase = self.stamps.phase = former
 
     @makes_memory
     def step(self) -> StepResult:
@@ -418,7 +424,7 @@ class Steps:
                 average.num_updates += 1
         self.stamps.close_step()
         self._held.ledger.close_step()
-        self.optimizer.told_of_step()
+        self.optimizer.note_step()
         if reason is not None:
             raise TrainingError(reason)
         if self.loss_scaler is not None:
@@ -465,8 +471,8 @@ class Steps:
         total = torch.zeros((), dtype=torch.float64, device=self._held.world.device)
         with self._clean_after_error():
             for number in self.each_virtual_rank():
-                mine = list(islice(weighted, per_leaf))
-                total += self._run_leaf(number, mine, before_each, after_each, with_outputs)
+                leaf_batches = list(islice(weighted, per_leaf))
+                total += self._run_leaf(number, leaf_batches, before_each, after_each, with_outputs)
         self._loss = total / len(self.virtual_ranks)
         return TrainStepResult(loss=self._loss, **vars(self.step()))
 
@@ -558,12 +564,3 @@ class Steps:
                 f"{self._broken_off_by} interrupted a backward or a step, and a part of the gradient is left: "
                 "first call engine.zero_grad() on all ranks"
             )
-
-
-def _times(loss: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
-    """A loss whose backward begins with `factor`. Torch's own way, `backward(gradient=factor)`, imports its symbolic
-    shapes: 0.4 s of CPU and 40 MB of every rank."""
-    if isinstance(factor, float) and factor == 1.0:
-        return loss
-    with torch.enable_grad():
-        return loss * torch.ones_like(loss).mul_(factor).detach()

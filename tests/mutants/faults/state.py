@@ -21,7 +21,7 @@ FAULTS = {
         ),
     ),
     "weights-not-shared": Fault(
-        "Builder._initial_values",
+        "Builder._bucket",
         Drop("broadcast"),
         "other ranks begin with zeros",
         ("unit/engine/test_build.py::test_every_rank_begins_with_the_weights_and_the_buffers_of_rank_0",),

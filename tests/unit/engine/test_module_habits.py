@@ -21,7 +21,7 @@ import zerotrain
 from tests.unit.engine.habits import EVERYWHERE, SGD, Net, build
 from tests.unit.engine.parts import seeded
 from tests.unit.engine.test_habits import inputs
-from zerotrain.engine.model.checks import Watch
+from zerotrain.engine.model.checks import Newcomers
 from zerotrain.testing.fake_wire import run_threads
 
 
@@ -411,11 +411,11 @@ def test_no_hook_is_compiled_with_the_model() -> None:
 
 def test_an_engine_that_is_gone_watches_nothing() -> None:
     world = zerotrain.World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    before = len(Watch._all)
+    before = len(Newcomers._all)
     engine = build(world, 2, "fp32", Net())
-    assert len(Watch._all) == before + 1
+    assert len(Newcomers._all) == before + 1
     del engine
-    assert len(Watch._all) == before
+    assert len(Newcomers._all) == before
 
 
 @pytest.mark.case(

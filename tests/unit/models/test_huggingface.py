@@ -122,7 +122,7 @@ def test_pretrained_weights_are_read_one_tensor_at_a_time_where_memory_is_deferr
     assert len(large) == 9
     assert sum(parameter.untyped_storage().nbytes() for parameter in large) == 0
     for got, parameter in zip(model.parameters(), expected.parameters(), strict=True):
-        with values.of(got) as value:
+        with values.values_of(got) as value:
             assert torch.equal(value, parameter)
 
 
@@ -135,7 +135,7 @@ def test_weights_in_another_form_than_the_models_own_are_converted_by_transforme
     expected = dict(pretrained.named_parameters())
     assert any(parameter.nbytes >= MIN_NBYTES for parameter in expected.values())
     for name, parameter in model.model.named_parameters():
-        with values.of(parameter) as value:
+        with values.values_of(parameter) as value:
             assert torch.equal(value, expected[name])
 
 

@@ -34,7 +34,7 @@ class BucketReduction:
         self._name, self._master, self._wire_pool = name, master, wire_pool
         self.shard = shard
         # On a GPU an exact norm is of use where the gradients have fixed bits too.
-        on_host, clips = device_of(shard.device).is_host, options.given.max_grad_norm is not None
+        on_host, clips = device_of(shard.device).is_host, options.config.max_grad_norm is not None
         self.has_exact_norm = clips if on_host else options.ordered
         """Whether squares beyond fp32 are finite in the norm."""
         self.completes = True

@@ -4,7 +4,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +44,7 @@ def require_plain(walked: WalkedModel) -> None:
             raise ConfigError(f"{part}, which shares gradients over ranks itself; give build_engine the module in it")
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(f"{part}, whose code takes no hooks; give build_engine the module before torch.jit")
-        if any(is_lazy(each) for each in module._parameters.values() if each is not None):
+        if any(is_lazy(parameter) for parameter in module._parameters.values() if parameter is not None):
             raise ConfigError(f"{part} without shapes yet; run one forward of the model before build_engine")
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ConfigError(f"{part} with sparse=True, and buckets hold dense gradients; build it with sparse=False")
@@ -54,19 +53,19 @@ def require_plain(walked: WalkedModel) -> None:
                 f"{part} with max_norm={module.max_norm}, which changes its weight in the forward by this rank's "
                 "inputs only; build it with max_norm=None, and scale its output"
             )
-    named = [*((each.names[0], each.parameter) for each in walked.parameters), *walked.buffers.items()]
-    for name, tensor in named:
+    tensors = [*((entry.names[0], entry.parameter) for entry in walked.parameters), *walked.buffers.items()]
+    for name, tensor in tensors:
         if tensor.layout != torch.strided:
             kind = str(tensor.layout).removeprefix("torch.")
             raise ConfigError(
                 f"{name} is a tensor of layout {kind}, which ranks and checkpoints do not carry; keep it dense, "
                 "or keep its indices and values as buffers and make it in the forward"
             )
-    double = [each.names[0] for each in walked.parameters if each.parameter.dtype == torch.float64]
+    double = [entry.names[0] for entry in walked.parameters if entry.parameter.dtype == torch.float64]
     if double:
         raise ConfigError(
-            f"{', '.join(double[:3])}{', ...' * (len(double) > 3)} {'is' if len(double) == 1 else 'are'} fp64, and the "
-            "engine trains fp32 weights at most; call model.float() before build_engine"
+            f"{', '.join(double[:3])}{', ...' if len(double) > 3 else ''} {'is' if len(double) == 1 else 'are'} fp64, "
+            "and the engine trains fp32 weights at most; call model.float() before build_engine"
         )
 
 
@@ -92,7 +91,7 @@ def require_values(walked: WalkedModel, device: torch.device) -> None:
         ConfigError: a parameter or buffer is on the meta device, or was made within torch.inference_mode().
     """
     kind = type(walked.model).__name__
-    parameters = ((each.names[0], each.parameter) for each in walked.parameters)
+    parameters = ((entry.names[0], entry.parameter) for entry in walked.parameters)
     for name, tensor in (*parameters, *walked.buffers.items()):
         with torch._C.DisableTorchFunctionSubclass():  # which would complete what another engine has sharded
             is_inference = tensor.is_inference()
@@ -131,18 +130,20 @@ def require_own_memory(walked: WalkedModel) -> None:
     Raises:
         ConfigError: two do; or one parameter has several elements at one place (`expand`).
     """
-    ranges = sorted(_ranges(walked), key=lambda each: (each.space, each.start))
+    ranges = sorted(_ranges(walked), key=lambda memory: (memory.space, memory.start))
     reaching: list[_MemoryRange] = []
     """Those that may reach into the next ones."""
-    for each in ranges:
-        reaching = [earlier for earlier in reaching if earlier.space == each.space and earlier.end > each.start]
+    for memory in ranges:
+        reaching = [earlier for earlier in reaching if earlier.space == memory.space and earlier.end > memory.start]
         for earlier in reaching:
-            if (each.is_parameter or earlier.is_parameter) and _share_elements(earlier, each):
-                raise ConfigError(_said(earlier, each) if earlier.is_parameter else _said(each, earlier))
-        reaching.append(each)
+            if (memory.is_parameter or earlier.is_parameter) and _share_elements(earlier, memory):
+                raise ConfigError(
+                    _sharing_problem(earlier, memory) if earlier.is_parameter else _sharing_problem(memory, earlier)
+                )
+        reaching.append(memory)
 
 
-def _said(one: _MemoryRange, other: _MemoryRange) -> str:
+def _sharing_problem(one: _MemoryRange, other: _MemoryRange) -> str:
     """The problem of two tensors that share memory, the first of which is a parameter."""
     if other.is_parameter:
         return (
@@ -157,15 +158,26 @@ def _said(one: _MemoryRange, other: _MemoryRange) -> str:
 
 
 def _ranges(walked: WalkedModel) -> Iterator[_MemoryRange]:
-    for each in walked.parameters:
-        name, parameter = each.names[0], each.parameter
-        if any(size > 1 and stride == 0 for size, stride in _dims(parameter)):
-            raise ConfigError(f"{name} has several elements at one place, as expand() gives them; clone() it")
-        yield from _range(name, parameter, is_parameter=True)
-    own = {id(each.parameter) for each in walked.parameters}
+    """The ranges of all tensors that have memory of the usual kind, and elements."""
+    tensors: dict[str, torch.Tensor] = {entry.names[0]: entry.parameter for entry in walked.parameters}
+    rows = [(name, tensor, True) for name, tensor in tensors.items()]
+    own = set(map(id, tensors.values()))
     for name, tensor in (*walked.buffers.items(), *_plain_tensors(walked)):
         if id(tensor) not in own:
-            yield from _range(name, tensor, is_parameter=False)
+            rows.append((name, tensor, False))
+    for name, tensor, is_parameter in rows:
+        if tensor.layout != torch.strided:
+            continue
+        dims = list(zip(tensor.shape, tensor.stride(), strict=True))
+        if is_parameter and any(size > 1 and stride == 0 for size, stride in dims):
+            raise ConfigError(f"{name} has several elements at one place, as expand() gives them; clone() it")
+        if tensor.numel() == 0 or is_traceable_wrapper_subclass(tensor):
+            continue
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr() if storage.nbytes() > 0 else 0
+        start = address + int(tensor.storage_offset()) * tensor.itemsize
+        end = start + (1 + sum((size - 1) * stride for size, stride in dims)) * tensor.itemsize
+        yield _MemoryRange(0 if address else storage._cdata, start, end, name, tensor, is_parameter)
 
 
 def _plain_tensors(walked: WalkedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -173,48 +185,24 @@ def _plain_tensors(walked: WalkedModel) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in walked.modules.items():
         for attribute, value in vars(module).items():
             # torch.nn.utils.spectral_norm and prune make `weight` anew from `weight_orig` before each forward.
-            if attribute in _OF_MODULES or f"{attribute}_orig" in module._parameters:
+            if attribute in ("_parameters", "_buffers", "_modules") or f"{attribute}_orig" in module._parameters:
                 continue
-            for tensor in _tensors_of(value):
-                yield f"{prefix}.{attribute}" if prefix else attribute, tensor
-
-
-_OF_MODULES = ("_parameters", "_buffers", "_modules")
-
-
-def _tensors_of(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    parts = value if isinstance(value, list | tuple) else [value]
-    return [part for part in parts if isinstance(part, torch.Tensor)]
-
-
-def _range(name: str, tensor: torch.Tensor, *, is_parameter: bool) -> Iterator[_MemoryRange]:
-    """The range of a tensor that has memory of the usual kind, and elements."""
-    if tensor.layout != torch.strided or tensor.numel() == 0 or is_traceable_wrapper_subclass(tensor):
-        return
-    storage = tensor.untyped_storage()
-    address = storage.data_ptr() if storage.nbytes() > 0 else 0
-    start = address + int(tensor.storage_offset()) * tensor.itemsize
-    numel = 1 + sum((size - 1) * stride for size, stride in _dims(tensor))
-    yield _MemoryRange(
-        0 if address else storage._cdata, start, start + numel * tensor.itemsize, name, tensor, is_parameter
-    )
-
-
-def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    return list(zip(tensor.shape, tensor.stride(), strict=True)) if tensor.layout == torch.strided else []
+            if isinstance(value, dict):
+                value = list(value.values())
+            for part in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(part, torch.Tensor):
+                    yield f"{prefix}.{attribute}" if prefix else attribute, part
 
 
 def _share_elements(one: _MemoryRange, other: _MemoryRange) -> bool:
     """Whether two tensors whose ranges overlap have an element in common: columns of a matrix have none."""
     if one.tensor.itemsize != other.tensor.itemsize:
         return True
-    itemsize, first = one.tensor.itemsize, min(one.start, other.start)
-    taken = torch.zeros((max(one.end, other.end) - first) // itemsize, dtype=torch.bool)
+    itemsize, start = one.tensor.itemsize, min(one.start, other.start)
+    marks = torch.zeros((max(one.end, other.end) - start) // itemsize, dtype=torch.bool)
 
-    def elements(each: _MemoryRange) -> torch.Tensor:
-        return taken.as_strided(each.tensor.shape, each.tensor.stride(), (each.start - first) // itemsize)
+    def elements(memory: _MemoryRange) -> torch.Tensor:
+        return marks.as_strided(memory.tensor.shape, memory.tensor.stride(), (memory.start - start) // itemsize)
 
     elements(one).fill_(True)
     return bool(elements(other).any())
@@ -229,24 +217,41 @@ Placed = nn.Module | nn.Parameter
 class Newcomers:
     """Parameters and modules added to a model: noted when they are (PyTorch tells), and checked by the next forward.
 
+    [Note: one hook for all engines]
+    PyTorch calls hooks on all modules of the process from a dict, and one that is taken out meanwhile ends the making
+    of some module with "OrderedDict mutated during iteration": seen where an engine was collected in one thread while
+    another built a model, and the same may happen in one thread, since the collector runs at any place. So there is one
+    hook, for good, and the engines' newcomers stand in a tuple, which is replaced and never changed.
+
     Args:
         walked: as it is now.
-        known: the engine's parameters.
+        parameters: the engine's.
     """
 
-    def __init__(self, walked: WalkedModel, known: Iterable[nn.Parameter]) -> None:
-        self._known = set(map(id, known))
+    _all: "tuple[weakref.ref[Newcomers], ...]" = ()
+    _changing = threading.RLock()
+
+    def __init__(self, walked: WalkedModel, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = set(map(id, parameters))
         self._names = weakref.WeakKeyDictionary({module: name for name, module in walked.modules.items()})
         self._placed: list[tuple[weakref.ref[nn.Module], str, weakref.ref[Placed]]] = []
+        reference = weakref.ref(self)
+        with Newcomers._changing:
+            Newcomers._all = (*Newcomers._all, reference)
+        weakref.finalize(self, Newcomers._forget, reference).atexit = False
 
-    def watch(self) -> "list[Watch]":
-        """Be told from now on, until what this gives is removed."""
-        return [Watch(self)]
+    @staticmethod
+    def _forget(reference: "weakref.ref[Newcomers]") -> None:
+        with Newcomers._changing:
+            Newcomers._all = tuple(other for other in Newcomers._all if other is not reference)
 
-    def note(self, module: nn.Module, name: str, placed: Placed) -> None:
+    @staticmethod
+    def note(module: nn.Module, name: str, placed: Placed | None) -> None:
         """Something was put into a module, of whichever model."""
-        if module in self._names:
-            self._placed.append((weakref.ref(module), name, weakref.ref(placed)))
+        for reference in Newcomers._all:
+            newcomers = reference()
+            if placed is not None and newcomers is not None and module in newcomers._names:
+                newcomers._placed.append((weakref.ref(module), name, weakref.ref(placed)))
 
     def require_none(self) -> None:
         """Make sure that the model has no parameter that should train and is not the engine's.
@@ -258,8 +263,10 @@ class Newcomers:
             module, placed = to_module(), to_placed()
             if module is None or placed is None:
                 continue
-            is_there = any(each is placed for each in (module._parameters.get(name), module._modules.get(name)))
-            if is_there and not all(id(each) in self._known for each in _trained(placed)):
+            if placed is not module._parameters.get(name) and placed is not module._modules.get(name):
+                continue
+            parameters = [placed] if isinstance(placed, nn.Parameter) else placed.parameters()
+            if any(parameter.requires_grad and id(parameter) not in self._parameters for parameter in parameters):
                 full_name = f"{self._names[module]}.{name}".lstrip(".")
                 raise EngineStateError(
                     f"{full_name}, a {type(placed).__name__}, came into the model after build_engine, and nothing "
@@ -269,42 +276,5 @@ class Newcomers:
         self._placed.clear()
 
 
-def _trained(placed: Placed) -> list[nn.Parameter]:
-    parameters = [placed] if isinstance(placed, nn.Parameter) else list(placed.parameters())
-    return [parameter for parameter in parameters if parameter.requires_grad]
-
-
-class Watch:
-    """Tells a `Newcomers` of registrations, as long as it lives.
-
-    [Note: one hook for all engines]
-    PyTorch calls hooks on all modules of the process from a dict, and one that is taken out meanwhile ends the making
-    of some module with "OrderedDict mutated during iteration": seen where an engine was collected in one thread while
-    another built a model, and the same may happen in one thread, since the collector runs at any place. So there is one
-    hook, for good, and the engines stand in a tuple, which is replaced and never changed.
-    """
-
-    _all: "tuple[Watch, ...]" = ()
-    _changing = threading.RLock()
-
-    def __init__(self, newcomers: Newcomers) -> None:
-        self._newcomers = weakref.ref(newcomers)
-        with Watch._changing:
-            Watch._all = (*Watch._all, self)
-
-    def remove(self) -> None:
-        """Tell it no more."""
-        with Watch._changing:
-            Watch._all = tuple(each for each in Watch._all if each is not self)
-
-    @staticmethod
-    def tell(module: nn.Module, name: str, placed: Placed | None) -> None:
-        """Something was put into a module."""
-        for watch in Watch._all:
-            newcomers = watch._newcomers()
-            if placed is not None and newcomers is not None:
-                newcomers.note(module, name, placed)
-
-
-torch_module.register_module_parameter_registration_hook(Watch.tell)
-torch_module.register_module_module_registration_hook(Watch.tell)
+torch_module.register_module_parameter_registration_hook(Newcomers.note)
+torch_module.register_module_module_registration_hook(Newcomers.note)

@@ -5,7 +5,7 @@ The bits of a parameter depend on where the random number generator stood when i
 an order of their own: layer by layer, then perhaps all again (`self.apply(init)`). So the constructor runs as it is,
 on real memory, and what each operation did is noted with the generator's state before it. As soon as an operation
 turns to other tensors, the memory of the last ones is given back: their values can be computed again from the notes.
-Whatever a constructor reads is computed again for it, so that it may do anything a constructor may do.
+A value that a constructor reads is computed again for it, so that it may do anything a constructor may do.
 """
 
 import gc
@@ -48,12 +48,12 @@ class RecordedCall:
     def repeat(self) -> Any:
         if self.generator is None or self.random_state is None:
             return self.run()
-        before = self.generator.get_state()
+        state = self.generator.get_state()
         self.generator.set_state(self.random_state)
         try:
             return self.run()
         finally:
-            self.generator.set_state(before)
+            self.generator.set_state(state)
 
     def leaves(self) -> list[Any]:
         return pytree.tree_leaves((self.args, self.kwargs))
@@ -155,7 +155,7 @@ class InitialValues:
         self._freed_nbytes = 0
 
     @contextmanager
-    def of(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+    def values_of(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
         """The values of a parameter, while the context lasts."""
         storage = self._find(parameter)
         if storage is not None:
@@ -166,12 +166,12 @@ class InitialValues:
     def copy_to(self, targets: Iterable[torch.Tensor], parameters: Iterable[nn.Parameter]) -> None:
         """Copy the values of each parameter to its target, one after the other."""
         for target, parameter in zip(targets, parameters, strict=True):
-            with self.of(parameter) as value:
+            with self.values_of(parameter) as value:
                 target.copy_(value)
 
     def release(self, *, but: Collection[RefillableStorage] = ()) -> None:
         """Give back the memory of all that can be computed again."""
-        for storage in [each for each in self._live if each not in but]:
+        for storage in [storage for storage in self._live if storage not in but]:
             storage.memory.resize_(0)
             self._live.discard(storage)
             self.freed(storage.nbytes)
@@ -198,8 +198,8 @@ class InitialValues:
         for tensor in [thing for thing in gc.get_objects() if type(thing) in _PLAIN and id(thing) not in ours]:
             self.hold(tensor)
         self.release()
-        found = {name: self._find(parameter) for name, parameter in parameters.items()}
-        whole = [name for name, storage in found.items() if storage is not None and storage.held]
+        storages = {name: self._find(parameter) for name, parameter in parameters.items()}
+        whole = [name for name, storage in storages.items() if storage is not None and storage.held]
         if whole:
             warnings.warn(
                 f"the initial values of {', '.join(whole)} cannot be computed again after the model's constructor; "
@@ -223,43 +223,44 @@ class InitialValues:
             for storage in used:
                 storage.hold()
             return call.run()
-        written = [storage for storage in map(self._find, _written(call)) if storage is not None]
-        for storage in written:
+        targets = [storage for storage in map(self._find, _tensors_written_by(call)) if storage is not None]
+        for storage in targets:
             storage.before_write()
-        if packet in _OVERWRITES and _covers(tensors[0], written) and used.count(written[0]) == 1:
-            written[0].steps = []
+        is_whole = packet in _OVERWRITES and len(targets) == 1 and tensors[0].nbytes == targets[0].nbytes
+        if is_whole and tensors[0].is_contiguous() and used.count(targets[0]) == 1:
+            targets[0].steps = []
         for storage in used:
             storage.fill()
         call.generator = _generator_of(call, tensors)
         call.random_state = None if call.generator is None else call.generator.get_state()
         result = call.run()
-        for storage in written:
+        for storage in targets:
             storage.add(self._step(call, storage))
-        made = self._note_made(call, result)
-        if used or made:
-            self.release(but={*used, *made})
+        new_storages = self._note_made(call, result)
+        if used or new_storages:
+            self.release(but={*used, *new_storages})
         return result
 
     def _note_made(self, call: RecordedCall, result: Any) -> list[RefillableStorage]:
         """Note how the new tensors among the results were made."""
-        made = []
-        given = {leaf.untyped_storage()._cdata for leaf in call.leaves() if _is_plain(leaf)}
+        new_storages = []
+        argument_ids = {leaf.untyped_storage()._cdata for leaf in call.leaves() if _is_plain(leaf)}
         for output, tensor in enumerate(pytree.tree_leaves(result)):
             if not _is_plain(tensor):
                 continue
             memory = tensor.untyped_storage()
-            if memory._cdata in given or memory.nbytes() < MIN_NBYTES or not memory.resizable():
+            if memory._cdata in argument_ids or memory.nbytes() < MIN_NBYTES or not memory.resizable():
                 continue
             storage = self._storages[memory._cdata] = RefillableStorage(memory, memory.nbytes(), self._live)
             self._live.add(storage)
-            made.append(storage)
+            new_storages.append(storage)
             if call.func.overloadpacket in _UNFILLED:
                 continue
             step = self._step(call, storage)
             if step is not None:
                 step.into, step.output = tensor.detach(), output
             storage.add(step)
-        return made
+        return new_storages
 
     def _step(self, call: RecordedCall, target: RefillableStorage) -> Step | None:
         """The note of a call that wrote `target`; None where it used a large tensor that nothing is noted of."""
@@ -326,7 +327,7 @@ def deferred_init(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, Initi
     with _HoldReadMemory(values), _NoteOperations(values):
         model = make_model()
     give_back_freed()
-    values.hold_all_but({name: each for name, each in model.named_parameters() if each.is_floating_point()})
+    values.hold_all_but({name: value for name, value in model.named_parameters() if value.is_floating_point()})
     return model, values
 
 
@@ -335,26 +336,21 @@ def _is_plain(tensor: Any) -> bool:
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
 
 
-def _written(call: RecordedCall) -> list[torch.Tensor]:
+def _tensors_written_by(call: RecordedCall) -> list[torch.Tensor]:
     """The tensor arguments that an operation writes, by its schema."""
-    found = []
+    arguments = []
     for index, argument in enumerate(call.func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(call.args[index] if index < len(call.args) else call.kwargs.get(argument.name))
-    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
-
-
-def _covers(target: torch.Tensor, written: list[RefillableStorage]) -> bool:
-    """Whether a tensor is all of the one storage written."""
-    return len(written) == 1 and target.is_contiguous() and target.nbytes == written[0].nbytes
+            arguments.append(call.args[index] if index < len(call.args) else call.kwargs.get(argument.name))
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
 
 
 def _generator_of(call: RecordedCall, tensors: list[torch.Tensor]) -> torch.Generator | None:
     """The random number generator that an operation draws from."""
     if torch.Tag.nondeterministic_seeded not in call.func.tags:
         return None
-    given = [leaf for leaf in call.leaves() if isinstance(leaf, torch.Generator)]
-    if given:
-        return given[0]
+    for leaf in call.leaves():
+        if isinstance(leaf, torch.Generator):
+            return leaf
     device = tensors[0].device if tensors else torch.device(call.kwargs.get("device") or "cpu")
     return device_of(device).generator

@@ -8,8 +8,6 @@ import copy
 import functools
 import sys
 import sysconfig
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
@@ -40,14 +38,14 @@ def outside_graphs(method: Callable[P, T]) -> Callable[P, T]:
     outside: Callable[P, T] | None = None
 
     @wraps(method)
-    def called(*given: P.args, **named: P.kwargs) -> T:
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal outside
         if outside is None:
             # Only once something else has imported the compiler, which takes 2 s: before, nothing can be compiled.
             if "torch._dynamo" not in sys.modules:
-                return method(*given, **named)
+                return method(*args, **kwargs)
             outside = torch.compiler.disable(method, reason=WHY)
-        return outside(*given, **named)
+        return outside(*args, **kwargs)
 
     called._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable marks
     called._torchdynamo_disable_msg = WHY  # type: ignore[attr-defined]
@@ -103,7 +101,8 @@ class _Unnamed:
 
 
 _UNNAMED: Any = _Unnamed()
-_clock: "RangeClock | None" = None
+clock: Callable[[str], AbstractContextManager[object]] | None = None
+"""Measures ranges by action, in place of a profiler that may run: see `benchmarks.split`."""
 
 
 def profiler_runs() -> bool:
@@ -117,47 +116,9 @@ def named_range(action: str, owner: str) -> AbstractContextManager[object]:
     Without a profiler it costs 0.2 microseconds. torch's `record_function` costs 6 also when nobody records, and a step
     of 100 buckets has up to 800 ranges.
     """
-    if _clock is not None:
-        return _clock.range(action)
+    if clock is not None:
+        return clock(action)
     return profiler.record_function(f"{action} {owner}") if profiler._is_profiler_enabled else _UNNAMED
-
-
-class RangeClock:
-    """The host's time in ranges, by action, without the ranges within each. For one thread."""
-
-    def __init__(self) -> None:
-        self.times_s: defaultdict[str, float] = defaultdict(float)
-        self._open: list[str] = []
-        self._since_s = 0.0
-
-    @contextmanager
-    def range(self, action: str) -> Iterator[None]:
-        """Count what is done in here as this action's."""
-        self._turn()
-        self._open.append(action)
-        try:
-            yield
-        finally:
-            self._turn()
-            self._open.pop()
-
-    def _turn(self) -> None:
-        """Another range begins to count: what has passed is the open one's."""
-        now_s = time.perf_counter()
-        if self._open:
-            self.times_s[self._open[-1]] += now_s - self._since_s
-        self._since_s = now_s
-
-
-@contextmanager
-def timed_ranges() -> Iterator[RangeClock]:
-    """Let a clock count the ranges of all engines of this process, in place of a profiler that may run."""
-    global _clock
-    before, _clock = _clock, RangeClock()
-    try:
-        yield _clock
-    finally:
-        _clock = before
 
 
 Forward = Callable[..., Any]
@@ -186,7 +147,7 @@ def replace_forwards(
     modules = require_units(walk(model), units, "compile=True" if compile else "activation_checkpointing=True")
     if compile:
         require_compiler()
-        for loss in [each for each in model.modules() if isinstance(each, nn.modules.loss._Loss)]:
+        for loss in [module for module in model.modules() if isinstance(module, nn.modules.loss._Loss)]:
             compiled = one_dtype_at_entry(torch.compile(loss.forward), WideArguments.widened)
             loss.forward = _UnitForward(compiled, loss.forward)
     for name, module in modules.items():
@@ -215,12 +176,12 @@ def offload_saved(
     """
 
     def keeping(forward: Forward) -> Forward:
-        def kept(*inputs: Any, **named_inputs: Any) -> Any:
+        def call(*inputs: Any, **named_inputs: Any) -> Any:
             with saved.call():
                 return forward(*inputs, **named_inputs)
 
-        kept_uncompiled: Forward = torch.compiler.disable(kept, recursive=False)  # what it calls may be compiled
-        return kept_uncompiled
+        uncompiled: Forward = torch.compiler.disable(call, recursive=False)  # what it calls may be compiled
+        return uncompiled
 
     modules = require_units(walked, units, f"offload.activations={where}").values()
     changed = []
@@ -304,11 +265,11 @@ class _BuffersBefore:
 
     @contextmanager
     def copied(self) -> Iterator[None]:
-        before = [(owner._buffers, dict(owner._buffers)) for owner in self._owners]
-        values = [value for _, former in before for value in former.values() if value is not None]
+        snapshots = [(owner._buffers, dict(owner._buffers)) for owner in self._owners]
+        values = [value for _, former in snapshots for value in former.values() if value is not None]
         saved = {value: (value.detach().clone(), value._version) for value in values}
         yield
-        for buffers, former in before:
+        for buffers, former in snapshots:
             for key, value in former.items():
                 # Torch's batch norm, whose statistics are vectors, counts no version. A constant table needs no copy.
                 if value is not None and (value.ndim < 2 or value._version != saved[value][1]):

@@ -78,13 +78,9 @@ _LAST_HOOKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def settle(parameters: Iterable[nn.Parameter], owner: Owner | None) -> None:
     """From now on `owner` answers for these; None: nobody yet, and until then nobody can read them."""
-    reference = _nobody if owner is None else weakref.ref(owner)
+    reference = (lambda: None) if owner is None else weakref.ref(owner)
     for parameter in parameters:
         _OWNERS[parameter] = reference
-
-
-def _nobody() -> None:
-    return None
 
 
 def _owner(parameter: nn.Parameter) -> Owner | None:
@@ -110,12 +106,12 @@ class LiveParameter(nn.Parameter):
             set_data(self, value)
             return
         own = self._get_data()
-        mine, given = ((t.dtype, tuple(t.shape), t.device) for t in (own, value))
-        if mine != given:
-            said = [", ".join(map(str, each)) for each in (mine, given)]
+        own_kind, new_kind = ((t.dtype, tuple(t.shape), t.device) for t in (own, value))
+        if own_kind != new_kind:
+            own_text, new_text = (", ".join(map(str, kind)) for kind in (own_kind, new_kind))
             raise EngineStateError(
-                f"{owner.name_of(self)} lies in memory of the engine, as {said[0]}: a tensor of {said[1]} cannot take "
-                "its place; change dtype, shape or device of a model before build_engine"
+                f"{owner.name_of(self)} lies in memory of the engine, as {own_text}: a tensor of {new_text} cannot "
+                "take its place; change dtype, shape or device of a model before build_engine"
             )
         if not value.is_set_to(own):  # as `model.to(device)` does
             own.copy_(value.detach())

@@ -121,7 +121,7 @@ class WideArguments(TorchFunctionMode):
 
     def rounded(self, value: Any) -> Any:
         """`value` with every floating-point tensor inside it in the compute dtype."""
-        # What torch.func transforms cannot be looked at outside of it.
+        # Tensors that torch.func transforms cannot be looked at outside of it.
         for tensor in tensors_in(value) if torch._C._functorch.peek_interpreter_stack() is None else ():
             # bf16 reaches as far as fp32.
             if tensor.is_floating_point() and torch.finfo(tensor.dtype).max > 2 * torch.finfo(self._compute).max:
@@ -150,9 +150,9 @@ class WideArguments(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError as refusal:
-            written = kwargs.get("out", args[:1] if name.endswith("_") and not name.endswith("__") else ())
+            outputs = kwargs.get("out", args[:1] if name.endswith("_") and not name.endswith("__") else ())
             is_mixed = len(floats := _floats((args, kwargs))) > 1 and self._compute in floats
-            if not is_mixed or not refuses_dtypes(refusal) or _floats(written) - {self._compute}:
+            if not is_mixed or not refuses_dtypes(refusal) or _floats(outputs) - {self._compute}:
                 raise
             args, kwargs = self.rounded((args, kwargs))
             try:
@@ -174,13 +174,13 @@ def one_dtype_at_entry(forward: Callable[..., Any], change: Callable[[WideArgume
         change: `WideArguments.rounded` or `WideArguments.widened`.
     """
 
-    def run(*inputs: Any, **named: Any) -> Any:
+    def run(*inputs: Any, **named_inputs: Any) -> Any:
         mode = _get_current_function_mode()
         if not isinstance(mode, WideArguments):
-            return forward(*inputs, **named)
-        inputs, named = change(mode, (inputs, named))
+            return forward(*inputs, **named_inputs)
+        inputs, named_inputs = change(mode, (inputs, named_inputs))
         with _pop_mode_temporarily():
-            return forward(*inputs, **named)
+            return forward(*inputs, **named_inputs)
 
     return run
 
@@ -189,7 +189,7 @@ def _floats(value: Any) -> set[torch.dtype]:
     return {tensor.dtype for tensor in tensors_in(value) if tensor.is_floating_point()}
 
 
-# Which dtypes compute, travel and are kept.
+# The dtypes that compute, travel and are kept.
 
 
 @dataclass(frozen=True)
@@ -208,11 +208,6 @@ class Precision:
     def separate_master(self) -> bool:
         """Whether the master weight is a copy; in fp32 it shares the model weight's storage."""
         return self.compute != self.master
-
-    @property
-    def needs_loss_scale(self) -> bool:
-        """Whether gradients would leave the range of the compute dtype: fp16 has 5 bits of exponent, fp32 has 8."""
-        return self.compute == torch.float16
 
     def of_bucket(self, dtype: torch.dtype) -> "Precision":
         """That of a bucket whose parameters are held in `dtype`."""
@@ -245,26 +240,23 @@ def dtypes_of(parameters: Sequence[ModelParameter], precision: Precision) -> dic
     Raises:
         ConfigError: a pattern that matches nothing, or patterns that keep everything.
     """
-    dtypes = {
-        each.parameter: precision.master if _is_of_batch_norms(each) else precision.compute for each in parameters
-    }
+    dtypes = {}
+    for entry in parameters:
+        is_of_batch_norms = all(isinstance(owner, _NormBase) for owner, _ in entry.owners)
+        dtypes[entry.parameter] = precision.master if is_of_batch_norms else precision.compute
     for pattern in precision.keep_fp32:
-        kept = [each.parameter for each in parameters if any(_matches(name, pattern) for name in each.names)]
-        dtypes |= dict.fromkeys(kept, precision.master)
-        if not kept:
-            names = (name for each in parameters for name in each.names)
-            known = dict.fromkeys(re.sub(r"\b\d+\b", "*", name.rpartition(".")[0] or name) for name in names)
+        matching = [entry.parameter for entry in parameters if any(_matches(name, pattern) for name in entry.names)]
+        dtypes |= dict.fromkeys(matching, precision.master)
+        if not matching:
+            names = (name for entry in parameters for name in entry.names)
+            patterns = dict.fromkeys(re.sub(r"\b\d+\b", "*", name.rpartition(".")[0] or name) for name in names)
             raise ConfigError(
-                f"precision.keep_fp32: no module or parameter matches {pattern!r}; there are {', '.join(known)}"
+                f"precision.keep_fp32: no module or parameter matches {pattern!r}; there are {', '.join(patterns)}"
             )
     keeps_all = all(dtype == precision.master for dtype in dtypes.values())
     if precision.keep_fp32 and precision.separate_master and keeps_all:
         raise ConfigError("precision.keep_fp32: keeps every parameter; use precision='fp32', or name fewer")
     return dtypes
-
-
-def _is_of_batch_norms(each: ModelParameter) -> bool:
-    return all(isinstance(owner, _NormBase) for owner, _ in each.owners)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -282,10 +274,10 @@ def cast_around_kept(walked: WalkedModel, dtypes: Mapping[nn.Parameter, torch.dt
     """
     if not precision.separate_master:
         return
-    kept = {parameter for parameter, dtype in dtypes.items() if dtype != precision.compute}
+    in_master = {parameter for parameter, dtype in dtypes.items() if dtype != precision.compute}
     norms = [name for name, module in walked.places if isinstance(module, _NormBase)]
     of_norms = {name for norm in norms for name, _ in walked.inside.get(norm, ())}
-    modules = [walked.model] if "" in norms else dict.fromkeys(_outermost_within(walked, "", kept, of_norms))
+    modules = [walked.model] if "" in norms else dict.fromkeys(_outermost_within(walked, "", in_master, of_norms))
 
     for module in modules:
         module.register_forward_pre_hook(partial(_widen, precision.master), with_kwargs=True)
@@ -294,9 +286,9 @@ def cast_around_kept(walked: WalkedModel, dtypes: Mapping[nn.Parameter, torch.dt
 
 # Not functions within a function, which a model that is pickled could not take along.
 def _widen(
-    dtype: torch.dtype, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    dtype: torch.dtype, _module: nn.Module, inputs: tuple[Any, ...], named_inputs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    return cast_floating(inputs, dtype), cast_floating(named, dtype)
+    return cast_floating(inputs, dtype), cast_floating(named_inputs, dtype)
 
 
 def _narrow(dtype: torch.dtype, _module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
@@ -326,7 +318,7 @@ def require_one_dtype(model: nn.Module, precision: Precision, refusal: RuntimeEr
 
 
 def _outermost_within(
-    walked: WalkedModel, within: str, kept: set[nn.Parameter], of_norms: set[str]
+    walked: WalkedModel, within: str, in_master: set[nn.Parameter], of_norms: set[str]
 ) -> Iterator[nn.Module]:
     """The largest modules that can be called, a ModuleList cannot, and have parameters in `kept` alone; of batch norms,
     which nobody has named, none but themselves.
@@ -338,14 +330,14 @@ def _outermost_within(
     module = walked.model.get_submodule(within)
     for key, child in module.named_children():
         name = f"{within}.{key}" if within else key
-        inside = [(each, of) for each, of in walked.inside.get(name, ()) if of.parameter.is_floating_point()]
-        held = {of.parameter for _, of in inside}
-        is_named = not held <= {of.parameter for each, of in inside if each in of_norms}
-        is_kept = is_named and held <= kept and type(child).forward is not nn.Module.forward
+        inside = [(path, entry) for path, entry in walked.inside.get(name, ()) if entry.parameter.is_floating_point()]
+        held = {entry.parameter for _, entry in inside}
+        is_named = not held <= {entry.parameter for path, entry in inside if path in of_norms}
+        is_kept = is_named and held <= in_master and type(child).forward is not nn.Module.forward
         if is_kept or isinstance(child, _NormBase):
             yield child
         else:
-            yield from _outermost_within(walked, name, kept, of_norms)
+            yield from _outermost_within(walked, name, in_master, of_norms)
 
 
 # Dynamic loss scaling: keeps the gradients of fp16 between its underflow and its overflow.

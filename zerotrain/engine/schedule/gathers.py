@@ -44,12 +44,12 @@ class Gathers:
             earlier, later = _needed_by(self._units[:index]), _needed_by(self._units[index + 1 :])
             unit.first_of = [bucket for bucket in unit.buckets if bucket not in earlier]
             unit.last_of = [bucket for bucket in unit.buckets if bucket not in later]
-            following, before = self._units[index + 1 :], self._units[:index][::-1]
+            following, preceding = self._units[index + 1 :], self._units[:index][::-1]
             unit.ahead_in_forward = next_buckets(unit, following, prefetch)
-            unit.ahead_in_backward = next_buckets(unit, before, prefetch)
+            unit.ahead_in_backward = next_buckets(unit, preceding, prefetch)
             if any(bucket.weights.home.moves for bucket in self._buckets):
                 unit.fetched_in_forward = next_buckets(unit, following, prefetch + 1)[len(unit.ahead_in_forward) :]
-                unit.fetched_in_backward = next_buckets(unit, before, prefetch + 1)[len(unit.ahead_in_backward) :]
+                unit.fetched_in_backward = next_buckets(unit, preceding, prefetch + 1)[len(unit.ahead_in_backward) :]
 
     # ---- forward
 
@@ -111,7 +111,7 @@ class Gathers:
         index = self._units.index(unit)
         end = len(self._units) if self._in_backward is None else self._units.index(self._in_backward)
         skipped = self._units[index + 1 : end]
-        if not skipped or len(skipped) > self._prefetch or any(each.was_called(backward) for each in skipped):
+        if not skipped or len(skipped) > self._prefetch or any(other.was_called(backward) for other in skipped):
             return
         for place in range(end - 1, index, -1):
             yield self._units[place], set(self._units[place + 1 :])
@@ -129,10 +129,10 @@ class Gathers:
         the backward of the second. (Seen: two blocks in one bucket, the one between them frozen. Freed behind the
         second, the bucket was gathered again for the first; not so on a rank that skipped the second. The ranks hung.)
         """
-        behind, self._in_backward = self._in_backward, unit
-        if not self.frees_after_use or behind is None or behind is unit or behind.calls_units:
+        finished, self._in_backward = self._in_backward, unit
+        if not self.frees_after_use or finished is None or finished is unit or finished.calls_units:
             return
-        for bucket in behind.first_of:
+        for bucket in finished.first_of:
             if not (bucket.stays_full or bucket in unit.buckets):
                 bucket.weights.reshard()
 

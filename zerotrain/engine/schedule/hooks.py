@@ -1,7 +1,7 @@
 """The hooks that tell the schedule where the model is. Each is one call."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Protocol
@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zerotrain.engine.buckets.gradient import Gradients
-from zerotrain.engine.model.checks import Watch
 from zerotrain.engine.model.forward import ModuleHook, named_range, profiler_runs
 from zerotrain.engine.model.live_parameter import get_grad, register_last_hook
 from zerotrain.engine.model.precision import tensors_in
@@ -93,36 +92,32 @@ class LastGradientHook:
             self._handle.remove()
 
 
-def connect(engine: object, schedule: Schedule, others: Iterable[Watch] = ()) -> weakref.finalize:
+def connect(engine: object, schedule: Schedule) -> weakref.finalize:
     """Hook the modules of all units and the parameters of all trained buckets, until the engine is deleted.
 
     The hooks hold the schedule, and the schedule holds the model. So they are taken off when the engine goes: otherwise
     a model that is used on would keep its engine's memory.
 
-    Args:
-        others: hooks that are to be taken off with these.
-
     Returns:
         A finalizer; calling it disconnects them earlier.
     """
-    modules = _modules_of(schedule)
+    modules = [module for unit in schedule.units for module in unit.modules]
+    for bucket in schedule.buckets:  # those of the resident root have no hooks
+        modules += [owner for managed in bucket.spec.parameters for owner, _ in managed.owners]
     _HOOKED.update(modules)
-    handles = [handle for unit in schedule.units for handle in _hook_unit(unit, schedule)]
-    finalizer = weakref.finalize(
-        engine, _disconnect, schedule, modules, [*handles, *others, *_hook_gradients(schedule)]
-    )
+    hooks: list[RemovableHandle | LastGradientHook] = []
+    for unit in schedule.units:
+        hooks += _hook_unit(unit, schedule)
+    for trained in schedule.trained:
+        for segment in trained.gradient.segments:
+            hooks.append(LastGradientHook(segment.parameters, partial(schedule.segment_arrived, trained, segment)))
+    finalizer = weakref.finalize(engine, _disconnect, schedule, modules, hooks)
     finalizer.atexit = False
     return finalizer
 
 
-def _modules_of(schedule: Schedule) -> list[nn.Module]:
-    """All modules that an engine's parameters are in, also those of the resident root, which have no hooks."""
-    owners = (owner for bucket in schedule.buckets for each in bucket.spec.parameters for owner, _ in each.owners)
-    return [*(module for unit in schedule.units for module in unit.modules), *owners]
-
-
 def _disconnect(
-    schedule: Schedule, modules: Sequence[nn.Module], hooks: Sequence[RemovableHandle | LastGradientHook | Watch]
+    schedule: Schedule, modules: Sequence[nn.Module], hooks: Sequence[RemovableHandle | LastGradientHook]
 ) -> None:
     """Take an engine's hooks off its model, and wait for what is still being sent and received.
 
@@ -188,15 +183,6 @@ def _announce_backward(unit: LiveUnit, schedule: Schedule, output: Any, first_no
         unit.add_call(call, is_held=is_held)
 
 
-def _hook_gradients(schedule: Schedule) -> list[LastGradientHook]:
-    """Tell the schedule of each segment whose gradients have all arrived."""
-    return [
-        LastGradientHook(segment.parameters, partial(schedule.segment_arrived, bucket, segment))
-        for bucket in schedule.trained
-        for segment in bucket.gradient.segments
-    ]
-
-
 class HasSchedule(Protocol):
     """An engine, whose schedule is another one after each change of what trains."""
 
@@ -216,9 +202,9 @@ def complete_before_encoders(walked: WalkedModel, engine: HasSchedule) -> None:
     reference = weakref.ref(engine)
 
     def before_forward(encoder: nn.Module, *_: Any) -> None:
-        live, first = reference(), next(encoder.get_submodule("layers").children())
-        if live is not None and not first.training:
-            live.schedule.complete_ahead(first)
+        live, layer = reference(), next(encoder.get_submodule("layers").children())
+        if live is not None and not layer.training:
+            live.schedule.complete_ahead(layer)
 
     for module in walked.modules.values():
         if isinstance(module, nn.TransformerEncoder) and len(module.layers) > 0:

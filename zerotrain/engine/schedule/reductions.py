@@ -143,7 +143,7 @@ class Reductions:
             if self._open_segments[bucket]:
                 require_unchanged(bucket.spec, trains=True)
         for bucket in self._closed_short:
-            late = [each.names[0] for each in bucket.spec.parameters if get_grad(each.parameter) is not None]
+            late = [managed.names[0] for managed in bucket.spec.parameters if get_grad(managed.parameter) is not None]
             if late:
                 raise EngineStateError(LEFT_ITS_UNIT.format(f"{bucket.spec.name} (the gradient of {late[0]} was late)"))
         if not self._under_way.reduces:

@@ -37,7 +37,13 @@ class Schedule:
         self.trained = [bucket for bucket in buckets if isinstance(bucket, TrainedBucket)]
         """The buckets with a gradient and an update, in list order."""
         self.gathers = Gathers(units, buckets, options)
-        completing = _completing_units(units, self.trained) if self.gathers.frees_after_use else {}
+        completing = {}
+        if self.gathers.frees_after_use:
+            # Buckets of the resident root are complete when all units are passed.
+            blocks = [unit for unit in units if unit.modules]
+            completing = {
+                bucket: [unit for unit in blocks if bucket in unit.buckets] or blocks for bucket in self.trained
+            }
         self.reductions = Reductions(self.trained, completing)
         if lies_on_host(buckets[0].weights.shard):
             set_heap(returns=options.offload.uses_disk)
@@ -64,7 +70,8 @@ class Schedule:
         if self.phase is Phase.IDLE:
             self._refuse_idle(unit.name, "was called")
         if self.phase is Phase.BACKWARD:
-            self.reductions.close_passed(_node_under_way())
+            node = torch._C._current_autograd_node()
+            self.reductions.close_passed(BEHIND_ALL_NODES if node is None else node._sequence_nr())
         self.gathers.before_forward(unit, self.phase)
 
     def after_forward(self, unit: LiveUnit) -> None:
@@ -72,10 +79,6 @@ class Schedule:
         if self.phase is Phase.FORWARD and self._makes_graphs and not torch.is_grad_enabled():
             unit.num_silent_calls += 1
         self.gathers.after_forward(unit, self.phase)
-
-    def end_forward(self, *, backward_follows: bool) -> None:
-        """The model has returned, or raised."""
-        self.gathers.end_forward(backward_follows=backward_follows)
 
     def keep(self, unit: LiveUnit) -> None:
         """The unit's backward cannot be announced in time: from now on its parameters stay from forward to backward."""
@@ -126,8 +129,8 @@ class Schedule:
             return
         call.reached_in = unit.reached_in = self._backward
         call.is_used_up = self._frees_graph
-        for skipped, behind in self.gathers.skipped_before(unit, self._backward):
-            self.reductions.close_passed(position, within=behind)
+        for skipped, later_units in self.gathers.skipped_before(unit, self._backward):
+            self.reductions.close_passed(position, within=later_units)
             self.gathers.gather_ahead(skipped)
         self.reductions.close_passed(position)
         self.gathers.before_backward(unit)
@@ -146,8 +149,8 @@ class Schedule:
     def segment_arrived(self, bucket: TrainedBucket, segment: Segment, gradients: Gradients) -> None:
         """All gradients of a segment are there."""
         if self.phase is not Phase.BACKWARD:
-            for each in self.trained:
-                each.gradient.clear_unmoved()
+            for trained in self.trained:
+                trained.gradient.clear_unmoved()
             raise EngineStateError(
                 "gradients arrived outside engine.backward(); call engine.backward(loss), not loss.backward(); for a "
                 "loss through the models of two engines build one engine of both, as an nn.ModuleList of them"
@@ -219,18 +222,3 @@ class BucketOwner:
 
     def name_of(self, parameter: nn.Parameter) -> str:
         return next(managed.names[0] for managed in self._bucket.spec.parameters if managed.parameter is parameter)
-
-
-def _completing_units(
-    units: Sequence[LiveUnit], trained: Sequence[TrainedBucket]
-) -> dict[TrainedBucket, list[LiveUnit]]:
-    """The units whose backward completes each bucket, see `Reductions`. Buckets of the resident root are complete when
-    all units are passed."""
-    blocks = [unit for unit in units if unit.modules]
-    return {bucket: [unit for unit in blocks if bucket in unit.buckets] or blocks for bucket in trained}
-
-
-def _node_under_way() -> int:
-    """The number of the node that a backward is at."""
-    node = torch._C._current_autograd_node()
-    return BEHIND_ALL_NODES if node is None else node._sequence_nr()

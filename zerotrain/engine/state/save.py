@@ -609,7 +609,7 @@ def _content(given: Given, holdings: Holdings, plan: _Plan, told: Sequence[dict[
         "stage": options.zero.stage,
         "ranks": len(told),
         "virtual_ranks": len(told) * options.leaves_per_rank,
-        "precision": options.given.precision.name,
+        "precision": options.config.precision.name,
         "config": config,
         "config_sha256": None if config is None else hashlib.sha256(json.dumps(config).encode()).hexdigest(),
         "extra": given.extra,

@@ -94,7 +94,7 @@ def test_the_values_and_the_next_random_number_are_those_of_the_ordinary_constru
     assert torch.equal(torch.rand(()), next_number)
     expected = dict(plain.named_parameters())
     for parameter_name, parameter in reversed(list(model.named_parameters())):  # in no particular order
-        with values.of(parameter) as value:
+        with values.values_of(parameter) as value:
             assert torch.equal(value, expected[parameter_name]), parameter_name
 
 
@@ -104,7 +104,7 @@ def test_large_parameters_have_no_memory(name: str) -> None:
     large = [each for each in model.parameters() if each.nbytes >= MIN_NBYTES]
     assert large
     assert sum(each.untyped_storage().nbytes() for each in large) == 0
-    with values.of(large[0]):
+    with values.values_of(large[0]):
         assert sum(each.untyped_storage().nbytes() for each in large) == large[0].nbytes
     assert sum(each.untyped_storage().nbytes() for each in large) == 0
 
@@ -146,7 +146,7 @@ def test_what_is_written_by_many_operations_is_held_and_named() -> None:
     plain = seeded(ByRow)()
     with pytest.warns(UserWarning, match="weight cannot be computed again"):
         model, values = deferred_init(seeded(ByRow))
-    with values.of(model.weight) as value:
+    with values.values_of(model.weight) as value:
         assert torch.equal(value, plain.weight)
 
 
