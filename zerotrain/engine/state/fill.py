@@ -140,7 +140,7 @@ def fill_state(source: Source, bucket: Bucket) -> None:
             if isinstance(tensor := keeps.get(role), KeptTensor):
                 kept.values[role] = _values(source, bucket, role, kept, tensor)
         bucket.update.home.put_away()
-    bucket.update.kept.average = _average(source, bucket) if source.has_average else None
+    bucket.update.state.average = _average(source, bucket) if source.has_average else None
     bucket.update.home.put_away()
     bucket.update.home.forget()
 

@@ -76,7 +76,7 @@ class OtherBuckets(Source):
             if (dtype := self._dtype(bucket, role)) is not None:
                 self._whole = capture(old, role, dtype, self._collectives)
             if role == AVERAGE:
-                old.update.kept.average = None  # a rank has room for it once
+                old.update.state.average = None  # a rank has room for it once
             elif role != WEIGHT:
                 for kept in kept_states(old):
                     if isinstance(kept.where, slice):

@@ -118,7 +118,7 @@ def current_average(bucket: Bucket) -> torch.Tensor | None:
     if not isinstance(bucket, TrainedBucket):
         return None
     bucket.update.home.put_away()
-    return bucket.update.kept.average
+    return bucket.update.state.average
 
 
 def capture(bucket: Bucket, role: str, dtype: torch.dtype, collectives: Collectives) -> torch.Tensor:
