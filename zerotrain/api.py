@@ -103,7 +103,7 @@ def assemble_engine(
     """
     options = EngineOptions.resolve(given, world)
     collectives = Collectives(world, ledger=Ledger(), ordered=options.ordered, overlap=options.zero.overlap)
-    with failing_together(collectives, doing="building the engine", left="no rank has one"):
+    with failing_together(collectives, doing="building the engine", outcome="no rank has one"):
         model, initial = _with_initial_values(model, world, options.plan)
         replace_forwards(
             model, units=options.zero.unit_patterns, compile=compile, activation_checkpointing=activation_checkpointing

@@ -130,12 +130,13 @@ class Segment:
             targets = [target for target, gradient in zip(targets, gradients, strict=True) if gradient is not None]
             if not self.holds_values:
                 torch._foreach_zero_(missing)
-        if present and self.ends_large and not self.holds_values:
-            targets.pop().copy_(present.pop())  # in a kernel of its own
         if present and self.holds_values:
             torch._foreach_add_(targets, present)
         elif present:
-            torch._foreach_copy_(targets, present)
+            if self.ends_large:
+                targets.pop().copy_(present.pop())  # in a kernel of its own
+            if present:
+                torch._foreach_copy_(targets, present)
         self.holds_values = True
         gradients.clear()
         self.forget()

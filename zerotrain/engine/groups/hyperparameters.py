@@ -11,7 +11,7 @@ from zerotrain.checkpoint.manifest import dtype_of
 from zerotrain.device.device import lies_on_host
 from zerotrain.errors import EngineStateError
 
-_TOLD_AS_IT_IS = frozenset({float, int, bool, str, type(None)})
+_PLAIN_TYPES = frozenset({float, int, bool, str, type(None)})
 _ON_THE_DEVICE = "on the device"
 _MISSING = object()
 
@@ -103,32 +103,32 @@ def show(settings: Mapping[str, Any], own: Collection[str], group: dict[str, Any
     group.update({name: deepcopy(settings[name]) for name in own if name in settings})
 
 
-def told(value: Any) -> Any:
+def as_plain(value: Any) -> Any:
     """A hyperparameter as something that has the same `repr` on ranks that have the same: of an object, such as a
     function, its class alone; a tensor on a device is not read."""
-    if type(value) in _TOLD_AS_IT_IS:
+    if type(value) in _PLAIN_TYPES:
         return value
     if isinstance(value, list | tuple):
-        return [told(each) for each in value]
+        return [as_plain(element) for element in value]
     if isinstance(value, torch.Tensor):
         return value.tolist() if lies_on_host(value) else _ON_THE_DEVICE
     return float(value) if isinstance(value, Real) else type(value).__name__
 
 
-def told_values(groups: Iterable[Mapping[str, Any]]) -> tuple[str, list[torch.Tensor]]:
+def plain_values(groups: Iterable[Mapping[str, Any]]) -> tuple[str, list[torch.Tensor]]:
     """The values of all groups in their order: as text, and the tensors of a device, which are not read."""
     values = [value for group in groups for value in group.values()]
-    text = repr([value if type(value) in _TOLD_AS_IT_IS else told(value) for value in values])
+    text = repr([value if type(value) in _PLAIN_TYPES else as_plain(value) for value in values])
     if _ON_THE_DEVICE not in text:
         return text, []
-    nested = [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
-    return text, [each for each in nested if isinstance(each, torch.Tensor) and not lies_on_host(each)]
+    nested = [element for value in values for element in (value if isinstance(value, list | tuple) else [value])]
+    return text, [element for element in nested if isinstance(element, torch.Tensor) and not lies_on_host(element)]
 
 
 def mixed(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
     """Tensors of one device -> 0-dim fp64 there: a whole number below 2**47 that differs where they do, without reading
     them."""
-    bits = torch.cat([each.detach().reshape(-1).to(torch.float64) for each in numbers]).view(torch.int64)
+    bits = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in numbers]).view(torch.int64)
     odd = torch.arange(1, 2 * bits.numel(), 2, dtype=torch.int64, device=bits.device)
     return ((bits * odd).sum() >> 17).to(torch.float64)
 
@@ -136,7 +136,7 @@ def mixed(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
 def shown_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Each value as text, under a name such as "lr of group 'matrices'"; a tensor on a device is read."""
     return {
-        f"{name} of group {group.get('name', index)!r}": str(told(_read(value)))
+        f"{name} of group {group.get('name', index)!r}": str(as_plain(_read(value)))
         for index, group in enumerate(groups)
         for name, value in group.items()
     }
@@ -144,7 +144,7 @@ def shown_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 def _read(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_read(each) for each in value]
+        return [_read(element) for element in value]
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
@@ -194,10 +194,10 @@ def _fits(saved: Any, own: Any) -> bool:
 
 
 def _saved(value: Any) -> Any:
-    if type(value) in _TOLD_AS_IT_IS:
+    if type(value) in _PLAIN_TYPES:
         return value
     if isinstance(value, list | tuple):
-        return [_saved(each) for each in value]
+        return [_saved(element) for element in value]
     if isinstance(value, torch.Tensor):
         return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.tolist()}
     return float(value) if isinstance(value, Real) else {"object": type(value).__name__}
@@ -212,6 +212,6 @@ def restored(saved: Any, own: Any) -> Any:
         return own.fill_(saved)
     if isinstance(saved, list):
         owned = list(own) if isinstance(own, list | tuple) and len(own) == len(saved) else [None] * len(saved)
-        values = [restored(each, mine) for each, mine in zip(saved, owned, strict=True)]
+        values = [restored(element, own_element) for element, own_element in zip(saved, owned, strict=True)]
         return values if isinstance(own, list) else tuple(values)
     return saved

@@ -222,7 +222,7 @@ def checked_weights(
     source = from_rank_0(collectives, lambda: str(resolved(named)), doing=doing)
     weights, error = attempt(lambda: find_weights(Path(source), averaged=averaged))
     try:
-        raise_first(collectives, error, doing=doing, left=LEFT)
+        raise_first(collectives, error, doing=doing, outcome=LEFT)
         assert weights is not None
         yield _checked(weights, holdings, doing, strict)
     finally:
@@ -251,7 +251,7 @@ def _checked(weights: Weights, holdings: Holdings, doing: str, strict: bool) -> 
             raise CheckpointError("\n".join(problems))
         return Files(weights, wanted, loaded, holdings)
 
-    return on_all(collectives, check, doing=doing, left=LEFT)
+    return on_all(collectives, check, doing=doing, outcome=LEFT)
 
 
 def weight_misfits(path: str | os.PathLike[str], model: nn.Module, *, averaged: bool = False) -> list[str]:
@@ -435,7 +435,7 @@ class StateDict(Source):
                 self._collectives,
                 lambda: self._model.load_state_dict(taken, strict=False),
                 doing="engine.load_state_dict",
-                left=LEFT,
+                outcome=LEFT,
             )
         except ZeroTrainError:
             with suppress(Exception):  # the first cause is what the user reads
