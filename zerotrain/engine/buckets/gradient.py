@@ -81,9 +81,8 @@ class Subtrees:
 
     def clear(self) -> None:
         """Forget all sums; the buffers stay for the next step."""
-        if self._waiting:
-            self._free += [scratch for _, scratch in self._waiting]
-            self._waiting.clear()
+        self._free += [scratch for _, scratch in self._waiting]
+        self._waiting.clear()
         if self._root is not None:
             self._free.append(self._root)
             self._root = None

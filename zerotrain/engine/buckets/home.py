@@ -82,11 +82,6 @@ class Home:
 DEVICE = Home()
 
 
-def no_tensors() -> Iterator[tuple[Hashable, torch.Tensor]]:
-    """The tensors of a home that was left."""
-    return iter(())
-
-
 @dataclass(frozen=True)
 class _Slot:
     """The position of a tensor in the place."""
@@ -218,7 +213,7 @@ class OffloadedHome(Home):
         self._drop_fetched()
         self._settle()
         self._windows.tier.free(self._place)
-        self._tensors, self._moved = no_tensors, []
+        self._tensors, self._moved = lambda: iter(()), []
 
     def _settle(self) -> None:
         """Wait on the host for all that is under way with the place."""
@@ -312,14 +307,12 @@ class Homes:
         OffloadError: no file can be made there.
     """
 
-    rates: Mapping[Tier, Rates]
-    """Speeds of the tiers, from `measure`."""
-
     def __init__(self, settings: OffloadConfig, world: World, prefetch: int) -> None:
         self._settings, self._world = settings, world
         self._on_device: set[str] = set()
         """Buckets whose optimizer state stays on the device."""
-        self.rates = {}
+        self.rates: Mapping[Tier, Rates] = {}
+        """Speeds of the tiers, from `measure`."""
         self.tiers_by_place: dict[tuple[str, torch.device], Tier] = {}
         """By cpu or disk, and the device of their windows."""
         crosses = self.update_on_host and not device_of(world.device).is_host

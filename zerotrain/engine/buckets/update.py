@@ -134,19 +134,6 @@ class BucketUpdate:
         homes: where the optimizer's state lies between updates, the master weight among it if it is kept apart.
     """
 
-    where: slice
-    """The elements of the bucket that this rank updates: its own shard, or all."""
-    master_weight: torch.Tensor
-    """Master dtype, over `where`. The same storage as the model weight where the dtypes are equal."""
-    spans: list[Span]
-    """Spans that this rank updates by elements."""
-    whole: WholeTensors | None
-    """Tensors that are updated whole; None if there are none."""
-    has_copy: bool
-    """Whether the master weight is kept apart from the model's."""
-    device: torch.device
-    """On which the optimizer computes."""
-
     def __init__(
         self,
         layout: BucketLayout,
@@ -167,14 +154,18 @@ class BucketUpdate:
         self._groups, self._pool = groups, pool
         self._is_sharded = weights.plan.shards_optimizer
         self.where = update_range(layout, weights.plan, collectives.shards.rank)
+        """The elements of the bucket that this rank updates: its own shard, or all."""
         self.has_copy = master is not None
-        if master is not None:
-            self.master_weight = master
-        else:
-            self.master_weight = weights.shard if self._is_sharded else weights.held
+        """Whether the master weight is kept apart from the model's."""
+        if master is None:
+            master = weights.shard if self._is_sharded else weights.held
+        self.master_weight = master
+        """Master dtype, over `where`. The same storage as the model weight where the dtypes are equal."""
         self.spans = cut_spans(layout, self.spec.runs, self.where, self.master_weight)
+        """Spans that this rank updates by elements."""
         self.optimizer = groups.optimizer_of((span.key[0], span.target) for span in self.spans)
-        self.whole = None
+        self.whole: WholeTensors | None = None
+        """Tensors that are updated whole; None if there are none."""
         self._whole_optimizer = None
         if owners:
             self.whole = WholeTensors(
@@ -198,6 +189,7 @@ class BucketUpdate:
         self.home.forget()
         self._crossing = homes.crossing if self.home.moves else None
         self.device = self.home.device or collectives.world.device
+        """The device on which the optimizer computes."""
         self.is_away = self.home.moves or weights.home.moves
         """Whether something of what is updated lies off the device at rest."""
 
@@ -230,13 +222,10 @@ class BucketUpdate:
         self._weights.about_to_change()
         if self._crossing is not None:
             yield from self._run_across(self._crossing, factor, average_share)
-        elif self.is_away:
+        else:
             with self._at_hand():
                 yield from self.renew(factor, average_share)
                 self.changed()
-        else:
-            yield from self.renew(factor, average_share)
-            self.changed()
 
     def _run_across(
         self, crossing: Crossing, factor: torch.Tensor | None, average_share: float | None

@@ -32,13 +32,6 @@ class BucketWeights:
 
     before_change: Callable[[], None] | None = None
     """Called by `about_to_change`, while a save reads the bucket beside the training."""
-    own: slice
-    """This rank's range of the bucket."""
-
-    model_weight: FlatBuffer
-    """(padded_numel,) compute dtype; the parameters are views of it. Sharded parameters: memory only while in use."""
-    shard: torch.Tensor
-    """(shard_numel,) compute dtype, this rank's range. Within model_weight where that is always held."""
 
     def __init__(
         self,
@@ -55,6 +48,8 @@ class BucketWeights:
         self.plan = plan
         self.life = Life(f"weights of {spec.name}", WeightState.FULL, WEIGHT_TRANSITIONS)
         self.model_weight = values
+        """(padded_numel,) compute dtype; the parameters are views of it. If they are sharded, it has memory only while
+        in use."""
         if values.tensor.dtype != spec.dtype:
             self.model_weight = FlatBuffer.zeros(layout, spec.dtype, values.tensor.device)
             self.model_weight.tensor.copy_(values.tensor)
@@ -66,7 +61,9 @@ class BucketWeights:
         settle(spec.tensors, None)
         self.writes = Writes(spec.tensors)
         self.own = layout.shard(collectives.shards.rank)
+        """This rank's range of the bucket."""
         self.shard = self.model_weight.tensor[self.own]
+        """(shard_numel,) compute dtype, this rank's range. Within model_weight where that is always held."""
         if plan.shards_parameters:
             self.shard = self.shard.clone()
         self.home = homes.of_shard(plan, self.shard)

@@ -23,12 +23,10 @@ class Hyperparameters(dict[str, Any]):
     they find one, and whoever changes "lr" before means theirs to begin with that.
     """
 
-    own: frozenset[str]
-    """The names of the numbers that the optimizer's steps change."""
-
     def __init__(self, settings: Mapping[str, Any], own: frozenset[str] = frozenset()) -> None:
         super().__init__(settings)
         self.own = own
+        """The names of the numbers that the optimizer's steps change."""
         self._built = dict(settings)
         self.first_lr = float(self.get("lr") or 0.0)
 
@@ -103,15 +101,19 @@ def show(settings: Mapping[str, Any], own: Collection[str], group: dict[str, Any
     group.update({name: deepcopy(settings[name]) for name in own if name in settings})
 
 
-def as_plain(value: Any) -> Any:
+def as_plain(value: Any, *, reads: bool = False) -> Any:
     """A hyperparameter as something that has the same `repr` on ranks that have the same: of an object, such as a
-    function, its class alone; a tensor on a device is not read."""
+    function, its class alone.
+
+    Args:
+        reads: whether a tensor on a device is read.
+    """
     if type(value) in _PLAIN_TYPES:
         return value
     if isinstance(value, list | tuple):
-        return [as_plain(element) for element in value]
+        return [as_plain(element, reads=reads) for element in value]
     if isinstance(value, torch.Tensor):
-        return value.tolist() if lies_on_host(value) else _ON_THE_DEVICE
+        return value.tolist() if reads or lies_on_host(value) else _ON_THE_DEVICE
     return float(value) if isinstance(value, Real) else type(value).__name__
 
 
@@ -136,16 +138,10 @@ def mixed(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
 def shown_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Each value as text, under a name such as "lr of group 'matrices'"; a tensor on a device is read."""
     return {
-        f"{name} of group {group.get('name', index)!r}": str(as_plain(_read(value)))
+        f"{name} of group {group.get('name', index)!r}": str(as_plain(value, reads=True))
         for index, group in enumerate(groups)
         for name, value in group.items()
     }
-
-
-def _read(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_read(element) for element in value]
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 # ---- out to a checkpoint, and back

@@ -99,7 +99,7 @@ class OtherBuckets(Source):
         if isinstance(where, int) and where in self._from_owners:
             return self._from_owners[where]
         if isinstance(where, slice) and self._whole is not None:
-            # Where all is kept it is not copied: a bucket is whole but once.
+            # It is not copied if all of it is kept: a bucket is whole but once.
             return self._whole[where].clone() if self._plan.shards_optimizer else self._whole[where]
         for held, values in _held(self._old(bucket), role):
             if held == where:
@@ -150,7 +150,7 @@ class OtherBuckets(Source):
                 members.setdefault(old, []).append((slot, old.layout.slots[place]))
         whole = torch.zeros(bucket.layout.padded_numel, dtype=dtype, device=self._collectives.world.device)
         for old, moving in members.items():
-            # What was frozen begins to be averaged as the weight that it was.
+            # The average of a parameter that was frozen begins with its weight.
             source_role = WEIGHT if role == AVERAGE and current_average(old) is None else role
             values = capture(old, source_role, whole.dtype, self._collectives)
             for slot, old_slot in moving:

@@ -38,7 +38,7 @@ class NamedPiece:
     values: torch.Tensor
     """The memory itself: (n,) elements; what is kept of a tensor that is updated whole, in the shape it is kept in."""
     in_tensor: slice | None
-    """Which elements of the parameter these are, in the order of its memory (`ManagedParameter.stride`); None for what
+    """The elements of the parameter, in the order of its memory (`ManagedParameter.stride`); None for what
     is kept of the tensor as a whole."""
     in_bucket: slice | None
     """The place of the same elements in the bucket."""

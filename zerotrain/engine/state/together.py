@@ -147,7 +147,7 @@ def on_all(collectives: Collectives, call: Callable[[], T], *, doing: str, outco
 
 @contextmanager
 def failing_together(collectives: Collectives, *, doing: str, outcome: str) -> Iterator[None]:
-    """What one rank fails in here, at whatever place, all ranks fail in, with the first rank's cause: a comparison at
+    """If one rank fails in here, at whatever place, all ranks fail, with the first rank's cause: a comparison at
     the end, and one before each collective that is none itself, tells the others.
 
     Args:
