@@ -34,7 +34,7 @@ from zerotrain.engine.state.fill import Source
 from zerotrain.engine.state.from_buckets import Described, OtherBuckets, described_state
 from zerotrain.engine.state.named import Holdings
 from zerotrain.engine.state.save import SaveUnderWay
-from zerotrain.engine.state.together import agreed, failure_of
+from zerotrain.engine.state.together import agreed, shared_error
 from zerotrain.errors import ConfigError, EngineStateError
 from zerotrain.sharding.plan import Plan, Volume
 from zerotrain.sharding.units import WalkedModel, cut_units, walk
@@ -560,7 +560,7 @@ class ShardedModel:
             yield
         except BaseException as error:
             broken: Any = Broken(
-                f"{call} has failed halfway ({failure_of(error).text}), and the engine holds a part of it: build the "
+                f"{call} has failed halfway ({shared_error(error).text}), and the engine holds a part of it: build the "
                 "model and its engine anew, and load the last checkpoint"
             )
             live = [each for each in self.module.parameters() if isinstance(each, LiveParameter)]

@@ -92,7 +92,7 @@ class _Slot:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, start: int) -> "_Slot":
+    def for_tensor(cls, tensor: torch.Tensor, start: int) -> "_Slot":
         dense = torch.empty_like(tensor, device="meta")  # of the same strides, if it is without gaps
         return cls(start, tensor.shape, dense.stride(), tensor.dtype)
 
@@ -234,7 +234,7 @@ class OffloadedHome(Home):
         for key, tensor in strangers:
             if key not in self._slots or not self._slots[key].fits(tensor):
                 start = max((slot.stop for slot in self._slots.values()), default=0)
-                self._slots[key] = _Slot.of(tensor, -(-start // ALIGN_NBYTES) * ALIGN_NBYTES)
+                self._slots[key] = _Slot.for_tensor(tensor, -(-start // ALIGN_NBYTES) * ALIGN_NBYTES)
         if any(self._slots[key].stop > self._place.nbytes for key, _ in strangers):
             self._move_to_larger()
             return False
@@ -257,7 +257,7 @@ class OffloadedHome(Home):
         self._slots.clear()
         stop = 0
         for key, tensor in tensors:
-            slot = self._slots[key] = _Slot.of(tensor, -(-stop // ALIGN_NBYTES) * ALIGN_NBYTES)
+            slot = self._slots[key] = _Slot.for_tensor(tensor, -(-stop // ALIGN_NBYTES) * ALIGN_NBYTES)
             stop = slot.stop
         place = self._windows.tier.place(whole_pages(stop))
         for key, tensor in tensors:

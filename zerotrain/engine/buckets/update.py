@@ -289,10 +289,17 @@ class BucketUpdate:
     def _step(
         self, optimizer: torch.optim.Optimizer | None, updates: Updates, is_off: torch.Tensor | None = None
     ) -> None:
-        if optimizer is not None:
-            self._groups.show_hyperparameters(optimizer)
-            with _turned_off(optimizer, is_off):
-                step_on_lent(optimizer, updates)
+        if optimizer is None:
+            return
+        self._groups.show_hyperparameters(optimizer)
+        untyped: Any = optimizer
+        if is_off is not None:  # torch.amp.GradScaler turns a step off by these attributes
+            untyped.grad_scale, untyped.found_inf = None, is_off
+        try:
+            step_on_lent(optimizer, updates)
+        finally:
+            if is_off is not None:
+                del untyped.grad_scale, untyped.found_inf
 
     def _scaled(self, factor: torch.Tensor | None) -> tuple[torch.Tensor, Scratch | None]:
         """The reduced gradient times `factor`, over `where`; and the buffer that it is lent in, where it has the master
@@ -401,20 +408,6 @@ def scaled(gradient: torch.Tensor, factor: torch.Tensor | None, out: torch.Tenso
     if device_of(out.device).is_host:
         return out.copy_(gradient).mul_(factor)
     return torch.mul(gradient, factor.view(1), out=out)  # one of 0 dimensions would be rounded to the narrow dtype
-
-
-@contextmanager
-def _turned_off(optimizer: torch.optim.Optimizer, is_off: torch.Tensor | None) -> Iterator[None]:
-    """In here a step changes nothing where `is_off` is 1: as torch.amp.GradScaler tells it."""
-    if is_off is None:
-        yield
-        return
-    untyped: Any = optimizer
-    untyped.grad_scale, untyped.found_inf = None, is_off
-    try:
-        yield
-    finally:
-        del untyped.grad_scale, untyped.found_inf
 
 
 def step_on_lent(optimizer: torch.optim.Optimizer, updates: Updates) -> None:

@@ -224,8 +224,9 @@ class ParamGroups:
     def _take_places(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note the numbers of the groups of parameters, as far as there are such groups."""
         numbers = {group["name"]: number for number, group in enumerate(self.hyperparameters)}
-        group_names = {parameter: self._full_name(parameter) for parameter in parameters}
-        self._group |= {parameter: numbers[name] for parameter, name in group_names.items() if name in numbers}
+        for parameter in parameters:
+            if (number := numbers.get(self._full_name(parameter))) is not None:
+                self._group[parameter] = number
 
     @property
     def trainable(self) -> list[nn.Parameter]:

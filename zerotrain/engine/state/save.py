@@ -28,7 +28,7 @@ from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.groups.hyperparameters import saved_group
 from zerotrain.engine.state import named
 from zerotrain.engine.state.named import Holdings
-from zerotrain.engine.state.together import Failure, attempt, exchange, failure_of, joint, raise_first
+from zerotrain.engine.state.together import SharedError, attempt, exchange, joint, raise_first, shared_error
 from zerotrain.errors import CheckpointError, CommError, ConfigError, EngineStateError, ZeroTrainError
 from zerotrain.files.untrusted import MAX_DEPTH, UntrustedFileError, read_json
 
@@ -292,7 +292,7 @@ class Writing:
     """On rank 0 removes what was written."""
     process_ends: threading.Event = field(default_factory=threading.Event)
 
-    def run(self) -> tuple[Failure | None, BaseException | None]:
+    def run(self) -> tuple[SharedError | None, BaseException | None]:
         """Write and wait for the others. Returns why the save has failed, the same on all ranks, and what this rank
         itself has met."""
         error: BaseException | None = None
@@ -306,7 +306,7 @@ class Writing:
             return self._settled(error), None if isinstance(error, _EndedByOthersError) else error
         except BaseException as cause:  # the store is gone, and with it all word of the others
             self.remove()
-            return self._joint([(self.rank, failure_of(cause))]), cause
+            return self._joint([(self.rank, shared_error(cause))]), cause
 
     def _write(self) -> None:
         for nbytes in self.file.write(self.folder, self.snapshot.chunks):
@@ -317,9 +317,9 @@ class Writing:
         if self.rank > 0:
             (self.folder / description_name(self.rank)).write_text(json.dumps(self.file.described()))
 
-    def _settled(self, error: BaseException | None) -> Failure | None:
+    def _settled(self, error: BaseException | None) -> SharedError | None:
         """Tell the others how it went here; return how it went for all."""
-        failure = None if error is None or isinstance(error, _EndedByOthersError) else failure_of(error)
+        failure = None if error is None or isinstance(error, _EndedByOthersError) else shared_error(error)
         if failure is not None:
             self.notes.leave(_STOP, self.rank)
         self.notes.leave(f"error {self.rank}", [failure])
@@ -331,7 +331,7 @@ class Writing:
             try:
                 self.publish([self._described_by(rank) for rank in range(self.num_ranks)])
             except Exception as cause:
-                failed = [(0, failure_of(cause))]
+                failed = [(0, shared_error(cause))]
         end = None
         if failed:
             self.remove()
@@ -340,14 +340,14 @@ class Writing:
             self.notes.leave(_END, [end])
         return end
 
-    def _await_all(self) -> list[tuple[int, Failure]]:
+    def _await_all(self) -> list[tuple[int, SharedError]]:
         """On rank 0: wait until no rank writes any more. Returns those that have failed, and in what."""
         pulses = {rank: _Pulse(self.notes.timeout_s) for rank in range(1, self.num_ranks)}
         for number in self._moments():
             if self.notes.count(_NUM_WRITTEN) == self.num_ranks:
                 break
             if self.process_ends.is_set():
-                return [(0, failure_of(ended()))]
+                return [(0, shared_error(ended()))]
             if number % 4 == 0:  # each look at each rank goes over the network
                 self.notes.leave("0", f"waiting {number}")
                 for rank, pulse in pulses.items():
@@ -355,16 +355,16 @@ class Writing:
                         self.notes.leave(_STOP, 0)
                         return [(rank, pulse.silence())]
         errors = {rank: self.notes.read(f"error {rank}")[0] for rank in range(self.num_ranks)}
-        return [(rank, Failure(*error)) for rank, error in errors.items() if error is not None]
+        return [(rank, SharedError(*error)) for rank, error in errors.items() if error is not None]
 
-    def _await_end(self) -> Failure | None:
+    def _await_end(self) -> SharedError | None:
         """On all ranks but 0: learn from it how the save ended."""
         pulse = _Pulse(self.notes.timeout_s)
         for number in self._moments():
             if (end := self.notes.read(_END)) is not None:
-                return None if end[0] is None else Failure(*end[0])
+                return None if end[0] is None else SharedError(*end[0])
             if self.process_ends.is_set():
-                return self._joint([(self.rank, failure_of(ended()))])
+                return self._joint([(self.rank, shared_error(ended()))])
             if number % 4 == 0 and pulse.is_silent(self.notes.read("0")):
                 return self._joint([(0, pulse.silence())])
         raise AssertionError
@@ -385,7 +385,7 @@ class Writing:
         path.unlink()
         return described
 
-    def _joint(self, failed: list[tuple[int, Failure]]) -> Failure:
+    def _joint(self, failed: list[tuple[int, SharedError]]) -> SharedError:
         return joint(failed, self.num_ranks, doing=f"saving {self.path}", outcome=LEFT)
 
     def _moments(self) -> Iterator[int]:
@@ -411,9 +411,9 @@ class _Pulse:
             self._note, self._at_s = note, time.monotonic()
         return time.monotonic() - self._at_s > self._timeout_s
 
-    def silence(self) -> Failure:
+    def silence(self) -> SharedError:
         """The message about a rank that does not answer."""
-        return failure_of(
+        return shared_error(
             CheckpointError(
                 f"nothing was heard of it for {self._timeout_s:g} s: its process is gone, or its disk does not answer"
             )
@@ -741,7 +741,7 @@ class SaveUnderWay:
         try:
             failed, cause = writing.run()
         except BaseException as error:  # a fault of zerotrain itself
-            failed, cause = failure_of(error), error
+            failed, cause = shared_error(error), error
         if failed is not None:
             self._error = failed.error()
             self._error.__cause__ = cause

@@ -31,8 +31,8 @@ _KINDS: dict[str, type[ZeroTrainError]] = {
 }
 
 
-class Failure(NamedTuple):
-    """An error in the form in which ranks send it to each other."""
+class SharedError(NamedTuple):
+    """An error of one rank, in the form in which ranks send it to each other."""
 
     kind: str
     text: str
@@ -42,13 +42,13 @@ class Failure(NamedTuple):
         return _KINDS.get(self.kind, CheckpointError)(self.text)
 
 
-def failure_of(error: BaseException) -> Failure:
-    """The failure that tells the other ranks of an error of this one."""
+def shared_error(error: BaseException) -> SharedError:
+    """An error of this rank, for the others."""
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = str(error) if isinstance(error, ZeroTrainError) else f"{type(error).__name__}: {error}"
-    return Failure(type(error).__name__, text)
+    return SharedError(type(error).__name__, text)
 
 
 def attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -86,14 +86,14 @@ def agreed(
     everyone = collectives.gather_small(own, name=call, in_order=False)
     if planned is not None and bool((everyone == everyone[0]).all()):
         return planned[0]
-    message = [call, arguments, None if error is None else list(failure_of(error)), facts]
+    message = [call, arguments, None if error is None else list(shared_error(error)), facts]
     ranks = collectives.gather_objects(message, name="refused calls", in_order=False)
-    calls, all_given, errors, all_facts = zip(*ranks, strict=True)
-    refused = [(rank, Failure(*failure)) for rank, failure in enumerate(errors) if failure is not None]
+    calls, all_arguments, errors, all_facts = zip(*ranks, strict=True)
+    refused = [(rank, SharedError(*failure)) for rank, failure in enumerate(errors) if failure is not None]
     if len(set(calls)) > 1:
         raise DisagreementError(f"the ranks have come to different calls: {by_rank(calls)}; {SAME_CALLS}")
-    if len(set(all_given)) > 1:
-        raise ConfigError(_difference(call, all_given))
+    if len(set(all_arguments)) > 1:
+        raise ConfigError(_difference(call, all_arguments))
     if error is not None and len({failure for _, failure in refused}) == 1 and len(refused) == len(ranks):
         raise error
     if refused:
@@ -167,10 +167,10 @@ def failing_together(collectives: Collectives, *, doing: str, outcome: str) -> I
         if not of_others:
             with suppress(DisagreementError):  # the others are at a comparison of the call, and learn of it there
                 wait_for_others(collectives, _FAILURE)
-        own_failure = None if of_others else list(failure_of(error))
+        own_failure = None if of_others else list(shared_error(error))
         ranks = collectives.gather_objects(own_failure, name="causes", in_order=False)
-        failed = [(rank, Failure(*failure)) for rank, failure in enumerate(ranks) if failure is not None]
-        if own_failure is not None and failed[0][1] == Failure(*own_failure):
+        failed = [(rank, SharedError(*failure)) for rank, failure in enumerate(ranks) if failure is not None]
+        if own_failure is not None and failed[0][1] == SharedError(*own_failure):
             raise
         raise joint(failed, len(ranks), doing=doing, outcome=outcome, otherwise=EngineStateError).error() from error
 
@@ -188,22 +188,22 @@ def from_rank_0(collectives: Collectives, call: Callable[[], T], *, doing: str) 
 
 def exchange(collectives: Collectives, message: Any, error: Exception | None, *, doing: str, outcome: str) -> list[Any]:
     """Gather what each rank has to say, in rank order; otherwise as `raise_first`. Collective."""
-    own_failure = None if error is None else list(failure_of(error))
+    own_failure = None if error is None else list(shared_error(error))
     everyone = collectives.gather_objects([own_failure, message], name=doing)
-    failed = [(rank, Failure(*failure)) for rank, (failure, _) in enumerate(everyone) if failure is not None]
+    failed = [(rank, SharedError(*failure)) for rank, (failure, _) in enumerate(everyone) if failure is not None]
     if failed:
         raise joint(failed, len(everyone), doing=doing, outcome=outcome).error() from error
     return [message for _, message in everyone]
 
 
 def joint(
-    failed: Sequence[tuple[int, Failure]],
+    failed: Sequence[tuple[int, SharedError]],
     num_ranks: int,
     *,
     doing: str,
     outcome: str,
     otherwise: type[ZeroTrainError] = CheckpointError,
-) -> Failure:
+) -> SharedError:
     """The error that all ranks tell where some have failed: the first rank's.
 
     Args:
@@ -216,4 +216,4 @@ def joint(
         return failure
     where = f"rank {rank}: " if num_ranks > 1 else ""
     kind = failure.kind if failure.kind in _KINDS else otherwise.__name__
-    return Failure(kind, f"{doing} failed, {where}{failure.text}; {outcome}")
+    return SharedError(kind, f"{doing} failed, {where}{failure.text}; {outcome}")
