@@ -102,7 +102,7 @@ def assemble_engine(
     """
     options = EngineOptions.resolve(given, world)
     collectives = Collectives(world, ledger=Ledger(), ordered=options.ordered, overlap=options.zero.overlap)
-    with failing_together(collectives, doing="building the engine", left="no rank has one"):
+    with failing_together(collectives, doing="building the engine", outcome="no rank has one"):
         initial = InitialValues()
         if not isinstance(model, nn.Module):
             with world.device:  # where parameters are sharded, built without their memory

@@ -510,7 +510,7 @@ def let_go(stage: int) -> list[str]:
     ordinary(engine, 0, rank)
     engine.step()
     bucket = engine.schedule.trained[0]
-    state = bucket.update.kept.state_tensors()[0]
+    state = bucket.update.state.state_tensors()[0]
     of_engine = watch(
         engine=engine, schedule=engine.schedule, update=bucket.update, state=state, bucket=bucket.gradient
     )

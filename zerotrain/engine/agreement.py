@@ -14,7 +14,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.whereabouts import by_rank
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.buckets.norm import add_digit_sums, norm_of_digit_sums
-from zerotrain.engine.groups.hyperparameters import mixed, shown_groups, told_values
+from zerotrain.engine.groups.hyperparameters import mixed, plain_values, shown_groups
 from zerotrain.errors import ConfigError, DisagreementError
 
 STAMP = (
@@ -67,7 +67,7 @@ class StepStamps:
 
     def stamp(self, param_groups: Sequence[Mapping[str, object]]) -> torch.Tensor:
         """(len(STAMP) + 1,) fp64 on the device: the numbers of `STAMP`, as this rank has them, and its signal."""
-        text, unread = told_values(param_groups)
+        text, unread = plain_values(param_groups)
         hyperparameters = _hash(text, num_bytes=6)
         numbers = [self.num_steps + 1, self.num_backwards, hyperparameters, self._collectives.order, self.writes_digest]
         numbers.append(self.signal)

@@ -21,7 +21,7 @@ from zerotrain.engine.state.fill import fill
 from zerotrain.engine.state.from_checkpoint import added_groups, places_in, require_alike, restore, verified_manifest
 from zerotrain.engine.state.from_weights import StateDict, checked_weights
 from zerotrain.engine.state.named import full_state_dict, weights_sha256
-from zerotrain.engine.state.save import Given, SaveUnderWay, facts_of, prepare
+from zerotrain.engine.state.save import SaveArguments, SaveUnderWay, facts_of, prepare
 from zerotrain.engine.state.together import agreed
 from zerotrain.engine.step import AfterEach, BeforeEach, EngineOptimizer, MicroBatch, Steps, Weight
 from zerotrain.errors import CommError, ConfigError, EngineStateError
@@ -174,7 +174,7 @@ class Checkpoints:
             "average": None if self._held.average is None else {"num_updates": self._held.average.num_updates},
             "loss_scaler": None if self._steps.loss_scaler is None else self._steps.loss_scaler.state_dict(),
         }
-        request = Given(
+        request = SaveArguments(
             path=path, extra=extra, config=config, own=own, staging_nbytes=staging_nbytes, progress=progress
         )
 

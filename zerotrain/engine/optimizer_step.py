@@ -193,7 +193,7 @@ class OptimizerStep:
             losses: of the step's micro-batches, on this rank.
             loss: 0-dim fp64, the mean of this rank's virtual ranks; for all ranks to know the mean over all.
             signal: this rank's number for the others, sent with the norm.
-            average_share: see `Kept.update_average`; None: no average is due.
+            average_share: see `OptimizerState.update_average`; None: no average is due.
             refusal: raised in place of an update, unless the ranks' groups differ.
 
         Returns:
@@ -335,7 +335,7 @@ def update_all(
 
     Args:
         factor: 0-dim, what gradients are multiplied with: clipped, and without the loss scale; None for 1.
-        average_share: see `Kept.update_average`; None: no average is due.
+        average_share: see `OptimizerState.update_average`; None: no average is due.
     """
     gathers.prepare_updated(trained)
     under_way: deque[Generator[None]] = deque()

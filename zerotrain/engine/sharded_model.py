@@ -34,7 +34,7 @@ from zerotrain.engine.state.fill import Source
 from zerotrain.engine.state.from_buckets import Described, OtherBuckets, described_state
 from zerotrain.engine.state.named import Holdings
 from zerotrain.engine.state.save import SaveUnderWay
-from zerotrain.engine.state.together import agreed, told
+from zerotrain.engine.state.together import agreed, shared_error
 from zerotrain.errors import ConfigError, EngineStateError
 from zerotrain.sharding.plan import Plan, Volume
 from zerotrain.sharding.units import WalkedModel, cut_units, walk
@@ -159,7 +159,7 @@ class Usage:
         where it keeps factors of a matrix."""
         trained, num_whole = self.schedule.trained, self._num_whole
         num_by_elements = sum(bucket.layout.numel for bucket in trained) - num_whole
-        copies = sum(bucket.layout.numel * 4 for bucket in trained if bucket.update.kept.separate_master_nbytes)
+        copies = sum(bucket.layout.numel * 4 for bucket in trained if bucket.update.state.separate_master_nbytes)
         state = self._sampled_nbytes(num_whole, is_whole=True) + self._sampled_nbytes(num_by_elements, is_whole=False)
         average = 4 * sum(bucket.layout.numel for bucket in trained) if self.averages else 0
         return self._split(self._volume.memory_nbytes(self.schedule.plan, state + copies + average))
@@ -261,11 +261,11 @@ class Usage:
         numel = sum(bucket.layout.numel for bucket in trained)
         # By elements, as measured on what this rank updates; of whole tensors, of which it may own none, on a sample.
         updated = sum(span.target.numel() for bucket in trained for span in bucket.update.spans)
-        held = sum(bucket.update.kept.element_state_nbytes() for bucket in trained)
+        held = sum(bucket.update.state.element_state_nbytes() for bucket in trained)
         state = (numel - num_whole) * (held // updated if updated else 0)
         state += self._sampled_nbytes(num_whole, is_whole=True)
-        copies = [bucket for bucket in trained if bucket.update.kept.separate_master_nbytes]
-        copies += [bucket for bucket in trained if bucket.update.kept.average is not None]
+        copies = [bucket for bucket in trained if bucket.update.state.separate_master_nbytes]
+        copies += [bucket for bucket in trained if bucket.update.state.average is not None]
         return state + sum(bucket.layout.numel * bucket.update.master_weight.itemsize for bucket in copies)
 
     def moved_nbytes(self, num_micro_batches: int, tier: str) -> tuple[int, int]:
@@ -562,8 +562,8 @@ class ShardedModel:
             yield
         except BaseException as error:
             broken: Any = Broken(
-                f"{call} has failed halfway ({told(error).text}), and the engine holds a part of it: build the model "
-                "and its engine anew, and load the last checkpoint"
+                f"{call} has failed halfway ({shared_error(error).text}), and the engine holds a part of it: build the "
+                "model and its engine anew, and load the last checkpoint"
             )
             live = [parameter for parameter in self.module.parameters() if isinstance(parameter, LiveParameter)]
             settle(live, broken)

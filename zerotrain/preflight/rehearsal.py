@@ -502,8 +502,8 @@ def name_state(live: LiveMemory, engine: ZeroEngine) -> None:
         live.name("gradients", trained.gradient.shard)
         if not trained.update.home.moves:
             copy = [trained.update.master_weight] if trained.update.has_copy else []
-            average = [] if trained.update.kept.average is None else [trained.update.kept.average]
-            live.name("optimizer", *copy, *average, *trained.update.kept.state_tensors())
+            average = [] if trained.update.state.average is None else [trained.update.state.average]
+            live.name("optimizer", *copy, *average, *trained.update.state.state_tensors())
     live.name(SCRATCH, *engine.held.homes.windows)
     live.name(OTHERS, *engine.module.buffers())
 

@@ -56,7 +56,7 @@ FAULTS = {
     ),
     "agreed-whatever-was-given": Fault(
         "agreed",
-        Swap("_hash(repr([given, facts]))", "0"),
+        Swap("_hash(repr([arguments, facts]))", "0"),
         "ranks that were given other things go on with them",
         ("unit/engine/state/test_together.py::test_each_fact_that_differs_is_a_line_on_every_rank",),
     ),

@@ -81,9 +81,8 @@ class Subtrees:
 
     def clear(self) -> None:
         """Forget all sums; the buffers stay for the next step."""
-        if self._waiting:
-            self._free += [scratch for _, scratch in self._waiting]
-            self._waiting.clear()
+        self._free += [scratch for _, scratch in self._waiting]
+        self._waiting.clear()
         if self._root is not None:
             self._free.append(self._root)
             self._root = None
@@ -130,11 +129,13 @@ class Segment:
             targets = [target for target, gradient in zip(targets, gradients, strict=True) if gradient is not None]
             if not self.holds_values:
                 torch._foreach_zero_(missing)
-        if present:
-            if self.holds_values:
-                torch._foreach_add_(targets, present)
-            else:
-                _copy(targets, present, last_alone=self.ends_large)
+        if present and self.holds_values:
+            torch._foreach_add_(targets, present)
+        elif present:
+            if self.ends_large:
+                targets.pop().copy_(present.pop())  # in a kernel of its own
+            if present:
+                torch._foreach_copy_(targets, present)
         self.holds_values = True
         gradients.clear()
         self.forget()
@@ -143,15 +144,6 @@ class Segment:
         """Take the gradients from the parameters."""
         for parameter in self.parameters:
             set_grad(parameter, None)
-
-
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor], *, last_alone: bool) -> None:
-    """Copy tensors in one kernel, or the last in its own."""
-    if last_alone:
-        targets[-1].copy_(sources[-1])
-        targets, sources = targets[:-1], sources[:-1]
-    if targets:
-        torch._foreach_copy_(targets, sources)
 
 
 def cut_segments(spec: BucketSpec, layout: BucketLayout) -> list[Segment]:
@@ -270,7 +262,7 @@ class BucketGradient:
             self._unreduced = buffer
         self._filled = flat, _ = _cut(buffer, self.layout)
         if not is_clean:
-            # What lies between slots must be zero: it is summed, squared and updated with the rest.
+            # The gaps between slots must be zero: they are summed, squared and updated with the rest.
             (flat[self.layout.slots[-1].end :] if self.layout.is_dense else flat).zero_()
 
     def fill(self, segment: Segment, gradients: Gradients, *, counts: bool = True) -> None:
@@ -290,8 +282,7 @@ class BucketGradient:
             with named_range("move gradient", self.spec.name):
                 segment.move(gradients, views)
         except RuntimeError as error:  # torch copies no sparse tensor into a dense one
-            members = zip(self.spec.parameters[segment.slots], gradients, strict=True)
-            for managed, gradient in members:
+            for managed, gradient in zip(self.spec.parameters[segment.slots], gradients, strict=True):
                 if gradient is not None and gradient.layout is not torch.strided:
                     raise EngineStateError(
                         f"the gradient of {managed.names[0]} is sparse, and buckets hold dense ones: in the forward "
@@ -306,8 +297,9 @@ class BucketGradient:
         """A leaf before the last is complete: zeros where no gradient came, and as it would travel if each rank had one
         leaf. The buffer is no longer this bucket's. See [Note: leaves] in `subtrees`."""
         self.begin_filling(Backward(reduces=False, completes=False, in_last_leaf=False))
-        for segment in [each for each in self.segments if not each.holds_values]:
-            self.fill(segment, segment.gradients())
+        for segment in self.segments:
+            if not segment.holds_values:
+                self.fill(segment, segment.gradients())
         leaf, self._accumulator = self._accumulator, None
         assert leaf is not None  # a leaf before the last is filled into it
         if self.precision.separate_master and not self._widens:
@@ -361,7 +353,7 @@ class BucketGradient:
 
     def clear_unmoved(self) -> None:
         """Forget gradients that have not been moved into the bucket."""
-        # Of parameters that are not ready each would be a call into Python: 20,000 of them where a step was skipped.
+        # Each parameter that is not ready would cost a call into Python: 20,000 of them where a step was skipped.
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
                 segment.forget()

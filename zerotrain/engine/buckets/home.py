@@ -82,11 +82,6 @@ class Home:
 DEVICE = Home()
 
 
-def no_tensors() -> Iterator[tuple[Hashable, torch.Tensor]]:
-    """The tensors of a home that was left."""
-    return iter(())
-
-
 @dataclass(frozen=True)
 class _Slot:
     """The position of a tensor in the place."""
@@ -97,7 +92,7 @@ class _Slot:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, start: int) -> "_Slot":
+    def for_tensor(cls, tensor: torch.Tensor, start: int) -> "_Slot":
         dense = torch.empty_like(tensor, device="meta")  # of the same strides, if it is without gaps
         return cls(start, tensor.shape, dense.stride(), tensor.dtype)
 
@@ -187,12 +182,12 @@ class OffloadedHome(Home):
         if window is None:  # computed where they lie
             self.put_away()
             return
-        tier, last = self._windows.tier, DONE
+        tier, transfer = self._windows.tier, DONE
         if self._take_in(window.memory, from_outside=window.memory):
-            last = tier.store(window, self._place) if changed else tier.read()
-            self._leaving = last if changed else self._leaving
+            transfer = tier.store(window, self._place) if changed else tier.read()
+            self._leaving = transfer if changed else self._leaving
             self._point_to(self._place.memory)
-        self._windows.give_back(window, last)
+        self._windows.give_back(window, transfer)
 
     def put_away(self) -> None:
         if self._is_open:
@@ -208,8 +203,8 @@ class OffloadedHome(Home):
         start = tensor.data_ptr() - place.memory.data_ptr()
         if not (lies_on_host(tensor) and 0 <= start < place.nbytes):
             return tensor
-        found = self._windows.tier.look(place, start, tensor.nbytes)
-        return found.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        stored = self._windows.tier.look(place, start, tensor.nbytes)
+        return stored.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def forget(self) -> None:
         self._windows.tier.forget(self._place)
@@ -218,7 +213,7 @@ class OffloadedHome(Home):
         self._drop_fetched()
         self._settle()
         self._windows.tier.free(self._place)
-        self._tensors, self._moved = no_tensors, []
+        self._tensors, self._moved = lambda: iter(()), []
 
     def _settle(self) -> None:
         """Wait on the host for all that is under way with the place."""
@@ -238,8 +233,8 @@ class OffloadedHome(Home):
         strangers = self._outside(from_outside)
         for key, tensor in strangers:
             if key not in self._slots or not self._slots[key].fits(tensor):
-                start = max((each.stop for each in self._slots.values()), default=0)
-                self._slots[key] = _Slot.of(tensor, -(-start // ALIGN_NBYTES) * ALIGN_NBYTES)
+                start = max((slot.stop for slot in self._slots.values()), default=0)
+                self._slots[key] = _Slot.for_tensor(tensor, -(-start // ALIGN_NBYTES) * ALIGN_NBYTES)
         if any(self._slots[key].stop > self._place.nbytes for key, _ in strangers):
             self._move_to_larger()
             return False
@@ -262,7 +257,7 @@ class OffloadedHome(Home):
         self._slots.clear()
         stop = 0
         for key, tensor in tensors:
-            slot = self._slots[key] = _Slot.of(tensor, -(-stop // ALIGN_NBYTES) * ALIGN_NBYTES)
+            slot = self._slots[key] = _Slot.for_tensor(tensor, -(-stop // ALIGN_NBYTES) * ALIGN_NBYTES)
             stop = slot.stop
         place = self._windows.tier.place(whole_pages(stop))
         for key, tensor in tensors:
@@ -312,23 +307,22 @@ class Homes:
         OffloadError: no file can be made there.
     """
 
-    rates: Mapping[Tier, Rates]
-    """Speeds of the tiers, from `measure`."""
-
-    def __init__(self, given: OffloadConfig, world: World, prefetch: int) -> None:
-        self._given, self._world = given, world
-        self._kept: frozenset[str] = frozenset()
-        self.rates = {}
+    def __init__(self, settings: OffloadConfig, world: World, prefetch: int) -> None:
+        self._settings, self._world = settings, world
+        self._on_device: set[str] = set()
+        """Buckets whose optimizer state stays on the device."""
+        self.rates: Mapping[Tier, Rates] = {}
+        """Speeds of the tiers, from `measure`."""
         self.tiers_by_place: dict[tuple[str, torch.device], Tier] = {}
         """By cpu or disk, and the device of their windows."""
         crosses = self.update_on_host and not device_of(world.device).is_host
         self.crossing = Crossing(world.device) if crosses else None
         """The way to the host's updates and back; None where there are none, or the host is the device."""
         # A bucket whose gradient is on its way has its window too.
-        self._optimizer = self._kind(given.optimizer, OPTIMIZER_WINDOWS + crosses, given.update == "host")
+        self._optimizer = self._kind(settings.optimizer, OPTIMIZER_WINDOWS + crosses, settings.update == "host")
         # One is gathered from, as many as units are ahead are waiting, and one more is fetched.
-        self._parameters = self._kind(given.parameters, prefetch + 2, in_place=False)
-        activations = self._kind(given.activations, 3, in_place=False)
+        self._parameters = self._kind(settings.parameters, prefetch + 2, in_place=False)
+        activations = self._kind(settings.activations, 3, in_place=False)
         self.saved = None if activations is None else SavedTensors(activations.windows)
         """Tensors that forwards save for backwards, if these are offloaded."""
 
@@ -341,14 +335,15 @@ class Homes:
         is_real = device_of(self._world.device).holds_values
         device = torch.device("cpu") if on_host and is_real else self._world.device
         if (where, device) not in self.tiers_by_place:
-            on_disk = where == "disk" and is_real  # which nothing is written to in a rehearsal
-            self.tiers_by_place[where, device] = self._disk(device) if on_disk else HostTier(device)
+            tier: Tier
+            if where != "disk" or not is_real:  # a rehearsal writes nothing to a disk
+                tier = HostTier(device)
+            elif self._settings.path is None:
+                raise ConfigError("offload.path: got None; it must be a folder on the disk to offload to")
+            else:
+                tier = DiskTier(device, Path(self._settings.path), f"rank {self._world.rank}")
+            self.tiers_by_place[where, device] = tier
         return self.tiers_by_place[where, device]
-
-    def _disk(self, device: torch.device) -> DiskTier:
-        if self._given.path is None:
-            raise ConfigError("offload.path: got None; it must be a folder on the disk to offload to")
-        return DiskTier(device, Path(self._given.path), f"rank {self._world.rank}")
 
     def keep(self, numels: Mapping[str, int], *, has_whole: bool) -> None:
         """Decide which buckets keep their optimizer state on the device: the last, as many as `offload.keep` allows.
@@ -362,17 +357,16 @@ class Homes:
         """
         if self.update_on_host and has_whole:
             raise ConfigError(NOT_ON_HOST)
-        room, kept = self._given.keep * sum(numels.values()), set()
+        room, self._on_device = self._settings.keep * sum(numels.values()), set()
         for name, numel in reversed(list(numels.items())):
             room -= numel
             if room < 0:
                 break
-            kept.add(name)
-        self._kept = frozenset(kept)
+            self._on_device.add(name)
 
     def of_optimizer(self, spec: BucketSpec, planned_nbytes: Callable[[], int], tensors: Tensors) -> Home:
         """The home of a bucket's optimizer state."""
-        if self._optimizer is None or spec.name in self._kept or (nbytes := planned_nbytes()) == 0:
+        if self._optimizer is None or spec.name in self._on_device or (nbytes := planned_nbytes()) == 0:
             return DEVICE
         return _home(self._optimizer, nbytes, tensors)
 
@@ -422,12 +416,12 @@ class Homes:
     def windows(self) -> list[torch.Tensor]:
         """The memory of windows on the device that are not lent."""
         kinds = (self._optimizer, self._parameters, self.saved)
-        return [memory for each in kinds if each is not None for memory in each.windows.memories]
+        return [memory for kind in kinds if kind is not None for memory in kind.windows.memories]
 
     @property
     def update_on_host(self) -> bool:
         """Whether the optimizer's step is the host's, which needs a master weight there."""
-        return self._given.optimizer != "device" and self._given.update == "host"
+        return self._settings.optimizer != "device" and self._settings.update == "host"
 
 
 def _home(kind: _Kind | None, planned_nbytes: int, tensors: Tensors) -> Home:

@@ -74,8 +74,8 @@ def squares_by_tree(values: torch.Tensor, sums: torch.Tensor) -> None:
     for chunk, out in zip(values.split(TREE_NUMEL), sums.split(TREE_NUMEL // ALIGN_NUMEL), strict=True):
         rows = chunk.view(-1, ALIGN_NUMEL).to(torch.float64, copy=True)
         width = ALIGN_NUMEL // 2
-        left, right = rows[:, :width], rows[:, width:]
-        left.mul_(left).addcmul_(right, right)
+        lower, upper = rows[:, :width], rows[:, width:]
+        lower.mul_(lower).addcmul_(upper, upper)
         while width > 2:
             width //= 2
             rows[:, :width].add_(rows[:, width : 2 * width])

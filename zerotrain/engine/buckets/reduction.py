@@ -44,7 +44,7 @@ class BucketReduction:
         self._sum: torch.Tensor | None = None
         """(shard_numel,) master dtype: what the backwards of this step have reduced, from the second on."""
         self._squares: torch.Tensor | None = None
-        """What `take_squares` will give, where a gather is under way."""
+        """The result of `take_squares` to come, where a gather is under way."""
         self.handle = collectives.reduction(name, shard, wire_pool, leaves_per_rank=options.leaves_per_rank)
         """To be prepared before what the other ranks send may come, which may be before this rank's own part."""
         self._updated = shard if whole is None or options.plan.shards_optimizer else whole

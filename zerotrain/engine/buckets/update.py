@@ -24,7 +24,7 @@ from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout
 from zerotrain.sharding.plan import Plan
 
-# Which parts of a bucket a rank updates as one tensor each.
+# The parts of a bucket that a rank updates as one tensor each.
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +64,9 @@ def cut_spans(
 
 
 @dataclass(eq=False)
-class Kept:
-    """Apart from the bucket's update, which has the home: or each would keep the other in memory."""
+class OptimizerState:
+    """The tensors of a bucket's optimizer. They are apart from the bucket's update, which has the home: or each would
+    keep the other in memory."""
 
     master_weight: torch.Tensor
     has_copy: bool
@@ -133,19 +134,6 @@ class BucketUpdate:
         homes: where the optimizer's state lies between updates, the master weight among it if it is kept apart.
     """
 
-    where: slice
-    """The elements of the bucket that this rank updates: its own shard, or all."""
-    master_weight: torch.Tensor
-    """Master dtype, over `where`. The same storage as the model weight where the dtypes are equal."""
-    spans: list[Span]
-    """Spans that this rank updates by elements."""
-    whole: WholeTensors | None
-    """Tensors that are updated whole; None if there are none."""
-    has_copy: bool
-    """Whether the master weight is kept apart from the model's."""
-    device: torch.device
-    """On which the optimizer computes."""
-
     def __init__(
         self,
         layout: BucketLayout,
@@ -166,14 +154,18 @@ class BucketUpdate:
         self._groups, self._pool = groups, pool
         self._is_sharded = weights.plan.shards_optimizer
         self.where = update_range(layout, weights.plan, collectives.shards.rank)
+        """The elements of the bucket that this rank updates: its own shard, or all."""
         self.has_copy = master is not None
-        if master is not None:
-            self.master_weight = master
-        else:
-            self.master_weight = weights.shard if self._is_sharded else weights.held
+        """Whether the master weight is kept apart from the model's."""
+        if master is None:
+            master = weights.shard if self._is_sharded else weights.held
+        self.master_weight = master
+        """Master dtype, over `where`. The same storage as the model weight where the dtypes are equal."""
         self.spans = cut_spans(layout, self.spec.runs, self.where, self.master_weight)
+        """Spans that this rank updates by elements."""
         self.optimizer = groups.optimizer_of((span.key[0], span.target) for span in self.spans)
-        self.whole = None
+        self.whole: WholeTensors | None = None
+        """Tensors that are updated whole; None if there are none."""
         self._whole_optimizer = None
         if owners:
             self.whole = WholeTensors(
@@ -190,13 +182,14 @@ class BucketUpdate:
                 (members[slot].group, target) for slot, target in self.whole.targets.items()
             )
         optimizers = self.optimizer, self._whole_optimizer
-        self.kept = Kept(self.master_weight, self.has_copy, self.spans, self.whole, *optimizers)
-        self.home: Home = homes.of_optimizer(self.spec, self._planned_nbytes, self.kept.tensors)
-        (self.home if self.has_copy else weights.home).tell(self.kept.follow_master)
+        self.state = OptimizerState(self.master_weight, self.has_copy, self.spans, self.whole, *optimizers)
+        self.home: Home = homes.of_optimizer(self.spec, self._planned_nbytes, self.state.tensors)
+        (self.home if self.has_copy else weights.home).tell(self.state.follow_master)
         self.home.put_away()
         self.home.forget()
         self._crossing = homes.crossing if self.home.moves else None
         self.device = self.home.device or collectives.world.device
+        """The device on which the optimizer computes."""
         self.is_away = self.home.moves or weights.home.moves
         """Whether something of what is updated lies off the device at rest."""
 
@@ -204,8 +197,8 @@ class BucketUpdate:
         """Bytes that the home will hold once the optimizer has made its state."""
         groups, owned = self._groups, self.whole.targets.values() if self.whole is not None else ()
         state = groups.state_nbytes([span.target.numel() for span in self.spans], is_whole=False)
-        state += groups.state_nbytes([each.numel() for each in owned], is_whole=True)
-        return self.kept.separate_master_nbytes + state
+        state += groups.state_nbytes([target.numel() for target in owned], is_whole=True)
+        return self.state.separate_master_nbytes + state
 
     # ---- a step
 
@@ -220,7 +213,7 @@ class BucketUpdate:
 
         Args:
             factor: 0-dim, what gradients are multiplied with: clipped, and without the loss scale; None for 1.
-            average_share: see `Kept.update_average`; None: the average is not due, or there is none.
+            average_share: see `OptimizerState.update_average`; None: the average is not due, or there is none.
 
         Returns:
             The work. It pauses where whole tensors are on the wire or a gradient is on its way to the host, for other
@@ -229,13 +222,10 @@ class BucketUpdate:
         self._weights.about_to_change()
         if self._crossing is not None:
             yield from self._run_across(self._crossing, factor, average_share)
-        elif self.is_away:
+        else:
             with self._at_hand():
                 yield from self.renew(factor, average_share)
                 self.changed()
-        else:
-            yield from self.renew(factor, average_share)
-            self.changed()
 
     def _run_across(
         self, crossing: Crossing, factor: torch.Tensor | None, average_share: float | None
@@ -280,22 +270,36 @@ class BucketUpdate:
             is_off: 0-dim fp32 on the device: 1 for a step that changes nothing, else 0; None for 0.
             on_host: waits for the gradient, scaled, to have come to the host, and gives it; None: it is the device's.
         """
-        step = partial(_step, self._groups)
         with named_range("optimizer", self.spec.name):
             self._take_writes()
             gradient, lent = self._scaled(factor) if on_host is None else (on_host(), None)
             try:
-                step(self.optimizer, [(span.target, gradient[span.where]) for span in self.spans], is_off)
+                self._step(self.optimizer, [(span.target, gradient[span.where]) for span in self.spans], is_off)
                 rest: Iterator[None] = iter(())
                 if self.whole is not None:
-                    rest = self.whole.update(gradient, partial(step, self._whole_optimizer))
+                    rest = self.whole.update(gradient, partial(self._step, self._whole_optimizer))
             finally:
                 if lent is not None:
                     self._pool.give_back(lent)
         yield from rest
         if average_share is not None:
-            self.kept.update_average(average_share)
+            self.state.update_average(average_share)
         self.refilled()
+
+    def _step(
+        self, optimizer: torch.optim.Optimizer | None, updates: Updates, is_off: torch.Tensor | None = None
+    ) -> None:
+        if optimizer is None:
+            return
+        self._groups.show_hyperparameters(optimizer)
+        untyped: Any = optimizer
+        if is_off is not None:  # torch.amp.GradScaler turns a step off by these attributes
+            untyped.grad_scale, untyped.found_inf = None, is_off
+        try:
+            step_on_lent(optimizer, updates)
+        finally:
+            if is_off is not None:
+                del untyped.grad_scale, untyped.found_inf
 
     def _scaled(self, factor: torch.Tensor | None) -> tuple[torch.Tensor, Scratch | None]:
         """The reduced gradient times `factor`, over `where`; and the buffer that it is lent in, where it has the master
@@ -339,27 +343,23 @@ class BucketUpdate:
 
     def current_weight(self) -> torch.Tensor:
         """`master_weight`, with what others than the engine have written into the parameters."""
-        self._rest()
+        self.home.put_away()
+        self._weights.home.put_away()
         self._weights.take_writes()
         self._take_writes()
         return self.master_weight
 
     def swap_average(self) -> None:
         """Let the average and the weights change places, between steps; a few MiB are held twice meanwhile."""
-        weight, average = self.current_weight(), self.kept.average
+        weight, average = self.current_weight(), self.state.average
         assert average is not None  # it has been updated
         self._weights.about_to_change()
-        for one, other in zip(weight.split(SWAPPED_NUMEL), average.split(SWAPPED_NUMEL), strict=True):
-            kept = one.clone()
-            one.copy_(other)
-            other.copy_(kept)
+        for weights, averages in zip(weight.split(SWAPPED_NUMEL), average.split(SWAPPED_NUMEL), strict=True):
+            former = weights.clone()
+            weights.copy_(averages)
+            averages.copy_(former)
         self.refilled()
         self.changed()
-
-    def _rest(self) -> None:
-        """Whoever looks at what is kept between steps finds it at rest."""
-        self.home.put_away()
-        self._weights.home.put_away()
 
     # ---- what is kept
 
@@ -385,9 +385,9 @@ class BucketUpdate:
 
     def state_at_first(self, group: int, target: torch.Tensor) -> dict[str, Any]:
         """State that the optimizer of a group has of a tensor before the first gradient: of most optimizers none."""
-        made = self._groups.optimizer_of([(group, target)])
-        assert made is not None
-        state: dict[str, Any] = made.state.get(target, {})
+        optimizer = self._groups.optimizer_of([(group, target)])
+        assert optimizer is not None
+        state: dict[str, Any] = optimizer.state.get(target, {})
         return state
 
     @property
@@ -395,8 +395,8 @@ class BucketUpdate:
         """Bytes of optimizer state, separate master weight and average on the device between updates."""
         if self.home.nbytes:
             return 0
-        average = 0 if self.kept.average is None else self.kept.average.nbytes
-        return self.kept.separate_master_nbytes + average + sum(tensor.nbytes for tensor in self.kept.state_tensors())
+        average = 0 if self.state.average is None else self.state.average.nbytes
+        return self.state.separate_master_nbytes + average + sum(tensor.nbytes for tensor in self.state.state_tensors())
 
 
 def scaled(gradient: torch.Tensor, factor: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
@@ -408,30 +408,6 @@ def scaled(gradient: torch.Tensor, factor: torch.Tensor | None, out: torch.Tenso
     if device_of(out.device).is_host:
         return out.copy_(gradient).mul_(factor)
     return torch.mul(gradient, factor.view(1), out=out)  # one of 0 dimensions would be rounded to the narrow dtype
-
-
-def _step(
-    groups: ParamGroups, optimizer: torch.optim.Optimizer | None, updates: Updates, is_off: torch.Tensor | None = None
-) -> None:
-    if optimizer is None:
-        return
-    groups.show_hyperparameters(optimizer)
-    with _turned_off(optimizer, is_off):
-        step_on_lent(optimizer, updates)
-
-
-@contextmanager
-def _turned_off(optimizer: torch.optim.Optimizer, is_off: torch.Tensor | None) -> Iterator[None]:
-    """In here a step changes nothing where `is_off` is 1: as torch.amp.GradScaler tells it."""
-    if is_off is None:
-        yield
-        return
-    told: Any = optimizer
-    told.grad_scale, told.found_inf = None, is_off
-    try:
-        yield
-    finally:
-        del told.grad_scale, told.found_inf
 
 
 def step_on_lent(optimizer: torch.optim.Optimizer, updates: Updates) -> None:

@@ -10,13 +10,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.home import Homes
 from zerotrain.engine.buckets.life import WEIGHT_TRANSITIONS, Life, WeightState
 from zerotrain.engine.model.forward import named_range
-from zerotrain.engine.model.live_parameter import (
-    UnreadyParameter,
-    live_class,
-    set_data,
-    set_grad,
-    settle,
-)
+from zerotrain.engine.model.live_parameter import UnreadyParameter, live_class, set_data, set_grad, settle
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout, FlatBuffer
 from zerotrain.sharding.plan import Plan
@@ -38,13 +32,6 @@ class BucketWeights:
 
     before_change: Callable[[], None] | None = None
     """Called by `about_to_change`, while a save reads the bucket beside the training."""
-    own: slice
-    """This rank's range of the bucket."""
-
-    model_weight: FlatBuffer
-    """(padded_numel,) compute dtype; the parameters are views of it. Sharded parameters: memory only while in use."""
-    shard: torch.Tensor
-    """(shard_numel,) compute dtype, this rank's range. Within model_weight where that is always held."""
 
     def __init__(
         self,
@@ -61,6 +48,8 @@ class BucketWeights:
         self.plan = plan
         self.life = Life(f"weights of {spec.name}", WeightState.FULL, WEIGHT_TRANSITIONS)
         self.model_weight = values
+        """(padded_numel,) compute dtype; the parameters are views of it. If they are sharded, it has memory only while
+        in use."""
         if values.tensor.dtype != spec.dtype:
             self.model_weight = FlatBuffer.zeros(layout, spec.dtype, values.tensor.device)
             self.model_weight.tensor.copy_(values.tensor)
@@ -72,7 +61,9 @@ class BucketWeights:
         settle(spec.tensors, None)
         self.writes = Writes(spec.tensors)
         self.own = layout.shard(collectives.shards.rank)
+        """This rank's range of the bucket."""
         self.shard = self.model_weight.tensor[self.own]
+        """(shard_numel,) compute dtype, this rank's range. Within model_weight where that is always held."""
         if plan.shards_parameters:
             self.shard = self.shard.clone()
         self.home = homes.of_shard(plan, self.shard)
@@ -143,8 +134,8 @@ class BucketWeights:
     def about_to_change(self) -> None:
         """Call before the bucket's weights, master weights or optimizer state change: a save may be reading them."""
         # Read once: the thread that saves takes it away when it has all.
-        if (before := self.before_change) is not None:
-            before()
+        if (announce := self.before_change) is not None:
+            announce()
 
     def take_writes(self) -> None:
         """Bring `held` up to date with what others than the engine have written into the parameters."""
@@ -220,7 +211,7 @@ class Writes:
         self._num_versions = self._count()
 
     def _count(self) -> int:
-        # Of parameters that are not ready each would be a call into Python.
+        # Each parameter that is not ready would cost a call into Python.
         with torch._C.DisableTorchFunctionSubclass():
             return sum(map(_version_of, self._parameters))
 
@@ -235,7 +226,9 @@ class Writes:
             return False
         self._num_versions, self.may_be_uncounted, self.are_new = num_versions, False, True
         if counted:
-            self.digest = (31 * self.digest + _digest(weights) + 1) % _MODULUS
+            # A sum over the bits of all weights. It waits for the device, a cost only for those who write.
+            bits = weights.view({2: torch.int16, 4: torch.int32}[weights.itemsize])
+            self.digest = (31 * self.digest + int(bits.sum(dtype=torch.int64).item()) % _MODULUS + 1) % _MODULUS
         return True
 
     def start_anew(self) -> None:
@@ -250,9 +243,3 @@ class Writes:
         gradients with weights it was not made with."""
         torch.autograd.graph.increment_version(self._parameters)
         self._num_versions += len(self._parameters)
-
-
-def _digest(weights: torch.Tensor) -> int:
-    """Hash of the bits of all weights. It waits for the device, a cost only for those who write."""
-    whole = {2: torch.int16, 4: torch.int32}[weights.itemsize]
-    return int(weights.view(whole).sum(dtype=torch.int64).item()) % _MODULUS

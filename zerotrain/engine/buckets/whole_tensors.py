@@ -60,13 +60,13 @@ class WholeTensors:
         self._pool = pool
         self._is_sharded = is_sharded
         rank = collectives.shards.rank
-        fragments = [each for slot, owner in enumerate(owners) for each in cut_fragments(layout, slot, owner)]
-        self._is_exchanged = is_sharded and any(each.travels for each in fragments)
-        self._leaving = [each for each in fragments if each.rank == rank and each.travels]
-        self._leaving.sort(key=lambda each: each.owner)
-        self._coming = [each for each in fragments if each.owner == rank and each.travels]
-        self._coming.sort(key=lambda each: each.rank)
-        self._staying = [each for each in fragments if each.rank == rank and not each.travels]
+        fragments = [fragment for slot, owner in enumerate(owners) for fragment in cut_fragments(layout, slot, owner)]
+        self._is_exchanged = is_sharded and any(fragment.travels for fragment in fragments)
+        self._leaving = [fragment for fragment in fragments if fragment.rank == rank and fragment.travels]
+        self._leaving.sort(key=lambda fragment: fragment.owner)
+        self._coming = [fragment for fragment in fragments if fragment.owner == rank and fragment.travels]
+        self._coming.sort(key=lambda fragment: fragment.rank)
+        self._staying = [fragment for fragment in fragments if fragment.rank == rank and not fragment.travels]
         if is_sharded:
             # An expanded scalar: it has the tensor's shape, and no memory.
             self._at_rest = master_weight.new_zeros(())
@@ -99,7 +99,7 @@ class WholeTensors:
         """
         if not self._is_sharded:
             return 0
-        numel = 2 * sum(each.numel for each in self._leaving) + sum(each.numel for each in self._coming)
+        numel = 2 * sum(fragment.numel for fragment in self._leaving) + sum(fragment.numel for fragment in self._coming)
         return numel * self._master_weight.itemsize
 
     def update(self, gradient: torch.Tensor, step: Callable[[Updates], None]) -> Iterator[None]:
@@ -120,45 +120,47 @@ class WholeTensors:
         master = self._master_weight
         whole = self._pool.take(2 * self._whole_numel)
         tensors, gradients = self._views(whole, 0), self._views(whole, self._whole_numel)
-        for each in self._staying:
-            tensors[each.slot].view(-1)[each.in_tensor].copy_(master[each.in_shard])
-            gradients[each.slot].view(-1)[each.in_tensor].copy_(gradient[each.in_shard])
-        sent = [source[each.in_shard] for each in self._leaving for source in (master, gradient)]
-        there = self._ship(sent, self._leaving, self._coming, num_parts=2)
-        return self._rest_of_update(whole, tensors, gradients, there, step)
+        for fragment in self._staying:
+            tensors[fragment.slot].view(-1)[fragment.in_tensor].copy_(master[fragment.in_shard])
+            gradients[fragment.slot].view(-1)[fragment.in_tensor].copy_(gradient[fragment.in_shard])
+        sent = [source[fragment.in_shard] for fragment in self._leaving for source in (master, gradient)]
+        shipment = self._ship(sent, self._leaving, self._coming, num_parts=2)
+        return self._rest_of_update(whole, tensors, gradients, shipment, step)
 
     def _rest_of_update(
         self,
         whole: Scratch,
         tensors: dict[int, torch.Tensor],
         gradients: dict[int, torch.Tensor],
-        there: Shipment | None,
+        shipment: Shipment | None,
         step: Callable[[Updates], None],
     ) -> Iterator[None]:
         name = self._name
-        if there is not None:
+        if shipment is not None:
             yield
             with named_range("wait for whole tensors", name):
-                both = (tensors, gradients)
-                self._unload(
-                    there, [part[each.slot].view(-1)[each.in_tensor] for each in self._coming for part in both]
-                )
+                parts = [
+                    whole_of[fragment.slot].view(-1)[fragment.in_tensor]
+                    for fragment in self._coming
+                    for whole_of in (tensors, gradients)
+                ]
+                self._unload(shipment, parts)
         with named_range("optimizer of whole tensors", name):
             for slot, target in self.targets.items():
                 target.data = tensors[slot]
             step([(target, gradients[slot]) for slot, target in self.targets.items()])
             for target in self.targets.values():
                 target.data = self._at_rest.expand(target.shape)
-        updated = [tensors[each.slot].view(-1)[each.in_tensor] for each in self._coming]
+        updated = [tensors[fragment.slot].view(-1)[fragment.in_tensor] for fragment in self._coming]
         back = self._ship(updated, self._coming, self._leaving, num_parts=1)
         master = self._master_weight
-        for each in self._staying:
-            master[each.in_shard].copy_(tensors[each.slot].view(-1)[each.in_tensor])
+        for fragment in self._staying:
+            master[fragment.in_shard].copy_(tensors[fragment.slot].view(-1)[fragment.in_tensor])
         self._pool.give_back(whole)
         if back is not None:
             yield
             with named_range("wait for updated tensors", name):
-                self._unload(back, [master[each.in_shard] for each in self._leaving])
+                self._unload(back, [master[fragment.in_shard] for fragment in self._leaving])
 
     def _views(self, whole: Scratch, start: int) -> dict[int, torch.Tensor]:
         flat, slots = whole.storage[start:], self._slots
@@ -172,11 +174,11 @@ class WholeTensors:
     ) -> Shipment | None:
         if not self._is_exchanged:
             return None
-        here, num_ranks = self._collectives.shards.rank, self._collectives.shards.size
+        rank, num_ranks = self._collectives.shards.rank, self._collectives.shards.size
         numels = [[0] * num_ranks, [0] * num_ranks]
         for side, fragments in zip(numels, (leaving, coming), strict=True):
-            for each in fragments:
-                side[each.owner if each.rank == here else each.rank] += num_parts * each.numel
+            for fragment in fragments:
+                side[fragment.owner if fragment.rank == rank else fragment.rank] += num_parts * fragment.numel
         buffers = [self._pool.take(sum(side)) for side in numels]
         sent, received = (buffer.storage[: sum(side)] for buffer, side in zip(buffers, numels, strict=True))
         _copy_all(sent.split([part.numel() for part in parts]), parts)

@@ -1,1 +1,1 @@
-"""Which parameters are updated with what, and by which optimizer."""
+"""The groups of parameters, with their hyperparameters and their optimizers."""

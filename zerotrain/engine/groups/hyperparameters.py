@@ -11,7 +11,7 @@ from zerotrain.checkpoint.manifest import dtype_of
 from zerotrain.device.device import lies_on_host
 from zerotrain.errors import EngineStateError
 
-_TOLD_AS_IT_IS = frozenset({float, int, bool, str, type(None)})
+_PLAIN_TYPES = frozenset({float, int, bool, str, type(None)})
 _ON_THE_DEVICE = "on the device"
 _MISSING = object()
 
@@ -23,12 +23,10 @@ class Hyperparameters(dict[str, Any]):
     they find one, and whoever changes "lr" before means theirs to begin with that.
     """
 
-    own: frozenset[str]
-    """The names of the numbers that the optimizer's steps change."""
-
     def __init__(self, settings: Mapping[str, Any], own: frozenset[str] = frozenset()) -> None:
         super().__init__(settings)
         self.own = own
+        """The names of the numbers that the optimizer's steps change."""
         self._built = dict(settings)
         self.first_lr = float(self.get("lr") or 0.0)
 
@@ -103,32 +101,36 @@ def show(settings: Mapping[str, Any], own: Collection[str], group: dict[str, Any
     group.update({name: deepcopy(settings[name]) for name in own if name in settings})
 
 
-def told(value: Any) -> Any:
+def as_plain(value: Any, *, reads: bool = False) -> Any:
     """A hyperparameter as something that has the same `repr` on ranks that have the same: of an object, such as a
-    function, its class alone; a tensor on a device is not read."""
-    if type(value) in _TOLD_AS_IT_IS:
+    function, its class alone.
+
+    Args:
+        reads: whether a tensor on a device is read.
+    """
+    if type(value) in _PLAIN_TYPES:
         return value
     if isinstance(value, list | tuple):
-        return [told(each) for each in value]
+        return [as_plain(element, reads=reads) for element in value]
     if isinstance(value, torch.Tensor):
-        return value.tolist() if lies_on_host(value) else _ON_THE_DEVICE
+        return value.tolist() if reads or lies_on_host(value) else _ON_THE_DEVICE
     return float(value) if isinstance(value, Real) else type(value).__name__
 
 
-def told_values(groups: Iterable[Mapping[str, Any]]) -> tuple[str, list[torch.Tensor]]:
+def plain_values(groups: Iterable[Mapping[str, Any]]) -> tuple[str, list[torch.Tensor]]:
     """The values of all groups in their order: as text, and the tensors of a device, which are not read."""
     values = [value for group in groups for value in group.values()]
-    text = repr([value if type(value) in _TOLD_AS_IT_IS else told(value) for value in values])
+    text = repr([value if type(value) in _PLAIN_TYPES else as_plain(value) for value in values])
     if _ON_THE_DEVICE not in text:
         return text, []
-    nested = [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
-    return text, [each for each in nested if isinstance(each, torch.Tensor) and not lies_on_host(each)]
+    nested = [element for value in values for element in (value if isinstance(value, list | tuple) else [value])]
+    return text, [element for element in nested if isinstance(element, torch.Tensor) and not lies_on_host(element)]
 
 
 def mixed(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
     """Tensors of one device -> 0-dim fp64 there: a whole number below 2**47 that differs where they do, without reading
     them."""
-    bits = torch.cat([each.detach().reshape(-1).to(torch.float64) for each in numbers]).view(torch.int64)
+    bits = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in numbers]).view(torch.int64)
     odd = torch.arange(1, 2 * bits.numel(), 2, dtype=torch.int64, device=bits.device)
     return ((bits * odd).sum() >> 17).to(torch.float64)
 
@@ -136,16 +138,10 @@ def mixed(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
 def shown_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Each value as text, under a name such as "lr of group 'matrices'"; a tensor on a device is read."""
     return {
-        f"{name} of group {group.get('name', index)!r}": str(told(_read(value)))
+        f"{name} of group {group.get('name', index)!r}": str(as_plain(value, reads=True))
         for index, group in enumerate(groups)
         for name, value in group.items()
     }
-
-
-def _read(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_read(each) for each in value]
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 # ---- out to a checkpoint, and back
@@ -194,10 +190,10 @@ def _fits(saved: Any, own: Any) -> bool:
 
 
 def _saved(value: Any) -> Any:
-    if type(value) in _TOLD_AS_IT_IS:
+    if type(value) in _PLAIN_TYPES:
         return value
     if isinstance(value, list | tuple):
-        return [_saved(each) for each in value]
+        return [_saved(element) for element in value]
     if isinstance(value, torch.Tensor):
         return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.tolist()}
     return float(value) if isinstance(value, Real) else {"object": type(value).__name__}
@@ -212,6 +208,6 @@ def restored(saved: Any, own: Any) -> Any:
         return own.fill_(saved)
     if isinstance(saved, list):
         owned = list(own) if isinstance(own, list | tuple) and len(own) == len(saved) else [None] * len(saved)
-        values = [restored(each, mine) for each, mine in zip(saved, owned, strict=True)]
+        values = [restored(element, own_element) for element, own_element in zip(saved, owned, strict=True)]
         return values if isinstance(own, list) else tuple(values)
     return saved

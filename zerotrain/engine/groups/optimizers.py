@@ -49,29 +49,38 @@ class MuonWithAdamW:
         Raises:
             ConfigError: there are none, a pattern matches none, or `matrices` is neither auto nor a list.
         """
-        trainable = [(unit, each) for unit in units for each in unit.parameters if each.parameter.requires_grad]
-        two_dimensional = [(unit, each) for unit, each in trainable if each.parameter.ndim == 2]
+        two_dimensional = [
+            (unit, managed)
+            for unit in units
+            for managed in unit.parameters
+            if managed.parameter.requires_grad and managed.parameter.ndim == 2
+        ]
         if isinstance(self.matrices, str):
             if self.matrices != "auto":
                 raise ConfigError(
                     f"MuonWithAdamW(matrices={self.matrices!r}): must be auto, or a list of name patterns such as "
                     f"MuonWithAdamW(matrices=[{self.matrices!r}])"
                 )
-            chosen = [each for unit, each in two_dimensional if not unit.is_root and not _is_embedding(each)]
+            chosen = [
+                managed
+                for unit, managed in two_dimensional
+                if not unit.is_root and not any(isinstance(owner, nn.Embedding) for owner, _ in managed.owners)
+            ]
             if not chosen:
                 raise ConfigError(
                     "MuonWithAdamW(matrices='auto'): found no two-dimensional parameter in a repeated block of the "
                     "model; name some, such as MuonWithAdamW(matrices=['*.weight']), or the blocks with zero.units"
                 )
             return chosen
+        matrices = [managed for _, managed in two_dimensional]
         for pattern in self.matrices:
-            if not any(_matches(each, pattern) for _, each in two_dimensional):
-                known = ", ".join(each.names[0] for _, each in two_dimensional[:3])
+            if not any(_matches(managed, pattern) for managed in matrices):
+                candidates = ", ".join(managed.names[0] for managed in matrices[:3])
                 raise ConfigError(
                     f"MuonWithAdamW(matrices=...): no trainable two-dimensional parameter matches {pattern!r}; there "
-                    f"are {known or 'none'} and so on"
+                    f"are {candidates or 'none'} and so on"
                 )
-        return [each for _, each in two_dimensional if any(_matches(each, pattern) for pattern in self.matrices)]
+        return [managed for managed in matrices if any(_matches(managed, pattern) for pattern in self.matrices)]
 
     def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The optimizer of groups that are all updated whole, or all by elements."""
@@ -92,10 +101,6 @@ class MuonWithAdamW:
             weight_decay=self.adamw_weight_decay,
             fused=self.fused,
         )
-
-
-def _is_embedding(managed: ModelParameter) -> bool:
-    return any(isinstance(owner, nn.Embedding) for owner, _ in managed.owners)
 
 
 def _matches(managed: ModelParameter, pattern: str) -> bool:
@@ -125,7 +130,7 @@ def build_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> 
     Raises:
         ConfigError: it is known to need more than it would get, or refuses what it gets.
     """
-    optimizer = _made(factory, groups)
+    optimizer = _make(factory, groups)
     kind = type(optimizer).__name__
     if kind in NEEDS_EVERYTHING:
         raise ConfigError(f"optimizer={kind}: {NEEDS_EVERYTHING[kind]}, which no rank has; use AdamW, SGD or the like")
@@ -148,19 +153,20 @@ def require_values(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]
     if not settings:
         return
     try:
-        known = inspect.signature(kind).parameters
-        made = {name: value for name, value in defaults.items() if name in known}
-        kind([torch.zeros(SAMPLE_SHAPE)], **made)
+        allowed = inspect.signature(kind).parameters
+        keywords = {name: value for name, value in defaults.items() if name in allowed}
+        kind([torch.zeros(SAMPLE_SHAPE)], **keywords)
     except Exception:  # a user's class that cannot be made so
         return
     for name, value in settings.items():
         if isinstance(value, str) and isinstance(defaults.get(name), Real):
             raise ConfigError(f"param_groups: {name}={value!r} is a text; {kind.__name__} takes a number")
     try:
-        kind([torch.zeros(SAMPLE_SHAPE)], **made | {name: value for name, value in settings.items() if name in known})
+        keywords |= {name: value for name, value in settings.items() if name in allowed}
+        kind([torch.zeros(SAMPLE_SHAPE)], **keywords)
     except (ValueError, TypeError, LookupError) as error:
-        told = ", ".join(f"{name}={value}" for name, value in settings.items())
-        raise ConfigError(f"param_groups: {kind.__name__} cannot have {told}: {error}") from error
+        listing = ", ".join(f"{name}={value}" for name, value in settings.items())
+        raise ConfigError(f"param_groups: {kind.__name__} cannot have {listing}: {error}") from error
 
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
@@ -200,22 +206,22 @@ def updates_whole(factory: OptimizerFactory) -> bool:
 
 
 def _sample(factory: OptimizerFactory) -> torch.optim.Optimizer:
-    return _made(factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "whole matrices"}])
+    return _make(factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "whole matrices"}])
 
 
-def _made(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _make(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     try:
-        made = factory(groups)
+        optimizer = factory(groups)
     except TypeError as error:  # it compares a text with a number, and names neither
         settings = "".join(f"{name}={value!r}, " for name, value in getattr(factory, "keywords", {}).items())
         raise ConfigError(f"optimizer: {settings}{error}") from error
     except ValueError as error:
         raise ConfigError(f"optimizer: {error}") from error
-    if not isinstance(made, torch.optim.Optimizer):
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"optimizer: makes a {type(made).__name__} of its groups; it must make a torch.optim.Optimizer"
+            f"optimizer: makes a {type(optimizer).__name__} of its groups; it must make a torch.optim.Optimizer"
         )
-    return made
+    return optimizer
 
 
 def sampled_nbytes(factory: OptimizerFactory, *, is_whole: bool) -> int:

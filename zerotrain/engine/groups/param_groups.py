@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zerotrain.device.kinds import device_of
-from zerotrain.engine.groups.hyperparameters import Hyperparameters, OwnNumbers, show, shown_groups, told
+from zerotrain.engine.groups.hyperparameters import Hyperparameters, OwnNumbers, as_plain, show, shown_groups
 from zerotrain.engine.groups.optimizers import (
     SAMPLE_SHAPE,
     WHOLE,
@@ -42,8 +42,8 @@ class ParamGroups:
         parameters: of the model, in module order.
         units: of the model: an optimizer may choose by them what it updates whole.
         factory: makes an optimizer from groups.
-        given: as for `build_engine`; None: one group, "parameters". Parameters that are updated whole have groups of
-            their own, whose names begin with "whole ".
+        param_groups: as for `build_engine`; None: one group, "parameters". Parameters that are updated whole have
+            groups of their own, whose names begin with "whole ".
         decay_all: False: weight decay is for parameters of two or more dimensions, unless a group sets it: a group NAME
             has those of fewer in "NAME others", whose weight decay is 0, and what no group names is in "matrices" and
             "others".
@@ -67,7 +67,7 @@ class ParamGroups:
         parameters: Sequence[ModelParameter],
         units: Sequence[Unit[ModelParameter]],
         factory: OptimizerFactory,
-        given: Sequence[dict[str, Any]] | None,
+        param_groups: Sequence[dict[str, Any]] | None,
         *,
         decay_all: bool = True,
         device: torch.device | None = _CPU,
@@ -76,7 +76,7 @@ class ParamGroups:
         self.factory = factory
         self._device = device if device is not None and device_of(device).holds_values else None
         self._probed: dict[str, frozenset[str]] = {}
-        """What `probe` has returned, by hyperparameters as text."""
+        """The results of `probe`, by hyperparameters as text."""
         self._groups: list[tuple[Hyperparameters, OwnNumbers | None]] = []
         """As in `hyperparameters`, which is the user's, with the numbers that the optimizer of a group changes; None:
         there are none."""
@@ -85,7 +85,7 @@ class ParamGroups:
         self.hyperparameters, self.kinds = [], []
         self._units, self._decay_all, self._warns = units, decay_all, warns
         self._parameters = parameters
-        self._names = {each.parameter: each.names for each in parameters}
+        self._names = {managed.parameter: managed.names for managed in parameters}
         self._group: dict[nn.Parameter, int] = {}
         self._home: dict[nn.Parameter, str] = {}
         """The name of the group of each, without "whole "."""
@@ -96,14 +96,15 @@ class ParamGroups:
         self._classified: set[nn.Parameter] = set()
         """The parameters that have been trained: only those are known to be updated whole or not."""
         self._whole: set[nn.Parameter] = set()
-        self._decays = not decay_all and "weight_decay" in self._sample(self._named("parameters")).defaults
+        self._decays = not decay_all and "weight_decay" in self._sample(self._default_name("parameters")).defaults
         """Whether weight decay is for matrices alone."""
         self._classify(self.trainable)
-        for group in [] if given is None else given if isinstance(given, Iterable) else [given]:
-            self._add(group)
+        if param_groups is not None:
+            for group in param_groups if isinstance(param_groups, Iterable) else [param_groups]:
+                self._add(group)
         num_given = len(self.hyperparameters)
         rest = [parameter for parameter in self._names if parameter not in self._home]
-        if given is None or not decay_all:
+        if param_groups is None or not decay_all:
             self._add_default_groups(rest)
             # First, since of the first group's learning rate is told as of the run's.
             self.hyperparameters = self.hyperparameters[num_given:] + self.hyperparameters[:num_given]
@@ -119,7 +120,7 @@ class ParamGroups:
     def _classify(self, started: Sequence[nn.Parameter]) -> None:
         """Ask the optimizer which of these parameters, that train now, it updates whole."""
         if new := {parameter for parameter in started if parameter not in self._classified}:
-            self._whole |= new & {each.parameter for each in needing_whole(self.factory, self._units)}
+            self._whole |= new & {managed.parameter for managed in needing_whole(self.factory, self._units)}
             self._classified |= new
 
     def _add_default_groups(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -129,36 +130,36 @@ class ParamGroups:
             self._home[parameter] = kinds[0 if parameter.ndim >= 2 else -1]
         self._settings |= {kind: {} for kind in kinds} | ({"others": {"weight_decay": 0.0}} if self._decays else {})
         if self._whole or len(self._home) > len(parameters):
-            kinds = sorted({self._full_name(each) for each in parameters if each.requires_grad})
+            kinds = sorted({self._full_name(parameter) for parameter in parameters if parameter.requires_grad})
         for name in kinds:
             self._append(name)
         self._take_places(parameters)
 
     def _add(self, group: dict[str, Any]) -> None:
         """Append a group, in its parts; of the parameters it names it gets those that no group has."""
-        named, settings = _named_in(group), {key: value for key, value in group.items() if key != "params"}
+        params, settings = _params_of(group), {key: value for key, value in group.items() if key != "params"}
         name = settings.pop("name", f"group {len(self.hyperparameters)}")
         if {name, f"{name} others"} & self._settings.keys():
             raise ConfigError(f"param_groups: two groups are called {name!r}; give each a name of its own")
         if name.startswith(WHOLE) or (not self._decay_all and name in OF_THE_REST):
             raise ConfigError(f"param_groups: a group is called {name!r}, a name of the engine's; give it another")
-        members = self.find(named, "param_groups")
-        taken = [each for each in named if isinstance(each, nn.Parameter) and each in self._home]
-        if taken:
-            raise ConfigError(f"param_groups: {self._listed(taken)} in two groups; leave it in one")
+        members = self.find(params, "param_groups")
+        if duplicates := [param for param in params if isinstance(param, nn.Parameter) and param in self._home]:
+            raise ConfigError(f"param_groups: {self._listed(duplicates)} in two groups; leave it in one")
         members = [parameter for parameter in members if parameter not in self._home]
         self._settings[name] = settings
         self._home |= dict.fromkeys(members, name)
         if self._decays and "weight_decay" not in settings:
-            others = [parameter for parameter in members if parameter.ndim < 2]
-            if len(others) == len(members):
+            vectors = [parameter for parameter in members if parameter.ndim < 2]
+            if len(vectors) == len(members):
                 self._settings[name] = settings | {"weight_decay": 0.0}
-            elif others:
+            elif vectors:
                 self._settings[f"{name} others"] = settings | {"weight_decay": 0.0}
-                self._home |= dict.fromkeys(others, f"{name} others")
-        bare = self._named(name)
-        self._require_known({self._full_name(each) for each in members} or {bare}, settings)
-        for part in dict.fromkeys(self._full_name(each) for each in members if each.requires_grad) or [bare]:
+                self._home |= dict.fromkeys(vectors, f"{name} others")
+        bare = self._default_name(name)
+        self._require_known(set(map(self._full_name, members)) or {bare}, settings)
+        trainable = (parameter for parameter in members if parameter.requires_grad)
+        for part in dict.fromkeys(map(self._full_name, trainable)) or [bare]:
             self._append(part)
         self._take_places(members)
         if self._warns and not members:
@@ -171,12 +172,12 @@ class ParamGroups:
             ConfigError: the optimizer cannot have a value, or cannot work here.
         """
         sample = self._sample(name)
-        known = sample.defaults.keys() | {"initial_lr"}
-        given = {key: value for key, value in self._settings[name.removeprefix(WHOLE)].items() if key in known}
-        require_values(sample, given)
-        optimizer = self._sample(name, given if saved is None else saved)
+        keys = sample.defaults.keys() | {"initial_lr"}
+        options = {key: value for key, value in self._settings[name.removeprefix(WHOLE)].items() if key in keys}
+        require_values(sample, options)
+        optimizer = self._sample(name, options if saved is None else saved)
         settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-        at_first = sample.param_groups[0].keys() | known  # without numbers that steps have added before a save
+        at_first = sample.param_groups[0].keys() | keys  # without numbers that steps have added before a save
         own = self._own_numbers({key: value for key, value in settings.items() if key in at_first})
         self.defaults = optimizer.defaults
         group = Hyperparameters(settings, own)
@@ -189,7 +190,7 @@ class ParamGroups:
         """The names of the numbers that steps change in a group of these settings, once it is known to work here."""
         if self._device is None:
             return frozenset()
-        tried = {name: told(value) for name, value in settings.items() if name not in ("name", "lr", "initial_lr")}
+        tried = {key: as_plain(value) for key, value in settings.items() if key not in ("name", "lr", "initial_lr")}
         key = repr((settings["name"].startswith(WHOLE), tried))
         if key not in self._probed:
             self._probed[key] = probe(self.factory, settings, self._device)
@@ -205,50 +206,51 @@ class ParamGroups:
     def _require_known(self, names: Collection[str], settings: Mapping[str, Any]) -> None:
         """Make sure that the optimizer of some of these groups has each of the settings; ConfigError otherwise."""
         samples = [self._sample(name) for name in sorted(names)]
-        known = {key for sample in samples for key in sample.defaults}
-        if unknown := settings.keys() - known - {"initial_lr"}:
+        setting_names = {key for sample in samples for key in sample.defaults}
+        if unknown := settings.keys() - setting_names - {"initial_lr"}:
             kinds = " and ".join(dict.fromkeys(type(sample).__name__ for sample in samples))
             raise ConfigError(
-                f"param_groups: {kinds} has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}"
+                f"param_groups: {kinds} has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(setting_names))}"
             )
 
-    def _named(self, name: str) -> str:
+    def _default_name(self, name: str) -> str:
         """The name of a group of parameters of which the optimizer has not said that it updates them whole."""
         return f"{WHOLE}{name}" if self._all_whole else name
 
     def _full_name(self, parameter: nn.Parameter) -> str:
         name = self._home[parameter]
-        return f"{WHOLE}{name}" if parameter in self._whole else self._named(name)
+        return f"{WHOLE}{name}" if parameter in self._whole else self._default_name(name)
 
     def _take_places(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note the numbers of the groups of parameters, as far as there are such groups."""
         numbers = {group["name"]: number for number, group in enumerate(self.hyperparameters)}
-        named = {parameter: self._full_name(parameter) for parameter in parameters}
-        self._group |= {parameter: numbers[name] for parameter, name in named.items() if name in numbers}
+        for parameter in parameters:
+            if (number := numbers.get(self._full_name(parameter))) is not None:
+                self._group[parameter] = number
 
     @property
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that train, in module order."""
         return [parameter for parameter in self._names if parameter.requires_grad]
 
-    def find(self, named: Any, setting: str) -> list[nn.Parameter]:
+    def find(self, params: Any, setting: str) -> list[nn.Parameter]:
         """The parameters that names or parameters stand for, in module order; an error begins with `setting`."""
-        found: set[nn.Parameter] = set()
-        for each in _as_list(named):
-            if isinstance(each, str):
-                members = [managed.parameter for managed in matching(self._parameters, each)]
-            elif isinstance(each, torch.Tensor):
-                members = [parameter for parameter in self._names if parameter is each]
+        chosen: set[nn.Parameter] = set()
+        for param in _as_list(params):
+            if isinstance(param, str):
+                members = [managed.parameter for managed in matching(self._parameters, param)]
+            elif isinstance(param, torch.Tensor):
+                members = [parameter for parameter in self._names if parameter is param]
             else:
                 raise ConfigError(
-                    f"{setting}: takes names, patterns such as '*.bias' and parameters, no {type(each).__name__}"
+                    f"{setting}: takes names, patterns such as '*.bias' and parameters, no {type(param).__name__}"
                 )
-            if not members and isinstance(each, str):
-                raise ConfigError(f"{setting}: {no_match(self._parameters, each)}")
+            if not members and isinstance(param, str):
+                raise ConfigError(f"{setting}: {no_match(self._parameters, param)}")
             if not members:
-                raise ConfigError(f"{setting}: a tensor of shape {tuple(each.shape)} is no parameter of the model")
-            found.update(members)
-        return [parameter for parameter in self._names if parameter in found]
+                raise ConfigError(f"{setting}: a tensor of shape {tuple(param.shape)} is no parameter of the model")
+            chosen.update(members)
+        return [parameter for parameter in self._names if parameter in chosen]
 
     def classified(self, dtypes: Mapping[nn.Parameter, torch.dtype]) -> list[Unit[ManagedParameter]]:
         """The units, with all that decides how each parameter is held, moved and updated.
@@ -257,15 +259,15 @@ class ParamGroups:
             dtypes: what each parameter is held in.
         """
 
-        def managed(each: ModelParameter) -> ManagedParameter:
+        def managed(member: ModelParameter) -> ManagedParameter:
             return ManagedParameter(
-                each.parameter,
-                each.names,
-                each.owners,
-                dtype=dtypes[each.parameter],
-                group=self._group.get(each.parameter, 0),
-                generation=self._generation.get(each.parameter, 0),
-                is_updated_whole=each.parameter in self._whole and each.parameter.requires_grad,
+                member.parameter,
+                member.names,
+                member.owners,
+                dtype=dtypes[member.parameter],
+                group=self._group.get(member.parameter, 0),
+                generation=self._generation.get(member.parameter, 0),
+                is_updated_whole=member.parameter in self._whole and member.parameter.requires_grad,
             )
 
         return [
@@ -323,7 +325,7 @@ class ParamGroups:
     def undone_if_refused(self) -> Iterator[None]:
         """Restores all changes made in here if it ends with an exception."""
         trained, num_groups = set(self.trainable), len(self.hyperparameters)
-        kept: dict[str, Any] = {
+        former: dict[str, Any] = {
             name: copy(vars(self)[name])
             for name in (*_CHANGING, "_num_changes", "kinds", "defaults")
             if name in vars(self)
@@ -331,7 +333,7 @@ class ParamGroups:
         try:
             yield
         except BaseException:
-            vars(self).update(kept)
+            vars(self).update(former)
             del self.hyperparameters[num_groups:]  # the list itself is the user's `engine.param_groups`
             for parameter in self._names:
                 parameter.requires_grad_(parameter in trained)
@@ -339,31 +341,30 @@ class ParamGroups:
 
     def change(self, change: Callable[[], bool]) -> tuple[bool, dict[str, object]]:
         """Make a change. Returns whether it changed anything, and of that what must be the same on all ranks."""
-        before, num_groups = self.places, len(self.hyperparameters)
+        former_places, num_groups = self.places, len(self.hyperparameters)
         is_change = change()
-        changed = [name for name, place in self.places.items() if place != before[name]]
-        shown = shown_groups(self.hyperparameters)
-        digest = hashlib.sha256(repr([self.places, shown]).encode()).hexdigest()[:8]
+        changed = [name for name, place in self.places.items() if place != former_places[name]]
+        values = shown_groups(self.hyperparameters)
+        digest = hashlib.sha256(repr([self.places, values]).encode()).hexdigest()[:8]
+        added = [item for group in self.hyperparameters[num_groups:] for item in group.items()]
         return is_change, {
             "what it changes": ", ".join(changed) or "nothing",
-            "the new group": ", ".join(
-                f"{name}={told(value)}" for group in self.hyperparameters[num_groups:] for name, value in group.items()
-            ),
+            "the new group": ", ".join(f"{name}={as_plain(value)}" for name, value in added),
             "what trains then": f"{len(self.trainable)} of {len(self._names)} parameters, hash {digest}",
         }
 
-    def freeze(self, named: Any) -> bool:
+    def freeze(self, params: Any) -> bool:
         """Let parameters train no more, but not all; returns whether any did. They keep their group."""
-        stopped = [parameter for parameter in self.find(named, "freeze") if parameter.requires_grad]
+        stopped = [parameter for parameter in self.find(params, "freeze") if parameter.requires_grad]
         if stopped and len(stopped) == len(self.trainable):
-            raise ConfigError(f"freeze: {named} would leave no parameter that trains")
+            raise ConfigError(f"freeze: {params} would leave no parameter that trains")
         for parameter in stopped:
             parameter.requires_grad_(False)
         return bool(stopped)
 
-    def unfreeze(self, named: Any) -> bool:
+    def unfreeze(self, params: Any) -> bool:
         """Let frozen parameters train in the group they have, as new to the optimizer; returns whether any did not."""
-        started = [parameter for parameter in self.find(named, "unfreeze") if not parameter.requires_grad]
+        started = [parameter for parameter in self.find(params, "unfreeze") if not parameter.requires_grad]
         without = [parameter for parameter in started if parameter not in self._home]
         if without:
             raise ConfigError(f"unfreeze: {self._listed(without)} in no group; use engine.add_param_group instead")
@@ -372,16 +373,16 @@ class ParamGroups:
             parameter.requires_grad_(True)
             self._generation[parameter] = self._num_changes
         self._classify(started)
-        there = {group["name"] for group in self.hyperparameters}
+        group_names = {group["name"] for group in self.hyperparameters}
         for name in dict.fromkeys(map(self._full_name, started)):
-            if name not in there:
+            if name not in group_names:
                 self._append(name)
         self._take_places(started)
         return bool(started)
 
     def add(self, group: dict[str, Any]) -> bool:
         """Append a group of frozen parameters and let them train; returns whether there are any."""
-        group = group | {"params": _named_in(group)}
+        group = group | {"params": _params_of(group)}
         members = self.find(group["params"], "add_param_group")
         training = [parameter for parameter in members if parameter.requires_grad]
         if training:
@@ -434,19 +435,19 @@ class ParamGroups:
         return True
 
     def _listed(self, parameters: Sequence[nn.Parameter]) -> str:
-        first = self._names[parameters[0]][0]
-        return f"{first} is" if len(parameters) == 1 else f"{first} and {len(parameters) - 1} more are"
+        name = self._names[parameters[0]][0]
+        return f"{name} is" if len(parameters) == 1 else f"{name} and {len(parameters) - 1} more are"
 
 
-def _named_in(group: Any) -> list[Any]:
+def _params_of(group: Any) -> list[Any]:
     if not isinstance(group, Mapping) or "params" not in group:
-        found = f'has no "params": {group}' if isinstance(group, Mapping) else f"is a {type(group).__name__}"
+        problem = f'has no "params": {group}' if isinstance(group, Mapping) else f"is a {type(group).__name__}"
         raise ConfigError(
-            f"param_groups: a group {found}; it takes a list of dicts, each with names, patterns or parameters as "
+            f"param_groups: a group {problem}; it takes a list of dicts, each with names, patterns or parameters as "
             '"params", such as [{"params": ["*.bias"], "weight_decay": 0.0}, {"params": ["*"]}]'
         )
     return _as_list(group["params"])
 
 
-def _as_list(named: Any) -> list[Any]:
-    return list(named) if isinstance(named, Iterable) and not isinstance(named, str | torch.Tensor) else [named]
+def _as_list(params: Any) -> list[Any]:
+    return list(params) if isinstance(params, Iterable) and not isinstance(params, str | torch.Tensor) else [params]

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zerotrain.checkpoint.manifest import AVERAGE, WEIGHT
 from zerotrain.device.device import lies_on_host
 from zerotrain.device.kinds import device_of
-from zerotrain.engine.groups.hyperparameters import OwnNumbers, is_number, saved_group, show, told, without_objects
+from zerotrain.engine.groups.hyperparameters import OwnNumbers, as_plain, is_number, saved_group, show, without_objects
 from zerotrain.engine.groups.optimizers import WHOLE, OptimizerFactory, is_torchs_own
 from zerotrain.errors import ConfigError
 
@@ -88,35 +88,34 @@ def probe(
     is_whole, rate = settings["name"].startswith(WHOLE), settings.get("lr")
     settings = {**settings, "lr": rate * 0 + RATE} if is_number(rate) else settings
     runs = _Runs(lambda tensors: factory([{"params": tensors, **settings}]), settings, device, shapes)
-    first = runs.make([torch.ones(shapes[0], device=device)])
+    optimizer = runs.make([torch.ones(shapes[0], device=device)])
     try:
         with device_of(device).keep_generators():
-            problem = _problem_of_torchs(first) if is_torchs_own(first) else _problem(runs, is_whole)
+            if is_torchs_own(optimizer):
+                (tensor,) = optimizer.param_groups[0]["params"]
+                tensor.grad = torch.ones_like(tensor)
+                with torch.no_grad():
+                    # Without the things that torch puts around it: they import its compiler, which takes half a second.
+                    inspect.unwrap(type(optimizer).step)(optimizer)
+                return runs.own
+            problem = _find_problem(runs, is_whole)
     except Exception as error:
         if is_whole and shapes is SHAPES:
             return probe(factory, settings, device, MATRICES)
         problem = FAILS.format(type(error).__name__, (str(error).splitlines() or [""])[0])
         problem += NO_CLOSURE if "closure" in problem else ""
     if problem:
-        raise ConfigError(f"optimizer={type(first).__name__}: {problem}")
+        raise ConfigError(f"optimizer={type(optimizer).__name__}: {problem}")
     return runs.own
 
 
-def _problem_of_torchs(optimizer: torch.optim.Optimizer) -> str | None:
-    """None, after one step without what torch puts around it, which imports its compiler: half a second."""
-    (tensor,) = optimizer.param_groups[0]["params"]
-    tensor.grad = torch.ones_like(tensor)
-    with torch.no_grad():
-        inspect.unwrap(type(optimizer).step)(optimizer)
-    return None
-
-
-def _problem(runs: "_Runs", is_whole: bool) -> str | None:
-    """The sentence about what an optimizer does that it must not; None for nothing."""
+def _find_problem(runs: "_Runs", is_whole: bool) -> str | None:
+    """The sentence about a behaviour that an optimizer must not have; None if it has none such."""
     plain = runs.run(_as_one, as_engine=False)
     (optimizer,) = plain.optimizers
-    before, after = (without_objects(saved_group({**group, "params": None})) for group in (runs.settings, plain.group))
-    runs.own = frozenset(name for name, value in after.items() if value != before.get(name, ""))
+    groups = ({**group, "params": None} for group in (runs.settings, plain.group))
+    settings, stepped = (without_objects(saved_group(group)) for group in groups)
+    runs.own = frozenset(name for name, value in stepped.items() if value != settings.get(name, ""))
     tensors = optimizer.param_groups[0]["params"]
     if [(tensor.shape, tensor.dtype) for tensor in tensors] != [(shape, torch.float32) for shape in runs.shapes]:
         return FORM
@@ -140,11 +139,12 @@ def _problem(runs: "_Runs", is_whole: bool) -> str | None:
 
 
 class _Run(NamedTuple):
-    """What some steps have come to."""
+    """The results of some steps."""
 
     rows: torch.Tensor
     """(NUM_STEPS + 1, numel) fp32, the elements before and after each step."""
     optimizers: list[torch.optim.Optimizer]
+    """One, or one for each tensor or piece."""
     group: dict[str, Any]
     """The settings of their groups after the last step."""
 
@@ -166,12 +166,14 @@ class _Runs:
             return self.agree(other, self.run(split, as_engine=as_engine))
         return False
 
-    def agree(self, left: "_Run", right: "_Run") -> bool:
+    def agree(self, run: "_Run", other: "_Run") -> bool:
         """Whether two runs have come to the same weights and numbers: on a host to the same bits, as plain PyTorch has
         them there."""
-        rtol, atol = (0.0, 0.0) if lies_on_host(left.rows) else (1e-4, 1e-6)
-        numbers, others = ([repr(told(run.group.get(name))) for name in sorted(self.own)] for run in (left, right))
-        return numbers == others and torch.allclose(left.rows, right.rows, rtol=rtol, atol=atol, equal_nan=True)
+        for name in self.own:
+            if repr(as_plain(run.group.get(name))) != repr(as_plain(other.group.get(name))):
+                return False
+        rtol, atol = (0.0, 0.0) if lies_on_host(run.rows) else (1e-4, 1e-6)
+        return torch.allclose(run.rows, other.rows, rtol=rtol, atol=atol, equal_nan=True)
 
     def run(self, split: Split, *, as_engine: bool = True, is_renewed: bool = False) -> "_Run":
         """Make `NUM_STEPS` steps.
@@ -189,14 +191,13 @@ class _Runs:
         rows = [_row(parts)]
         for step in range(NUM_STEPS):
             if is_renewed and step == STEPS_BEFORE_ANEW:
-                former, before = parts, optimizers  # held, or others would get the same places in memory
+                old_parts, old_optimizers = parts, optimizers  # held, or others would get the same places in memory
                 parts = [[tensor.detach().clone() for tensor in part] for part in parts]
                 optimizers, numbers = [self.make(part) for part in parts], self.numbers()
-                for tensors, old, part, new in zip(former, before, parts, optimizers, strict=True):
-                    pairs = zip(part, tensors, strict=True)
-                    new.state.update(
-                        {copy: deepcopy(old.state[tensor]) for copy, tensor in pairs if tensor in old.state}
-                    )
+                for old_part, old, part, new in zip(old_parts, old_optimizers, parts, optimizers, strict=True):
+                    for old_tensor, tensor in zip(old_part, part, strict=True):
+                        if old_tensor in old.state:
+                            new.state[tensor] = deepcopy(old.state[old_tensor])
             for optimizer, part, gradients in zip(optimizers, parts, split(self.gradients(step)), strict=True):
                 for tensor, gradient in zip(part, gradients, strict=True):
                     tensor.grad = gradient

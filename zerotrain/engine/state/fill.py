@@ -113,7 +113,7 @@ def fill(source: Source, buckets: Sequence[Bucket], collectives: Collectives) ->
     if source.is_collective:
         read()
     else:
-        on_all(collectives, read, doing=source.doing, left=HALF)
+        on_all(collectives, read, doing=source.doing, outcome=HALF)
     for bucket in buckets:
         if isinstance(bucket, TrainedBucket):
             bucket.update.refilled()
@@ -126,21 +126,26 @@ def fill_state(source: Source, bucket: Bucket) -> None:
     weights themselves where they are."""
     if not isinstance(bucket, TrainedBucket) or not source.has_state:
         return
-    states = [(kept, source.keeps(_with_elements(kept.members))) for kept in kept_states(bucket)]
-    for kept, keeps in states:
-        kept.values.clear()
+    states = []
+    for state in kept_states(bucket):
+        # Nothing is saved of a parameter without elements, so one that has some tells for all.
+        member = next((managed for managed in state.members if managed.parameter.numel() > 0), state.members[0])
+        states.append((state, source.keeps(member)))
+    for state, keeps in states:
+        state.values.clear()
         if not keeps:
-            kept.values.update(bucket.update.state_at_first(kept.members[0].group, kept.target))
-        once = {name: each for name, each in keeps.items() if isinstance(each, KeptOnce)}
-        kept.values.update((name, each.placed(bucket.update.device)) for name, each in once.items())
-    everything = [item for each in bucket.spec.parameters for item in source.keeps(each).items()]
-    for role in sorted({name for name, each in everything if isinstance(each, KeptTensor)}):
+            state.values.update(bucket.update.state_at_first(state.members[0].group, state.target))
+        for name, value in keeps.items():
+            if isinstance(value, KeptOnce):
+                state.values[name] = value.placed(bucket.update.device)
+    everything = [item for managed in bucket.spec.parameters for item in source.keeps(managed).items()]
+    for role in sorted({name for name, value in everything if isinstance(value, KeptTensor)}):
         source.begin(bucket, role)
-        for kept, keeps in states:
+        for state, keeps in states:
             if isinstance(tensor := keeps.get(role), KeptTensor):
-                kept.values[role] = _values(source, bucket, role, kept, tensor)
+                state.values[role] = _values(source, bucket, role, state, tensor)
         bucket.update.home.put_away()
-    bucket.update.kept.average = _average(source, bucket) if source.has_average else None
+    bucket.update.state.average = _average(source, bucket) if source.has_average else None
     bucket.update.home.put_away()
     bucket.update.home.forget()
 
@@ -156,21 +161,16 @@ def _average(source: Source, bucket: TrainedBucket) -> torch.Tensor:
     return values
 
 
-def _with_elements(members: Sequence[ManagedParameter]) -> ManagedParameter:
-    """A parameter that tells what is kept of all: nothing is saved of one without elements."""
-    return next((each for each in members if each.parameter.numel() > 0), members[0])
-
-
-def _values(source: Source, bucket: TrainedBucket, role: str, kept: KeptState, tensor: KeptTensor) -> torch.Tensor:
-    values = source.hand_over(bucket, role, kept.where)
-    if values is None and isinstance(kept.where, slice):
-        values = torch.zeros_like(kept.target, dtype=tensor.dtype)
-        for piece in cut_pieces(bucket, role, values, kept.where):
+def _values(source: Source, bucket: TrainedBucket, role: str, state: KeptState, tensor: KeptTensor) -> torch.Tensor:
+    values = source.hand_over(bucket, role, state.where)
+    if values is None and isinstance(state.where, slice):
+        values = torch.zeros_like(state.target, dtype=tensor.dtype)
+        for piece in cut_pieces(bucket, role, values, state.where):
             source.read(piece)
     elif values is None:
         assert tensor.shape is not None
         values = torch.zeros(tensor.shape, dtype=tensor.dtype, device=bucket.update.master_weight.device)
-        source.read(NamedPiece(kept.members[0], role, values, None, None))
+        source.read(NamedPiece(state.members[0], role, values, None, None))
     return values
 
 

@@ -50,13 +50,21 @@ class OtherBuckets(Source):
     def __init__(self, buckets: Sequence[Bucket], described: Described, plan: Plan, collectives: Collectives) -> None:
         self._plan, self._collectives = plan, collectives
         self.has_average = any(current_average(bucket) is not None for bucket in buckets)
-        self._homes = {each: (bucket, place) for bucket in buckets for place, each in enumerate(bucket.spec.tensors)}
+        self._homes: dict[torch.Tensor, tuple[Bucket, int]] = {}
         """The old bucket of each parameter, and its place there."""
+        for bucket in buckets:
+            self._homes |= {parameter: (bucket, place) for place, parameter in enumerate(bucket.spec.tensors)}
         # A rank whose shards hold nothing of some parameters learns from the others what is kept of them.
         everyone: Described = {}
         for of_rank in collectives.gather_objects(described, name="optimizer state"):
             everyone |= of_rank
-        self._keeps = {key: {name: _kept(each) for name, each in kept.items()} for key, kept in everyone.items()}
+        self._keeps: dict[tuple[int, int] | str, Keeps] = {
+            key: {
+                name: KeptTensor(*fields) if isinstance(fields[1], torch.dtype) else KeptOnce(*fields)
+                for name, fields in state.items()
+            }
+            for key, state in everyone.items()
+        }
         self._whole: torch.Tensor | None = None
         """The values that were begun, from all ranks; None where this rank has what it needs of them."""
         self._from_owners: dict[int, torch.Tensor] = {}
@@ -76,11 +84,11 @@ class OtherBuckets(Source):
             if (dtype := self._dtype(bucket, role)) is not None:
                 self._whole = capture(old, role, dtype, self._collectives)
             if role == AVERAGE:
-                old.update.kept.average = None  # a rank has room for it once
+                old.update.state.average = None  # a rank has room for it once
             elif role != WEIGHT:
-                for kept in kept_states(old):
-                    if isinstance(kept.where, slice):
-                        kept.values.pop(role, None)  # a rank has room for it once
+                for state in kept_states(old):
+                    if isinstance(state.where, slice):
+                        state.values.pop(role, None)  # a rank has room for it once
                 self._from_owners = dict(self._sent_by_owners(bucket, role))
 
     def read(self, piece: NamedPiece) -> None:
@@ -91,7 +99,7 @@ class OtherBuckets(Source):
         if isinstance(where, int) and where in self._from_owners:
             return self._from_owners[where]
         if isinstance(where, slice) and self._whole is not None:
-            # Where all is kept it is not copied: a bucket is whole but once.
+            # It is not copied if all of it is kept: a bucket is whole but once.
             return self._whole[where].clone() if self._plan.shards_optimizer else self._whole[where]
         for held, values in _held(self._old(bucket), role):
             if held == where:
@@ -127,8 +135,11 @@ class OtherBuckets(Source):
         """The dtype of what is kept for each element of a bucket; None where nothing is."""
         if role in (WEIGHT, AVERAGE):
             return torch.float32
-        kept = [self.keeps(managed).get(role) for managed in bucket.spec.parameters]
-        return next((each.dtype for each in kept if isinstance(each, KeptTensor) and each.shape is None), None)
+        for managed in bucket.spec.parameters:
+            tensor = self.keeps(managed).get(role)
+            if isinstance(tensor, KeptTensor) and tensor.shape is None:
+                return tensor.dtype
+        return None
 
     def _joined(self, bucket: Bucket, role: str, dtype: torch.dtype) -> torch.Tensor:
         """(padded_numel,) of a new bucket, 0 for parameters that have none. Collective; an old bucket is whole too."""
@@ -139,9 +150,9 @@ class OtherBuckets(Source):
                 members.setdefault(old, []).append((slot, old.layout.slots[place]))
         whole = torch.zeros(bucket.layout.padded_numel, dtype=dtype, device=self._collectives.world.device)
         for old, moving in members.items():
-            # What was frozen begins to be averaged as the weight that it was.
-            named = WEIGHT if role == AVERAGE and current_average(old) is None else role
-            values = capture(old, named, whole.dtype, self._collectives)
+            # The average of a parameter that was frozen begins with its weight.
+            source_role = WEIGHT if role == AVERAGE and current_average(old) is None else role
+            values = capture(old, source_role, whole.dtype, self._collectives)
             for slot, old_slot in moving:
                 slot_view(whole, slot).copy_(slot_view(values, old_slot))
         return whole
@@ -151,8 +162,8 @@ class OtherBuckets(Source):
         device, rank = self._collectives.world.device, self._collectives.shards.rank
         for slot, managed in enumerate(bucket.spec.parameters[: bucket.spec.num_whole]):
             old, place = self._homes[managed.parameter]
-            kept = self.keeps(managed).get(role)
-            if not isinstance(kept, KeptTensor) or not isinstance(old, TrainedBucket):
+            tensor = self.keeps(managed).get(role)
+            if not isinstance(tensor, KeptTensor) or not isinstance(old, TrainedBucket):
                 continue
             if not old.weights.plan.shards_optimizer:
                 yield slot, old.update.whole_state(place)[role]
@@ -161,7 +172,7 @@ class OtherBuckets(Source):
             if owner == rank:
                 values = old.update.whole_state(place)[role].to(device).contiguous()
             else:
-                values = torch.empty(kept.shape or (), dtype=kept.dtype, device=device)
+                values = torch.empty(tensor.shape or (), dtype=tensor.dtype, device=device)
             flat = values.view(-1).view(torch.uint8)
             self._collectives.broadcast(flat, name=f"{role} of {old.spec.name}", source=owner)
             yield slot, values
@@ -173,36 +184,32 @@ def described_state(buckets: Sequence[Bucket]) -> Described:
     Raises:
         EngineStateError: it keeps something else.
     """
-    mine: Described = {}
-    for kept in (kept for bucket in buckets for kept in kept_states(bucket)):
-        tensors = kept.tensors()
-        for name, value in kept.values.items():
-            described = _shape_and_dtype(kept, value) if name in tensors else _once(kept, name, value)
-            mine.setdefault(_key(kept.members[0]), {})[name] = described
-    return mine
+    described: Described = {}
+    for bucket in buckets:
+        for state in kept_states(bucket):
+            tensors = state.tensors()
+            for name, value in state.values.items():
+                if name not in tensors:
+                    fields = _once(state, name, value)
+                else:
+                    fields = None if isinstance(state.where, slice) else tuple(value.shape), value.dtype
+                described.setdefault(_key(state.members[0]), {})[name] = fields
+    return described
 
 
 def _key(managed: ManagedParameter) -> tuple[int, int] | str:
     return managed.names[0] if managed.is_updated_whole else managed.span
 
 
-def _shape_and_dtype(kept: KeptState, value: torch.Tensor) -> tuple[Any, Any]:
-    return None if isinstance(kept.where, slice) else tuple(value.shape), value.dtype
-
-
-def _once(kept: KeptState, name: str, value: Any) -> tuple[Any, Any]:
+def _once(state: KeptState, name: str, value: Any) -> tuple[Any, Any]:
     if not isinstance(value, torch.Tensor):
         return value, False
     if value.ndim > 0:
         raise EngineStateError(
-            f"the optimizer keeps {name!r} of shape {tuple(value.shape)} for {kept.target.numel()} elements: what "
+            f"the optimizer keeps {name!r} of shape {tuple(value.shape)} for {state.target.numel()} elements: what "
             "trains cannot change with it; freeze before build_engine instead"
         )
     return value.cpu(), not lies_on_host(value)
-
-
-def _kept(described: tuple[Any, Any]) -> KeptTensor | KeptOnce:
-    return KeptTensor(*described) if isinstance(described[1], torch.dtype) else KeptOnce(*described)
 
 
 def _held(bucket: Bucket, role: str) -> Iterator[tuple[slice | int, torch.Tensor]]:
@@ -211,6 +218,6 @@ def _held(bucket: Bucket, role: str) -> Iterator[tuple[slice | int, torch.Tensor
         yield kept_range(bucket), current_weight(bucket)
     elif role == AVERAGE and (average := current_average(bucket)) is not None:
         yield kept_range(bucket), average
-    for kept in kept_states(bucket):
-        if role in kept.values:
-            yield kept.where, kept.values[role]
+    for state in kept_states(bucket):
+        if role in state.values:
+            yield state.where, state.values[role]

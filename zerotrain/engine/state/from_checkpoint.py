@@ -63,9 +63,9 @@ def misfits(manifest: Manifest, holdings: Holdings) -> list[str]:
 def model_misfits(manifest: Manifest, parameters: Sequence[ModelParameter]) -> list[str]:
     """Tell what of a model does not fit, a line for each, as far as its parameters show: before there is an engine, and
     of a model without memory too."""
-    own = {each.names[0]: each for each in parameters}
-    common = [(manifest.parameters[name], each) for name, each in own.items() if name in manifest.parameters]
-    shapes = [problem for saved, each in common for problem in _shape(saved, each)]
+    own = {managed.names[0]: managed for managed in parameters}
+    common = [(manifest.parameters[name], managed) for name, managed in own.items() if name in manifest.parameters]
+    shapes = [problem for saved, managed in common for problem in _shape(saved, managed)]
     if len(shapes) > MAX_NAMES_SHOWN:
         shapes[MAX_NAMES_SHOWN:] = [f"and {len(shapes) - MAX_NAMES_SHOWN} more are of other shapes"]
     return [*_names(manifest.parameters, own, "parameter"), *shapes]
@@ -116,7 +116,8 @@ def _groups(manifest: Manifest, holdings: Holdings) -> Iterator[str]:
     elif saved_kinds[: len(kinds)] != kinds:
         yield f"its optimizer is {', '.join(map(shown, saved_kinds))}, and the engine's {', '.join(kinds)}"
     else:
-        for group, settings in zip(groups.hyperparameters, (each["hyperparameters"] for each in saved), strict=False):
+        for group, saved_group in zip(groups.hyperparameters, saved, strict=False):
+            settings = saved_group["hyperparameters"]
             for name in hyperparameters.misfits(group, settings):
                 value = shown(settings[name])
                 yield f"{name} of group {group['name']!r} is {value}, of another kind than the engine's {group[name]}"
@@ -130,7 +131,8 @@ def _groups(manifest: Manifest, holdings: Holdings) -> Iterator[str]:
 
 def _listed(names: Sequence[str], kind: str, *, verb: bool = True) -> str:
     are = (" is" if len(names) == 1 else " are") if verb else ""
-    return f"{kind}{'s' * (len(names) > 1)} {listed(names, MAX_NAMES_SHOWN)}{are}"
+    plural = "s" if len(names) > 1 else ""
+    return f"{kind}{plural} {listed(names, MAX_NAMES_SHOWN)}{are}"
 
 
 def verified_manifest(path: str | os.PathLike[str], holdings: Holdings) -> tuple[Path, Manifest]:
@@ -149,17 +151,17 @@ def verified_manifest(path: str | os.PathLike[str], holdings: Holdings) -> tuple
         if read_manifest(folder).text() != text:
             raise CheckpointError(f"{folder} is another on this rank than on rank 0: all ranks must reach one folder")
         if problems := misfits(manifest, holdings):
-            raise CheckpointError("\n".join(f"{folder} does not fit the engine: {each}" for each in problems))
+            raise CheckpointError("\n".join(f"{folder} does not fit the engine: {problem}" for problem in problems))
         if problems := problems_in(folder, manifest, collectives.shards.rank, collectives.shards.size):
             raise CheckpointError("\n".join(problems))
 
-    on_all(collectives, check, doing=doing, left=LEFT)
+    on_all(collectives, check, doing=doing, outcome=LEFT)
     return folder, manifest
 
 
 def places_in(manifest: Manifest) -> dict[str, list[Any]]:
     """Tell of a checkpoint what `ParamGroups.places` tells of an engine."""
-    return {name: [each["trains"], each["group"], each["generation"]] for name, each in manifest.parameters.items()}
+    return {name: [saved["trains"], saved["group"], saved["generation"]] for name, saved in manifest.parameters.items()}
 
 
 def added_groups(manifest: Manifest, groups: ParamGroups) -> list[dict[str, Any]]:
@@ -181,15 +183,18 @@ def require_alike(folder: Path, manifest: Manifest, holdings: Holdings) -> None:
     def check() -> None:
         for bucket in holdings.trained:
             kinds: dict[Any, tuple[str, Any]] = {}
-            for each in bucket.spec.parameters:
-                if not each.is_updated_whole and each.parameter.numel() > 0:
-                    mine = manifest.parameters[each.names[0]]["tensors"].keys()
-                    first, theirs = kinds.setdefault(each.span, (each.names[0], mine))
-                    if mine != theirs:
-                        said = f"{each.names[0]} has {', '.join(mine)} in it"
-                        raise CheckpointError(f"{said}, and {first}, which is updated with it, {', '.join(theirs)}")
+            for managed in bucket.spec.parameters:
+                if not managed.is_updated_whole and managed.parameter.numel() > 0:
+                    name = managed.names[0]
+                    roles = manifest.parameters[name]["tensors"].keys()
+                    other, other_roles = kinds.setdefault(managed.span, (name, roles))
+                    if roles != other_roles:
+                        raise CheckpointError(
+                            f"{name} has {', '.join(roles)} in it, and {other}, which is updated with it, "
+                            f"{', '.join(other_roles)}"
+                        )
 
-    on_all(holdings.collectives, check, doing=f"loading {folder}", left="no number of the engine has changed")
+    on_all(holdings.collectives, check, doing=f"loading {folder}", outcome="no number of the engine has changed")
 
 
 def restore(folder: Path, manifest: Manifest, holdings: Holdings, *, averages: bool) -> None:
@@ -231,14 +236,14 @@ class Checkpoint(Source):
         unless an update on the device wants it there, and all others on the device."""
         saved, settings = self._manifest.parameters[managed.names[0]], self._holdings.groups.hyperparameters
         updates_there = any(settings[managed.group].get(name) for name in ("fused", "capturable"))
-        found: dict[str, KeptTensor | KeptOnce] = {}
+        values: dict[str, KeptTensor | KeptOnce] = {}
         for name, value in saved["counts"].items():
             once = restored(value, None) if isinstance(value, dict) else value
-            found[name] = KeptOnce(once, isinstance(once, torch.Tensor) and (name != "step" or updates_there))
+            values[name] = KeptOnce(once, isinstance(once, torch.Tensor) and (name != "step" or updates_there))
         for role, tensor in saved["tensors"].items():
             if role not in (WEIGHT, AVERAGE):
-                found[role] = KeptTensor(tensor["shape"] if managed.is_updated_whole else None, dtype_of(tensor))
-        return found
+                values[role] = KeptTensor(tensor["shape"] if managed.is_updated_whole else None, dtype_of(tensor))
+        return values
 
     def fill_rest(self) -> None:
         """Fill buffers, on as many ranks as saved them each with its own and otherwise all with those of rank 0; and

@@ -26,7 +26,7 @@ from zerotrain.errors import CheckpointError, ConfigError, EngineStateError, Zer
 from zerotrain.sharding.layout import slot_view
 from zerotrain.sharding.units import ModelParameter, model_parameters
 
-# Which tensors of a file are which of the model's: by name, shape and kind. Nothing is read, and nothing changes.
+# The match of a file's tensors with the model's, by name, shape and kind. Nothing is read, and nothing changes.
 
 
 MAX_NAMES_SHOWN = 10
@@ -35,80 +35,81 @@ MAX_NAMES_COMPARED = 2000
 
 
 @dataclass(eq=False)
-class Wanted:
+class ModelTensor:
     """A tensor of the model."""
 
     names: list[str]
     """In the order of its modules; the first is what it is called in what is said."""
     tensor: torch.Tensor
-    given: list[tuple[str, StoredTensor]] = field(default_factory=list)
+    stored: list[tuple[str, StoredTensor]] = field(default_factory=list)
     """Tensors that fit it, under which of its names. If a tied one has several, the last is read, as by PyTorch."""
 
 
-def fitting_parts(tensors: Sequence[StoredTensor], wanted: Sequence[Wanted]) -> list[str]:
+def fitting_parts(tensors: Sequence[StoredTensor], targets: Sequence[ModelTensor]) -> list[str]:
     """The parts of a file with most names of the model; several if it holds the model more than once. If no part has
     any, the one with most tensors."""
-    homes = {name for each in wanted for name in each.names}
+    homes = {name for target in targets for name in target.names}
     names: dict[str, list[str]] = {}
-    for given in tensors:
-        names.setdefault(given.part, []).extend(given.names)
-    fitting = {
-        part: sum(_renaming(each, wanted, homes)[0](name) in homes for name in each) for part, each in names.items()
-    }
+    for tensor in tensors:
+        names.setdefault(tensor.part, []).extend(tensor.names)
+    fitting: dict[str, int] = {}
+    for part, part_names in names.items():
+        rename, _ = _renaming(part_names, targets, homes)
+        fitting[part] = sum(rename(name) in homes for name in part_names)
     most = max(fitting.values(), default=0)
     if most > 0:
         return [part for part, num_names in fitting.items() if num_names == most]
     return [max(names, key=lambda part: len(names[part]), default="")]
 
 
-def match(path: Path, tensors: Sequence[StoredTensor], wanted: Sequence[Wanted], part: str = "") -> LoadedWeights:
+def match(path: Path, tensors: Sequence[StoredTensor], targets: Sequence[ModelTensor], part: str = "") -> LoadedWeights:
     """Give each tensor of the model what fits it in a part of a file, and tell what did not."""
-    told = _told(part, [given for given in tensors if given.part != part])
-    tensors = [given for given in tensors if given.part == part]
-    homes = {name: each for each in wanted for name in each.names}
-    rename, renamed = _renaming([name for given in tensors for name in given.names], wanted, homes)
+    report = _describe_part(part, [tensor for tensor in tensors if tensor.part != part])
+    tensors = [tensor for tensor in tensors if tensor.part == part]
+    homes = {name: target for target in targets for name in target.names}
+    rename, renamed = _renaming([name for tensor in tensors for name in tensor.names], targets, homes)
     surplus, wrong_shape, wrong_dtype = [], [], []
-    found: set[Wanted] = set()
-    for given in tensors:
-        name = next((name for name in map(rename, given.names) if name in homes), None)
+    matched: set[ModelTensor] = set()
+    for tensor in tensors:
+        name = next((name for name in map(rename, tensor.names) if name in homes), None)
         if name is None:
-            surplus.append(given.names[0])
+            surplus.append(tensor.names[0])
             continue
         home = homes[name]
         shape, dtype = tuple(home.tensor.shape), home.tensor.dtype
-        found.add(home)
-        if given.shape != shape:
-            wrong_shape.append(f"{name} is of shape {given.shape} in it, and of shape {shape} in the model")
-        elif home.tensor.numel() > 0 and _kind_of_dtype(given.dtype) != _kind_of_dtype(dtype):
-            wrong_dtype.append(f"{name} is {given.kind} in it, and {str(dtype).removeprefix('torch.')} in the model")
+        matched.add(home)
+        if tensor.shape != shape:
+            wrong_shape.append(f"{name} is of shape {tensor.shape} in it, and of shape {shape} in the model")
+        elif home.tensor.numel() > 0 and _kind_of_dtype(tensor.dtype) != _kind_of_dtype(dtype):
+            wrong_dtype.append(f"{name} is {tensor.kind} in it, and {str(dtype).removeprefix('torch.')} in the model")
         else:
-            home.given.append((name, given))
-    for each in wanted:
-        each.given.sort(key=lambda given: each.names.index(given[0]))
+            home.stored.append((name, tensor))
+    for target in targets:
+        target.stored.sort(key=lambda pair: target.names.index(pair[0]))
     return LoadedWeights(
         path=path,
-        num_loaded=sum(bool(each.given) for each in wanted),
-        missing=tuple(each.names[0] for each in wanted if each not in found),
+        num_loaded=sum(bool(target.stored) for target in targets),
+        missing=tuple(target.names[0] for target in targets if target not in matched),
         surplus=tuple(surplus),
         wrong_shape=tuple(wrong_shape),
         wrong_dtype=tuple(wrong_dtype),
         renamed=renamed,
-        part=told,
+        part=report,
     )
 
 
-def _told(part: str, beside: Sequence[StoredTensor]) -> str:
-    """Which part was read and, by the first of their words that is another, which were not."""
-    if not part and not beside:
+def _describe_part(part: str, rest: Sequence[StoredTensor]) -> str:
+    """A sentence about the part that was read, and the others that were not, by the first of their words to differ."""
+    if not part and not rest:
         return ""
     own = [*part.split("."), ""]
-    others: dict[str, None] = {}
-    for given in beside:
-        words = [*given.part.split("."), *given.names] if given.part else given.names
+    other_parts: dict[str, None] = {}
+    for tensor in rest:
+        words = [*tensor.part.split("."), *tensor.names] if tensor.part else tensor.names
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, words, strict=False)))
-        others[".".join(words[: shared + 1])] = None
-    left = f", and nothing of {listed(list(others), MAX_NAMES_SHOWN)}" if others else ""
-    return f"{f'its {part!r} was read' if part else 'the tensors outside its parts were read'}{left}"
+        other_parts[".".join(words[: shared + 1])] = None
+    ignored = f", and nothing of {listed(list(other_parts), MAX_NAMES_SHOWN)}" if other_parts else ""
+    return f"{f'its {part!r} was read' if part else 'the tensors outside its parts were read'}{ignored}"
 
 
 def misfits(loaded: LoadedWeights) -> list[str]:
@@ -119,22 +120,22 @@ def misfits(loaded: LoadedWeights) -> list[str]:
     if loaded.surplus:
         problems.append(f"the model has no {_listed(loaded.surplus, loaded.missing)}; or give strict=False")
     problems += [*loaded.wrong_shape, *loaded.wrong_dtype]
-    said = [f"{loaded.path} does not fit the engine: {each}" for each in problems]
-    told = "; ".join(filter(None, (loaded.part, loaded.renamed)))
-    return [*said, f"{loaded.path}: {told}"] if said and told else said
+    lines = [f"{loaded.path} does not fit the engine: {problem}" for problem in problems]
+    notes = "; ".join(filter(None, (loaded.part, loaded.renamed)))
+    return [*lines, f"{loaded.path}: {notes}"] if lines and notes else lines
 
 
-def _listed(names: Sequence[str], others: Sequence[str]) -> str:
+def _listed(names: Sequence[str], candidates: Sequence[str]) -> str:
     """Names, each with the one of others that is most like it."""
-    said = list(names)
+    texts = list(names)
     for place, name in enumerate(names[:MAX_NAMES_SHOWN]):
-        if nearest := difflib.get_close_matches(name, others[:MAX_NAMES_COMPARED], n=1):
-            said[place] += f" (is it {nearest[0]}?)"
-    return listed(said, MAX_NAMES_SHOWN)
+        if nearest := difflib.get_close_matches(name, candidates[:MAX_NAMES_COMPARED], n=1):
+            texts[place] += f" (is it {nearest[0]}?)"
+    return listed(texts, MAX_NAMES_SHOWN)
 
 
 def _renaming(
-    names: Sequence[str], wanted: Sequence[Wanted], homes: Collection[str]
+    names: Sequence[str], targets: Sequence[ModelTensor], homes: Collection[str]
 ) -> tuple[Callable[[str], str], str]:
     """Find the function from names in the file to names in the model, and the line that reports it.
 
@@ -144,13 +145,13 @@ def _renaming(
     """
     if any(name in homes for name in names):
         return str, ""
-    own = [each.names[0] for each in wanted]
-    before = [word for word in _common(names) if any(name.removeprefix(word) in homes for name in names)]
+    own = [target.names[0] for target in targets]
+    file_words = [word for word in _common(names) if any(name.removeprefix(word) in homes for name in names)]
     lacked = [word for word in _common(own) if any(word + name in homes for name in names)]
-    if len(before) + len(lacked) != 1:
+    if len(file_words) + len(lacked) != 1:
         return str, ""
-    if before:
-        word = before[0]
+    if file_words:
+        word = file_words[0]
         return lambda name: name.removeprefix(word), f"{word!r}, with which all names in it begin, was left out"
     word = lacked[0]
     return lambda name: word + name, f"{word!r}, with which all names of the model begin, was put before those in it"
@@ -160,8 +161,8 @@ def _common(names: Sequence[str]) -> Iterator[str]:
     """The words that all names begin with, up to each dot."""
     prefix = ""
     while names:
-        first, dot, _ = names[0][len(prefix) :].partition(".")
-        prefix += first + dot
+        word, dot, _ = names[0][len(prefix) :].partition(".")
+        prefix += word + dot
         if not dot or not all(name.startswith(prefix) for name in names):
             return
         yield prefix
@@ -184,23 +185,25 @@ class Files(Source):
     """Weights that can be read and fit the engine, open. Parameters that they lack stay as they are.
 
     Args:
-        wanted: the model's tensors, and the part of `weights` that each gets.
+        targets: the model's tensors, and the part of `weights` that each gets.
         loaded: the report about it.
     """
 
-    def __init__(self, weights: Weights, wanted: Sequence[Wanted], loaded: LoadedWeights, holdings: Holdings) -> None:
+    def __init__(
+        self, weights: Weights, targets: Sequence[ModelTensor], loaded: LoadedWeights, holdings: Holdings
+    ) -> None:
         self.doing, self.loaded = f"loading weights from {weights.path}", loaded
         self._weights, self._holdings = weights, holdings
-        self._given = {id(each.tensor): each.given[-1][1] for each in wanted if each.given}
+        self._stored = {id(target.tensor): target.stored[-1][1] for target in targets if target.stored}
 
     def read(self, piece: NamedPiece) -> None:
-        source = self._given.get(id(piece.managed.parameter))
+        source = self._stored.get(id(piece.managed.parameter))
         if source is not None and piece.in_tensor is not None:
             _read(self._weights, source, piece.managed.stride, piece.in_tensor.start, piece.values)
 
     def fill_rest(self) -> None:
         for tensor in buffers(self._holdings.model, self._holdings.buckets).values():
-            if (source := self._given.get(id(tensor))) is not None and tensor.numel() > 0:
+            if (source := self._stored.get(id(tensor))) is not None and tensor.numel() > 0:
                 values = torch.empty(tensor.numel(), dtype=source.dtype)
                 self._weights.read(source, 0, values)
                 tensor.data.copy_(values.view(tensor.shape))
@@ -216,13 +219,13 @@ def checked_weights(
         CheckpointError: on every rank, before anything has changed.
     """
     collectives = holdings.collectives
-    named = Path(os.path.abspath(path))
-    doing = f"loading weights from {named}"
+    location = Path(os.path.abspath(path))
+    doing = f"loading weights from {location}"
     # Rank 0's newest: the run it is of may save another meanwhile.
-    source = from_rank_0(collectives, lambda: str(resolve_weights(named)), doing=doing)
+    source = from_rank_0(collectives, lambda: str(resolve_weights(location)), doing=doing)
     weights, error = attempt(lambda: find_weights(Path(source), averaged=averaged))
     try:
-        raise_first(collectives, error, doing=doing, left=LEFT)
+        raise_first(collectives, error, doing=doing, outcome=LEFT)
         assert weights is not None
         yield _checked(weights, holdings, doing, strict)
     finally:
@@ -236,22 +239,22 @@ def _checked(weights: Weights, holdings: Holdings, doing: str, strict: bool) -> 
 
     def check() -> Files:
         rest = buffers(holdings.model, holdings.buckets)
-        wanted = list(_wanted(holdings.model, holdings.parameters.values(), rest))
-        part, *others = fitting_parts(weights.tensors, wanted)
-        loaded = match(weights.path, weights.tensors, wanted, part)
-        if different := [rank for rank, each in enumerate(fingerprints) if each != fingerprints[0]]:
+        targets = list(_model_tensors(holdings.model, holdings.parameters.values(), rest))
+        part, *other_parts = fitting_parts(weights.tensors, targets)
+        loaded = match(weights.path, weights.tensors, targets, part)
+        if different := [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
             raise CheckpointError(f"{weights.path} is another on rank {different[0]} than on rank 0")
-        if others:
-            raise CheckpointError(_several(weights, part, others))
+        if other_parts:
+            raise CheckpointError(_several(weights, part, other_parts))
         if strict and (problems := misfits(loaded)):
             raise CheckpointError("\n".join(problems))
         rank, size = collectives.shards.rank, collectives.shards.size
-        taken = [given for each in wanted for _, given in each.given]
-        if problems := [*weights.problems(taken, rank, size), *_two_in_one(weights, wanted, collectives)]:
+        stored = [tensor for target in targets for _, tensor in target.stored]
+        if problems := [*weights.problems(stored, rank, size), *_two_in_one(weights, targets, collectives)]:
             raise CheckpointError("\n".join(problems))
-        return Files(weights, wanted, loaded, holdings)
+        return Files(weights, targets, loaded, holdings)
 
-    return on_all(collectives, check, doing=doing, left=LEFT)
+    return on_all(collectives, check, doing=doing, outcome=LEFT)
 
 
 def weight_misfits(path: str | os.PathLike[str], model: nn.Module, *, averaged: bool = False) -> list[str]:
@@ -259,56 +262,57 @@ def weight_misfits(path: str | os.PathLike[str], model: nn.Module, *, averaged: 
     engine, and of a model without memory too. Nothing of weights that cannot be read."""
     with suppress(CheckpointError), closing(find_weights(path, averaged=averaged)) as weights:
         parameters = model_parameters(model)
-        ours = {id(each.parameter) for each in parameters}
+        ours = {id(managed.parameter) for managed in parameters}
         rest = {name: tensor for name, tensor in buffers(model, []).items() if id(tensor) not in ours}
-        wanted = list(_wanted(model, parameters, rest))
-        part, *others = fitting_parts(weights.tensors, wanted)
-        return (
-            [_several(weights, part, others)] if others else misfits(match(weights.path, weights.tensors, wanted, part))
-        )
+        targets = list(_model_tensors(model, parameters, rest))
+        part, *other_parts = fitting_parts(weights.tensors, targets)
+        if other_parts:
+            return [_several(weights, part, other_parts)]
+        return misfits(match(weights.path, weights.tensors, targets, part))
     return []
 
 
-def _several(weights: Weights, part: str, others: list[str]) -> str:
-    named = ", ".join([part, *others])
-    return f"{weights.path} has the names of the model several times, in {named}: give a file that has one of them"
+def _several(weights: Weights, part: str, other_parts: list[str]) -> str:
+    names = ", ".join([part, *other_parts])
+    return f"{weights.path} has the names of the model several times, in {names}: give a file that has one of them"
 
 
-def _wanted(
+def _model_tensors(
     model: nn.Module, parameters: Iterable[ModelParameter], rest: Mapping[str, torch.Tensor]
-) -> Iterator[Wanted]:
+) -> Iterator[ModelTensor]:
     """Parameters and buffers by all names that they have: those of their modules, and those in `state_dict()`, which
     hooks may have changed."""
     also: dict[int, list[str]] = {}
     # Without detaching them: that would read sharded parameters.
     for name, value in model.state_dict(keep_vars=True).items():
         also.setdefault(id(value), []).append(name)
-    by_names = [(each.names, each.parameter) for each in parameters]
+    by_names = [(managed.names, managed.parameter) for managed in parameters]
     for names, tensor in (*by_names, *(([name], tensor) for name, tensor in rest.items())):
-        yield Wanted(list(dict.fromkeys([*names, *also.get(id(tensor), ())])), tensor)
+        yield ModelTensor(list(dict.fromkeys([*names, *also.get(id(tensor), ())])), tensor)
 
 
-def _two_in_one(weights: Weights, wanted: list[Wanted], collectives: Collectives) -> Iterator[str]:
+def _two_in_one(weights: Weights, targets: list[ModelTensor], collectives: Collectives) -> Iterator[str]:
     """Tensors that are one in the model and several in the file, with other values; each rank looks at a share."""
     rank, size = collectives.shards.rank, collectives.shards.size
-    for each in wanted:
-        for (name, given), (other_name, other) in zip(each.given, each.given[1:], strict=False):
-            numel = each.tensor.numel()
-            if not _same(weights, given, other, numel * rank // size, numel * (rank + 1) // size):
+    for target in targets:
+        for (name, tensor), (other_name, other) in zip(target.stored, target.stored[1:], strict=False):
+            numel = target.tensor.numel()
+            if not _same(weights, tensor, other, numel * rank // size, numel * (rank + 1) // size):
                 yield (
                     f"{weights.path} does not fit the engine: {name} and {other_name} are one tensor in the model, and "
                     "two with other values in it"
                 )
 
 
-def _same(weights: Weights, left: StoredTensor, right: StoredTensor, start: int, stop: int) -> bool:
-    if (left.dtype, memory_order(left.shape, left.stride)) != (right.dtype, memory_order(right.shape, right.stride)):
+def _same(weights: Weights, tensor: StoredTensor, other: StoredTensor, start: int, stop: int) -> bool:
+    order, other_order = memory_order(tensor.shape, tensor.stride), memory_order(other.shape, other.stride)
+    if tensor.dtype != other.dtype or order != other_order:
         return False
-    for first in range(start, stop, CHUNK_NUMEL):
-        pair = [torch.empty(min(CHUNK_NUMEL, stop - first), dtype=left.dtype) for _ in range(2)]
-        for values, tensor in zip(pair, (left, right), strict=True):
-            weights.read(tensor, first, values)
-        if not torch.equal(*(values.view(torch.uint8) for values in pair)):
+    for offset in range(start, stop, CHUNK_NUMEL):
+        values, other_values = (torch.empty(min(CHUNK_NUMEL, stop - offset), dtype=tensor.dtype) for _ in range(2))
+        weights.read(tensor, offset, values)
+        weights.read(other, offset, other_values)
+        if not torch.equal(values.view(torch.uint8), other_values.view(torch.uint8)):
             return False
     return True
 
@@ -323,16 +327,16 @@ def _read(weights: Weights, source: StoredTensor, stride: tuple[int, ...], start
         weights.read(source, start, target)
         return
     numel = torch.Size(source.shape).numel()
-    for first in range(0, numel, CHUNK_NUMEL):
-        values = torch.empty(min(CHUNK_NUMEL, numel - first), dtype=source.dtype)
-        weights.read(source, first, values)
-        index = torch.arange(first, first + values.numel())
+    for offset in range(0, numel, CHUNK_NUMEL):
+        values = torch.empty(min(CHUNK_NUMEL, numel - offset), dtype=source.dtype)
+        weights.read(source, offset, values)
+        index = torch.arange(offset, offset + values.numel())
         place = torch.full_like(index, -start)
         for dim in reversed(order):
             place += index % source.shape[dim] * stride[dim]
             index //= source.shape[dim]
-        here = (place >= 0) & (place < target.numel())
-        target[place[here].to(target.device)] = values[here].to(target)
+        is_inside = (place >= 0) & (place < target.numel())
+        target[place[is_inside].to(target.device)] = values[is_inside].to(target)
 
 
 # A dict of full weights as a source: rank 0 has it, and sends it one bucket at a time.
@@ -363,7 +367,7 @@ class StateDict(Source):
         self._name_of: dict[int, str] = {}
         """By the id of each parameter that is given the name that it has in the dict; of a tied one any."""
         self._problems: list[str] = []
-        self._given_others: dict[str, Any] = {}
+        self._outside: dict[str, Any] = {}
         """By name what is in no bucket: of a tensor None, of what modules keep beside their tensors the value."""
         self._members: set[int] = set()
         self._whole: torch.Tensor | None = None
@@ -374,15 +378,15 @@ class StateDict(Source):
             raise ConfigError(f"load_state_dict: got a {got}; give what engine.full_state_dict() gives, a dict by name")
         self._state = state
         self._name_of = {id(self._own[name]): name for name in reversed(self._own) if name in state}
-        names_of: dict[int, list[str]] = {}
+        missing: dict[int, str] = {}
         for name, value in self._own.items():
-            names_of.setdefault(id(value), []).append(name)
-        not_given = [names for key, names in names_of.items() if key not in self._name_of]
-        self._problems = _problems(self._own, state, not_given, strict)
-        for name, value in _others(self._own, buckets).items():
+            if id(value) not in self._name_of:
+                missing.setdefault(id(value), name)
+        self._problems = _problems(self._own, state, list(missing.values()), strict)
+        for name, value in _outside_buckets(self._own, buckets).items():
             if name in state:
-                self._given_others[name] = None if isinstance(value, torch.Tensor) else state[name]
-        require_tellable(self._given_others)
+                self._outside[name] = None if isinstance(value, torch.Tensor) else state[name]
+        require_tellable(self._outside)
 
     def agree(self) -> None:
         """Compare names on all ranks, and load what lies in no bucket: a module may refuse it. Collective, before
@@ -392,12 +396,12 @@ class StateDict(Source):
             ConfigError: on every rank, before anything has changed: names that are missing or unknown, other shapes.
             CheckpointError: likewise; a module does not take what it is to keep beside its tensors.
         """
-        said = self._problems, [name for name in self._own if id(self._own[name]) in self._name_of], self._given_others
-        problems, names, others = self._collectives.gather_objects(said, name="what is loaded")[0]
+        message = self._problems, [name for name in self._own if id(self._own[name]) in self._name_of], self._outside
+        problems, names, outside = self._collectives.gather_objects(message, name="what is loaded")[0]
         if problems:
             raise ConfigError(*problems)
         self._members = {id(self._own[name]) for name in names}
-        self._load_others(others)
+        self._load_outside(outside)
 
     def begin(self, bucket: Bucket, role: str) -> None:
         self._whole = None
@@ -413,18 +417,18 @@ class StateDict(Source):
         if self._whole is not None and id(piece.managed.parameter) in self._members:
             piece.values.copy_(self._whole[piece.in_bucket])
 
-    def _load_others(self, others: Mapping[str, Any]) -> None:
+    def _load_outside(self, outside: Mapping[str, Any]) -> None:
         """Load buffers, and what modules keep beside their tensors, by PyTorch itself."""
-        before = {
+        former = {
             name: value.detach().clone(memory_format=torch.contiguous_format)
             if isinstance(value, torch.Tensor)
             else value
-            for name, value in _others(self._own, self._buckets).items()
+            for name, value in _outside_buckets(self._own, self._buckets).items()
         }
-        taken = dict(others)
-        for name, value in before.items():
-            if name in taken and isinstance(value, torch.Tensor):
-                tensor = taken[name] = value.clone()
+        loaded = dict(outside)
+        for name, value in former.items():
+            if name in loaded and isinstance(value, torch.Tensor):
+                tensor = loaded[name] = value.clone()
                 if name in self._state:
                     tensor.copy_(self._state[name])
                 if tensor.numel() > 0:
@@ -433,27 +437,25 @@ class StateDict(Source):
         try:
             on_all(
                 self._collectives,
-                lambda: self._model.load_state_dict(taken, strict=False),
+                lambda: self._model.load_state_dict(loaded, strict=False),
                 doing="engine.load_state_dict",
-                left=LEFT,
+                outcome=LEFT,
             )
         except ZeroTrainError:
             with suppress(Exception):  # the first cause is what the user reads
-                self._model.load_state_dict(before, strict=False)
+                self._model.load_state_dict(former, strict=False)
             raise
 
 
-def _others(own: Mapping[str, Any], buckets: Sequence[Bucket]) -> dict[str, Any]:
+def _outside_buckets(own: Mapping[str, Any], buckets: Sequence[Bucket]) -> dict[str, Any]:
     """All that a model has that is in no bucket, by name."""
     in_buckets = {id(managed.parameter) for bucket in buckets for managed in bucket.spec.parameters}
     return {name: value for name, value in own.items() if id(value) not in in_buckets}
 
 
-def _problems(
-    own: Mapping[str, Any], state: Mapping[str, Any], not_given: Iterable[Sequence[str]], strict: bool
-) -> list[str]:
+def _problems(own: Mapping[str, Any], state: Mapping[str, Any], missing: list[str], strict: bool) -> list[str]:
     problems = []
-    missing, unknown = [names[0] for names in not_given], [name for name in state if name not in own]
+    unknown = [name for name in state if name not in own]
     if strict and missing:
         problems.append(f"load_state_dict: {listed(missing)} missing; give all of the model, or strict=False")
     if strict and unknown:
@@ -462,9 +464,10 @@ def _problems(
         if not isinstance(value, torch.Tensor) or name not in state:
             continue
         if not _is_readable(state[name]):
-            problems.append(
-                f"load_state_dict: {name} is {_kind_of_value(state[name])}; give a tensor that holds its numbers"
-            )
+            got = f"a {type(state[name]).__name__}"
+            if isinstance(state[name], torch.Tensor):
+                got = f"a {state[name].layout} tensor on {state[name].device}"
+            problems.append(f"load_state_dict: {name} is {got}; give a tensor that holds its numbers")
         elif state[name].shape != value.shape:
             shapes = tuple(state[name].shape), tuple(value.shape)
             problems.append(f"load_state_dict: {name} is of shape {shapes[0]}, and the model's of shape {shapes[1]}")
@@ -480,9 +483,3 @@ def _is_readable(value: Any) -> bool:
     except Exception:
         return False
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
-
-
-def _kind_of_value(value: Any) -> str:
-    return (
-        f"a {value.layout} tensor on {value.device}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-    )

@@ -38,7 +38,7 @@ class NamedPiece:
     values: torch.Tensor
     """The memory itself: (n,) elements; what is kept of a tensor that is updated whole, in the shape it is kept in."""
     in_tensor: slice | None
-    """Which elements of the parameter these are, in the order of its memory (`ManagedParameter.stride`); None for what
+    """The elements of the parameter, in the order of its memory (`ManagedParameter.stride`); None for what
     is kept of the tensor as a whole."""
     in_bucket: slice | None
     """The place of the same elements in the bucket."""
@@ -56,13 +56,13 @@ def pieces(bucket: Bucket, role: str) -> Iterator[NamedPiece]:
         if (average := current_average(bucket)) is not None:
             yield from cut_pieces(bucket, role, average, bucket.update.where)
     else:
-        for kept in kept_states(bucket):
-            if role in kept.tensors():
-                values = kept.values[role]
-                if isinstance(kept.where, slice):
-                    yield from cut_pieces(bucket, role, values, kept.where)
+        for state in kept_states(bucket):
+            if role in state.tensors():
+                values = state.values[role]
+                if isinstance(state.where, slice):
+                    yield from cut_pieces(bucket, role, values, state.where)
                 else:
-                    yield NamedPiece(kept.members[0], role, values, None, None)
+                    yield NamedPiece(state.members[0], role, values, None, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,10 +79,10 @@ class KeptState:
 
     def tensors(self) -> list[str]:
         """The names of what is kept for each element, and not once for all."""
-        kept = {name: value for name, value in self.values.items() if isinstance(value, torch.Tensor)}
+        tensors = {name: value for name, value in self.values.items() if isinstance(value, torch.Tensor)}
         if isinstance(self.where, slice):
-            return [name for name, value in kept.items() if value.shape == self.target.shape]
-        return [name for name, value in kept.items() if value.ndim > 0]
+            return [name for name, value in tensors.items() if value.shape == self.target.shape]
+        return [name for name, value in tensors.items() if value.ndim > 0]
 
 
 def kept_states(bucket: Bucket) -> Iterator[KeptState]:
@@ -91,7 +91,7 @@ def kept_states(bucket: Bucket) -> Iterator[KeptState]:
         return
     update, members = bucket.update, bucket.spec.parameters
     for span in update.spans:
-        alike = [each for each in members if each.span == span.key and not each.is_updated_whole]
+        alike = [managed for managed in members if managed.span == span.key and not managed.is_updated_whole]
         where = slice(update.where.start + span.where.start, update.where.start + span.where.stop)
         yield KeptState(alike, where, span.target, update.span_state(span))
     for slot, target in update.whole.targets.items() if update.whole is not None else ():
@@ -110,7 +110,7 @@ def replaced_weights(bucket: Bucket) -> Iterator[NamedPiece]:
 def roles(bucket: Bucket) -> list[str]:
     """The roles in which this rank holds tensors of a bucket, the gradient left out."""
     own = [WEIGHT] if current_average(bucket) is None else [WEIGHT, AVERAGE]
-    return [*own, *sorted({name for kept in kept_states(bucket) for name in kept.tensors()})]
+    return [*own, *sorted({name for state in kept_states(bucket) for name in state.tensors()})]
 
 
 def current_average(bucket: Bucket) -> torch.Tensor | None:
@@ -118,7 +118,7 @@ def current_average(bucket: Bucket) -> torch.Tensor | None:
     if not isinstance(bucket, TrainedBucket):
         return None
     bucket.update.home.put_away()
-    return bucket.update.kept.average
+    return bucket.update.state.average
 
 
 def capture(bucket: Bucket, role: str, dtype: torch.dtype, collectives: Collectives) -> torch.Tensor:
@@ -355,13 +355,13 @@ def counts(holdings: Holdings) -> dict[str, dict[str, Any]]:
     Raises:
         EngineStateError: it keeps something that is no number and no text.
     """
-    found: dict[str, dict[str, Any]] = {}
+    counts_by_name: dict[str, dict[str, Any]] = {}
     for bucket in holdings.trained:
-        for kept in kept_states(bucket):
-            tensors = kept.tensors()
-            once = {name: _count(name, value) for name, value in kept.values.items() if name not in tensors}
-            found.update((managed.names[0], once) for managed in kept.members)
-    return found
+        for state in kept_states(bucket):
+            tensors = state.tensors()
+            once = {name: _count(name, value) for name, value in state.values.items() if name not in tensors}
+            counts_by_name.update((managed.names[0], once) for managed in state.members)
+    return counts_by_name
 
 
 def _count(name: str, value: Any) -> Any:
@@ -380,18 +380,19 @@ def buffers(model: nn.Module, buckets: Sequence[Bucket]) -> dict[str, torch.Tens
     """Tensors in no bucket that belong to the model's state: buffers that its state dict has, and parameters that are
     no floating-point numbers."""
     in_buckets = {id(managed.parameter) for bucket in buckets for managed in bucket.spec.parameters}
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
+    tensors: dict[str, torch.Tensor] = {}
+    seen_ids: set[int] = set()
     for prefix, module in model.named_modules():
-        kept = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
-        for name, tensor in (*kept.items(), *module._parameters.items()):
-            if tensor is not None and id(tensor) not in in_buckets and id(tensor) not in seen:
-                seen.add(id(tensor))
-                found[f"{prefix}.{name}" if prefix else name] = tensor
-    return found
+        unsaved = module._non_persistent_buffers_set
+        persistent = {name: tensor for name, tensor in module._buffers.items() if name not in unsaved}
+        for name, tensor in (*persistent.items(), *module._parameters.items()):
+            if tensor is not None and id(tensor) not in in_buckets and id(tensor) not in seen_ids:
+                seen_ids.add(id(tensor))
+                tensors[f"{prefix}.{name}" if prefix else name] = tensor
+    return tensors
 
 
-def saved_parameters(holdings: Holdings, kept: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def saved_parameters(holdings: Holdings, counts_of: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The parameters as the manifest has them, without their tensors."""
     places = holdings.groups.places
     whole = {name: managed.is_updated_whole for name, managed in holdings.parameters.items()}
@@ -404,7 +405,7 @@ def saved_parameters(holdings: Holdings, kept: Mapping[str, Mapping[str, Any]]) 
             "group": places[name][1],
             "generation": places[name][2],
             "is_updated_whole": whole[name],
-            "counts": kept.get(name, {}),
+            "counts": counts_of.get(name, {}),
             "tensors": {},
         }
         for name, managed in holdings.parameters.items()

@@ -26,17 +26,9 @@ from zerotrain.device.device import Event, lies_on_host
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.groups.hyperparameters import saved_group
-from zerotrain.engine.state.named import (
-    Holdings,
-    buffers,
-    counts,
-    described,
-    entries,
-    entries_of,
-    extra_states,
-    saved_parameters,
-)
-from zerotrain.engine.state.together import Told, attempt, exchange, joint, raise_first, told
+from zerotrain.engine.state import named
+from zerotrain.engine.state.named import Holdings
+from zerotrain.engine.state.together import SharedError, attempt, exchange, joint, raise_first, shared_error
 from zerotrain.errors import CheckpointError, CommError, ConfigError, EngineStateError, ZeroTrainError
 from zerotrain.files.untrusted import MAX_DEPTH, UntrustedFileError, read_json
 
@@ -167,7 +159,7 @@ class Snapshot:
 
     def chunks(self, entry: Entry) -> Iterator[memoryview]:
         """The bytes of an entry, some MiB at a time. Each is looked at before the next is asked for."""
-        first = 0
+        copy_start = 0
         """Offset at which the copy begins, if there is one."""
         nbytes = entry.values.nbytes
         for start in range(0, nbytes, CHUNK_NBYTES):
@@ -178,11 +170,11 @@ class Snapshot:
                     self._copy(entry)  # or each chunk would copy all of it
                 if entry in self._copies:
                     source = self._copies[entry]
-                    first = nbytes - source.nbytes
+                    copy_start = nbytes - source.nbytes
                 else:
                     source, self._under_way = flat_bytes(entry.values), bucket
             try:
-                chunk = source[start - first : start - first + CHUNK_NBYTES]
+                chunk = source[start - copy_start : start - copy_start + CHUNK_NBYTES]
                 yield self._reader.read(entry, _at_rest(self._under_way, chunk))
             finally:
                 with self._changed:
@@ -218,14 +210,14 @@ class Snapshot:
             self._is_closed = True
             for bucket in self._unread:
                 bucket.weights.before_change = None
-            for kept in (self._unread, self._copies, self._versions, self._num_read, self._bucket_of):
-                kept.clear()
+            for collection in (self._unread, self._copies, self._versions, self._num_read, self._bucket_of):
+                collection.clear()
             self._changed.notify_all()
 
     def _require_unwritten(self, bucket: Bucket) -> None:
-        if self._is_closed or (before := self._versions.get(bucket)) is None:
+        if self._is_closed or (versions := self._versions.get(bucket)) is None:
             return
-        for managed, old, new in zip(bucket.spec.parameters, before, _versions(bucket), strict=True):
+        for managed, old, new in zip(bucket.spec.parameters, versions, _versions(bucket), strict=True):
             if old != new:
                 self._error = self._error or CheckpointError(
                     f"{managed.names[0]} was written in place while it was saved: wait for the save before you write, "
@@ -300,21 +292,21 @@ class Writing:
     """On rank 0 removes what was written."""
     process_ends: threading.Event = field(default_factory=threading.Event)
 
-    def run(self) -> tuple[Told | None, BaseException | None]:
+    def run(self) -> tuple[SharedError | None, BaseException | None]:
         """Write and wait for the others. Returns why the save has failed, the same on all ranks, and what this rank
         itself has met."""
         error: BaseException | None = None
         try:
             self._write()
-        except BaseException as each:
-            error = each
+        except BaseException as cause:
+            error = cause
         finally:
             self.snapshot.close()
         try:
             return self._settled(error), None if isinstance(error, _EndedByOthersError) else error
-        except BaseException as each:  # the store is gone, and with it all word of the others
+        except BaseException as cause:  # the store is gone, and with it all word of the others
             self.remove()
-            return self._joint([(self.rank, told(each))]), each
+            return self._joint([(self.rank, shared_error(cause))]), cause
 
     def _write(self) -> None:
         for nbytes in self.file.write(self.folder, self.snapshot.chunks):
@@ -325,12 +317,12 @@ class Writing:
         if self.rank > 0:
             (self.folder / description_name(self.rank)).write_text(json.dumps(self.file.described()))
 
-    def _settled(self, error: BaseException | None) -> Told | None:
+    def _settled(self, error: BaseException | None) -> SharedError | None:
         """Tell the others how it went here; return how it went for all."""
-        mine = None if error is None or isinstance(error, _EndedByOthersError) else told(error)
-        if mine is not None:
+        failure = None if error is None or isinstance(error, _EndedByOthersError) else shared_error(error)
+        if failure is not None:
             self.notes.leave(_STOP, self.rank)
-        self.notes.leave(f"error {self.rank}", [mine])
+        self.notes.leave(f"error {self.rank}", [failure])
         self.notes.count(_NUM_WRITTEN, 1)
         if self.rank > 0:
             return self._await_end()
@@ -338,8 +330,8 @@ class Writing:
         if not failed:
             try:
                 self.publish([self._described_by(rank) for rank in range(self.num_ranks)])
-            except Exception as each:
-                failed = [(0, told(each))]
+            except Exception as cause:
+                failed = [(0, shared_error(cause))]
         end = None
         if failed:
             self.remove()
@@ -348,33 +340,33 @@ class Writing:
             self.notes.leave(_END, [end])
         return end
 
-    def _await_all(self) -> list[tuple[int, Told]]:
+    def _await_all(self) -> list[tuple[int, SharedError]]:
         """On rank 0: wait until no rank writes any more. Returns those that have failed, and in what."""
-        heard = {rank: _Heard(self.notes.timeout_s) for rank in range(1, self.num_ranks)}
+        pulses = {rank: _Pulse(self.notes.timeout_s) for rank in range(1, self.num_ranks)}
         for number in self._moments():
             if self.notes.count(_NUM_WRITTEN) == self.num_ranks:
                 break
             if self.process_ends.is_set():
-                return [(0, told(ended()))]
+                return [(0, shared_error(ended()))]
             if number % 4 == 0:  # each look at each rank goes over the network
                 self.notes.leave("0", f"waiting {number}")
-                for rank, each in heard.items():
-                    if each.is_silent(self.notes.read(str(rank))) and self.notes.read(f"error {rank}") is None:
+                for rank, pulse in pulses.items():
+                    if pulse.is_silent(self.notes.read(str(rank))) and self.notes.read(f"error {rank}") is None:
                         self.notes.leave(_STOP, 0)
-                        return [(rank, each.silence())]
+                        return [(rank, pulse.silence())]
         errors = {rank: self.notes.read(f"error {rank}")[0] for rank in range(self.num_ranks)}
-        return [(rank, Told(*error)) for rank, error in errors.items() if error is not None]
+        return [(rank, SharedError(*error)) for rank, error in errors.items() if error is not None]
 
-    def _await_end(self) -> Told | None:
+    def _await_end(self) -> SharedError | None:
         """On all ranks but 0: learn from it how the save ended."""
-        heard = _Heard(self.notes.timeout_s)
+        pulse = _Pulse(self.notes.timeout_s)
         for number in self._moments():
             if (end := self.notes.read(_END)) is not None:
-                return None if end[0] is None else Told(*end[0])
+                return None if end[0] is None else SharedError(*end[0])
             if self.process_ends.is_set():
-                return self._joint([(self.rank, told(ended()))])
-            if number % 4 == 0 and heard.is_silent(self.notes.read("0")):
-                return self._joint([(0, heard.silence())])
+                return self._joint([(self.rank, shared_error(ended()))])
+            if number % 4 == 0 and pulse.is_silent(self.notes.read("0")):
+                return self._joint([(0, pulse.silence())])
         raise AssertionError
 
     def _described_by(self, rank: int) -> dict[str, Any]:
@@ -393,8 +385,8 @@ class Writing:
         path.unlink()
         return described
 
-    def _joint(self, failed: list[tuple[int, Told]]) -> Told:
-        return joint(failed, self.num_ranks, doing=f"saving {self.path}", left=LEFT)
+    def _joint(self, failed: list[tuple[int, SharedError]]) -> SharedError:
+        return joint(failed, self.num_ranks, doing=f"saving {self.path}", outcome=LEFT)
 
     def _moments(self) -> Iterator[int]:
         """Numbers of the looks at the notes: often at first, then four times a second."""
@@ -405,23 +397,23 @@ class Writing:
             pause_s, number = min(1.3 * pause_s, MAX_PAUSE_S, self.notes.timeout_s / 20), number + 1
 
 
-class _Heard:
+class _Pulse:
     """When a rank has last said something new."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._said: Any = None
+        self._note: Any = None
         self._at_s = time.monotonic()
 
-    def is_silent(self, said: Any) -> bool:
+    def is_silent(self, note: Any) -> bool:
         """Whether nothing new has come for too long."""
-        if said != self._said:
-            self._said, self._at_s = said, time.monotonic()
+        if note != self._note:
+            self._note, self._at_s = note, time.monotonic()
         return time.monotonic() - self._at_s > self._timeout_s
 
-    def silence(self) -> Told:
+    def silence(self) -> SharedError:
         """The message about a rank that does not answer."""
-        return told(
+        return shared_error(
             CheckpointError(
                 f"nothing was heard of it for {self._timeout_s:g} s: its process is gone, or its disk does not answer"
             )
@@ -438,8 +430,8 @@ MAX_NESTED = MAX_DEPTH - 14
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
-    """The arguments of a save."""
+class SaveArguments:
+    """The arguments of `begin_save`."""
 
     path: str | os.PathLike[str]
     extra: Any
@@ -467,29 +459,24 @@ class _Plan:
     """The model's, by name."""
     extra_states: dict[str, Any]
     """Extra state of modules, by name; rank 0's is saved."""
-    told: dict[str, Any]
+    message: dict[str, Any]
     """For all ranks."""
 
 
-def prepare(given: Given, holdings: Holdings, settle_former: Callable[[], None]) -> Writing:
+def prepare(arguments: SaveArguments, holdings: Holdings, settle_former: Callable[[], None]) -> Writing:
     """All of a save but the writing. Collective.
 
     Args:
         settle_former: waits for the save before this one, and raises its error if nobody has read it.
     """
-    collectives, doing = holdings.collectives, f"saving {given.target}"
-
-    def make_plan() -> _Plan:
-        settle_former()
-        return _planned(given, holdings)
-
+    collectives, doing = holdings.collectives, f"saving {arguments.target}"
     writing: Writing | None = None
-    plan, error = attempt(make_plan)
+    plan, error = attempt(lambda: _make_plan(arguments, holdings, settle_former))
     try:
-        told = exchange(collectives, None if plan is None else plan.told, error, doing=doing, left=LEFT)
+        messages = exchange(collectives, None if plan is None else plan.message, error, doing=doing, outcome=LEFT)
         assert plan is not None
-        writing, error = attempt(lambda: _writing(given, holdings, plan, told))
-        raise_first(collectives, error, doing=doing, left=LEFT)
+        writing, error = attempt(lambda: _build_writing(arguments, holdings, plan, messages))
+        raise_first(collectives, error, doing=doing, outcome=LEFT)
         assert writing is not None
     except BaseException:
         if writing is not None:
@@ -500,60 +487,66 @@ def prepare(given: Given, holdings: Holdings, settle_former: Callable[[], None])
     return writing
 
 
-def facts_of(given: Given) -> dict[str, object]:
+def facts_of(arguments: SaveArguments) -> dict[str, object]:
     """Arguments that must be equal on all ranks, by name.
 
     Raises:
         ConfigError: something of it cannot be saved.
     """
-    for name, value in (("extra", given.extra), ("config", given.config), ("own", given.own)):
+    for name, value in (("extra", arguments.extra), ("config", arguments.config), ("own", arguments.own)):
         require_plain(value, name)
-    if given.staging_nbytes is not None and given.staging_nbytes < 0:
-        raise ConfigError(f"engine.begin_save: staging_nbytes is {given.staging_nbytes}; give 0 or more bytes")
-    extra, config = (json.dumps(value, sort_keys=True) for value in (given.extra, given.config))
-    return {"path": given.target, "extra": extra, "config": config}
+    if arguments.staging_nbytes is not None and arguments.staging_nbytes < 0:
+        raise ConfigError(f"engine.begin_save: staging_nbytes is {arguments.staging_nbytes}; give 0 or more bytes")
+    extra, config = (json.dumps(value, sort_keys=True) for value in (arguments.extra, arguments.config))
+    return {"path": arguments.target, "extra": extra, "config": config}
 
 
-def _planned(given: Given, holdings: Holdings) -> _Plan:
+def _make_plan(arguments: SaveArguments, holdings: Holdings, settle_former: Callable[[], None]) -> _Plan:
+    settle_former()
     rank = holdings.collectives.shards.rank
-    found, states = buffers(holdings.model, holdings.buckets), extra_states(holdings.model)
+    model_buffers, states = named.buffers(holdings.model, holdings.buckets), named.extra_states(holdings.model)
     for name, state in states.items():
         if not isinstance(state, torch.Tensor):
             require_plain(state, name)
-    _require_known(holdings, {**found, **states})
+    _require_known(holdings, {**model_buffers, **states})
     own: dict[Bucket, list[Entry]] = {}
-    for bucket, entry in entries(holdings, rank):
+    for bucket, entry in named.entries(holdings, rank):
         own.setdefault(bucket, []).append(entry)
-    told = {
-        "own": given.own,
-        "buffers": {name: _hash_of_tensor(each) for name, each in found.items()},
-        "counts": counts(holdings),  # raises where something cannot be saved, before a folder is made
+    message = {
+        "own": arguments.own,
+        "buffers": {
+            name: hash_of("".join(hash_of(chunk) for chunk in chunks(values)).encode())
+            for name, values in model_buffers.items()
+        },
+        "counts": named.counts(holdings),  # raises where something cannot be saved, before a folder is made
     }
-    partial = PartialFolder(given.target) if rank == 0 else None
+    partial = PartialFolder(arguments.target) if rank == 0 else None
     if partial is not None:
-        told |= {"token": partial.token, "folder": str(partial.path)}
-    return _Plan(partial=partial, own=own, buffers=found, extra_states=states, told=told)
+        message |= {"token": partial.token, "folder": str(partial.path)}
+    return _Plan(partial=partial, own=own, buffers=model_buffers, extra_states=states, message=message)
 
 
-def _require_known(holdings: Holdings, beside: Mapping[str, Any]) -> None:
+def _require_known(holdings: Holdings, values: Mapping[str, Any]) -> None:
     """Make sure that a checkpoint may hold these names and dtypes: what cannot be read again is not saved.
 
     Raises:
         EngineStateError: one of them it may not.
     """
     groups = [str(group["name"]) for group in holdings.groups.hyperparameters]
-    for name in (*beside, *groups, *(name for each in holdings.parameters.values() for name in each.names)):
+    for name in (*values, *groups, *(name for managed in holdings.parameters.values() for name in managed.names)):
         if not name.isprintable():
             raise EngineStateError(f"{name!r} is the name of a tensor or group, and must be printable to be saved")
-    for name, value in beside.items():
+    for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.dtype not in DTYPES.values():
             raise EngineStateError(f"{name} is of {value.dtype}, and what is saved may be of {', '.join(DTYPES)}")
 
 
-def _writing(given: Given, holdings: Holdings, plan: _Plan, told: list[dict[str, Any]]) -> Writing:
+def _build_writing(
+    arguments: SaveArguments, holdings: Holdings, plan: _Plan, messages: list[dict[str, Any]]
+) -> Writing:
     """The job of the thread that writes, from here on."""
     shards = holdings.collectives.shards
-    content = _content(given, holdings, plan, told) if plan.partial is not None else {}
+    content = _content(arguments, holdings, plan, messages) if plan.partial is not None else {}
     partial = plan.partial
 
     def publish(files: list[dict[str, Any]]) -> None:
@@ -562,65 +555,62 @@ def _writing(given: Given, holdings: Holdings, plan: _Plan, told: list[dict[str,
         partial.publish(Manifest(content))
 
     return Writing(
-        path=given.target,
-        folder=Path(told[0]["folder"]),
-        file=_file(given, plan, told, shards.rank),
-        snapshot=Snapshot(plan.own, given.staging_nbytes, ChunkReader(holdings.collectives.world.device)),
-        notes=holdings.collectives.notes(f"save/{told[0]['token']}"),
+        path=arguments.target,
+        folder=Path(messages[0]["folder"]),
+        file=_file(arguments, plan, messages, shards.rank),
+        snapshot=Snapshot(plan.own, arguments.staging_nbytes, ChunkReader(holdings.collectives.world.device)),
+        notes=holdings.collectives.notes(f"save/{messages[0]['token']}"),
         rank=shards.rank,
         num_ranks=shards.size,
         publish=publish,
-        remove=partial.remove if partial is not None else _nothing,
+        remove=partial.remove if partial is not None else lambda: None,
     )
 
 
-def _nothing() -> None:
-    pass
-
-
-def _hash_of_tensor(values: torch.Tensor) -> str:
-    return hash_of("".join(hash_of(chunk) for chunk in chunks(values)).encode())
-
-
-def _file(given: Given, plan: _Plan, told: Sequence[dict[str, Any]], rank: int) -> TensorFile:
+def _file(arguments: SaveArguments, plan: _Plan, messages: list[dict[str, Any]], rank: int) -> TensorFile:
     """This rank's file. Rank 0 saves all buffers, any other those that differ from them: batch norms of other data."""
     own = [entry for of_bucket in plan.own.values() for entry in of_bucket]
     own += [
         Entry(name, BUFFER, values.detach().reshape(-1).clone(), 0)  # the next forward may change it
         for name, values in plan.buffers.items()
-        if rank == 0 or told[rank]["buffers"][name] != told[0]["buffers"][name]
+        if rank == 0 or messages[rank]["buffers"][name] != messages[0]["buffers"][name]
     ]
-    own += entries_of(plan.extra_states) if rank == 0 else []
-    about = {"format": FORMAT, "save": told[0]["token"], "step": str(given.progress["step"]), "rank": str(rank)}
+    own += named.entries_of(plan.extra_states) if rank == 0 else []
+    about = {"format": FORMAT, "save": messages[0]["token"], "step": str(arguments.progress["step"]), "rank": str(rank)}
     return TensorFile(file_name(rank), own, about)
 
 
-def _content(given: Given, holdings: Holdings, plan: _Plan, told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _content(
+    arguments: SaveArguments, holdings: Holdings, plan: _Plan, messages: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """The manifest but for its files and where each tensor lies in them: as the state is now."""
-    options, config = holdings.options, given.config
+    options, config = holdings.options, arguments.config
     groups = zip(holdings.groups.hyperparameters, holdings.groups.kinds, strict=True)
-    kept: dict[str, Any] = {}
-    for each in told:
-        kept |= each["counts"]
+    counts_by_name: dict[str, Any] = {}
+    for message in messages:
+        counts_by_name |= message["counts"]
     content = {
         **head(),
-        "save": told[0]["token"],
-        **given.progress,
+        "save": messages[0]["token"],
+        **arguments.progress,
         "stage": options.zero.stage,
-        "ranks": len(told),
-        "virtual_ranks": len(told) * options.leaves_per_rank,
+        "ranks": len(messages),
+        "virtual_ranks": len(messages) * options.leaves_per_rank,
         "precision": options.config.precision.name,
         "config": config,
         "config_sha256": None if config is None else hashlib.sha256(json.dumps(config).encode()).hexdigest(),
-        "extra": given.extra,
-        "own": [each["own"] for each in told],
-        "groups": [_group(group, kind) for group, kind in groups],
-        "parameters": saved_parameters(holdings, kept),
+        "extra": arguments.extra,
+        "own": [message["own"] for message in messages],
+        "groups": [
+            {"optimizer": kind, "first_lr": float(group["initial_lr"]), "hyperparameters": saved_group(group)}
+            for group, kind in groups
+        ],
+        "parameters": named.saved_parameters(holdings, counts_by_name),
         "buffers": {
             name: {"shape": list(values.shape), "dtype": str(values.dtype).removeprefix("torch."), "pieces": []}
             for name, values in plan.buffers.items()
         },
-        EXTRA_STATE: described(plan.extra_states),
+        EXTRA_STATE: named.described(plan.extra_states),
         "files": [],
     }
     # A copy: the training changes what some of this refers to, such as the names of parameters and what `extra` holds.
@@ -630,12 +620,12 @@ def _content(given: Given, holdings: Holdings, plan: _Plan, told: Sequence[dict[
 
 def _add_files(content: dict[str, Any], files: Sequence[dict[str, Any]]) -> None:
     """Complete a manifest by what each rank tells of its file."""
-    parameters, beside = content["parameters"], {BUFFER: content["buffers"], EXTRA_STATE: content[EXTRA_STATE]}
+    parameters, by_role = content["parameters"], {BUFFER: content["buffers"], EXTRA_STATE: content[EXTRA_STATE]}
     for index, file in enumerate(files):
         for piece in file.pop("pieces"):
             place = {"file": index, "byte": piece["byte"], "start": piece["start"], "stop": piece["stop"]}
-            if (found := beside.get(piece["role"], {}).get(piece["name"])) is not None:
-                found["pieces"].append(place)
+            if (entry := by_role.get(piece["role"], {}).get(piece["name"])) is not None:
+                entry["pieces"].append(place)
                 continue
             tensors = parameters[piece["name"]]["tensors"]
             tensor = tensors.setdefault(piece["role"], {"dtype": piece["dtype"], "pieces": []})
@@ -643,10 +633,6 @@ def _add_files(content: dict[str, Any], files: Sequence[dict[str, Any]]) -> None
                 tensor["shape"] = piece["kept_shape"]
             tensor["pieces"].append(place)
         content["files"].append(file)
-
-
-def _group(group: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    return {"optimizer": kind, "first_lr": float(group["initial_lr"]), "hyperparameters": saved_group(group)}
 
 
 def require_plain(value: Any, where: str, depth: int = 0) -> None:
@@ -660,13 +646,13 @@ def require_plain(value: Any, where: str, depth: int = 0) -> None:
             f"engine.save: {where[:60]}... lies in more than {MAX_NESTED} dicts and lists; save it flatter"
         )
     if isinstance(value, dict):
-        for key, each in value.items():
+        for key, element in value.items():
             if type(key) is not str:
                 raise ConfigError(f"engine.save: {where} has the key {key!r}; keys must be texts")
-            require_plain(each, f"{where}[{key!r}]", depth + 1)
+            require_plain(element, f"{where}[{key!r}]", depth + 1)
     elif type(value) is list:
-        for index, each in enumerate(value):
-            require_plain(each, f"{where}[{index}]", depth + 1)
+        for index, element in enumerate(value):
+            require_plain(element, f"{where}[{index}]", depth + 1)
     elif value is not None and type(value) not in (bool, int, float, str):
         raise ConfigError(
             f"engine.save: {where} is of type {type(value).__name__}; it may hold dicts with texts as keys, lists, "
@@ -697,7 +683,7 @@ class SaveUnderWay:
         self._is_error_read = False
         # The thread alone has `writing`: of the engine's memory nothing is kept when it is done.
         self._thread = threading.Thread(target=self._run, args=(writing,), name="zerotrain save", daemon=True)
-        _all.add(self)
+        _saves_under_way.add(self)
         self._thread.start()
 
     @property
@@ -755,7 +741,7 @@ class SaveUnderWay:
         try:
             failed, cause = writing.run()
         except BaseException as error:  # a fault of zerotrain itself
-            failed, cause = told(error), error
+            failed, cause = shared_error(error), error
         if failed is not None:
             self._error = failed.error()
             self._error.__cause__ = cause
@@ -771,10 +757,10 @@ class SaveUnderWay:
             warnings.warn(str(self._error), RuntimeWarning, stacklevel=2)
 
 
-_all: weakref.WeakSet[SaveUnderWay] = weakref.WeakSet()
+_saves_under_way: weakref.WeakSet[SaveUnderWay] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_all() -> None:
-    for each in list(_all):
-        each.end_with_process()
+    for save in list(_saves_under_way):
+        save.end_with_process()

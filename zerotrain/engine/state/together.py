@@ -31,8 +31,8 @@ _KINDS: dict[str, type[ZeroTrainError]] = {
 }
 
 
-class Told(NamedTuple):
-    """An error as ranks tell it."""
+class SharedError(NamedTuple):
+    """An error of one rank, in the form in which ranks send it to each other."""
 
     kind: str
     text: str
@@ -42,13 +42,13 @@ class Told(NamedTuple):
         return _KINDS.get(self.kind, CheckpointError)(self.text)
 
 
-def told(error: BaseException) -> Told:
-    """An error of this rank, as ranks tell it."""
+def shared_error(error: BaseException) -> SharedError:
+    """An error of this rank, for the others."""
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = str(error) if isinstance(error, ZeroTrainError) else f"{type(error).__name__}: {error}"
-    return Told(type(error).__name__, text)
+    return SharedError(type(error).__name__, text)
 
 
 def attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -62,7 +62,7 @@ def attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def agreed(
-    collectives: Collectives, call: str, plan: Callable[[], tuple[T, Mapping[str, object]]], given: str = ""
+    collectives: Collectives, call: str, plan: Callable[[], tuple[T, Mapping[str, object]]], arguments: str = ""
 ) -> T:
     """Let a call go on on all ranks, or on none: nothing has changed when this raises, the order of collectives
     neither. Collective: one small exchange, and one more where the call is refused.
@@ -71,7 +71,7 @@ def agreed(
         call: such as "engine.freeze".
         plan: looks at what this rank was given and at the state it is in, and changes nothing that is not undone where
             this raises. Returns what the call goes on with, and what must be the same on all ranks, by name.
-        given: what must be so too, and is told first: that of another rank may be what `plan` refuses.
+        arguments: as text, what must be so too, and is told first: that of another rank may be what `plan` refuses.
 
     Raises:
         ConfigError: on every rank; it was given other things by rank. Or the error of `plan`, if it is one of ours.
@@ -81,78 +81,77 @@ def agreed(
         return plan()[0]
     planned, error = attempt(plan)
     facts = {} if planned is None else {name: str(value) for name, value in planned[1].items()}
-    numbers = [_hash(call), int(error is not None), _hash(repr([given, facts]))]
-    mine = torch.tensor(numbers, dtype=torch.int64, device=collectives.world.device)
-    everyone = collectives.gather_small(mine, name=call, in_order=False)
+    numbers = [_hash(call), int(error is not None), _hash(repr([arguments, facts]))]
+    own = torch.tensor(numbers, dtype=torch.int64, device=collectives.world.device)
+    everyone = collectives.gather_small(own, name=call, in_order=False)
     if planned is not None and bool((everyone == everyone[0]).all()):
         return planned[0]
-    said = [call, given, None if error is None else list(told(error)), facts]
-    ranks = collectives.gather_objects(said, name="refused calls", in_order=False)
-    calls, all_given, errors, all_facts = zip(*ranks, strict=True)
-    refused = [(rank, Told(*each)) for rank, each in enumerate(errors) if each is not None]
+    message = [call, arguments, None if error is None else list(shared_error(error)), facts]
+    ranks = collectives.gather_objects(message, name="refused calls", in_order=False)
+    calls, all_arguments, errors, all_facts = zip(*ranks, strict=True)
+    refused = [(rank, SharedError(*failure)) for rank, failure in enumerate(errors) if failure is not None]
     if len(set(calls)) > 1:
         raise DisagreementError(f"the ranks have come to different calls: {by_rank(calls)}; {SAME_CALLS}")
-    if len(set(all_given)) > 1:
-        raise ConfigError(_difference(call, all_given))
-    if error is not None and len({(each.kind, each.text) for _, each in refused}) == 1 and len(refused) == len(ranks):
+    if len(set(all_arguments)) > 1:
+        raise ConfigError(_difference(call, all_arguments))
+    if error is not None and len({failure for _, failure in refused}) == 1 and len(refused) == len(ranks):
         raise error
     if refused:
-        raise joint(refused, len(ranks), doing=call, left=LEFT, otherwise=ConfigError).error() from error
-    by_name = {name: [each[name] for each in all_facts] for name in facts}
+        raise joint(refused, len(ranks), doing=call, outcome=LEFT, otherwise=ConfigError).error() from error
+    by_name = {name: [rank_facts[name] for rank_facts in all_facts] for name in facts}
     raise ConfigError(
         *(_difference(f"{call}: {name}", values) for name, values in by_name.items() if len(set(values)) > 1)
     )
 
 
-def _difference(of: str, values: Sequence[str]) -> str:
-    colon = "" if ":" in of else ":"
-    return f"{of}{colon} differs between the ranks: {by_rank(_told_apart(values))}; give all ranks the same"
+def _difference(subject: str, values: Sequence[str]) -> str:
+    colon = "" if ":" in subject else ":"
+    return f"{subject}{colon} differs between the ranks: {by_rank(_shorten(values))}; give all ranks the same"
 
 
-def _told_apart(values: Sequence[str]) -> list[str]:
-    """Long ones cut around the place where they begin to differ."""
+def _shorten(values: Sequence[str]) -> list[str]:
+    """Texts without their beginning and end where they are long: the place where they begin to differ stays."""
     shortest, longest = min(map(len, values)), max(map(len, values))
     differ = (place for place, characters in enumerate(zip(*values, strict=False)) if len(set(characters)) > 1)
     start = 0 if longest <= MAX_NUM_SHOWN else max(0, next(differ, shortest) - MAX_NUM_SHOWN // 2)
-    return [
-        "..." * (start > 0) + each[start : start + MAX_NUM_SHOWN] + "..." * (start + MAX_NUM_SHOWN < len(each))
-        for each in values
-    ]
+    stop = start + MAX_NUM_SHOWN
+    lead = "..." if start > 0 else ""
+    return [f"{lead}{value[start:stop]}{'...' if stop < len(value) else ''}" for value in values]
 
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "backslashreplace")).digest()[:7])
 
 
-def raise_first(collectives: Collectives, error: Exception | None, *, doing: str, left: str) -> None:
+def raise_first(collectives: Collectives, error: Exception | None, *, doing: str, outcome: str) -> None:
     """Raise on all ranks what any of them failed in, the first rank's. Collective.
 
     Args:
         doing: such as "saving PATH".
-        left: what is as it was.
+        outcome: the state that this leaves, such as `LEFT`.
 
     Raises:
         CheckpointError: or the error itself, if it is one of ours.
     """
     failed = torch.tensor([int(error is not None)], dtype=torch.int64, device=collectives.world.device)
     if collectives.gather_small(failed, name=doing).any():
-        exchange(collectives, None, error, doing=doing, left=left)
+        exchange(collectives, None, error, doing=doing, outcome=outcome)
 
 
-def on_all(collectives: Collectives, call: Callable[[], T], *, doing: str, left: str) -> T:
+def on_all(collectives: Collectives, call: Callable[[], T], *, doing: str, outcome: str) -> T:
     """Make a call on each rank, and raise on all what any of them fails in, as `raise_first` does. Collective."""
     result, error = attempt(call)
-    raise_first(collectives, error, doing=doing, left=left)
+    raise_first(collectives, error, doing=doing, outcome=outcome)
     return cast(T, result)
 
 
 @contextmanager
-def failing_together(collectives: Collectives, *, doing: str, left: str) -> Iterator[None]:
-    """What one rank fails in here, at whatever place, all ranks fail in, with the first rank's cause: a comparison at
+def failing_together(collectives: Collectives, *, doing: str, outcome: str) -> Iterator[None]:
+    """If one rank fails in here, at whatever place, all ranks fail, with the first rank's cause: a comparison at
     the end, and one before each collective that is none itself, tells the others.
 
     Args:
-        doing, left: as for `raise_first`.
+        doing, outcome: as for `raise_first`.
 
     Raises:
         ZeroTrainError: on a rank that has not failed. One that has raises its own error.
@@ -168,12 +167,12 @@ def failing_together(collectives: Collectives, *, doing: str, left: str) -> Iter
         if not of_others:
             with suppress(DisagreementError):  # the others are at a comparison of the call, and learn of it there
                 wait_for_others(collectives, _FAILURE)
-        mine = None if of_others else list(told(error))
-        ranks = collectives.gather_objects(mine, name="causes", in_order=False)
-        failed = [(rank, Told(*each)) for rank, each in enumerate(ranks) if each is not None]
-        if mine is not None and failed[0][1] == Told(*mine):
+        own_failure = None if of_others else list(shared_error(error))
+        ranks = collectives.gather_objects(own_failure, name="causes", in_order=False)
+        failed = [(rank, SharedError(*failure)) for rank, failure in enumerate(ranks) if failure is not None]
+        if own_failure is not None and failed[0][1] == SharedError(*own_failure):
             raise
-        raise joint(failed, len(ranks), doing=doing, left=left, otherwise=EngineStateError).error() from error
+        raise joint(failed, len(ranks), doing=doing, outcome=outcome, otherwise=EngineStateError).error() from error
 
 
 def wait_for_others(collectives: Collectives, name: str) -> None:
@@ -184,37 +183,37 @@ def wait_for_others(collectives: Collectives, name: str) -> None:
 def from_rank_0(collectives: Collectives, call: Callable[[], T], *, doing: str) -> T:
     """Make a call on rank 0, and return or raise on all what comes of it; it changes nothing. Collective."""
     result, error = attempt(lambda: call() if collectives.shards.rank == 0 else None)
-    return cast(T, exchange(collectives, result, error, doing=doing, left=LEFT)[0])
+    return cast(T, exchange(collectives, result, error, doing=doing, outcome=LEFT)[0])
 
 
-def exchange(collectives: Collectives, said: Any, error: Exception | None, *, doing: str, left: str) -> list[Any]:
+def exchange(collectives: Collectives, message: Any, error: Exception | None, *, doing: str, outcome: str) -> list[Any]:
     """Gather what each rank has to say, in rank order; otherwise as `raise_first`. Collective."""
-    mine = None if error is None else list(told(error))
-    everyone = collectives.gather_objects([mine, said], name=doing)
-    failed = [(rank, Told(*each)) for rank, (each, _) in enumerate(everyone) if each is not None]
+    own_failure = None if error is None else list(shared_error(error))
+    everyone = collectives.gather_objects([own_failure, message], name=doing)
+    failed = [(rank, SharedError(*failure)) for rank, (failure, _) in enumerate(everyone) if failure is not None]
     if failed:
-        raise joint(failed, len(everyone), doing=doing, left=left).error() from error
-    return [each for _, each in everyone]
+        raise joint(failed, len(everyone), doing=doing, outcome=outcome).error() from error
+    return [message for _, message in everyone]
 
 
 def joint(
-    failed: Sequence[tuple[int, Told]],
+    failed: Sequence[tuple[int, SharedError]],
     num_ranks: int,
     *,
     doing: str,
-    left: str,
+    outcome: str,
     otherwise: type[ZeroTrainError] = CheckpointError,
-) -> Told:
+) -> SharedError:
     """The error that all ranks tell where some have failed: the first rank's.
 
     Args:
         failed: (rank, its error), in rank order.
-        doing, left: as for `raise_first`.
+        doing, outcome: as for `raise_first`.
         otherwise: what an error becomes that is none of ours.
     """
-    rank, first = failed[0]
-    if first.kind in _KINDS and len({each.text for _, each in failed}) == 1 and len(failed) == num_ranks:
-        return first
+    rank, failure = failed[0]
+    if failure.kind in _KINDS and len({other.text for _, other in failed}) == 1 and len(failed) == num_ranks:
+        return failure
     where = f"rank {rank}: " if num_ranks > 1 else ""
-    kind = first.kind if first.kind in _KINDS else otherwise.__name__
-    return Told(kind, f"{doing} failed, {where}{first.text}; {left}")
+    kind = failure.kind if failure.kind in _KINDS else otherwise.__name__
+    return SharedError(kind, f"{doing} failed, {where}{failure.text}; {outcome}")

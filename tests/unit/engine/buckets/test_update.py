@@ -112,7 +112,7 @@ def test_what_the_optimizer_keeps_is_told_by_span_and_nothing_else_is_left(stage
         assert kept.unique().tolist() == [0, 1.5 * gradient]  # padding, and what it was plus its half
         assert kept.shape == span.target.shape
         assert span.target.grad is None
-    assert bucket.update.kept.element_state_nbytes() == 4 * bucket.layout.padded_numel
+    assert bucket.update.state.element_state_nbytes() == 4 * bucket.layout.padded_numel
     assert engine.held.pools.lent_nbytes == 0
 
 
@@ -122,7 +122,7 @@ def test_a_master_weight_of_its_own_is_there_only_where_the_model_has_another_dt
     engine = engine_on(alone(), Given, precision=precision, zero=ONE_BUCKET | {"stage": stage})
     (bucket,) = engine.schedule.trained
     is_copy = precision == "bf16"
-    assert bucket.update.kept.separate_master_nbytes == (4 * bucket.layout.padded_numel if is_copy else 0)
+    assert bucket.update.state.separate_master_nbytes == (4 * bucket.layout.padded_numel if is_copy else 0)
     held = {tensor.data_ptr() for tensor in (bucket.weights.shard, bucket.weights.model_weight.tensor)}
     assert (bucket.update.master_weight.data_ptr() in held) != is_copy
 

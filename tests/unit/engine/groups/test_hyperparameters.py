@@ -16,10 +16,10 @@ from tests.unit.engine.parts import Linears, alone, engine_on, train
 from zerotrain.engine.groups.hyperparameters import (
     Hyperparameters,
     mixed,
+    plain_values,
     restore_group,
     saved_group,
     shown_groups,
-    told_values,
 )
 from zerotrain.errors import ConfigError, EngineStateError
 
@@ -31,14 +31,14 @@ def test_values_are_told_alike_on_ranks_that_have_the_same() -> None:
     def group() -> dict[str, object]:
         return {"lr": torch.tensor([0.5]), "betas": (0.9, torch.tensor(0.25)), "rule": Rule(), "fused": None, "k": 3}
 
-    text, unread = told_values([group(), {"lr": 1e-3}])
-    assert (text, unread) == told_values([group(), {"lr": 1e-3}])
+    text, unread = plain_values([group(), {"lr": 1e-3}])
+    assert (text, unread) == plain_values([group(), {"lr": 1e-3}])
     assert text == "[[0.5], [0.9, 0.25], 'Rule', None, 3, 0.001]"
 
 
 def test_a_tensor_of_a_device_is_not_read() -> None:
     lr = torch.tensor(0.5, device="meta")  # which cannot be read
-    text, unread = told_values([{"lr": lr, "betas": (lr, 0.5)}])
+    text, unread = plain_values([{"lr": lr, "betas": (lr, 0.5)}])
     assert "0.5" not in text.replace("0.5]", "")
     assert [each is lr for each in unread] == [True, True]
     assert mixed(unread).is_meta

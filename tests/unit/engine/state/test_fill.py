@@ -45,13 +45,13 @@ def test_weights_are_replaced_at_every_stage_and_without_state_the_optimizers_st
     def on_a_rank(world: World) -> tuple[dict[str, Any], list[bool]]:
         engine = engine_on(world, optimizer=torch.optim.AdamW, zero={"stage": stage}, precision=precision)
         train(engine, 0)
-        kept = [[each.clone() for each in bucket.update.kept.state_tensors()] for bucket in engine.schedule.trained]
+        kept = [[each.clone() for each in bucket.update.state.state_tensors()] for bucket in engine.schedule.trained]
         fill(Numbers(0.1), engine.schedule.buckets, engine.collectives)
         engine.schedule.end_update()
         same = [
             torch.equal(before, now)
             for tensors, bucket in zip(kept, engine.schedule.trained, strict=True)
-            for before, now in zip(tensors, bucket.update.kept.state_tensors(), strict=True)
+            for before, now in zip(tensors, bucket.update.state.state_tensors(), strict=True)
         ]
         return engine.full_state_dict(), same
 

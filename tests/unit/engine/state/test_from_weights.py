@@ -30,7 +30,7 @@ from tests.unit.engine.state.weight_files import (
 from zerotrain.checkpoint.folder import step_name
 from zerotrain.checkpoint.others.stored_weights import StoredTensor
 from zerotrain.comm.world import World
-from zerotrain.engine.state.from_weights import Wanted, match
+from zerotrain.engine.state.from_weights import ModelTensor, match
 from zerotrain.errors import CheckpointError
 from zerotrain.testing.fake_wire import run_threads
 
@@ -326,19 +326,19 @@ def given(name: str) -> StoredTensor:
 
 
 def test_where_two_words_would_make_names_fit_none_is_taken() -> None:
-    wanted = [Wanted([name], torch.zeros(2)) for name in ("model.inner.weight", "model.inner.inner.weight")]
+    wanted = [ModelTensor([name], torch.zeros(2)) for name in ("model.inner.weight", "model.inner.inner.weight")]
     loaded = match(Path("file"), [given("inner.weight")], wanted)
     assert loaded.surplus == ("inner.weight",)
     assert loaded.missing == ("model.inner.weight", "model.inner.inner.weight")
     assert loaded.renamed == ""
-    assert not any(each.given for each in wanted)
+    assert not any(each.stored for each in wanted)
 
 
 def test_where_one_word_makes_names_fit_it_is_taken() -> None:
-    wanted = [Wanted([name], torch.zeros(2)) for name in ("model.inner.weight", "model.inner.bias")]
+    wanted = [ModelTensor([name], torch.zeros(2)) for name in ("model.inner.weight", "model.inner.bias")]
     tensors = [given("inner.weight"), given("inner.bias")]
     assert match(Path("file"), tensors, wanted).num_loaded == 2
-    assert [each.given[0][1] for each in wanted] == tensors
+    assert [each.stored[0][1] for each in wanted] == tensors
 
 
 # Full weights into the shards of any stage.
