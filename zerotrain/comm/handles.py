@@ -1,4 +1,4 @@
-"""A collective as an object that is used step after step: `prepare`, `issue`, `done`, `finish`.
+"""A collective as an object that is used step after step: `prepare`, `issue`, `is_done`, `finish`.
 
 Each way to send (the backend's own collective, an all-to-all, posted sends and receives) is a small subclass of
 `Gather` or `Reduction`; whoever holds one does not know which. Here is what all have in common: the order and the
@@ -71,11 +71,11 @@ class ScratchPool:
         """
         fitting = [scratch for scratch in self._free if scratch.storage.numel() >= numel]
         if fitting:
-            scratch = min(fitting, key=lambda each: (each.storage.numel(), cut_for not in each.cuts))
+            scratch = min(fitting, key=lambda candidate: (candidate.storage.numel(), cut_for not in candidate.cuts))
             self._free.remove(scratch)
         else:
             if self._free:
-                self._free.remove(max(self._free, key=lambda each: each.storage.numel()))
+                self._free.remove(max(self._free, key=lambda candidate: candidate.storage.numel()))
             # Zeros, not garbage: torch's fake process group, which benchmarks measure with, writes nothing into what is
             # to be received, and a step on garbage met inf.
             scratch = Scratch(self._zeros(numel, self.dtype))
@@ -95,7 +95,7 @@ class ScratchPools:
         self.device, self._zeros = device, zeros
         self._pools: dict[torch.dtype, ScratchPool] = {}
 
-    def of(self, dtype: torch.dtype) -> ScratchPool:
+    def pool_of(self, dtype: torch.dtype) -> ScratchPool:
         """The pool that lends buffers of `dtype`."""
         return self._pools.setdefault(dtype, ScratchPool(dtype=dtype, device=self.device, zeros=self._zeros))
 
@@ -169,7 +169,7 @@ class Handle(ABC):
         if not self._journal.overlap:
             self.wait()
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether `finish` would not have to wait for other ranks (on CUDA: whether the device has finished).
 
         False also where that is not known: gloo's sends and receives do not tell before they were waited for.
@@ -178,7 +178,7 @@ class Handle(ABC):
             return True
         started_s = time.monotonic()
         try:
-            return self._done()
+            return self._is_done()
         except RuntimeError as error:
             self._fail(error, started_s)
 
@@ -226,10 +226,10 @@ class Handle(ABC):
         """Start to send."""
 
     def _wait(self) -> None:
-        """Wait for all that is under way. Each way that sends has this and `_done`."""
+        """Wait for all that is under way. Each way that sends has this and `_is_done`."""
         raise NotImplementedError
 
-    def _done(self) -> bool:
+    def _is_done(self) -> bool:
         """Whether `_wait` would return at once."""
         raise NotImplementedError
 
@@ -380,9 +380,9 @@ def gather_objects(
     gather_small: Callable[[torch.Tensor, str], torch.Tensor], device: torch.device, value: Any, name: str = ""
 ) -> list[Any]:
     """The values of all ranks, in rank order, on every rank: numbers, texts, dtypes, tensors, collections."""
-    said = torch.frombuffer(bytearray(_packed(value)), dtype=torch.uint8).to(device)
-    numels = gather_small(torch.tensor([said.numel()], device=device), name).flatten().tolist()
-    everyone = gather_small(torch.cat([said, said.new_zeros(max(numels) - said.numel())]), "").cpu()
+    packed = torch.frombuffer(bytearray(_packed(value)), dtype=torch.uint8).to(device)
+    numels = gather_small(torch.tensor([packed.numel()], device=device), name).flatten().tolist()
+    everyone = gather_small(torch.cat([packed, packed.new_zeros(max(numels) - packed.numel())]), "").cpu()
     try:
         # Not torch's all_gather_object, in which another process says what code is run here.
         return [_unpacked(row[:numel].numpy().tobytes()) for row, numel in zip(everyone, numels, strict=True)]

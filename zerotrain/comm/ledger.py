@@ -21,7 +21,7 @@ from zerotrain.comm.whereabouts import Whereabouts, is_of_others
 from zerotrain.device.device import Event
 from zerotrain.errors import CommError
 
-# Small comparisons in frames of one size, each with its name: so ranks that have come to different ones are told so.
+# Small comparisons in frames of one size, each with its name. Ranks in different comparisons learn that by the names.
 #
 # gloo ends a process, in words of C++, that receives more bytes than it expects. Seen where one rank called
 # `engine.freeze` and another `engine.step`.
@@ -54,17 +54,17 @@ def gather_framed(gather: Callable[[torch.Tensor], torch.Tensor], values: torch.
     Raises:
         OtherNamesError: on every rank.
     """
-    said = values.contiguous().view(torch.uint8)
-    fits = said.numel() <= _ROOM_NBYTES
+    payload = values.contiguous().view(torch.uint8)
+    fits = payload.numel() <= _ROOM_NBYTES
     frame = torch.zeros(FRAME_NBYTES, dtype=torch.uint8)
-    frame[: NAME_NBYTES + _NUMBER_NBYTES] = _head(name, said.numel())
+    frame[: NAME_NBYTES + _NUMBER_NBYTES] = _head(name, payload.numel())
     if fits:
-        frame[NAME_NBYTES + _NUMBER_NBYTES :][: said.numel()] = said
+        frame[NAME_NBYTES + _NUMBER_NBYTES :][: payload.numel()] = payload
     frames = gather(frame)
     heads = frames[:, : NAME_NBYTES + _NUMBER_NBYTES]
     if (heads != heads[0]).any():
-        raise OtherNamesError(_told(heads))
-    everyone = frames[:, NAME_NBYTES + _NUMBER_NBYTES :][:, : said.numel()] if fits else gather(said)
+        raise OtherNamesError(_names_in(heads))
+    everyone = frames[:, NAME_NBYTES + _NUMBER_NBYTES :][:, : payload.numel()] if fits else gather(payload)
     return everyone.contiguous().view(values.dtype)
 
 
@@ -74,7 +74,7 @@ def _head(name: str, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(text + nbytes.to_bytes(_NUMBER_NBYTES)), dtype=torch.uint8)
 
 
-def _told(heads: torch.Tensor) -> list[str]:
+def _names_in(heads: torch.Tensor) -> list[str]:
     """The name that each rank has come with; with the bytes it has sent where all names are the same."""
     rows = [bytes(head.tolist()) for head in heads]
     names = [row[:NAME_NBYTES].decode("utf-8", "replace").strip() for row in rows]
@@ -83,7 +83,7 @@ def _told(heads: torch.Tensor) -> list[str]:
     return [f"{names[0]}, {int.from_bytes(row[NAME_NBYTES:])} bytes," for row in rows]
 
 
-# A thread that tells of a collective which does not end, where the host does not wait for collectives.
+# A thread tells of a collective that does not end, where the host does not wait for collectives.
 #
 # On a GPU `wait` returns at once and never raises: NCCL's watchdog ends the process some time after `timeout_s`,
 # without Python, and its text knows no bucket. So this thread tells some seconds before it does.
@@ -114,7 +114,7 @@ class Overdue:
 
     Args:
         timeout_s: after which the backend ends this process.
-        now: the clock, in seconds.
+        clock: gives seconds.
     """
 
     def __init__(
@@ -122,14 +122,14 @@ class Overdue:
         whereabouts: Whereabouts,
         timeout_s: float,
         tell: Tell = tell_log,
-        now: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._whereabouts, self._tell, self._now = whereabouts, tell, now
+        self._whereabouts, self._tell, self._clock = whereabouts, tell, clock
         self._margin_s = min(MARGIN_S, timeout_s / 4)
         self._limit_s = timeout_s - self._margin_s
         self._watched: deque[_Watched] = deque()
         self._changing = threading.Lock()
-        self._told: _Watched | None = None
+        self._reported: _Watched | None = None
         self._thread: threading.Thread | None = None
 
     def watch(self, collective: str, is_done: Callable[[], bool]) -> None:
@@ -137,7 +137,7 @@ class Overdue:
         where = f"{collective} ({self._whereabouts.describe()})"
         with self._changing:
             self._drop_done()
-            self._watched.append(_Watched(where, self._now(), is_done))
+            self._watched.append(_Watched(where, self._clock(), is_done))
             if self._thread is None:
                 # It does not keep this alive, and ends with it.
                 self._thread = threading.Thread(
@@ -164,25 +164,23 @@ class Overdue:
         with self._changing:
             self._drop_done()
             oldest = self._watched[0] if self._watched else None
-        if self._told is not None and self._told is not oldest:
-            self._told = None
+        if self._reported is not None and self._reported is not oldest:
+            self._reported = None
             self._whereabouts.take_back()
             self._tell(None)
-        if oldest is None or self._told is oldest or (waited_s := self._now() - oldest.issued_s) < self._limit_s:
+        if oldest is None or self._reported is oldest or (waited_s := self._clock() - oldest.issued_s) < self._limit_s:
             return
-        self._told = oldest
+        self._reported = oldest
         self._tell(self._whereabouts.overdue(oldest.where, waited_s, grace_s=self._margin_s / 2))
 
     def _drop_done(self) -> None:
-        while self._watched and _is_over(self._watched[0]):
+        while self._watched:
+            try:
+                if not self._watched[0].is_done():
+                    return
+            except RuntimeError:  # of the device, which tells it to whoever calls next
+                pass
             self._watched.popleft()
-
-
-def _is_over(watched: _Watched) -> bool:
-    try:
-        return watched.is_done()
-    except RuntimeError:  # of the device, which tells it to whoever calls next
-        return True
 
 
 def _look_at(reference: "weakref.ref[Overdue]") -> None:
@@ -284,8 +282,8 @@ class Journal:
         issue a reduction behind a gather where the others do it before. That works, and is not to be refused.
         """
         order = 0
-        for each in self._orders.values():
-            order ^= each
+        for hash_of_kind in self._orders.values():
+            order ^= hash_of_kind
         return order
 
     def note(self, kind: str, name: str) -> None:
@@ -334,10 +332,10 @@ class Notes:
         self.timeout_s = store.timeout.total_seconds()  # type: ignore[attr-defined]  # as torch has it
         """For how long the ranks wait for each other in their collectives."""
 
-    def leave(self, name: str, said: Any) -> None:
+    def leave(self, name: str, value: Any) -> None:
         """Leave a note for all ranks: what JSON can hold."""
         try:
-            self._store.set(name, json.dumps(said))
+            self._store.set(name, json.dumps(value))
         except RuntimeError as error:
             raise _gone(error) from error
 
@@ -357,5 +355,5 @@ class Notes:
 
 
 def _gone(error: RuntimeError) -> CommError:
-    said = str(error).split("\n")[0]
-    return CommError(f"the store in which the ranks met is gone, with the rank that kept it: {said}")
+    reason = str(error).split("\n")[0]
+    return CommError(f"the store in which the ranks met is gone, with the rank that kept it: {reason}")

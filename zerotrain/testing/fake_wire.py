@@ -105,7 +105,7 @@ class BoardEnd:
     Args:
         delay_s: this rank sleeps so long before it issues anything.
         device: where its tensors are.
-        is_done: what `done` answers before a collective was waited for.
+        is_done: what `Handle.is_done` answers before a collective was waited for.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class _Fake(Handle):
     def _wait(self) -> None:
         self._arrived = self._end.board.parts(self._key)
 
-    def _done(self) -> bool:
+    def _is_done(self) -> bool:
         return self._end.is_done
 
 
