@@ -134,10 +134,8 @@ def _listen_beside(ranks: RankEnvironment, timeout_s: float) -> tuple[dist.Store
     with socket.create_connection((ranks.address, ranks.port), timeout=timeout_s) as reached:
         family, own_address = reached.family, str(reached.getsockname()[0])
     others_reach = own_address
-    if (
-        is_loopback(own_address) and ranks.local_world_size < ranks.world_size
-    ):  # this is the machine that MASTER_ADDR names
-        own_address, others_reach = "", ranks.address
+    if is_loopback(own_address) and ranks.local_world_size < ranks.world_size:
+        own_address, others_reach = "", ranks.address  # this is the machine that MASTER_ADDR names
     listener = socket.create_server((own_address, 0), family=family, backlog=2048)
     port = int(listener.getsockname()[1])
     store = dist.TCPStore(

@@ -43,8 +43,8 @@ class Stream(ABC):
         """Let all that comes later in this order find the work of an event of the same device done."""
 
     @abstractmethod
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
-        """Begin to copy once these events are done."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor, events: Sequence[Event] = ()) -> Event:
+        """Begin to copy once the events are done."""
 
 
 class MemoryHistory(ABC):

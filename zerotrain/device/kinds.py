@@ -72,7 +72,7 @@ class _AtOnce(Stream):
     def wait(self, event: Event) -> None:
         pass
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, events: Sequence[Event] = ()) -> Event:
         target.copy_(source)
         return DONE
 
@@ -192,10 +192,10 @@ class _Stream(Stream):
         assert isinstance(event, _Recorded)
         self.of_torch.wait_event(event.of_torch)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, events: Sequence[Event] = ()) -> Event:
         with torch.cuda.stream(self.of_torch):
-            for each in after:
-                each.wait()
+            for event in events:
+                event.wait()
             target.copy_(source, non_blocking=True)
         return _Recorded(self.of_torch)
 
@@ -227,11 +227,11 @@ class Nowhere(Cpu):
 @contextmanager
 def rehearsing(*, on_host: bool) -> Iterator[None]:
     """In here it stands for a device that computes in the host's memory, or for one that does not."""
-    before, Nowhere.is_host = Nowhere.is_host, on_host
+    was_on_host, Nowhere.is_host = Nowhere.is_host, on_host
     try:
         yield
     finally:
-        Nowhere.is_host = before
+        Nowhere.is_host = was_on_host
 
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -250,23 +250,23 @@ def num_gpus() -> int:
 
 def visible_gpus() -> list[str]:
     """The names of the GPUs that this process may use, as `only_gpus` takes them."""
-    given = os.environ.get(_VISIBLE)
-    names = [str(number) for number in range(num_gpus())] if given is None else given.split(",")
+    variable = os.environ.get(_VISIBLE)
+    names = [str(number) for number in range(num_gpus())] if variable is None else variable.split(",")
     return names[: num_gpus()]
 
 
 @contextmanager
 def only_gpus(names: Sequence[str]) -> Iterator[None]:
     """Inside, this process, if it has used no GPU yet, and those that it starts see these alone."""
-    before = os.environ.get(_VISIBLE)
+    variable = os.environ.get(_VISIBLE)
     os.environ[_VISIBLE] = ",".join(names)
     try:
         yield
     finally:
-        if before is None:
+        if variable is None:
             del os.environ[_VISIBLE]
         else:
-            os.environ[_VISIBLE] = before
+            os.environ[_VISIBLE] = variable
 
 
 def is_gpu_in_use() -> bool:

@@ -24,7 +24,7 @@ def nothing_imported_from(*folders: str | os.PathLike[str]) -> Iterator[None]:
     Args:
         folders: runs, checkpoints or others; of a checkpoint in a run it is the run's whole folder.
     """
-    guard = _Guard([_whole(Path(os.path.realpath(each))) for each in folders])
+    guard = _Guard([_run_folder(Path(os.path.realpath(folder))) for folder in folders])
     places = [place for place, entry in enumerate(sys.path) if guard.keeps_out(entry)]
     guard.left_out = [sys.path.pop(place) for place in reversed(places)][::-1]
     sys.meta_path.insert(0, guard)
@@ -36,7 +36,7 @@ def nothing_imported_from(*folders: str | os.PathLike[str]) -> Iterator[None]:
             sys.path.insert(place, entry)
 
 
-def _whole(folder: Path) -> Path:
+def _run_folder(folder: Path) -> Path:
     """The run's folder of one of its checkpoints, or of all of them; otherwise the folder itself."""
     if folder.name == CHECKPOINTS:
         return folder.parent
@@ -118,14 +118,16 @@ _MAX_SHOWN = 200
 _MAX_REASON = 600
 
 
-def require_no_kernels(fields: Any, of: str) -> None:
+def require_no_kernels(fields: Any, subject: str) -> None:
     """Refuse fields of a model's config by which transformers would fetch compiled code from the hub and run it.
 
     Raises:
         ValueError: they name a repository with such code.
     """
     for name in _kernels_in(fields):
-        raise ValueError(f"{of} asks for code of the hub ({name}), which zerotrain does not run; take that field out")
+        raise ValueError(
+            f"{subject} asks for code of the hub ({name}), which zerotrain does not run; take that field out"
+        )
 
 
 def refusal(folder: str, error: BaseException) -> str:
@@ -136,8 +138,9 @@ def refusal(folder: str, error: BaseException) -> str:
     line = printable((str(error).splitlines() or [type(error).__name__])[0], _MAX_REASON, keep="")
     if "trust_remote_code" not in str(error):
         return line
-    named = printable(", ".join(dict.fromkeys(_code_of(folder))), _MAX_SHOWN, keep="")
-    return f"it has code of its own{f' ({named})' * bool(named)}, which zerotrain does not run"
+    code = printable(", ".join(dict.fromkeys(_code_of(folder))), _MAX_SHOWN, keep="")
+    names = f" ({code})" if code else ""
+    return f"it has code of its own{names}, which zerotrain does not run"
 
 
 @contextmanager
@@ -145,20 +148,20 @@ def only_errors() -> Iterator[None]:
     """Without what transformers warns of, which it also does of a folder that it then refuses."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
 
 
 def _kernels_in(fields: Any) -> Iterator[str]:
     """Repositories; an implementation that transformers has itself is named without a slash."""
     for name, value in _items(fields):
         if str(name).strip("_").removesuffix("_internal") in _KERNELS:
-            texts = [value, *(each for _, each in _items(value))]
-            yield from (each for each in texts if isinstance(each, str) and "/" in each)
+            texts = [value, *(item for _, item in _items(value))]
+            yield from (text for text in texts if isinstance(text, str) and "/" in text)
         else:
             yield from _kernels_in(value)
 
@@ -176,6 +179,6 @@ def _code_of(folder: str) -> Iterator[str]:
             auto_map = read_json(Path(folder) / name, dict[str, Any], max_nbytes=MAX_NBYTES).get("auto_map")
         except (OSError, UntrustedFileError):
             continue
-        named = auto_map.values() if isinstance(auto_map, dict) else auto_map if isinstance(auto_map, list) else ()
-        for each in named:
-            yield from (str(one) for one in (each if isinstance(each, list) else [each]) if one is not None)
+        entries = auto_map.values() if isinstance(auto_map, dict) else auto_map if isinstance(auto_map, list) else ()
+        for entry in entries:
+            yield from (str(one) for one in (entry if isinstance(entry, list) else [entry]) if one is not None)

@@ -43,8 +43,8 @@ def open_lock(path: Path, *, make: bool = True, mode: int = 0o666) -> BinaryIO:
         NotRegularError: a FIFO, a device or a folder lies there.
         OSError: it cannot be opened.
     """
-    more = os.O_NOFOLLOW | (os.O_CREAT if make else 0)
-    return open(path, "r+b", opener=lambda name, flags: only_regular(name, flags | more, mode))
+    extra_flags = os.O_NOFOLLOW | (os.O_CREAT if make else 0)
+    return open(path, "r+b", opener=lambda name, flags: only_regular(name, flags | extra_flags, mode))
 
 
 def lock(file: BinaryIO | int, *, shared: bool = False, wait: bool = False) -> str | None:
@@ -87,15 +87,15 @@ def is_held(path: Path) -> bool:
         return False
 
 
-def note_holder(file: BinaryIO, **more: Any) -> None:
+def note_holder(file: BinaryIO, **fields: Any) -> None:
     """Write into the file of a lock that this process holds it, for `read_note`.
 
     Args:
-        more: what else is to be said.
+        fields: of the note, besides those of a `Holder`.
     """
-    said = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+    note = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
     os.ftruncate(file.fileno(), 0)
-    os.pwrite(file.fileno(), (json.dumps(said | more) + "\n").encode(), 0)
+    os.pwrite(file.fileno(), (json.dumps(note | fields) + "\n").encode(), 0)
 
 
 def read_note(path: Path, kind: Any) -> Any:
@@ -108,10 +108,10 @@ def read_note(path: Path, kind: Any) -> Any:
 
 def holder(path: Path) -> str:
     """The process that holds a lock, as it says itself: "pid 17 on node3, started 2026-11-21 10:00:00"."""
-    said = read_note(path, Holder)
-    if said is None:  # it is about to say so
+    note = read_note(path, Holder)
+    if note is None:  # it is about to say so
         return "another process"
-    return f"pid {said['pid']} on {shown(said['host'])}, started {shown(said['started'])}"
+    return f"pid {note['pid']} on {shown(note['host'])}, started {shown(note['started'])}"
 
 
 # The one way to replace a file: write another beside it, which gets its name once it is whole.

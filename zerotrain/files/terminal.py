@@ -58,17 +58,17 @@ class LastingStream(StandIn):
 
     def write(self, text: str) -> int:
         """Write, or do nothing."""
-        self._last(lambda: self._stream.write(text))
+        self._attempt(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
         """Flush, or do nothing."""
-        self._last(self._stream.flush)
+        self._attempt(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _last(self, call: Callable[[], object]) -> None:
+    def _attempt(self, call: Callable[[], object]) -> None:
         try:
             call()
         except OSError as error:
@@ -152,15 +152,15 @@ def printed_to(path: Path) -> Iterator[None]:
         OSError: it cannot be written.
     """
     with open(path, "ab", opener=only_regular) as file:
-        kept = [os.dup(descriptor) for descriptor in (1, 2)]
+        descriptors = [os.dup(descriptor) for descriptor in (1, 2)]
         _print_by(file.fileno(), file.fileno())
-    _errors.append(kept[1])
+    _errors.append(descriptors[1])
     try:
         yield
     finally:
         _errors.pop()
-        _print_by(*kept)
-        for descriptor in kept:
+        _print_by(*descriptors)
+        for descriptor in descriptors:
             os.close(descriptor)
 
 

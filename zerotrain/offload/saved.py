@@ -67,21 +67,21 @@ class _Stored:
 class SavingCall:
     """One forward of a unit: what autograd saved in it."""
 
-    def __init__(self, owner: "SavedTensors", before: "SavingCall | None") -> None:
+    def __init__(self, owner: "SavedTensors", previous_call: "SavingCall | None") -> None:
         self._owner = owner
-        self._before = _weak(before)
+        self._previous_call = _weak(previous_call)
         self._stored: list[weakref.ref[_Stored]] = []
 
     def stored(self) -> list[_Stored]:
         """Those that a graph still needs, in the order in which a backward does."""
-        alive = [stored for each in reversed(self._stored) if (stored := each()) is not None]
+        alive = [stored for reference in reversed(self._stored) if (stored := reference()) is not None]
         return list(dict.fromkeys(alive))
 
     def drop(self, but: Collection[_Stored] = ()) -> None:
         """Leave what was saved in its places alone, but for those."""
-        for each in self.stored():
-            if each not in but:
-                each.drop()
+        for stored in self.stored():
+            if stored not in but:
+                stored.drop()
 
     def pack(self, tensor: torch.Tensor) -> "_Saved | _SavedHere":
         """The object that autograd holds in place of a tensor that it saves."""
@@ -93,16 +93,16 @@ class SavingCall:
             return _Saved(self, stored, tensor)
 
     def reached(self) -> None:
-        """A backward needs what was saved here: fetch all of it, and what the forward before this one has saved."""
-        last, self._owner.reached = self._owner.reached(), weakref.ref(self)
-        if last is self:
+        """Fetch all that was saved here, which a backward needs now, and all that the forward before has saved."""
+        last_call, self._owner.reached = self._owner.reached(), weakref.ref(self)
+        if last_call is self:
             return
-        before = self._before()
-        near = [*self.stored(), *(before.stored() if before is not None else ())]
-        if last is not None:
-            last.drop(but=set(near))  # of a graph that is retained; otherwise autograd has let go of them
-        for each in near:
-            each.fetch()
+        previous_call = self._previous_call()
+        near = [*self.stored(), *(previous_call.stored() if previous_call is not None else ())]
+        if last_call is not None:
+            last_call.drop(but=set(near))  # of a graph that is retained; otherwise autograd has let go of them
+        for stored in near:
+            stored.fetch()
 
 
 class _SavedHere:
@@ -173,7 +173,8 @@ class SavedTensors:
     def leave_alone(self, tensors: Iterable[torch.Tensor]) -> None:
         """Nothing that lies in the memory of these is kept elsewhere."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._staying = frozenset(each.untyped_storage()._cdata for each in tensors if each.layout == torch.strided)
+            strided = [tensor for tensor in tensors if tensor.layout == torch.strided]
+            self._staying = frozenset(tensor.untyped_storage()._cdata for tensor in strided)
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -188,7 +189,7 @@ class SavedTensors:
             newest.drop()
         call = SavingCall(self, newest)
         self._newest = weakref.ref(call)
-        with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(call.pack, lambda saved: saved.unpack()):
             yield
 
     def takes(self, tensor: torch.Tensor) -> bool:
@@ -207,9 +208,9 @@ class SavedTensors:
             OffloadError: the tier has no room, or does not take it.
         """
         storage = tensor.untyped_storage()
-        known = self._stored.get(storage._cdata)
-        if known is not None and known.version == tensor._version:
-            return known
+        stored = self._stored.get(storage._cdata)
+        if stored is not None and stored.version == tensor._version:
+            return stored
         self.free_ended()
         tier = self.windows.tier
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
@@ -244,11 +245,6 @@ class SavedTensors:
         for _, _, arriving, _ in self.ended:
             with suppress(OffloadError):  # of what nobody needs any more
                 arriving.wait()
-
-
-def _unpack(saved: Any) -> torch.Tensor:
-    tensor: torch.Tensor = saved.unpack()
-    return tensor
 
 
 def _may_hook() -> bool:

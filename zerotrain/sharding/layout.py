@@ -14,6 +14,7 @@ with it), and makes every block of 64 elements of a parameter lie within one sha
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -85,7 +86,7 @@ class BucketLayout:
     @cached_property
     def is_dense(self) -> bool:
         """Whether slots follow each other without gaps (padding behind the last aside)."""
-        return all(left.end == right.offset for left, right in zip(self.slots, self.slots[1:], strict=False))
+        return all(slot.end == next_slot.offset for slot, next_slot in pairwise(self.slots))
 
     @property
     def shard_numel(self) -> int:
@@ -159,7 +160,7 @@ class FlatBuffer:
         self.tensor.untyped_storage().resize_(0)
 
 
-# Which rank owns each tensor that is updated whole, and which rank's shard holds which part of it. Integers only.
+# The owner of each tensor that is updated whole, and the shards that hold its parts. Integers only.
 #
 #     bucket   |  qkv.weight                     |  proj.weight         |
 #     rank 0   [ ............................ )                              owns qkv.weight
@@ -178,7 +179,7 @@ class Fragment:
     rank: int
     """Owner of the shard."""
     owner: int
-    """Which rank updates the tensor."""
+    """The rank that updates the tensor."""
     in_shard: slice
     """Elements from the start of the shard."""
     in_tensor: slice

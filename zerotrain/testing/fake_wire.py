@@ -45,7 +45,7 @@ class Turns:
         self._first_state = torch.get_rng_state()
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def take_turn(self) -> Iterator[None]:
         """Code in here takes a turn."""
         with self._running:
             torch.set_rng_state(self._first_state)
@@ -152,10 +152,10 @@ class BoardEnd:
         key = self.next_key("comparison")
         self.board.leave(key, self.rank, (name, values.clone()))
         parts = self.board.parts(key)
-        names = [each for each, _ in parts]
+        names = [name for name, _ in parts]
         if len(set(names)) > 1:
             raise OtherNamesError(names)
-        return torch.stack([each for _, each in parts])
+        return torch.stack([part for _, part in parts])
 
 
 class _Fake(Handle):
@@ -179,9 +179,9 @@ class _Fake(Handle):
         return self._end.is_done
 
 
-def _are_same(left: torch.Tensor, right: torch.Tensor) -> bool:
+def _are_same(values: torch.Tensor, copy: torch.Tensor) -> bool:
     """Whether two tensors of one dtype have the same bytes: a NaN in padding is no change."""
-    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+    return torch.equal(values.contiguous().view(torch.uint8), copy.contiguous().view(torch.uint8))
 
 
 class _FakeGather(_Fake, Gather):
@@ -198,8 +198,8 @@ class _FakeGather(_Fake, Gather):
     def _complete(self) -> None:
         assert _are_same(self.shard, self._sent), f"{self.name} was changed while it was on the wire"
         parts = self.full.view(self._end.board.size, -1)
-        others = torch.cat([parts[: self._end.rank], parts[self._end.rank + 1 :]])
-        assert others.isnan().all(), f"what {self.name} receives into was written to while it was on the wire"
+        arriving = torch.cat([parts[: self._end.rank], parts[self._end.rank + 1 :]])
+        assert arriving.isnan().all(), f"what {self.name} receives into was written to while it was on the wire"
         torch.cat(self._arrived, out=self.full)
 
 
@@ -232,12 +232,12 @@ class _FakeExchange(_Fake, Exchange):
 
     def _issue(self) -> None:
         self._spec.received.fill_(float("nan"))
-        self._before = self._spec.sent.clone()
-        self._send(self._before.split(self._spec.sent_numels))
+        self._sent = self._spec.sent.clone()
+        self._send(self._sent.split(self._spec.sent_numels))
 
     def _complete(self) -> None:
         sent, received = self._spec.sent, self._spec.received
-        assert _are_same(sent, self._before), f"{self.name} was changed while it was on the wire"
+        assert _are_same(sent, self._sent), f"{self.name} was changed while it was on the wire"
         assert received.isnan().all(), f"what {self.name} receives into was written to while it was on the wire"
         sent.fill_(float("nan"))  # a buffer that is given back now
         torch.cat([parts[self._end.rank] for parts in self._arrived], out=received)
@@ -282,13 +282,13 @@ def run_threads(
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
-        late_s = 0.001 * (rank == late_rank)
+        late_s = 0.001 if rank == late_rank else 0.0
         end = BoardEnd(board, rank, device=device, delay_s=late_s, is_done=rank == done_rank)
         shards = Shards(rank, size, make_wire=lambda _ordered: end.wire())
         torch.set_num_threads(1)
         world = World(rank, size, rank, torch.device(device), shards=shards)
         try:
-            turn = nullcontext() if board.turns is None else board.turns.taken()
+            turn = nullcontext() if board.turns is None else board.turns.take_turn()
             with turn, torch.autograd.set_multithreading_enabled(False):
                 results[rank] = fn(world)
         except BaseException as error:

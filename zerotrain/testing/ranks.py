@@ -16,14 +16,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-# How long a test waits for what will come.
-
-
 HANG_S = 600.0
 """Until what is waited for counts as hanging, and the test fails: so long that no machine is too slow or too busy for
-it. Pytest's own limit for a test, in pyproject.toml, is above it, so that who waits names what hangs."""
-
-
+it. Pytest's own limit for a test, in pyproject.toml, is above it, so that the waiting rank names what hangs."""
 PRELOADED = (
     "torch._dynamo",
     "zerotrain.api",
@@ -137,8 +132,8 @@ class _Answer:
     """Whether the rank failed only because another one was gone, or did not come."""
 
     @classmethod
-    def of(cls, error: BaseException) -> "_Answer":
-        names = {each.__name__ for each in type(error).__mro__}
+    def from_error(cls, error: BaseException) -> "_Answer":
+        names = {kind.__name__ for kind in type(error).__mro__}
         from_backend = type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS_OF_LOST_RANKS)
         # By name: nothing of zerotrain is imported here, and torch.distributed by the ranks alone.
         lost_others = from_backend or (bool(names & {"CommError", "DistError"}) and "DisagreementError" not in names)
@@ -172,7 +167,7 @@ def _rank_main(
         answer = _Answer(fn(*args))
         dist.barrier()
     except BaseException as error:
-        answer = _Answer.of(error)
+        answer = _Answer.from_error(error)
     # By value: the default pickler would lend a tensor's memory, which ends with this process.
     pipe.send_bytes(pickle.dumps(answer))
     pipe.close()
