@@ -377,7 +377,7 @@ class Wire:
 
 
 def gather_objects(
-    gather_small: Callable[[torch.Tensor, str], torch.Tensor], device: torch.device, value: Any, name: str = ""
+    gather_small: Callable[[torch.Tensor, str], torch.Tensor], device: torch.device, value: Any, name: str
 ) -> list[Any]:
     """The values of all ranks, in rank order, on every rank: numbers, texts, dtypes, tensors, collections."""
     packed = torch.frombuffer(bytearray(_packed(value)), dtype=torch.uint8).to(device)

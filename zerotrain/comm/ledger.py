@@ -118,11 +118,7 @@ class Overdue:
     """
 
     def __init__(
-        self,
-        whereabouts: Whereabouts,
-        timeout_s: float,
-        tell: Tell = tell_log,
-        clock: Callable[[], float] = time.monotonic,
+        self, whereabouts: Whereabouts, timeout_s: float, tell: Tell, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._whereabouts, self._tell, self._clock = whereabouts, tell, clock
         self._margin_s = min(MARGIN_S, timeout_s / 4)
@@ -334,26 +330,24 @@ class Notes:
 
     def leave(self, name: str, value: Any) -> None:
         """Leave a note for all ranks: what JSON can hold."""
-        try:
+        with _name_lost_store():
             self._store.set(name, json.dumps(value))
-        except RuntimeError as error:
-            raise _gone(error) from error
 
     def read(self, name: str) -> Any:
         """The note of this name; None as long as nobody has left it."""
-        try:
+        with _name_lost_store():
             return json.loads(self._store.get(name)) if self._store.check([name]) else None
-        except RuntimeError as error:
-            raise _gone(error) from error
 
     def count(self, name: str, added: int = 0) -> int:
         """The sum of what all ranks have added under a name so far, this call included."""
-        try:
+        with _name_lost_store():
             return int(self._store.add(name, added))
-        except RuntimeError as error:
-            raise _gone(error) from error
 
 
-def _gone(error: RuntimeError) -> CommError:
-    reason = str(error).split("\n")[0]
-    return CommError(f"the store in which the ranks met is gone, with the rank that kept it: {reason}")
+@contextmanager
+def _name_lost_store() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).split("\n")[0]
+        raise CommError(f"the store in which the ranks met is gone, with the rank that kept it: {reason}") from error

@@ -137,18 +137,27 @@ def _listen_beside(ranks: RankEnvironment, timeout_s: float) -> tuple[dist.Store
     if is_loopback(own_address) and ranks.local_world_size < ranks.world_size:
         own_address, others_reach = "", ranks.address  # this is the machine that MASTER_ADDR names
     listener = socket.create_server((own_address, 0), family=family, backlog=2048)
-    port = int(listener.getsockname()[1])
+    ranks = _with_store_at(ranks, others_reach, listener.getsockname()[1])
+    return _keep_store(ranks, timeout_s, listener.detach()), (ranks.address, ranks.port)
+
+
+def _keep_store(ranks: RankEnvironment, timeout_s: float, listener: int | None) -> dist.Store:
+    """Keep a store for all ranks.
+
+    Args:
+        listener: the descriptor of its socket; None: torch listens on all addresses.
+    """
     store = dist.TCPStore(
-        others_reach,
-        port,
+        ranks.address,
+        ranks.port,
         ranks.world_size,
         is_master=True,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        master_listen_fd=listener,
     )
     _kept_here.append(store)
-    return store, (others_reach, port)
+    return store
 
 
 def _keeper(ranks: RankEnvironment) -> str:
@@ -167,17 +176,7 @@ def _open(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
     if ranks.rank > 0 or not meet_at_rank_0(ranks):
         return reach(ranks, timeout_s)
     try:
-        store = dist.TCPStore(
-            ranks.address,
-            ranks.port,
-            ranks.world_size,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=_listen_on_loopback(ranks),
-        )
-        _kept_here.append(store)
-        return store
+        return _keep_store(ranks, timeout_s, _listen_on_loopback(ranks))
     except (OSError, RuntimeError) as error:
         raise _cannot_meet(ranks, error) from error
 

@@ -47,16 +47,17 @@ class Stream(ABC):
         """Begin to copy once the events are done."""
 
 
-class MemoryHistory(ABC):
-    """The allocations of all devices of this process since `begin`."""
+class MemoryHistory:
+    """The allocations of all GPUs of this process since `begin`."""
 
-    @abstractmethod
     def begin(self) -> None:
         """Note allocations from now on."""
+        torch.cuda.memory._record_memory_history()
 
-    @abstractmethod
     def write(self, path: Path) -> None:
         """Write a snapshot for pytorch.org/memory_viz, and note no more."""
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 class Device(ABC):

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -158,7 +157,7 @@ class Cuda(Device):
         return torch.random.fork_rng([self.device])
 
     def memory_history(self) -> MemoryHistory:
-        return _MemoryHistory()
+        return MemoryHistory()
 
 
 class _Recorded(Event):
@@ -198,15 +197,6 @@ class _Stream(Stream):
                 event.wait()
             target.copy_(source, non_blocking=True)
         return _Recorded(self.of_torch)
-
-
-class _MemoryHistory(MemoryHistory):
-    def begin(self) -> None:
-        torch.cuda.memory._record_memory_history()
-
-    def write(self, path: Path) -> None:
-        torch.cuda.memory._dump_snapshot(str(path))
-        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 # A device without memory, on which a plan rehearses: torch's meta device.

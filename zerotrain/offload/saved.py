@@ -156,7 +156,7 @@ class SavedTensors:
 
     def __init__(self, windows: Windows) -> None:
         self.windows = windows
-        self._device = torch.empty(0, device=windows.device).device  # cuda:0, where cuda was given
+        self._device = torch.empty(0, device=windows.tier.device).device  # cuda:0, where cuda was given
         self.reached: Callable[[], SavingCall | None] = _weak(None)
         """The call that a backward has come to last, if its graph is there."""
         self.ended: deque[tuple[Place, Event, Event, torch.Tensor | None]] = deque()

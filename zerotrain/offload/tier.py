@@ -423,8 +423,3 @@ class Windows:
         """Wait for all that is under way with windows that are not lent."""
         for _, transfer in self._resting:
             transfer.settle()
-
-    @property
-    def device(self) -> torch.device:
-        """The device whose memory windows are."""
-        return self.tier.device

@@ -108,15 +108,7 @@ class BoardEnd:
         is_done: what `Handle.is_done` answers before a collective was waited for.
     """
 
-    def __init__(
-        self,
-        board: Board,
-        rank: int,
-        *,
-        device: str = "cpu",
-        delay_s: float = 0.0,
-        is_done: bool = False,
-    ) -> None:
+    def __init__(self, board: Board, rank: int, *, device: str, delay_s: float, is_done: bool) -> None:
         self.board, self.rank, self.delay_s, self.is_done = board, rank, delay_s, is_done
         self.device = torch.device(device)
         self._uses: dict[str, int] = defaultdict(int)

@@ -158,11 +158,7 @@ def _rank_main(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     try:
         dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, size),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
+            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
         )
         answer = _Answer(fn(*args))
         dist.barrier()
