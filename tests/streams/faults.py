@@ -199,7 +199,7 @@ FAULTS = {
         "is read by stream",
     ),
     "fetched-before-it-is-stored": Planted(
-        HostTier, "_fetch", "events=(stored, unused)", "after=(unused,)", "activations", "does in copy_ is read by"
+        HostTier, "_fetch", "events=(stored, unused)", "events=(unused,)", "activations", "does in copy_ is read by"
     ),
     "fetched-before-it-is-stored-at-home": Planted(
         OffloadedHome,
@@ -210,7 +210,7 @@ FAULTS = {
         "does in copy_ is read by stream",
     ),
     "fetched-into-memory-in-use": Planted(
-        HostTier, "_fetch", "events=(stored, unused)", "after=(stored,)", "activations", "what compute does in"
+        HostTier, "_fetch", "events=(stored, unused)", "events=(stored,)", "activations", "what compute does in"
     ),
     "save-reads-before-the-update-is-done": Planted(
         ChunkReader,
