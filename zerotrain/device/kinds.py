@@ -13,7 +13,7 @@ import torch
 from zerotrain.device.device import DONE, Device, Event, MemoryHistory, Stream
 from zerotrain.device.memory import files_nbytes, most_nbytes
 
-# The CPU, which has done a piece of work when it is told the next.
+# The CPU. It has done a piece of work when it is told the next.
 
 
 class Cpu(Device):
@@ -63,7 +63,7 @@ class Cpu(Device):
 
 
 class _AtOnce(Stream):
-    """A stream that does what it is told at once."""
+    """A stream without delay: each call is done when it returns."""
 
     def current(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -94,7 +94,7 @@ _NBYTES_OF_HOPPER, _NBYTES = 32 * 2**20, 2 * 4096 * 1024 + 8 * 16 * 1024
 
 
 class Cuda(Device):
-    """A GPU that torch.cuda drives."""
+    """A GPU, driven by torch.cuda."""
 
     backend = "nccl"
     is_host = False
@@ -199,7 +199,7 @@ class _Stream(Stream):
         return _Recorded(self.of_torch)
 
 
-# A device without memory, on which a plan rehearses: torch's meta device.
+# A device without memory, for the rehearsal of a plan: torch's meta device.
 
 
 class Nowhere(Cpu):
@@ -229,17 +229,17 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """The same device as one that can be asked; every other device than a GPU is asked as the CPU is."""
+    """The `Device` of a torch.device. A device of any other kind is asked as the CPU is."""
     return {"cuda": Cuda, "meta": Nowhere}.get(device.type, Cpu)(device)
 
 
 def num_gpus() -> int:
-    """GPUs that torch can use here."""
+    """Number of GPUs for torch here."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def visible_gpus() -> list[str]:
-    """The names of the GPUs that this process may use, as `only_gpus` takes them."""
+    """The names of this process's GPUs, as `only_gpus` takes them."""
     variable = os.environ.get(_VISIBLE)
     names = [str(number) for number in range(num_gpus())] if variable is None else variable.split(",")
     return names[: num_gpus()]
@@ -247,7 +247,7 @@ def visible_gpus() -> list[str]:
 
 @contextmanager
 def only_gpus(names: Sequence[str]) -> Iterator[None]:
-    """Inside, this process, if it has used no GPU yet, and those that it starts see these alone."""
+    """Inside, this process, if it has used no GPU yet, and its children see these alone."""
     variable = os.environ.get(_VISIBLE)
     os.environ[_VISIBLE] = ",".join(names)
     try:
@@ -260,7 +260,7 @@ def only_gpus(names: Sequence[str]) -> Iterator[None]:
 
 
 def is_gpu_in_use() -> bool:
-    """Whether this process has used a GPU, so that none that is forked from it can."""
+    """Whether this process has used a GPU. Then no process forked from it can."""
     return torch.cuda.is_initialized()
 
 
@@ -275,7 +275,7 @@ def seed_torch(number: int) -> None:
         generator.manual_seed(number)
 
 
-# Numbers that a device computes and the host reads.
+# Results of a device, read by the host.
 
 
 def reading(values: torch.Tensor) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""Children of this process, forked to compute beside it and ended with it, and no threads, which a fork would lose.
+"""Children of this process, forked to compute beside it and ended with it. There are no threads: a fork loses them.
 
 Imports no torch before it is needed."""
 
@@ -16,7 +16,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _OPENBLAS = "OPENBLAS_NUM_THREADS"
 _STORE = "pt_tcpstore_uv"
-"""The thread of torch's store, which rank 0 may keep: it serves its sockets, and a child does not use it."""
+"""The thread of torch's store in rank 0: it serves its sockets, and a child does not use it."""
 
 
 def end_with_parent(signum: int = signal.SIGKILL) -> None:
@@ -79,7 +79,7 @@ def one_thread() -> Iterator[None]:
 
 
 def num_cores() -> int:
-    """Those that this process may use."""
+    """Number of this process's cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""Folders from which nothing is imported: who has written a checkpoint may have laid modules beside it."""
+"""No module is imported from some folders: the author of a checkpoint may have laid modules beside it."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ _INSTALLED = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]))
 
 @contextmanager
 def nothing_imported_from(*folders: str | os.PathLike[str]) -> Iterator[None]:
-    """Inside, a module that lies in one of the folders is refused, unless an installed one has its name.
+    """Inside, a module in one of the folders is refused, unless an installed one has its name.
 
     Args:
         folders: runs, checkpoints or others; of a checkpoint in a run it is the run's whole folder.
@@ -44,12 +44,12 @@ def _run_folder(folder: Path) -> Path:
 
 
 class _Guard:
-    """A finder of modules that finds those which are not to be imported, before others do."""
+    """A finder of modules. It finds the refused ones before other finders do."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
         self.left_out: list[str] = []
-        """Entries taken out of `sys.path`, which `find_spec` searches too."""
+        """Entries taken out of `sys.path`. `find_spec` searches them too."""
 
     def keeps_out(self, path: str) -> bool:
         """Whether a file or folder is none to import from."""
@@ -59,8 +59,8 @@ class _Guard:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A spec that refuses to load the module; None lets other finders look. Code that only asks whether it exists
-        is not refused: torch and transformers ask for many that they can do without."""
+        """A spec that refuses to load the module; None lets other finders look. A mere question whether it exists
+        is not refused: torch and transformers ask for many optional modules."""
         spec = PathFinder.find_spec(name, path, target)
         if spec is None and path is None:
             spec = PathFinder.find_spec(name, self.left_out, target)
@@ -81,14 +81,13 @@ class _Refusal(Loader):
 
 # The folder where the user is: it must be there, and what lies in it stands for nothing that is installed.
 #
-# A command that reads what others have written calls both before it imports anything else. `python -m` looks for
+# A command calls both before it imports anything else, if it reads files of others. `python -m` looks for
 # modules there first, and a `torch.py` beside a checkpoint would stand for torch. From here on it looks there last:
 # what is installed cannot be replaced, and modules of the user's own are still found.
 
 
 def require_here() -> None:
-    """Make sure that the folder where the user is has not been removed. Ends the process with a line and exit code 2
-    where it has."""
+    """End the process with a line and exit code 2 if the user's working folder has been removed."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -105,10 +104,9 @@ def look_here_last() -> None:
         sys.path.append(sys.path.pop(0))
 
 
-# Refuses code that a model or tokenizer of Hugging Face brings in its folder or from the hub.
+# Code in the folder of a model or tokenizer of Hugging Face, or from the hub, is refused.
 #
-# Calls of transformers pass `trust_remote_code=False`; this module handles the cases that it does not cover, and the
-# messages.
+# Calls of transformers pass `trust_remote_code=False`; the functions below handle the other cases, and the messages.
 
 
 CONFIGS = ("config.json", "tokenizer_config.json", "adapter_config.json")
@@ -131,7 +129,7 @@ def require_no_kernels(fields: Any, subject: str) -> None:
 
 
 def refusal(folder: str, error: BaseException) -> str:
-    """The first line of what transformers says of a folder; where it lacks code of its own, which it is."""
+    """The first line of transformers' error on a folder; if the folder needs code of its own, the name of that."""
     # It met a value of another kind, and speaks of its own code.
     if isinstance(error, AttributeError | TypeError) or not isinstance(error, Exception):
         return "a file of it is damaged"
@@ -145,7 +143,7 @@ def refusal(folder: str, error: BaseException) -> str:
 
 @contextmanager
 def only_errors() -> Iterator[None]:
-    """Without what transformers warns of, which it also does of a folder that it then refuses."""
+    """Inside, transformers prints no warnings. It would warn of a folder before it refuses it."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -157,7 +155,7 @@ def only_errors() -> Iterator[None]:
 
 
 def _kernels_in(fields: Any) -> Iterator[str]:
-    """Repositories; an implementation that transformers has itself is named without a slash."""
+    """Names of repositories. An implementation of transformers' own has no slash in its name."""
     for name, value in _items(fields):
         if str(name).strip("_").removesuffix("_internal") in _KERNELS:
             texts = [value, *(item for _, item in _items(value))]
@@ -167,7 +165,7 @@ def _kernels_in(fields: Any) -> Iterator[str]:
 
 
 def _items(value: Any) -> Any:
-    """The items of a dict, a list, or a config of transformers, which may hold other configs."""
+    """The items of a dict, a list, or a config of transformers. A config may hold others."""
     if isinstance(value, list):
         return enumerate(value)
     return (value if isinstance(value, dict) else vars(value) if hasattr(value, "model_type") else {}).items()

@@ -1,4 +1,4 @@
-"""The time for which this process was suspended: by SIGSTOP, as Slurm and terminals send it, or by a frozen cgroup."""
+"""The time of this process's suspensions: by SIGSTOP, as Slurm and terminals send it, or by a frozen cgroup."""
 
 import math
 import threading
@@ -14,7 +14,7 @@ running."""
 
 
 class _Beats:
-    """The pulse of this process, which whoever comes first takes."""
+    """The pulse of this process. Any thread may take it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -37,7 +37,7 @@ _beats = _Beats()
 
 
 def watch_suspensions(tell: Callable[[float], object]) -> None:
-    """From here on count the time for which this process is suspended.
+    """From here on count the time of this process's suspensions.
 
     Args:
         tell: told the seconds of each suspension at its end, by a thread.
@@ -57,7 +57,7 @@ def watch_suspensions(tell: Callable[[float], object]) -> None:
 
 
 def suspended_s(since_s: float) -> float:
-    """Seconds for which this process was suspended since a time of `time.monotonic()`; 0 where nobody watches."""
+    """Seconds of this process's suspensions since a time of `time.monotonic()`; 0 if nobody watches."""
     if math.isnan(_beats.last_s):
         return 0.0
     _beats.beat()

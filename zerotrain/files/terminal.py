@@ -1,4 +1,4 @@
-"""Output that cannot be written: nobody reads it any more, as after `| head -1`, or its disk is full. A run goes on."""
+"""Output without a way out: nobody reads it any more, as after `| head -1`, or its disk is full. A run goes on."""
 
 import errno
 import importlib
@@ -22,7 +22,7 @@ _errors: list[int] = []
 
 
 class StandIn(io.TextIOBase):
-    """Stands in the place of a stream, and answers as that one when asked what it is."""
+    """Stands in the place of a stream, and answers questions as the stream does."""
 
     def __init__(self, stream: TextIO | io.TextIOBase) -> None:
         self._stream = stream
@@ -145,8 +145,8 @@ def escape_what_cannot_be_written(stream: TextIO) -> None:
 
 @contextmanager
 def printed_to(path: Path) -> Iterator[None]:
-    """Inside, all that this process and those that it starts print is added to a file, and nothing else is shown but by
-    `say_at_once`.
+    """Inside, the output of this process and of its children is added to a file, and only `say_at_once` prints to the
+    terminal.
 
     Raises:
         OSError: it cannot be written.
@@ -165,7 +165,7 @@ def printed_to(path: Path) -> Iterator[None]:
 
 
 def say_at_once(text: str) -> None:
-    """Print a line of errors from a signal handler, which may have interrupted a print."""
+    """Print a line of errors from a signal handler. It may have interrupted a print."""
     os.write(_errors[-1] if _errors else 2, text.encode())
 
 
@@ -175,7 +175,7 @@ def _print_by(*descriptors: int) -> None:
         os.dup2(descriptor, number)
 
 
-# Packages of extras, which not every user has installed.
+# Packages of extras. Not every user has installed them.
 
 
 def package(name: str, *, extra: str, needed_by: str) -> Any:

@@ -1,9 +1,9 @@
-"""Read files that somebody else may have written: limits of size and depth, then types, come before their content.
+"""Read files of unknown authors: limits of size and depth, then types, come before their content.
 
     description = read_json(path, Described, max_nbytes=10**6)
 
-A kind is any type that msgspec knows: a dataclass, a TypedDict, `dict[str, float | None]`, `Annotated[int, Meta(le=3)]`
-and the types below. Keys that a kind does not name are let through unread. True is no int; an int passes as float.
+A kind is any type of msgspec's: a dataclass, a TypedDict, `dict[str, float | None]`, `Annotated[int, Meta(le=3)]`
+and the types below. Other keys than those of a kind are let through unread. True is no int; an int passes as float.
 """
 
 import errno
@@ -26,9 +26,9 @@ _NUM_SHOWN_OF_END = 300
 
 
 def printable(text: str, max_length: int = _NUM_PRINTED, *, keep: str = "\n\t") -> str:
-    """Escape each character that cannot be printed, and leave out the middle of a long text.
+    """Escape each unprintable character, and leave out the middle of a long text.
 
-    An exception's text may hold a tensor, a file of 5 MB, colours, or halves of characters that no encoding has.
+    An exception's text may hold a tensor, a file of 5 MB, colours, or halves of characters.
 
     Args:
         max_length: characters that are shown.
@@ -168,7 +168,7 @@ def read_json(path: str | os.PathLike[str], kind: Any, *, max_nbytes: int) -> An
 
 
 def parse_json(text: str | bytes, kind: Any) -> Any:
-    """The same of a text that was read already.
+    """The same of a text in memory.
 
     Raises:
         UntrustedFileError: it is no JSON, it is nested too deeply, a number is too long, or it is not of the kind.
@@ -199,8 +199,8 @@ def require_kind(value: Any, kind: Any) -> Any:
 
 
 def _sentence(error: str, value: Any) -> str:
-    """An error of msgspec, such as "Expected `int` >= 0 - at `$.files[3].nbytes`", in our words and with the value that
-    is there."""
+    """An error of msgspec, such as "Expected `int` >= 0 - at `$.files[3].nbytes`", in our words and with the actual
+    value."""
     problem, _, place = error.partition(" - at `")
     is_key = place.startswith("key`")
     place = place.removeprefix("key` in `").removesuffix("`").removeprefix("$").removeprefix(".")
@@ -255,7 +255,7 @@ def shown(value: Any) -> str:
 
 
 class Name(str):
-    """A text that can be shown as it is."""
+    """A printable text."""
 
     def __new__(cls, value: Any) -> "Name":
         if not isinstance(value, str) or not value.isprintable():
@@ -312,10 +312,9 @@ def _require_shallow(text: str) -> None:
             raise UntrustedFileError(f"its lists and objects are nested more than {MAX_DEPTH} deep")
 
 
-# YAML of files that somebody else may have written: texts, numbers, true, false and null in lists and mappings.
+# YAML of unknown authors: texts, numbers, true, false and null in lists and mappings.
 #
-# No anchors and aliases, of which nine lines can stand for a billion values, and no tags, of which some build
-# objects.
+# Anchors and aliases are refused: nine lines of them can stand for a billion values. So are tags: some build objects.
 
 
 _KINDS = ("str", "int", "float", "bool", "null", "seq", "map")

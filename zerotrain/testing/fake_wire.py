@@ -1,4 +1,4 @@
-"""N ranks as threads of one process, and a wire between them that is as nasty as a real one may be.
+"""N ranks as threads of one process, and a wire between them, as nasty as a real one may be.
 
     def on_a_rank(world: World) -> str:
         engine = zerotrain.build_engine(model(), optimizer=..., world=world)
@@ -9,7 +9,7 @@ No sockets, no process groups: a case takes milliseconds, and this wire does alw
 Buffers hold NaN until they are waited for and once they are given back, those that must not change are compared, no
 collective is done before it is waited for, and all ranks must keep one joint order of collectives.
 
-torch has one random number generator for a process, so ranks that draw take turns: `run_threads(..., in_turns=True)`.
+torch has one random number generator for a process, so ranks take turns to draw: `run_threads(..., in_turns=True)`.
 """
 
 import gc
@@ -33,12 +33,12 @@ from zerotrain.testing.ranks import HANG_S
 
 T = TypeVar("T")
 TIMEOUT_S = HANG_S / 10
-"""Until ranks that wait for each other are told so."""
+"""Until ranks learn that they wait for each other."""
 
 
 class Turns:
-    """Lets one thread run at a time, until it waits for another. Each begins with the random numbers that the process
-    was about to draw, and goes on with its own."""
+    """Lets one thread run at a time, until it waits for another. Each begins with the next random numbers of
+    the process, and goes on with its own."""
 
     def __init__(self) -> None:
         self._running = threading.Lock()
@@ -65,7 +65,7 @@ class Turns:
 
 
 class Board:
-    """A board on which the ranks of one run leave what they send; who waits gives up its turn."""
+    """A board for the messages of one run's ranks. A rank gives up its turn while it waits."""
 
     def __init__(self, size: int, turns: Turns | None = None) -> None:
         self.size, self.turns = size, turns
@@ -88,7 +88,7 @@ class Board:
         return nullcontext() if self.turns is None else self.turns.given_up()
 
     def parts(self, key: Any) -> list[Any]:
-        """The parts that the ranks have left, in rank order, waited for; DistError where a rank did not come."""
+        """The parts of all ranks, in rank order, waited for; DistError if a rank did not come."""
         if not self._are_all_there(key):  # or this rank goes on: a turn that changes hands costs more than a collective
             with self.waiting(), self._changed:
                 if not self._changed.wait_for(lambda: self._are_all_there(key), TIMEOUT_S):
@@ -151,7 +151,7 @@ class BoardEnd:
 
 
 class _Fake(Handle):
-    """A collective that is over when it was waited for, and not before."""
+    """A collective. It is over when it was waited for, and not before."""
 
     sent_nbytes = 0
 
@@ -237,8 +237,8 @@ class _FakeExchange(_Fake, Exchange):
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Inside, the garbage collector does not run. A rank that is done leaves its engine to it, and if the thread of
-    another rank collected that engine, it would wait for a collective that it has yet to begin itself."""
+    """Inside, the garbage collector does not run. A finished rank leaves its engine to it. If the thread
+    of another rank collected that engine, it would wait for a collective of its own future."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -257,7 +257,7 @@ def run_threads(
     in_turns: bool = False,
     device: str = "cpu",
 ) -> tuple[list[T], Board]:
-    """Call `fn(world)` on `size` threads that are ranks to each other; return what each returned, and their board.
+    """Call `fn(world)` on `size` threads as ranks; return their results, and their board.
 
     Args:
         late_rank: sleeps a moment before each collective.

@@ -29,7 +29,7 @@ PRELOADED = (
     "psutil",
     "pytest",
 )
-"""Imported once by the fork server and not by each rank, which takes 1.5 s: the first step of an optimizer imports
+"""Imported once by the fork server. Each rank would take 1.5 s for it: the first step of an optimizer imports
 torch._dynamo.
 """
 _PRELOADED_AS_HERE = ("peft", "torchmetrics", "transformers")
@@ -57,7 +57,7 @@ def run_ranks(
     Raises:
         RankError: naming the first rank that failed; one that only lost others comes behind them.
     """
-    # Forking a process that has run torch's thread pools can hang; a fork server has run none.
+    # A fork of a process can hang once torch's thread pools have run in it; a fork server has run none.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, *(name for name in _PRELOADED_AS_HERE if name in sys.modules)])
     _start_fork_server()
@@ -164,10 +164,10 @@ def _rank_main(
         dist.barrier()
     except BaseException as error:
         answer = _Answer.from_error(error)
-    # By value: the default pickler would lend a tensor's memory, which ends with this process.
+    # By value: the default pickler would lend a tensor's memory, and that ends with this process.
     pipe.send_bytes(pickle.dumps(answer))
     pipe.close()
     if not answer.failure:
         dist.destroy_process_group()
-    # A gloo thread may still wait for a rank that failed; nothing of this process is needed any more.
+    # A gloo thread may still wait for a failed rank; nothing of this process is needed any more.
     os._exit(1 if answer.failure else 0)
