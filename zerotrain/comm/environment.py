@@ -1,4 +1,4 @@
-"""The variables by which torchrun, our own launcher or Slurm tells a process which rank it is. Imports no torch."""
+"""The variables in which torchrun, our own launcher or Slurm gives a process its rank. Imports no torch."""
 
 import functools
 import os
@@ -10,12 +10,12 @@ from itertools import chain, repeat
 
 from zerotrain.errors import ConfigError
 
-# The rank of a task of a Slurm step, in the variables that torchrun would have set.
+# The rank of a task of a Slurm step, in torchrun's variables.
 
 
 _NUM_TASKS, _TASKS_PER_NODE, _NODES = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"
 STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID", _TASKS_PER_NODE)
-"""Any of them tells a process that srun has started it. A batch script has none."""
+"""Any of them is a sign of a process started by srun. A batch script has none."""
 _RESTARTS, _NODE = "SLURM_RESTART_COUNT", "SLURM_NODEID"
 _FIRST_PORT, _NUM_PORTS = 20_000, 20_000
 _MAX_TASKS = 1 << 20
@@ -30,7 +30,7 @@ _FIRST_NODE = re.compile(r"([\w.-]*)(?:\[([0-9]+)[0-9,-]*\]([\w.-]*))?(?:,.*)?",
 def variables_of_step(environment: Mapping[str, str]) -> dict[str, str]:
     """RANK, WORLD_SIZE and the like of a task of a step of several tasks; nothing for any other process.
 
-    The first node of the step keeps the store at which the ranks meet. Its port follows from the job's number, so that
+    The first node of the step keeps the store of the ranks. Its port follows from the job's number, so that
     all tasks know it, and another one is tried after a requeue.
 
     Raises:
@@ -73,7 +73,7 @@ def _require_set(environment: Mapping[str, str], name: str, default: str | None 
 
 
 def _tasks_per_node(environment: Mapping[str, str], size: int) -> list[int]:
-    """The tasks of each node of the step, of which Slurm writes such as 4(x2),3."""
+    """The tasks of each node of the step. Slurm writes them as 4(x2),3."""
     text = _require_set(environment, _TASKS_PER_NODE)
     parts = [_REPEATED.fullmatch(part) for part in text.split(",")]
     pairs = [(int(part[1]), int(part[2] or 1)) for part in parts if part is not None]
@@ -95,7 +95,7 @@ def _first_node(environment: Mapping[str, str]) -> str:
 
 
 STORE_VARIABLE = "ZEROTRAIN_STORE"
-"""The file in which the ranks of one machine meet, where they were started by `launching.spawn`."""
+"""The meeting file of one machine's ranks, if `launching.spawn` has started them."""
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -114,12 +114,12 @@ class RankEnvironment:
     local_world_size: int
     """Ranks on this machine."""
     address: str = "localhost"
-    """Host of the store at which the ranks meet."""
+    """Host of the ranks' store."""
     port: int = 0
     store_file: str | None = None
     """A file to meet in instead."""
     starter: str = "torchrun"
-    """The program that has started the ranks: torchrun, or srun; our own launcher counts as torchrun."""
+    """The starter of the ranks: torchrun, or srun; our own launcher counts as torchrun."""
 
     @classmethod
     def read(cls, *, whole: bool = True) -> "RankEnvironment | None":

@@ -1,7 +1,7 @@
-"""A collective as an object that is used step after step: `prepare`, `issue`, `is_done`, `finish`.
+"""A collective as an object, used step after step: `prepare`, `issue`, `is_done`, `finish`.
 
 Each way to send (the backend's own collective, an all-to-all, posted sends and receives) is a small subclass of
-`Gather` or `Reduction`; whoever holds one does not know which. Here is what all have in common: the order and the
+`Gather` or `Reduction`; its user does not know the way. Here is what all have in common: the order and the
 bytes are noted, a failure is told with the collective's name, and `overlap=False` waits at once.
 """
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zerotrain.comm.ledger import Journal
 from zerotrain.errors import EngineStateError
 
-# Flat buffers that live for a part of a step and are used again by the next collective and the next step.
+# Flat buffers for a part of a step. The next collective and the next step use them again.
 
 
 class Scratch:
@@ -89,14 +89,14 @@ class ScratchPool:
 
 
 class ScratchPools:
-    """The pools of one device, one for each dtype that was asked for. See `ScratchPool`."""
+    """The pools of one device, one for each dtype in use. See `ScratchPool`."""
 
     def __init__(self, device: torch.device, zeros: Zeros | None = None) -> None:
         self.device, self._zeros = device, zeros
         self._pools: dict[torch.dtype, ScratchPool] = {}
 
     def pool_of(self, dtype: torch.dtype) -> ScratchPool:
-        """The pool that lends buffers of `dtype`."""
+        """The pool of buffers of `dtype`."""
         return self._pools.setdefault(dtype, ScratchPool(dtype=dtype, device=self.device, zeros=self._zeros))
 
     @property
@@ -341,7 +341,7 @@ class ExchangeSpec:
 
 
 class Exchange(Handle):
-    """An all-to-all of parts that need not be equal, made once."""
+    """An all-to-all of parts of any size, made once."""
 
     kind = "exchange"
     ledger_kind = "exchange"
@@ -350,7 +350,7 @@ class Exchange(Handle):
     """Start."""
 
 
-# The transport of collectives between the ranks that share shards: a table of functions, for `Collectives`.
+# The transport of collectives between the ranks of some shards: a table of functions, for `Collectives`.
 
 
 _NOT_TELLABLE = "ranks can only exchange numbers, texts, tensors and collections of these"
@@ -371,7 +371,7 @@ class Wire:
     broadcast: Callable[[torch.Tensor, int], object]
     """Leaves the values of one rank on every rank."""
     store: Callable[[], dist.Store]
-    """Keeps small texts that ranks leave each other, see `Notes`."""
+    """Keeps small texts from rank to rank, see `Notes`."""
     zeros: Zeros | None = None
     """Makes the buffers of a step. None: torch does; a plan of memory counts them."""
 
@@ -384,7 +384,7 @@ def gather_objects(
     numels = gather_small(torch.tensor([packed.numel()], device=device), name).flatten().tolist()
     everyone = gather_small(torch.cat([packed, packed.new_zeros(max(numels) - packed.numel())]), "").cpu()
     try:
-        # Not torch's all_gather_object, in which another process says what code is run here.
+        # Not torch's all_gather_object: there another process says what code is run here.
         return [_unpacked(row[:numel].numpy().tobytes()) for row, numel in zip(everyone, numels, strict=True)]
     except pickle.UnpicklingError as error:
         raise EngineStateError(f"{_NOT_TELLABLE}: {error}") from error

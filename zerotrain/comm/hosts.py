@@ -1,7 +1,7 @@
 """The hosts of a run's ranks: their names, and the network interface by which each reaches the others.
 
-Gloo listens at the address that its machine's name stands for, which on many machines is one of the loopback. The
-interface by which a rank reaches the store of the run reaches the other hosts too, so that is taken by default.
+Gloo listens at the address of its machine's name. On many machines that is one of the loopback. The default is the
+interface on a rank's way to the store of the run: it reaches the other hosts too.
 """
 
 import fcntl
@@ -47,9 +47,9 @@ class RankHost:
     route: tuple[str, ...] = ()
     """The interface and the address by which it reaches where the ranks meet; none where they are not known."""
     fixed: str = ""
-    """The address that its collectives listen at; nothing where that is not known, or follows from the route."""
+    """The listening address of its collectives; nothing if it is not known, or follows from the route."""
     fixed_by: str = ""
-    """The setting that has fixed it."""
+    """The setting behind it."""
 
     @classmethod
     def of_this_process(cls, size: int, meets_at: str, backend: str, interface: str | None) -> "RankHost":
@@ -176,7 +176,7 @@ def _ipv6_addresses() -> Iterator[tuple[str, str]]:
 
 
 def _route_to(host: str) -> tuple[str, ...]:
-    """The interface and the address by which this machine reaches a host. Sends nothing."""
+    """This machine's interface and address on the way to a host. Sends nothing."""
     with suppress(OSError, ValueError):
         family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as udp:

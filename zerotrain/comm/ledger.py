@@ -23,7 +23,7 @@ from zerotrain.errors import CommError
 
 # Small comparisons in frames of one size, each with its name. Ranks in different comparisons learn that by the names.
 #
-# gloo ends a process, in words of C++, that receives more bytes than it expects. Seen where one rank called
+# gloo ends a process, in words of C++, if it receives more bytes than it expects. Seen where one rank called
 # `engine.freeze` and another `engine.step`.
 
 
@@ -46,7 +46,7 @@ class OtherNamesError(Exception):
 
 
 def gather_framed(gather: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, name: str) -> torch.Tensor:
-    """(n,) on each rank -> (ranks, n) on every rank. Values that do not fit into a frame follow in a second gather.
+    """(n,) on each rank -> (ranks, n) on every rank. Values too long for a frame follow in a second gather.
 
     Args:
         gather: does so with tensors of the same n on all ranks.
@@ -75,7 +75,7 @@ def _head(name: str, nbytes: int) -> torch.Tensor:
 
 
 def _names_in(heads: torch.Tensor) -> list[str]:
-    """The name that each rank has come with; with the bytes it has sent where all names are the same."""
+    """Each rank's name; with the number of its bytes if all names are the same."""
     rows = [bytes(head.tolist()) for head in heads]
     names = [row[:NAME_NBYTES].decode("utf-8", "replace").strip() for row in rows]
     if len(set(names)) > 1:
@@ -83,7 +83,7 @@ def _names_in(heads: torch.Tensor) -> list[str]:
     return [f"{names[0]}, {int.from_bytes(row[NAME_NBYTES:])} bytes," for row in rows]
 
 
-# A thread tells of a collective that does not end, where the host does not wait for collectives.
+# A thread tells of an endless collective if the host does not wait for collectives.
 #
 # On a GPU `wait` returns at once and never raises: NCCL's watchdog ends the process some time after `timeout_s`,
 # without Python, and its text knows no bucket. So this thread tells some seconds before it does.
@@ -217,13 +217,13 @@ class Ledger:
         self.last_step = Traffic()
         """The last finished optimizer step: its forwards, backwards and update."""
         self.outside_steps = Traffic()
-        """Everything that belongs to no optimizer step."""
+        """Everything outside of optimizer steps."""
         self.in_step = False
         """Whether what comes now belongs to an optimizer step."""
         self._this_step = Traffic()
 
     def record(self, kind: str, nbytes: int) -> None:
-        """Add one collective that sent `nbytes` from this rank."""
+        """Add one collective with `nbytes` sent from this rank."""
         traffic = self._this_step if self.in_step else self.outside_steps
         traffic.calls[kind] += 1
         traffic.nbytes[kind] += nbytes
@@ -287,7 +287,7 @@ class Journal:
         self._orders[kind] = (self._orders[kind] * 1_000_003 + _code(name) + 1) % 2**ORDER_BITS
 
     def take_back(self, kind: str, name: str) -> None:
-        """A collective that was noted last has not come about, on no rank."""
+        """Strike out the collective noted last: no rank has made it."""
         self._orders[kind] = (self._orders[kind] - _code(name) - 1) * _INVERSE % 2**ORDER_BITS
 
     def fail(self, kind: str, name: str, error: RuntimeError, waited_s: float) -> NoReturn:
@@ -307,7 +307,7 @@ def _code(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-# Small texts that ranks exchange in the store, apart from the collectives of the training.
+# Small texts from rank to rank in the store, apart from the collectives of the training.
 
 
 class Notes:

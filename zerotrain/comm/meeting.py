@@ -1,4 +1,4 @@
-"""The store in which a run's ranks meet: a file, that of torchrun's agent, or one that rank 0 keeps."""
+"""The meeting place of a run's ranks is a store: a file, that of torchrun's agent, or one kept by rank 0."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ from zerotrain.comm.whereabouts import first_line, name_ranks, shortage, within
 from zerotrain.errors import CommError, ConfigError
 
 _REMINDER_S = 10.0
-"""A line says who is missing each time so much has passed."""
+"""A line names the missing ranks each time so much has passed."""
 POLL_S = 0.05
 """Torch's own waits say something of their own on stderr when their time is up."""
 _RANKS_PER_POLL_S = 2000
@@ -34,11 +34,11 @@ WHERE = "the meeting of the ranks"
 _opened: dict[RankEnvironment, dist.Store] = {}
 """The stores of this process. A port can be listened to once."""
 _kept_here: list[dist.Store] = []
-"""Those that this process keeps for the others, to its end."""
+"""Kept by this process for the others, to its end."""
 
 
 def open_store(ranks: RankEnvironment, timeout_s: float, *, across_restarts: bool = False) -> dist.Store:
-    """The store of this process's ranks: the file it was given, that of torchrun, or one that rank 0 keeps.
+    """The store of this process's ranks: a given file, that of torchrun, or one kept by rank 0.
 
     Does not wait for the other ranks, but for the one that keeps the store. Nothing that is read from it is ever
     unpickled: whoever reaches the port of torchrun's store may write to it.
@@ -176,13 +176,17 @@ def _open(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
     if ranks.rank > 0 or not meet_at_rank_0(ranks):
         return reach(ranks, timeout_s)
     try:
-        return _keep_store(ranks, timeout_s, _listen_on_loopback(ranks))
+        family, _, _, _, address = socket.getaddrinfo(ranks.address, ranks.port, type=socket.SOCK_STREAM)[0]
+        listener = None
+        if is_loopback(str(address[0])):  # otherwise others are to reach it, and torch listens on all addresses
+            listener = socket.create_server(address[:2], family=family, backlog=2048).detach()
+        return _keep_store(ranks, timeout_s, listener)
     except (OSError, RuntimeError) as error:
         raise _cannot_meet(ranks, error) from error
 
 
 def reach(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
-    """A connection to the store that another keeps, or to the file."""
+    """A connection to the store of another process, or to the file."""
     if ranks.store_file is not None:
         return dist.FileStore(ranks.store_file, ranks.world_size)
     keeper = _keeper(ranks)
@@ -219,16 +223,6 @@ def _cannot_meet(ranks: RankEnvironment, error: Exception) -> ConfigError:
     )
 
 
-def _listen_on_loopback(ranks: RankEnvironment) -> int | None:
-    """A socket for a store that only this machine is to reach; None where others are to, for which torch listens on
-    all addresses."""
-    candidates = socket.getaddrinfo(ranks.address, ranks.port, type=socket.SOCK_STREAM)
-    family, address = candidates[0][0], candidates[0][4]
-    if not is_loopback(str(address[0])):
-        return None
-    return socket.create_server(address[:2], family=family, backlog=2048).detach()
-
-
 def _is_reachable(ranks: RankEnvironment) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((ranks.address, ranks.port), timeout=5.0):
         return True
@@ -253,8 +247,8 @@ def wait(is_over: Callable[[], bool], missing: Callable[[], str], ranks: RankEnv
     return True
 
 
-# The meeting of a run's ranks: a store that all of them reach, the wait there until all have come, and the process
-# groups that they then make together.
+# The meeting of a run's ranks: they reach a store, wait there until all have come, and make the process groups
+# together.
 
 
 _GRACE_S = 3.0
@@ -269,7 +263,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Meeting:
-    """The common things of ranks that have met."""
+    """The common things of the ranks after their meeting."""
 
     store: dist.Store
     """For what they do together."""

@@ -1,6 +1,6 @@
 """A rank's message when a collective fails: which one, how long it waited, and where the other ranks failed.
 
-A step that succeeds pays nothing for this. A rank whose collective fails writes where it is into the store that all
+A successful step pays nothing for this. A rank whose collective fails writes where it is into the store that all
 ranks have met in, and reads there for a short while what the others write.
 """
 
@@ -48,7 +48,7 @@ def is_of_others(error: BaseException) -> bool:
     return type(error) is RuntimeError and any(word in str(error).lower() for word in _WORDS_OF_GLOO)
 
 
-# The system's limits for one process (open files, threads, memory), and how to tell that one was reached.
+# The system's limits for one process (open files, threads, memory), and the signs of a limit that was reached.
 
 
 _FILES_TO_MEET = 13
@@ -111,7 +111,7 @@ def _remedies() -> dict[str, str]:
     }
 
 
-# A time limit for a call that has none of its own.
+# A time limit for a call without one of its own.
 
 
 T = TypeVar("T")
@@ -256,12 +256,12 @@ class Whereabouts:
         return self._missing(message, where, waited_s, heard, in_time=False)
 
     def take_back(self) -> None:
-        """The collective that was overdue has ended: leave the other ranks no word of it."""
+        """The overdue collective has ended: leave the other ranks no word of it."""
         with suppress(RuntimeError, ValueError):
             self._words("overdue").delete_key(str(self.rank))
 
     def _missing(self, message: str, where: str, waited_s: float, heard: dict[int, str], *, in_time: bool) -> CommError:
-        """An error that says of each other rank what is known of it."""
+        """An error with all that is known of each other rank."""
         lines = [f"rank {rank} failed in {place}" for rank, place in sorted(heard.items())]
         silent = [rank for rank in range(self.size) if rank != self.rank and rank not in heard]
         if silent:

@@ -126,7 +126,7 @@ class _BackendReduction(Works, Reduction):
 
 
 class NativeReduction(_BackendReduction):
-    """The backend's own reduce-scatter, which adds in an order of its own."""
+    """The backend's own reduce-scatter. It adds in an order of its own."""
 
     def __init__(self, spec: ReductionSpec, group: dist.ProcessGroup, is_gloo: bool) -> None:
         super().__init__(spec, group, is_gloo)
@@ -183,7 +183,7 @@ class AllToAll(Works, Exchange):
 
 
 def unseen_by_profiler(is_gloo: bool) -> AbstractContextManager[None]:
-    """Keep gloo's own ranges out of a profile that is being taken.
+    """Keep gloo's own ranges out of a profile while it is taken.
 
     torch ends them when the collective does, and if the profiler has stopped by then, writes into memory that was
     freed: 9 of 9 runs with train.profile=true at stage 2 died of SIGSEGV at their end (torch 2.13).
@@ -269,7 +269,7 @@ class PostedGather(_Posted, Gather):
 
 
 class PostedReduction(_Posted, Reduction):
-    """Every part to the rank it belongs to, which takes their mean, added by a tree in fp32."""
+    """Every part goes to its rank. The rank takes their mean, added by a tree in fp32."""
 
     def __init__(self, spec: ReductionSpec, group: dist.ProcessGroup, tags: Iterator[int]) -> None:
         super().__init__(spec)

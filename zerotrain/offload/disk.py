@@ -16,7 +16,7 @@ from zerotrain.device.kinds import mapped_bytes
 from zerotrain.errors import OffloadError
 from zerotrain.offload.tier import PAGE_NBYTES, OnThreadAndStream, OnThreads, Place, Tier, Window, whole_pages
 
-# A file without a name: room on a disk that is gone when the process is, however it ends.
+# A file without a name: its room on a disk is free again once the process has ended, in any way.
 #
 # It is read and written past the page cache, so that memory stays what it is, and mapped for whoever looks at it
 # between steps. Reads and writes that fail are told with the folder and what was to be done.
@@ -137,7 +137,7 @@ def lies_in_memory(folder: Path) -> bool:
 
 
 def file_system_of(folder: Path) -> str:
-    """The kind of file system that a folder lies on, such as ext4; empty where the system does not tell."""
+    """The kind of a folder's file system, such as ext4; empty if the system does not tell."""
     kind, longest = "", -1
     try:
         lines = Path("/proc/self/mounts").read_text().splitlines()
@@ -158,7 +158,7 @@ NUM_THREADS = 4
 
 
 class Gaps:
-    """Ranges of a file that are not used, none next to another."""
+    """Unused ranges of a file, none next to another."""
 
     def __init__(self) -> None:
         self._nbytes: dict[int, int] = {}
@@ -172,7 +172,7 @@ class Gaps:
         self._nbytes[begin] = nbytes + self._nbytes.pop(begin + nbytes, 0)
 
     def take(self, nbytes: int) -> int | None:
-        """Reserve bytes in the smallest gap that has room; returns their offset. None: no gap has."""
+        """Reserve bytes in the smallest gap with room; returns their offset. None: no gap has."""
         fitting = [start for start, size in self._nbytes.items() if size >= nbytes]
         if not fitting:
             return None
@@ -183,7 +183,7 @@ class Gaps:
 
 
 class DiskTier(Tier):
-    """The disk that a folder lies on.
+    """The disk of a folder.
 
     Args:
         whose: for errors, such as "rank 0".

@@ -1,4 +1,4 @@
-"""Offloads the tensors that forwards save for their backwards.
+"""Offloads the tensors saved by forwards for their backwards.
 
 Each unit's forward runs under hooks on what autograd saves. Large tensors go to a place of a tier, once for each
 memory, and are fetched again one unit ahead of the backward: when it reaches a unit, the fetch for the unit before
@@ -21,7 +21,7 @@ from zerotrain.errors import OffloadError
 from zerotrain.offload.tier import Place, Windows
 
 MIN_NBYTES = 64 * 2**10
-"""Smallest memory that is offloaded: it takes whole pages and two transfers."""
+"""Smallest memory to offload: it takes whole pages and two transfers."""
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ class SavingCall:
                 stored.drop()
 
     def pack(self, tensor: torch.Tensor) -> "_Saved | _SavedHere":
-        """The object that autograd holds in place of a tensor that it saves."""
+        """The object for autograd to hold in place of a saved tensor."""
         with torch._C.DisableTorchFunctionSubclass():  # a class of tensors might take this for a use of its own
             if not self._owner.takes(tensor):
                 return _SavedHere(tensor)
@@ -93,7 +93,7 @@ class SavingCall:
             return _Saved(self, stored, tensor)
 
     def reached(self) -> None:
-        """Fetch all that was saved here, which a backward needs now, and all that the forward before has saved."""
+        """Fetch all that was saved here, since a backward needs it now, and all of the forward before."""
         last_call, self._owner.reached = self._owner.reached(), weakref.ref(self)
         if last_call is self:
             return
@@ -106,7 +106,7 @@ class SavingCall:
 
 
 class _SavedHere:
-    """A saved tensor that stays where it is."""
+    """A saved tensor, left in its place."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # An output that is held as such holds its graph, and the graph would hold it.
@@ -119,7 +119,7 @@ class _SavedHere:
 
 
 class _Saved:
-    """A saved tensor that is a view of stored bytes."""
+    """A saved tensor, as a view of stored bytes."""
 
     def __init__(self, call: SavingCall, stored: _Stored, tensor: torch.Tensor) -> None:
         self._call, self._stored = call, stored
@@ -171,7 +171,7 @@ class SavedTensors:
         """Bytes of places that are not given back yet, now and when they were most."""
 
     def leave_alone(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Nothing that lies in the memory of these is kept elsewhere."""
+        """Never offload the memory of these."""
         with torch._C.DisableTorchFunctionSubclass():
             strided = [tensor for tensor in tensors if tensor.layout == torch.strided]
             self._staying = frozenset(tensor.untyped_storage()._cdata for tensor in strided)

@@ -26,7 +26,7 @@ PAGE_NBYTES = 4096
 
 
 def whole_pages(nbytes: int) -> int:
-    """The bytes of the pages that hold so many."""
+    """The bytes of enough whole pages for so many."""
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
@@ -64,7 +64,7 @@ kernel gives back when it is needed."""
 
 
 def _left_to_groups(root: Path) -> Iterator[int]:
-    """Bytes left to each control group with a limit that this process is in."""
+    """Bytes left to each control group of this process, if it has a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # not Linux
@@ -109,7 +109,7 @@ class Window:
     memory: torch.Tensor
     """(nbytes,) uint8, on the device."""
     staging: torch.Tensor | None = None
-    """On the host, for a disk and a GPU, which do not reach each other."""
+    """On the host, for a disk and a GPU: they do not reach each other."""
     unused: Event = DONE
     """Done when its last use is over. A fetch waits for it; whoever writes to the memory otherwise waits first."""
 
@@ -135,7 +135,7 @@ class Tier(ABC):
     @property
     @abstractmethod
     def where(self) -> str:
-        """In words, for who starts a run."""
+        """In words, for the user."""
 
     @abstractmethod
     def place(self, nbytes: int) -> Place:
@@ -251,7 +251,7 @@ NUM_BUFFERS = 2
 
 
 class Crossing:
-    """One engine's way, which all its buckets share.
+    """One engine's way, for all its buckets.
 
     Args:
         device: of gradients and weights.
@@ -346,11 +346,11 @@ def measured(tier: Tier) -> Rates:
     return Rates(nbytes / (fetched_s - stored_s), nbytes / (stored_s - started_s))
 
 
-# Bytes on their way between a disk and a window, as an event that is waited for.
+# Bytes on their way between a disk and a window, as an event.
 
 
 class OnThreads(Event):
-    """Pieces that threads read or write. To wait for them raises OffloadError, where one cannot be."""
+    """Pieces read or written by threads. To wait for them raises OffloadError, where one cannot be."""
 
     def __init__(self, parts: Sequence["Future[None]"]) -> None:
         self._parts = parts
@@ -394,7 +394,7 @@ class Windows:
 
     @property
     def memories(self) -> list[torch.Tensor]:
-        """The memory of the windows that are not lent."""
+        """The memory of the windows at rest."""
         return [window.memory for window, _ in self._resting]
 
     def take(self, nbytes: int) -> Window:
@@ -420,6 +420,6 @@ class Windows:
         self._resting.append((window, transfer))
 
     def settle(self) -> None:
-        """Wait for all that is under way with windows that are not lent."""
+        """Wait for the transfers of the windows at rest."""
         for _, transfer in self._resting:
             transfer.settle()

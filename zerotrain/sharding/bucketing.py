@@ -1,4 +1,4 @@
-"""Cut units into buckets: the parameters that travel together, in the order the forward uses them."""
+"""Cut units into buckets: groups of parameters on one journey, in the order of the forward."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class BucketSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which its parameters are held."""
+        """The dtype of its parameters."""
         return self.parameters[0].dtype
 
     @property
@@ -55,7 +55,7 @@ class BucketSpec:
         return BucketLayout.pack(shapes, num_shards, [managed.stride for managed in self.parameters])
 
     def described(self) -> list[str]:
-        """Texts that differ where anything about the bucket does, one for each parameter."""
+        """Texts, one for each parameter. They differ if anything about the bucket does."""
         return [
             f"{' = '.join(managed.names)} {tuple(managed.parameter.shape)}, stride {managed.stride}, "
             f"updated {'whole' if managed.is_updated_whole else f'by {managed.span}'}"

@@ -1,4 +1,4 @@
-"""The place of each parameter in its bucket, and the range of the bucket that each rank owns. Integers only.
+"""The place of each parameter in its bucket, and each rank's range of the bucket. Integers only.
 
     offset   0                    128       192                    320        384
              |  wte.weight (100)  | pad 28  |  ln.weight (64)  ... | padding  |
@@ -24,7 +24,7 @@ ALIGN_NUMEL = 64
 
 
 def round_up(numel: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `numel`."""
+    """The smallest multiple of `multiple`, at least `numel`."""
     return -(-numel // multiple) * multiple
 
 
@@ -111,11 +111,11 @@ class BucketLayout:
         return [slice(start - within.start, max(start, end) - within.start) for start, end in clipped]
 
 
-# One flat tensor that holds the parameters of a bucket end to end, and whose memory can be given back.
+# One flat tensor holds the parameters of a bucket end to end. Its memory can be given back.
 
 
 def slot_view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """The part of a bucket's flat tensor that belongs to `slot`, with its parameter's shape and strides."""
+    """The part of a bucket's flat tensor in `slot`, with its parameter's shape and strides."""
     return flat[slot.offset : slot.end].as_strided(slot.shape, slot.stride)
 
 
@@ -172,7 +172,7 @@ class FlatBuffer:
 
 @dataclass(frozen=True)
 class Fragment:
-    """The part of one whole tensor that lies in one rank's shard."""
+    """The part of one whole tensor in one rank's shard."""
 
     slot: int
     """The tensor's index in its bucket."""

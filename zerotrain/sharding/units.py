@@ -68,7 +68,7 @@ class WalkedModel:
 
 
 def walk(model: nn.Module) -> WalkedModel:
-    """Find all modules, parameters and buffers of a model, with every name that they have."""
+    """Find all modules, parameters and buffers of a model, with all their names."""
     places = list(model.named_modules(remove_duplicate=False))
     modules: dict[nn.Module, str] = {}
     parameters: dict[torch.Tensor, ModelParameter] = {}
@@ -180,7 +180,7 @@ def _like_children(name: str, module: nn.Module, walked: WalkedModel) -> dict[st
 
 
 def matching(parameters: Sequence[ModelParameter], pattern: str) -> list[ModelParameter]:
-    """The parameters of which any name matches a pattern such as "*.bias"."""
+    """The parameters with a name that matches a pattern such as "*.bias"."""
     return [parameter for parameter in parameters if any(fnmatchcase(name, pattern) for name in parameter.names)]
 
 
@@ -243,7 +243,7 @@ def _block_of(name: str, blocks: Mapping[str, nn.Module]) -> str | None:
 
 
 def _names_behind(walked: WalkedModel, block: str) -> frozenset[str]:
-    """Names of the parameters that modules registered after `block`, and not around it, own."""
+    """Names of the parameters of modules registered after `block`, and not around it."""
     modules = list(walked.modules.items())
     inside = max(index for index, (name, _) in enumerate(modules) if f"{name}.".startswith(f"{block}."))
     return frozenset(
