@@ -52,7 +52,7 @@ class Cpu(Device):
         return mapped_bytes(nbytes)
 
     def bytes_for(self, nbytes: int, *streams: Stream) -> torch.Tensor:
-        return mapped_bytes(nbytes)
+        return self.host_bytes(nbytes)
 
     @property
     def generator(self) -> torch.Generator:
@@ -208,9 +208,6 @@ class Nowhere(Cpu):
     holds_values = False
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def bytes_for(self, nbytes: int, *streams: Stream) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
 
