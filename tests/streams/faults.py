@@ -79,7 +79,7 @@ FAULTS = {
         "does in copy_ is written by compute in _fused",
     ),
     "gradient-not-waited-for-on-the-host": Planted(
-        Crossing, "bring", "buffer.last.settle()", "pass", "update on the host", "does in copy_ is read by host"
+        Crossing, "bring", "buffer.last_use.settle()", "pass", "update on the host", "does in copy_ is read by host"
     ),
     "saved-tensor-not-waited-for": Planted(
         _Stored, "on_device", "arriving.wait()", "pass", "activations", "does in copy_ is read by compute"
@@ -151,7 +151,7 @@ FAULTS = {
     "weight-rounded-into-memory-that-is-still-read": Planted(
         _Pinned,
         "like",
-        "self.last.settle()",
+        "self.last_use.settle()",
         "pass",
         "update on the host, looked at between steps",
         "is written by host",
@@ -185,21 +185,21 @@ FAULTS = {
     "stored-before-it-is-computed": Planted(
         HostTier,
         "_store",
-        "after=(self.read(),)",
-        "after=()",
+        "events=(self.read(),)",
+        "events=()",
         "offload",
         "compute does in _fused_adamw_ is read by",
     ),
     "gradient-crosses-before-it-is-scaled": Planted(
         Crossing,
         "bring",
-        "after=(self._device.event(),)",
-        "after=()",
+        "events=(self._device.event(),)",
+        "events=()",
         "update on the host",
         "is read by stream",
     ),
     "fetched-before-it-is-stored": Planted(
-        HostTier, "_fetch", "after=(stored, unused)", "after=(unused,)", "activations", "does in copy_ is read by"
+        HostTier, "_fetch", "events=(stored, unused)", "events=(unused,)", "activations", "does in copy_ is read by"
     ),
     "fetched-before-it-is-stored-at-home": Planted(
         OffloadedHome,
@@ -210,13 +210,13 @@ FAULTS = {
         "does in copy_ is read by stream",
     ),
     "fetched-into-memory-in-use": Planted(
-        HostTier, "_fetch", "after=(stored, unused)", "after=(stored,)", "activations", "what compute does in"
+        HostTier, "_fetch", "events=(stored, unused)", "events=(stored,)", "activations", "what compute does in"
     ),
     "save-reads-before-the-update-is-done": Planted(
         ChunkReader,
         "read",
-        "after=[self._copied.get(entry, self._begun)]",
-        "after=[]",
+        "events=[self._copied.get(entry, self._begun)]",
+        "events=[]",
         "save",
         "what compute does in",
         size=1,  # where no collective has the host wait

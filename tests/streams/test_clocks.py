@@ -20,7 +20,7 @@ def faults(work: Callable[[], object]) -> list[str]:
 def copy_to_host(*, after: bool = True, settles: bool = True) -> None:
     stream, on_host, memory = GPU.stream(), GPU.host_bytes(NBYTES), torch.empty(NBYTES, dtype=torch.uint8)
     memory.fill_(1)
-    copied = stream.copy(on_host, memory, after=[GPU.event()] if after else [])
+    copied = stream.copy(on_host, memory, events=[GPU.event()] if after else [])
     if settles:
         copied.settle()
     on_host.numpy()
@@ -53,7 +53,7 @@ def test_memory_that_is_let_go_of_while_another_stream_reads_it_is_told_unless_i
     def work() -> None:
         stream, target = GPU.stream(), GPU.host_bytes(NBYTES)
         memory = GPU.bytes_for(NBYTES, stream) if recorded else torch.ones(NBYTES, dtype=torch.uint8)
-        copied = stream.copy(target, memory, after=[GPU.event()])
+        copied = stream.copy(target, memory, events=[GPU.event()])
         del memory
         copied.wait()
 
@@ -65,7 +65,7 @@ def test_a_thread_knows_what_it_was_started_with_and_who_joins_it_what_it_has_se
     def work(*, joins: bool = True) -> None:
         stream, on_host, memory = GPU.stream(), GPU.host_bytes(NBYTES), torch.ones(NBYTES, dtype=torch.uint8)
         done = GPU.event()
-        thread = threading.Thread(target=lambda: stream.copy(on_host, memory, after=[done]).settle(), name="writes")
+        thread = threading.Thread(target=lambda: stream.copy(on_host, memory, events=[done]).settle(), name="writes")
         thread.start()
         while thread.is_alive() and not joins:
             pass

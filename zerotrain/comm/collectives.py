@@ -10,40 +10,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from zerotrain.comm.handles import (
-    Exchange,
-    ExchangeSpec,
-    Gather,
-    GatherSpec,
-    Reduction,
-    ReductionSpec,
-    ScratchPool,
-    Wire,
-    gather_objects,
-    zeros_on,
-)
+from zerotrain.comm import handles, wires
+from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Reduction, ReductionSpec, Wire
 from zerotrain.comm.ledger import Journal, Ledger, Notes, OtherNamesError, gather_framed
 from zerotrain.comm.whereabouts import by_rank
-from zerotrain.comm.wires import (
-    AllToAll,
-    NativeGather,
-    NativeReduction,
-    OrderedReduction,
-    PostedGather,
-    PostedReduction,
-    all_gather,
-    mean_by_tree,
-    unseen_by_profiler,
-)
 from zerotrain.comm.world import Shards, World, backend_of
 from zerotrain.device.kinds import device_of
 from zerotrain.errors import DisagreementError
 
 # The wire of real ranks: torch's process groups, and which way to send suits which backend.
 #
-# | backend | gather | ordered reduction | native reduction | |---|---|---|---| | gloo, few ranks | posted sends and
-# receives | posted sends and receives | the backend's own | | gloo, many ranks; NCCL | the backend's own | all-to-
-# all, sum of rows | the backend's own |
+# | backend                | gather                   | ordered reduction        | native reduction  |
+# |------------------------|--------------------------|--------------------------|-------------------|
+# | gloo, few ranks        | posted sends, receives   | posted sends, receives   | the backend's own |
+# | gloo, many ranks; NCCL | the backend's own        | all-to-all, sum of rows  | the backend's own |
 
 
 MAX_RANKS_OF_EXCHANGE = 8
@@ -69,35 +49,35 @@ def process_groups(shards: Shards, device: torch.device, *, ordered: bool) -> Wi
             dist.all_reduce(torch.zeros(1, device=device), group=group)
     # Not on a GPU, where gloo may be too, nor in torch's fake group.
     is_gloo_on_cpu = device_of(device).is_host and gathers._get_backend(device).name().lower() == "gloo"
-    small = partial(_gather_small, gathers, is_gloo)
+
+    def gather_small(values: torch.Tensor, _: str = "") -> torch.Tensor:
+        everyone = values.new_empty(gathers.size(), values.numel())
+        with wires.unseen_by_profiler(is_gloo):
+            wires.all_gather(everyone.view(-1), values.contiguous(), group=gathers)
+        return everyone
+
+    def broadcast(values: torch.Tensor, source: int) -> None:
+        with wires.unseen_by_profiler(is_gloo):
+            dist.broadcast(values, group=gathers, group_src=source)
+
     wire = Wire(
-        gather=partial(NativeGather, group=gathers, is_gloo=is_gloo),
-        reduction=partial(OrderedReduction, group=reductions, is_gloo=is_gloo),
+        gather=partial(wires.NativeGather, group=gathers, is_gloo=is_gloo),
+        reduction=partial(wires.OrderedReduction, group=reductions, is_gloo=is_gloo),
         # The group of the reductions: they are over when weights are updated, while gathers may be under way.
-        exchange=partial(AllToAll, group=reductions, is_gloo=is_gloo),
-        gather_small=partial(gather_framed, small) if is_gloo_on_cpu else small,
-        broadcast=partial(_broadcast, gathers, is_gloo),
+        exchange=partial(wires.AllToAll, group=reductions, is_gloo=is_gloo),
+        gather_small=partial(gather_framed, gather_small) if is_gloo_on_cpu else gather_small,
+        broadcast=broadcast,
         store=_get_default_store,
     )
     if is_gloo and shards.size <= MAX_RANKS_OF_EXCHANGE:
         wire = replace(
             wire,
-            gather=partial(PostedGather, group=gathers, tags=tags),
-            reduction=partial(PostedReduction, group=reductions, tags=tags),
+            gather=partial(wires.PostedGather, group=gathers, tags=tags),
+            reduction=partial(wires.PostedReduction, group=reductions, tags=tags),
         )
-    return wire if ordered else replace(wire, reduction=partial(NativeReduction, group=reductions, is_gloo=is_gloo))
-
-
-def _gather_small(group: dist.ProcessGroup, is_gloo: bool, values: torch.Tensor, _: str = "") -> torch.Tensor:
-    everyone = values.new_empty(group.size(), values.numel())
-    with unseen_by_profiler(is_gloo):
-        all_gather(everyone.view(-1), values.contiguous(), group=group)
-    return everyone
-
-
-def _broadcast(group: dist.ProcessGroup, is_gloo: bool, values: torch.Tensor, source: int) -> None:
-    with unseen_by_profiler(is_gloo):
-        dist.broadcast(values, group=group, group_src=source)
+    if not ordered:
+        return replace(wire, reduction=partial(wires.NativeReduction, group=reductions, is_gloo=is_gloo))
+    return wire
 
 
 T = TypeVar("T")
@@ -122,10 +102,15 @@ class Collectives:
         self._journal = Journal(ledger, world.whereabouts, overlap=overlap, overdue=world.overdue)
         started_s = time.monotonic()
         try:
-            self._wire = _wire_of(world, ordered)
+            if world.shards.make_wire is not None:
+                self._wire = world.shards.make_wire(ordered)
+            elif world.shards.size == 1:
+                self._wire = _wire_of_one_rank()
+            else:
+                self._wire = process_groups(world.shards, world.device, ordered=ordered)
         except RuntimeError as error:
             self._journal.fail("comparison", "where ranks are", error, time.monotonic() - started_s)
-        self.zeros = self._wire.zeros or zeros_on(world.device)
+        self.zeros = self._wire.zeros or handles.zeros_on(world.device)
         """(numel, dtype) -> (numel,) zeros for a part of a step; see `Wire.zeros`."""
 
     @property
@@ -144,7 +129,9 @@ class Collectives:
         gather.finish()
         self._settle()
 
-    def reduction(self, name: str, out: torch.Tensor, pool: ScratchPool, *, leaves_per_rank: int = 1) -> Reduction:
+    def reduction(
+        self, name: str, out: torch.Tensor, pool: handles.ScratchPool, *, leaves_per_rank: int = 1
+    ) -> Reduction:
         """A handle on the mean over all leaves, of which `out` gets this rank's part. It is sent in the dtype of
         `pool`."""
         return self._wire.reduction(ReductionSpec(name, self._journal, out, pool, leaves_per_rank * self.shards.size))
@@ -173,7 +160,7 @@ class Collectives:
     def gather_objects(self, value: Any, *, name: str, in_order: bool = True) -> list[Any]:
         """The values of all ranks, in rank order, on every rank: small ones, outside of steps. Otherwise as
         `gather_small`."""
-        say = partial(gather_objects, self._wire.gather_small, self.world.device, value, name)
+        say = partial(handles.gather_objects, self._wire.gather_small, self.world.device, value, name)
         return self._together("comparison", name, say if self.shards.size > 1 else lambda: [value], in_order)
 
     def broadcast(self, values: torch.Tensor, *, name: str, source: int = 0) -> None:
@@ -216,17 +203,8 @@ class Collectives:
         return result
 
 
-def _wire_of(world: World, ordered: bool) -> Wire:
-    """The transport of the collectives: the wire of the shards, the process groups, or nothing for one rank."""
-    if world.shards.make_wire is not None:
-        return world.shards.make_wire(ordered)
-    if world.shards.size == 1:
-        return _alone()
-    return process_groups(world.shards, world.device, ordered=ordered)
-
-
-def _alone() -> Wire:
-    """The wire of one rank: what is gathered or reduced is a copy, or there already."""
+def _wire_of_one_rank() -> Wire:
+    """A gather or a reduction is a copy, or nothing where the result lies there already."""
 
     def exchange(spec: ExchangeSpec) -> Exchange:
         raise ValueError(f"an exchange of {spec.name} between one rank; this is a fault of zerotrain itself")
@@ -255,6 +233,6 @@ class _CopiedReduction(Reduction):
     def _issue(self) -> None:
         assert self._full is not None
         if self.num_leaves > 1:
-            mean_by_tree([self._full], self.out, self.num_leaves)
+            wires.mean_by_tree([self._full], self.out, self.num_leaves)
         elif self.out.data_ptr() != self._full.data_ptr():
             self.out.copy_(self._full)

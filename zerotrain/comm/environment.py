@@ -1,4 +1,4 @@
-"""The variables by which torchrun, our own launcher or Slurm tells a process which rank it is. Imports no torch."""
+"""The variables in which torchrun, our own launcher or Slurm gives a process its rank. Imports no torch."""
 
 import functools
 import os
@@ -10,12 +10,12 @@ from itertools import chain, repeat
 
 from zerotrain.errors import ConfigError
 
-# Which rank a task of a Slurm step is, in the variables that torchrun would have set. Imports no torch.
+# The rank of a task of a Slurm step, in torchrun's variables.
 
 
 _NUM_TASKS, _TASKS_PER_NODE, _NODES = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"
 STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID", _TASKS_PER_NODE)
-"""Any of them tells a process that srun has started it. A batch script has none."""
+"""Any of them is a sign of a process started by srun. A batch script has none."""
 _RESTARTS, _NODE = "SLURM_RESTART_COUNT", "SLURM_NODEID"
 _FIRST_PORT, _NUM_PORTS = 20_000, 20_000
 _MAX_TASKS = 1 << 20
@@ -30,7 +30,7 @@ _FIRST_NODE = re.compile(r"([\w.-]*)(?:\[([0-9]+)[0-9,-]*\]([\w.-]*))?(?:,.*)?",
 def variables_of_step(environment: Mapping[str, str]) -> dict[str, str]:
     """RANK, WORLD_SIZE and the like of a task of a step of several tasks; nothing for any other process.
 
-    The first node of the step keeps the store at which the ranks meet. Its port follows from the job's number, so that
+    The first node of the step keeps the store of the ranks. Its port follows from the job's number, so that
     all tasks know it, and another one is tried after a requeue.
 
     Raises:
@@ -59,13 +59,13 @@ def variables_of_step(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _number(environment: Mapping[str, str], name: str, least: int, most: int, default: str | None = None) -> int:
-    value = _given(environment, name, default)
+    value = _require_set(environment, name, default)
     if value.isascii() and value.isdigit() and len(value) < 20 and least <= int(value) <= most:
         return int(value)
     raise ConfigError(f"{name}: got {value!r}; it must be a whole number from {least} to {most}; {REMEDY}")
 
 
-def _given(environment: Mapping[str, str], name: str, default: str | None = None) -> str:
+def _require_set(environment: Mapping[str, str], name: str, default: str | None = None) -> str:
     value = environment.get(name, default)
     if value is None:
         raise ConfigError(f"{name}: not set, though this is a task of a Slurm step of several; {REMEDY}")
@@ -73,29 +73,29 @@ def _given(environment: Mapping[str, str], name: str, default: str | None = None
 
 
 def _tasks_per_node(environment: Mapping[str, str], size: int) -> list[int]:
-    """The tasks of each node of the step, of which Slurm writes such as 4(x2),3."""
-    given = _given(environment, _TASKS_PER_NODE)
-    parts = [_REPEATED.fullmatch(part) for part in given.split(",")]
+    """The tasks of each node of the step. Slurm writes them as 4(x2),3."""
+    text = _require_set(environment, _TASKS_PER_NODE)
+    parts = [_REPEATED.fullmatch(part) for part in text.split(",")]
     pairs = [(int(part[1]), int(part[2] or 1)) for part in parts if part is not None]
     if len(pairs) == len(parts) and sum(tasks * nodes for tasks, nodes in pairs) == size and all(map(all, pairs)):
         return list(chain.from_iterable(repeat(tasks, nodes) for tasks, nodes in pairs))
     raise ConfigError(
-        f"{_TASKS_PER_NODE}: got {given!r}; it must be counts of tasks such as 4(x2),3, of {size} in all; {REMEDY}"
+        f"{_TASKS_PER_NODE}: got {text!r}; it must be counts of tasks such as 4(x2),3, of {size} in all; {REMEDY}"
     )
 
 
 def _first_node(environment: Mapping[str, str]) -> str:
     """The name of the step's first node: of n[01-03,7],m it is n01."""
-    given = _given(environment, _NODES)
-    found = _FIRST_NODE.fullmatch(given)
-    name = "" if found is None else "".join(part or "" for part in found.groups())
+    nodes = _require_set(environment, _NODES)
+    match = _FIRST_NODE.fullmatch(nodes)
+    name = "" if match is None else "".join(part or "" for part in match.groups())
     if not name:
-        raise ConfigError(f"{_NODES}: got {given!r}; it must be names of nodes such as n[01-03]; {REMEDY}")
+        raise ConfigError(f"{_NODES}: got {nodes!r}; it must be names of nodes such as n[01-03]; {REMEDY}")
     return name
 
 
 STORE_VARIABLE = "ZEROTRAIN_STORE"
-"""The file in which the ranks of one machine meet, where they were started by `launching.spawn`."""
+"""The meeting file of one machine's ranks, if `launching.spawn` has started them."""
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -106,7 +106,7 @@ _REMEDY = "torchrun sets all of them for each of its ranks: start with torchrun,
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Which rank this process is, of how many."""
+    """The rank of this process, and the number of ranks."""
 
     rank: int
     world_size: int
@@ -114,12 +114,12 @@ class RankEnvironment:
     local_world_size: int
     """Ranks on this machine."""
     address: str = "localhost"
-    """Host of the store at which the ranks meet."""
+    """Host of the ranks' store."""
     port: int = 0
     store_file: str | None = None
     """A file to meet in instead."""
     starter: str = "torchrun"
-    """The program that has started the ranks: torchrun, or srun; our own launcher counts as torchrun."""
+    """The starter of the ranks: torchrun, or srun; our own launcher counts as torchrun."""
 
     @classmethod
     def read(cls, *, whole: bool = True) -> "RankEnvironment | None":
@@ -134,27 +134,27 @@ class RankEnvironment:
         Raises:
             ConfigError: variables are missing, no numbers, or contradict each other.
         """
-        given = {name: os.environ[name] for name in {*_NUMBERS, *_NEEDED} if name in os.environ}
-        of_step = {} if "RANK" in given else variables_of_step(os.environ)
-        given, is_step = of_step | given, any(name in os.environ for name in STEP_VARIABLES)
+        variables = {name: os.environ[name] for name in {*_NUMBERS, *_NEEDED} if name in os.environ}
+        of_step = {} if "RANK" in variables else variables_of_step(os.environ)
+        variables, is_step = of_step | variables, any(name in os.environ for name in STEP_VARIABLES)
         remedy = REMEDY if of_step else _REMEDY
-        if not given:
+        if not variables:
             return None
-        missing = [name for name in (*_NEEDED, *(["LOCAL_WORLD_SIZE"] if whole else [])) if name not in given]
+        missing = [name for name in (*_NEEDED, *(["LOCAL_WORLD_SIZE"] if whole else [])) if name not in variables]
         if missing:
-            of = ", ".join(sorted(f"{name}={value}" for name, value in given.items()))
-            raise ConfigError(f"{', '.join(missing)}: not set, though the environment has {of}; {remedy}")
-        numbers = {name: _whole_number(name, given[name], remedy) for name in _NUMBERS if name in given}
+            settings = ", ".join(sorted(f"{name}={value}" for name, value in variables.items()))
+            raise ConfigError(f"{', '.join(missing)}: not set, though the environment has {settings}; {remedy}")
+        numbers = {name: _whole_number(name, variables[name], remedy) for name in _NUMBERS if name in variables}
         numbers.setdefault("LOCAL_WORLD_SIZE", numbers["WORLD_SIZE"])
         _require_sense(numbers, remedy)
-        _require_address(given["MASTER_ADDR"], remedy)
-        os.environ.update(given)
+        _require_address(variables["MASTER_ADDR"], remedy)
+        os.environ.update(variables)
         return cls(
             rank=numbers["RANK"],
             world_size=numbers["WORLD_SIZE"],
             local_rank=numbers["LOCAL_RANK"],
             local_world_size=numbers["LOCAL_WORLD_SIZE"],
-            address=given["MASTER_ADDR"],
+            address=variables["MASTER_ADDR"],
             port=numbers["MASTER_PORT"],
             store_file=os.environ.get(STORE_VARIABLE),
             starter="srun" if is_step and not {_OF_TORCHRUN, STORE_VARIABLE} & os.environ.keys() else "torchrun",
@@ -170,8 +170,8 @@ class RankEnvironment:
 
 def num_restarts() -> int:
     """How often torchrun has started all ranks again; they meet in the same store."""
-    said = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return _whole_number("TORCHELASTIC_RESTART_COUNT", said)
+    name = "TORCHELASTIC_RESTART_COUNT"
+    return _whole_number(name, os.environ.get(name, "0"))
 
 
 def _whole_number(name: str, value: str, remedy: str = _REMEDY) -> int:

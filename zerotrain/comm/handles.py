@@ -1,7 +1,7 @@
-"""A collective as an object that is used step after step: `prepare`, `issue`, `done`, `finish`.
+"""A collective as an object, used step after step: `prepare`, `issue`, `is_done`, `finish`.
 
 Each way to send (the backend's own collective, an all-to-all, posted sends and receives) is a small subclass of
-`Gather` or `Reduction`; whoever holds one does not know which. Here is what all have in common: the order and the
+`Gather` or `Reduction`; its user does not know the way. Here is what all have in common: the order and the
 bytes are noted, a failure is told with the collective's name, and `overlap=False` waits at once.
 """
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zerotrain.comm.ledger import Journal
 from zerotrain.errors import EngineStateError
 
-# Flat buffers that live for a part of a step and are used again by the next collective and the next step.
+# Flat buffers for a part of a step. The next collective and the next step use them again.
 
 
 class Scratch:
@@ -71,11 +71,11 @@ class ScratchPool:
         """
         fitting = [scratch for scratch in self._free if scratch.storage.numel() >= numel]
         if fitting:
-            scratch = min(fitting, key=lambda each: (each.storage.numel(), cut_for not in each.cuts))
+            scratch = min(fitting, key=lambda candidate: (candidate.storage.numel(), cut_for not in candidate.cuts))
             self._free.remove(scratch)
         else:
             if self._free:
-                self._free.remove(max(self._free, key=lambda each: each.storage.numel()))
+                self._free.remove(max(self._free, key=lambda candidate: candidate.storage.numel()))
             # Zeros, not garbage: torch's fake process group, which benchmarks measure with, writes nothing into what is
             # to be received, and a step on garbage met inf.
             scratch = Scratch(self._zeros(numel, self.dtype))
@@ -89,14 +89,14 @@ class ScratchPool:
 
 
 class ScratchPools:
-    """The pools of one device, one for each dtype that was asked for. See `ScratchPool`."""
+    """The pools of one device, one for each dtype in use. See `ScratchPool`."""
 
     def __init__(self, device: torch.device, zeros: Zeros | None = None) -> None:
         self.device, self._zeros = device, zeros
         self._pools: dict[torch.dtype, ScratchPool] = {}
 
-    def of(self, dtype: torch.dtype) -> ScratchPool:
-        """The pool that lends buffers of `dtype`."""
+    def pool_of(self, dtype: torch.dtype) -> ScratchPool:
+        """The pool of buffers of `dtype`."""
         return self._pools.setdefault(dtype, ScratchPool(dtype=dtype, device=self.device, zeros=self._zeros))
 
     @property
@@ -169,7 +169,7 @@ class Handle(ABC):
         if not self._journal.overlap:
             self.wait()
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether `finish` would not have to wait for other ranks (on CUDA: whether the device has finished).
 
         False also where that is not known: gloo's sends and receives do not tell before they were waited for.
@@ -178,7 +178,7 @@ class Handle(ABC):
             return True
         started_s = time.monotonic()
         try:
-            return self._done()
+            return self._is_done()
         except RuntimeError as error:
             self._fail(error, started_s)
 
@@ -226,10 +226,10 @@ class Handle(ABC):
         """Start to send."""
 
     def _wait(self) -> None:
-        """Wait for all that is under way. Each way that sends has this and `_done`."""
+        """Wait for all that is under way. Each way that sends has this and `_is_done`."""
         raise NotImplementedError
 
-    def _done(self) -> bool:
+    def _is_done(self) -> bool:
         """Whether `_wait` would return at once."""
         raise NotImplementedError
 
@@ -341,7 +341,7 @@ class ExchangeSpec:
 
 
 class Exchange(Handle):
-    """An all-to-all of parts that need not be equal, made once."""
+    """An all-to-all of parts of any size, made once."""
 
     kind = "exchange"
     ledger_kind = "exchange"
@@ -350,7 +350,7 @@ class Exchange(Handle):
     """Start."""
 
 
-# The transport of collectives between the ranks that share shards: a table of functions, for `Collectives`.
+# The transport of collectives between the ranks of some shards: a table of functions, for `Collectives`.
 
 
 _NOT_TELLABLE = "ranks can only exchange numbers, texts, tensors and collections of these"
@@ -371,20 +371,20 @@ class Wire:
     broadcast: Callable[[torch.Tensor, int], object]
     """Leaves the values of one rank on every rank."""
     store: Callable[[], dist.Store]
-    """Keeps small texts that ranks leave each other, see `Notes`."""
+    """Keeps small texts from rank to rank, see `Notes`."""
     zeros: Zeros | None = None
     """Makes the buffers of a step. None: torch does; a plan of memory counts them."""
 
 
 def gather_objects(
-    gather_small: Callable[[torch.Tensor, str], torch.Tensor], device: torch.device, value: Any, name: str = ""
+    gather_small: Callable[[torch.Tensor, str], torch.Tensor], device: torch.device, value: Any, name: str
 ) -> list[Any]:
     """The values of all ranks, in rank order, on every rank: numbers, texts, dtypes, tensors, collections."""
-    said = torch.frombuffer(bytearray(_packed(value)), dtype=torch.uint8).to(device)
-    numels = gather_small(torch.tensor([said.numel()], device=device), name).flatten().tolist()
-    everyone = gather_small(torch.cat([said, said.new_zeros(max(numels) - said.numel())]), "").cpu()
+    packed = torch.frombuffer(bytearray(_packed(value)), dtype=torch.uint8).to(device)
+    numels = gather_small(torch.tensor([packed.numel()], device=device), name).flatten().tolist()
+    everyone = gather_small(torch.cat([packed, packed.new_zeros(max(numels) - packed.numel())]), "").cpu()
     try:
-        # Not torch's all_gather_object, in which another process says what code is run here.
+        # Not torch's all_gather_object: there another process says what code is run here.
         return [_unpacked(row[:numel].numpy().tobytes()) for row, numel in zip(everyone, numels, strict=True)]
     except pickle.UnpicklingError as error:
         raise EngineStateError(f"{_NOT_TELLABLE}: {error}") from error

@@ -1,7 +1,7 @@
 """The hosts of a run's ranks: their names, and the network interface by which each reaches the others.
 
-Gloo listens at the address that its machine's name stands for, which on many machines is one of the loopback. The
-interface by which a rank reaches the store of the run reaches the other hosts too, so that is taken by default.
+Gloo listens at the address of its machine's name. On many machines that is one of the loopback. The default is the
+interface on a rank's way to the store of the run: it reaches the other hosts too.
 """
 
 import fcntl
@@ -36,7 +36,7 @@ def host_name() -> str:
 
 @dataclass(frozen=True)
 class RankHost:
-    """The place of a rank, as it tells the others when they meet."""
+    """The place of a rank. It tells the others when they meet."""
 
     size: Natural
     """Number of ranks, as it was told."""
@@ -47,13 +47,13 @@ class RankHost:
     route: tuple[str, ...] = ()
     """The interface and the address by which it reaches where the ranks meet; none where they are not known."""
     fixed: str = ""
-    """The address that its collectives listen at; nothing where that is not known, or follows from the route."""
+    """The listening address of its collectives; nothing if it is not known, or follows from the route."""
     fixed_by: str = ""
-    """The setting that has fixed it."""
+    """The setting behind it."""
 
     @classmethod
-    def here(cls, size: int, meets_at: str, backend: str, interface: str | None) -> "RankHost":
-        """The place of this process.
+    def of_this_process(cls, size: int, meets_at: str, backend: str, interface: str | None) -> "RankHost":
+        """Ask the system for it.
 
         Args:
             meets_at: the host of the store.
@@ -93,21 +93,19 @@ def choose_interface(places: Sequence[RankHost], rank: int, interface: str | Non
     Raises:
         ConfigError: a rank would listen where no other host reaches it; on all ranks alike.
     """
-    others = [place for place in places if place.machine != places[rank].machine]
-    if not others:
+    other_places = [place for place in places if place.machine != places[rank].machine]
+    if not other_places:
         return
     for number, place in enumerate(places):
         if is_loopback(place.fixed):
             raise ConfigError(_unreachable(number, place))
-    if interface != AUTO:
-        taken = interface
-    else:
+    if interface == AUTO:
         # To itself the host of the store may be on its loopback: it takes the way to another.
-        routes = (places[rank].route, *(_route_to(each.route[1]) for each in others if each.route))
-        taken = next((route[0] for route in routes if route and not is_loopback(route[1])), None)
-    if taken:
-        os.environ.setdefault(_VARIABLES["gloo"], taken)
-        os.environ.setdefault(_VARIABLES["nccl"], f"={taken}")  # without the sign it would be a beginning of names
+        routes = (places[rank].route, *(_route_to(place.route[1]) for place in other_places if place.route))
+        interface = next((route[0] for route in routes if route and not is_loopback(route[1])), None)
+    if interface:
+        os.environ.setdefault(_VARIABLES["gloo"], interface)
+        os.environ.setdefault(_VARIABLES["nccl"], f"={interface}")  # without the sign it would be a beginning of names
 
 
 def _fixed(backend: str, interface: str | None) -> tuple[str, str]:
@@ -115,34 +113,39 @@ def _fixed(backend: str, interface: str | None) -> tuple[str, str]:
     twice where it is not fixed, or not known."""
     variable = _VARIABLES[backend]
     if variable in os.environ:
-        name, said = os.environ[variable].removeprefix("="), f"{variable}={os.environ[variable]}"
+        name, setting = os.environ[variable].removeprefix("="), f"{variable}={os.environ[variable]}"
         remedy = f"unset {variable}, and the interface that reaches the other ranks is taken"
     elif interface == AUTO:
         return "", ""
     elif interface is None:
-        return (_of_own_name(), "World.from_environment(interface=None)") if backend == "gloo" else ("", "")
+        if backend != "gloo":
+            return "", ""
+        address = "127.0.0.1"  # where gloo listens if the name of its machine has no address
+        with suppress(OSError):
+            address = str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+        return address, "World.from_environment(interface=None)"
     else:
-        name, said = interface, f"World.from_environment(interface='{interface}')"
+        name, setting = interface, f"World.from_environment(interface='{interface}')"
         remedy = f"use World.from_environment(interface='{AUTO}'), or one of these"
-    found = _addresses()
-    if name in found or not found:
-        return found.get(name, ""), said
+    addresses = _addresses()
+    if name in addresses or not addresses:
+        return addresses.get(name, ""), setting
     if variable in os.environ and backend == "nccl":  # which takes beginnings of names, and lists
-        return "", said
+        return "", setting
     if "," in name:  # as gloo does
-        return "", said
+        return "", setting
     raise ConfigError(
-        f"{said}: {socket.gethostname()} has no such network interface with an address; "
-        f"it has {', '.join(found)}; {remedy}"
+        f"{setting}: {socket.gethostname()} has no such network interface with an address; "
+        f"it has {', '.join(addresses)}; {remedy}"
     )
 
 
 def _unreachable(rank: int, place: RankHost) -> str:
     reaches, remedy = "", "use an interface that the other hosts reach"
     if place.route and not is_loopback(place.route[1]):
-        taken = place.route[0]
-        reaches = f": {taken} ({place.route[1]}) reaches MASTER_ADDR"
-        remedy = f"use World.from_environment(interface='{taken}')"
+        interface = place.route[0]
+        reaches = f": {interface} ({place.route[1]}) reaches MASTER_ADDR"
+        remedy = f"use World.from_environment(interface='{interface}')"
     if place.fixed_by.startswith(tuple(_VARIABLES.values())):
         remedy = f"unset {place.fixed_by.partition('=')[0]}"
     return (
@@ -153,18 +156,18 @@ def _unreachable(rank: int, place: RankHost) -> str:
 
 def _addresses() -> dict[str, str]:
     """The first address of each network interface of this machine; nothing where the system does not tell."""
-    found: dict[str, str] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    addresses: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has none
                 request = name.encode()[:15].ljust(40, b"\0")
-                found[name] = socket.inet_ntoa(fcntl.ioctl(asked, _SIOCGIFADDR, request)[20:24])
-    for address, name in _of_version_6():
-        found.setdefault(name, address)
-    return found
+                addresses[name] = socket.inet_ntoa(fcntl.ioctl(udp, _SIOCGIFADDR, request)[20:24])
+    for address, name in _ipv6_addresses():
+        addresses.setdefault(name, address)
+    return addresses
 
 
-def _of_version_6() -> Iterator[tuple[str, str]]:
+def _ipv6_addresses() -> Iterator[tuple[str, str]]:
     """Each IPv6 address of this machine, and its interface."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
@@ -173,22 +176,15 @@ def _of_version_6() -> Iterator[tuple[str, str]]:
 
 
 def _route_to(host: str) -> tuple[str, ...]:
-    """The interface and the address by which this machine reaches a host. Sends nothing."""
+    """This machine's interface and address on the way to a host. Sends nothing."""
     with suppress(OSError, ValueError):
-        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as asked:
-            asked.connect(address)
-            source = str(asked.getsockname()[0])
-        every = [*_addresses().items(), *((name, each) for each, name in _of_version_6())]
-        return next(((name, each) for name, each in every if each == source), ())
+        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as udp:
+            udp.connect(target)
+            source = str(udp.getsockname()[0])
+        interfaces = [*_addresses().items(), *((name, address) for address, name in _ipv6_addresses())]
+        return next(((name, address) for name, address in interfaces if address == source), ())
     return ()
-
-
-def _of_own_name() -> str:
-    """The address at which gloo listens where no interface is named; it takes the loopback for a name that is none."""
-    with suppress(OSError):
-        return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
-    return "127.0.0.1"
 
 
 def is_loopback(address: str) -> bool:

@@ -21,9 +21,9 @@ from zerotrain.comm.whereabouts import Whereabouts, is_of_others
 from zerotrain.device.device import Event
 from zerotrain.errors import CommError
 
-# Small comparisons in frames of one size, each with its name: so ranks that have come to different ones are told so.
+# Small comparisons in frames of one size, each with its name. Ranks in different comparisons learn that by the names.
 #
-# gloo ends a process, in words of C++, that receives more bytes than it expects. Seen where one rank called
+# gloo ends a process, in words of C++, if it receives more bytes than it expects. Seen where one rank called
 # `engine.freeze` and another `engine.step`.
 
 
@@ -46,7 +46,7 @@ class OtherNamesError(Exception):
 
 
 def gather_framed(gather: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, name: str) -> torch.Tensor:
-    """(n,) on each rank -> (ranks, n) on every rank. Values that do not fit into a frame follow in a second gather.
+    """(n,) on each rank -> (ranks, n) on every rank. Values too long for a frame follow in a second gather.
 
     Args:
         gather: does so with tensors of the same n on all ranks.
@@ -54,17 +54,17 @@ def gather_framed(gather: Callable[[torch.Tensor], torch.Tensor], values: torch.
     Raises:
         OtherNamesError: on every rank.
     """
-    said = values.contiguous().view(torch.uint8)
-    fits = said.numel() <= _ROOM_NBYTES
+    payload = values.contiguous().view(torch.uint8)
+    fits = payload.numel() <= _ROOM_NBYTES
     frame = torch.zeros(FRAME_NBYTES, dtype=torch.uint8)
-    frame[: NAME_NBYTES + _NUMBER_NBYTES] = _head(name, said.numel())
+    frame[: NAME_NBYTES + _NUMBER_NBYTES] = _head(name, payload.numel())
     if fits:
-        frame[NAME_NBYTES + _NUMBER_NBYTES :][: said.numel()] = said
+        frame[NAME_NBYTES + _NUMBER_NBYTES :][: payload.numel()] = payload
     frames = gather(frame)
     heads = frames[:, : NAME_NBYTES + _NUMBER_NBYTES]
     if (heads != heads[0]).any():
-        raise OtherNamesError(_told(heads))
-    everyone = frames[:, NAME_NBYTES + _NUMBER_NBYTES :][:, : said.numel()] if fits else gather(said)
+        raise OtherNamesError(_names_in(heads))
+    everyone = frames[:, NAME_NBYTES + _NUMBER_NBYTES :][:, : payload.numel()] if fits else gather(payload)
     return everyone.contiguous().view(values.dtype)
 
 
@@ -74,8 +74,8 @@ def _head(name: str, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(text + nbytes.to_bytes(_NUMBER_NBYTES)), dtype=torch.uint8)
 
 
-def _told(heads: torch.Tensor) -> list[str]:
-    """The name that each rank has come with; with the bytes it has sent where all names are the same."""
+def _names_in(heads: torch.Tensor) -> list[str]:
+    """Each rank's name; with the number of its bytes if all names are the same."""
     rows = [bytes(head.tolist()) for head in heads]
     names = [row[:NAME_NBYTES].decode("utf-8", "replace").strip() for row in rows]
     if len(set(names)) > 1:
@@ -83,7 +83,7 @@ def _told(heads: torch.Tensor) -> list[str]:
     return [f"{names[0]}, {int.from_bytes(row[NAME_NBYTES:])} bytes," for row in rows]
 
 
-# A thread that tells of a collective which does not end, where the host does not wait for collectives.
+# A thread tells of an endless collective if the host does not wait for collectives.
 #
 # On a GPU `wait` returns at once and never raises: NCCL's watchdog ends the process some time after `timeout_s`,
 # without Python, and its text knows no bucket. So this thread tells some seconds before it does.
@@ -114,22 +114,18 @@ class Overdue:
 
     Args:
         timeout_s: after which the backend ends this process.
-        now: the clock, in seconds.
+        clock: gives seconds.
     """
 
     def __init__(
-        self,
-        whereabouts: Whereabouts,
-        timeout_s: float,
-        tell: Tell = tell_log,
-        now: Callable[[], float] = time.monotonic,
+        self, whereabouts: Whereabouts, timeout_s: float, tell: Tell, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._whereabouts, self._tell, self._now = whereabouts, tell, now
+        self._whereabouts, self._tell, self._clock = whereabouts, tell, clock
         self._margin_s = min(MARGIN_S, timeout_s / 4)
         self._limit_s = timeout_s - self._margin_s
         self._watched: deque[_Watched] = deque()
         self._changing = threading.Lock()
-        self._told: _Watched | None = None
+        self._reported: _Watched | None = None
         self._thread: threading.Thread | None = None
 
     def watch(self, collective: str, is_done: Callable[[], bool]) -> None:
@@ -137,7 +133,7 @@ class Overdue:
         where = f"{collective} ({self._whereabouts.describe()})"
         with self._changing:
             self._drop_done()
-            self._watched.append(_Watched(where, self._now(), is_done))
+            self._watched.append(_Watched(where, self._clock(), is_done))
             if self._thread is None:
                 # It does not keep this alive, and ends with it.
                 self._thread = threading.Thread(
@@ -164,25 +160,23 @@ class Overdue:
         with self._changing:
             self._drop_done()
             oldest = self._watched[0] if self._watched else None
-        if self._told is not None and self._told is not oldest:
-            self._told = None
+        if self._reported is not None and self._reported is not oldest:
+            self._reported = None
             self._whereabouts.take_back()
             self._tell(None)
-        if oldest is None or self._told is oldest or (waited_s := self._now() - oldest.issued_s) < self._limit_s:
+        if oldest is None or self._reported is oldest or (waited_s := self._clock() - oldest.issued_s) < self._limit_s:
             return
-        self._told = oldest
+        self._reported = oldest
         self._tell(self._whereabouts.overdue(oldest.where, waited_s, grace_s=self._margin_s / 2))
 
     def _drop_done(self) -> None:
-        while self._watched and _is_over(self._watched[0]):
+        while self._watched:
+            try:
+                if not self._watched[0].is_done():
+                    return
+            except RuntimeError:  # of the device, which tells it to whoever calls next
+                pass
             self._watched.popleft()
-
-
-def _is_over(watched: _Watched) -> bool:
-    try:
-        return watched.is_done()
-    except RuntimeError:  # of the device, which tells it to whoever calls next
-        return True
 
 
 def _look_at(reference: "weakref.ref[Overdue]") -> None:
@@ -223,13 +217,13 @@ class Ledger:
         self.last_step = Traffic()
         """The last finished optimizer step: its forwards, backwards and update."""
         self.outside_steps = Traffic()
-        """Everything that belongs to no optimizer step."""
+        """Everything outside of optimizer steps."""
         self.in_step = False
         """Whether what comes now belongs to an optimizer step."""
         self._this_step = Traffic()
 
     def record(self, kind: str, nbytes: int) -> None:
-        """Add one collective that sent `nbytes` from this rank."""
+        """Add one collective with `nbytes` sent from this rank."""
         traffic = self._this_step if self.in_step else self.outside_steps
         traffic.calls[kind] += 1
         traffic.nbytes[kind] += nbytes
@@ -284,8 +278,8 @@ class Journal:
         issue a reduction behind a gather where the others do it before. That works, and is not to be refused.
         """
         order = 0
-        for each in self._orders.values():
-            order ^= each
+        for hash_of_kind in self._orders.values():
+            order ^= hash_of_kind
         return order
 
     def note(self, kind: str, name: str) -> None:
@@ -293,7 +287,7 @@ class Journal:
         self._orders[kind] = (self._orders[kind] * 1_000_003 + _code(name) + 1) % 2**ORDER_BITS
 
     def take_back(self, kind: str, name: str) -> None:
-        """A collective that was noted last has not come about, on no rank."""
+        """Strike out the collective noted last: no rank has made it."""
         self._orders[kind] = (self._orders[kind] - _code(name) - 1) * _INVERSE % 2**ORDER_BITS
 
     def fail(self, kind: str, name: str, error: RuntimeError, waited_s: float) -> NoReturn:
@@ -313,7 +307,7 @@ def _code(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-# Small texts that ranks exchange in the store, apart from the collectives of the training.
+# Small texts from rank to rank in the store, apart from the collectives of the training.
 
 
 class Notes:
@@ -334,28 +328,26 @@ class Notes:
         self.timeout_s = store.timeout.total_seconds()  # type: ignore[attr-defined]  # as torch has it
         """For how long the ranks wait for each other in their collectives."""
 
-    def leave(self, name: str, said: Any) -> None:
+    def leave(self, name: str, value: Any) -> None:
         """Leave a note for all ranks: what JSON can hold."""
-        try:
-            self._store.set(name, json.dumps(said))
-        except RuntimeError as error:
-            raise _gone(error) from error
+        with _name_lost_store():
+            self._store.set(name, json.dumps(value))
 
     def read(self, name: str) -> Any:
         """The note of this name; None as long as nobody has left it."""
-        try:
+        with _name_lost_store():
             return json.loads(self._store.get(name)) if self._store.check([name]) else None
-        except RuntimeError as error:
-            raise _gone(error) from error
 
     def count(self, name: str, added: int = 0) -> int:
         """The sum of what all ranks have added under a name so far, this call included."""
-        try:
+        with _name_lost_store():
             return int(self._store.add(name, added))
-        except RuntimeError as error:
-            raise _gone(error) from error
 
 
-def _gone(error: RuntimeError) -> CommError:
-    said = str(error).split("\n")[0]
-    return CommError(f"the store in which the ranks met is gone, with the rank that kept it: {said}")
+@contextmanager
+def _name_lost_store() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).split("\n")[0]
+        raise CommError(f"the store in which the ranks met is gone, with the rank that kept it: {reason}") from error

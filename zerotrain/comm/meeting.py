@@ -1,4 +1,4 @@
-"""The store in which a run's ranks meet: a file, that of torchrun's agent, or one that rank 0 keeps."""
+"""The meeting place of a run's ranks is a store: a file, that of torchrun's agent, or one kept by rank 0."""
 
 import contextlib
 import dataclasses
@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from zerotrain.comm.environment import RankEnvironment, num_restarts
 from zerotrain.comm.hosts import AUTO, RankHost, choose_interface, is_loopback, names_of_hosts
-from zerotrain.comm.whereabouts import first_line, named, shortage, within
+from zerotrain.comm.whereabouts import first_line, name_ranks, shortage, within
 from zerotrain.errors import CommError, ConfigError
 
 _REMINDER_S = 10.0
-"""A line says who is missing each time so much has passed."""
+"""A line names the missing ranks each time so much has passed."""
 POLL_S = 0.05
 """Torch's own waits say something of their own on stderr when their time is up."""
 _RANKS_PER_POLL_S = 2000
@@ -34,11 +34,11 @@ WHERE = "the meeting of the ranks"
 _opened: dict[RankEnvironment, dist.Store] = {}
 """The stores of this process. A port can be listened to once."""
 _kept_here: list[dist.Store] = []
-"""Those that this process keeps for the others, to its end."""
+"""Kept by this process for the others, to its end."""
 
 
 def open_store(ranks: RankEnvironment, timeout_s: float, *, across_restarts: bool = False) -> dist.Store:
-    """The store of this process's ranks: the file it was given, that of torchrun, or one that rank 0 keeps.
+    """The store of this process's ranks: a given file, that of torchrun, or one kept by rank 0.
 
     Does not wait for the other ranks, but for the one that keeps the store. Nothing that is read from it is ever
     unpickled: whoever reaches the port of torchrun's store may write to it.
@@ -64,18 +64,14 @@ def limit_answers(ranks: RankEnvironment, store: dist.Store, timeout_s: float) -
     store.set_timeout(timedelta(seconds=timeout_s))
     options = {"TCP_USER_TIMEOUT": int(1000 * min(timeout_s, _MAX_ANSWER_S)), "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5}
     for descriptor in os.listdir("/proc/self/fd") if sys.platform == "linux" else []:
-        with contextlib.suppress(OSError), socket.socket(fileno=_another(int(descriptor))) as found:
-            if found.type == socket.SOCK_STREAM and found.getpeername()[1:2] == (ranks.port,):
-                found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for name, value in options.items():
-                    found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _another(descriptor: int) -> int:
-    """A second descriptor of a socket; OSError where it is of none."""
-    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-        raise OSError
-    return os.dup(descriptor)
+        with contextlib.suppress(OSError):  # one that was closed meanwhile, or a socket without a peer
+            if not stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(descriptor))) as connection:
+                if connection.type == socket.SOCK_STREAM and connection.getpeername()[1:2] == (ranks.port,):
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for name, value in options.items():
+                        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def of_this_start(store: dist.Store) -> dist.Store:
@@ -105,17 +101,17 @@ def keep_at_rank_0(store: dist.Store, ranks: RankEnvironment, timeout_s: float) 
         return store
     try:
         if ranks.rank == 0:
-            kept, place = _listen_beside(ranks, timeout_s)
+            world_store, place = _listen_beside(ranks, timeout_s)
             store.set("rank 0 keeps", json.dumps(place))
         else:
             place = json.loads(store.get("rank 0 keeps"))
-            kept = reach(_met_at(ranks, *place), timeout_s)
-        limit_answers(_met_at(ranks, *place), kept, timeout_s)
+            world_store = reach(_with_store_at(ranks, *place), timeout_s)
+        limit_answers(_with_store_at(ranks, *place), world_store, timeout_s)
     except dist.DistError as error:
         raise keeper_is_gone(ranks) from error
     except OSError as error:
         raise _cannot_meet(ranks, error) from error
-    return dist.PrefixStore("zerotrain/world", kept)
+    return dist.PrefixStore("zerotrain/world", world_store)
 
 
 def leave(store: dist.Store, size: int) -> None:
@@ -129,30 +125,39 @@ def leave(store: dist.Store, size: int) -> None:
             num_left = store.add("left", 0)
 
 
-def _met_at(ranks: RankEnvironment, address: object, port: object) -> RankEnvironment:
+def _with_store_at(ranks: RankEnvironment, address: object, port: object) -> RankEnvironment:
     return dataclasses.replace(ranks, address=str(address), port=int(str(port)))
 
 
 def _listen_beside(ranks: RankEnvironment, timeout_s: float) -> tuple[dist.Store, tuple[str, int]]:
     """A store of this process, and where the others reach it: at the address by which this one reaches torchrun."""
     with socket.create_connection((ranks.address, ranks.port), timeout=timeout_s) as reached:
-        family, here = reached.family, str(reached.getsockname()[0])
-    others_reach = here
-    if is_loopback(here) and ranks.local_world_size < ranks.world_size:  # this is the machine that MASTER_ADDR names
-        here, others_reach = "", ranks.address
-    listener = socket.create_server((here, 0), family=family, backlog=2048)
-    port = int(listener.getsockname()[1])
-    kept = dist.TCPStore(
-        others_reach,
-        port,
+        family, own_address = reached.family, str(reached.getsockname()[0])
+    others_reach = own_address
+    if is_loopback(own_address) and ranks.local_world_size < ranks.world_size:
+        own_address, others_reach = "", ranks.address  # this is the machine that MASTER_ADDR names
+    listener = socket.create_server((own_address, 0), family=family, backlog=2048)
+    ranks = _with_store_at(ranks, others_reach, listener.getsockname()[1])
+    return _keep_store(ranks, timeout_s, listener.detach()), (ranks.address, ranks.port)
+
+
+def _keep_store(ranks: RankEnvironment, timeout_s: float, listener: int | None) -> dist.Store:
+    """Keep a store for all ranks.
+
+    Args:
+        listener: the descriptor of its socket; None: torch listens on all addresses.
+    """
+    store = dist.TCPStore(
+        ranks.address,
+        ranks.port,
         ranks.world_size,
         is_master=True,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        master_listen_fd=listener,
     )
-    _kept_here.append(kept)
-    return kept, (others_reach, port)
+    _kept_here.append(store)
+    return store
 
 
 def _keeper(ranks: RankEnvironment) -> str:
@@ -171,26 +176,26 @@ def _open(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
     if ranks.rank > 0 or not meet_at_rank_0(ranks):
         return reach(ranks, timeout_s)
     try:
-        kept = dist.TCPStore(
-            ranks.address,
-            ranks.port,
-            ranks.world_size,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=_listen_on_loopback(ranks),
-        )
-        _kept_here.append(kept)
-        return kept
+        family, _, _, _, address = socket.getaddrinfo(ranks.address, ranks.port, type=socket.SOCK_STREAM)[0]
+        listener = None
+        if is_loopback(str(address[0])):  # otherwise others are to reach it, and torch listens on all addresses
+            listener = socket.create_server(address[:2], family=family, backlog=2048).detach()
+        return _keep_store(ranks, timeout_s, listener)
     except (OSError, RuntimeError) as error:
         raise _cannot_meet(ranks, error) from error
 
 
 def reach(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
-    """A connection to the store that another keeps, or to the file."""
+    """A connection to the store of another process, or to the file."""
     if ranks.store_file is not None:
         return dist.FileStore(ranks.store_file, ranks.world_size)
-    _await_keeper(ranks, timeout_s)
+    keeper = _keeper(ranks)
+    # Torch would wait too, with lines of its own.
+    if not wait(lambda: _is_reachable(ranks), lambda: keeper, ranks, timeout_s):
+        raise CommError(
+            f"{keeper} did not come within {timeout_s:g} s (World.from_environment(start_timeout_s=...)); start it, "
+            "with the same MASTER_ADDR and MASTER_PORT"
+        )
     limit_s = min(timeout_s, STORE_LIMIT_S)
 
     def connect() -> dist.Store:
@@ -218,26 +223,6 @@ def _cannot_meet(ranks: RankEnvironment, error: Exception) -> ConfigError:
     )
 
 
-def _listen_on_loopback(ranks: RankEnvironment) -> int | None:
-    """A socket for a store that only this machine is to reach; None where others are to, for which torch listens on
-    all addresses."""
-    found = socket.getaddrinfo(ranks.address, ranks.port, type=socket.SOCK_STREAM)
-    family, address = found[0][0], found[0][4]
-    if not is_loopback(str(address[0])):
-        return None
-    return socket.create_server(address[:2], family=family, backlog=2048).detach()
-
-
-def _await_keeper(ranks: RankEnvironment, timeout_s: float) -> None:
-    """Wait until the store can be reached. Torch would wait too, with lines of its own."""
-    keeper = _keeper(ranks)
-    if not wait(lambda: _is_reachable(ranks), lambda: keeper, ranks, timeout_s):
-        raise CommError(
-            f"{keeper} did not come within {timeout_s:g} s (World.from_environment(start_timeout_s=...)); start it, "
-            "with the same MASTER_ADDR and MASTER_PORT"
-        )
-
-
 def _is_reachable(ranks: RankEnvironment) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((ranks.address, ranks.port), timeout=5.0):
         return True
@@ -262,8 +247,8 @@ def wait(is_over: Callable[[], bool], missing: Callable[[], str], ranks: RankEnv
     return True
 
 
-# The meeting of a run's ranks: a store that all of them reach, the wait there until all have come, and the process
-# groups that they then make together.
+# The meeting of a run's ranks: they reach a store, wait there until all have come, and make the process groups
+# together.
 
 
 _GRACE_S = 3.0
@@ -277,8 +262,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Met:
-    """The common things of ranks that have met."""
+class Meeting:
+    """The common things of the ranks after their meeting."""
 
     store: dist.Store
     """For what they do together."""
@@ -286,7 +271,7 @@ class Met:
     """The name of each rank's host, by rank; none where all are on one."""
 
 
-def meet(ranks: RankEnvironment, timeout_s: float, *, backend: str = "gloo", interface: str | None = AUTO) -> Met:
+def meet(ranks: RankEnvironment, timeout_s: float, *, backend: str = "gloo", interface: str | None = AUTO) -> Meeting:
     """Wait until all ranks have come. Each then listens where the others reach it if they are of several hosts.
 
     Args:
@@ -298,17 +283,17 @@ def meet(ranks: RankEnvironment, timeout_s: float, *, backend: str = "gloo", int
         ConfigError: processes were started as the same rank, or of another number of ranks; a rank cannot be reached
             from other hosts; or as of `open_store`.
     """
-    place = RankHost.here(ranks.world_size, ranks.address, backend, interface)
+    place = RankHost.of_this_process(ranks.world_size, ranks.address, backend, interface)
     world = dist.PrefixStore(f"world/{next(_worlds)}", open_store(ranks, timeout_s))
-    came = dist.PrefixStore("came", world)
+    arrivals = dist.PrefixStore("came", world)
     try:
-        num_processes = came.add(f"processes/{ranks.rank}", 1)
+        num_processes = arrivals.add(f"processes/{ranks.rank}", 1)
         if num_processes == 1:
-            came.set(str(ranks.rank), place.to_json())
-            await_ranks(came, ranks, range(ranks.world_size), timeout_s)
-            # Who was told of more ranks than rank 0 finds all there too.
+            arrivals.set(str(ranks.rank), place.to_json())
+            await_ranks(arrivals, ranks, range(ranks.world_size), timeout_s)
+            # A rank that was told of more ranks than rank 0 finds all there too.
             keys = [str(rank) for rank in range(ranks.world_size)]
-            places = [RankHost.from_json(said) for said in came.multi_get(keys)]
+            places = [RankHost.from_json(text) for text in arrivals.multi_get(keys)]
     except dist.DistError as error:
         raise keeper_is_gone(ranks) from error
     if num_processes > 1:
@@ -324,7 +309,7 @@ def meet(ranks: RankEnvironment, timeout_s: float, *, backend: str = "gloo", int
             if ranks.rank == 0 and meet_at_rank_0(ranks):
                 await_ranks(read, ranks, range(ranks.world_size), STORE_LIMIT_S)
         raise
-    return Met(world, names_of_hosts(places))
+    return Meeting(world, names_of_hosts(places))
 
 
 def make_together(ranks: RankEnvironment, make: Callable[[], T], limit_s: float, hosts: Sequence[str] = ()) -> T:
@@ -332,7 +317,7 @@ def make_together(ranks: RankEnvironment, make: Callable[[], T], limit_s: float,
     waited for as long as a late one.
 
     Args:
-        hosts: see `Met`.
+        hosts: see `Meeting`.
 
     Raises:
         CommError: they could not; it names the ranks that were not heard of.
@@ -343,15 +328,15 @@ def make_together(ranks: RankEnvironment, make: Callable[[], T], limit_s: float,
     except (RuntimeError, TimeoutError) as error:
         lacking = shortage(error)
         reason = f"{first_line(error)}; {lacking}" if lacking else first_line(error)
-        said = _exchange_reasons(ranks, place, reason, started_s + limit_s + _GRACE_S)
+        reason_of = _exchange_reasons(ranks, place, reason, started_s + limit_s + _GRACE_S)
         if lacking:
             message = f"rank {ranks.rank} failed in {WHERE}: {reason}"
             raise CommError(message, where=WHERE, waited_s=time.monotonic() - started_s, is_own=True) from error
-        if said is None:
+        if reason_of is None:
             raise keeper_is_gone(ranks) from error
-        silent = [rank for rank in range(ranks.world_size) if rank not in said]
-        who = f"{named(silent, hosts)} came to {WHERE}, and did not join the others: killed, or stopped"
-        reasons = (f"rank {rank}: {words}" for rank, words in sorted(said.items()))
+        silent = [rank for rank in range(ranks.world_size) if rank not in reason_of]
+        who = f"{name_ranks(silent, hosts)} came to {WHERE}, and did not join the others: killed, or stopped"
+        reasons = (f"rank {rank}: {words}" for rank, words in sorted(reason_of.items()))
         raise CommError(
             "; ".join([who if silent else f"{WHERE} failed", *reasons]),
             unheard=tuple(silent),
@@ -360,7 +345,7 @@ def make_together(ranks: RankEnvironment, make: Callable[[], T], limit_s: float,
         ) from error
 
 
-def await_ranks(came: dist.Store, ranks: RankEnvironment, awaited: Sequence[int], timeout_s: float) -> None:
+def await_ranks(store: dist.Store, ranks: RankEnvironment, awaited: Sequence[int], timeout_s: float) -> None:
     """Wait until the keys of these ranks, their numbers, are in a store. The first rank that is there says every ten
     seconds which are not.
 
@@ -369,17 +354,17 @@ def await_ranks(came: dist.Store, ranks: RankEnvironment, awaited: Sequence[int]
     """
 
     def missing() -> list[int]:
-        return [rank for rank in awaited if not came.check([str(rank)])]
+        return [rank for rank in awaited if not store.check([str(rank)])]
 
     def is_first() -> bool:
-        return not any(came.check([str(rank)]) for rank in range(ranks.rank))
+        return not any(store.check([str(rank)]) for rank in range(ranks.rank))
 
     keys = [str(rank) for rank in awaited]
-    in_time = wait(lambda: came.check(keys), lambda: named(missing()) if is_first() else "", ranks, timeout_s)
+    in_time = wait(lambda: store.check(keys), lambda: name_ranks(missing()) if is_first() else "", ranks, timeout_s)
     if not in_time and (absent := missing()):
         raise CommError(
-            f"{named(absent)} did not come within {timeout_s:g} s (World.from_environment(start_timeout_s=...)); start "
-            "all ranks, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+            f"{name_ranks(absent)} did not come within {timeout_s:g} s (World.from_environment(start_timeout_s=...)); "
+            "start all ranks, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
             unheard=tuple(absent),
             where=WHERE,
             waited_s=timeout_s,
@@ -392,7 +377,7 @@ def _exchange_reasons(ranks: RankEnvironment, place: str, reason: str, deadline_
     Raises:
         CommError: this rank cannot reach the store for want of something.
     """
-    said = {ranks.rank: reason}
+    reason_of = {ranks.rank: reason}
     try:
         # A connection of its own: that of the process answers nobody while something is waited for in it.
         store = dist.PrefixStore(place, of_this_start(reach(ranks, STORE_LIMIT_S)))
@@ -402,11 +387,11 @@ def _exchange_reasons(ranks: RankEnvironment, place: str, reason: str, deadline_
             raise
         return None
     with contextlib.suppress(dist.DistError):  # who keeps the store has heard all, and ended
-        while len(said) < ranks.world_size and time.monotonic() < deadline_s:
+        while len(reason_of) < ranks.world_size and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
-            for rank in set(range(ranks.world_size)) - set(said):
+            for rank in set(range(ranks.world_size)) - set(reason_of):
                 if store.check([str(rank)]):
-                    said[rank] = store.get(str(rank)).decode(errors="replace")
+                    reason_of[rank] = store.get(str(rank)).decode(errors="replace")
     if ranks.rank == 0 and meet_at_rank_0(ranks):
         time.sleep(_GRACE_S / 2)  # for those who read a moment later
-    return said
+    return reason_of

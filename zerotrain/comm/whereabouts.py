@@ -1,6 +1,6 @@
 """A rank's message when a collective fails: which one, how long it waited, and where the other ranks failed.
 
-A step that succeeds pays nothing for this. A rank whose collective fails writes where it is into the store that all
+A successful step pays nothing for this. A rank whose collective fails writes where it is into the store that all
 ranks have met in, and reads there for a short while what the others write.
 """
 
@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from zerotrain.errors import CommError
 
-# Tells errors of this rank and its device from those of other ranks, in a collective.
+# Errors of this rank and its device, and those of other ranks, in a collective.
 
 
 _OF_OWN_DEVICE = ("CUDA error", "Cuda failure", "unhandled cuda error")
@@ -48,7 +48,7 @@ def is_of_others(error: BaseException) -> bool:
     return type(error) is RuntimeError and any(word in str(error).lower() for word in _WORDS_OF_GLOO)
 
 
-# The system's limits for one process (open files, threads, memory), and how to tell that one was reached.
+# The system's limits for one process (open files, threads, memory), and the signs of a limit that was reached.
 
 
 _FILES_TO_MEET = 13
@@ -89,13 +89,12 @@ def shortage(error: BaseException) -> str:
     resource in the text of a RuntimeError, beside words that it also uses for lost peers.
     """
     if isinstance(error, OSError):
-        return _remedies().get(os.strerror(error.errno or 0), "") if error.errno in _ERRNOS else ""
+        if error.errno in (errno.EMFILE, errno.ENOMEM):
+            return _remedies()[os.strerror(error.errno)]
+        return ""
     if not isinstance(error, RuntimeError):
         return ""
     return next((remedy for sign, remedy in _remedies().items() if sign in str(error)), "")
-
-
-_ERRNOS = (errno.EMFILE, errno.ENOMEM)
 
 
 def _remedies() -> dict[str, str]:
@@ -112,7 +111,7 @@ def _remedies() -> dict[str, str]:
     }
 
 
-# A time limit for a call that has none of its own.
+# A time limit for a call without one of its own.
 
 
 T = TypeVar("T")
@@ -164,27 +163,29 @@ def by_rank(values: Sequence[object]) -> str:
     ranks: dict[object, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
-    return ", ".join(f"{_short(value)} on rank{'s' * (len(on) > 1)} {', '.join(on)}" for value, on in ranks.items())
+    parts = []
+    for value, on in ranks.items():
+        text = f"{value:.12g}" if isinstance(value, float) else str(value)
+        parts.append(f"{text} on {'ranks' if len(on) > 1 else 'rank'} {', '.join(on)}")
+    return ", ".join(parts)
 
 
-def named(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
     """Ranks as a person calls them, such as "ranks 0, 2", or "n1 (ranks 2, 3), rank 5 on n2"; nothing for none.
 
     Args:
         hosts: the name of each rank's host, by rank; none where there is one host.
     """
     if not hosts:
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
-    said = []
+        if not ranks:
+            return ""
+        return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}"
+    parts = []
     for host in dict.fromkeys(hosts[rank] for rank in ranks):
         of_host = [rank for rank in ranks if hosts[rank] == host]
         is_whole = len(of_host) == hosts.count(host)
-        said.append(f"{host} ({named(of_host)})" if is_whole else f"{named(of_host)} on {host}")
-    return ", ".join(said)
-
-
-def _short(value: object) -> str:
-    return f"{value:.12g}" if isinstance(value, float) else str(value)
+        parts.append(f"{host} ({name_ranks(of_host)})" if is_whole else f"{name_ranks(of_host)} on {host}")
+    return ", ".join(parts)
 
 
 def first_line(error: BaseException) -> str:
@@ -233,59 +234,59 @@ class Whereabouts:
         """
         if self._lost is not None:
             return self._lost
-        here = f"{collective} ({self.describe()})"
+        where = f"{collective} ({self.describe()})"
         if lacking := shortage(error):
-            said = f"rank {self.rank} failed in {here}: {first_line(error)}; {lacking}"
-            self._lost = CommError(said, where=here, waited_s=waited_s, is_own=True)
+            message = f"rank {self.rank} failed in {where}: {first_line(error)}; {lacking}"
+            self._lost = CommError(message, where=where, waited_s=waited_s, is_own=True)
             return self._lost
         reason = first_line(error)
         in_time, failed_s = not _TIME_IS_UP.search(reason), time.monotonic()
-        heard = self._exchange_words("failed", here, GRACE_S)
+        heard = self._exchange_words("failed", where, GRACE_S)
         if not self._store_answers and not in_time:  # who is cut off from it lets those who are not tell it first
             time.sleep(max(0.0, failed_s + GRACE_S + _STORE_S - time.monotonic()))
-        said = f"rank {self.rank} failed in {here} after {waited_s:.1f} s: {reason}"
-        self._lost = self._missing(said, here, waited_s, heard, in_time=in_time)
+        message = f"rank {self.rank} failed in {where} after {waited_s:.1f} s: {reason}"
+        self._lost = self._missing(message, where, waited_s, heard, in_time=in_time)
         return self._lost
 
-    def overdue(self, here: str, waited_s: float, grace_s: float) -> CommError:
-        """The error to tell of a collective that does not end. `here` is such as "gather of blocks.0 (step 3,
+    def overdue(self, where: str, waited_s: float, grace_s: float) -> CommError:
+        """The error to tell of a collective that does not end. `where` is such as "gather of blocks.0 (step 3,
         forward)"; so long, `grace_s`, others may take to come to the same."""
-        heard = self._exchange_words("overdue", here, grace_s)
-        said = f"rank {self.rank} has waited {waited_s:.1f} s in {here}"
-        return self._missing(said, here, waited_s, heard, in_time=False)
+        heard = self._exchange_words("overdue", where, grace_s)
+        message = f"rank {self.rank} has waited {waited_s:.1f} s in {where}"
+        return self._missing(message, where, waited_s, heard, in_time=False)
 
     def take_back(self) -> None:
-        """The collective that was overdue has ended: leave the other ranks no word of it."""
+        """The overdue collective has ended: leave the other ranks no word of it."""
         with suppress(RuntimeError, ValueError):
             self._words("overdue").delete_key(str(self.rank))
 
-    def _missing(self, said: str, here: str, waited_s: float, heard: dict[int, str], *, in_time: bool) -> CommError:
-        """An error that says of each other rank what is known of it."""
-        lines = [f"rank {rank} failed in {where}" for rank, where in sorted(heard.items())]
+    def _missing(self, message: str, where: str, waited_s: float, heard: dict[int, str], *, in_time: bool) -> CommError:
+        """An error with all that is known of each other rank."""
+        lines = [f"rank {rank} failed in {place}" for rank, place in sorted(heard.items())]
         silent = [rank for rank in range(self.size) if rank != self.rank and rank not in heard]
         if silent:
-            lines.append(f"no answer from {named(silent, self.hosts)}, which may compute, sleep or be gone")
+            lines.append(f"no answer from {name_ranks(silent, self.hosts)}, which may compute, sleep or be gone")
         if not self._store_answers:
             lines.append("no answer from the store in which the ranks have met")
             # Those of this host could say no more than this one.
             silent = [rank for rank in silent if not self.hosts or self.hosts[rank] != self.hosts[self.rank]]
         return CommError(
-            f"{said}; {'; '.join(lines)}. All ranks must make the same calls in the same order",
+            f"{message}; {'; '.join(lines)}. All ranks must make the same calls in the same order",
             unheard=() if in_time else tuple(silent),
-            where=here,
+            where=where,
             waited_s=waited_s,
         )
 
     def _words(self, subject: str) -> dist.Store:
         return dist.PrefixStore(f"zerotrain/{subject}/{self.group_name}", _get_default_store())
 
-    def _exchange_words(self, subject: str, here: str, grace_s: float) -> dict[int, str]:
-        """Leave `here` for the other ranks; return what they have left, or leave within the grace."""
+    def _exchange_words(self, subject: str, where: str, grace_s: float) -> dict[int, str]:
+        """Leave `where` for the other ranks; return what they have left, or leave within the grace."""
         heard: dict[int, str] = {}
 
         def exchange() -> None:
             store = self._words(subject)
-            store.set(str(self.rank), here)
+            store.set(str(self.rank), where)
             deadline = time.monotonic() + grace_s
             while len(heard) < self.size - 1 and time.monotonic() < deadline:
                 for rank in set(range(self.size)) - {self.rank} - set(heard):

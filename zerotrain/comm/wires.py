@@ -38,26 +38,22 @@ def mean_by_tree(parts: Sequence[torch.Tensor] | torch.Tensor, out: torch.Tensor
         else:
             # The last sum may go where the mean does: that may be one of the parts, but no other sum needs it.
             total = _sum([part[where] for part in parts], into, mean if mean.dtype == into.dtype else into[0])
-        _divide(total, num_leaves)
+        if num_leaves & (num_leaves - 1) == 0:
+            total.mul_(1 / num_leaves)  # the same bits, since the factor is exact, in a third of the time
+        else:
+            total.div_(num_leaves)
         if total is not mean:
             mean.copy_(total)
 
 
-def _divide(total: torch.Tensor, by: int) -> None:
-    if by & (by - 1) == 0:
-        total.mul_(1 / by)  # the same bits, since 1 / by is exact, in a third of the time
-    else:
-        total.div_(by)
-
-
-def _sum(parts: Sequence[torch.Tensor], into: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """(n,) fp32 in `last`: the tree's sum of some parts, added in `into`, (pairs, n)."""
+def _sum(parts: Sequence[torch.Tensor], into: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """(n,) fp32 in `out`: the tree's sum of some parts, added in `into`, (pairs, n)."""
     if len(parts) == 1:
-        return last.copy_(parts[0])
+        return out.copy_(parts[0])
     while len(parts) > 2:
         paired = [_add(a, b, total) for a, b, total in zip(parts[::2], parts[1::2], into, strict=False)]
         parts = [*paired, parts[-1]] if len(parts) % 2 else paired
-    return _add(parts[0], parts[1], last)
+    return _add(parts[0], parts[1], out)
 
 
 def _sum_of_rows(rows: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
@@ -96,7 +92,7 @@ class Works(Handle):
                 work.wait()
         self._works = ()
 
-    def _done(self) -> bool:
+    def _is_done(self) -> bool:
         return _are_completed(self._works)
 
     def _is_over(self) -> Callable[[], bool]:
@@ -130,7 +126,7 @@ class _BackendReduction(Works, Reduction):
 
 
 class NativeReduction(_BackendReduction):
-    """The backend's own reduce-scatter, which adds in an order of its own."""
+    """The backend's own reduce-scatter. It adds in an order of its own."""
 
     def __init__(self, spec: ReductionSpec, group: dist.ProcessGroup, is_gloo: bool) -> None:
         super().__init__(spec, group, is_gloo)
@@ -186,16 +182,13 @@ class AllToAll(Works, Exchange):
         self._works = [work]
 
 
-_ANYWAY: AbstractContextManager[None] = nullcontext()
-
-
 def unseen_by_profiler(is_gloo: bool) -> AbstractContextManager[None]:
-    """Keep gloo's own ranges out of a profile that is being taken.
+    """Keep gloo's own ranges out of a profile while it is taken.
 
     torch ends them when the collective does, and if the profiler has stopped by then, writes into memory that was
     freed: 9 of 9 runs with train.profile=true at stage 2 died of SIGSEGV at their end (torch 2.13).
     """
-    return _no_ranges() if is_gloo and profiler._is_profiler_enabled else _ANYWAY
+    return _no_ranges() if is_gloo and profiler._is_profiler_enabled else nullcontext()
 
 
 @contextmanager
@@ -276,7 +269,7 @@ class PostedGather(_Posted, Gather):
 
 
 class PostedReduction(_Posted, Reduction):
-    """Every part to the rank it belongs to, which takes their mean, added by a tree in fp32."""
+    """Every part goes to its rank. The rank takes their mean, added by a tree in fp32."""
 
     def __init__(self, spec: ReductionSpec, group: dist.ProcessGroup, tags: Iterator[int]) -> None:
         super().__init__(spec)

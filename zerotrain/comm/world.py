@@ -122,8 +122,8 @@ class World:
             problem = files_problem(ranks.world_size, num_open_files(), at_rank_0=ranks.store_file is None)
             if problem:
                 raise ConfigError(f"rank {ranks.rank}: {problem}")
-        met = meet(ranks, start_timeout_s, backend=kind.backend, interface=interface)
-        store = keep_at_rank_0(met.store, ranks, timeout_s)
+        meeting = meet(ranks, start_timeout_s, backend=kind.backend, interface=interface)
+        store = keep_at_rank_0(meeting.store, ranks, timeout_s)
 
         def join() -> World:
             kind.use()  # of this thread
@@ -135,10 +135,10 @@ class World:
                 timeout=timedelta(seconds=timeout_s),
                 device_id=None if kind.is_host else chosen,
             )
-            return cls._around(chosen, local_rank, started_here=True, tell=tell, hosts=met.hosts)
+            return cls._around(chosen, local_rank, started_here=True, tell=tell, hosts=meeting.hosts)
 
         limit_s = _JOIN_S[kind.backend] + ranks.world_size * _JOIN_S_OF_A_RANK
-        return make_together(ranks, join, min(timeout_s, limit_s), met.hosts)
+        return make_together(ranks, join, min(timeout_s, limit_s), meeting.hosts)
 
     @classmethod
     def current(cls, device: torch.device) -> "World":
@@ -258,18 +258,18 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
     return device_of(device).backend if name == "fake" else name
 
 
-def choose_device(wanted: str, local_rank: int) -> torch.device:
+def choose_device(device: str, local_rank: int) -> torch.device:
     """The device of a rank: its own GPU, or the CPU.
 
     Args:
-        wanted: cpu, cuda, or auto (cuda where there is one).
+        device: cpu, cuda, or auto (cuda where there is one).
 
     Raises:
         ConfigError: there is no GPU, or none left for this local rank.
     """
-    if wanted == "auto":
-        wanted = "cuda" if num_gpus() else "cpu"
-    if wanted == "cpu":
+    if device == "auto":
+        device = "cuda" if num_gpus() else "cpu"
+    if device == "cpu":
         return torch.device("cpu")
     if not num_gpus():
         raise ConfigError(

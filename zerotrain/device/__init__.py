@@ -1,1 +1,1 @@
-"""The kinds of devices that ranks compute on: `kinds.device_of` gives the `Device` of a torch.device."""
+"""The kinds of devices for ranks to compute on: `kinds.device_of` gives the `Device` of a torch.device."""

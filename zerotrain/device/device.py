@@ -1,4 +1,4 @@
-"""Questions to a device, which each kind of device answers in its own way."""
+"""Questions to a device. Each kind of device answers them in its own way."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ lies_on_host = attrgetter("is_cpu")
 
 
 class Event:
-    """Work that a device was told to do. This one is done as soon as it is made."""
+    """Work of a device. This one is done as soon as it is made."""
 
     def wait(self) -> None:
         """Let all that this thread tells the device from here on find the work done."""
@@ -32,7 +32,7 @@ DONE = Event()
 
 
 class Stream(ABC):
-    """An order of work on a device, beside the one in which it computes."""
+    """An order of work on a device, beside that of its computing."""
 
     @abstractmethod
     def current(self) -> AbstractContextManager[object]:
@@ -43,20 +43,21 @@ class Stream(ABC):
         """Let all that comes later in this order find the work of an event of the same device done."""
 
     @abstractmethod
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
-        """Begin to copy once these events are done."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor, events: Sequence[Event] = ()) -> Event:
+        """Begin to copy once the events are done."""
 
 
-class MemoryHistory(ABC):
-    """The allocations of all devices of this process since `begin`."""
+class MemoryHistory:
+    """The allocations of all GPUs of this process since `begin`."""
 
-    @abstractmethod
     def begin(self) -> None:
         """Note allocations from now on."""
+        torch.cuda.memory._record_memory_history()
 
-    @abstractmethod
     def write(self, path: Path) -> None:
         """Write a snapshot for pytorch.org/memory_viz, and note no more."""
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 class Device(ABC):
@@ -67,7 +68,7 @@ class Device(ABC):
     """
 
     backend: ClassVar[str]
-    """The backend of torch.distributed whose ranks compute on such devices."""
+    """The backend of torch.distributed for ranks on such devices."""
     is_host: ClassVar[bool]
     """Whether it computes in the host's memory, and has done a piece of work when it is told the next."""
     holds_values: ClassVar[bool] = True
@@ -75,7 +76,7 @@ class Device(ABC):
     peak_of: ClassVar[str]
     """Subject of `peak_nbytes`, in words."""
     activities: ClassVar[tuple[torch.profiler.ProfilerActivity, ...]]
-    """Those that torch's profiler records."""
+    """Recorded by torch's profiler."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -83,16 +84,16 @@ class Device(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Its name, for who starts a run."""
+        """Its name, for the user."""
 
     @property
     @abstractmethod
     def own_nbytes(self) -> int:
-        """Size of the memory that is not the host's."""
+        """Size of its memory beside the host's."""
 
     @property
     def kernels_nbytes(self) -> int:
-        """Bytes that kernels keep for themselves, among the tensors that torch counts."""
+        """Bytes in which kernels work. Torch counts them among its tensors."""
         return 0
 
     @abstractmethod
@@ -100,18 +101,18 @@ class Device(ABC):
         """Most bytes held at once."""
 
     def reserved_nbytes(self) -> int:
-        """Most bytes that torch had of the device at once, for tensors and in holes between them; 0 where torch keeps
+        """Most bytes of the device in torch's hands at once, for tensors and in holes between them; 0 if torch keeps
         none in reserve."""
         return 0
 
     @property
     @abstractmethod
     def is_current(self) -> bool:
-        """Whether this is the device that torch takes where none is named, in this thread."""
+        """Whether torch takes this device in this thread if none is named."""
 
     @abstractmethod
     def use(self) -> None:
-        """Make this the device that torch takes where none is named."""
+        """Let torch take this device if none is named."""
 
     @abstractmethod
     def event(self) -> Event:
@@ -141,7 +142,7 @@ class Device(ABC):
 
     @abstractmethod
     def keep_generators(self) -> AbstractContextManager[None]:
-        """Random numbers that are drawn in here change none that are drawn behind it."""
+        """Draws of random numbers in here change no later draw."""
 
     def memory_history(self) -> MemoryHistory | None:
         """The recording of its allocations; None: torch does not record them."""

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from zerotrain.device.device import DONE, Device, Event, MemoryHistory, Stream
 from zerotrain.device.memory import files_nbytes, most_nbytes
 
-# The CPU, which has done a piece of work when it is told the next.
+# The CPU. It has done a piece of work when it is told the next.
 
 
 class Cpu(Device):
@@ -53,7 +52,7 @@ class Cpu(Device):
         return mapped_bytes(nbytes)
 
     def bytes_for(self, nbytes: int, *streams: Stream) -> torch.Tensor:
-        return mapped_bytes(nbytes)
+        return self.host_bytes(nbytes)
 
     @property
     def generator(self) -> torch.Generator:
@@ -64,7 +63,7 @@ class Cpu(Device):
 
 
 class _AtOnce(Stream):
-    """A stream that does what it is told at once."""
+    """A stream without delay: each call is done when it returns."""
 
     def current(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -72,7 +71,7 @@ class _AtOnce(Stream):
     def wait(self, event: Event) -> None:
         pass
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, events: Sequence[Event] = ()) -> Event:
         target.copy_(source)
         return DONE
 
@@ -95,7 +94,7 @@ _NBYTES_OF_HOPPER, _NBYTES = 32 * 2**20, 2 * 4096 * 1024 + 8 * 16 * 1024
 
 
 class Cuda(Device):
-    """A GPU that torch.cuda drives."""
+    """A GPU, driven by torch.cuda."""
 
     backend = "nccl"
     is_host = False
@@ -158,7 +157,7 @@ class Cuda(Device):
         return torch.random.fork_rng([self.device])
 
     def memory_history(self) -> MemoryHistory:
-        return _MemoryHistory()
+        return MemoryHistory()
 
 
 class _Recorded(Event):
@@ -192,24 +191,15 @@ class _Stream(Stream):
         assert isinstance(event, _Recorded)
         self.of_torch.wait_event(event.of_torch)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, events: Sequence[Event] = ()) -> Event:
         with torch.cuda.stream(self.of_torch):
-            for each in after:
-                each.wait()
+            for event in events:
+                event.wait()
             target.copy_(source, non_blocking=True)
         return _Recorded(self.of_torch)
 
 
-class _MemoryHistory(MemoryHistory):
-    def begin(self) -> None:
-        torch.cuda.memory._record_memory_history()
-
-    def write(self, path: Path) -> None:
-        torch.cuda.memory._dump_snapshot(str(path))
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-
-# A device without memory, on which a plan rehearses: torch's meta device.
+# A device without memory, for the rehearsal of a plan: torch's meta device.
 
 
 class Nowhere(Cpu):
@@ -220,18 +210,15 @@ class Nowhere(Cpu):
     def host_bytes(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def bytes_for(self, nbytes: int, *streams: Stream) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
 
 @contextmanager
 def rehearsing(*, on_host: bool) -> Iterator[None]:
     """In here it stands for a device that computes in the host's memory, or for one that does not."""
-    before, Nowhere.is_host = Nowhere.is_host, on_host
+    was_on_host, Nowhere.is_host = Nowhere.is_host, on_host
     try:
         yield
     finally:
-        Nowhere.is_host = before
+        Nowhere.is_host = was_on_host
 
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -239,38 +226,38 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """The same device as one that can be asked; every other device than a GPU is asked as the CPU is."""
+    """The `Device` of a torch.device. A device of any other kind is asked as the CPU is."""
     return {"cuda": Cuda, "meta": Nowhere}.get(device.type, Cpu)(device)
 
 
 def num_gpus() -> int:
-    """GPUs that torch can use here."""
+    """Number of GPUs for torch here."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def visible_gpus() -> list[str]:
-    """The names of the GPUs that this process may use, as `only_gpus` takes them."""
-    given = os.environ.get(_VISIBLE)
-    names = [str(number) for number in range(num_gpus())] if given is None else given.split(",")
+    """The names of this process's GPUs, as `only_gpus` takes them."""
+    variable = os.environ.get(_VISIBLE)
+    names = [str(number) for number in range(num_gpus())] if variable is None else variable.split(",")
     return names[: num_gpus()]
 
 
 @contextmanager
 def only_gpus(names: Sequence[str]) -> Iterator[None]:
-    """Inside, this process, if it has used no GPU yet, and those that it starts see these alone."""
-    before = os.environ.get(_VISIBLE)
+    """Inside, this process, if it has used no GPU yet, and its children see these alone."""
+    variable = os.environ.get(_VISIBLE)
     os.environ[_VISIBLE] = ",".join(names)
     try:
         yield
     finally:
-        if before is None:
+        if variable is None:
             del os.environ[_VISIBLE]
         else:
-            os.environ[_VISIBLE] = before
+            os.environ[_VISIBLE] = variable
 
 
 def is_gpu_in_use() -> bool:
-    """Whether this process has used a GPU, so that none that is forked from it can."""
+    """Whether this process has used a GPU. Then no process forked from it can."""
     return torch.cuda.is_initialized()
 
 
@@ -285,7 +272,7 @@ def seed_torch(number: int) -> None:
         generator.manual_seed(number)
 
 
-# Numbers that a device computes and the host reads.
+# Results of a device, read by the host.
 
 
 def reading(values: torch.Tensor) -> Callable[[], Any]:

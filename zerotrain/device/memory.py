@@ -53,8 +53,8 @@ def own_nbytes() -> int:
 
 
 def most_nbytes() -> int:
-    """Bytes that this process has had in memory at most, with files. Not ru_maxrss on Linux: a program begins with that
-    of the process which has started it."""
+    """Bytes of this process in memory at most, with files. Not ru_maxrss on Linux: a program begins with that of its
+    parent process."""
     if sys.platform == "linux":
         return _status_nbytes("VmHWM")[0]
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -62,7 +62,7 @@ def most_nbytes() -> int:
 
 
 def files_nbytes() -> int:
-    """Bytes of files that this process has in memory; 0 elsewhere than on Linux."""
+    """Bytes of this process's files in memory; 0 elsewhere than on Linux."""
     return 0 if sys.platform != "linux" else _status_nbytes("RssFile")[0]
 
 

@@ -1,4 +1,4 @@
-"""Children of this process, forked to compute beside it and ended with it, and no threads, which a fork would lose.
+"""Children of this process, forked to compute beside it and ended with it. There are no threads: a fork loses them.
 
 Imports no torch before it is needed."""
 
@@ -16,7 +16,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _OPENBLAS = "OPENBLAS_NUM_THREADS"
 _STORE = "pt_tcpstore_uv"
-"""The thread of torch's store, which rank 0 may keep: it serves its sockets, and a child does not use it."""
+"""The thread of torch's store in rank 0: it serves its sockets, and a child does not use it."""
 
 
 def end_with_parent(signum: int = signal.SIGKILL) -> None:
@@ -34,21 +34,18 @@ def may_fork(idle: str = "") -> bool:
     """
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         return False
-    others = [each for each in Path("/proc/self/task").iterdir() if each.name != str(os.getpid())]
-    if any(_name_of(each) != idle for each in others):
-        return False
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            name = (thread / "comm").read_text().strip()
+        except OSError:  # it has ended since
+            name = ""
+        if thread.name != str(os.getpid()) and name != idle:
+            return False
     if "torch" not in sys.modules:
         return True
     from zerotrain.device.kinds import is_gpu_in_use
 
     return not is_gpu_in_use()
-
-
-def _name_of(thread: Path) -> str:
-    try:
-        return (thread / "comm").read_text().strip()
-    except OSError:  # it has ended since
-        return ""
 
 
 @contextmanager
@@ -72,24 +69,25 @@ def one_thread() -> Iterator[None]:
     leaves none."""
     import torch
 
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with no_threads_of_openblas():
             yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
 
 
 def num_cores() -> int:
-    """Those that this process may use."""
+    """Number of this process's cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
-def beside(compute: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-    """Compute in a child of this process, meanwhile; what is yielded waits for the value. A value that no child has
-    told is computed here: it has raised an error, which is raised here then, it was killed, or none may be forked.
+def compute_in_child(compute: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """Compute in a child of this process, meanwhile; the function that is yielded waits for the value. It computes the
+    value here if no child has told it: the child has raised an error, which is raised here then, it was killed, or none
+    may be forked.
 
     Args:
         compute: gives a value that JSON can hold, and prints nothing.
@@ -105,7 +103,7 @@ def beside(compute: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
         _tell(compute, writer)
     os.close(writer)
 
-    def told() -> Any:
+    def read_value() -> Any:
         try:
             return json.loads(file.read())
         except ValueError:  # nothing, or a part
@@ -113,7 +111,7 @@ def beside(compute: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
 
     with open(reader, "rb") as file:
         try:
-            yield told
+            yield read_value
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -124,8 +122,8 @@ def _tell(compute: Callable[[], Any], writer: int) -> None:
     try:
         end_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent says what Ctrl-C has ended
-        said = json.dumps(compute()).encode()
+        answer = json.dumps(compute()).encode()
         with open(writer, "wb") as file:
-            file.write(said)
+            file.write(answer)
     finally:
         os._exit(0)

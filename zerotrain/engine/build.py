@@ -193,8 +193,8 @@ class Builder:
                 layout,
                 options=self._options,
                 collectives=self._collectives,
-                pool=self._pools.of(spec.dtype),
-                wire_pool=self._pools.of(precision.master if self._options.sends_masters else spec.dtype),
+                pool=self._pools.pool_of(spec.dtype),
+                wire_pool=self._pools.pool_of(precision.master if self._options.sends_masters else spec.dtype),
             )
             update = BucketUpdate(
                 layout,
@@ -204,7 +204,7 @@ class Builder:
                 groups=self._groups,
                 owners=owners,
                 collectives=self._collectives,
-                pool=self._pools.of(precision.master),
+                pool=self._pools.pool_of(precision.master),
                 homes=self._homes,
             )
             bucket = TrainedBucket(weights, gradient=gradient, update=update)

@@ -1,4 +1,4 @@
-"""Folders from which nothing is imported: who has written a checkpoint may have laid modules beside it."""
+"""No module is imported from some folders: the author of a checkpoint may have laid modules beside it."""
 
 import os
 import sys
@@ -19,12 +19,12 @@ _INSTALLED = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]))
 
 @contextmanager
 def nothing_imported_from(*folders: str | os.PathLike[str]) -> Iterator[None]:
-    """Inside, a module that lies in one of the folders is refused, unless an installed one has its name.
+    """Inside, a module in one of the folders is refused, unless an installed one has its name.
 
     Args:
         folders: runs, checkpoints or others; of a checkpoint in a run it is the run's whole folder.
     """
-    guard = _Guard([_whole(Path(os.path.realpath(each))) for each in folders])
+    guard = _Guard([_run_folder(Path(os.path.realpath(folder))) for folder in folders])
     places = [place for place, entry in enumerate(sys.path) if guard.keeps_out(entry)]
     guard.left_out = [sys.path.pop(place) for place in reversed(places)][::-1]
     sys.meta_path.insert(0, guard)
@@ -36,7 +36,7 @@ def nothing_imported_from(*folders: str | os.PathLike[str]) -> Iterator[None]:
             sys.path.insert(place, entry)
 
 
-def _whole(folder: Path) -> Path:
+def _run_folder(folder: Path) -> Path:
     """The run's folder of one of its checkpoints, or of all of them; otherwise the folder itself."""
     if folder.name == CHECKPOINTS:
         return folder.parent
@@ -44,12 +44,12 @@ def _whole(folder: Path) -> Path:
 
 
 class _Guard:
-    """A finder of modules that finds those which are not to be imported, before others do."""
+    """A finder of modules. It finds the refused ones before other finders do."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
         self.left_out: list[str] = []
-        """Entries taken out of `sys.path`, which `find_spec` searches too."""
+        """Entries taken out of `sys.path`. `find_spec` searches them too."""
 
     def keeps_out(self, path: str) -> bool:
         """Whether a file or folder is none to import from."""
@@ -59,8 +59,8 @@ class _Guard:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A spec that refuses to load the module; None lets other finders look. Code that only asks whether it exists
-        is not refused: torch and transformers ask for many that they can do without."""
+        """A spec that refuses to load the module; None lets other finders look. A mere question whether it exists
+        is not refused: torch and transformers ask for many optional modules."""
         spec = PathFinder.find_spec(name, path, target)
         if spec is None and path is None:
             spec = PathFinder.find_spec(name, self.left_out, target)
@@ -81,14 +81,13 @@ class _Refusal(Loader):
 
 # The folder where the user is: it must be there, and what lies in it stands for nothing that is installed.
 #
-# A command that reads what others have written calls both before it imports anything else. `python -m` looks for
+# A command calls both before it imports anything else, if it reads files of others. `python -m` looks for
 # modules there first, and a `torch.py` beside a checkpoint would stand for torch. From here on it looks there last:
 # what is installed cannot be replaced, and modules of the user's own are still found.
 
 
 def require_here() -> None:
-    """Make sure that the folder where the user is has not been removed. Ends the process with a line and exit code 2
-    where it has."""
+    """End the process with a line and exit code 2 if the user's working folder has been removed."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -105,10 +104,9 @@ def look_here_last() -> None:
         sys.path.append(sys.path.pop(0))
 
 
-# Refuses code that a model or tokenizer of Hugging Face brings in its folder or from the hub.
+# Code in the folder of a model or tokenizer of Hugging Face, or from the hub, is refused.
 #
-# Calls of transformers pass `trust_remote_code=False`; this module handles the cases that it does not cover, and the
-# messages.
+# Calls of transformers pass `trust_remote_code=False`; the functions below handle the other cases, and the messages.
 
 
 CONFIGS = ("config.json", "tokenizer_config.json", "adapter_config.json")
@@ -118,53 +116,56 @@ _MAX_SHOWN = 200
 _MAX_REASON = 600
 
 
-def require_no_kernels(fields: Any, of: str) -> None:
+def require_no_kernels(fields: Any, subject: str) -> None:
     """Refuse fields of a model's config by which transformers would fetch compiled code from the hub and run it.
 
     Raises:
         ValueError: they name a repository with such code.
     """
     for name in _kernels_in(fields):
-        raise ValueError(f"{of} asks for code of the hub ({name}), which zerotrain does not run; take that field out")
+        raise ValueError(
+            f"{subject} asks for code of the hub ({name}), which zerotrain does not run; take that field out"
+        )
 
 
 def refusal(folder: str, error: BaseException) -> str:
-    """The first line of what transformers says of a folder; where it lacks code of its own, which it is."""
+    """The first line of transformers' error on a folder; if the folder needs code of its own, the name of that."""
     # It met a value of another kind, and speaks of its own code.
     if isinstance(error, AttributeError | TypeError) or not isinstance(error, Exception):
         return "a file of it is damaged"
     line = printable((str(error).splitlines() or [type(error).__name__])[0], _MAX_REASON, keep="")
     if "trust_remote_code" not in str(error):
         return line
-    named = printable(", ".join(dict.fromkeys(_code_of(folder))), _MAX_SHOWN, keep="")
-    return f"it has code of its own{f' ({named})' * bool(named)}, which zerotrain does not run"
+    code = printable(", ".join(dict.fromkeys(_code_of(folder))), _MAX_SHOWN, keep="")
+    names = f" ({code})" if code else ""
+    return f"it has code of its own{names}, which zerotrain does not run"
 
 
 @contextmanager
 def only_errors() -> Iterator[None]:
-    """Without what transformers warns of, which it also does of a folder that it then refuses."""
+    """Inside, transformers prints no warnings. It would warn of a folder before it refuses it."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
 
 
 def _kernels_in(fields: Any) -> Iterator[str]:
-    """Repositories; an implementation that transformers has itself is named without a slash."""
+    """Names of repositories. An implementation of transformers' own has no slash in its name."""
     for name, value in _items(fields):
         if str(name).strip("_").removesuffix("_internal") in _KERNELS:
-            texts = [value, *(each for _, each in _items(value))]
-            yield from (each for each in texts if isinstance(each, str) and "/" in each)
+            texts = [value, *(item for _, item in _items(value))]
+            yield from (text for text in texts if isinstance(text, str) and "/" in text)
         else:
             yield from _kernels_in(value)
 
 
 def _items(value: Any) -> Any:
-    """The items of a dict, a list, or a config of transformers, which may hold other configs."""
+    """The items of a dict, a list, or a config of transformers. A config may hold others."""
     if isinstance(value, list):
         return enumerate(value)
     return (value if isinstance(value, dict) else vars(value) if hasattr(value, "model_type") else {}).items()
@@ -176,6 +177,6 @@ def _code_of(folder: str) -> Iterator[str]:
             auto_map = read_json(Path(folder) / name, dict[str, Any], max_nbytes=MAX_NBYTES).get("auto_map")
         except (OSError, UntrustedFileError):
             continue
-        named = auto_map.values() if isinstance(auto_map, dict) else auto_map if isinstance(auto_map, list) else ()
-        for each in named:
-            yield from (str(one) for one in (each if isinstance(each, list) else [each]) if one is not None)
+        entries = auto_map.values() if isinstance(auto_map, dict) else auto_map if isinstance(auto_map, list) else ()
+        for entry in entries:
+            yield from (str(one) for one in (entry if isinstance(entry, list) else [entry]) if one is not None)

@@ -20,7 +20,7 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Holder(TypedDict):
-    """The note of the process that holds a lock."""
+    """The note of a lock's holder."""
 
     pid: int
     host: str
@@ -33,7 +33,7 @@ _MAX_NBYTES = 10_000
 def open_lock(path: Path, *, make: bool = True, mode: int = 0o666) -> BinaryIO:
     """The file of a lock, made where there is none. It is locked until it is closed, once `lock` has locked it.
 
-    A link is not followed: the file that it leads to would be emptied.
+    A link is not followed: the file behind it would be emptied.
 
     Args:
         make: whether it is made where there is none.
@@ -43,8 +43,8 @@ def open_lock(path: Path, *, make: bool = True, mode: int = 0o666) -> BinaryIO:
         NotRegularError: a FIFO, a device or a folder lies there.
         OSError: it cannot be opened.
     """
-    more = os.O_NOFOLLOW | (os.O_CREAT if make else 0)
-    return open(path, "r+b", opener=lambda name, flags: only_regular(name, flags | more, mode))
+    extra_flags = os.O_NOFOLLOW | (os.O_CREAT if make else 0)
+    return open(path, "r+b", opener=lambda name, flags: only_regular(name, flags | extra_flags, mode))
 
 
 def lock(file: BinaryIO | int, *, shared: bool = False, wait: bool = False) -> str | None:
@@ -71,7 +71,7 @@ def lock(file: BinaryIO | int, *, shared: bool = False, wait: bool = False) -> s
 
 
 def can_lock(file: BinaryIO | int, *, shared: bool = False) -> bool:
-    """Lock an open file if that is possible at once. False where another process holds it, or nobody can tell."""
+    """Lock an open file if possible at once. False where another process holds it, or nobody can tell."""
     try:
         return lock(file, shared=shared) is None
     except OSError:
@@ -79,7 +79,7 @@ def can_lock(file: BinaryIO | int, *, shared: bool = False) -> bool:
 
 
 def is_held(path: Path) -> bool:
-    """Whether another process holds the lock that a file is, or may hold it, as nobody can tell."""
+    """Whether another process holds the lock in a file, or may hold it, since nobody can tell."""
     try:
         with open_lock(path, make=False) as file:
             return not can_lock(file)
@@ -87,15 +87,15 @@ def is_held(path: Path) -> bool:
         return False
 
 
-def note_holder(file: BinaryIO, **more: Any) -> None:
-    """Write into the file of a lock that this process holds it, for `read_note`.
+def note_holder(file: BinaryIO, **fields: Any) -> None:
+    """Note this process in the file of a lock, for `read_note`.
 
     Args:
-        more: what else is to be said.
+        fields: of the note, besides those of a `Holder`.
     """
-    said = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+    note = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
     os.ftruncate(file.fileno(), 0)
-    os.pwrite(file.fileno(), (json.dumps(said | more) + "\n").encode(), 0)
+    os.pwrite(file.fileno(), (json.dumps(note | fields) + "\n").encode(), 0)
 
 
 def read_note(path: Path, kind: Any) -> Any:
@@ -107,20 +107,20 @@ def read_note(path: Path, kind: Any) -> Any:
 
 
 def holder(path: Path) -> str:
-    """The process that holds a lock, as it says itself: "pid 17 on node3, started 2026-11-21 10:00:00"."""
-    said = read_note(path, Holder)
-    if said is None:  # it is about to say so
+    """The holder of a lock, in its own words: "pid 17 on node3, started 2026-11-21 10:00:00"."""
+    note = read_note(path, Holder)
+    if note is None:  # it is about to say so
         return "another process"
-    return f"pid {said['pid']} on {shown(said['host'])}, started {shown(said['started'])}"
+    return f"pid {note['pid']} on {shown(note['host'])}, started {shown(note['started'])}"
 
 
-# The one way to replace a file: write another beside it, which gets its name once it is whole.
+# The one way to replace a file: write another beside it. Once that is whole, it gets the name.
 
 
 @contextmanager
 def whole(path: Path, *, lasting: bool = False) -> Iterator[BinaryIO]:
-    """Inside, a new file to be written, which replaces `path` at the end. After an error, or a signal that raises one,
-    nothing of it is left; a process that is killed may leave `PATH.*.tmp`.
+    """Inside, a new file to be written; it replaces `path` at the end. After an error, also one raised by a signal,
+    nothing of it is left; a killed process may leave `PATH.*.tmp`.
 
     Args:
         lasting: whether a power cut, too, leaves it whole or as it was: waits until the disk has it.
@@ -138,8 +138,8 @@ def whole(path: Path, *, lasting: bool = False) -> Iterator[BinaryIO]:
 
 
 def replace_link(path: Path, target: str) -> None:
-    """Let `path` be a link to `target`, at once in place of the link or file that has the name. A process that is
-    killed may leave `PATH.*.tmp`.
+    """Let `path` be a link to `target`, at once in place of any link or file of this name. A killed process may leave
+    `PATH.*.tmp`.
 
     Raises:
         OSError: it cannot be written.
@@ -162,7 +162,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until a file that somebody has written is on the disk."""
+    """Wait until a written file is on the disk."""
     _sync(path, os.O_RDONLY)
 
 

@@ -1,4 +1,4 @@
-"""Output that cannot be written: nobody reads it any more, as after `| head -1`, or its disk is full. A run goes on."""
+"""Output without a way out: nobody reads it any more, as after `| head -1`, or its disk is full. A run goes on."""
 
 import errno
 import importlib
@@ -22,7 +22,7 @@ _errors: list[int] = []
 
 
 class StandIn(io.TextIOBase):
-    """Stands in the place of a stream, and answers as that one when asked what it is."""
+    """Stands in the place of a stream, and answers questions as the stream does."""
 
     def __init__(self, stream: TextIO | io.TextIOBase) -> None:
         self._stream = stream
@@ -58,17 +58,17 @@ class LastingStream(StandIn):
 
     def write(self, text: str) -> int:
         """Write, or do nothing."""
-        self._last(lambda: self._stream.write(text))
+        self._attempt(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
         """Flush, or do nothing."""
-        self._last(self._stream.flush)
+        self._attempt(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _last(self, call: Callable[[], object]) -> None:
+    def _attempt(self, call: Callable[[], object]) -> None:
         try:
             call()
         except OSError as error:
@@ -145,27 +145,27 @@ def escape_what_cannot_be_written(stream: TextIO) -> None:
 
 @contextmanager
 def printed_to(path: Path) -> Iterator[None]:
-    """Inside, all that this process and those that it starts print is added to a file, and nothing else is shown but by
-    `say_at_once`.
+    """Inside, the output of this process and of its children is added to a file, and only `say_at_once` prints to the
+    terminal.
 
     Raises:
         OSError: it cannot be written.
     """
     with open(path, "ab", opener=only_regular) as file:
-        kept = [os.dup(descriptor) for descriptor in (1, 2)]
+        descriptors = [os.dup(descriptor) for descriptor in (1, 2)]
         _print_by(file.fileno(), file.fileno())
-    _errors.append(kept[1])
+    _errors.append(descriptors[1])
     try:
         yield
     finally:
         _errors.pop()
-        _print_by(*kept)
-        for descriptor in kept:
+        _print_by(*descriptors)
+        for descriptor in descriptors:
             os.close(descriptor)
 
 
 def say_at_once(text: str) -> None:
-    """Print a line of errors from a signal handler, which may have interrupted a print."""
+    """Print a line of errors from a signal handler. It may have interrupted a print."""
     os.write(_errors[-1] if _errors else 2, text.encode())
 
 
@@ -175,7 +175,7 @@ def _print_by(*descriptors: int) -> None:
         os.dup2(descriptor, number)
 
 
-# Packages of extras, which not every user has installed.
+# Packages of extras. Not every user has installed them.
 
 
 def package(name: str, *, extra: str, needed_by: str) -> Any:

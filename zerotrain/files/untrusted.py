@@ -1,9 +1,9 @@
-"""Read files that somebody else may have written: limits of size and depth, then types, come before their content.
+"""Read files of unknown authors: limits of size and depth, then types, come before their content.
 
-    said = read_json(path, Described, max_nbytes=10**6)
+    description = read_json(path, Described, max_nbytes=10**6)
 
-A kind is any type that msgspec knows: a dataclass, a TypedDict, `dict[str, float | None]`, `Annotated[int, Meta(le=3)]`
-and the types below. Keys that a kind does not name are let through unread. True is no int; an int passes as float.
+A kind is any type of msgspec's: a dataclass, a TypedDict, `dict[str, float | None]`, `Annotated[int, Meta(le=3)]`
+and the types below. Other keys than those of a kind are let through unread. True is no int; an int passes as float.
 """
 
 import errno
@@ -26,9 +26,9 @@ _NUM_SHOWN_OF_END = 300
 
 
 def printable(text: str, max_length: int = _NUM_PRINTED, *, keep: str = "\n\t") -> str:
-    """Escape each character that cannot be printed, and leave out the middle of a long text.
+    """Escape each unprintable character, and leave out the middle of a long text.
 
-    An exception's text may hold a tensor, a file of 5 MB, colours, or halves of characters that no encoding has.
+    An exception's text may hold a tensor, a file of 5 MB, colours, or halves of characters.
 
     Args:
         max_length: characters that are shown.
@@ -38,7 +38,10 @@ def printable(text: str, max_length: int = _NUM_PRINTED, *, keep: str = "\n\t") 
         num_left_out = len(text) - max_length
         start, end = text[: max_length - _NUM_SHOWN_OF_END], text[-_NUM_SHOWN_OF_END:]
         text = f"{start} [... {num_left_out} characters ...] {end}"
-    return "".join(each if each.isprintable() or each in keep else _escaped(each) for each in text)
+    return "".join(
+        character if character.isprintable() or character in keep else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def duration(seconds: float) -> str:
@@ -49,11 +52,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()
-
-
-# Open files of which only regular ones are meant, so that a FIFO, a device or a folder in their place stops nobody.
+# Only regular files are opened, so that a FIFO, a device or a folder in their place stops nobody.
 
 
 class NotRegularError(OSError):
@@ -114,7 +113,7 @@ MAX_DEPTH = 64
 """Lists and objects within each other. Ours have 12; Python's own reader gives up at about 1,000 with a traceback."""
 MAX_INT = 2**63 - 1
 MAX_NAME_NBYTES = 255
-"""Of a file, as Linux has it."""
+"""Linux' limit for the name of a file."""
 MAX_DIGITS = 300
 """Digits of a whole number, where a kind is asked for. A float holds it, so that nothing ends in an OverflowError."""
 Natural = Annotated[int, Meta(ge=0, le=MAX_INT)]
@@ -169,7 +168,7 @@ def read_json(path: str | os.PathLike[str], kind: Any, *, max_nbytes: int) -> An
 
 
 def parse_json(text: str | bytes, kind: Any) -> Any:
-    """The same of a text that was read already.
+    """The same of a text in memory.
 
     Raises:
         UntrustedFileError: it is no JSON, it is nested too deeply, a number is too long, or it is not of the kind.
@@ -193,26 +192,30 @@ def require_kind(value: Any, kind: Any) -> Any:
         UntrustedFileError: it is none; the text names the place, as in `files[3].nbytes`.
     """
     try:
-        return convert(value, kind, dec_hook=_checked, str_keys=True)
+        # The hook makes values of the classes below, of which msgspec knows nothing.
+        return convert(value, kind, dec_hook=lambda cls, content: cls(content), str_keys=True)
     except (ValidationError, UnicodeEncodeError) as error:  # the second: a key with halves of characters
         raise UntrustedFileError(_sentence(str(error), value)) from None
 
 
 def _sentence(error: str, value: Any) -> str:
-    """An error of msgspec, such as "Expected `int` >= 0 - at `$.files[3].nbytes`", in our words and with the value that
-    is there."""
+    """An error of msgspec, such as "Expected `int` >= 0 - at `$.files[3].nbytes`", in our words and with the actual
+    value."""
     problem, _, place = error.partition(" - at `")
     is_key = place.startswith("key`")
     place = place.removeprefix("key` in `").removesuffix("`").removeprefix("$").removeprefix(".")
     if problem.startswith("Expected "):
-        wanted, _, kind = problem.removeprefix("Expected ").partition(", got ")
-        names, _, pattern = wanted.partition(" matching regex ")
+        expected, _, kind = problem.removeprefix("Expected ").partition(", got ")
+        names, _, pattern = expected.partition(" matching regex ")
         words = pattern.removeprefix("'^(").removesuffix(r")\\Z'").replace("\\", "").split("|")
         words = words if len(words) <= _MAX_WORDS else [*words[:_MAX_WORDS], "..."]
-        wanted = f"{'one of ' if len(words) > 1 else ''}{', '.join(words)}" if pattern else _KIND.sub(_in_words, names)
-        there = None if is_key else _value_at(place, value)
-        got = shown(repr(there)) if isinstance(there, str | int | float) else _KIND.sub(_in_words, kind)
-        problem = f"got {got}; it must be {wanted}" if got else f"it must be {wanted}"
+        if pattern:
+            expected = f"{'one of ' if len(words) > 1 else ''}{', '.join(words)}"
+        else:
+            expected = _KIND.sub(_in_words, names)
+        actual = None if is_key else _value_at(place, value)
+        got = shown(repr(actual)) if isinstance(actual, str | int | float) else _KIND.sub(_in_words, kind)
+        problem = f"got {got}; it must be {expected}" if got else f"it must be {expected}"
     problem = re.sub("Object missing required field `(.*)`", r"\1 is missing", problem)
     text = problem[:1].lower() + problem[1:_MAX_PROBLEM]
     return f"{shown(place)}: {text}" if place else text
@@ -252,7 +255,7 @@ def shown(value: Any) -> str:
 
 
 class Name(str):
-    """A text that can be shown as it is."""
+    """A printable text."""
 
     def __new__(cls, value: Any) -> "Name":
         if not isinstance(value, str) or not value.isprintable():
@@ -288,15 +291,10 @@ class Shape(tuple[int, ...]):
     """The lengths of a tensor, of which torch can have one: it multiplies those beside a 0 too."""
 
     def __new__(cls, value: Any) -> "Shape":
-        are_lengths = isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
-        if not are_lengths or len(value) > MAX_DEPTH or prod(max(1, each) for each in value) > MAX_INT:
+        are_lengths = isinstance(value, list) and all(type(length) is int and length >= 0 for length in value)
+        if not are_lengths or len(value) > MAX_DEPTH or prod(max(1, length) for length in value) > MAX_INT:
             raise ValueError(f"got {shown(value)}; it must be a list of lengths")
         return super().__new__(cls, value)
-
-
-def _checked(kind: Any, value: Any) -> Any:
-    """A value as one of the classes above, of which msgspec knows nothing."""
-    return kind(value)
 
 
 def _short_int(digits: str) -> int:
@@ -308,16 +306,15 @@ def _short_int(digits: str) -> int:
 def _require_shallow(text: str) -> None:
     depth = 0
     for token in _TOKENS.finditer(text):
-        first = token[0][0]
-        depth += (first in "[{") - (first in "]}")
+        bracket = token[0][0]
+        depth += (bracket in "[{") - (bracket in "]}")
         if depth > MAX_DEPTH:
             raise UntrustedFileError(f"its lists and objects are nested more than {MAX_DEPTH} deep")
 
 
-# YAML of files that somebody else may have written: texts, numbers, true, false and null in lists and mappings.
+# YAML of unknown authors: texts, numbers, true, false and null in lists and mappings.
 #
-# No anchors and aliases, of which nine lines can stand for a billion values, and no tags, of which some build
-# objects.
+# Anchors and aliases are refused: nine lines of them can stand for a billion values. So are tags: some build objects.
 
 
 _KINDS = ("str", "int", "float", "bool", "null", "seq", "map")
@@ -327,8 +324,8 @@ class _PlainLoader(yaml.SafeLoader):
     """Refuses all else. A date is a text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as the class has it
-        first: [(tag, pattern) for tag, pattern in each if tag.rpartition(":")[2] in _KINDS]
-        for first, each in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        character: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in _KINDS]
+        for character, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     depth = 0
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import torch.distributed as dist
 from msgspec import Meta
 
-from zerotrain.comm.whereabouts import is_of_others, named, shortage
+from zerotrain.comm.whereabouts import is_of_others, name_ranks, shortage
 from zerotrain.errors import CallbackError, CommError, ConfigError, DisagreementError, ZeroTrainError
 from zerotrain.files.lock import can_lock, lock, whole
 from zerotrain.files.terminal import say_at_once
@@ -383,7 +383,7 @@ def _ranks_beside(rank: int, hosts: Mapping[int, str]) -> list[int]:
 
 
 def _host_name(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
-    return f"{hosts[ranks[0]]} ({named(ranks)})"
+    return f"{hosts[ranks[0]]} ({name_ranks(ranks)})"
 
 
 def lost_folder(run_dir: Path) -> RunError:

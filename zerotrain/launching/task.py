@@ -24,7 +24,7 @@ from zerotrain.config.compose import first_paragraph
 from zerotrain.config.explain import with_place
 from zerotrain.config.schema import Config
 from zerotrain.device.kinds import num_gpus
-from zerotrain.device.processes import beside, one_thread
+from zerotrain.device.processes import compute_in_child, one_thread
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.terminal import code_of, printed_to
 from zerotrain.files.untrusted import UntrustedFileError, only_regular, printable
@@ -254,7 +254,7 @@ def _choose_now(
 
 def _in_a_child(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Compute it in a child: plans leave some 90 MB behind in a process, and this one may be a rank of torchrun."""
-    with beside(compute) as computed:
+    with compute_in_child(compute) as computed:
         return computed()
 
 

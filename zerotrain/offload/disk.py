@@ -16,7 +16,7 @@ from zerotrain.device.kinds import mapped_bytes
 from zerotrain.errors import OffloadError
 from zerotrain.offload.tier import PAGE_NBYTES, OnThreadAndStream, OnThreads, Place, Tier, Window, whole_pages
 
-# A file without a name: room on a disk that is gone when the process is, however it ends.
+# A file without a name: its room on a disk is free again once the process has ended, in any way.
 #
 # It is read and written past the page cache, so that memory stays what it is, and mapped for whoever looks at it
 # between steps. Reads and writes that fail are told with the folder and what was to be done.
@@ -43,7 +43,10 @@ class ScratchFile:
             folder.mkdir(parents=True, exist_ok=True)
             self._cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
-            raise OffloadError(f"offload.path: no file can be made in {folder} ({_why(error)})") from error
+            # Making a folder fails as if it were there already where something else is.
+            is_other = isinstance(error, FileExistsError | NotADirectoryError)
+            reason = "it is no folder" if is_other else error.strerror
+            raise OffloadError(f"offload.path: no file can be made in {folder} ({reason})") from error
         weakref.finalize(self, os.close, self._cached)
         self._direct = self._cached
         try:
@@ -104,20 +107,20 @@ class ScratchFile:
     def _all(
         self, done_to: str, call: Callable[[int, list[memoryview], int], int], start: int, part: memoryview
     ) -> None:
-        done = 0
-        while done < len(part):
+        position = 0
+        while position < len(part):
             # A signal or a failing disk may end a call early, at no page's border: a direct one cannot go on there.
-            descriptor = self._direct if done % PAGE_NBYTES == 0 else self._cached
+            descriptor = self._direct if position % PAGE_NBYTES == 0 else self._cached
             try:
-                count = call(descriptor, [part[done:]], start + done)
+                count = call(descriptor, [part[position:]], start + position)
             except OSError as error:
                 if error.errno == errno.EINVAL and descriptor != self._cached:  # opened so, and refused all the same
                     self._go_through_cache(error)
                     continue
-                raise self._failed(f"cannot be {done_to}", start + done, len(part) - done, error) from error
+                raise self._failed(f"cannot be {done_to}", start + position, len(part) - position, error) from error
             if count == 0:
-                raise self._failed(f"cannot be {done_to}", start + done, len(part) - done, None)
-            done += count
+                raise self._failed(f"cannot be {done_to}", start + position, len(part) - position, None)
+            position += count
 
     def _failed(self, what: str, start: int, nbytes: int, error: OSError | None) -> OffloadError:
         why = "the file ends there" if error is None else error.strerror
@@ -128,19 +131,14 @@ class ScratchFile:
         )
 
 
-def _why(error: OSError) -> str:
-    """Making a folder fails as if it were there already where something else is."""
-    return "it is no folder" if isinstance(error, FileExistsError | NotADirectoryError) else str(error.strerror)
-
-
 def lies_in_memory(folder: Path) -> bool:
     """Whether a folder lies in memory, as /dev/shm does and often /tmp."""
     return file_system_of(folder) in ("tmpfs", "ramfs")
 
 
 def file_system_of(folder: Path) -> str:
-    """The kind of file system that a folder lies on, such as ext4; empty where the system does not tell."""
-    found, longest = "", -1
+    """The kind of a folder's file system, such as ext4; empty if the system does not tell."""
+    kind, longest = "", -1
     try:
         lines = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
@@ -149,8 +147,8 @@ def file_system_of(folder: Path) -> str:
     for fields in (line.split() for line in lines):
         point = Path(fields[1].replace("\\040", " "))
         if resolved.is_relative_to(point) and len(point.parts) >= longest:
-            found, longest = fields[2], len(point.parts)
-    return found
+            kind, longest = fields[2], len(point.parts)
+    return kind
 
 
 PIECE_NBYTES = 4 * 2**20
@@ -160,7 +158,7 @@ NUM_THREADS = 4
 
 
 class Gaps:
-    """Ranges of a file that are not used, none next to another."""
+    """Unused ranges of a file, none next to another."""
 
     def __init__(self) -> None:
         self._nbytes: dict[int, int] = {}
@@ -168,13 +166,13 @@ class Gaps:
 
     def add(self, start: int, nbytes: int) -> None:
         """A range is not used any more."""
-        before = next((each for each, size in self._nbytes.items() if each + size == start), start)
-        if before != start:
-            nbytes += self._nbytes.pop(before)
-        self._nbytes[before] = nbytes + self._nbytes.pop(before + nbytes, 0)
+        begin = next((gap for gap, size in self._nbytes.items() if gap + size == start), start)
+        if begin != start:
+            nbytes += self._nbytes.pop(begin)
+        self._nbytes[begin] = nbytes + self._nbytes.pop(begin + nbytes, 0)
 
     def take(self, nbytes: int) -> int | None:
-        """Reserve bytes in the smallest gap that has room; returns their offset. None: no gap has."""
+        """Reserve bytes in the smallest gap with room; returns their offset. None: no gap has."""
         fitting = [start for start, size in self._nbytes.items() if size >= nbytes]
         if not fitting:
             return None
@@ -185,7 +183,7 @@ class Gaps:
 
 
 class DiskTier(Tier):
-    """The disk that a folder lies on.
+    """The disk of a folder.
 
     Args:
         whose: for errors, such as "rank 0".
@@ -231,12 +229,12 @@ class DiskTier(Tier):
         self._free.add(place.offset, place.nbytes)
 
     def look(self, place: Place, start: int, nbytes: int) -> torch.Tensor:
-        first = start // PAGE_NBYTES * PAGE_NBYTES
-        memory = mapped_bytes(whole_pages(start + nbytes - first))
+        page_start = start // PAGE_NBYTES * PAGE_NBYTES
+        memory = mapped_bytes(whole_pages(start + nbytes - page_start))
         bytes_there = memory.numpy().data
         for at in range(0, memory.nbytes, PIECE_NBYTES):
-            self.file.read(place.offset + first + at, bytes_there[at : at + PIECE_NBYTES])
-        return memory[start - first : start - first + nbytes]
+            self.file.read(place.offset + page_start + at, bytes_there[at : at + PIECE_NBYTES])
+        return memory[start - page_start : start - page_start + nbytes]
 
     def forget(self, place: Place) -> None:
         self._maps[place].madvise(mmap.MADV_DONTNEED)
@@ -258,16 +256,29 @@ class DiskTier(Tier):
 
     def _fetch(self, place: Place, window: Window, stored: Event, unused: Event) -> Event:
         stored.settle()
-        on_host = window.memory if window.staging is None else window.staging
-        parts = self._pieces(self.file.read, place, on_host)
-        if window.staging is None:
-            return OnThreads(parts)
-        return OnThreadAndStream(self._conductor.submit(self._up, OnThreads(parts), window, place.nbytes, unused))
+        memory, staging = window.memory[: place.nbytes], window.staging
+        if staging is None:
+            return OnThreads(self._pieces(self.file.read, place, window.memory))
+        read = OnThreads(self._pieces(self.file.read, place, staging))
+
+        def copy_to_device() -> Event:
+            read.wait()
+            return self._copying.copy(memory, staging[: place.nbytes], events=[unused])
+
+        return OnThreadAndStream(self._conductor.submit(copy_to_device))
 
     def _store(self, window: Window, place: Place) -> Event:
-        if window.staging is None:
+        memory, staging = window.memory[: place.nbytes], window.staging
+        if staging is None:
             return OnThreads(self._pieces(self.file.write, place, window.memory))
-        return OnThreads([self._conductor.submit(self._down, self.read(), window, place)])
+        computed = self.read()
+
+        def copy_to_disk() -> None:
+            computed.settle()
+            self._copying.copy(staging[: place.nbytes], memory).settle()
+            OnThreads(self._pieces(self.file.write, place, staging)).wait()
+
+        return OnThreads([self._conductor.submit(copy_to_disk)])
 
     def _pieces(
         self, call: Callable[[int, memoryview], None], place: Place, on_host: torch.Tensor
@@ -279,14 +290,3 @@ class DiskTier(Tier):
             )
             for start in range(0, place.nbytes, PIECE_NBYTES)
         ]
-
-    def _up(self, on_host: Event, window: Window, nbytes: int, unused: Event) -> Event:
-        assert window.staging is not None
-        on_host.wait()
-        return self._copying.copy(window.memory[:nbytes], window.staging[:nbytes], after=[unused])
-
-    def _down(self, computed: Event, window: Window, place: Place) -> None:
-        assert window.staging is not None
-        computed.settle()
-        self._copying.copy(window.staging[: place.nbytes], window.memory[: place.nbytes]).settle()
-        OnThreads(self._pieces(self.file.write, place, window.staging)).wait()

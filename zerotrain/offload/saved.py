@@ -1,4 +1,4 @@
-"""Offloads the tensors that forwards save for their backwards.
+"""Offloads the tensors saved by forwards for their backwards.
 
 Each unit's forward runs under hooks on what autograd saves. Large tensors go to a place of a tier, once for each
 memory, and are fetched again one unit ahead of the backward: when it reaches a unit, the fetch for the unit before
@@ -21,7 +21,7 @@ from zerotrain.errors import OffloadError
 from zerotrain.offload.tier import Place, Windows
 
 MIN_NBYTES = 64 * 2**10
-"""Smallest memory that is offloaded: it takes whole pages and two transfers."""
+"""Smallest memory to offload: it takes whole pages and two transfers."""
 
 
 @dataclass(eq=False)
@@ -67,24 +67,24 @@ class _Stored:
 class SavingCall:
     """One forward of a unit: what autograd saved in it."""
 
-    def __init__(self, owner: "SavedTensors", before: "SavingCall | None") -> None:
+    def __init__(self, owner: "SavedTensors", previous_call: "SavingCall | None") -> None:
         self._owner = owner
-        self._before = _weak(before)
+        self._previous_call = _weak(previous_call)
         self._stored: list[weakref.ref[_Stored]] = []
 
     def stored(self) -> list[_Stored]:
         """Those that a graph still needs, in the order in which a backward does."""
-        alive = [stored for each in reversed(self._stored) if (stored := each()) is not None]
+        alive = [stored for reference in reversed(self._stored) if (stored := reference()) is not None]
         return list(dict.fromkeys(alive))
 
     def drop(self, but: Collection[_Stored] = ()) -> None:
         """Leave what was saved in its places alone, but for those."""
-        for each in self.stored():
-            if each not in but:
-                each.drop()
+        for stored in self.stored():
+            if stored not in but:
+                stored.drop()
 
     def pack(self, tensor: torch.Tensor) -> "_Saved | _SavedHere":
-        """The object that autograd holds in place of a tensor that it saves."""
+        """The object for autograd to hold in place of a saved tensor."""
         with torch._C.DisableTorchFunctionSubclass():  # a class of tensors might take this for a use of its own
             if not self._owner.takes(tensor):
                 return _SavedHere(tensor)
@@ -93,20 +93,20 @@ class SavingCall:
             return _Saved(self, stored, tensor)
 
     def reached(self) -> None:
-        """A backward needs what was saved here: fetch all of it, and what the forward before this one has saved."""
-        last, self._owner.reached = self._owner.reached(), weakref.ref(self)
-        if last is self:
+        """Fetch all that was saved here, since a backward needs it now, and all of the forward before."""
+        last_call, self._owner.reached = self._owner.reached(), weakref.ref(self)
+        if last_call is self:
             return
-        before = self._before()
-        near = [*self.stored(), *(before.stored() if before is not None else ())]
-        if last is not None:
-            last.drop(but=set(near))  # of a graph that is retained; otherwise autograd has let go of them
-        for each in near:
-            each.fetch()
+        previous_call = self._previous_call()
+        near = [*self.stored(), *(previous_call.stored() if previous_call is not None else ())]
+        if last_call is not None:
+            last_call.drop(but=set(near))  # of a graph that is retained; otherwise autograd has let go of them
+        for stored in near:
+            stored.fetch()
 
 
 class _SavedHere:
-    """A saved tensor that stays where it is."""
+    """A saved tensor, left in its place."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # An output that is held as such holds its graph, and the graph would hold it.
@@ -119,7 +119,7 @@ class _SavedHere:
 
 
 class _Saved:
-    """A saved tensor that is a view of stored bytes."""
+    """A saved tensor, as a view of stored bytes."""
 
     def __init__(self, call: SavingCall, stored: _Stored, tensor: torch.Tensor) -> None:
         self._call, self._stored = call, stored
@@ -156,7 +156,7 @@ class SavedTensors:
 
     def __init__(self, windows: Windows) -> None:
         self.windows = windows
-        self._device = torch.empty(0, device=windows.device).device  # cuda:0, where cuda was given
+        self._device = torch.empty(0, device=windows.tier.device).device  # cuda:0, where cuda was given
         self.reached: Callable[[], SavingCall | None] = _weak(None)
         """The call that a backward has come to last, if its graph is there."""
         self.ended: deque[tuple[Place, Event, Event, torch.Tensor | None]] = deque()
@@ -171,9 +171,10 @@ class SavedTensors:
         """Bytes of places that are not given back yet, now and when they were most."""
 
     def leave_alone(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Nothing that lies in the memory of these is kept elsewhere."""
+        """Never offload the memory of these."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._staying = frozenset(each.untyped_storage()._cdata for each in tensors if each.layout == torch.strided)
+            strided = [tensor for tensor in tensors if tensor.layout == torch.strided]
+            self._staying = frozenset(tensor.untyped_storage()._cdata for tensor in strided)
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -188,7 +189,7 @@ class SavedTensors:
             newest.drop()
         call = SavingCall(self, newest)
         self._newest = weakref.ref(call)
-        with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(call.pack, lambda saved: saved.unpack()):
             yield
 
     def takes(self, tensor: torch.Tensor) -> bool:
@@ -207,9 +208,9 @@ class SavedTensors:
             OffloadError: the tier has no room, or does not take it.
         """
         storage = tensor.untyped_storage()
-        known = self._stored.get(storage._cdata)
-        if known is not None and known.version == tensor._version:
-            return known
+        stored = self._stored.get(storage._cdata)
+        if stored is not None and stored.version == tensor._version:
+            return stored
         self.free_ended()
         tier = self.windows.tier
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
@@ -244,11 +245,6 @@ class SavedTensors:
         for _, _, arriving, _ in self.ended:
             with suppress(OffloadError):  # of what nobody needs any more
                 arriving.wait()
-
-
-def _unpack(saved: Any) -> torch.Tensor:
-    tensor: torch.Tensor = saved.unpack()
-    return tensor
 
 
 def _may_hook() -> bool:

@@ -26,7 +26,7 @@ PAGE_NBYTES = 4096
 
 
 def whole_pages(nbytes: int) -> int:
-    """The bytes of the pages that hold so many."""
+    """The bytes of enough whole pages for so many."""
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
@@ -43,11 +43,11 @@ def available_nbytes(root: Path = Path("/")) -> float:
     Args:
         root: of the file system that the kernel describes itself in.
     """
-    known = list(_left_to_groups(root))
+    sizes = list(_left_to_groups(root))
     with suppress(OSError, ValueError, KeyError):
-        told = _numbers(root / "proc/meminfo")
-        known.append(1024 * (told["MemAvailable"] + told.get("SwapFree", 0)))
-    return min(known, default=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        meminfo = _numbers(root / "proc/meminfo")
+        sizes.append(1024 * (meminfo["MemAvailable"] + meminfo.get("SwapFree", 0)))
+    return min(sizes, default=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 _OF_GROUPS = {
@@ -64,7 +64,7 @@ kernel gives back when it is needed."""
 
 
 def _left_to_groups(root: Path) -> Iterator[int]:
-    """Bytes left to each control group with a limit that this process is in."""
+    """Bytes left to each control group of this process, if it has a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # not Linux
@@ -75,10 +75,10 @@ def _left_to_groups(root: Path) -> Iterator[int]:
             top = root / "sys/fs/cgroup" / folder
             group = top / inside.strip("/")
             # In a container the name may be that outside it, and the folder that of the container.
-            for each in (group, *group.parents)[: len(group.relative_to(top).parts) + 1]:
+            for ancestor in (group, *group.parents)[: len(group.relative_to(top).parts) + 1]:
                 with suppress(OSError, ValueError, KeyError):
-                    freed = sum(_numbers(each / "memory.stat")[name] for name in given_back)
-                    yield int((each / limit).read_text()) - int((each / used).read_text()) + freed
+                    freed = sum(_numbers(ancestor / "memory.stat")[name] for name in given_back)
+                    yield int((ancestor / limit).read_text()) - int((ancestor / used).read_text()) + freed
 
 
 def _numbers(path: Path) -> dict[str, int]:
@@ -109,7 +109,7 @@ class Window:
     memory: torch.Tensor
     """(nbytes,) uint8, on the device."""
     staging: torch.Tensor | None = None
-    """On the host, for a disk and a GPU, which do not reach each other."""
+    """On the host, for a disk and a GPU: they do not reach each other."""
     unused: Event = DONE
     """Done when its last use is over. A fetch waits for it; whoever writes to the memory otherwise waits first."""
 
@@ -135,7 +135,7 @@ class Tier(ABC):
     @property
     @abstractmethod
     def where(self) -> str:
-        """In words, for who starts a run."""
+        """In words, for the user."""
 
     @abstractmethod
     def place(self, nbytes: int) -> Place:
@@ -236,10 +236,10 @@ class HostTier(Tier):
         return event
 
     def _fetch(self, place: Place, window: Window, stored: Event, unused: Event) -> Event:
-        return self._reading.copy(window.memory[: place.nbytes], place.memory, after=(stored, unused))
+        return self._reading.copy(window.memory[: place.nbytes], place.memory, events=(stored, unused))
 
     def _store(self, window: Window, place: Place) -> Event:
-        return self._writing.copy(place.memory, window.memory[: place.nbytes], after=(self.read(),))
+        return self._writing.copy(place.memory, window.memory[: place.nbytes], events=(self.read(),))
 
 
 # The way of gradients from a GPU to an optimizer on the host, and of weights back, through pinned memory.
@@ -251,7 +251,7 @@ NUM_BUFFERS = 2
 
 
 class Crossing:
-    """One engine's way, which all its buckets share.
+    """One engine's way, for all its buckets.
 
     Args:
         device: of gradients and weights.
@@ -279,10 +279,10 @@ class Crossing:
         """
         buffer = next(self._gradients)
         copy = buffer.like(gradient)
-        buffer.last = self._stream.copy(copy, gradient, after=(self._device.event(),))
+        buffer.last_use = self._stream.copy(copy, gradient, events=(self._device.event(),))
 
         def on_host() -> torch.Tensor:
-            buffer.last.settle()
+            buffer.last_use.settle()
             return copy
 
         return on_host
@@ -293,7 +293,7 @@ class Crossing:
         buffer = next(self._weights)
         rounded = buffer.like(weight).copy_(master)
         weight.copy_(rounded, non_blocking=True)
-        buffer.last = self._device.event()
+        buffer.last_use = self._device.event()
 
 
 class _Pinned:
@@ -301,12 +301,12 @@ class _Pinned:
 
     def __init__(self, device: Device) -> None:
         self._device, self.memory = device, device.host_bytes(1)
-        self.last: Event = DONE
+        self.last_use: Event = DONE
         """Done when its last use is over."""
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """(numel,) of the tensor's dtype, of any values, once the last use is over."""
-        self.last.settle()
+        self.last_use.settle()
         if self.memory.nbytes < tensor.nbytes:
             self.memory = self._device.host_bytes(tensor.nbytes)
         return self.memory[: tensor.nbytes].view(tensor.dtype)
@@ -346,11 +346,11 @@ def measured(tier: Tier) -> Rates:
     return Rates(nbytes / (fetched_s - stored_s), nbytes / (stored_s - started_s))
 
 
-# Bytes on their way between a disk and a window, as an event that is waited for.
+# Bytes on their way between a disk and a window, as an event.
 
 
 class OnThreads(Event):
-    """Pieces that threads read or write. To wait for them raises OffloadError, where one cannot be."""
+    """Pieces read or written by threads. To wait for them raises OffloadError, where one cannot be."""
 
     def __init__(self, parts: Sequence["Future[None]"]) -> None:
         self._parts = parts
@@ -394,7 +394,7 @@ class Windows:
 
     @property
     def memories(self) -> list[torch.Tensor]:
-        """The memory of the windows that are not lent."""
+        """The memory of the windows at rest."""
         return [window.memory for window, _ in self._resting]
 
     def take(self, nbytes: int) -> Window:
@@ -406,25 +406,20 @@ class Windows:
         """
         self._num_lent += 1
         if self._num_lent + len(self._resting) > self._num_windows and self._resting:
-            window, last = self._resting.pop(0)
+            window, transfer = self._resting.pop(0)
             if window.memory.nbytes >= nbytes:
-                window.unused = self.tier.settled(last)
+                window.unused = self.tier.settled(transfer)
                 return window
-            last.settle()
+            transfer.settle()
             del window  # its memory may serve the larger one
         return self.tier.window(nbytes)
 
-    def give_back(self, window: Window, last: Event) -> None:
-        """End a loan; `last` was begun with the window."""
+    def give_back(self, window: Window, transfer: Event) -> None:
+        """End a loan; `transfer` was the last to be begun with the window."""
         self._num_lent -= 1
-        self._resting.append((window, last))
+        self._resting.append((window, transfer))
 
     def settle(self) -> None:
-        """Wait for all that is under way with windows that are not lent."""
-        for _, last in self._resting:
-            last.settle()
-
-    @property
-    def device(self) -> torch.device:
-        """The device whose memory windows are."""
-        return self.tier.device
+        """Wait for the transfers of the windows at rest."""
+        for _, transfer in self._resting:
+            transfer.settle()

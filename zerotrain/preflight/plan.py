@@ -17,7 +17,7 @@ from zerotrain.config.schema import Config
 from zerotrain.data.items import first_batches
 from zerotrain.device.kinds import device_of
 from zerotrain.device.memory import KEPT_NBYTES, own_nbytes
-from zerotrain.device.processes import beside, num_cores, one_thread
+from zerotrain.device.processes import compute_in_child, num_cores, one_thread
 from zerotrain.files.lock import whole
 from zerotrain.preflight.rehearsal import Links, Rehearsals, StagePlan, look_at
 from zerotrain.preflight.room import Ranks, Room
@@ -140,7 +140,9 @@ class Planner:
         num, rehearsals = max(1, min(num_cores(), len(stages))), self._rehearsals(config)
         some = partial(_planned, rehearsals)
         with ExitStack() as children:
-            others = [children.enter_context(beside(partial(some, stages[first::num]))) for first in range(1, num)]
+            others = [
+                children.enter_context(compute_in_child(partial(some, stages[first::num]))) for first in range(1, num)
+            ]
             plans = some(stages[::num]) + [plan for told in others for plan in told()]
         by_stage = {stage: StagePlan(**plan) for stage, plan in plans}
         return {stage: by_stage[stage] for stage in stages}

@@ -199,7 +199,7 @@ class _Gather(Gather):
     def _wait(self) -> None:
         pass
 
-    def _done(self) -> bool:
+    def _is_done(self) -> bool:
         return True
 
 
@@ -227,7 +227,7 @@ class _Reduction(Reduction):
     def _wait(self) -> None:
         pass
 
-    def _done(self) -> bool:
+    def _is_done(self) -> bool:
         return self._links.num_ranks == 1
 
     def _complete(self) -> None:
@@ -252,7 +252,7 @@ class _Exchange(Exchange):
     def _wait(self) -> None:
         pass
 
-    def _done(self) -> bool:
+    def _is_done(self) -> bool:
         return True
 
 

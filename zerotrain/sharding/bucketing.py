@@ -1,4 +1,4 @@
-"""Cut units into buckets: the parameters that travel together, in the order the forward uses them."""
+"""Cut units into buckets: groups of parameters on one journey, in the order of the forward."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class BucketSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which its parameters are held."""
+        """The dtype of its parameters."""
         return self.parameters[0].dtype
 
     @property
@@ -55,7 +55,7 @@ class BucketSpec:
         return BucketLayout.pack(shapes, num_shards, [managed.stride for managed in self.parameters])
 
     def described(self) -> list[str]:
-        """Texts that differ where anything about the bucket does, one for each parameter."""
+        """Texts, one for each parameter. They differ if anything about the bucket does."""
         return [
             f"{' = '.join(managed.names)} {tuple(managed.parameter.shape)}, stride {managed.stride}, "
             f"updated {'whole' if managed.is_updated_whole else f'by {managed.span}'}"
@@ -77,14 +77,16 @@ def cut_buckets(units: Sequence[Unit[ManagedParameter]], max_numel: int) -> list
     kinds: dict[tuple[bool, torch.dtype], Members] = {}
     dtypes: dict[Unit[ManagedParameter], set[torch.dtype]] = {unit: set() for unit in units}
     for unit in units:
-        for each in unit.parameters:
-            members = kinds.setdefault((each.parameter.requires_grad, each.dtype), {})
-            members.setdefault(unit, []).append(each)
-            dtypes[unit].add(each.dtype)
+        for managed in unit.parameters:
+            members = kinds.setdefault((managed.parameter.requires_grad, managed.dtype), {})
+            members.setdefault(unit, []).append(managed)
+            dtypes[unit].add(managed.dtype)
     specs = []
     for (trainable, dtype), members in kinds.items():
         for run, part in _parts(members, max_numel):
-            name = _name(run, part, members)
+            is_split = len(part) < sum(len(members[unit]) for unit in run)
+            names = [managed.names[0] for managed in part] if is_split else [unit.name for unit in run]
+            name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
             if len(set().union(*(dtypes[unit] for unit in run))) > 1:
                 name += f" ({str(dtype).removeprefix('torch.')})"
             specs.append(BucketSpec(name if trainable else f"{name} (frozen)", run, part, trainable))
@@ -97,13 +99,13 @@ def cut_buckets(units: Sequence[Unit[ManagedParameter]], max_numel: int) -> list
 def _parts(members: Members, max_numel: int) -> Iterator[tuple[list[Unit[ManagedParameter]], list[ManagedParameter]]]:
     """The parameters of each bucket, and the units they belong to."""
     numels = {unit: sum(managed.parameter.numel() for managed in held) for unit, held in members.items()}
-    total, last = sum(numels.values()), next(reversed(members))
+    total, last_unit = sum(numels.values()), next(reversed(members))
     shared_numel = min(max_numel, max(2 * WORTHWHILE_NUMEL, total // MIN_BUCKETS))
     last_numel = min(max_numel, max(WORTHWHILE_NUMEL, total // (2 * MIN_BUCKETS)))
     runs: list[list[Unit[ManagedParameter]]] = []
     run_numel = 0
     for unit, numel in numels.items():
-        limit = last_numel if unit is last else shared_numel
+        limit = last_numel if unit is last_unit else shared_numel
         if runs and runs[-1][0].modules and run_numel + numel <= limit:
             runs[-1].append(unit)
             run_numel += numel
@@ -111,16 +113,10 @@ def _parts(members: Members, max_numel: int) -> Iterator[tuple[list[Unit[Managed
             runs.append([unit])
             run_numel = numel
     for run in runs:
-        part_numel = last_numel if last in run and last.modules else max_numel
+        part_numel = last_numel if last_unit in run and last_unit.modules else max_numel
         for part in _split([managed for unit in run for managed in members[unit]], part_numel):
             part.sort(key=lambda managed: (not managed.is_updated_whole, managed.span))
             yield run, part
-
-
-def _name(run: Sequence[Unit[ManagedParameter]], part: Sequence[ManagedParameter], members: Members) -> str:
-    is_split = len(part) < sum(len(members[unit]) for unit in run)
-    names = [managed.names[0] for managed in part] if is_split else [unit.name for unit in run]
-    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
 
 
 def _split(members: Sequence[ManagedParameter], max_numel: int) -> list[list[ManagedParameter]]:

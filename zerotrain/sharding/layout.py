@@ -1,4 +1,4 @@
-"""The place of each parameter in its bucket, and the range of the bucket that each rank owns. Integers only.
+"""The place of each parameter in its bucket, and each rank's range of the bucket. Integers only.
 
     offset   0                    128       192                    320        384
              |  wte.weight (100)  | pad 28  |  ln.weight (64)  ... | padding  |
@@ -14,6 +14,7 @@ with it), and makes every block of 64 elements of a parameter lie within one sha
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -23,7 +24,7 @@ ALIGN_NUMEL = 64
 
 
 def round_up(numel: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `numel`."""
+    """The smallest multiple of `multiple`, at least `numel`."""
     return -(-numel // multiple) * multiple
 
 
@@ -85,7 +86,7 @@ class BucketLayout:
     @cached_property
     def is_dense(self) -> bool:
         """Whether slots follow each other without gaps (padding behind the last aside)."""
-        return all(left.end == right.offset for left, right in zip(self.slots, self.slots[1:], strict=False))
+        return all(slot.end == next_slot.offset for slot, next_slot in pairwise(self.slots))
 
     @property
     def shard_numel(self) -> int:
@@ -110,11 +111,11 @@ class BucketLayout:
         return [slice(start - within.start, max(start, end) - within.start) for start, end in clipped]
 
 
-# One flat tensor that holds the parameters of a bucket end to end, and whose memory can be given back.
+# One flat tensor holds the parameters of a bucket end to end. Its memory can be given back.
 
 
 def slot_view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """The part of a bucket's flat tensor that belongs to `slot`, with its parameter's shape and strides."""
+    """The part of a bucket's flat tensor in `slot`, with its parameter's shape and strides."""
     return flat[slot.offset : slot.end].as_strided(slot.shape, slot.stride)
 
 
@@ -159,7 +160,7 @@ class FlatBuffer:
         self.tensor.untyped_storage().resize_(0)
 
 
-# Which rank owns each tensor that is updated whole, and which rank's shard holds which part of it. Integers only.
+# The owner of each tensor that is updated whole, and the shards that hold its parts. Integers only.
 #
 #     bucket   |  qkv.weight                     |  proj.weight         |
 #     rank 0   [ ............................ )                              owns qkv.weight
@@ -171,14 +172,14 @@ class FlatBuffer:
 
 @dataclass(frozen=True)
 class Fragment:
-    """The part of one whole tensor that lies in one rank's shard."""
+    """The part of one whole tensor in one rank's shard."""
 
     slot: int
     """The tensor's index in its bucket."""
     rank: int
     """Owner of the shard."""
     owner: int
-    """Which rank updates the tensor."""
+    """The rank that updates the tensor."""
     in_shard: slice
     """Elements from the start of the shard."""
     in_tensor: slice

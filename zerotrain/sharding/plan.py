@@ -94,7 +94,7 @@ class Volume:
         return round(share * (reduced * num_reductions + self.trainable_nbytes * gathers + frozen))
 
 
-# The memory of a model of which nothing but its size is known: figure 1 of ZeRO (arXiv 1910.02054).
+# The memory of a model by its size alone: figure 1 of ZeRO (arXiv 1910.02054).
 
 
 STATE_PER_PARAMETER: Mapping[str, int] = {
@@ -106,8 +106,8 @@ STATE_PER_PARAMETER: Mapping[str, int] = {
     "adafactor": 0,
     "muon": 1,
 }
-"""fp32 numbers that an optimizer keeps of a parameter. Adafactor keeps a row and a column of a matrix, which is next to
-nothing; Muon's embeddings and vectors are AdamW's, which keep two."""
+"""fp32 numbers in an optimizer's state for each parameter. Adafactor keeps a row and a column of a matrix, next to
+nothing; Muon's embeddings and vectors are AdamW's, and have two."""
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_ITEMSIZE = 4
 

@@ -57,18 +57,18 @@ class WalkedModel:
     @cached_property
     def inside(self) -> Mapping[str, Sequence[tuple[str, ModelParameter]]]:
         """The parameters in each module that has any, itself and all below it, by its name: (name, parameter)."""
-        found: dict[str, list[tuple[str, ModelParameter]]] = {}
-        for each in self.parameters:
-            for name in each.names:
-                found.setdefault("", []).append((name, each))
+        inside: dict[str, list[tuple[str, ModelParameter]]] = {}
+        for parameter in self.parameters:
+            for name in parameter.names:
+                inside.setdefault("", []).append((name, parameter))
                 parts = name.split(".")[:-1]
                 for length in range(1, len(parts) + 1):
-                    found.setdefault(".".join(parts[:length]), []).append((name, each))
-        return found
+                    inside.setdefault(".".join(parts[:length]), []).append((name, parameter))
+        return inside
 
 
 def walk(model: nn.Module) -> WalkedModel:
-    """Find all modules, parameters and buffers of a model, with every name that they have."""
+    """Find all modules, parameters and buffers of a model, with all their names."""
     places = list(model.named_modules(remove_duplicate=False))
     modules: dict[nn.Module, str] = {}
     parameters: dict[torch.Tensor, ModelParameter] = {}
@@ -84,12 +84,12 @@ def walk(model: nn.Module) -> WalkedModel:
         for attribute, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.setdefault(buffer, begin + attribute)
-    found = list(parameters.values())
-    managed = [each for each in found if each.parameter.is_floating_point()]
+    entries = list(parameters.values())
+    managed = [entry for entry in entries if entry.parameter.is_floating_point()]
     named_buffers = {name: buffer for buffer, name in buffers.items()}
-    others = {each.names[0]: each.parameter for each in found if not each.parameter.is_floating_point()}
+    other_tensors = {entry.names[0]: entry.parameter for entry in entries if not entry.parameter.is_floating_point()}
     by_name = {name: module for module, name in modules.items()}
-    return WalkedModel(model, places, by_name, found, managed, {**named_buffers, **others}, named_buffers)
+    return WalkedModel(model, places, by_name, entries, managed, {**named_buffers, **other_tensors}, named_buffers)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -119,8 +119,8 @@ class ManagedParameter(ModelParameter):
         # If it is: on the meta device `empty_like` imports torch's symbolic shapes, 0.4 s of CPU and 40 MB of a rank.
         if self.is_updated_whole or self.parameter.stride() == contiguous:
             return contiguous
-        # Of the shape and strides alone: a parameter that is not gathered refuses to be read, which `empty_like` does
-        # (seen: stage 3, whoever asked between two steps where the elements of a `Piece` lie).
+        # From the shape and strides alone: `empty_like` reads its argument, and a parameter refuses that while it is
+        # not gathered (seen at stage 3, between two steps, when somebody asked where the elements of a `Piece` lie).
         shape, stride = self.parameter.shape, self.parameter.stride()
         return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
 
@@ -149,22 +149,22 @@ def find_units(walked: WalkedModel, patterns: Sequence[str] | None) -> dict[str,
     Raises:
         ConfigError: a pattern that matches no module with parameters.
     """
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name, module in walked.modules.items():
-        if any(f"{name}.".startswith(f"{outer}.") for outer in found):
+        if any(f"{name}.".startswith(f"{outer}.") for outer in blocks):
             continue
         if patterns is None:
-            found.update(_like_children(name, module, walked))
+            blocks.update(_like_children(name, module, walked))
         elif name and any(fnmatchcase(name, pattern) for pattern in patterns) and name in walked.inside:
-            found[name] = module
+            blocks[name] = module
     holding = [name for name in walked.modules if name and name in walked.inside]
     for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in holding):
-            known = ", ".join(name for name, _ in walked.model.named_children())
+            children = ", ".join(name for name, _ in walked.model.named_children())
             raise ConfigError(
-                f"zero.units: no module with parameters matches {pattern!r}; the model's children are: {known}"
+                f"zero.units: no module with parameters matches {pattern!r}; the model's children are: {children}"
             )
-    return found
+    return blocks
 
 
 def _like_children(name: str, module: nn.Module, walked: WalkedModel) -> dict[str, nn.Module]:
@@ -172,29 +172,29 @@ def _like_children(name: str, module: nn.Module, walked: WalkedModel) -> dict[st
         return {}
     if name.rpartition(".")[2] in CHOSEN_CHILDREN:
         return {}
-    named = {f"{name}.{key}" if name else key: child for key, child in module.named_children()}
-    children = {child_name: child for child_name, child in named.items() if child_name in walked.inside}
+    children = {f"{name}.{key}" if name else key: child for key, child in module.named_children()}
+    children = {child_name: child for child_name, child in children.items() if child_name in walked.inside}
     if len(children) < 2 or len({type(child) for child in children.values()}) > 1:
         return {}
     return children
 
 
 def matching(parameters: Sequence[ModelParameter], pattern: str) -> list[ModelParameter]:
-    """The parameters of which any name matches a pattern such as "*.bias"."""
-    return [each for each in parameters if any(fnmatchcase(name, pattern) for name in each.names)]
+    """The parameters with a name that matches a pattern such as "*.bias"."""
+    return [parameter for parameter in parameters if any(fnmatchcase(name, pattern) for name in parameter.names)]
 
 
 def no_match(parameters: Sequence[ModelParameter], pattern: str) -> str:
     """The sentence on a pattern that matches no parameter: with one that does and is near, or with some names."""
-    names = [name for each in parameters for name in each.names]
+    names = [name for parameter in parameters for name in parameter.names]
     parts = {part for name in names for part in name.split(".")}
 
     def nearest(part: str) -> str:
         return next(iter(difflib.get_close_matches(part, parts, n=1)), part)
 
     mended = ".".join(part if part in parts or set(part) & set("*?[") else nearest(part) for part in pattern.split("."))
-    others = (mended, f"*.{pattern}", pattern.removeprefix("*."))  # a model may lie in another, or no more in it
-    near = next((each for each in others if matching(parameters, each)), None)
+    guesses = (mended, f"*.{pattern}", pattern.removeprefix("*."))  # a model may lie in another, or no more in it
+    near = next((guess for guess in guesses if matching(parameters, guess)), None)
     some = f"it has {', '.join(names[:3])}, ..."
     return f"{pattern!r} is no floating-point parameter of the model; {f'did you mean {near}?' if near else some}"
 
@@ -219,19 +219,19 @@ def cut_units(walked: WalkedModel, patterns: Sequence[str] | None, max_numel: in
     root_numel = 0
     last_block = next(reversed(blocks), None)
     behind_blocks = _names_behind(walked, last_block) if last_block is not None else frozenset()
-    for each in walked.managed:
-        homes = {home.get(id(module)) for module, _ in each.owners}
+    for parameter in walked.managed:
+        homes = {home.get(id(module)) for module, _ in parameter.owners}
         only_home = homes.pop() if len(homes) == 1 else None
         if only_home is not None:
-            units[only_home].parameters.append(each)
+            units[only_home].parameters.append(parameter)
             continue
-        root_numel += each.parameter.numel()
-        (late if behind_blocks.issuperset(each.names) else resident).parameters.append(each)
+        root_numel += parameter.parameter.numel()
+        (late if behind_blocks.issuperset(parameter.names) else resident).parameters.append(parameter)
     if root_numel <= max_numel:
         resident.parameters += late.parameters
         late.parameters = []
-    for each in late.parameters:
-        late.modules += [module for module, _ in each.owners if module not in late.modules]
+    for parameter in late.parameters:
+        late.modules += [module for module, _ in parameter.owners if module not in late.modules]
     return [unit for unit in (resident, *units.values(), late) if unit.parameters or unit is resident]
 
 
@@ -239,11 +239,11 @@ def _block_of(name: str, blocks: Mapping[str, nn.Module]) -> str | None:
     """The block that a module of this name is, or lies in."""
     parts = name.split(".")
     candidates = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    return next((each for each in candidates if each in blocks), None)
+    return next((candidate for candidate in candidates if candidate in blocks), None)
 
 
 def _names_behind(walked: WalkedModel, block: str) -> frozenset[str]:
-    """Names of the parameters that modules registered after `block`, and not around it, own."""
+    """Names of the parameters of modules registered after `block`, and not around it."""
     modules = list(walked.modules.items())
     inside = max(index for index, (name, _) in enumerate(modules) if f"{name}.".startswith(f"{block}."))
     return frozenset(

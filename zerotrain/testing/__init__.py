@@ -1,4 +1,4 @@
-"""Run a function on N real processes that form a process group, as tests of sharded code need it."""
+"""Run a function on N real processes with a process group, as tests of sharded code need it."""
 
 from zerotrain.testing.ranks import RankError, run_ranks
 

@@ -1,4 +1,4 @@
-"""N ranks as threads of one process, and a wire between them that is as nasty as a real one may be.
+"""N ranks as threads of one process, and a wire between them, as nasty as a real one may be.
 
     def on_a_rank(world: World) -> str:
         engine = zerotrain.build_engine(model(), optimizer=..., world=world)
@@ -9,7 +9,7 @@ No sockets, no process groups: a case takes milliseconds, and this wire does alw
 Buffers hold NaN until they are waited for and once they are given back, those that must not change are compared, no
 collective is done before it is waited for, and all ranks must keep one joint order of collectives.
 
-torch has one random number generator for a process, so ranks that draw take turns: `run_threads(..., in_turns=True)`.
+torch has one random number generator for a process, so ranks take turns to draw: `run_threads(..., in_turns=True)`.
 """
 
 import gc
@@ -33,19 +33,19 @@ from zerotrain.testing.ranks import HANG_S
 
 T = TypeVar("T")
 TIMEOUT_S = HANG_S / 10
-"""Until ranks that wait for each other are told so."""
+"""Until ranks learn that they wait for each other."""
 
 
 class Turns:
-    """Lets one thread run at a time, until it waits for another. Each begins with the random numbers that the process
-    was about to draw, and goes on with its own."""
+    """Lets one thread run at a time, until it waits for another. Each begins with the next random numbers of
+    the process, and goes on with its own."""
 
     def __init__(self) -> None:
         self._running = threading.Lock()
         self._first_state = torch.get_rng_state()
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def take_turn(self) -> Iterator[None]:
         """Code in here takes a turn."""
         with self._running:
             torch.set_rng_state(self._first_state)
@@ -65,7 +65,7 @@ class Turns:
 
 
 class Board:
-    """A board on which the ranks of one run leave what they send; who waits gives up its turn."""
+    """A board for the messages of one run's ranks. A rank gives up its turn while it waits."""
 
     def __init__(self, size: int, turns: Turns | None = None) -> None:
         self.size, self.turns = size, turns
@@ -88,7 +88,7 @@ class Board:
         return nullcontext() if self.turns is None else self.turns.given_up()
 
     def parts(self, key: Any) -> list[Any]:
-        """The parts that the ranks have left, in rank order, waited for; DistError where a rank did not come."""
+        """The parts of all ranks, in rank order, waited for; DistError if a rank did not come."""
         if not self._are_all_there(key):  # or this rank goes on: a turn that changes hands costs more than a collective
             with self.waiting(), self._changed:
                 if not self._changed.wait_for(lambda: self._are_all_there(key), TIMEOUT_S):
@@ -105,18 +105,10 @@ class BoardEnd:
     Args:
         delay_s: this rank sleeps so long before it issues anything.
         device: where its tensors are.
-        is_done: what `done` answers before a collective was waited for.
+        is_done: what `Handle.is_done` answers before a collective was waited for.
     """
 
-    def __init__(
-        self,
-        board: Board,
-        rank: int,
-        *,
-        device: str = "cpu",
-        delay_s: float = 0.0,
-        is_done: bool = False,
-    ) -> None:
+    def __init__(self, board: Board, rank: int, *, device: str, delay_s: float, is_done: bool) -> None:
         self.board, self.rank, self.delay_s, self.is_done = board, rank, delay_s, is_done
         self.device = torch.device(device)
         self._uses: dict[str, int] = defaultdict(int)
@@ -152,14 +144,14 @@ class BoardEnd:
         key = self.next_key("comparison")
         self.board.leave(key, self.rank, (name, values.clone()))
         parts = self.board.parts(key)
-        names = [each for each, _ in parts]
+        names = [name for name, _ in parts]
         if len(set(names)) > 1:
             raise OtherNamesError(names)
-        return torch.stack([each for _, each in parts])
+        return torch.stack([part for _, part in parts])
 
 
 class _Fake(Handle):
-    """A collective that is over when it was waited for, and not before."""
+    """A collective. It is over when it was waited for, and not before."""
 
     sent_nbytes = 0
 
@@ -175,13 +167,13 @@ class _Fake(Handle):
     def _wait(self) -> None:
         self._arrived = self._end.board.parts(self._key)
 
-    def _done(self) -> bool:
+    def _is_done(self) -> bool:
         return self._end.is_done
 
 
-def _are_same(left: torch.Tensor, right: torch.Tensor) -> bool:
+def _are_same(values: torch.Tensor, copy: torch.Tensor) -> bool:
     """Whether two tensors of one dtype have the same bytes: a NaN in padding is no change."""
-    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+    return torch.equal(values.contiguous().view(torch.uint8), copy.contiguous().view(torch.uint8))
 
 
 class _FakeGather(_Fake, Gather):
@@ -198,8 +190,8 @@ class _FakeGather(_Fake, Gather):
     def _complete(self) -> None:
         assert _are_same(self.shard, self._sent), f"{self.name} was changed while it was on the wire"
         parts = self.full.view(self._end.board.size, -1)
-        others = torch.cat([parts[: self._end.rank], parts[self._end.rank + 1 :]])
-        assert others.isnan().all(), f"what {self.name} receives into was written to while it was on the wire"
+        arriving = torch.cat([parts[: self._end.rank], parts[self._end.rank + 1 :]])
+        assert arriving.isnan().all(), f"what {self.name} receives into was written to while it was on the wire"
         torch.cat(self._arrived, out=self.full)
 
 
@@ -232,12 +224,12 @@ class _FakeExchange(_Fake, Exchange):
 
     def _issue(self) -> None:
         self._spec.received.fill_(float("nan"))
-        self._before = self._spec.sent.clone()
-        self._send(self._before.split(self._spec.sent_numels))
+        self._sent = self._spec.sent.clone()
+        self._send(self._sent.split(self._spec.sent_numels))
 
     def _complete(self) -> None:
         sent, received = self._spec.sent, self._spec.received
-        assert _are_same(sent, self._before), f"{self.name} was changed while it was on the wire"
+        assert _are_same(sent, self._sent), f"{self.name} was changed while it was on the wire"
         assert received.isnan().all(), f"what {self.name} receives into was written to while it was on the wire"
         sent.fill_(float("nan"))  # a buffer that is given back now
         torch.cat([parts[self._end.rank] for parts in self._arrived], out=received)
@@ -245,8 +237,8 @@ class _FakeExchange(_Fake, Exchange):
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Inside, the garbage collector does not run. A rank that is done leaves its engine to it, and if the thread of
-    another rank collected that engine, it would wait for a collective that it has yet to begin itself."""
+    """Inside, the garbage collector does not run. A finished rank leaves its engine to it. If the thread
+    of another rank collected that engine, it would wait for a collective of its own future."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -265,7 +257,7 @@ def run_threads(
     in_turns: bool = False,
     device: str = "cpu",
 ) -> tuple[list[T], Board]:
-    """Call `fn(world)` on `size` threads that are ranks to each other; return what each returned, and their board.
+    """Call `fn(world)` on `size` threads as ranks; return their results, and their board.
 
     Args:
         late_rank: sleeps a moment before each collective.
@@ -282,13 +274,13 @@ def run_threads(
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
-        late_s = 0.001 * (rank == late_rank)
+        late_s = 0.001 if rank == late_rank else 0.0
         end = BoardEnd(board, rank, device=device, delay_s=late_s, is_done=rank == done_rank)
         shards = Shards(rank, size, make_wire=lambda _ordered: end.wire())
         torch.set_num_threads(1)
         world = World(rank, size, rank, torch.device(device), shards=shards)
         try:
-            turn = nullcontext() if board.turns is None else board.turns.taken()
+            turn = nullcontext() if board.turns is None else board.turns.take_turn()
             with turn, torch.autograd.set_multithreading_enabled(False):
                 results[rank] = fn(world)
         except BaseException as error:

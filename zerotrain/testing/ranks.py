@@ -16,14 +16,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-# How long a test waits for what will come.
-
-
 HANG_S = 600.0
 """Until what is waited for counts as hanging, and the test fails: so long that no machine is too slow or too busy for
-it. Pytest's own limit for a test, in pyproject.toml, is above it, so that who waits names what hangs."""
-
-
+it. Pytest's own limit for a test, in pyproject.toml, is above it, so that the waiting rank names what hangs."""
 PRELOADED = (
     "torch._dynamo",
     "zerotrain.api",
@@ -34,7 +29,7 @@ PRELOADED = (
     "psutil",
     "pytest",
 )
-"""Imported once by the fork server and not by each rank, which takes 1.5 s: the first step of an optimizer imports
+"""Imported once by the fork server. Each rank would take 1.5 s for it: the first step of an optimizer imports
 torch._dynamo.
 """
 _PRELOADED_AS_HERE = ("peft", "torchmetrics", "transformers")
@@ -62,7 +57,7 @@ def run_ranks(
     Raises:
         RankError: naming the first rank that failed; one that only lost others comes behind them.
     """
-    # Forking a process that has run torch's thread pools can hang; a fork server has run none.
+    # A fork of a process can hang once torch's thread pools have run in it; a fork server has run none.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, *(name for name in _PRELOADED_AS_HERE if name in sys.modules)])
     _start_fork_server()
@@ -137,8 +132,8 @@ class _Answer:
     """Whether the rank failed only because another one was gone, or did not come."""
 
     @classmethod
-    def of(cls, error: BaseException) -> "_Answer":
-        names = {each.__name__ for each in type(error).__mro__}
+    def from_error(cls, error: BaseException) -> "_Answer":
+        names = {kind.__name__ for kind in type(error).__mro__}
         from_backend = type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS_OF_LOST_RANKS)
         # By name: nothing of zerotrain is imported here, and torch.distributed by the ranks alone.
         lost_others = from_backend or (bool(names & {"CommError", "DistError"}) and "DisagreementError" not in names)
@@ -163,20 +158,16 @@ def _rank_main(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     try:
         dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, size),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
+            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
         )
         answer = _Answer(fn(*args))
         dist.barrier()
     except BaseException as error:
-        answer = _Answer.of(error)
-    # By value: the default pickler would lend a tensor's memory, which ends with this process.
+        answer = _Answer.from_error(error)
+    # By value: the default pickler would lend a tensor's memory, and that ends with this process.
     pipe.send_bytes(pickle.dumps(answer))
     pipe.close()
     if not answer.failure:
         dist.destroy_process_group()
-    # A gloo thread may still wait for a rank that failed; nothing of this process is needed any more.
+    # A gloo thread may still wait for a failed rank; nothing of this process is needed any more.
     os._exit(1 if answer.failure else 0)

@@ -6,7 +6,7 @@ from tests.mutants.fault import Fault
 FAULTS = {
     "mean-over-ranks-and-not-leaves": Fault(
         "mean_by_tree",
-        Swap("num_leaves", "len(parts)"),
+        Both(Swap("1 / num_leaves", "1 / len(parts)"), Argument("div_", 0, "len(parts)")),
         "with several virtual ranks on each rank gradients are too large",
         ("unit/comm/test_wires.py::test_parts_may_be_sums_of_several_leaves_each_and_the_mean_is_over_the_leaves",),
     ),
@@ -29,8 +29,8 @@ FAULTS = {
         ("unit/comm/test_wires.py::test_the_mean_is_a_quotient_to_the_last_bit_also_where_fp32_ends",),
     ),
     "mean-is-a-sum": Fault(
-        "_divide",
-        Swap("1 / by", "1"),
+        "mean_by_tree",
+        Swap("1 / num_leaves", "1"),
         "gradients are added over ranks, not averaged",
         ("unit/comm/test_wires.py::test_the_mean_of_a_matrix_of_parts_is_added_row_by_row",),
     ),
@@ -68,7 +68,7 @@ FAULTS = {
         ),
     ),
     "broadcast-from-another": Fault(
-        "_broadcast",
+        "process_groups",
         Swap("source", "1 - source"),
         "another rank's initial weights are used",
         (

@@ -77,7 +77,7 @@ FAULTS = {
         ("unit/saved/test_trust.py::test_a_variable_of_the_environment_stays_a_text",),
     ),
     "kept-out-one-checkpoint-alone": Fault(
-        "_whole",
+        "_run_folder",
         Always(False, nth=1),
         "a module in a run's folder is imported for its checkpoint",
         ("unit/files/test_kept_out.py::test_the_whole_run_is_kept_out_whatever_of_it_was_named",),

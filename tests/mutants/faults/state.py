@@ -192,7 +192,7 @@ FAULTS = {
     ),
     "offload-window-used-too-soon": Fault(
         "Windows.take",
-        Swap("self.tier.settled(last)", "Event()"),
+        Swap("self.tier.settled(transfer)", "Event()"),
         "a window is read into while it is still written from",
         (
             "unit/offload/test_tier.py::test_the_oldest_is_used_again_once_there_are_enough_and_its_last_copy_is_waited_for",

@@ -301,7 +301,7 @@ def without_overlap(mine: OnARank) -> None:
     full = torch.empty(NUMEL * mine.size)
     gather = waiting.collectives.gather("unit", full, mine.shard_of(mine.rank, 0))
     gather.issue()
-    assert gather.done()
+    assert gather.is_done()
     assert torch.equal(full, mine.whole(0))
     gather.finish()
 

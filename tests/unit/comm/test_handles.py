@@ -36,7 +36,7 @@ class Written(Handle):
     def _wait(self) -> None:
         self._tell("wait")
 
-    def _done(self) -> bool:
+    def _is_done(self) -> bool:
         return self.has_arrived
 
     def _complete(self) -> None:
@@ -53,15 +53,15 @@ def journal(*, overlap: bool = True) -> Journal:
 def test_a_collective_is_prepared_once_issued_and_waited_for_once_and_then_complete() -> None:
     handle = Written(journal())
     for _ in range(2):
-        assert handle.done()  # nothing to wait for
+        assert handle.is_done()  # nothing to wait for
         handle.prepare()
         handle.prepare()
         assert (handle.is_prepared, handle.is_under_way) == (True, False)
         handle.issue()
         assert (handle.is_prepared, handle.is_under_way) == (False, True)
-        assert not handle.done()
+        assert not handle.is_done()
         handle.wait()
-        assert handle.done()
+        assert handle.is_done()
         handle.wait()
         handle.finish()
         assert not handle.is_under_way
@@ -73,7 +73,7 @@ def test_it_is_done_when_it_says_so_and_must_be_finished_all_the_same() -> None:
     handle = Written(journal())
     handle.issue()
     handle.has_arrived = True
-    assert handle.done()
+    assert handle.is_done()
     assert handle.is_under_way
     handle.finish()
     assert handle.told == ["issue", "wait", "complete"]
@@ -96,7 +96,7 @@ def test_without_overlap_it_is_waited_for_at_once_but_complete_only_when_finishe
     handle = Written(journal(overlap=False))
     handle.issue()
     assert handle.told == ["issue", "wait"]
-    assert handle.done()
+    assert handle.is_done()
     assert handle.is_under_way
     handle.finish()
     assert handle.told == ["issue", "wait", "complete"]
@@ -152,7 +152,7 @@ def test_a_reduction_that_is_finished_holds_its_input_no_longer() -> None:
         def _wait(self) -> None:
             pass
 
-        def _done(self) -> bool:
+        def _is_done(self) -> bool:
             return True
 
     pool = ScratchPool(dtype=torch.float32, device=torch.device("cpu"))
@@ -211,7 +211,7 @@ def test_a_gather_is_a_copy_unless_the_shard_is_the_whole(mine: Collectives) -> 
     gather = mine.gather("unit", full, shard)
     gather.prepare()
     gather.issue()
-    assert gather.done()
+    assert gather.is_done()
     gather.finish()
     assert torch.equal(full, torch.ones(4))
     mine.gather_now("unit", shard, shard)

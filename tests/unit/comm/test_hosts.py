@@ -63,7 +63,7 @@ def test_the_host_of_the_store_which_reaches_itself_by_its_loopback_takes_the_wa
 
 
 def _route() -> list[tuple[str, str]]:
-    route = RankHost.here(2, "192.0.2.1", "gloo", AUTO).route
+    route = RankHost.of_this_process(2, "192.0.2.1", "gloo", AUTO).route
     if not route:
         pytest.skip("this machine has no way to any other")
     return [(route[0], route[1])]
@@ -91,16 +91,16 @@ def test_a_rank_that_would_listen_on_the_loopback_is_refused_on_all(fixed_by: st
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
     says = r"launch\.interface=nope: .* has no such network .*; it has .*lo"
     with pytest.raises(ConfigError, match=says) as refusal, words_of_config():
-        RankHost.here(2, "localhost", "gloo", "nope")
+        RankHost.of_this_process(2, "localhost", "gloo", "nope")
     assert refusal.value.problems[0].endswith("use launch.interface=auto, or one of these")
     monkeypatch.setenv(GLOO, "nope")
     with pytest.raises(ConfigError, match=f"^{GLOO}=nope: .*; unset {GLOO}, and the interface that reaches"):
-        RankHost.here(2, "localhost", "gloo", AUTO)
+        RankHost.of_this_process(2, "localhost", "gloo", AUTO)
 
 
 def test_a_place_is_what_was_sent_and_nothing_else_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GLOO, "lo")
-    here = RankHost.here(2, "127.0.0.1", "gloo", AUTO)
+    here = RankHost.of_this_process(2, "127.0.0.1", "gloo", AUTO)
     assert RankHost.from_json(here.to_json().encode()) == here
     assert (here.fixed, here.route[1], here.name) == ("127.0.0.1", "127.0.0.1", socket.gethostname())
     said = json.loads(here.to_json())

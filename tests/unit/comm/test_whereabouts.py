@@ -15,7 +15,7 @@ from zerotrain.comm import whereabouts
 from zerotrain.comm import world as worlds
 from zerotrain.comm.handles import Handle
 from zerotrain.comm.ledger import Journal, Ledger
-from zerotrain.comm.whereabouts import Whereabouts, files_problem, named, num_open_files, shortage, within
+from zerotrain.comm.whereabouts import Whereabouts, files_problem, name_ranks, num_open_files, shortage, within
 from zerotrain.comm.world import World
 from zerotrain.errors import CommError
 from zerotrain.launching.failures import Failure
@@ -55,7 +55,7 @@ class Failing(Handle):
     def _issue(self) -> None:
         self._come_to("issue")
 
-    def _done(self) -> bool:
+    def _is_done(self) -> bool:
         self._come_to("done")
         return True
 
@@ -66,7 +66,7 @@ class Failing(Handle):
 def use(where: str, error: RuntimeError) -> None:
     handle = Failing(where, error)
     handle._issue_noted()
-    handle.done()
+    handle.is_done()
     handle.finish()
 
 
@@ -205,7 +205,7 @@ TIMED_OUT = RuntimeError("Timed out waiting 40000ms for recv operation to comple
     ],
 )
 def test_ranks_are_named_with_their_hosts(ranks: list[int], hosts: tuple[str, ...], said: str) -> None:
-    assert named(ranks, hosts) == said
+    assert name_ranks(ranks, hosts) == said
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

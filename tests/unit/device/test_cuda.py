@@ -23,7 +23,7 @@ def test_a_copy_waits_for_what_computes_and_what_computes_for_the_copy() -> None
     memory.zero_()
     torch.cuda._sleep(LATE)
     memory.fill_(7)
-    stored = back.copy(on_host, memory, after=[device.event()])
+    stored = back.copy(on_host, memory, events=[device.event()])
     stored.settle()
     assert on_host.unique().tolist() == [7]
     on_host.fill_(9)

@@ -65,7 +65,7 @@ def of_status(name: str) -> int:
 
 def test_a_copy_is_done_when_it_was_told() -> None:
     source, target = torch.arange(8), torch.zeros(8, dtype=torch.int64)
-    copied = CPU.stream().copy(target, source, after=[CPU.event()])
+    copied = CPU.stream().copy(target, source, events=[CPU.event()])
     source.zero_()
     assert target.tolist() == list(range(8))
     assert copied is CPU.event() is DONE

@@ -14,7 +14,7 @@ from zerotrain.testing.ranks import HANG_S
 BEGIN = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from zerotrain.device.processes import beside, may_fork
+from zerotrain.device.processes import compute_in_child, may_fork
 from zerotrain.errors import ConfigError
 
 here = os.getpid()
@@ -35,12 +35,12 @@ def tried(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 OF_A_CHILD = """
-with beside(os.getpid) as told:
+with compute_in_child(os.getpid) as told:
     assert len(children()) == 1
     assert told() != here
 """
 LARGER_THAN_A_PIPE = """
-with beside(lambda: "a" * 10**7) as told:
+with compute_in_child(lambda: "a" * 10**7) as told:
     assert told() == "a" * 10**7
 """
 AN_ERROR = """
@@ -48,7 +48,7 @@ def compute():
     raise ConfigError("one: line", "another: line")
 
 try:
-    with beside(compute) as told:
+    with compute_in_child(compute) as told:
         told()
 except ConfigError as error:
     assert list(error.problems) == ["one: line", "another: line"]
@@ -61,12 +61,12 @@ def compute():
         os.kill(os.getpid(), signal.SIGKILL)
     return 7
 
-with beside(compute) as told:
+with compute_in_child(compute) as told:
     assert told() == 7
 """
 NOBODY_WAITS = """
 try:
-    with beside(lambda: time.sleep(1000)):
+    with compute_in_child(lambda: time.sleep(1000)):
         raise KeyboardInterrupt
 except KeyboardInterrupt:
     pass
@@ -76,7 +76,7 @@ over = threading.Event()
 thread = threading.Thread(target=over.wait)
 thread.start()
 assert not may_fork()
-with beside(os.getpid) as told:
+with compute_in_child(os.getpid) as told:
     assert children() == []
     assert told() == here
 over.set()
@@ -89,7 +89,7 @@ with no_threads_of_openblas():
     import torch.distributed as dist
 store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 assert not may_fork()
-with beside(lambda: [os.getpid() != here, len(os.listdir("/proc/self/task"))]) as told:
+with compute_in_child(lambda: [os.getpid() != here, len(os.listdir("/proc/self/task"))]) as told:
     assert told() == [True, 1]
 store.set("here", "still")
 assert store.get("here") == b"still"
@@ -111,7 +111,7 @@ def test_what_is_computed_beside_is_told_and_no_child_and_no_file_is_left(code: 
 
 
 def test_what_was_printed_before_is_printed_once():
-    done = tried("sys.stdout.write('once')\nwith beside(os.getpid) as told: told()")
+    done = tried("sys.stdout.write('once')\nwith compute_in_child(os.getpid) as told: told()")
     assert (done.stdout, done.stderr) == ("once", "")
 
 
@@ -121,7 +121,7 @@ def compute():
     Path(sys.argv[1]).write_text(str(os.getpid()))
     time.sleep(1000)
 
-with beside(compute):
+with compute_in_child(compute):
     while not os.path.exists(sys.argv[1]) or not Path(sys.argv[1]).read_text():
         time.sleep(0.01)
     os.kill(here, signal.SIGKILL)

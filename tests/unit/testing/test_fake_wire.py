@@ -151,9 +151,9 @@ def test_done_is_said_on_the_rank_that_is_told_to_alone(done_rank: int | None) -
     def on_a_rank(world: World) -> Any:
         gather = collectives(world).gather("unit", torch.zeros(2), torch.zeros(1))
         gather.issue()
-        answer = gather.done()
+        answer = gather.is_done()
         gather.finish()
-        return answer, gather.done()
+        return answer, gather.is_done()
 
     assert run_threads(on_a_rank, 2, done_rank=done_rank)[0] == [(done_rank == 0, True), (False, True)]
 

@@ -126,7 +126,7 @@ class OffloadedHome(Home):
     def __init__(self, windows: Windows, planned_nbytes: int, tensors: Tensors, *, in_place: bool) -> None:
         self._windows, self._tensors = windows, tensors
         self._moved: list[Callable[[], None]] = []
-        self.device, self._in_place = windows.device, in_place
+        self.device, self._in_place = windows.tier.device, in_place
         self._slots: dict[Hashable, _Slot] = {}
         self._place: Place = windows.tier.place(max(planned_nbytes, 1))
         self._window: Window | None = None

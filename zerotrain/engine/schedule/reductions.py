@@ -175,7 +175,7 @@ class Reductions:
 
     def finish(self, *, wait: bool = True) -> None:
         """Finish the reductions under way, or as many of the oldest as are done."""
-        while self._in_flight and (wait or self._in_flight[0].gradient.reduction.handle.done()):
+        while self._in_flight and (wait or self._in_flight[0].gradient.reduction.handle.is_done()):
             self._finish_oldest()
 
     # ---- which bucket goes when

@@ -57,7 +57,7 @@ class ChunkReader:
         if lies_on_host(source):
             return source.numpy().data
         target = self._buffer[: source.numel()]
-        self._stream.copy(target, source, after=[self._copied.get(entry, self._begun)]).settle()
+        self._stream.copy(target, source, events=[self._copied.get(entry, self._begun)]).settle()
         return target.numpy().data
 
 
