@@ -31,7 +31,7 @@ from zerotrain.data.tokenizer import PIECE_NBYTES, AnyPlace, Cut, DocumentEnd, E
 from zerotrain.files.lock import can_lock, holder, lock, note_holder, open_lock, whole
 from zerotrain.files.untrusted import Natural, UntrustedFileError, duration, read_json, require_kind
 
-# One process at a time makes what is in a folder; the others wait as long as it takes, and say for whom.
+# One process at a time fills a folder. The others wait as long as it takes, and name the process that they wait for.
 
 
 LOCK_NAME = "lock"
@@ -54,7 +54,7 @@ def sole_writer(folder: Path, *, private: bool) -> Iterator[None]:
         with open_lock(folder / LOCK_NAME) as file:
             _wait(file, folder)
             if not _is_at(file, folder / LOCK_NAME):
-                continue  # who held it has removed the folder as abandoned
+                continue  # the holder has removed the folder as abandoned
             try:
                 note_holder(file)
             except OSError as error:  # a full disk: the system names no file that is open already
@@ -116,7 +116,7 @@ STARTS_NAME = "starts.part"
 
 
 @dataclass
-class Done:
+class WriterState:
     """Contents of an unfinished store on the disk, and the place in the sources where writing resumes."""
 
     made_of: str
@@ -133,8 +133,8 @@ class Done:
     """Rows that were left out, since their text is null."""
 
 
-def _hash_of(done: Done) -> str:
-    return hashlib.sha256(json.dumps(asdict(done), sort_keys=True).encode()).hexdigest()[:16]
+def _hash_state(state: WriterState) -> str:
+    return _hash(json.dumps(asdict(state), sort_keys=True))
 
 
 class StoreWriter:
@@ -153,54 +153,54 @@ class StoreWriter:
         self._folder, self._dtype = folder, np.dtype(dtype).newbyteorder("<")
         self._noted_s = time.monotonic()
         self._shard: BinaryIO | None = None
-        with self._naming():
-            self.done = self._left(made_of) or Done(made_of)
+        with self._naming_folder():
+            self.state = self._read_notes(made_of) or WriterState(made_of)
             self._cut_back()
             self._starts = (folder / STARTS_NAME).open("ab")
 
     def start_document(self) -> None:
         """The next token written begins a document; a document without tokens is not counted."""
-        self.done.begins = True
+        self.state.begins = True
 
     def write(self, tokens: np.ndarray) -> None:
         """Append tokens, (num_tokens,)."""
-        with self._naming():
-            if self.done.begins and len(tokens):
-                self._starts.write(np.array([self.done.tokens], "<u8").tobytes())
-                self.done.documents, self.done.begins = self.done.documents + 1, False
+        with self._naming_folder():
+            if self.state.begins and len(tokens):
+                self._starts.write(np.array([self.state.tokens], "<u8").tobytes())
+                self.state.documents, self.state.begins = self.state.documents + 1, False
             while len(tokens):
-                room = SHARD_TOKENS - self.done.tokens % SHARD_TOKENS
+                room = SHARD_TOKENS - self.state.tokens % SHARD_TOKENS
                 if self._shard is None:
-                    self._shard = (self._folder / _name(self.done.tokens // SHARD_TOKENS)).open("ab")
+                    self._shard = (self._folder / _shard_name(self.state.tokens // SHARD_TOKENS)).open("ab")
                 self._shard.write(tokens[:room].astype(self._dtype, copy=False).tobytes())
-                self.done.tokens += min(room, len(tokens))
+                self.state.tokens += min(room, len(tokens))
                 tokens = tokens[room:]
-                if self.done.tokens % SHARD_TOKENS == 0:
+                if self.state.tokens % SHARD_TOKENS == 0:
                     self._close_shard()
 
-    def note(self, file: int, offset: int, *, now: bool = False) -> None:
+    def note(self, file: int, offset: int, *, at_once: bool = False) -> None:
         """Note that all before this place of the sources is written, and sync it to the disk: if `NOTE_S` have passed,
         or now."""
-        if not now and time.monotonic() < self._noted_s + NOTE_S:
+        if not at_once and time.monotonic() < self._noted_s + NOTE_S:
             return
-        with self._naming():
-            for written in filter(None, (self._shard, self._starts)):
-                written.flush()
-                os.fsync(written.fileno())
-            self.done.file, self.done.offset = file, offset
-            noted = asdict(self.done) | {"hash": _hash_of(self.done)}
+        with self._naming_folder():
+            for output in filter(None, (self._shard, self._starts)):
+                output.flush()
+                os.fsync(output.fileno())
+            self.state.file, self.state.offset = file, offset
+            fields = asdict(self.state) | {"hash": _hash_state(self.state)}
             with whole(self._folder / NOTES_NAME, lasting=True) as notes:
-                notes.write(json.dumps(noted).encode())
+                notes.write(json.dumps(fields).encode())
         self._noted_s = time.monotonic()
 
     def complete(self, *, vocab_size: int, tokenizer: str | None, with_documents: bool) -> None:
         """Make the folder a store. The notes stay until `forget_notes`."""
-        with self._naming():
+        with self._naming_folder():
             self.close()
             starts = None
-            if with_documents and self.done.documents:
+            if with_documents and self.state.documents:
                 starts = np.memmap(self._folder / STARTS_NAME, "<u8", "r")
-            names = [_name(number) for number in range(-(-self.done.tokens // SHARD_TOKENS))]
+            names = [_shard_name(number) for number in range(-(-self.state.tokens // SHARD_TOKENS))]
             shards = [(name, (self._folder / name).stat().st_size // self._dtype.itemsize) for name in names]
             write_index(
                 self._folder,
@@ -213,7 +213,7 @@ class StoreWriter:
 
     def close(self) -> None:
         """Close the files."""
-        with self._naming():
+        with self._naming_folder():
             self._close_shard()
             self._starts.close()
 
@@ -224,40 +224,40 @@ class StoreWriter:
                 closing.flush()
                 os.fsync(closing.fileno())
 
-    def _left(self, made_of: str) -> Done | None:
+    def _read_notes(self, made_of: str) -> WriterState | None:
         """The notes of an earlier writer; None if writing cannot resume there."""
         try:
             notes = read_json(self._folder / NOTES_NAME, dict[str, Any], max_nbytes=MAX_NOTES_NBYTES)
-            done: Done = require_kind(notes, Done)
-            if notes.get("hash") != _hash_of(done):
+            state: WriterState = require_kind(notes, WriterState)
+            if notes.get("hash") != _hash_state(state):
                 return None
-            last, rest = divmod(done.tokens, SHARD_TOKENS)
-            needed = {_name(number): SHARD_TOKENS * self._dtype.itemsize for number in range(last)}
-            needed |= {_name(last): rest * self._dtype.itemsize} if rest else {}
-            needed[STARTS_NAME] = done.documents * 8
+            last_shard, rest = divmod(state.tokens, SHARD_TOKENS)
+            needed = {_shard_name(number): SHARD_TOKENS * self._dtype.itemsize for number in range(last_shard)}
+            needed |= {_shard_name(last_shard): rest * self._dtype.itemsize} if rest else {}
+            needed[STARTS_NAME] = state.documents * 8
             is_there = all((self._folder / name).stat().st_size >= nbytes for name, nbytes in needed.items())
-            return done if is_there and done.made_of == made_of else None
+            return state if is_there and state.made_of == made_of else None
         except (FileNotFoundError, UntrustedFileError):
             return None
 
     def _cut_back(self) -> None:
-        """Remove what was not noted."""
+        """Remove the tokens that were not noted."""
         for cut_off in self._folder.glob("*.tmp"):
             cut_off.unlink()
-        keep = self.done.tokens
-        if keep == 0 and self.done.file == 0 == self.done.offset:
+        num_tokens = self.state.tokens
+        if num_tokens == 0 and self.state.file == 0 == self.state.offset:
             remove_store(self._folder)
         for shard in self._folder.glob("*.bin"):
             number = int(shard.stem) if shard.stem.isdigit() else -1
-            if number * SHARD_TOKENS >= keep or number < 0:
+            if number * SHARD_TOKENS >= num_tokens or number < 0:
                 shard.unlink()
             else:
-                os.truncate(shard, min(SHARD_TOKENS, keep - number * SHARD_TOKENS) * self._dtype.itemsize)
-        if self.done.documents:
-            os.truncate(self._folder / STARTS_NAME, self.done.documents * 8)
+                os.truncate(shard, min(SHARD_TOKENS, num_tokens - number * SHARD_TOKENS) * self._dtype.itemsize)
+        if self.state.documents:
+            os.truncate(self._folder / STARTS_NAME, self.state.documents * 8)
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
+    def _naming_folder(self) -> Iterator[None]:
         """Inside, an error of the disk says where: the system names no file that is open already."""
         try:
             yield
@@ -267,13 +267,8 @@ class StoreWriter:
             raise
 
 
-def is_begun(folder: Path) -> bool:
-    """Whether a store was begun in a folder and not completed."""
-    return (folder / NOTES_NAME).exists()
-
-
 def forget_notes(folder: Path) -> None:
-    """Remove what is of no use to a store that is complete."""
+    """Remove the notes, which a store that is complete does not need."""
     for name in (STARTS_NAME, NOTES_NAME):
         (folder / name).unlink(missing_ok=True)
 
@@ -286,7 +281,7 @@ def remove_store(folder: Path) -> None:
             file.unlink()
 
 
-def _name(number: int) -> str:
+def _shard_name(number: int) -> str:
     return f"{number:06}.bin"
 
 
@@ -299,7 +294,7 @@ ABANDONED_S = 7 * 86400.0
 _STORE_NAME = re.compile("(text|tokens)(-[0-9a-f]{16}){3}")
 """Not `text-2026-11-23`, a folder of the user's own in what somebody named as the cache."""
 _TICK_S = 0.05
-"""Longer than the steps of a file system's clock. Whatever is written a step later has another time of change."""
+"""Longer than the steps of a file system's clock. A write one step later sets another time of change."""
 
 
 @dataclass(frozen=True)
@@ -345,7 +340,7 @@ def kept_store(
         reason = misfit(folder, sources, recipe)
         if reason is None:  # another process has made it meanwhile
             return folder
-        if (folder / SEAL_NAME).exists() or ((folder / INDEX_NAME).exists() and not is_begun(folder)):
+        if (folder / SEAL_NAME).exists() or ((folder / INDEX_NAME).exists() and not (folder / NOTES_NAME).exists()):
             print(f"{folder} is made anew: {reason}", file=sys.stderr, flush=True)
             remove_store(folder)
             (folder / SEAL_NAME).unlink(missing_ok=True)
@@ -356,9 +351,9 @@ def kept_store(
         except Exception:
             _require_unchanged(sources, marks, folder)  # half a line of JSON is not broken, but still being written
             raise
-        made = _files(folder)
-        stamp = _stamp(_marks(made) + marks)
-        seal = Seal(_nbytes(made), sha256_of(made), sources_sha256, stamp, recipe)
+        store_files = _store_files(folder)
+        stamp = _stamp(_marks(store_files) + marks)
+        seal = Seal(_nbytes(store_files), sha256_of(store_files), sources_sha256, stamp, recipe)
         _require_unchanged(sources, marks, folder)
         _write_seal(folder, seal)
         forget_notes(folder)
@@ -396,53 +391,43 @@ def remove_abandoned(cache: Path, *, superseded: str, keep: str) -> None:
                     shutil.rmtree(folder)
 
 
-def store_name(kind: str, paths: str, states: str, recipe: str) -> str:
-    """The name of a store in a cache.
-
-    Args:
-        kind: "text" or "tokens".
-        paths, states, recipe: hashes of where the files lie, what state they are in, and what is made of them.
-    """
-    return f"{kind}-{paths}-{recipe}-{states}"
-
-
 def sha256_of(files: Sequence[Path]) -> str:
     """Hash the contents of some files: the SHA-256 of those of their pieces, on all cores."""
+
+    def hash_piece(piece: tuple[Path, int]) -> bytes:
+        path, start = piece
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            return hashlib.sha256(file.read(HASHED_NBYTES)).digest()
+
     pieces = ((file, start) for file in files for start in range(0, max(1, file.stat().st_size), HASHED_NBYTES))
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     with ThreadPoolExecutor() as pool:
-        for digest in pool.map(_sha256_of_piece, pieces):
-            whole.update(digest)
-    return whole.hexdigest()
-
-
-def _sha256_of_piece(piece: tuple[Path, int]) -> bytes:
-    path, start = piece
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        return hashlib.sha256(file.read(HASHED_NBYTES)).digest()
+        for digest_of_piece in pool.map(hash_piece, pieces):
+            digest.update(digest_of_piece)
+    return digest.hexdigest()
 
 
 def misfit(folder: Path, sources: Sequence[Path], recipe: str) -> str | None:
     """Why a store is not to be used; None where it is."""
     try:
         seal = _read_seal(folder)
-        made = _files(folder)
+        store_files = _store_files(folder)
     except FileNotFoundError:
         return "nothing in it says what it holds"
     except (UntrustedFileError, OSError):
         return f"what it holds cannot be read from {SEAL_NAME}"
     if seal.recipe != recipe:
         return "it was made with other settings"
-    if not made[-1].exists():
+    if not store_files[-1].exists():
         return f"it has no {INDEX_NAME}"
-    stamp = _stamp(_marks([*made, *sources]))
+    stamp = _stamp(_marks([*store_files, *sources]))
     if stamp == seal.stamp:
         return None
-    nbytes = _nbytes(made)
+    nbytes = _nbytes(store_files)
     if nbytes != seal.nbytes:
         return f"it has {nbytes} bytes, and had {seal.nbytes} when it was made"
-    if sha256_of(made) != seal.sha256:
+    if sha256_of(store_files) != seal.sha256:
         return "its bytes are not those that were written"
     if sha256_of(sources) != seal.sources_sha256:
         return "the text it was made of has changed"
@@ -451,7 +436,7 @@ def misfit(folder: Path, sources: Sequence[Path], recipe: str) -> str | None:
     return None
 
 
-def _files(folder: Path) -> list[Path]:
+def _store_files(folder: Path) -> list[Path]:
     """Those of a store."""
     return [*sorted(folder.glob("*.bin")), folder / INDEX_NAME]
 
@@ -484,9 +469,9 @@ def _read_seal(folder: Path) -> Seal:
 
 def _require_unchanged(sources: Sequence[Path], marks: list[tuple[int, ...]], folder: Path) -> None:
     """Remove what was made, with a ValueError, of files that are no longer as they were before they were read."""
-    for source, before in zip(sources, marks, strict=True):
+    for source, mark in zip(sources, marks, strict=True):
         try:
-            is_same = _mark(source.stat()) == before
+            is_same = _mark(source.stat()) == mark
         except FileNotFoundError:
             is_same = False
         if not is_same:
@@ -541,8 +526,8 @@ class Progress:
 
     def reached(self, nbytes: int, tokens: int) -> None:
         """So many bytes are read, and so many tokens made."""
-        now = time.monotonic()
-        took_s = max(1e-3, now - self._started_s)
+        now_s = time.monotonic()
+        took_s = max(1e-3, now_s - self._started_s)
         if took_s >= QUIET_S:
             rate = (nbytes - self._begun_at) / took_s
             left_s = max(0, self._nbytes - nbytes) / max(rate, 1.0)
@@ -550,8 +535,8 @@ class Progress:
                 f"preparing: {_mb(nbytes)} of {_mb(self._nbytes)} MB, {tokens:,} tokens, {rate / 1e6:.1f} MB/s, "
                 f"{duration(left_s)} left"
             )
-            if now >= self._next_s:
-                self._next_s = now + (_REDRAW_S if self._is_terminal else LINE_S)
+            if now_s >= self._next_s:
+                self._next_s = now_s + (_REDRAW_S if self._is_terminal else LINE_S)
                 self._print(self._last)
 
     def _print(self, line: str) -> None:
@@ -618,7 +603,7 @@ class Recipe:
     def fingerprint(self) -> str:
         """Differs where the same files come to be other tokens."""
         tokenizer = None if self.tokenizer is None else self.tokenizer.fingerprint()
-        return hashlib.sha256(repr((VERSION, tokenizer, self.ending.name, self.text_field)).encode()).hexdigest()[:16]
+        return _hash(repr((VERSION, tokenizer, self.ending.name, self.text_field)))
 
     def pieces(self, file: int, offset: int) -> Iterator[tuple[int, TextPiece]]:
         """The pieces of all documents from a place on, each with the number of its file."""
@@ -631,15 +616,18 @@ class Recipe:
 
     def tokens_of(self, pieces: list[TextPiece]) -> list[np.ndarray]:
         """The tokens of each piece, with what stands between documents."""
-        lack_line = [
-            piece.ends and not piece.text.endswith(b"\n") and self.ending.name == "newline" for piece in pieces
+        adds_newline = self.ending.name == "newline"
+        texts = [
+            piece.text + b"\n" if adds_newline and piece.ends and not piece.text.endswith(b"\n") else piece.text
+            for piece in pieces
         ]
-        texts = [piece.text + b"\n" * lacks for piece, lacks in zip(pieces, lack_line, strict=True)]
         if self.tokenizer is None:
             return [np.frombuffer(text, np.uint8) for text in texts]
         encoded = self.tokenizer.encode_batch([text.decode(errors="replace") for text in texts])
         marks = [self.ending.marks(starts=piece.starts, ends=piece.ends) for piece in pieces]
-        return [np.concatenate([before, each, after]) for each, (before, after) in zip(encoded, marks, strict=True)]
+        return [
+            np.concatenate([prefix, tokens, suffix]) for tokens, (prefix, suffix) in zip(encoded, marks, strict=True)
+        ]
 
 
 def write_store(recipe: Recipe, folder: Path, made_of: str) -> None:
@@ -657,39 +645,43 @@ def write_store(recipe: Recipe, folder: Path, made_of: str) -> None:
     sources, made_of = recipe.sources, f"{recipe.fingerprint} {made_of}"
     with closing(StoreWriter(folder, recipe.dtype, made_of)) as writer, Progress(sources.nbytes) as progress:
         sizes = [file.stat().st_size for file in sources.files]
-        before = np.concatenate([[0], np.cumsum(sizes)])
-        progress.start(int(before[writer.done.file]) + (writer.done.offset if writer.done.file < len(sizes) else 0))
-        for batch, encoded in _encoded(recipe, writer.done.file, writer.done.offset):
+        file_starts = np.concatenate([[0], np.cumsum(sizes)])
+        progress.start(
+            int(file_starts[writer.state.file]) + (writer.state.offset if writer.state.file < len(sizes) else 0)
+        )
+        for batch, encoded in _encode_batches(recipe, writer.state.file, writer.state.offset):
             for (_, piece), tokens in zip(batch, encoded, strict=True):
                 if piece.is_null:
-                    writer.done.nulls += 1
+                    writer.state.nulls += 1
                     continue
                 if piece.starts:
                     writer.start_document()
                 writer.write(tokens)
-            number, last = batch[-1]
-            if last.after is not None or last.ends:
-                at_end = last.after is None
-                writer.note(number + at_end, 0 if at_end else last.after or 0)
-            progress.reached(int(before[number]) + last.reached, writer.done.tokens)
-        writer.note(len(sources.files), 0, now=True)
-        if writer.done.tokens:
+            number, last_piece = batch[-1]
+            if last_piece.resume_at is not None or last_piece.ends:
+                at_end = last_piece.resume_at is None
+                writer.note(number + at_end, last_piece.resume_at or 0)
+            progress.reached(int(file_starts[number]) + last_piece.reached, writer.state.tokens)
+        writer.note(len(sources.files), 0, at_once=True)
+        if writer.state.tokens:
             writer.complete(
                 vocab_size=recipe.vocab_size,
                 tokenizer=None if recipe.tokenizer is None else recipe.tokenizer.fingerprint(),
-                with_documents=writer.done.documents > 1,
+                with_documents=writer.state.documents > 1,
             )
-    if nulls := writer.done.nulls:
+    if nulls := writer.state.nulls:
         print(f"{sources.path}: leaves out {nulls:,} rows whose text is null", file=sys.stderr, flush=True)
-    if not writer.done.tokens:
+    if not writer.state.tokens:
         raise ValueError(f"{sources.path} holds no text; give a file, folder or pattern with at least one document")
 
 
-def _encoded(recipe: Recipe, file: int, offset: int) -> Iterator[tuple[list[tuple[int, TextPiece]], list[np.ndarray]]]:
+def _encode_batches(
+    recipe: Recipe, file: int, offset: int
+) -> Iterator[tuple[list[tuple[int, TextPiece]], list[np.ndarray]]]:
     """Batches of pieces with their tokens, in order; the next ones are tokenised meanwhile."""
     waiting: deque[tuple[list[tuple[int, TextPiece]], Future[list[np.ndarray]]]] = deque()
     with ThreadPoolExecutor(_BATCHES_UNDER_WAY) as pool:
-        for batch in _batches(recipe.pieces(file, offset)):
+        for batch in _group_pieces(recipe.pieces(file, offset)):
             _warn_of_long_pieces(recipe, batch)
             waiting.append((batch, pool.submit(recipe.tokens_of, [piece for _, piece in batch])))
             if len(waiting) > _BATCHES_UNDER_WAY:
@@ -712,7 +704,7 @@ def _warn_of_long_pieces(recipe: Recipe, batch: list[tuple[int, TextPiece]]) -> 
             )
 
 
-def _batches(pieces: Iterator[tuple[int, TextPiece]]) -> Iterator[list[tuple[int, TextPiece]]]:
+def _group_pieces(pieces: Iterator[tuple[int, TextPiece]]) -> Iterator[list[tuple[int, TextPiece]]]:
     batch: list[tuple[int, TextPiece]] = []
     nbytes = 0
     for number, piece in pieces:
@@ -725,7 +717,7 @@ def _batches(pieces: Iterator[tuple[int, TextPiece]]) -> Iterator[list[tuple[int
         yield batch
 
 
-# The tokens of text files: where they are kept, and made if they are not there.
+# The tokens of text files are kept in a cache, and made if they are not there.
 
 
 def recipe_of(
@@ -745,9 +737,9 @@ def recipe_of(
     Raises: as `TextDataset`.
     """
     cache = cache_folder(cache_dir)
-    made = None if tokenizer is None else TextTokenizer(tokenizer)
+    text_tokenizer = None if tokenizer is None else TextTokenizer(tokenizer)
     sources = find_sources(path, without=[cache, *([] if out is None else [out])], text_field=text_field)
-    return Recipe(sources, made, document_end, text_field), cache
+    return Recipe(sources, text_tokenizer, document_end, text_field), cache
 
 
 def prepared(recipe: Recipe, cache: Path) -> TokenStore:
@@ -761,9 +753,12 @@ def prepared(recipe: Recipe, cache: Path) -> TokenStore:
     if recipe.tokenizer is None and len(files) == 1 and is_plain(files[0]) and not sources.leaves_data:
         return TokenStore([Shard(files[0], files[0].stat().st_size)], recipe.dtype, vocab_size=recipe.vocab_size)
     with naming_setting("data.cache_dir", cache):
-        store = TokenStore.open(
-            kept_store(_folder_in(cache, recipe), files, recipe.fingerprint, partial(_write, recipe))
-        )
+        paths = _hash("\n".join(str(file.absolute()) for file in files))
+        states = _hash("\n".join(f"{status.st_size} {status.st_mtime_ns}" for status in map(Path.stat, files)))
+        prefix = f"{'text' if recipe.tokenizer is None else 'tokens'}-{paths}-{recipe.fingerprint}-"
+        folder = cache / f"{prefix}{states}"
+        remove_abandoned(cache, superseded=prefix, keep=folder.name)
+        store = TokenStore.open(kept_store(folder, files, recipe.fingerprint, partial(_write, recipe)))
     store.sources = files
     return store
 
@@ -775,22 +770,13 @@ def prepared_in(recipe: Recipe, folder: Path) -> TokenStore:
         ValueError: the folder holds something else or cannot take them; or as of `write_store`.
     """
     with naming_setting("--out", folder):
-        names = set() if not folder.exists() else {each.name for each in folder.iterdir()}
+        names = set() if not folder.exists() else {entry.name for entry in folder.iterdir()}
         if names and LOCK_NAME not in names:
             raise ValueError(f"--out={folder} holds other files; give a folder that is empty, or that is not there yet")
         if sealed_recipe(folder) not in (recipe.fingerprint, None):
             raise ValueError(f"--out={folder} holds tokens that were made with other settings; give another folder")
         write = partial(_write, recipe)
         return TokenStore.open(kept_store(folder, recipe.sources.files, recipe.fingerprint, write, private=False))
-
-
-def _folder_in(cache: Path, recipe: Recipe) -> Path:
-    kind, files = "text" if recipe.tokenizer is None else "tokens", recipe.sources.files
-    paths = _hash("\n".join(str(file.absolute()) for file in files))
-    states = _hash("\n".join(f"{each.st_size} {each.st_mtime_ns}" for each in map(Path.stat, files)))
-    name = store_name(kind, paths, states, recipe.fingerprint)
-    remove_abandoned(cache, superseded=store_name(kind, paths, "", recipe.fingerprint), keep=name)
-    return cache / name
 
 
 @contextmanager
@@ -803,7 +789,10 @@ def naming_setting(setting: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None or not _is_in(Path(os.fsdecode(error.filename)), folder):
+        if error.filename is None:
+            raise
+        path, own_path = Path(os.fsdecode(error.filename)).absolute(), folder.absolute()
+        if not path.is_relative_to(own_path) and not own_path.is_relative_to(path):  # neither in it nor above it
             raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ValueError(
@@ -813,12 +802,6 @@ def naming_setting(setting: str, folder: Path) -> Iterator[None]:
         raise ValueError(
             f"{setting}={folder} cannot take the prepared text ({error}); give a folder that can be written"
         ) from error
-
-
-def _is_in(path: Path, folder: Path) -> bool:
-    """Whether an error with this path is one of the folder: in it, or on the way to it."""
-    path, folder = path.absolute(), folder.absolute()
-    return path.is_relative_to(folder) or folder.is_relative_to(path)
 
 
 def _write(recipe: Recipe, folder: Path, made_of: str) -> None:

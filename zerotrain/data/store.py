@@ -122,12 +122,12 @@ class ShardReader:
     def _file(self, shard: int, offset: int) -> "_OpenFile":
         file = self._files.get(shard)
         if file is None:
-            path, then = self.shards[shard].path, self._states[shard]
+            path, old = self.shards[shard].path, self._states[shard]
             try:
                 file = _OpenFile(path)
             except FileNotFoundError:
                 raise OSError(
-                    f"{path} is gone; it had {then[0]} bytes when it was opened, and the run needs its token "
+                    f"{path} is gone; it had {old[0]} bytes when it was opened, and the run needs its token "
                     f"{offset}: keep the files of a run where they are"
                 ) from None
             while len(self._files) >= MAX_OPEN_FILES:
@@ -139,13 +139,13 @@ class ShardReader:
     def _require_unchanged(self, shard: int, offset: int) -> None:
         """Check that a file is as it was. An OSError says its size, then and now, and the token that was to be read."""
         file = self._file(shard, offset)  # kept by name: another thread may put it away before fstat
-        then, now = self._states[shard], _state(os.fstat(file.descriptor))
-        if then == now:
+        old, new = self._states[shard], _state(os.fstat(file.descriptor))
+        if old == new:
             return
-        what = "was changed" if now[0] == then[0] else "was cut short" if now[0] < then[0] else "has grown"
+        what = "was changed" if new[0] == old[0] else "was cut short" if new[0] < old[0] else "has grown"
         raise OSError(
-            f"{self.shards[shard].path} {what} since it was opened: it had {then[0]} bytes, last written "
-            f"{_time(then[1])}, and has {now[0]} bytes, last written {_time(now[1])}; the run needs its token "
+            f"{self.shards[shard].path} {what} since it was opened: it had {old[0]} bytes, last written "
+            f"{_time(old[1])}, and has {new[0]} bytes, last written {_time(new[1])}; the run needs its token "
             f"{offset}. Do not change the files of a run: put it back, or give the new data another name"
         )
 
@@ -243,7 +243,7 @@ class TokenStore:
         folder = Path(folder)
         index = _read_index(folder / INDEX_NAME)
         dtype = np.dtype(index["dtype"]).newbyteorder("<")
-        shards = [Shard(folder / each["name"], each["tokens"]) for each in index["shards"]]
+        shards = [Shard(folder / entry["name"], entry["tokens"]) for entry in index["shards"]]
         for shard in shards:
             _require_size(shard.path, shard.tokens * dtype.itemsize, f"{shard.tokens} tokens of {dtype.name}")
         tokens = sum(shard.tokens for shard in shards)
@@ -375,7 +375,7 @@ def _require_index(index: Any, file: Path) -> None:
         require_kind(index, _StoreIndex)
     except UntrustedFileError as error:
         raise ValueError(f"{file}: {error}; make the store again") from None
-    names = [INDEX_NAME, index["documents"], *(each["name"] for each in index["shards"])]
+    names = [INDEX_NAME, index["documents"], *(entry["name"] for entry in index["shards"])]
     if len(set(names)) < len(names):
         raise ValueError(f"{file}: shards: a file is named twice; make the store again")
     if index.get("num_documents") and index["documents"] is None:
@@ -392,11 +392,11 @@ def _nbytes(file: Path) -> int:
 
 
 def _require_size(file: Path, nbytes: int, what: str) -> None:
-    found = _nbytes(file)
-    if found != nbytes:
+    actual_nbytes = _nbytes(file)
+    if actual_nbytes != nbytes:
         raise ValueError(
-            f"{file} has {found} bytes, but {INDEX_NAME} beside it says {nbytes} ({what}); make the store again, or "
-            "copy it again"
+            f"{file} has {actual_nbytes} bytes, but {INDEX_NAME} beside it says {nbytes} ({what}); make the store "
+            "again, or copy it again"
         )
 
 

@@ -74,18 +74,18 @@ class ExactPlace:
         for kind in PLACES:
             places = [match.end() for match in kind.finditer(text, low, high)]
             for place in reversed(places[-TRIES:]):
-                if place > low and (after := self._after(text, place)) is not None:
-                    return place, after
+                if place > low and (next_start := self._next_start(text, place)) is not None:
+                    return place, next_start
         return None
 
-    def _after(self, text: bytes, place: int) -> int | None:
+    def _next_start(self, text: bytes, place: int) -> int | None:
         """The beginning of the piece behind a place; None if the text cannot be cut there."""
         start, end = max(0, place - CONTEXT_NBYTES), place + CONTEXT_NBYTES
-        whole, before = self._tokens(text[start:end]), self._tokens(text[start:place])
+        whole, prefix = self._tokens(text[start:end]), self._tokens(text[start:place])
         # A tokenizer that puts a space before each text gets the one that stands there out of the way.
-        for after in (place, place + 1) if text[place : place + 1] == b" " else (place,):
-            if whole == before + self._tokens(text[after:end]):
-                return after
+        for next_start in (place, place + 1) if text[place : place + 1] == b" " else (place,):
+            if whole == prefix + self._tokens(text[next_start:end]):
+                return next_start
         return None
 
     def _tokens(self, text: bytes) -> list[int]:
@@ -105,9 +105,9 @@ def cut_text(read: Callable[[int], bytes], cut: Cut) -> Iterator[tuple[bytes, in
     text, begun, is_all, limit = bytearray(), 0, False, PIECE_NBYTES
     while True:
         while not is_all and len(text) < limit + CONTEXT_NBYTES:
-            more = read(_BLOCK_NBYTES)
-            is_all = not more
-            text += more
+            block = read(_BLOCK_NBYTES)
+            is_all = not block
+            text += block
         if len(text) <= limit:
             yield bytes(text), None
             return
@@ -115,10 +115,10 @@ def cut_text(read: Callable[[int], bytes], cut: Cut) -> Iterator[tuple[bytes, in
         if place is None:
             limit *= 2
             continue
-        end, after = place
-        begun, limit = begun + after, PIECE_NBYTES
+        end, next_start = place
+        begun, limit = begun + next_start, PIECE_NBYTES
         yield bytes(text[:end]), begun
-        del text[:after]
+        del text[:next_start]
 
 
 # Hugging Face tokenizers as text datasets use them. Needs the extra hf.
@@ -196,11 +196,11 @@ class TextTokenizer:
         if self._backend is None:
             return [self.encode(text) for text in texts]
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(each.ids, dtype=self.token_dtype) for each in encoded]
+        return [np.array(encoding.ids, dtype=self.token_dtype) for encoding in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some tokens."""
-        return str(self._tokenizer.decode(list(ids)))
+        """The text of some tokens, a tensor or numbers; those beyond the vocabulary have none."""
+        return str(self._tokenizer.decode([int(token) for token in ids if token < self.vocab_size]))
 
 
 # The mark between documents: one rule for every dataset of text.
@@ -215,7 +215,7 @@ class DocumentEnd:
 
     Args:
         tokenizer: None for bytes.
-        given: one of `DOCUMENT_ENDS`; None: eos where the tokenizer has one, else newline. A newline is put behind a
+        choice: one of `DOCUMENT_ENDS`; None: eos where the tokenizer has one, else newline. A newline is put behind a
             document that does not end with one.
 
     Raises:
@@ -223,25 +223,25 @@ class DocumentEnd:
     """
 
     tokenizer: TextTokenizer | None
-    given: str | None = None
+    choice: str | None = None
 
     def __post_init__(self) -> None:
-        given, tokenizer = self.given, self.tokenizer
-        if given not in (None, *DOCUMENT_ENDS):
-            raise ValueError(f"data.document_end={given} is not known; it must be {', '.join(DOCUMENT_ENDS)} or null")
-        if given in ("eos", "bos") and self._mark(given) is None:
+        choice, tokenizer = self.choice, self.tokenizer
+        if choice not in (None, *DOCUMENT_ENDS):
+            raise ValueError(f"data.document_end={choice} is not known; it must be {', '.join(DOCUMENT_ENDS)} or null")
+        if choice in ("eos", "bos") and self._mark(choice) is None:
             whose = "bytes have" if tokenizer is None else f"the tokenizer of {tokenizer.name} has"
-            raise ValueError(f"data.document_end={given}: {whose} no such token; choose newline or none")
-        if given == "newline" and not self._has_newline():
+            raise ValueError(f"data.document_end={choice}: {whose} no such token; choose newline or none")
+        if choice == "newline" and not self._has_newline():
             raise ValueError(
                 "data.document_end=newline: the tokenizer makes no token of a newline; choose eos, bos or none"
             )
 
     @cached_property
     def name(self) -> str:
-        """Which it is."""
-        if self.given is not None:
-            return self.given
+        """The mark in use."""
+        if self.choice is not None:
+            return self.choice
         if self._mark("eos") is not None:
             return "eos"
         return "newline" if self._has_newline() else "none"
@@ -254,7 +254,8 @@ class DocumentEnd:
         """
         name = self.name
         mark = np.array([self._mark(name) or 0], None if self.tokenizer is None else self.tokenizer.token_dtype)
-        return mark[: name == "bos" and starts], mark[: name == "eos" and ends]
+        none = mark[:0]
+        return mark if name == "bos" and starts else none, mark if name == "eos" and ends else none
 
     def _mark(self, name: str) -> int | None:
         if self.tokenizer is None or name not in ("eos", "bos"):

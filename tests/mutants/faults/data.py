@@ -23,7 +23,7 @@ FAULTS = {
         ("unit/data/test_windows.py::test_labels_are_the_tokens_that_follow",),
     ),
     "tokens-on-both-sides": Fault(
-        "_by_chunk",
+        "_split_by_chunk",
         Without("arange"),
         "the last label of training is the first token of validation",
         ("unit/data/test_windows.py::test_a_text_is_read_once_but_for_its_last_row_and_no_token_is_on_both_sides",),
@@ -50,7 +50,7 @@ FAULTS = {
     ),
     "order-of-one-epoch-for-all": Fault(
         "rows_at",
-        Argument("_sent_to", 1, "keys[:, :1]"),
+        Argument("_permute", 1, "keys[:, :1]"),
         "behind the end of an epoch rows come in the order of the last one",
         ("unit/data/test_batches.py::test_positions_go_through_one_epoch_after_another",),
     ),
