@@ -36,7 +36,6 @@ from torch.utils.data import Sampler
 ORDER_VERSION = 2
 """The version of the function below: the same seed, epoch and number of rows give the same rows in every release with
 it. 1 was the sorting of random bits."""
-MAX_NUM_ROWS = 1 << 62
 _NUM_ROUNDS = 12
 """Six would do where there are many rows. With few, each round has few ways to go: with 6 rounds some of the 24 orders
 of 4 rows come 1.1 times as often as others, and with 12 rounds 1.001 times."""
@@ -45,38 +44,16 @@ _HASH = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 (G. Steele and others, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014)."""
 
 
-def permuted(indices: ArrayLike, *, seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
-    """The rows of a dataset that are read at some places of an epoch.
-
-    Args:
-        indices: places in 0..num_rows - 1, of any shape and in any order.
-        seed: 0 to 2**64 - 1; another one is another order.
-        epoch: 0 to 2**64 - 1; likewise.
-        num_rows: 1 to 2**62.
-
-    Returns:
-        int64 of the same shape. Over all places each row occurs once.
-
-    Raises:
-        ValueError: an argument is out of range.
-    """
-    places = np.asarray(indices, dtype=np.int64)
-    if not 1 <= num_rows <= MAX_NUM_ROWS:
-        raise ValueError(f"num_rows={num_rows} must be in 1..2**62")
-    if places.size and not 0 <= int(places.min()) <= int(places.max()) < num_rows:
-        raise ValueError(f"indices={indices!r} must all be in 0..{num_rows - 1}, below num_rows")
-    if not (0 <= seed < 1 << 64 and 0 <= epoch < 1 << 64):
-        raise ValueError(f"seed={seed} and epoch={epoch} must be in 0..2**64 - 1")
-    rows = _permute(places.flatten(), _keys(seed, epoch)[:, None], num_rows)
-    return rows.reshape(places.shape)
-
-
 def rows_at(positions: ArrayLike, *, seed: int, num_rows: int) -> NDArray[np.int64]:
     """The rows that are read at some positions of a run, counted from the start of its first epoch.
 
     Args:
         positions: at least 0, of any shape and in any order.
-        seed, num_rows: as `permuted` takes them.
+        seed: 0 to 2**64 - 1; another one is another order.
+        num_rows: of the dataset, 1 to 2**62.
+
+    Returns:
+        int64 of the same shape. Over all places of an epoch each row occurs once.
     """
     epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), num_rows)
     distinct_epochs, of_position = np.unique(epochs, return_inverse=True)

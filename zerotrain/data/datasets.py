@@ -133,13 +133,9 @@ class TextDataset:
         self.vocab_size = needed if vocab_size is None else vocab_size
         if self.vocab_size < needed:
             raise ValueError(f"data.vocab_size={vocab_size} is too small; {needing} {needed}")
-        self.store = prepared(recipe, cache)
+        self.store, source = prepared(recipe, cache), recipe.sources.path
         self.train, self.validation = self._parts = split(
-            self.store,
-            seq_len=seq_len,
-            vocab_size=self.vocab_size,
-            validation_fraction=validation_fraction,
-            source=recipe.sources.path,
+            self.store, seq_len=seq_len, vocab_size=self.vocab_size, fraction=validation_fraction, source=source
         )
 
     def summary(self) -> str:
@@ -224,11 +220,7 @@ class TokenFiles:
         name, files = _validation_files(validation_path, paths, source)
         if not files:
             self.train, self.validation = self._parts = split(
-                store,
-                seq_len=seq_len,
-                vocab_size=self.vocab_size,
-                validation_fraction=validation_fraction,
-                source=source,
+                store, seq_len=seq_len, vocab_size=self.vocab_size, fraction=validation_fraction, source=source
             )
             return
         validation = _open(files, dtype=dtype, vocab_size=vocab_size, source=name)

@@ -523,11 +523,9 @@ def fingerprint_of(
     Raises:
         RowError: an item could not be read.
     """
-    fingerprint = _fingerprint_dataset(data, seed, "data", like or {})
-    for name, validation_set in (validation_sets or {}).items():
-        of_set = _fingerprint_dataset(
-            validation_set, seed, f"data.validation_sets.{name}", within(like or {}, f"{OF_SET}{name}.")
-        )
+    fingerprint = _fingerprint(data, seed, "data", like or {})
+    for name, extra in (validation_sets or {}).items():
+        of_set = _fingerprint(extra, seed, f"data.validation_sets.{name}", within(like or {}, f"{OF_SET}{name}."))
         fingerprint |= {f"{OF_SET}{name}.{what}": value for what, value in of_set.items()}
     return fingerprint
 
@@ -537,23 +535,21 @@ def within(fingerprint: Mapping[str, Any], prefix: str) -> Fingerprint:
     return {name.removeprefix(prefix): value for name, value in fingerprint.items() if name.startswith(prefix)}
 
 
-def _fingerprint_dataset(data: Any, seed: int, called: str, like: Mapping[str, Any]) -> Fingerprint:
-    fingerprint: Fingerprint = {"rows": len(data.train), "validation_rows": len(data.validation)}
+def _fingerprint(data: Any, seed: int, called: str, like: Mapping[str, Any]) -> Fingerprint:
+    values: Fingerprint = {"rows": len(data.train), "validation_rows": len(data.validation)}
     if hasattr(data.train, "order"):
         first_rows, _ = data.train.order(np.arange(_NUM_ORDERED), seed=seed)
-        fingerprint["order"] = hashlib.sha256(first_rows.astype("<i8").tobytes()).hexdigest()[:16]
+        values["order"] = hashlib.sha256(first_rows.astype("<i8").tobytes()).hexdigest()[:16]
     if callable(getattr(data, "fingerprint", None)):
         of_data = data.fingerprint(like) if getattr(data.train, "sources", None) else data.fingerprint()
         # A user's wrapper may have other rows than the dataset itself knows of.
-        return {str(name): value for name, value in of_data.items()} | fingerprint
+        return {str(name): value for name, value in of_data.items()} | values
     for name in ("train", "validation"):
         if len(dataset := getattr(data, name)):
             key = f"items_of_{name}"
             is_trained = name == "train"
-            fingerprint[key] = _hash_items(
-                dataset, seed, f"{called}.{name}", str(like.get(key, "")), is_trained=is_trained
-            )
-    return fingerprint
+            values[key] = _hash_items(dataset, seed, f"{called}.{name}", str(like.get(key, "")), is_trained=is_trained)
+    return values
 
 
 def _hash_items(dataset: Any, seed: int, name: str, like: str, *, is_trained: bool) -> str:

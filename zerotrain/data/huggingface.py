@@ -254,10 +254,8 @@ def _names_of_splits(splits: dict[str, Any], split: str, validation_split: str |
             raise ValueError(f"data.{field}={name}: data.path={path} has no such split; it has {', '.join(splits)}")
     if validation_split == split:
         raise ValueError(f"data.validation_split={split} is the split to train on; give another, or null")
-    validation_name = validation_split or next(
-        (name for name in VALIDATION_SPLITS if name in splits and name != split), None
-    )
-    return [split] if validation_name is None else [split, validation_name]
+    other = validation_split or next((name for name in VALIDATION_SPLITS if name in splits and name != split), None)
+    return [split] if other is None else [split, other]
 
 
 def _split_rows(parts: list[Any], fraction: float, path: str) -> list[Any]:

@@ -55,13 +55,21 @@ def sole_writer(folder: Path, *, private: bool) -> Iterator[None]:
             _wait(file, folder)
             if not _is_at(file, folder / LOCK_NAME):
                 continue  # the holder has removed the folder as abandoned
-            try:
+            with _naming_folder(folder):
                 note_holder(file)
-            except OSError as error:  # a full disk: the system names no file that is open already
-                error.filename = str(folder)
-                raise
             yield
             return
+
+
+@contextmanager
+def _naming_folder(folder: Path) -> Iterator[None]:
+    """Inside, an error of the disk names a folder: the system names no file that is open already."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(folder)
+        raise
 
 
 def try_lock(folder: Path) -> BinaryIO | None:
@@ -153,7 +161,7 @@ class StoreWriter:
         self._folder, self._dtype = folder, np.dtype(dtype).newbyteorder("<")
         self._noted_s = time.monotonic()
         self._shard: BinaryIO | None = None
-        with self._naming_folder():
+        with _naming_folder(self._folder):
             self.state = self._read_notes(made_of) or WriterState(made_of)
             self._cut_back()
             self._starts = (folder / STARTS_NAME).open("ab")
@@ -164,7 +172,7 @@ class StoreWriter:
 
     def write(self, tokens: np.ndarray) -> None:
         """Append tokens, (num_tokens,)."""
-        with self._naming_folder():
+        with _naming_folder(self._folder):
             if self.state.begins and len(tokens):
                 self._starts.write(np.array([self.state.tokens], "<u8").tobytes())
                 self.state.documents, self.state.begins = self.state.documents + 1, False
@@ -183,7 +191,7 @@ class StoreWriter:
         or now."""
         if not at_once and time.monotonic() < self._noted_s + NOTE_S:
             return
-        with self._naming_folder():
+        with _naming_folder(self._folder):
             for output in filter(None, (self._shard, self._starts)):
                 output.flush()
                 os.fsync(output.fileno())
@@ -195,7 +203,7 @@ class StoreWriter:
 
     def complete(self, *, vocab_size: int, tokenizer: str | None, with_documents: bool) -> None:
         """Make the folder a store. The notes stay until `forget_notes`."""
-        with self._naming_folder():
+        with _naming_folder(self._folder):
             self.close()
             starts = None
             if with_documents and self.state.documents:
@@ -213,7 +221,7 @@ class StoreWriter:
 
     def close(self) -> None:
         """Close the files."""
-        with self._naming_folder():
+        with _naming_folder(self._folder):
             self._close_shard()
             self._starts.close()
 
@@ -255,16 +263,6 @@ class StoreWriter:
                 os.truncate(shard, min(SHARD_TOKENS, num_tokens - number * SHARD_TOKENS) * self._dtype.itemsize)
         if self.state.documents:
             os.truncate(self._folder / STARTS_NAME, self.state.documents * 8)
-
-    @contextmanager
-    def _naming_folder(self) -> Iterator[None]:
-        """Inside, an error of the disk says where: the system names no file that is open already."""
-        try:
-            yield
-        except OSError as error:
-            if error.filename is None:
-                error.filename = str(self._folder)
-            raise
 
 
 def forget_notes(folder: Path) -> None:
@@ -644,15 +642,13 @@ def write_store(recipe: Recipe, folder: Path, made_of: str) -> None:
     """
     sources, made_of = recipe.sources, f"{recipe.fingerprint} {made_of}"
     with closing(StoreWriter(folder, recipe.dtype, made_of)) as writer, Progress(sources.nbytes) as progress:
-        sizes = [file.stat().st_size for file in sources.files]
-        file_starts = np.concatenate([[0], np.cumsum(sizes)])
-        progress.start(
-            int(file_starts[writer.state.file]) + (writer.state.offset if writer.state.file < len(sizes) else 0)
-        )
-        for batch, encoded in _encode_batches(recipe, writer.state.file, writer.state.offset):
+        state, sizes = writer.state, [file.stat().st_size for file in sources.files]
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        progress.start(int(offsets[state.file]) + state.offset)
+        for batch, encoded in _encode_batches(recipe, state.file, state.offset):
             for (_, piece), tokens in zip(batch, encoded, strict=True):
                 if piece.is_null:
-                    writer.state.nulls += 1
+                    state.nulls += 1
                     continue
                 if piece.starts:
                     writer.start_document()
@@ -661,17 +657,17 @@ def write_store(recipe: Recipe, folder: Path, made_of: str) -> None:
             if last_piece.resume_at is not None or last_piece.ends:
                 at_end = last_piece.resume_at is None
                 writer.note(number + at_end, last_piece.resume_at or 0)
-            progress.reached(int(file_starts[number]) + last_piece.reached, writer.state.tokens)
+            progress.reached(int(offsets[number]) + last_piece.reached, state.tokens)
         writer.note(len(sources.files), 0, at_once=True)
-        if writer.state.tokens:
+        if state.tokens:
             writer.complete(
                 vocab_size=recipe.vocab_size,
                 tokenizer=None if recipe.tokenizer is None else recipe.tokenizer.fingerprint(),
-                with_documents=writer.state.documents > 1,
+                with_documents=state.documents > 1,
             )
-    if nulls := writer.state.nulls:
-        print(f"{sources.path}: leaves out {nulls:,} rows whose text is null", file=sys.stderr, flush=True)
-    if not writer.state.tokens:
+    if state.nulls:
+        print(f"{sources.path}: leaves out {state.nulls:,} rows whose text is null", file=sys.stderr, flush=True)
+    if not state.tokens:
         raise ValueError(f"{sources.path} holds no text; give a file, folder or pattern with at least one document")
 
 

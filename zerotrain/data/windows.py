@@ -118,35 +118,6 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
-def split_rows(store: TokenStore, *, seq_len: int, validation_fraction: float, source: str) -> tuple[Rows, Rows, str]:
-    """The rows for training and for validation, and the unit that they were split by.
-
-    By document where the store knows its documents: a hash of the document's number says where it goes, whatever the
-    other documents are, so none is cut. By chunk where it does not, or where the hash gives a side less than half or
-    more than twice its share, as it may with few documents, or very unequal ones.
-
-    Args:
-        source: what the tokens were read from, as the user named it ("data.path=corpus.bin").
-
-    Returns:
-        The rows of training and of validation, and "document" or "chunk".
-
-    Raises:
-        OSError, ValueError: the documents cannot be read.
-        ValueError: the fraction is not in (0, 1), or a side would hold no row.
-    """
-    if not 0 < validation_fraction < 1:
-        raise ValueError(
-            f"data.validation_fraction={validation_fraction} is out of range; it must be 0 or between 0 and 1"
-        )
-    documents = store.documents
-    if documents is not None:
-        sides = _split_by_document(documents, store.tokens, seq_len, validation_fraction)
-        if sides is not None:
-            return *sides, "document"
-    return *_split_by_chunk(store.tokens, seq_len, validation_fraction, source), "chunk"
-
-
 def are_validation(start: int, count: int, fraction: float) -> np.ndarray:
     """For each of the documents `start` to `start + count - 1`, whether it is for validation; (count,) bool.
 
@@ -291,10 +262,13 @@ def whole(store: TokenStore, *, seq_len: int, vocab_size: int, source: str) -> T
 
 
 def split(
-    store: TokenStore, *, seq_len: int, vocab_size: int, validation_fraction: float, source: str
+    store: TokenStore, *, seq_len: int, vocab_size: int, fraction: float, source: str
 ) -> tuple[TokenWindows, TokenWindows]:
-    """Split a store into (train, validation), see `zerotrain.data.windows`. At a fraction of 0 all is to train on,
-    and validation is empty.
+    """Split a store into (train, validation). At a fraction of 0 all is to train on, and validation is empty.
+
+    By document where the store knows its documents: a hash of the document's number says where it goes, whatever the
+    other documents are, so none is cut. By chunk where it does not, or where the hash gives a side less than half or
+    more than twice its share, as it may with few documents, or very unequal ones.
 
     Args:
         source: what the tokens are read from, as the user named it ("data.path=corpus.txt").
@@ -303,14 +277,20 @@ def split(
         OSError, ValueError: what the store says of its documents cannot be read.
         ValueError: the fraction is not in [0, 1), or a side would hold no window.
     """
-    if validation_fraction == 0:
+    if fraction == 0:
         none = RowsWithinRuns(np.array([], dtype=np.int64), np.array([], dtype=np.int64), seq_len)
         train_windows = whole(store, seq_len=seq_len, vocab_size=vocab_size, source=source)
         return train_windows, TokenWindows(store, none, seq_len, vocab_size, source)
-    train, validation, unit = split_rows(store, seq_len=seq_len, validation_fraction=validation_fraction, source=source)
-    words = f"by {unit}, {validation_fraction}"
+    if not 0 < fraction < 1:
+        raise ValueError(f"data.validation_fraction={fraction} is out of range; it must be 0 or between 0 and 1")
+    documents, unit, sides = store.documents, "document", None
+    if documents is not None:
+        sides = _split_by_document(documents, store.tokens, seq_len, fraction)
+    if sides is None:
+        unit, sides = "chunk", _split_by_chunk(store.tokens, seq_len, fraction, source)
+    words = f"by {unit}, {fraction}"
     train_windows, validation_windows = (
-        TokenWindows(store, rows, seq_len, vocab_size, source, words) for rows in (train, validation)
+        TokenWindows(store, rows, seq_len, vocab_size, source, words) for rows in sides
     )
     return train_windows, validation_windows
 

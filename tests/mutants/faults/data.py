@@ -5,13 +5,13 @@ from tests.mutants.fault import Fault
 
 FAULTS = {
     "tokens-of-a-changed-file": Fault(
-        "ShardReader.read_parts",
+        "TokenStore.read_parts",
         Drop("_require_unchanged"),
         "a file that is written to in mid-run is read on",
         ("unit/data/test_store.py::test_a_file_that_changes_while_it_is_read_is_named",),
     ),
     "tokens-behind-the-header": Fault(
-        "ShardReader._fill",
+        "TokenStore._fill",
         Without("first_byte"),
         "a header is read as tokens",
         ("unit/data/test_store.py::test_a_header_is_passed_over",),
