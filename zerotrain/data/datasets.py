@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from zerotrain.data.batches import require_at_least
 from zerotrain.data.formats import TokenPaths, find_token_paths, open_files, place_on_disk
-from zerotrain.data.prepare import NUM_BYTE_VALUES, cache_folder, prepared, recipe_of
+from zerotrain.data.prepare import NUM_BYTE_VALUES, cache_folder, prepare_in_cache, recipe_of
 from zerotrain.data.store import TokenStore
 from zerotrain.data.windows import describe_tokens, fingerprint_tokens, require_known, split, whole
 
@@ -133,7 +133,7 @@ class TextDataset:
         self.vocab_size = needed if vocab_size is None else vocab_size
         if self.vocab_size < needed:
             raise ValueError(f"data.vocab_size={vocab_size} is too small; {needing} {needed}")
-        self.store, source = prepared(recipe, cache), recipe.sources.path
+        self.store, source = prepare_in_cache(recipe, cache), recipe.sources.path
         self.train, self.validation = self._parts = split(
             self.store, seq_len=seq_len, vocab_size=self.vocab_size, fraction=validation_fraction, source=source
         )

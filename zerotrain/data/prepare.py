@@ -738,7 +738,7 @@ def recipe_of(
     return Recipe(sources, text_tokenizer, document_end, text_field), cache
 
 
-def prepared(recipe: Recipe, cache: Path) -> TokenStore:
+def prepare_in_cache(recipe: Recipe, cache: Path) -> TokenStore:
     """The tokens of a recipe's files: those of a single file of bytes where it lies, others from a store in the cache,
     made if it is not there yet.
 
@@ -759,7 +759,7 @@ def prepared(recipe: Recipe, cache: Path) -> TokenStore:
     return store
 
 
-def prepared_in(recipe: Recipe, folder: Path) -> TokenStore:
+def prepare_in_folder(recipe: Recipe, folder: Path) -> TokenStore:
     """The tokens of a recipe's files, in a folder of their own.
 
     Raises:
