@@ -40,7 +40,7 @@ _NUM_ROUNDS = 12
 """Six would do where there are many rows. With few, each round has few ways to go: with 6 rounds some of the 24 orders
 of 4 rows come 1.1 times as often as others, and with 12 rounds 1.001 times."""
 _HASH = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-"""Multipliers of SplitMix64's last part, in which each bit of what goes in changes each bit of what comes out
+"""Multipliers of SplitMix64's last part, by which each bit of the input changes each bit of the output
 (G. Steele and others, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014)."""
 
 
@@ -138,7 +138,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         rows_consumed: sequences that all ranks have been trained on before.
         order: (positions, seed=...) -> (rows, epochs), of a dataset that has an order of its own, such as a mix; None:
             one permutation of all rows after another.
-        fingerprint: what else must be the same for a row to be the same, such as {"tokens": 1000000}.
+        fingerprint: further facts of the data, which a resumed run must share, such as {"tokens": 1000000}.
 
     Raises:
         ValueError: an argument is out of range.
@@ -192,7 +192,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """The rows of one step, before which all ranks have read `position` sequences: the micro-batches of some
         virtual ranks, by default those of this rank, in that order.
 
-        Only these are computed: a thousand ranks would each list a thousand times what they read.
+        Only these are computed: a thousand ranks would each list the rows of all thousand.
         """
         if virtual_ranks is None:
             virtual_ranks = range(self.rank * self.leaves_per_rank, (self.rank + 1) * self.leaves_per_rank)

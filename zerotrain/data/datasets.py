@@ -1,4 +1,4 @@
-"""TextDataset: text files as bytes, or as the tokens of a tokenizer."""
+"""The datasets of tokens: made up on the spot, of text files, and of files of tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,7 +91,7 @@ class TextDataset:
         vocab_size: tokens the model knows, at least those of the tokenizer, or 256 of bytes; None for just as many as
             the tokenizer has.
         tokenizer: a folder with a Hugging Face tokenizer, or the name of one on the hub; None for bytes.
-        document_end: what stands between documents: "eos" or "bos" of the tokenizer, "newline" where a document does
+        document_end: the mark between documents: "eos" or "bos" of the tokenizer, "newline" where a document does
             not end with one, or "none"; None for eos where the tokenizer has one, else newline. A file of plain text is
             a document, and so are a line of .jsonl and a row of .parquet.
         text_field: where the text is in an object of .jsonl, or the column in a .parquet file.
@@ -139,7 +139,7 @@ class TextDataset:
         )
 
     def summary(self) -> str:
-        """One line: files, tokens, rows, what is unused, validation rows."""
+        """One line: files, tokens, rows, the unused part, validation rows."""
         return describe_tokens(*self._parts, self._num_files)  # the parts as they were: a user may have wrapped them
 
     def fingerprint(self) -> dict[str, int | str]:
@@ -162,7 +162,7 @@ class TextDataset:
         return torch.tensor(list(text.encode()), dtype=torch.int64)
 
     def decode(self, ids: torch.Tensor | Sequence[int]) -> str:
-        """Tokens to text; what is no UTF-8, as a generated or cut character may be, becomes U+FFFD."""
+        """Tokens to text; invalid UTF-8, as of a generated or cut character, becomes U+FFFD."""
         values = ids.tolist() if isinstance(ids, torch.Tensor) else ids
         if self.tokenizer is not None:
             return self.tokenizer.decode(values)
@@ -232,7 +232,7 @@ class TokenFiles:
         )
 
     def summary(self) -> str:
-        """One line: files, tokens, rows, what is unused, validation rows."""
+        """One line: files, tokens, rows, the unused part, validation rows."""
         return describe_tokens(*self._parts)  # which a user may have wrapped
 
     def fingerprint(self) -> dict[str, int | str]:

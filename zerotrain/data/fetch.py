@@ -39,7 +39,7 @@ from torch.utils.data import TensorDataset, default_collate
 from zerotrain.data.batches import IGNORED_LABEL, OF_SET, rows_at
 from zerotrain.files.suspension import suspended_s
 
-# The parts of a micro-batch: any structure of tensors, of which some may be labels; and what it weighs in a step.
+# The parts of a micro-batch, any structure of tensors, some of them labels; and its weight in a step.
 
 
 LABELS = "labels"
@@ -48,7 +48,7 @@ WITH_OUTPUTS = "with_outputs"
 IDS = ("ids", "input_ids")
 """Names of a language model's inputs in a batch; without names they stand first."""
 LOSS_COUNT = "loss_count"
-"""The method of a model that says what its mean loss divides by: it gets a batch as the forward does."""
+"""The method of a model that returns the divisor of its mean loss: it gets a batch as the forward does."""
 AUTO, MODEL = "auto", "model"
 """`train.loss_over`: a model's own count where it has one, else `num_labels`; and that count alone."""
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -68,7 +68,7 @@ def as_inputs(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
 
 
 def ids_of(batch: Any) -> torch.Tensor | None:
-    """The tokens a language model is given: what is called `ids` or `input_ids`, or else what stands first."""
+    """The tokens for a language model: the part called `ids` or `input_ids`, or else the first one."""
     inputs = as_inputs(batch)
     if isinstance(inputs, Mapping):
         ids = next((inputs[name] for name in IDS if name in inputs), None)
@@ -105,8 +105,8 @@ def unknown_token(batch: Any, vocab_size: int) -> tuple[int, int] | None:
 
 
 def labels_of(batch: Any) -> torch.Tensor | None:
-    """The labels of a micro-batch: what is called `labels`, or else what stands in the second place; None where there
-    is no tensor."""
+    """The labels of a micro-batch: the part called `labels`, or else the second one; None where that is no
+    tensor."""
     inputs = as_inputs(batch)
     if isinstance(inputs, Mapping):
         labels = inputs.get(LABELS)
@@ -134,7 +134,7 @@ def names_in(value: Any) -> Mapping[str, Any]:
 
 
 def without_targets(batch: Any, paths: Iterable[str | None]) -> Sequence[Any] | Mapping[str, Any]:
-    """The model's arguments but for what `target_of` gives for each path."""
+    """The model's arguments without the tensors of `target_of` for each path."""
     inputs, target_paths = as_inputs(batch), [path or LABELS for path in paths]
     if isinstance(inputs, Mapping):
         for path in target_paths:
@@ -192,7 +192,7 @@ WEIGHTS: dict[str, Weigh] = {
 
 
 def weighing_of(loss_over: str, model: Any) -> tuple[str, Weigh]:
-    """(the name of what is counted, the function that does it) for a setting and a model.
+    """(the name of the count, the function that counts) for a setting and a model.
 
     Raises:
         ValueError: the model is to count, and cannot.
@@ -244,7 +244,7 @@ def tensors_in(batch: Any) -> list[torch.Tensor]:
 
 
 def _fields(batch: Any) -> dict[str, Any] | None:
-    """Those of a dataclass."""
+    """The fields of a dataclass; None of another object."""
     if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
         return None
     return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
@@ -257,9 +257,9 @@ _MARGIN_S = 10.0
 """A row is given up so long before other ranks give up this one, or a quarter of what they wait: its name is the cause,
 and not that a rank did not answer."""
 _STOP_GRACE_S = 10.0
-"""A row may take so long, and so long after the run was told to stop: what runs it may end it soon."""
+"""A row may take so long, and so long after the run was told to stop: the launcher may end the run soon."""
 LOOK_S = 1.0
-"""So often whoever waits for a reader looks where it is."""
+"""The time between two looks at the place of a reader, by the thread that waits for it."""
 
 
 class RowError(RuntimeError):
@@ -421,7 +421,7 @@ def fetch_rows(
 
 
 def draws(dataset: Any, collate: Collate | None = None) -> bool:
-    """Whether random numbers may be drawn while rows are read; what does not say `draws = False` may."""
+    """Whether random numbers may be drawn while rows are read: a dataset may unless it says `draws = False`."""
     reads_whole = collate is None and hasattr(dataset, "rows")
     plain = isinstance(dataset, list | tuple | TensorDataset)
     of_items = not reads_whole and bool(getattr(dataset, "draws", not plain))
@@ -435,7 +435,7 @@ def may_be_read_beside(dataset: Any, collate: Collate | None = None) -> bool:
 
 @contextmanager
 def seeded(*place: object) -> Iterator[None]:
-    """Inside, the global generators draw what follows from a place; afterwards they are as they were."""
+    """Inside, the global generators are seeded by a place; afterwards they are as they were."""
     with _restoring_generators(True) as seed_by:
         seed_by(*place)
         yield
@@ -466,7 +466,7 @@ def _list_numbers(numbers: Sequence[int]) -> str:
 
 @contextmanager
 def _restoring_generators(are_used: bool) -> Iterator[Callable[..., None]]:
-    """Inside, what is yielded seeds the global generators by its arguments; afterwards they are as they were."""
+    """Yields a function that seeds the global generators by its arguments; afterwards they are as they were."""
     if not are_used:
         yield lambda *_: None
         return
@@ -499,7 +499,7 @@ _CHEAP_S, _MAX_S = 0.25, 1.0
 _MAX_NUM_ROWS = 100_000
 """A larger number in a file is no reason to read more rows."""
 _FIRST = ", half of them the first of a run"
-"""Said of rows to train on which are not all."""
+"""Follows the number of rows to train on where these are not all."""
 _NUM_ROWS = re.compile(rf"\w{{16}} of (\d{{1,9}}) rows({_FIRST})?")
 
 
@@ -515,7 +515,7 @@ def fingerprint_of(
         data: its own `fingerprint()` is taken where it has one. Else items are read: all of each dataset where that is
             cheap, or else a thousand at most, evenly spread; of `data.train` half of them are those that a run with
             this seed reads first.
-        seed: of the run, which what is drawn for an item follows from.
+        seed: of the run; the random numbers of an item follow from it.
         validation_sets: further data by name, whose fingerprints are in it too, behind `OF_SET` and the name.
         like: the fingerprint to compare with: as many items are read as were for it. How many are cheap depends on the
             machine.

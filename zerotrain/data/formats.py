@@ -1,4 +1,4 @@
-"""Readers of the files of tokens that people have: each tells where in a file its tokens lie, and of which dtype.
+"""Readers of the files of tokens that people have: each finds where in a file its tokens lie, and of which dtype.
 
 .npy            a one-dimensional array of integers
 llm.c           256 int32 (magic, version, number of tokens, zeros), then uint16 of GPT-2 or uint32 of Llama 3;
@@ -106,7 +106,7 @@ def container_of(beginning: bytes) -> Container | None:
 
 
 def container_of_text(beginning: bytes) -> Container | None:
-    """As `container_of`, of what is said to be text: with encodings that hold other bytes."""
+    """As `container_of`, of a file of text: with encodings that hold other bytes."""
     return _UTF_16 if beginning.startswith(_BYTE_ORDER_MARKS) else container_of(beginning)
 
 
@@ -126,28 +126,10 @@ def _is_tar(beginning: bytes) -> bool:
 # size, would be learnt.
 
 
-SAMPLE_NBYTES = 1 << 13
+_SAMPLE_NBYTES = 1 << 13
 """Bytes looked at in each file, of which there may be 50,000."""
 _MIN_NUM_WORDS = 32
 """Fewer say nothing about the rest."""
-
-
-def require_plain_tokens(path: Path, dtype: np.dtype, *, vocab_size: int | None, name: str) -> None:
-    """Check that the beginning of a file can be that of tokens of `dtype`.
-
-    Args:
-        name: what the file is called in messages.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it looks like something else; with what to set.
-    """
-    with path.open("rb") as file:
-        sample = file.read(SAMPLE_NBYTES)
-    if (container := container_of(sample)) is not None:
-        raise ValueError(f"{name} is {container.name}; {container.for_tokens}")
-    if (content := _guess_content(sample, dtype, vocab_size)) is not None:
-        raise ValueError(f"{name} looks like {content}")
 
 
 def _guess_content(sample: bytes, dtype: np.dtype, vocab_size: int | None) -> str | None:
@@ -227,7 +209,7 @@ def open_files(files: Sequence[Path], *, dtype: str, vocab_size: int | None, sou
     Args:
         dtype: of files that do not say themselves of which they are; one of `PLAIN_DTYPES`.
         vocab_size: tokens the model knows, if it is known.
-        source: what names the files, as the user wrote it ("data.path=corpus").
+        source: the setting that names the files, as the user wrote it ("data.path=corpus").
 
     Raises:
         OSError: a file cannot be read.
@@ -259,18 +241,20 @@ def _token_file(path: Path, plain: np.dtype, vocab_size: int | None, name: str) 
     if not os.access(path, os.R_OK):
         raise ValueError(f"{name} cannot be read; give it read permission or choose another file")
     with path.open("rb") as file:
-        header = file.read(_LLM_C_HEADER_NBYTES)
-    if header.startswith(_NPY_MAGIC):
+        beginning = file.read(_SAMPLE_NBYTES)
+    if beginning.startswith(_NPY_MAGIC):
         return _read_npy(path, name)
-    magic = int.from_bytes(header[:4], "little")
-    if len(header) == _LLM_C_HEADER_NBYTES and (magic in _LLM_C or magic == _LLM_C_QUESTIONS):
-        return _read_llm_c(path, header, name)
+    magic = int.from_bytes(beginning[:4], "little")
+    if len(beginning) >= _LLM_C_HEADER_NBYTES and (magic in _LLM_C or magic == _LLM_C_QUESTIONS):
+        return _read_llm_c(path, beginning, name)
     index = path.with_suffix(".idx")
     if path.suffix == ".bin" and is_megatron_index(index):
         return _read_megatron(path, index, name)
+    if (container := container_of(beginning)) is not None:
+        raise ValueError(f"{name} is {container.name}; {container.for_tokens}")
+    if (content := _guess_content(beginning, plain, vocab_size)) is not None:
+        raise ValueError(f"{name} looks like {content}")
     nbytes = path.stat().st_size
-    if nbytes:
-        require_plain_tokens(path, plain, vocab_size=vocab_size, name=name)
     if nbytes == 0 or nbytes % plain.itemsize:
         raise ValueError(
             f"{name} has {nbytes} bytes; a file of {plain.name} tokens has a multiple of {plain.itemsize}, and at "
@@ -392,7 +376,7 @@ def find_token_paths(path: str, source: str) -> TokenPaths:
             files; a glob pattern, where `**` matches any depth; or what Megatron calls a prefix: the path of a .bin and
             .idx without suffix. Files called `val` go to validation if the others are called `train`:
             fineweb_train_000001.bin, fineweb_val_000000.bin.
-        source: what the user wrote ("data.path=corpus").
+        source: the setting, as the user wrote it ("data.path=corpus").
 
     Raises:
         FileNotFoundError: nothing is there, or no file matches.
@@ -455,7 +439,7 @@ def place_on_disk(status: os.stat_result) -> tuple[int, int]:
 def _sort_by_name(files: list[Path], source: str) -> TokenPaths:
     validation = tuple(file for file in files if _words_in_name(file) & {"val", "valid", "validation"})
     train = tuple(file for file in files if _words_in_name(file) & {"train", "training"} and file not in validation)
-    if not validation or len(validation) == len(files):  # all of one kind: the user has named what is to be read
+    if not validation or len(validation) == len(files):  # all of one kind: the user has named the files to read
         return TokenPaths(tuple(files))
     unmarked = [file.name for file in files if file not in validation and file not in train]
     if unmarked:

@@ -15,7 +15,7 @@ from zerotrain.files.terminal import package
 from zerotrain.files.untrusted import printable
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
-"""Ending of a file -> what `datasets` reads it with."""
+"""Ending of a file -> the builder by which `datasets` reads it."""
 VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 _LOOKED_AT_ROWS, _LOOKED_AT_TOKENS = 1000, 1 << 18
 """Rows and tokens of a dataset that are looked at, to estimate how many rows are cut."""
@@ -39,8 +39,8 @@ class HuggingFaceDataset:
         tokenizer: a folder with a Hugging Face tokenizer, or the name of one on the hub.
         document_end: of each text, as `TextDataset` has it: "eos" or "bos" of the tokenizer, "newline" or "none"; None
             for eos where the tokenizer has one, else newline.
-        split: what is trained on, where the folder has several splits.
-        validation_split: what is validated on; None: the first of `VALIDATION_SPLITS` that there is, or else a part of
+        split: the one to train on, where the folder has several splits.
+        validation_split: the one to validate on; None: the first of `VALIDATION_SPLITS` there is, or else a part of
             `split`, its last rows.
         validation_fraction: that part, between 0 and 1; 0: none.
 
@@ -82,7 +82,7 @@ class HuggingFaceDataset:
             raise ValueError(
                 f"data.vocab_size={vocab_size} is too small; data.tokenizer={tokenizer} has {num_tokens} tokens"
             )
-        if self.tokenizer is not None:  # what has none must not seem to have one
+        if self.tokenizer is not None:  # a dataset without one must not seem to have it
             self.encode, self.decode = self.tokenizer.encode, self.tokenizer.decode
             self.end_of_text = self.tokenizer.end_of_text
         used_splits = {name: splits[name] for name in _names_of_splits(splits, split, validation_split, path)}

@@ -28,7 +28,7 @@ def first_batches(dataset: Any, name: str, *, seed: int = 0, collate: Collate | 
 
     Raises:
         ValueError: it is no map-style dataset or is empty, an item has parts that no batch can be made of, the items
-            cannot stand in one batch, or what the dataset says of itself is not so.
+            cannot stand in one batch, or the dataset says something untrue of itself.
         RowError: the dataset or collate raised an exception.
     """
     if sources := getattr(dataset, "sources", {}):
@@ -175,7 +175,7 @@ def require_next_tokens(batches: Sequence[Any], name: str, *, model: str, vocab_
     Args:
         batches: from `first_batches`.
         name: of the dataset they are from.
-        model: what the model is called.
+        model: the name of the model.
         vocab_size: tokens it knows; None where it does not say.
 
     Raises:

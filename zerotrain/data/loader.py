@@ -33,7 +33,7 @@ from zerotrain.data.fetch import Collate, RowError, RowPlace, Weigh
 from zerotrain.device.device import DONE, Event
 from zerotrain.device.kinds import device_of
 
-# Micro-batches on their way to the device: on a GPU copied beside what it computes.
+# Micro-batches on their way to the device. A GPU computes while they are copied.
 
 
 class Copied(NamedTuple):
@@ -211,7 +211,7 @@ def _run_worker(
     """The life of a worker."""
     for signum in _IGNORED_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
-    signal.set_wakeup_fd(-1)  # the rank's: what is written there would be taken for a signal to the rank
+    signal.set_wakeup_fd(-1)  # the rank's: a byte written there would be taken for a signal to the rank
     for end in other_ends:
         end.close()
     torch.set_num_threads(1)
@@ -372,8 +372,8 @@ class StepLoader:
 
 
 class ReadAhead(Iterator[Any]):
-    """An iterator that a thread runs ahead of who asks for its values, by so many at most. An exception comes where
-    its value would have.
+    """An iterator whose values a thread reads before they are asked for, so many at most. An exception comes in
+    the place of its value.
 
     Args:
         timeout_s: as of `RowPlace`, for rows that the thread reads itself.

@@ -54,7 +54,7 @@ class Mix:
         )
         self.validation = MixedRows({name: data.validation for name, data in self.sources.items()}, weights)
         first_source = self.sources[trained[0]]
-        for name in ("encode", "decode", "end_of_text"):  # what has none must not seem to have one
+        for name in ("encode", "decode", "end_of_text"):  # a mix without one must not seem to have it
             if hasattr(first_source, name):
                 setattr(self, name, getattr(first_source, name))
 

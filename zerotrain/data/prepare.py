@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +27,7 @@ import numpy as np
 
 from zerotrain.data.store import INDEX_NAME, Shard, TokenStore, write_index
 from zerotrain.data.text_files import Sources, TextPiece, find_sources, is_plain, read_pieces
-from zerotrain.data.tokenizer import PIECE_NBYTES, AnyPlace, Cut, DocumentEnd, ExactPlace, TextTokenizer
+from zerotrain.data.tokenizer import PIECE_NBYTES, Cut, DocumentEnd, ExactPlace, TextTokenizer, cut_anywhere
 from zerotrain.files.lock import can_lock, holder, lock, note_holder, open_lock, whole
 from zerotrain.files.untrusted import Natural, UntrustedFileError, duration, read_json, require_kind
 
@@ -110,7 +110,7 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
         return False
 
 
-# A store as it is written: what the disk has is noted every few seconds, so that one that was ended goes on there.
+# A store as it is written. The part on the disk is noted every few seconds, so that an ended process is continued.
 
 
 SHARD_TOKENS = 1 << 27
@@ -118,7 +118,7 @@ SHARD_TOKENS = 1 << 27
 NOTE_S = 5.0
 """Seconds of work that are lost at most where the process is killed."""
 NOTES_NAME = "preparing.json"
-MAX_NOTES_NBYTES = 1 << 16
+MAX_JSON_NBYTES = 1 << 16
 STARTS_NAME = "starts.part"
 """File with the starts of documents, until the index is written."""
 
@@ -128,7 +128,7 @@ class WriterState:
     """Contents of an unfinished store on the disk, and the place in the sources where writing resumes."""
 
     made_of: str
-    """A hash of what it is made of."""
+    """A hash of the sources and of how they become tokens."""
     file: Natural = 0
     """The number of the source."""
     offset: Natural = 0
@@ -151,7 +151,7 @@ class StoreWriter:
     Args:
         folder: is there, and nobody else writes to it.
         dtype: of the tokens.
-        made_of: a hash of what the store is made of; of what was made of something else nothing is kept.
+        made_of: a hash of the sources and the recipe; an unfinished store with another hash is removed.
 
     Raises:
         OSError: the folder cannot be written; `filename` names something in it.
@@ -235,7 +235,7 @@ class StoreWriter:
     def _read_notes(self, made_of: str) -> WriterState | None:
         """The notes of an earlier writer; None if writing cannot resume there."""
         try:
-            notes = read_json(self._folder / NOTES_NAME, dict[str, Any], max_nbytes=MAX_NOTES_NBYTES)
+            notes = read_json(self._folder / NOTES_NAME, dict[str, Any], max_nbytes=MAX_JSON_NBYTES)
             state: WriterState = require_kind(notes, WriterState)
             if notes.get("hash") != _hash_state(state):
                 return None
@@ -284,13 +284,12 @@ def _shard_name(number: int) -> str:
 
 
 SEAL_NAME = "seal.json"
-MAX_SEAL_NBYTES = 1 << 16
 HASHED_NBYTES = 1 << 24
 """Hashed by one thread at a time: 1.8 GB/s each, where the CPU has instructions for SHA-256."""
 ABANDONED_S = 7 * 86400.0
 """Unfinished stores are removed once nobody has gone on with them for so long."""
 _STORE_NAME = re.compile("(text|tokens)(-[0-9a-f]{16}){3}")
-"""Not `text-2026-11-23`, a folder of the user's own in what somebody named as the cache."""
+"""`text-2026-11-23` does not match: it may be a folder of the user's own in the folder named as the cache."""
 _TICK_S = 0.05
 """Longer than the steps of a file system's clock. A write one step later sets another time of change."""
 
@@ -310,7 +309,7 @@ class Seal:
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """The folder for what can be made again of the data; it need not be there yet."""
+    """The folder for files that can be made again of the data; it need not be there yet."""
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotrain"
@@ -325,7 +324,7 @@ def kept_store(
     Args:
         recipe: a hash of how `write` makes tokens of the files.
         write: gets the folder and a hash of the files and their state.
-        private: only the user may read it: who may read the cache's folder may not be allowed to read the sources.
+        private: only the user may read it: others with access to the cache may have none to the sources.
 
     Raises:
         OSError: it cannot be written, or a source not be read.
@@ -371,7 +370,7 @@ def remove_abandoned(cache: Path, *, superseded: str, keep: str) -> None:
     those of long ago.
 
     Args:
-        superseded: what the names of stores of the same paths begin with.
+        superseded: the beginning of the names of stores of the same paths.
         keep: the name of the one that is of use.
     """
     for folder in cache.iterdir() if cache.is_dir() else ():
@@ -435,7 +434,7 @@ def misfit(folder: Path, sources: Sequence[Path], recipe: str) -> str | None:
 
 
 def _store_files(folder: Path) -> list[Path]:
-    """Those of a store."""
+    """The files of a store, the index last."""
     return [*sorted(folder.glob("*.bin")), folder / INDEX_NAME]
 
 
@@ -461,12 +460,12 @@ def _stamp(marks: list[tuple[int, ...]]) -> str:
 
 
 def _read_seal(folder: Path) -> Seal:
-    seal: Seal = read_json(folder / SEAL_NAME, Seal, max_nbytes=MAX_SEAL_NBYTES)
+    seal: Seal = read_json(folder / SEAL_NAME, Seal, max_nbytes=MAX_JSON_NBYTES)
     return seal
 
 
 def _require_unchanged(sources: Sequence[Path], marks: list[tuple[int, ...]], folder: Path) -> None:
-    """Remove what was made, with a ValueError, of files that are no longer as they were before they were read."""
+    """Remove the store, with a ValueError, if a source is no longer as it was before it was read."""
     for source, mark in zip(sources, marks, strict=True):
         try:
             is_same = _mark(source.stat()) == mark
@@ -523,7 +522,7 @@ class Progress:
             self._print(f"preparing: goes on at {_mb(reached)} of {_mb(self._nbytes)} MB")
 
     def reached(self, nbytes: int, tokens: int) -> None:
-        """So many bytes are read, and so many tokens made."""
+        """Note how many bytes are read, and how many tokens made."""
         now_s = time.monotonic()
         took_s = max(1e-3, now_s - self._started_s)
         if took_s >= QUIET_S:
@@ -561,41 +560,32 @@ _MAX_PIECES = 4096
 _WARNED_NBYTES = 1 << 24
 
 
-@dataclass(frozen=True)
 class Recipe:
     """How files become a row of tokens.
 
     Args:
         tokenizer: None for bytes.
-        document_end: what stands between documents, as `DocumentEnd` takes it.
+        document_end: the mark between documents, as `DocumentEnd` takes it.
         text_field: of a .jsonl object, or column of a .parquet file.
 
     Raises:
         ValueError: there is no such end of a document, or the tokenizer has none.
     """
 
-    sources: Sources
-    tokenizer: TextTokenizer | None
-    document_end: str | None = None
-    text_field: str = "text"
-
-    def __post_init__(self) -> None:
-        _ = self.ending  # which may be refused
-
-    @cached_property
-    def ending(self) -> DocumentEnd:
+    def __init__(
+        self,
+        sources: Sources,
+        tokenizer: TextTokenizer | None,
+        document_end: str | None = None,
+        text_field: str = "text",
+    ) -> None:
+        self.sources, self.tokenizer, self.text_field = sources, tokenizer, text_field
+        self.ending = DocumentEnd(tokenizer, document_end)
         """The mark between documents."""
-        return DocumentEnd(self.tokenizer, self.document_end)
-
-    @property
-    def dtype(self) -> np.dtype:
+        self.dtype = np.dtype(np.uint8) if tokenizer is None else tokenizer.token_dtype
         """Dtype of a token."""
-        return np.dtype(np.uint8) if self.tokenizer is None else self.tokenizer.token_dtype
-
-    @property
-    def vocab_size(self) -> int:
+        self.vocab_size = NUM_BYTE_VALUES if tokenizer is None else tokenizer.vocab_size
         """Tokens are below this."""
-        return NUM_BYTE_VALUES if self.tokenizer is None else self.tokenizer.vocab_size
 
     @property
     def fingerprint(self) -> str:
@@ -605,7 +595,7 @@ class Recipe:
 
     def pieces(self, file: int, offset: int) -> Iterator[tuple[int, TextPiece]]:
         """The pieces of all documents from a place on, each with the number of its file."""
-        cut: Cut = AnyPlace() if self.tokenizer is None else ExactPlace(self.tokenizer.tokens_of)
+        cut: Cut = cut_anywhere if self.tokenizer is None else ExactPlace(self.tokenizer.tokens_of)
         for number in range(file, len(self.sources.files)):
             start = offset if number == file else 0
             path = self.sources.files[number]
@@ -613,7 +603,7 @@ class Recipe:
                 yield number, piece
 
     def tokens_of(self, pieces: list[TextPiece]) -> list[np.ndarray]:
-        """The tokens of each piece, with what stands between documents."""
+        """The tokens of each piece, with the marks between documents."""
         adds_newline = self.ending.name == "newline"
         texts = [
             piece.text + b"\n" if adds_newline and piece.ends and not piece.text.endswith(b"\n") else piece.text
@@ -629,7 +619,7 @@ class Recipe:
 
 
 def write_store(recipe: Recipe, folder: Path, made_of: str) -> None:
-    """Write the tokens of a recipe's files to a folder, going on with what an earlier call has left there.
+    """Write the tokens of a recipe's files to a folder, going on where an earlier call ended.
 
     Args:
         folder: is there, and nobody else writes to it.
@@ -641,9 +631,9 @@ def write_store(recipe: Recipe, folder: Path, made_of: str) -> None:
         ImportError: a package that reads a kind of file is not installed.
     """
     sources, made_of = recipe.sources, f"{recipe.fingerprint} {made_of}"
-    with closing(StoreWriter(folder, recipe.dtype, made_of)) as writer, Progress(sources.nbytes) as progress:
-        state, sizes = writer.state, [file.stat().st_size for file in sources.files]
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
+    offsets = np.concatenate([[0], np.cumsum([file.stat().st_size for file in sources.files])])
+    with closing(StoreWriter(folder, recipe.dtype, made_of)) as writer, Progress(int(offsets[-1])) as progress:
+        state = writer.state
         progress.start(int(offsets[state.file]) + state.offset)
         for batch, encoded in _encode_batches(recipe, state.file, state.offset):
             for (_, piece), tokens in zip(batch, encoded, strict=True):

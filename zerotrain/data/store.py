@@ -1,6 +1,6 @@
 """TokenStore: one long row of tokens in one file or many, and the folder in which zerotrain keeps such a row.
 
-A store's folder holds shards, which are tokens and nothing else, and what describes them:
+A store's folder holds shards, which are tokens and nothing else, and an index that describes them:
 
     index.json      {"format": 1, "dtype": "uint16", "vocab_size": 50257, "tokenizer": null,
                      "shards": [{"name": "000000.bin", "tokens": 100000000}, ...],
@@ -51,7 +51,7 @@ class Shard:
 
 
 class _OpenFile:
-    """A descriptor, closed when nobody has it any more: another thread may be reading what this one puts away."""
+    """A descriptor, closed with its last reference: another thread may be reading the file that this one puts away."""
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from zerotrain.data.formats import container_of_text, place_on_disk
-from zerotrain.data.tokenizer import AnyPlace, Cut, cut_text
+from zerotrain.data.tokenizer import Cut, cut_anywhere, cut_text
 from zerotrain.files.lock import Holder, read_note
 from zerotrain.files.terminal import package
 from zerotrain.files.untrusted import UntrustedFileError, parse_json, printable
@@ -56,13 +56,13 @@ def is_plain(path: Path) -> bool:
 
 
 def inner_suffix(path: Path) -> str:
-    """The end of a file's name, of what is compressed in it."""
+    """The end of a file's name, without that of its compression."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
 
 
 def beginning(path: Path, nbytes: int) -> bytes:
-    """The first bytes of a file, of what is compressed in it; those of the file itself where that cannot be read."""
+    """The first bytes of a file, decompressed; those of the file itself where that is not possible."""
     try:
         with ExitStack() as stack:
             return _open_content(path, stack)[0].read(nbytes)
@@ -71,7 +71,7 @@ def beginning(path: Path, nbytes: int) -> bytes:
             return b"" if path.suffix.lower() in COMPRESSED else file.read(nbytes)
 
 
-def read_pieces(path: Path, *, field: str, start: int = 0, cut: Cut | None = None) -> Iterator[TextPiece]:
+def read_pieces(path: Path, *, field: str, start: int = 0, cut: Cut = cut_anywhere) -> Iterator[TextPiece]:
     """The documents of a file in pieces: a plain file is one document, a line of .jsonl and a row of .parquet each one.
     A row whose text is null has none, and is told by a piece of its own.
 
@@ -85,7 +85,6 @@ def read_pieces(path: Path, *, field: str, start: int = 0, cut: Cut | None = Non
         ValueError: the file is broken, or has no such field.
         OSError: it cannot be read.
     """
-    cut = AnyPlace() if cut is None else cut
     try:
         with ExitStack() as stack:
             if is_parquet(path):
@@ -251,7 +250,7 @@ _SAVED_DATASET_NAMES = {"dataset_info.json", "state.json"}
 def why_left(path: Path) -> str | None:
     """Why a file that was found in a folder is no text; None where it is, or cannot be read, to be reported by name.
 
-    As git decides it: by a zero byte near the beginning, of what is compressed in there. Known kinds of files are told.
+    As git decides it: by a zero byte near the beginning of the decompressed content. Known kinds of files are named.
     """
     if is_parquet(path) or not os.access(path, os.R_OK):
         return None
@@ -265,10 +264,10 @@ def require_text(path: Path, source: str) -> None:
     """Check that a file, which the user has named, may be text.
 
     Args:
-        source: what the user wrote ("data.path=book.txt").
+        source: the setting, as the user wrote it ("data.path=book.txt").
 
     Raises:
-        ValueError: it is something else, with what to do.
+        ValueError: it is something else, with a remedy.
     """
     if is_parquet(path) or not os.access(path, os.R_OK):
         return
@@ -350,17 +349,12 @@ class Sources:
     omissions: Counter[str] = field(default_factory=Counter)
     """The number of files left out, by the reason."""
     is_default: bool = False
-    """They are what is read where nothing is given."""
+    """They are read because the user named none."""
 
     @property
     def leaves_data(self) -> bool:
-        """Whether a file that was left out may hold what was meant."""
+        """Whether a file that was left out may be one that the user meant."""
         return any(reason.startswith(BINARY) for reason in self.omissions)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all files on the disk."""
-        return sum(file.stat().st_size for file in self.files)
 
     def describe_omissions(self) -> str:
         """The numbers of files that were left out, by reason; empty where there are none."""
@@ -393,7 +387,7 @@ def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: 
 
     Raises:
         FileNotFoundError: nothing is there, or no file matches.
-        ValueError: what is there holds no text, a file cannot be read, or it is a dataset that would be learnt as it is
+        ValueError: the files hold no text, a file cannot be read, or it is a dataset that would be learnt as it is
             written: rows of JSON, or what Hugging Face's `save_to_disk` writes.
     """
     if path is None:

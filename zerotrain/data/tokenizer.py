@@ -11,9 +11,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -39,24 +37,15 @@ PLACES = (
 one. Invalid UTF-8 around them gives the same U+FFFD on each side."""
 
 
-class Cut(Protocol):
-    """Finds a place to cut a text."""
-
-    def __call__(self, text: bytes, low: int, high: int) -> tuple[int, int] | None:
-        """A place above `low`, up to `high`: the end of the piece before it, and the beginning of the one behind it,
-        between which nothing or a space is left out. None where there is none.
-
-        Args:
-            text: from the beginning of a piece, to `CONTEXT_NBYTES` beyond `high` or to the end of the document.
-        """
+Cut = Callable[[bytes, int, int], tuple[int, int] | None]
+"""Finds a place to cut a text, of (text, low, high): the place is above `low`, up to `high`. It is the end of the piece
+before it and the beginning of the one behind it, between which nothing or a space is left out; None where there is no
+place. The text goes from the beginning of a piece to `CONTEXT_NBYTES` beyond `high`, or to the end of the document."""
 
 
-class AnyPlace:
-    """Cuts anywhere: what is read as bytes has no places."""
-
-    def __call__(self, text: bytes, low: int, high: int) -> tuple[int, int] | None:
-        """At the end."""
-        return high, high
+def cut_anywhere(text: bytes, low: int, high: int) -> tuple[int, int] | None:
+    """Cut at the end, as text that is read as bytes can be."""
+    return high, high
 
 
 class ExactPlace:
@@ -154,7 +143,7 @@ class TextTokenizer:
         """The tokenizer without transformers around it, which takes many texts on all cores, and does not warn of a
         text that is longer than the model's context; None for one that is written in Python."""
         if self._backend is not None:
-            # As some are saved: what is beyond 512 tokens would be lost, what is below be filled up.
+            # Some are saved so that a text is cut or filled up to 512 tokens.
             self._backend.no_truncation()
             self._backend.no_padding()
             self._backend.encode_special_tokens = bool(getattr(self._tokenizer, "split_special_tokens", False))
@@ -209,7 +198,6 @@ class TextTokenizer:
 DOCUMENT_ENDS = ("eos", "bos", "newline", "none")
 
 
-@dataclass(frozen=True)
 class DocumentEnd:
     """Marks where a document ends, or begins.
 
@@ -222,11 +210,8 @@ class DocumentEnd:
         ValueError: there is no such end of a document, or the tokenizer has none.
     """
 
-    tokenizer: TextTokenizer | None
-    choice: str | None = None
-
-    def __post_init__(self) -> None:
-        choice, tokenizer = self.choice, self.tokenizer
+    def __init__(self, tokenizer: TextTokenizer | None, choice: str | None = None) -> None:
+        self._tokenizer = tokenizer
         if choice not in (None, *DOCUMENT_ENDS):
             raise ValueError(f"data.document_end={choice} is not known; it must be {', '.join(DOCUMENT_ENDS)} or null")
         if choice in ("eos", "bos") and self._mark(choice) is None:
@@ -236,15 +221,10 @@ class DocumentEnd:
             raise ValueError(
                 "data.document_end=newline: the tokenizer makes no token of a newline; choose eos, bos or none"
             )
-
-    @cached_property
-    def name(self) -> str:
+        if choice is None:
+            choice = "eos" if self._mark("eos") is not None else "newline" if self._has_newline() else "none"
+        self.name = choice
         """The mark in use."""
-        if self.choice is not None:
-            return self.choice
-        if self._mark("eos") is not None:
-            return "eos"
-        return "newline" if self._has_newline() else "none"
 
     def marks(self, *, starts: bool, ends: bool) -> tuple[np.ndarray, np.ndarray]:
         """The tokens before and behind those of a piece of a document, of `token_dtype` of the tokenizer.
@@ -253,14 +233,14 @@ class DocumentEnd:
             starts, ends: whether the document does with this piece.
         """
         name = self.name
-        mark = np.array([self._mark(name) or 0], None if self.tokenizer is None else self.tokenizer.token_dtype)
+        mark = np.array([self._mark(name) or 0], None if self._tokenizer is None else self._tokenizer.token_dtype)
         none = mark[:0]
         return mark if name == "bos" and starts else none, mark if name == "eos" and ends else none
 
     def _mark(self, name: str) -> int | None:
-        if self.tokenizer is None or name not in ("eos", "bos"):
+        if self._tokenizer is None or name not in ("eos", "bos"):
             return None
-        return self.tokenizer.end_of_text if name == "eos" else self.tokenizer.beginning_of_text
+        return self._tokenizer.end_of_text if name == "eos" else self._tokenizer.beginning_of_text
 
     def _has_newline(self) -> bool:
-        return self.tokenizer is None or self.tokenizer.tokens_of("a\n") != self.tokenizer.tokens_of("a")
+        return self._tokenizer is None or self._tokenizer.tokens_of("a\n") != self._tokenizer.tokens_of("a")

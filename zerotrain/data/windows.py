@@ -1,4 +1,4 @@
-"""Looks once through all tokens of a store for such as are beyond the vocabulary, and keeps what it found."""
+"""Windows of tokens: the rows of a store, their split into training and validation, and a check of all tokens."""
 
 import hashlib
 import json
@@ -131,7 +131,7 @@ def are_validation(start: int, count: int, fraction: float) -> np.ndarray:
 
 
 def _split_by_document(documents: np.ndarray, tokens: int, seq_len: int, fraction: float) -> tuple[Rows, Rows] | None:
-    """Both sides of whole documents; None where a side's share is far from what was asked for.
+    """Both sides of whole documents; None where a side's share is far from its part.
 
     Neighbours of one side are one run, so a run has ten documents at a fraction of 0.1, and takes 16 bytes.
     """
@@ -193,7 +193,7 @@ class TokenWindows(Dataset[Batch]):
         layout: which tokens each window has.
         seq_len: tokens of a window.
         vocab_size: tokens allowed are below this.
-        source: what the tokens are read from, as the user named it ("data.path=corpus.bin").
+        source: the setting that names the tokens, as the user wrote it ("data.path=corpus.bin").
         split: how these were chosen from the store, in words.
     """
 
@@ -238,7 +238,7 @@ class TokenWindows(Dataset[Batch]):
                 self.store, int(read[unknown[0]]), position, vocab_size=self.vocab_size, source=self.source
             )
         tokens = read.reshape(len(rows), self.seq_len + 1)
-        # Two copies: who masks labels in place must not change the ids beside them.
+        # Two copies: a user who masks labels in place must not change the ids beside them.
         ids, labels = (part.astype(np.int64, order="C") for part in (tokens[:, :-1], tokens[:, 1:]))
         return torch.from_numpy(ids), torch.from_numpy(labels)
 
@@ -247,7 +247,7 @@ def whole(store: TokenStore, *, seq_len: int, vocab_size: int, source: str) -> T
     """All windows of a store.
 
     Args:
-        source: what the tokens are read from, as the user named it ("data.path=corpus.bin").
+        source: the setting that names the tokens, as the user wrote it ("data.path=corpus.bin").
 
     Raises:
         ValueError: it is shorter than one window and its last label.
@@ -271,10 +271,10 @@ def split(
     more than twice its share, as it may with few documents, or very unequal ones.
 
     Args:
-        source: what the tokens are read from, as the user named it ("data.path=corpus.txt").
+        source: the setting that names the tokens, as the user wrote it ("data.path=corpus.txt").
 
     Raises:
-        OSError, ValueError: what the store says of its documents cannot be read.
+        OSError, ValueError: the starts of the documents cannot be read.
         ValueError: the fraction is not in [0, 1), or a side would hold no window.
     """
     if fraction == 0:
@@ -413,12 +413,12 @@ class Extremes:
 def require_known(store: TokenStore, *, vocab_size: int, source: str, cache_folder: Path) -> None:
     """Check that every token of a store is in 0..vocab_size - 1.
 
-    Reads all files, unless their dtype has no other numbers, or it is known already what they hold: the smallest and
+    Reads all files, unless their dtype has no other numbers, or the cache has their extremes: the smallest and
     the largest token are kept in `cache_folder`, under a name made of the files' paths, sizes, times of change,
-    inodes and dtype. One process reads; others of the same machine wait for what it finds.
+    inodes and dtype. One process reads; others of the same machine wait for its result.
 
     Args:
-        source: what the tokens are read from, as the user named it ("data.path=corpus.bin").
+        source: the setting that names the tokens, as the user wrote it ("data.path=corpus.bin").
 
     Raises:
         OSError: a file cannot be read.
