@@ -191,7 +191,7 @@ def require_next_tokens(batches: Sequence[Any], name: str, *, model: str, vocab_
                 f"{name}[{index}] has the token {unknown[0]}, but {model} knows the tokens {allowed}; ignored labels "
                 f"are {IGNORED_LABEL}"
             )
-    if pairs and pairs[0][0].ndim == 2 and _are_repeated(pairs):
+    if pairs and pairs[0][0].ndim == 2 and _labels_repeat_ids(pairs):
         raise ValueError(
             f"the labels of the first items of {name} equal their ids; {model} learns labels[t] as the token after "
             "ids[t], so that it would learn to copy: give tokens[:-1] as ids and tokens[1:] as labels"
@@ -214,9 +214,9 @@ def _ids_and_labels(batch: Any, name: str, model: str) -> tuple[torch.Tensor, to
     return ids, labels
 
 
-def _are_repeated(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether all labels that count equal the ids beside them, and some not the ids after them: a row of one token
-    does both."""
+def _labels_repeat_ids(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether all labels that count equal the ids beside them, and some differ from the ids after them. Labels of a
+    row of one token equal both."""
     counts = [labels != IGNORED_LABEL for _, labels in items]
     repeated = all((ids == labels)[count].all() for (ids, labels), count in zip(items, counts, strict=True))
     next_ones = [

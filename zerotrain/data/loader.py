@@ -339,12 +339,12 @@ class StepLoader:
             )
         else:
             read = map(reader, requests)
-        self._steps = self._copied_steps(read)
+        self._steps = self._copy_steps(read)
         self._in_time = nullcontext if self.reads_ahead or num_workers > 0 else partial(fetch.in_time, timeout_s)
         if self.reads_ahead:
             self._steps = self._open.enter_context(ReadAhead(self._steps, num_steps_ahead, timeout_s))
 
-    def _copied_steps(self, read: Iterator[tuple[Any, int]]) -> Iterator[tuple[Copied, list[float], list[int]]]:
+    def _copy_steps(self, read: Iterator[tuple[Any, int]]) -> Iterator[tuple[Copied, list[float], list[int]]]:
         while step := list(islice(read, self._num_micro_batches)):
             counts = [self._weigh(*pair) for pair in step], [fetch.num_labels(*pair) for pair in step]
             yield self._copies.start([batch for batch, _ in step]), *counts

@@ -360,7 +360,7 @@ def kept_store(
 def sealed_recipe(folder: Path) -> str | None:
     """How the tokens in a folder were made of their sources; None where nothing there says so."""
     try:
-        return str(_read_seal(folder).recipe)
+        return str(read_json(folder / SEAL_NAME, Seal, max_nbytes=MAX_JSON_NBYTES).recipe)
     except (OSError, UntrustedFileError):
         return None
 
@@ -408,7 +408,7 @@ def sha256_of(files: Sequence[Path]) -> str:
 def misfit(folder: Path, sources: Sequence[Path], recipe: str) -> str | None:
     """Why a store is not to be used; None where it is."""
     try:
-        seal = _read_seal(folder)
+        seal: Seal = read_json(folder / SEAL_NAME, Seal, max_nbytes=MAX_JSON_NBYTES)
         store_files = _store_files(folder)
     except FileNotFoundError:
         return "nothing in it says what it holds"
@@ -459,11 +459,6 @@ def _stamp(marks: list[tuple[int, ...]]) -> str:
     return hashlib.sha256(repr(marks).encode()).hexdigest()
 
 
-def _read_seal(folder: Path) -> Seal:
-    seal: Seal = read_json(folder / SEAL_NAME, Seal, max_nbytes=MAX_JSON_NBYTES)
-    return seal
-
-
 def _require_unchanged(sources: Sequence[Path], marks: list[tuple[int, ...]], folder: Path) -> None:
     """Remove the store, with a ValueError, if a source is no longer as it was before it was read."""
     for source, mark in zip(sources, marks, strict=True):
@@ -504,16 +499,16 @@ class Progress:
         self._nbytes, self._begun_at, self._started_s = nbytes, 0, time.monotonic()
         self._is_terminal = sys.stderr.isatty()
         self._next_s = self._started_s + (QUIET_S if self._is_terminal else LINE_S)
-        self._last = ""
+        self._line = ""
 
     def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._last and self._is_terminal:
+        if self._line and self._is_terminal:
             print(file=sys.stderr)
-        elif self._last and kind is None:
-            self._print(self._last)
+        elif self._line and kind is None:
+            self._print(self._line)
 
     def start(self, reached: int) -> None:
         """Some of the bytes were read before."""
@@ -528,13 +523,13 @@ class Progress:
         if took_s >= QUIET_S:
             rate = (nbytes - self._begun_at) / took_s
             left_s = max(0, self._nbytes - nbytes) / max(rate, 1.0)
-            self._last = (
+            self._line = (
                 f"preparing: {_mb(nbytes)} of {_mb(self._nbytes)} MB, {tokens:,} tokens, {rate / 1e6:.1f} MB/s, "
                 f"{duration(left_s)} left"
             )
             if now_s >= self._next_s:
                 self._next_s = now_s + (_REDRAW_S if self._is_terminal else LINE_S)
-                self._print(self._last)
+                self._print(self._line)
 
     def _print(self, line: str) -> None:
         if self._is_terminal:

@@ -211,10 +211,12 @@ class DocumentEnd:
     """
 
     def __init__(self, tokenizer: TextTokenizer | None, choice: str | None = None) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._tokens = tokenizer, dict[str, int | None]()
+        if tokenizer is not None:
+            self._tokens = {"eos": tokenizer.end_of_text, "bos": tokenizer.beginning_of_text}
         if choice not in (None, *DOCUMENT_ENDS):
             raise ValueError(f"data.document_end={choice} is not known; it must be {', '.join(DOCUMENT_ENDS)} or null")
-        if choice in ("eos", "bos") and self._mark(choice) is None:
+        if choice in ("eos", "bos") and self._tokens.get(choice) is None:
             whose = "bytes have" if tokenizer is None else f"the tokenizer of {tokenizer.name} has"
             raise ValueError(f"data.document_end={choice}: {whose} no such token; choose newline or none")
         if choice == "newline" and not self._has_newline():
@@ -222,7 +224,7 @@ class DocumentEnd:
                 "data.document_end=newline: the tokenizer makes no token of a newline; choose eos, bos or none"
             )
         if choice is None:
-            choice = "eos" if self._mark("eos") is not None else "newline" if self._has_newline() else "none"
+            choice = "eos" if self._tokens.get("eos") is not None else "newline" if self._has_newline() else "none"
         self.name = choice
         """The mark in use."""
 
@@ -233,14 +235,9 @@ class DocumentEnd:
             starts, ends: whether the document does with this piece.
         """
         name = self.name
-        mark = np.array([self._mark(name) or 0], None if self._tokenizer is None else self._tokenizer.token_dtype)
+        mark = np.array([self._tokens.get(name) or 0], None if self._tokenizer is None else self._tokenizer.token_dtype)
         none = mark[:0]
         return mark if name == "bos" and starts else none, mark if name == "eos" and ends else none
-
-    def _mark(self, name: str) -> int | None:
-        if self._tokenizer is None or name not in ("eos", "bos"):
-            return None
-        return self._tokenizer.end_of_text if name == "eos" else self._tokenizer.beginning_of_text
 
     def _has_newline(self) -> bool:
         return self._tokenizer is None or self._tokenizer.tokens_of("a\n") != self._tokenizer.tokens_of("a")

@@ -266,9 +266,9 @@ def split(
 ) -> tuple[TokenWindows, TokenWindows]:
     """Split a store into (train, validation). At a fraction of 0 all is to train on, and validation is empty.
 
-    By document where the store knows its documents: a hash of the document's number says where it goes, whatever the
-    other documents are, so none is cut. By chunk where it does not, or where the hash gives a side less than half or
-    more than twice its share, as it may with few documents, or very unequal ones.
+    The split is by document where the store knows its documents: a hash of the document's number gives its side,
+    whatever the other documents are, so none is cut. It is by chunk where the documents are unknown, or where the hash
+    gives a side less than half or more than twice its share, as it may with few documents, or very unequal ones.
 
     Args:
         source: the setting that names the tokens, as the user wrote it ("data.path=corpus.txt").
