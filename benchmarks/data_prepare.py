@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from zerotrain.data.prepare import prepared_in, recipe_of
+from zerotrain.data.prepare import prepare_in_folder, recipe_of
 from zerotrain.data.text_files import find_sources
 
 END = "<|endoftext|>"
@@ -113,7 +113,7 @@ def _prepare(texts: Path, tokenizer: Path, out: Path) -> int:
         recipe, _ = recipe_of(
             str(texts), tokenizer=str(tokenizer), document_end="eos", text_field="text", cache_dir=None, out=out
         )
-        return prepared_in(recipe, out).tokens
+        return prepare_in_folder(recipe, out).tokens
 
 
 def _loaded(tokenizer: Path) -> Any:

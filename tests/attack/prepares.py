@@ -15,7 +15,7 @@ from typing import Any
 from zerotrain.data import prepare
 from zerotrain.data import prepare as lock
 from zerotrain.data import prepare as writer
-from zerotrain.data.prepare import prepared, prepared_in, recipe_of
+from zerotrain.data.prepare import prepare_in_cache, prepare_in_folder, recipe_of
 
 
 def cut_small() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
         cache_dir=options["cache_dir"],
         out=out,
     )
-    documents = (prepared_in(recipe, out) if out else prepared(recipe, cache)).documents
+    documents = (prepare_in_folder(recipe, out) if out else prepare_in_cache(recipe, cache)).documents
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     print(json.dumps({"grown_mb": grown // 1024, "documents": None if documents is None else len(documents)}))
 

@@ -55,7 +55,7 @@ def prepare(data: dict[str, Any], out: Path | None) -> str:
     Raises:
         ConfigError: a setting is wrong, the text cannot be read, or there is no room for it.
     """
-    from zerotrain.data.prepare import prepared, prepared_in, recipe_of  # imports torch
+    from zerotrain.data.prepare import prepare_in_cache, prepare_in_folder, recipe_of  # imports torch
 
     try:
         recipe, cache = recipe_of(
@@ -66,7 +66,7 @@ def prepare(data: dict[str, Any], out: Path | None) -> str:
             cache_dir=data.get("cache_dir"),
             out=out,
         )
-        store = prepared(recipe, cache) if out is None else prepared_in(recipe, out)
+        store = prepare_in_cache(recipe, cache) if out is None else prepare_in_folder(recipe, out)
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError((str(error).splitlines() or [type(error).__name__])[0]) from error
     documents = store.documents

@@ -1,4 +1,4 @@
-"""Which sequences each rank reads in each step.
+"""The sequences that each rank reads in each step.
 
 The row at position k of a run is a function of the seed and k alone (`zerotrain.data.batches`). A step reads
 the next `global_batch_size` positions. How many ranks and micro-batches share them changes who reads a row, never which
@@ -36,78 +36,55 @@ from torch.utils.data import Sampler
 ORDER_VERSION = 2
 """The version of the function below: the same seed, epoch and number of rows give the same rows in every release with
 it. 1 was the sorting of random bits."""
-MAX_NUM_ROWS = 1 << 62
 _NUM_ROUNDS = 12
 """Six would do where there are many rows. With few, each round has few ways to go: with 6 rounds some of the 24 orders
 of 4 rows come 1.1 times as often as others, and with 12 rounds 1.001 times."""
 _HASH = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-"""Multipliers of SplitMix64's last part, in which each bit of what goes in changes each bit of what comes out
+"""Multipliers of SplitMix64's last part, by which each bit of the input changes each bit of the output
 (G. Steele and others, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014)."""
 
 
-def permuted(indices: ArrayLike, *, seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
-    """Which rows of a dataset are read at some places of an epoch.
-
-    Args:
-        indices: places in 0..num_rows - 1, of any shape and in any order.
-        seed: 0 to 2**64 - 1; another one is another order.
-        epoch: 0 to 2**64 - 1; likewise.
-        num_rows: 1 to 2**62.
-
-    Returns:
-        int64 of the same shape. Over all places each row occurs once.
-
-    Raises:
-        ValueError: an argument is out of range.
-    """
-    places = np.asarray(indices, dtype=np.int64)
-    if not 1 <= num_rows <= MAX_NUM_ROWS:
-        raise ValueError(f"num_rows={num_rows} must be in 1..2**62")
-    if places.size and not 0 <= int(places.min()) <= int(places.max()) < num_rows:
-        raise ValueError(f"indices={indices!r} must all be in 0..{num_rows - 1}, below num_rows")
-    if not (0 <= seed < 1 << 64 and 0 <= epoch < 1 << 64):
-        raise ValueError(f"seed={seed} and epoch={epoch} must be in 0..2**64 - 1")
-    rows = _sent_to(places.flatten(), _keys(seed, epoch)[:, None], num_rows)
-    return rows.reshape(places.shape)
-
-
 def rows_at(positions: ArrayLike, *, seed: int, num_rows: int) -> NDArray[np.int64]:
-    """Which rows are read at some positions of a run, counted from the start of its first epoch.
+    """The rows that are read at some positions of a run, counted from the start of its first epoch.
 
     Args:
         positions: at least 0, of any shape and in any order.
-        seed, num_rows: as `permuted` takes them.
+        seed: 0 to 2**64 - 1; another one is another order.
+        num_rows: of the dataset, 1 to 2**62.
+
+    Returns:
+        int64 of the same shape. Over all places of an epoch each row occurs once.
     """
     epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), num_rows)
-    each, of_position = np.unique(epochs, return_inverse=True)
-    keys = np.stack([_keys(seed, epoch) for epoch in each.tolist()], axis=1)
-    return _sent_to(places.flatten(), keys[:, of_position.flatten()], num_rows).reshape(places.shape)
+    distinct_epochs, of_position = np.unique(epochs, return_inverse=True)
+    keys = np.stack([_keys(seed, epoch) for epoch in distinct_epochs.tolist()], axis=1)
+    return _permute(places.flatten(), keys[:, of_position.flatten()], num_rows).reshape(places.shape)
 
 
-def _sent_to(places: NDArray[np.int64], keys: NDArray[np.uint64], num_rows: int) -> NDArray[np.int64]:
+def _permute(places: NDArray[np.int64], keys: NDArray[np.uint64], num_rows: int) -> NDArray[np.int64]:
     """Args: places: (n,); keys: (_NUM_ROUNDS, n), of each place, or (_NUM_ROUNDS, 1)."""
     # An even number of left halves: with two odd ones no round could make an odd permutation.
     num_left = 2 * math.ceil((math.isqrt(num_rows - 1) + 1) / 2)
     num_right = -(-num_rows // num_left)
     keys = np.broadcast_to(keys, (_NUM_ROUNDS, len(places)))
-    rows = _shuffled_pairs(places.astype(np.uint64), num_left, num_right, keys)
+    rows = _shuffle_pairs(places.astype(np.uint64), num_left, num_right, keys)
     while len(beyond := np.flatnonzero(rows >= num_rows)):
-        rows[beyond] = _shuffled_pairs(rows[beyond], num_left, num_right, keys[:, beyond])
+        rows[beyond] = _shuffle_pairs(rows[beyond], num_left, num_right, keys[:, beyond])
     return rows.astype(np.int64)
 
 
-def _shuffled_pairs(
+def _shuffle_pairs(
     pairs: NDArray[np.uint64], num_left: int, num_right: int, keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    """The numbers left * num_right + right that some others are sent to."""
-    left, right = np.divmod(pairs, np.uint64(num_right))
+    """One pass of the network over numbers left * num_right + right."""
+    left_halves, right = np.divmod(pairs, np.uint64(num_right))
     for left_key, right_key in zip(keys[::2], keys[1::2], strict=True):
-        left = (left + _hashed(right + left_key)) % np.uint64(num_left)
-        right = (right + _hashed(left + right_key)) % np.uint64(num_right)
-    return left * np.uint64(num_right) + right
+        left_halves = (left_halves + _mix_bits(right + left_key)) % np.uint64(num_left)
+        right = (right + _mix_bits(left_halves + right_key)) % np.uint64(num_right)
+    return left_halves * np.uint64(num_right) + right
 
 
-def _hashed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """63 bits, each of which depends on all bits of a value; to 64 no half could be added."""
     values = (values ^ (values >> np.uint64(30))) * _HASH[0]
     values = (values ^ (values >> np.uint64(27))) * _HASH[1]
@@ -125,10 +102,8 @@ IGNORED_LABEL = -100
 """A label that stands for "nothing to learn here"; torch's cross entropy skips it by default."""
 OF_SET = "validation set "
 """How the names in a fingerprint begin that are of a further validation set."""
-MAX_POSITION = 1 << 63
 _ORDER = "order of the data"
 """A hash, of a dataset that has an order of its own."""
-_OTHER_ORDER = "its data came in another order, as that of a mix with other weights (data.sources.*.weight) does"
 Order = Callable[..., tuple[NDArray[np.int64], NDArray[np.int64]]]
 
 
@@ -163,7 +138,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         rows_consumed: sequences that all ranks have been trained on before.
         order: (positions, seed=...) -> (rows, epochs), of a dataset that has an order of its own, such as a mix; None:
             one permutation of all rows after another.
-        fingerprint: what else must be the same for a row to be the same, such as {"tokens": 1000000}.
+        fingerprint: further facts of the data, which a resumed run must share, such as {"tokens": 1000000}.
 
     Raises:
         ValueError: an argument is out of range.
@@ -211,20 +186,20 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def rank_rows(self, step: int) -> list[int]:
         """This rank's sequences of that batch, micro-batch by micro-batch, as it runs them."""
-        return [row for each in self.micro_batches(step * self.global_batch_size) for row in each.rows]
+        return [row for micro_batch in self.micro_batches(step * self.global_batch_size) for row in micro_batch.rows]
 
     def micro_batches(self, position: int, virtual_ranks: Sequence[int] | None = None) -> list[RowsToRead]:
         """The rows of one step, before which all ranks have read `position` sequences: the micro-batches of some
         virtual ranks, by default those of this rank, in that order.
 
-        Only these are computed: a thousand ranks would each list a thousand times what they read.
+        Only these are computed: a thousand ranks would each list the rows of all thousand.
         """
         if virtual_ranks is None:
             virtual_ranks = range(self.rank * self.leaves_per_rank, (self.rank + 1) * self.leaves_per_rank)
         blocks = np.arange(self.num_micro_batches) * self.num_virtual_ranks + np.array(virtual_ranks)[:, None]
         places = blocks.reshape(-1, 1) * self.micro_batch_size + np.arange(self.micro_batch_size)
         rows, epochs = self._rows_and_epochs(position + places)
-        return [RowsToRead(*each) for each in zip(rows.tolist(), epochs.tolist(), strict=True)]
+        return [RowsToRead(*pair) for pair in zip(rows.tolist(), epochs.tolist(), strict=True)]
 
     def _rows_and_epochs(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         if self.order is not None:
@@ -233,7 +208,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for position in itertools.count(self.rows_consumed, self.global_batch_size):
-            yield [row for each in self.micro_batches(position) for row in each.rows]
+            yield [row for micro_batch in self.micro_batches(position) for row in micro_batch.rows]
 
     def state_dict(self) -> dict[str, Any]:
         """The state from which a resumed run goes on at the same row, with whatever ranks and batch size."""
@@ -251,32 +226,40 @@ class GlobalBatchSampler(Sampler[list[int]]):
             ValueError: its rows would not be those of this one: of another seed, order or dataset. Or it is no state.
         """
         try:
-            rows_consumed, theirs = int(state["rows_consumed"]), _compared(state)
+            rows_consumed, saved = int(state["rows_consumed"]), _values_to_compare(state)
         except (KeyError, TypeError) as error:
             raise ValueError(f"the position in the data lacks {error}; give what state_dict() has given") from error
         _require_position(rows_consumed)
-        mine = _compared(self.state_dict())
-        different = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
+        current = _values_to_compare(self.state_dict())
+        different = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
         # A validation set may come or go: it changes no row that is trained on.
-        different = [name for name in different if not name.startswith(OF_SET) or (name in theirs and name in mine)]
+        different = [name for name in different if not name.startswith(OF_SET) or (name in saved and name in current)]
         if different:
-            said = "; ".join(
-                _OTHER_ORDER if name == _ORDER else f"{name}: {theirs.get(name)} there, {mine.get(name)} here"
+            differences = "; ".join(
+                "its data came in another order, as that of a mix with other weights (data.sources.*.weight) does"
+                if name == _ORDER
+                else f"{name}: {saved.get(name)} there, {current.get(name)} here"
                 for name in different
             )
             raise ValueError(
-                f"the saved run read other rows, so this one cannot go on at its row {rows_consumed}: {said}; keep the "
-                "data and the seed, or start from the first row"
+                f"the saved run read other rows, so this one cannot go on at its row {rows_consumed}: {differences}; "
+                "keep the data and the seed, or start from the first row"
             )
         self.rows_consumed = rows_consumed
 
 
+def require_at_least(name: str, value: int, minimum: int) -> None:
+    """Refuse a setting of the data that is too small, with a ValueError."""
+    if value < minimum:
+        raise ValueError(f"data.{name}={value} is too small; it must be at least {minimum}")
+
+
 def _require_position(rows_consumed: int) -> None:
-    if not 0 <= rows_consumed < MAX_POSITION:
+    if not 0 <= rows_consumed < 1 << 63:
         raise ValueError(f"rows_consumed={rows_consumed} must be in 0..2**63 - 1")
 
 
-def _compared(state: Mapping[str, Any]) -> dict[str, Any]:
+def _values_to_compare(state: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a state that must be equal."""
     return {"seed": state["seed"], "version of the order": state["order_version"]} | {
         f"{name.replace('_', ' ')} of the data": value for name, value in state["fingerprint"].items()

@@ -1,4 +1,4 @@
-"""TextDataset: text files as bytes, or as the tokens of a tokenizer."""
+"""The datasets of tokens: made up on the spot, of text files, and of files of tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from zerotrain.data.formats import TokenPaths, find_token_paths, open_files
-from zerotrain.data.prepare import NUM_BYTE_VALUES, cache_folder, prepared, recipe_of
+from zerotrain.data.batches import require_at_least
+from zerotrain.data.formats import TokenPaths, find_token_paths, open_files, place_on_disk
+from zerotrain.data.prepare import NUM_BYTE_VALUES, cache_folder, prepare_in_cache, recipe_of
 from zerotrain.data.store import TokenStore
 from zerotrain.data.windows import describe_tokens, fingerprint_tokens, require_known, split, whole
 
@@ -34,11 +35,9 @@ class SyntheticTokens:
     """
 
     def __init__(self, *, seq_len: int, vocab_size: int, num_sequences: int = 10000) -> None:
-        for name, value, minimum in (("seq_len", seq_len, 1), ("vocab_size", vocab_size, 2)):
-            if value < minimum:
-                raise ValueError(f"data.{name}={value} is too small; it must be at least {minimum}")
-        if num_sequences < 1:
-            raise ValueError(f"data.num_sequences={num_sequences} is too small; it must be at least 1")
+        require_at_least("seq_len", seq_len, 1)
+        require_at_least("vocab_size", vocab_size, 2)
+        require_at_least("num_sequences", num_sequences, 1)
         self.vocab_size = vocab_size
         num_validation = max(1, num_sequences // 10)
         self.train = CountingSequences(0, num_sequences, seq_len=seq_len, vocab_size=vocab_size)
@@ -46,12 +45,12 @@ class SyntheticTokens:
 
 
 class CountingSequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """The `num_sequences` counting sequences from number `first` on."""
+    """The `num_sequences` counting sequences from number `start` on."""
 
     draws = False  # nothing of the global generators
 
-    def __init__(self, first: int, num_sequences: int, *, seq_len: int, vocab_size: int) -> None:
-        self.first = first
+    def __init__(self, start: int, num_sequences: int, *, seq_len: int, vocab_size: int) -> None:
+        self._start = start
         self.num_sequences = num_sequences
         self.vocab_size = vocab_size
         self.tokens_per_sequence = seq_len
@@ -70,7 +69,7 @@ class CountingSequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
             if not 0 <= index < self.num_sequences:
                 raise IndexError(f"sequence {index} of {self.num_sequences}")
         # Raw bits, which numpy promises to be the same in all its versions.
-        bits = [np.random.Philox(key=self.first + index).random_raw(2).tolist() for index in indices]
+        bits = [np.random.Philox(key=self._start + index).random_raw(2).tolist() for index in indices]
         starts = torch.tensor([[start % self.vocab_size] for start, _ in bits])
         strides = torch.tensor([[1 + stride % MAX_STRIDE] for _, stride in bits])
         tokens = (starts + torch.arange(self.tokens_per_sequence + 1) * strides) % self.vocab_size
@@ -92,7 +91,7 @@ class TextDataset:
         vocab_size: tokens the model knows, at least those of the tokenizer, or 256 of bytes; None for just as many as
             the tokenizer has.
         tokenizer: a folder with a Hugging Face tokenizer, or the name of one on the hub; None for bytes.
-        document_end: what stands between documents: "eos" or "bos" of the tokenizer, "newline" where a document does
+        document_end: the mark between documents: "eos" or "bos" of the tokenizer, "newline" where a document does
             not end with one, or "none"; None for eos where the tokenizer has one, else newline. A file of plain text is
             a document, and so are a line of .jsonl and a row of .parquet.
         text_field: where the text is in an object of .jsonl, or the column in a .parquet file.
@@ -118,8 +117,7 @@ class TextDataset:
         validation_fraction: float = 0.1,
         cache_dir: str | None = None,
     ) -> None:
-        if seq_len < 1:
-            raise ValueError(f"data.seq_len={seq_len} is too small; it must be at least 1")
+        require_at_least("seq_len", seq_len, 1)
         if tokenizer is None and vocab_size is None:
             raise ValueError(
                 "data.vocab_size=null takes the size from the tokenizer, and data.tokenizer=null; give data.tokenizer, "
@@ -135,17 +133,13 @@ class TextDataset:
         self.vocab_size = needed if vocab_size is None else vocab_size
         if self.vocab_size < needed:
             raise ValueError(f"data.vocab_size={vocab_size} is too small; {needing} {needed}")
-        self.store = prepared(recipe, cache)
+        self.store, source = prepare_in_cache(recipe, cache), recipe.sources.path
         self.train, self.validation = self._parts = split(
-            self.store,
-            seq_len=seq_len,
-            vocab_size=self.vocab_size,
-            validation_fraction=validation_fraction,
-            source=recipe.sources.path,
+            self.store, seq_len=seq_len, vocab_size=self.vocab_size, fraction=validation_fraction, source=source
         )
 
     def summary(self) -> str:
-        """One line: files, tokens, rows, what is unused, validation rows."""
+        """One line: files, tokens, rows, the unused part, validation rows."""
         return describe_tokens(*self._parts, self._num_files)  # the parts as they were: a user may have wrapped them
 
     def fingerprint(self) -> dict[str, int | str]:
@@ -168,10 +162,10 @@ class TextDataset:
         return torch.tensor(list(text.encode()), dtype=torch.int64)
 
     def decode(self, ids: torch.Tensor | Sequence[int]) -> str:
-        """Tokens to text; what is no UTF-8, as a generated or cut character may be, becomes U+FFFD."""
+        """Tokens to text; invalid UTF-8, as of a generated or cut character, becomes U+FFFD."""
         values = ids.tolist() if isinstance(ids, torch.Tensor) else ids
         if self.tokenizer is not None:
-            return self.tokenizer.decode(value for value in values if value < self.tokenizer.vocab_size)
+            return self.tokenizer.decode(values)
         return bytes(value for value in values if value < NUM_BYTE_VALUES).decode(errors="replace")
 
 
@@ -190,7 +184,7 @@ class TokenFiles:
         validation_path: validation tokens, named as `path`. Without it, and without files in `path` that are called
             `val`, they are split off.
         validation_fraction: part split off for validation where it has no files of its own, between 0 and 1; 0: none.
-        cache_dir: where it is kept what has been found in the files; None for `$XDG_CACHE_HOME/zerotrain` or
+        cache_dir: the folder that keeps the facts about the files; None for `$XDG_CACHE_HOME/zerotrain` or
             `~/.cache/zerotrain`.
 
     Raises:
@@ -211,34 +205,34 @@ class TokenFiles:
         validation_fraction: float = 0.1,
         cache_dir: str | None = None,
     ) -> None:
-        if seq_len < 1:
-            raise ValueError(f"data.seq_len={seq_len} is too small; it must be at least 1")
+        require_at_least("seq_len", seq_len, 1)
         source = f"data.path={path}"
-        found = find_token_paths(path, source)
-        store = _open(found.train, dtype=dtype, vocab_size=vocab_size, source=source)
-        self.vocab_size = _vocab_size(vocab_size, store, source)
-        kept_in = cache_folder(cache_dir)
-        require_known(store, vocab_size=self.vocab_size, source=source, cache_folder=kept_in)
-        name, files = _validation_files(validation_path, found, source)
+        paths = find_token_paths(path, source)
+        store = _open(paths.train, dtype=dtype, vocab_size=vocab_size, source=source)
+        known_size = store.vocab_size if vocab_size is None else vocab_size
+        if known_size is None:
+            raise ValueError(
+                f"data.vocab_size=null takes the size from a store, and {source} is no store; give that of the "
+                "tokenizer"
+            )
+        self.vocab_size, folder = known_size, cache_folder(cache_dir)
+        require_known(store, vocab_size=self.vocab_size, source=source, cache_folder=folder)
+        name, files = _validation_files(validation_path, paths, source)
         if not files:
             self.train, self.validation = self._parts = split(
-                store,
-                seq_len=seq_len,
-                vocab_size=self.vocab_size,
-                validation_fraction=validation_fraction,
-                source=source,
+                store, seq_len=seq_len, vocab_size=self.vocab_size, fraction=validation_fraction, source=source
             )
             return
         validation = _open(files, dtype=dtype, vocab_size=vocab_size, source=name)
         _require_apart(store, validation, name)
-        require_known(validation, vocab_size=self.vocab_size, source=name, cache_folder=kept_in)
+        require_known(validation, vocab_size=self.vocab_size, source=name, cache_folder=folder)
         self.train, self.validation = self._parts = (
             whole(store, seq_len=seq_len, vocab_size=self.vocab_size, source=source),
             whole(validation, seq_len=seq_len, vocab_size=self.vocab_size, source=name),
         )
 
     def summary(self) -> str:
-        """One line: files, tokens, rows, what is unused, validation rows."""
+        """One line: files, tokens, rows, the unused part, validation rows."""
         return describe_tokens(*self._parts)  # which a user may have wrapped
 
     def fingerprint(self) -> dict[str, int | str]:
@@ -256,32 +250,22 @@ def _open(files: tuple[Path, ...], *, dtype: str, vocab_size: int | None, source
     return open_files(files, dtype=dtype, vocab_size=vocab_size, source=source)
 
 
-def _vocab_size(given: int | None, store: TokenStore, source: str) -> int:
-    known = store.vocab_size if given is None else given
-    if known is None:
-        raise ValueError(
-            f"data.vocab_size=null takes the size from a store, and {source} is no store; give that of the tokenizer"
-        )
-    return known
-
-
-def _validation_files(given: str | None, found: TokenPaths, source: str) -> tuple[str, tuple[Path, ...]]:
+def _validation_files(validation_path: str | None, paths: TokenPaths, source: str) -> tuple[str, tuple[Path, ...]]:
     """(name of the validation files in messages, the files); no files if validation is to be split off."""
-    if given is not None:
-        name = f"data.validation_path={given}"
-        named = find_token_paths(given, name)
-        return name, named.validation or named.train
-    if len(found.validation) == 1:
-        return f"data.validation_path={found.validation[0]}", found.validation
-    return f"{source} (its files called val)", found.validation
+    if validation_path is not None:
+        name = f"data.validation_path={validation_path}"
+        own_paths = find_token_paths(validation_path, name)
+        return name, own_paths.validation or own_paths.train
+    if len(paths.validation) == 1:
+        return f"data.validation_path={paths.validation[0]}", paths.validation
+    return f"{source} (its files called val)", paths.validation
 
 
 def _require_apart(train: TokenStore, validation: TokenStore, name: str) -> None:
     """Check that no file is read for both."""
-    places = {(status.st_dev, status.st_ino) for status in (shard.path.stat() for shard in train.shards)}
+    places = {place_on_disk(shard.path.stat()) for shard in train.shards}
     for shard in validation.shards:
-        status = shard.path.stat()
-        if (status.st_dev, status.st_ino) in places:
+        if place_on_disk(shard.path.stat()) in places:
             raise ValueError(
                 f"{name} reads {shard.path}, which data.path reads too: validation would be training; give other "
                 "files, or null to split validation off data.path"

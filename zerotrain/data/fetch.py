@@ -39,7 +39,7 @@ from torch.utils.data import TensorDataset, default_collate
 from zerotrain.data.batches import IGNORED_LABEL, OF_SET, rows_at
 from zerotrain.files.suspension import suspended_s
 
-# The parts of a micro-batch: any structure of tensors, of which some may be labels; and what it weighs in a step.
+# The parts of a micro-batch, any structure of tensors, some of them labels; and its weight in a step.
 
 
 LABELS = "labels"
@@ -48,7 +48,7 @@ WITH_OUTPUTS = "with_outputs"
 IDS = ("ids", "input_ids")
 """Names of a language model's inputs in a batch; without names they stand first."""
 LOSS_COUNT = "loss_count"
-"""The method of a model that says what its mean loss divides by: it gets a batch as the forward does."""
+"""The method of a model that returns the divisor of its mean loss: it gets a batch as the forward does."""
 AUTO, MODEL = "auto", "model"
 """`train.loss_over`: a model's own count where it has one, else `num_labels`; and that count alone."""
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -56,7 +56,7 @@ _GRID = 2**30
 """A weight that is no whole number is rounded to a part of 1 of this size: sums of such weights over the ranks of a run
 are exact, so that they have the same bits in any order."""
 Weigh = Callable[[Any, int], float]
-"""What a micro-batch weighs in the mean loss of a step, of (batch, its number of rows)."""
+"""The weight of a micro-batch in the mean loss of a step, of (batch, its number of rows)."""
 
 
 def as_inputs(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
@@ -68,13 +68,13 @@ def as_inputs(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
 
 
 def ids_of(batch: Any) -> torch.Tensor | None:
-    """The tokens a language model is given: what is called `ids` or `input_ids`, or else what stands first."""
+    """The tokens for a language model: the part called `ids` or `input_ids`, or else the first one."""
     inputs = as_inputs(batch)
     if isinstance(inputs, Mapping):
-        found = next((inputs[name] for name in IDS if name in inputs), None)
+        ids = next((inputs[name] for name in IDS if name in inputs), None)
     else:
-        found = inputs[0] if inputs else None
-    return found if isinstance(found, torch.Tensor) else None
+        ids = inputs[0] if inputs else None
+    return ids if isinstance(ids, torch.Tensor) else None
 
 
 def num_tokens_of(batch: Any) -> int:
@@ -87,8 +87,8 @@ def num_tokens_of(batch: Any) -> int:
 
 def tokens_known(model: Any) -> int | None:
     """How many tokens a language model knows; None of a model that is none, or does not say."""
-    known = getattr(model, "vocab_size", None)
-    return known if getattr(model, "next_token_labels", False) and isinstance(known, int) else None
+    vocab_size = getattr(model, "vocab_size", None)
+    return vocab_size if getattr(model, "next_token_labels", False) and isinstance(vocab_size, int) else None
 
 
 def unknown_token(batch: Any, vocab_size: int) -> tuple[int, int] | None:
@@ -105,25 +105,25 @@ def unknown_token(batch: Any, vocab_size: int) -> tuple[int, int] | None:
 
 
 def labels_of(batch: Any) -> torch.Tensor | None:
-    """The labels of a micro-batch: what is called `labels`, or else what stands in the second place; None where there
-    is no tensor."""
+    """The labels of a micro-batch: the part called `labels`, or else the second one; None where that is no
+    tensor."""
     inputs = as_inputs(batch)
     if isinstance(inputs, Mapping):
-        found = inputs.get(LABELS)
+        labels = inputs.get(LABELS)
     else:
-        found = getattr(inputs, LABELS, inputs[1] if len(inputs) > 1 else None)
-    return found if isinstance(found, torch.Tensor) else None
+        labels = getattr(inputs, LABELS, inputs[1] if len(inputs) > 1 else None)
+    return labels if isinstance(labels, torch.Tensor) else None
 
 
 def target_of(batch: Any, path: str | None) -> torch.Tensor | None:
-    """What a metric compares outputs with: the part of a batch that a dotted path of names leads to, such as
+    """The tensor that a metric compares outputs with: the part of a batch at a dotted path of names, such as
     "features.y", or `labels_of` without a path; None where there is no tensor."""
     if path is None:
         return labels_of(batch)
-    found = batch
+    value = batch
     for name in path.split("."):
-        found = names_in(found).get(name)
-    return found if isinstance(found, torch.Tensor) else None
+        value = names_in(value).get(name)
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def names_in(value: Any) -> Mapping[str, Any]:
@@ -134,22 +134,22 @@ def names_in(value: Any) -> Mapping[str, Any]:
 
 
 def without_targets(batch: Any, paths: Iterable[str | None]) -> Sequence[Any] | Mapping[str, Any]:
-    """The model's arguments but for what `target_of` gives for each path."""
-    inputs, wanted = as_inputs(batch), [path or LABELS for path in paths]
+    """The model's arguments without the tensors of `target_of` for each path."""
+    inputs, target_paths = as_inputs(batch), [path or LABELS for path in paths]
     if isinstance(inputs, Mapping):
-        for path in wanted:
-            inputs = _without(inputs, path.split("."))
+        for path in target_paths:
+            inputs = _remove_path(inputs, path.split("."))
         return inputs
     names = getattr(inputs, "_fields", ())
-    left_out = {names.index(path) if path in names else 1 for path in wanted}
+    left_out = {names.index(path) if path in names else 1 for path in target_paths}
     return [part for place, part in enumerate(inputs) if place not in left_out or not isinstance(part, torch.Tensor)]
 
 
-def _without(named: Mapping[str, Any], path: Sequence[str]) -> Mapping[str, Any]:
-    first, *rest = path
-    if rest and isinstance(inner := named.get(first), Mapping):
-        return {**named, first: _without(inner, rest)}
-    return {name: value for name, value in named.items() if rest or name != first}
+def _remove_path(parts: Mapping[str, Any], path: Sequence[str]) -> Mapping[str, Any]:
+    head, *rest = path
+    if rest and isinstance(inner := parts.get(head), Mapping):
+        return {**parts, head: _remove_path(inner, rest)}
+    return {name: value for name, value in parts.items() if rest or name != head}
 
 
 def is_signed(labels: torch.Tensor) -> bool:
@@ -158,7 +158,7 @@ def is_signed(labels: torch.Tensor) -> bool:
 
 
 def is_counted(labels: torch.Tensor) -> torch.Tensor:
-    """Which labels are not ignored; bool, of the same shape."""
+    """For each label whether it counts, since it is not ignored; bool, of the same shape."""
     return labels != IGNORED_LABEL if is_signed(labels) else torch.ones_like(labels, dtype=torch.bool)
 
 
@@ -175,16 +175,16 @@ def num_labels(batch: Any, num_rows: int) -> int:
     return num_rows if labels is None or not is_signed(labels) else count_labels(labels)
 
 
-def _labels_from(first: int, batch: Any, num_rows: int) -> int:
+def _count_labels_from(start: int, batch: Any, num_rows: int) -> int:
     """The labels that count of each row, from one on."""
     labels = labels_of(batch)
-    return num_rows if labels is None else count_labels(labels[:, first:] if labels.dim() > 1 else labels)
+    return num_rows if labels is None else count_labels(labels[:, start:] if labels.dim() > 1 else labels)
 
 
 WEIGHTS: dict[str, Weigh] = {
     AUTO: num_labels,
-    "labels": partial(_labels_from, 0),
-    "shifted_labels": partial(_labels_from, 1),
+    "labels": partial(_count_labels_from, 0),
+    "shifted_labels": partial(_count_labels_from, 1),
     "rows": lambda _, num_rows: num_rows,
     "micro_batches": lambda *_: 1,
 }
@@ -192,7 +192,7 @@ WEIGHTS: dict[str, Weigh] = {
 
 
 def weighing_of(loss_over: str, model: Any) -> tuple[str, Weigh]:
-    """(the name of what is counted, the function that does it) for a setting and a model.
+    """(the name of the count, the function that counts) for a setting and a model.
 
     Raises:
         ValueError: the model is to count, and cannot.
@@ -206,10 +206,10 @@ def weighing_of(loss_over: str, model: Any) -> tuple[str, Weigh]:
             f"{kind} has no method {LOSS_COUNT}, which gets a batch as {kind}.forward does and returns what the mean "
             f"loss divides by; the others are {', '.join(WEIGHTS)}"
         )
-    return MODEL, partial(_count_of_model, count)
+    return MODEL, partial(_count_by_model, count)
 
 
-def _count_of_model(count: Callable[..., Any], batch: Any, _: int) -> float:
+def _count_by_model(count: Callable[..., Any], batch: Any, _: int) -> float:
     inputs = as_inputs(batch)
     counted = float(count(**inputs) if isinstance(inputs, Mapping) else count(*inputs))
     if not 0 <= counted < math.inf:
@@ -238,13 +238,13 @@ def with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:
     """All tensors of a batch."""
-    found: list[torch.Tensor] = []
-    with_tensors(batch, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
+    tensors: list[torch.Tensor] = []
+    with_tensors(batch, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return tensors
 
 
 def _fields(batch: Any) -> dict[str, Any] | None:
-    """Those of a dataclass."""
+    """The fields of a dataclass; None of another object."""
     if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
         return None
     return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
@@ -257,9 +257,9 @@ _MARGIN_S = 10.0
 """A row is given up so long before other ranks give up this one, or a quarter of what they wait: its name is the cause,
 and not that a rank did not answer."""
 _STOP_GRACE_S = 10.0
-"""A row may take so long, and so long after the run was told to stop: what runs it may end it soon."""
+"""A row may take so long, and so long after the run was told to stop: the launcher may end the run soon."""
 LOOK_S = 1.0
-"""So often whoever waits for a reader looks where it is."""
+"""The time between two looks at the place of a reader, by the thread that waits for it."""
 
 
 class RowError(RuntimeError):
@@ -304,12 +304,14 @@ class RowPlace:
         if not since_s:
             return None
         busy_s = now_s - since_s - suspended_s(since_s)
-        said = f"it did not end within {busy_s:.0f} s"
+        delay = f"it did not end within {busy_s:.0f} s"
         if busy_s >= self._limit_s:
-            more = "give launch.timeout_s=... more if it may take that long"
-            return TimeoutError(f"{said}, where ranks wait {self._timeout_s:g} s for each other; {more}")
+            return TimeoutError(
+                f"{delay}, where ranks wait {self._timeout_s:g} s for each other; give launch.timeout_s=... more if it "
+                "may take that long"
+            )
         if min(busy_s, now_s - self.stop_s) >= _STOP_GRACE_S:
-            return StopTimeoutError(f"{said}, and the run was told to stop")
+            return StopTimeoutError(f"{delay}, and the run was told to stop")
         return None
 
     def __str__(self) -> str:
@@ -320,7 +322,7 @@ class RowPlace:
 
 
 PLACE: ContextVar[RowPlace | None] = ContextVar("place", default=None)
-"""Where `fetch_rows` notes what it reads; each thread has its own."""
+"""`fetch_rows` notes there what it reads; each thread has its own."""
 
 
 @contextmanager
@@ -341,15 +343,15 @@ def in_time(timeout_s: float) -> Iterator[None]:
         if reason := place.overdue():
             place.end()
             raise reason
-        if callable(before):
-            before(signum, frame)
+        if callable(previous_handler):
+            previous_handler(signum, frame)
 
     def watch() -> None:
         while not over.wait(place.look_s):
             if place.overdue():
                 signal.pthread_kill(thread.ident or 0, signal.SIGALRM)
 
-    before, token = signal.signal(signal.SIGALRM, interrupt), PLACE.set(place)
+    previous_handler, token = signal.signal(signal.SIGALRM, interrupt), PLACE.set(place)
     watching = threading.Thread(target=watch, name="zerotrain-data-watch", daemon=True)
     watching.start()
     try:
@@ -359,7 +361,7 @@ def in_time(timeout_s: float) -> Iterator[None]:
         over.set()
         watching.join()
         if signal.getsignal(signal.SIGALRM) is interrupt:  # and not one that the dataset has set meanwhile
-            signal.signal(signal.SIGALRM, before)
+            signal.signal(signal.SIGALRM, previous_handler)
 
 
 def fetch_rows(
@@ -396,22 +398,22 @@ def fetch_rows(
         RowError: the dataset or collate raised an exception, which is its cause; or a token is not known.
     """
     if collate is None and hasattr(dataset, "rows"):
-        with _named(name, rows, epochs, step, "cannot be read"):
+        with _naming_rows(name, rows, epochs, step, "cannot be read"):
             batch = dataset.rows(list(rows))
     else:
-        with _generators_put_back(draws(dataset, collate)) as seed_by:
+        with _restoring_generators(draws(dataset, collate)) as seed_by:
             items = []
             for row, epoch in zip(rows, epochs, strict=True):
-                with _named(name, [row], [epoch], step, "cannot be read"):
+                with _naming_rows(name, [row], [epoch], step, "cannot be read"):
                     seed_by("row", seed, epoch, row)
                     items.append(dataset[row])
-            with _named(name, rows, epochs, step, "cannot be collated into a batch"):
+            with _naming_rows(name, rows, epochs, step, "cannot be collated into a batch"):
                 seed_by("batch", seed, *epochs, *rows)
                 batch = (collate or default_collate)(items)
     if vocab_size is not None and (unknown := unknown_token(batch, vocab_size)) is not None:
         item, token = unknown
         at = slice(item, item + 1) if item < len(rows) else slice(None)
-        with _named(name, rows[at], epochs[at], step, "cannot be trained on"):
+        with _naming_rows(name, rows[at], epochs[at], step, "cannot be trained on"):
             raise ValueError(f"the token {token} is not among the model's, 0 to {vocab_size - 1}")
     if (place := PLACE.get()) is not None:
         place.end()
@@ -419,7 +421,7 @@ def fetch_rows(
 
 
 def draws(dataset: Any, collate: Collate | None = None) -> bool:
-    """Whether random numbers may be drawn while rows are read; what does not say `draws = False` may."""
+    """Whether random numbers may be drawn while rows are read: a dataset may unless it says `draws = False`."""
     reads_whole = collate is None and hasattr(dataset, "rows")
     plain = isinstance(dataset, list | tuple | TensorDataset)
     of_items = not reads_whole and bool(getattr(dataset, "draws", not plain))
@@ -433,38 +435,38 @@ def may_be_read_beside(dataset: Any, collate: Collate | None = None) -> bool:
 
 @contextmanager
 def seeded(*place: object) -> Iterator[None]:
-    """Inside, the global generators draw what follows from a place; afterwards they are as they were."""
-    with _generators_put_back(True) as seed_by:
+    """Inside, the global generators are seeded by a place; afterwards they are as they were."""
+    with _restoring_generators(True) as seed_by:
         seed_by(*place)
         yield
 
 
 @contextmanager
-def _named(name: str, rows: Sequence[int], epochs: Sequence[int], step: int, what: str) -> Iterator[None]:
+def _naming_rows(name: str, rows: Sequence[int], epochs: Sequence[int], step: int, what: str) -> Iterator[None]:
     if (place := PLACE.get()) is not None:
         place.begin(*(rows[0], epochs[0]) if len(rows) == 1 else (-1, -1), step)
     try:
         yield
     except (Exception, SystemExit) as error:  # whatever a user's class raises
-        said = f"{type(error).__name__}: {error}"
-        raise RowError(f"{place_of(name, rows, epochs, step)} {what}: {said}") from error
+        place_text = place_of(name, rows, epochs, step)
+        raise RowError(f"{place_text} {what}: {type(error).__name__}: {error}") from error
 
 
 def place_of(name: str, rows: Sequence[int], epochs: Sequence[int], step: int) -> str:
     """Some rows in words: "data.train: row 3 (epoch 0, step 7)"."""
-    which = f"row {rows[0]}" if len(rows) == 1 else f"rows {_listed(rows)}"
-    when = f"epoch {epochs[0]}" if len(set(epochs)) == 1 else f"epochs {_listed(epochs)}"
+    which = f"row {rows[0]}" if len(rows) == 1 else f"rows {_list_numbers(rows)}"
+    when = f"epoch {epochs[0]}" if len(set(epochs)) == 1 else f"epochs {_list_numbers(epochs)}"
     return f"{name}: {which} ({when}, step {step})"
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    shown = ", ".join(str(number) for number in numbers[:_NUM_ROWS_SHOWN])
-    return shown + (f" and {len(numbers) - _NUM_ROWS_SHOWN} more" if len(numbers) > _NUM_ROWS_SHOWN else "")
+def _list_numbers(numbers: Sequence[int]) -> str:
+    listing = ", ".join(str(number) for number in numbers[:_NUM_ROWS_SHOWN])
+    return listing + (f" and {len(numbers) - _NUM_ROWS_SHOWN} more" if len(numbers) > _NUM_ROWS_SHOWN else "")
 
 
 @contextmanager
-def _generators_put_back(are_used: bool) -> Iterator[Callable[..., None]]:
-    """Inside, what is yielded seeds the global generators by its arguments; afterwards they are as they were."""
+def _restoring_generators(are_used: bool) -> Iterator[Callable[..., None]]:
+    """Yields a function that seeds the global generators by its arguments; afterwards they are as they were."""
     if not are_used:
         yield lambda *_: None
         return
@@ -494,13 +496,11 @@ _NUM_ORDERED = 1000
 _NUM_SPREAD = 1000
 _CHEAP_S, _MAX_S = 0.25, 1.0
 """All rows of a dataset are read where that takes so little, and `_NUM_SPREAD` of more, or as many as take `_MAX_S`."""
-_MOST = 100_000
-"""What a file says of its data is no reason to read more."""
+_MAX_NUM_ROWS = 100_000
+"""A larger number in a file is no reason to read more rows."""
 _FIRST = ", half of them the first of a run"
-"""Said of rows to train on which are not all."""
+"""Follows the number of rows to train on where these are not all."""
 _NUM_ROWS = re.compile(rf"\w{{16}} of (\d{{1,9}}) rows({_FIRST})?")
-_OF_THREE = re.compile(r"\w{16}")
-"""The form in a checkpoint of an earlier release: it is of the first, the middle and the last row."""
 
 
 def fingerprint_of(
@@ -515,7 +515,7 @@ def fingerprint_of(
         data: its own `fingerprint()` is taken where it has one. Else items are read: all of each dataset where that is
             cheap, or else a thousand at most, evenly spread; of `data.train` half of them are those that a run with
             this seed reads first.
-        seed: of the run, which what is drawn for an item follows from.
+        seed: of the run; the random numbers of an item follow from it.
         validation_sets: further data by name, whose fingerprints are in it too, behind `OF_SET` and the name.
         like: the fingerprint to compare with: as many items are read as were for it. How many are cheap depends on the
             machine.
@@ -523,80 +523,72 @@ def fingerprint_of(
     Raises:
         RowError: an item could not be read.
     """
-    known = _of_one(data, seed, "data", like or {})
-    for name, each in (validation_sets or {}).items():
-        of_set = _of_one(each, seed, f"data.validation_sets.{name}", within(like or {}, f"{OF_SET}{name}."))
-        known |= {f"{OF_SET}{name}.{what}": value for what, value in of_set.items()}
-    return known
+    fingerprint = _fingerprint(data, seed, "data", like or {})
+    for name, extra in (validation_sets or {}).items():
+        of_set = _fingerprint(extra, seed, f"data.validation_sets.{name}", within(like or {}, f"{OF_SET}{name}."))
+        fingerprint |= {f"{OF_SET}{name}.{what}": value for what, value in of_set.items()}
+    return fingerprint
 
 
-def within(known: Mapping[str, Any], prefix: str) -> Fingerprint:
+def within(fingerprint: Mapping[str, Any], prefix: str) -> Fingerprint:
     """The part of a fingerprint whose names begin so, without that beginning."""
-    return {name.removeprefix(prefix): value for name, value in known.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): value for name, value in fingerprint.items() if name.startswith(prefix)}
 
 
-def _of_one(data: Any, seed: int, called: str, like: Mapping[str, Any]) -> Fingerprint:
-    known: Fingerprint = {"rows": len(data.train), "validation_rows": len(data.validation)}
+def _fingerprint(data: Any, seed: int, called: str, like: Mapping[str, Any]) -> Fingerprint:
+    values: Fingerprint = {"rows": len(data.train), "validation_rows": len(data.validation)}
     if hasattr(data.train, "order"):
         first_rows, _ = data.train.order(np.arange(_NUM_ORDERED), seed=seed)
-        known["order"] = hashlib.sha256(first_rows.astype("<i8").tobytes()).hexdigest()[:16]
+        values["order"] = hashlib.sha256(first_rows.astype("<i8").tobytes()).hexdigest()[:16]
     if callable(getattr(data, "fingerprint", None)):
         of_data = data.fingerprint(like) if getattr(data.train, "sources", None) else data.fingerprint()
-        # What was wrapped since may have other rows than the dataset itself knows of.
-        return {str(name): value for name, value in of_data.items()} | known
+        # A user's wrapper may have other rows than the dataset itself knows of.
+        return {str(name): value for name, value in of_data.items()} | values
     for name in ("train", "validation"):
         if len(dataset := getattr(data, name)):
             key = f"items_of_{name}"
             is_trained = name == "train"
-            known[key] = _of_items(dataset, seed, f"{called}.{name}", str(like.get(key, "")), is_trained=is_trained)
-    return known
+            values[key] = _hash_items(dataset, seed, f"{called}.{name}", str(like.get(key, "")), is_trained=is_trained)
+    return values
 
 
-def _of_items(dataset: Any, seed: int, name: str, like: str, *, is_trained: bool) -> str:
-    """The hash of some items, and how many they are. Of those to train on, the ones that the first steps of a run read
-    are among them."""
+def _hash_items(dataset: Any, seed: int, name: str, like: str, *, is_trained: bool) -> str:
+    """The hash of some items, and how many they are. Those to train on include the ones that a run reads first."""
     length, hashes, costs_s = len(dataset), dict[int, str](), list[float]()
     rows = sorted({0, length // 2, length - 1})
     for row in rows:
         started_s = time.perf_counter()
-        hashes[row] = _hash_of_item(dataset, row, seed, name)
+        hashes[row] = _hash_item(dataset, row, seed, name)
         costs_s.append(time.perf_counter() - started_s)
-    if _hash_of_item(dataset, 0, seed, name) != hashes[0]:
+    if _hash_item(dataset, 0, seed, name) != hashes[0]:
         return "never the same"
-    how_many = ""
-    if not _OF_THREE.fullmatch(like):
-        cost_s, number = statistics.median(costs_s), _NUM_ROWS.fullmatch(like)
-        num_wanted = int(number[1]) if number else max(_CHEAP_S / cost_s, min(_NUM_SPREAD, _MAX_S / cost_s), len(rows))
-        num_rows = int(min(num_wanted, length, _MOST))
-        how_many = f" of {num_rows} rows"
-        first: list[int] = []
-        if num_rows < length and is_trained and (number is None or number[2]):
-            first = _first_rows(dataset, seed, max(num_rows // 2, 1))
-            how_many += _FIRST
-        num_spread = num_rows - len(first)
-        rows = first + [each * (length - 1) // max(num_spread - 1, 1) for each in range(num_spread)]
+    cost_s, number = statistics.median(costs_s), _NUM_ROWS.fullmatch(like)
+    num_wanted = int(number[1]) if number else max(_CHEAP_S / cost_s, min(_NUM_SPREAD, _MAX_S / cost_s), len(rows))
+    num_rows = int(min(num_wanted, length, _MAX_NUM_ROWS))
+    how_many = f" of {num_rows} rows"
+    first_rows: list[int] = []
+    if num_rows < length and is_trained and (number is None or number[2]):
+        positions, order = np.arange(max(num_rows // 2, 1)), getattr(dataset, "order", None)
+        first_rows = (
+            rows_at(positions, seed=seed, num_rows=length) if order is None else order(positions, seed=seed)[0]
+        ).tolist()
+        how_many += _FIRST
+    num_spread = num_rows - len(first_rows)
+    rows = first_rows + [index * (length - 1) // max(num_spread - 1, 1) for index in range(num_spread)]
     for row in rows:
         if row not in hashes:
-            hashes[row] = _hash_of_item(dataset, row, seed, name)
+            hashes[row] = _hash_item(dataset, row, seed, name)
     return hashlib.sha256("".join(hashes[row] for row in rows).encode()).hexdigest()[:16] + how_many
 
 
-def _first_rows(dataset: Any, seed: int, number: int) -> list[int]:
-    """The rows that the first steps of a run read."""
-    positions, order = np.arange(number), getattr(dataset, "order", None)
-    of_own = None if order is None else order(positions, seed=seed)[0]
-    rows: list[int] = (rows_at(positions, seed=seed, num_rows=len(dataset)) if of_own is None else of_own).tolist()
-    return rows
-
-
-def _hash_of_item(dataset: Any, row: int, seed: int, name: str) -> str:
+def _hash_item(dataset: Any, row: int, seed: int, name: str) -> str:
     item = fetch_rows(dataset, [row], seed=seed, epochs=[0], step=1, collate=itemgetter(0), name=name)
     digest = hashlib.sha256()
-    _add(digest, item)
+    _add_value(digest, item)
     return digest.hexdigest()
 
 
-def _add(digest: Any, value: Any) -> None:
+def _add_value(digest: Any, value: Any) -> None:
     """Hash numbers, texts, tensors and arrays in whatever structure; of other objects the type alone."""
     if isinstance(value, torch.Tensor):
         digest.update(f"{value.dtype} {tuple(value.shape)} ".encode())
@@ -606,14 +598,14 @@ def _add(digest: Any, value: Any) -> None:
     elif isinstance(value, str | bytes | int | float | complex | np.generic | None):
         digest.update(f"{type(value).__name__} {value!r} ".encode())
     elif isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, part in value.items():
             digest.update(f"{key!r}: ".encode())
-            _add(digest, each)
+            _add_value(digest, part)
     elif isinstance(value, tuple | list):
         digest.update(f"{len(value)} ".encode())
-        for each in value:
-            _add(digest, each)
+        for part in value:
+            _add_value(digest, part)
     elif isinstance(fields := as_inputs(value), Mapping):
-        _add(digest, fields)
+        _add_value(digest, fields)
     else:
         digest.update(type(value).__name__.encode())

@@ -1,4 +1,4 @@
-"""Readers of the files of tokens that people have: each tells where in a file its tokens lie, and of which dtype.
+"""Readers of the files of tokens that people have: each finds where in a file its tokens lie, and of which dtype.
 
 .npy            a one-dimensional array of integers
 llm.c           256 int32 (magic, version, number of tokens, zeros), then uint16 of GPT-2 or uint32 of Llama 3;
@@ -14,6 +14,7 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,14 +24,13 @@ import numpy as np
 from zerotrain.data.store import INDEX_NAME, Shard, TokenStore
 from zerotrain.files.untrusted import printable
 
-# Recognises files that are neither text nor tokens, by their first bytes. Any bytes can be learnt: without a look an
+# Files that are neither text nor tokens are known by their first bytes. Any bytes can be learnt: without a look an
 # archive, or a database, would be.
 
 
 _UNPACK = "unpack it, and give what was in it"
 _AS_TEXT = "write its text to .txt, .jsonl or .parquet files"
-_OF_HUGGING_FACE = "data=huggingface reads a folder that save_to_disk() has written"
-_AS_TOKENS = "give a .npy, or a .bin of tokens and nothing else"
+_NPY_MAGIC = b"\x93NUMPY"
 _TAR_HEADER_NBYTES = 512
 _TAR_CHECKSUM = slice(148, 156)
 
@@ -43,13 +43,13 @@ class Container:
     """With its article."""
     for_text: str
     """Remedy if its text is wanted."""
-    for_tokens: str = _AS_TOKENS
+    for_tokens: str = "give a .npy, or a .bin of tokens and nothing else"
     """Remedy if its tokens are wanted."""
 
 
 _TAR = Container("a tar archive", _UNPACK, "unpack it")
 _GZIP = Container("a gzip file", "unpack it, or give it a name that ends in .gz", "unpack it")
-_ARROW = Container("an arrow file", _OF_HUGGING_FACE)
+_ARROW = Container("an arrow file", "data=huggingface reads a folder that save_to_disk() has written")
 _PICKLE = Container("a pickle", _AS_TEXT)
 _KINDS = {
     b"\x1f\x8b": _GZIP,
@@ -66,7 +66,7 @@ _KINDS = {
     b"FEA1": _ARROW,
     b"Obj\x01": Container("an Avro file", _AS_TEXT),
     b"\x89HDF": Container("an HDF5 file", _AS_TEXT),
-    b"\x93NUMPY": Container("a .npy file", "data=tokens reads tokens of it"),
+    _NPY_MAGIC: Container("a .npy file", "data=tokens reads tokens of it"),
     b"MMIDIDX": Container(
         "the index of a Megatron dataset without the .bin beside it",
         "data=tokens reads the two of them",
@@ -94,14 +94,19 @@ def container_of(beginning: bytes) -> Container | None:
     """
     if _is_tar(beginning):
         return _TAR
-    if _is_arrow_stream(beginning):
+    # save_to_disk() may have written it: the sign of a message, and the length of its schema.
+    if beginning.startswith(b"\xff\xff\xff\xff") and 0 < int.from_bytes(beginning[4:8], "little") < 1 << 24:
         return _ARROW
     kind = next((kind for magic, kind in _KINDS.items() if beginning.startswith(magic)), None)
-    return _TAR if kind is _GZIP and _is_tar(_unpacked(beginning)) else kind
+    if kind is _GZIP:
+        with suppress(zlib.error):
+            if _is_tar(zlib.decompressobj(wbits=31).decompress(beginning, _TAR_HEADER_NBYTES)):
+                return _TAR
+    return kind
 
 
 def container_of_text(beginning: bytes) -> Container | None:
-    """As `container_of`, of what is said to be text: with encodings that hold other bytes."""
+    """As `container_of`, of a file of text: with encodings that hold other bytes."""
     return _UTF_16 if beginning.startswith(_BYTE_ORDER_MARKS) else container_of(beginning)
 
 
@@ -111,60 +116,29 @@ def _is_tar(beginning: bytes) -> bool:
     if len(header) < _TAR_HEADER_NBYTES:
         return False
     try:
-        told = int(header[_TAR_CHECKSUM].strip(b" \0"), 8)
+        checksum = int(header[_TAR_CHECKSUM].strip(b" \0"), 8)
     except ValueError:
         return False
-    return told == sum(header) - sum(header[_TAR_CHECKSUM]) + 8 * ord(" ") and told > 8 * ord(" ")
+    return checksum == sum(header) - sum(header[_TAR_CHECKSUM]) + 8 * ord(" ") and checksum > 8 * ord(" ")
 
 
-def _is_arrow_stream(beginning: bytes) -> bool:
-    """Whether save_to_disk() may have written it: the sign of a message, and the length of its schema."""
-    return beginning.startswith(b"\xff\xff\xff\xff") and 0 < int.from_bytes(beginning[4:8], "little") < 1 << 24
+# The real content of a file that should hold only tokens is guessed. Without a look, text, or tokens of another
+# size, would be learnt.
 
 
-def _unpacked(beginning: bytes) -> bytes:
-    try:
-        return zlib.decompressobj(wbits=31).decompress(beginning, _TAR_HEADER_NBYTES)
-    except zlib.error:
-        return b""
-
-
-# Guesses the real content of a file that should hold only tokens. Any bytes are tokens: without a look, text, or
-# tokens of another size, would be learnt.
-
-
-SAMPLE_NBYTES = 1 << 13
+_SAMPLE_NBYTES = 1 << 13
 """Bytes looked at in each file, of which there may be 50,000."""
 _MIN_NUM_WORDS = 32
 """Fewer say nothing about the rest."""
 
 
-def require_plain_tokens(path: Path, dtype: np.dtype, *, vocab_size: int | None, name: str) -> None:
-    """Check that the beginning of a file can be that of tokens of `dtype`.
-
-    Args:
-        name: what the file is called in messages.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it looks like something else; with what to set.
-    """
-    with path.open("rb") as file:
-        sample = file.read(SAMPLE_NBYTES)
-    if (found := container_of(sample)) is not None:
-        raise ValueError(f"{name} is {found.name}; {found.for_tokens}")
-    other = _looks_like(sample, dtype, vocab_size)
-    if other is not None:
-        raise ValueError(f"{name} looks like {other}")
-
-
-def _looks_like(sample: bytes, dtype: np.dtype, vocab_size: int | None) -> str | None:
+def _guess_content(sample: bytes, dtype: np.dtype, vocab_size: int | None) -> str | None:
     if dtype.itemsize == 1 or len(sample) < _MIN_NUM_WORDS * dtype.itemsize:
         return None
     if _is_text(sample):
         return "text; choose data=text"
     for wider in ("uint64", "uint32"):
-        if dtype.itemsize < np.dtype(wider).itemsize and _is_of(wider, sample):
+        if dtype.itemsize < np.dtype(wider).itemsize and _holds_wider_words(wider, sample):
             return f"{wider} tokens, not {dtype.name}: the upper half of each is 0 or small; set data.dtype={wider}"
     words = _numbers_in(sample, dtype)
     if vocab_size is None or int(words.max()) < vocab_size:
@@ -183,7 +157,7 @@ def _numbers_in(sample: bytes, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(sample[: len(sample) // dtype.itemsize * dtype.itemsize], dtype=dtype.newbyteorder("<"))
 
 
-def _is_of(dtype: str, sample: bytes) -> bool:
+def _holds_wider_words(dtype: str, sample: bytes) -> bool:
     """Whether these are words of a wider dtype: their upper halves are as small as only those of tokens are."""
     halves = _numbers_in(sample, np.dtype(f"<u{np.dtype(dtype).itemsize // 2}"))
     halves = halves[: len(halves) // 2 * 2]
@@ -197,8 +171,8 @@ def _is_of(dtype: str, sample: bytes) -> bool:
 def _is_text(sample: bytes) -> bool:
     """Whether it is UTF-8 without control characters, or nearly all printable ASCII."""
     values = np.frombuffer(sample, dtype=np.uint8)
-    printable = ((values >= 32) & (values < 127)) | ((values >= 9) & (values <= 13))
-    if printable.mean() > 0.95:
+    is_printable = ((values >= 32) & (values < 127)) | ((values >= 9) & (values <= 13))
+    if is_printable.mean() > 0.95:
         return True
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(sample)
@@ -208,7 +182,6 @@ def _is_text(sample: bytes) -> bool:
 
 
 PLAIN_DTYPES = ("uint8", "uint16", "uint32", "uint64")
-_NPY_MAGIC = b"\x93NUMPY"
 _LLM_C_HEADER_NBYTES = 1024
 _LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 """Magic: version and dtype."""
@@ -236,7 +209,7 @@ def open_files(files: Sequence[Path], *, dtype: str, vocab_size: int | None, sou
     Args:
         dtype: of files that do not say themselves of which they are; one of `PLAIN_DTYPES`.
         vocab_size: tokens the model knows, if it is known.
-        source: what names the files, as the user wrote it ("data.path=corpus").
+        source: the setting that names the files, as the user wrote it ("data.path=corpus").
 
     Raises:
         OSError: a file cannot be read.
@@ -259,27 +232,29 @@ def open_files(files: Sequence[Path], *, dtype: str, vocab_size: int | None, sou
 
 def _join_documents(parts: Sequence[TokenFile]) -> np.ndarray:
     """The starts of documents in all files; a file whose starts are unknown counts as one document."""
-    before = np.cumsum([0, *(part.shard.tokens for part in parts)])
+    offsets = np.cumsum([0, *(part.shard.tokens for part in parts)])
     starts = [np.zeros(1, dtype=np.int64) if part.documents is None else part.documents() for part in parts]
-    return np.concatenate([start + offset for start, offset in zip(starts, before, strict=False)])
+    return np.concatenate([start + offset for start, offset in zip(starts, offsets, strict=False)])
 
 
 def _token_file(path: Path, plain: np.dtype, vocab_size: int | None, name: str) -> TokenFile:
     if not os.access(path, os.R_OK):
         raise ValueError(f"{name} cannot be read; give it read permission or choose another file")
     with path.open("rb") as file:
-        header = file.read(_LLM_C_HEADER_NBYTES)
-    if header.startswith(_NPY_MAGIC):
-        return _npy(path, name)
-    magic = int.from_bytes(header[:4], "little")
-    if len(header) == _LLM_C_HEADER_NBYTES and (magic in _LLM_C or magic == _LLM_C_QUESTIONS):
-        return _llm_c(path, header, name)
+        beginning = file.read(_SAMPLE_NBYTES)
+    if beginning.startswith(_NPY_MAGIC):
+        return _read_npy(path, name)
+    magic = int.from_bytes(beginning[:4], "little")
+    if len(beginning) >= _LLM_C_HEADER_NBYTES and (magic in _LLM_C or magic == _LLM_C_QUESTIONS):
+        return _read_llm_c(path, beginning, name)
     index = path.with_suffix(".idx")
     if path.suffix == ".bin" and is_megatron_index(index):
-        return _megatron(path, index, name)
+        return _read_megatron(path, index, name)
+    if (container := container_of(beginning)) is not None:
+        raise ValueError(f"{name} is {container.name}; {container.for_tokens}")
+    if (content := _guess_content(beginning, plain, vocab_size)) is not None:
+        raise ValueError(f"{name} looks like {content}")
     nbytes = path.stat().st_size
-    if nbytes:
-        require_plain_tokens(path, plain, vocab_size=vocab_size, name=name)
     if nbytes == 0 or nbytes % plain.itemsize:
         raise ValueError(
             f"{name} has {nbytes} bytes; a file of {plain.name} tokens has a multiple of {plain.itemsize}, and at "
@@ -288,12 +263,12 @@ def _token_file(path: Path, plain: np.dtype, vocab_size: int | None, name: str) 
     return TokenFile(Shard(path, nbytes // plain.itemsize), plain)
 
 
-def _npy(path: Path, name: str) -> TokenFile:
+def _read_npy(path: Path, name: str) -> TokenFile:
     try:
         array = np.load(path, mmap_mode="r")  # reads the header alone
     except Exception as error:  # its header is Python: TokenError, SyntaxError, TypeError, MemoryError
-        said = printable(str(error), keep="")
-        raise ValueError(f"{name} is a damaged .npy file: {said}; write it anew") from error
+        problem = printable(str(error), keep="")
+        raise ValueError(f"{name} is a damaged .npy file: {problem}; write it anew") from error
     if array.ndim != 1 or array.dtype.kind not in "ui" or len(array) == 0:
         raise ValueError(
             f"{name} holds an array of {array.dtype} with shape {array.shape}; give one dimension of "
@@ -302,15 +277,15 @@ def _npy(path: Path, name: str) -> TokenFile:
     return TokenFile(Shard(path, len(array), first_byte=array.offset), array.dtype)
 
 
-def _llm_c(path: Path, header: bytes, name: str) -> TokenFile:
+def _read_llm_c(path: Path, header: bytes, name: str) -> TokenFile:
     magic, version, tokens = (int(field) for field in np.frombuffer(header, dtype="<i4", count=3))
     if magic == _LLM_C_QUESTIONS:
         raise ValueError(f"{name} is an llm.c file of multiple-choice questions; give a file of tokens")
-    known, dtype = _LLM_C[magic]
-    if version != known:
+    supported_version, dtype = _LLM_C[magic]
+    if version != supported_version:
         raise ValueError(
-            f"{name} is an llm.c file of version {version}, but only {known} is supported; give a .npy, or a "
-            ".bin of tokens and nothing else"
+            f"{name} is an llm.c file of version {version}, but only {supported_version} is supported; give "
+            "a .npy, or a .bin of tokens and nothing else"
         )
     nbytes, needed = path.stat().st_size, _LLM_C_HEADER_NBYTES + tokens * np.dtype(dtype).itemsize
     if nbytes != needed or tokens < 1:
@@ -330,7 +305,7 @@ def is_megatron_index(path: Path) -> bool:
         return False
 
 
-def _megatron(path: Path, index: Path, name: str) -> TokenFile:
+def _read_megatron(path: Path, index: Path, name: str) -> TokenFile:
     with index.open("rb") as file:
         header = file.read(_MEGATRON_HEADER.size)
         if len(header) < _MEGATRON_HEADER.size:
@@ -356,11 +331,13 @@ def _megatron(path: Path, index: Path, name: str) -> TokenFile:
             "datasets, or one is damaged: copy both again"
         )
     tokens = nbytes // dtype.itemsize
-    documents = partial(_megatron_documents, index, pointers_at, num_sequences, num_documents, dtype.itemsize, tokens)
+    documents = partial(
+        _read_megatron_documents, index, pointers_at, num_sequences, num_documents, dtype.itemsize, tokens
+    )
     return TokenFile(Shard(path, tokens), dtype, documents)
 
 
-def _megatron_documents(
+def _read_megatron_documents(
     index: Path, pointers_at: int, num_sequences: int, num_documents: int, itemsize: int, tokens: int
 ) -> np.ndarray:
     pointers = np.fromfile(index, dtype="<i8", count=num_sequences, offset=pointers_at)
@@ -374,13 +351,11 @@ def _megatron_documents(
     return starts
 
 
-# Which files of tokens a path names, and which of them are for validation.
+# The files of tokens that a path names, and those of them that are for validation.
 
 
 SUFFIXES = (".bin", ".npy")
 """Suffixes of the files that are read from a folder."""
-_VALIDATION_WORDS = {"val", "valid", "validation"}
-_TRAIN_WORDS = {"train", "training"}
 
 
 @dataclass(frozen=True)
@@ -401,18 +376,18 @@ def find_token_paths(path: str, source: str) -> TokenPaths:
             files; a glob pattern, where `**` matches any depth; or what Megatron calls a prefix: the path of a .bin and
             .idx without suffix. Files called `val` go to validation if the others are called `train`:
             fineweb_train_000001.bin, fineweb_val_000000.bin.
-        source: what the user wrote ("data.path=corpus").
+        source: the setting, as the user wrote it ("data.path=corpus").
 
     Raises:
         FileNotFoundError: nothing is there, or no file matches.
         ValueError: nobody can say which of the files are for training.
     """
     expanded = os.path.expanduser(path)
-    # First what exists under exactly this name: "a[1].bin" is a legal file name and a pattern too.
+    # A file of exactly this name comes first: "a[1].bin" is a legal file name and a pattern too.
     if os.path.isfile(expanded):
         return TokenPaths((_data_of(Path(expanded)),))
     if os.path.isdir(expanded):
-        return _of_folder(Path(expanded), source)
+        return _find_in_folder(Path(expanded), source)
     if is_megatron_index(Path(f"{expanded}.idx")) and os.path.isfile(f"{expanded}.bin"):
         return TokenPaths((Path(f"{expanded}.bin"),))
     if not glob.has_magic(expanded):
@@ -424,48 +399,52 @@ def find_token_paths(path: str, source: str) -> TokenPaths:
     files = _each_once(Path(match) for match in glob.glob(expanded, recursive=True) if os.path.isfile(match))
     if not files:
         raise FileNotFoundError(f"{source} matches no file; give a pattern that does, or a file or a folder")
-    return _by_name(files, source)
+    return _sort_by_name(files, source)
 
 
 def _data_of(path: Path) -> Path:
     """The .bin where its .idx is named."""
-    beside = path.with_suffix(".bin")
-    return beside if path.suffix == ".idx" and beside.is_file() and is_megatron_index(path) else path
+    data_file = path.with_suffix(".bin")
+    return data_file if path.suffix == ".idx" and data_file.is_file() and is_megatron_index(path) else path
 
 
-def _of_folder(folder: Path, source: str) -> TokenPaths:
+def _find_in_folder(folder: Path, source: str) -> TokenPaths:
     if (folder / INDEX_NAME).is_file():
         return TokenPaths((folder,))
     if (train := folder / "train.bin").is_file():
         return TokenPaths((train,), tuple(file for file in (folder / "val.bin",) if file.is_file()))
-    found = (file for file in folder.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
-    files = _each_once(file for file in found if file.is_file())
+    candidates = (file for file in folder.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
+    files = _each_once(file for file in candidates if file.is_file())
     if not files:
         raise FileNotFoundError(
             f"{source} is a folder without .bin or .npy files and without {INDEX_NAME}; give a file of tokens, a "
             "folder of such files or of a store, or a glob pattern"
         )
-    return _by_name(files, source)
+    return _sort_by_name(files, source)
 
 
 def _each_once(files: Iterable[Path]) -> list[Path]:
     """Sorted by name; a file that links lead to under its first name."""
     by_place: dict[tuple[int, int], Path] = {}
     for file in sorted(_data_of(file) for file in files):
-        status = file.stat()
-        by_place.setdefault((status.st_dev, status.st_ino), file)
+        by_place.setdefault(place_on_disk(file.stat()), file)
     return list(by_place.values())
 
 
-def _by_name(files: list[Path], source: str) -> TokenPaths:
-    validation = tuple(file for file in files if _words_in_name(file) & _VALIDATION_WORDS)
-    train = tuple(file for file in files if _words_in_name(file) & _TRAIN_WORDS and file not in validation)
-    if not validation or len(validation) == len(files):  # all of one kind: the user has named what is to be read
+def place_on_disk(status: os.stat_result) -> tuple[int, int]:
+    """The same for all links that lead to a file."""
+    return status.st_dev, status.st_ino
+
+
+def _sort_by_name(files: list[Path], source: str) -> TokenPaths:
+    validation = tuple(file for file in files if _words_in_name(file) & {"val", "valid", "validation"})
+    train = tuple(file for file in files if _words_in_name(file) & {"train", "training"} and file not in validation)
+    if not validation or len(validation) == len(files):  # all of one kind: the user has named the files to read
         return TokenPaths(tuple(files))
-    others = [file.name for file in files if file not in validation and file not in train]
-    if others:
+    unmarked = [file.name for file in files if file not in validation and file not in train]
+    if unmarked:
         raise ValueError(
-            f"{source} has {validation[0].name}, which is for validation by its name, and {others[0]}, which has "
+            f"{source} has {validation[0].name}, which is for validation by its name, and {unmarked[0]}, which has "
             "neither train nor val in its name; give a glob pattern that leaves one out, and data.validation_path"
         )
     return TokenPaths(train, validation)

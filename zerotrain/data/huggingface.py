@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from zerotrain.data.batches import IGNORED_LABEL
+from zerotrain.data.batches import IGNORED_LABEL, require_at_least
 from zerotrain.data.tokenizer import DocumentEnd, TextTokenizer
 from zerotrain.files.terminal import package
 from zerotrain.files.untrusted import printable
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
-"""Ending of a file -> what `datasets` reads it with."""
+"""Ending of a file -> the builder by which `datasets` reads it."""
 VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 _LOOKED_AT_ROWS, _LOOKED_AT_TOKENS = 1000, 1 << 18
 """Rows and tokens of a dataset that are looked at, to estimate how many rows are cut."""
@@ -39,8 +39,8 @@ class HuggingFaceDataset:
         tokenizer: a folder with a Hugging Face tokenizer, or the name of one on the hub.
         document_end: of each text, as `TextDataset` has it: "eos" or "bos" of the tokenizer, "newline" or "none"; None
             for eos where the tokenizer has one, else newline.
-        split: what is trained on, where the folder has several splits.
-        validation_split: what is validated on; None: the first of `VALIDATION_SPLITS` that there is, or else a part of
+        split: the one to train on, where the folder has several splits.
+        validation_split: the one to validate on; None: the first of `VALIDATION_SPLITS` there is, or else a part of
             `split`, its last rows.
         validation_fraction: that part, between 0 and 1; 0: none.
 
@@ -64,8 +64,7 @@ class HuggingFaceDataset:
         validation_split: str | None = None,
         validation_fraction: float = 0.1,
     ) -> None:
-        if seq_len < 1:
-            raise ValueError(f"data.seq_len={seq_len} is too small; it must be at least 1")
+        require_at_least("seq_len", seq_len, 1)
         if column is None and (tokenizer or labels_column):
             raise ValueError(
                 "data.column=null reads all columns as they are; give data.column, the column to tokenize or cut"
@@ -77,47 +76,46 @@ class HuggingFaceDataset:
             )
         splits = _load(path)
         self.tokenizer = None if tokenizer is None else TextTokenizer(tokenizer)
-        known = None if self.tokenizer is None else self.tokenizer.vocab_size
-        self.vocab_size = known if vocab_size is None else vocab_size
-        if known is not None and self.vocab_size is not None and self.vocab_size < known:
+        num_tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
+        self.vocab_size = num_tokens if vocab_size is None else vocab_size
+        if num_tokens is not None and self.vocab_size is not None and self.vocab_size < num_tokens:
             raise ValueError(
-                f"data.vocab_size={vocab_size} is too small; data.tokenizer={tokenizer} has {known} tokens"
+                f"data.vocab_size={vocab_size} is too small; data.tokenizer={tokenizer} has {num_tokens} tokens"
             )
-        if self.tokenizer is not None:  # what has none must not seem to have one
-            self.encode, self.decode = self.tokenizer.encode, self._decode
+        if self.tokenizer is not None:  # a dataset without one must not seem to have it
+            self.encode, self.decode = self.tokenizer.encode, self.tokenizer.decode
             self.end_of_text = self.tokenizer.end_of_text
-        named = {name: splits[name] for name in _names_of(splits, split, validation_split, path)}
+        used_splits = {name: splits[name] for name in _names_of_splits(splits, split, validation_split, path)}
         for name in filter(None, (column, labels_column)):
-            if name not in (columns := named[split].column_names):
+            if name not in (columns := used_splits[split].column_names):
                 raise ValueError(f"data.column={name}: there is no such column; there are {', '.join(columns)}")
         self._num_null = 0
         if column is not None:
-            rows_of_all = sum(map(len, named.values()))
-            named = {name: _without_nulls(rows, column) for name, rows in named.items()}
-            self._num_null = rows_of_all - sum(map(len, named.values()))
+            rows_of_all = sum(map(len, used_splits.values()))
+            for name, rows in used_splits.items():
+                if column in rows.column_names and rows.data.column(column).null_count:
+                    is_valid = rows.data.column(column).is_valid().to_numpy(zero_copy_only=False)
+                    used_splits[name] = rows.select(np.flatnonzero(is_valid))
+            self._num_null = rows_of_all - sum(map(len, used_splits.values()))
         ending = DocumentEnd(self.tokenizer, document_end)
         parts: list[Columns | Sequences] = [
             Columns(rows)
             if column is None
             else Sequences(rows, column, labels_column, seq_len, self.vocab_size, self.tokenizer, ending)
-            for rows in _two(list(named.values()), validation_fraction, path)
+            for rows in _split_rows(list(used_splits.values()), validation_fraction, path)
         ]
         self.train, self.validation = self._parts = parts
 
     def summary(self) -> str:
         """One line: rows, those that are cut, and those that were left out."""
         train, validation = self._parts  # as they were: a user may have wrapped them
-        said = f"{len(train):,} rows, {len(validation):,} to validate"
+        line = f"{len(train):,} rows, {len(validation):,} to validate"
         if isinstance(train, Sequences):
-            num_looked_at, num_cut = train.looked_at()
+            num_looked_at, num_cut = train.sample_lengths()
             sampled = "" if num_looked_at == len(train) else " looked at"
             if num_cut:
-                said += f"; cut at data.seq_len={train.seq_len}: {num_cut:,} of {num_looked_at:,} rows{sampled}"
-        return said + (f"; left out, since null: {self._num_null:,}" if self._num_null else "")
-
-    def _decode(self, ids: torch.Tensor) -> str:
-        assert self.tokenizer is not None
-        return self.tokenizer.decode(token for token in ids.tolist() if token < self.tokenizer.vocab_size)
+                line += f"; cut at data.seq_len={train.seq_len}: {num_cut:,} of {num_looked_at:,} rows{sampled}"
+        return line + (f"; left out, since null: {self._num_null:,}" if self._num_null else "")
 
 
 class Columns(Dataset[dict[str, Any]]):
@@ -175,7 +173,7 @@ class Sequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
             raise ValueError(f"the token {int(tokens.max())} is not below data.vocab_size={self._vocab_size}")
         return self._whole(tokens[:-1], padding=0), self._whole(labels[1:], padding=IGNORED_LABEL)
 
-    def looked_at(self) -> tuple[int, int]:
+    def sample_lengths(self) -> tuple[int, int]:
         """How many rows, evenly spread, were looked at, and how many of them are cut: all, where that takes no time."""
         tokens_left, num_looked_at, num_cut = _LOOKED_AT_TOKENS, 0, 0
         for row in range(0, len(self), -(-len(self) // _LOOKED_AT_ROWS)):
@@ -190,13 +188,14 @@ class Sequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         """All tokens of a row."""
         if isinstance(value, str) != (self._tokenizer is not None):
             otherwise = "; data.tokenizer makes tokens of text" if isinstance(value, str) else ""
-            wanted = "a list of tokens" if self._tokenizer is None else "text"
-            raise ValueError(f"data.column={self._column} holds a {type(value).__name__} and not {wanted}{otherwise}")
+            expected = "a list of tokens" if self._tokenizer is None else "text"
+            raise ValueError(f"data.column={self._column} holds a {type(value).__name__} and not {expected}{otherwise}")
         if self._tokenizer is None:
             return torch.tensor(value).long()
-        before, after = self._ending.marks(starts=True, ends=True)
-        lacks_line = self._ending.name == "newline" and not value.endswith("\n")
-        tokens = np.concatenate([before, self._tokenizer.encode(value + "\n" * lacks_line), after])
+        prefix, suffix = self._ending.marks(starts=True, ends=True)
+        if self._ending.name == "newline" and not value.endswith("\n"):
+            value += "\n"
+        tokens = np.concatenate([prefix, self._tokenizer.encode(value), suffix])
         return torch.from_numpy(tokens.astype(np.int64))
 
     def _whole(self, part: torch.Tensor, *, padding: int) -> torch.Tensor:
@@ -214,19 +213,19 @@ def _load(path: str) -> dict[str, Any]:
         raise FileNotFoundError(f"data.path={path} {what}; give a folder that save_to_disk() has written, or a file")
     if place.is_dir():
         try:
-            loaded = _loaded(lambda: datasets.load_from_disk(str(place)), path)
+            loaded = _read_quietly(lambda: datasets.load_from_disk(str(place)), path)
         except FileNotFoundError as error:
             raise ValueError(
                 f"data.path={path} is a folder that save_to_disk() has not written; give one, or a single file"
             ) from error
     elif builder := BUILDERS.get(place.suffix.lower()):
-        loaded = _loaded(lambda: datasets.load_dataset(builder, data_files=str(place)), path)
+        loaded = _read_quietly(lambda: datasets.load_dataset(builder, data_files=str(place)), path)
     else:
         raise ValueError(f"data.path={path} is no file that can be read: its name must end in {', '.join(BUILDERS)}")
     return dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
 
 
-def _loaded(load: Callable[[], Any], path: str) -> Any:
+def _read_quietly(load: Callable[[], Any], path: str) -> Any:
     """Raises: FileNotFoundError: as it is; ValueError: of anything else in one line, the first of the deepest cause."""
     import datasets
 
@@ -240,43 +239,36 @@ def _loaded(load: Callable[[], Any], path: str) -> Any:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        said = printable((str(cause).splitlines() or [type(cause).__name__])[0], keep="").rstrip(".")
+        problem = printable((str(cause).splitlines() or [type(cause).__name__])[0], keep="").rstrip(".")
         raise ValueError(
-            f"data.path={path} cannot be read as a dataset: {said}; write it anew, or copy it again"
+            f"data.path={path} cannot be read as a dataset: {problem}; write it anew, or copy it again"
         ) from error
     finally:
         datasets.logging.set_verbosity(verbosity)
 
 
-def _names_of(splits: dict[str, Any], split: str, validation_split: str | None, path: str) -> list[str]:
+def _names_of_splits(splits: dict[str, Any], split: str, validation_split: str | None, path: str) -> list[str]:
     """The splits to train on and, where there is one, to validate on. A ValueError where there is no such split."""
     for field, name in (("split", split), ("validation_split", validation_split)):
         if name is not None and name not in splits:
             raise ValueError(f"data.{field}={name}: data.path={path} has no such split; it has {', '.join(splits)}")
     if validation_split == split:
         raise ValueError(f"data.validation_split={split} is the split to train on; give another, or null")
-    found = validation_split or next((name for name in VALIDATION_SPLITS if name in splits and name != split), None)
-    return [split] if found is None else [split, found]
+    other = validation_split or next((name for name in VALIDATION_SPLITS if name in splits and name != split), None)
+    return [split] if other is None else [split, other]
 
 
-def _without_nulls(rows: Any, column: str) -> Any:
-    """The rows that have a value, as other datasets of text leave out those that have none."""
-    if column not in rows.column_names or not rows.data.column(column).null_count:
-        return rows
-    return rows.select(np.flatnonzero(rows.data.column(column).is_valid().to_numpy(zero_copy_only=False)))
-
-
-def _two(named: list[Any], fraction: float, path: str) -> list[Any]:
+def _split_rows(parts: list[Any], fraction: float, path: str) -> list[Any]:
     """The rows to train on and to validate on. A ValueError where there are none, or nothing to split off."""
-    train = named[0]
-    if len(named) == 1:
+    train = parts[0]
+    if len(parts) == 1:
         if fraction == 0 and len(train):
             return [train, train.select([])]
         if not 0 < fraction < 1:
             raise ValueError(f"data.validation_fraction={fraction} is out of range; it must be 0 or between 0 and 1")
-        kept = len(train) - max(1, round(len(train) * fraction))
-        if kept >= 1:
-            return [train.select(range(kept)), train.select(range(kept, len(train)))]
-    if not all(map(len, named)) or len(named) == 1:
+        num_trained = len(train) - max(1, round(len(train) * fraction))
+        if num_trained >= 1:
+            return [train.select(range(num_trained)), train.select(range(num_trained, len(train)))]
+    if not all(map(len, parts)) or len(parts) == 1:
         raise ValueError(f"data.path={path} has {len(train)} rows; two are needed, to train on one and validate on one")
-    return named
+    return parts

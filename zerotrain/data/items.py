@@ -10,18 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from zerotrain.data import fetch
 from zerotrain.data.batches import IGNORED_LABEL
-from zerotrain.data.fetch import (
-    LABELS,
-    WITH_OUTPUTS,
-    Collate,
-    as_inputs,
-    draws,
-    fetch_rows,
-    ids_of,
-    labels_of,
-    num_labels,
-)
+from zerotrain.data.fetch import Collate, as_inputs, fetch_rows, num_labels
 
 NUM_ITEMS = 8
 """Items looked at of each dataset."""
@@ -37,39 +28,37 @@ def first_batches(dataset: Any, name: str, *, seed: int = 0, collate: Collate | 
 
     Raises:
         ValueError: it is no map-style dataset or is empty, an item has parts that no batch can be made of, the items
-            cannot stand in one batch, or what the dataset says of itself is not so.
+            cannot stand in one batch, or the dataset says something untrue of itself.
         RowError: the dataset or collate raised an exception.
     """
     if sources := getattr(dataset, "sources", {}):
-        return _of_sources(sources, name, seed, collate)
+        names = [source_name(name, source) for source in sources]
+        groups = [
+            first_batches(source, source_path, seed=seed, collate=collate)
+            for source_path, source in zip(names, sources.values(), strict=True)
+        ]
+        if collate is None:
+            _require_one_shape([group[0] for group in groups], [f"{source_path}[0]" for source_path in names])
+        return [batch for group in groups for batch in group]
     _require_map_style(dataset, name)
     rows = range(min(NUM_ITEMS, len(dataset)))
     if collate is None and not hasattr(dataset, "rows"):
         for row in rows[:2]:
             _require_parts(
-                fetch_rows(dataset, [row], **_first(seed, 1, name), collate=lambda items: items[0]), name, row
+                fetch_rows(dataset, [row], **_reading_args(seed, 1, name), collate=lambda items: items[0]), name, row
             )
-    before = torch.get_rng_state()
-    batches = [fetch_rows(dataset, [row], **_first(seed, 1, name), collate=collate) for row in rows]
-    if not draws(dataset, collate) and not torch.equal(before, torch.get_rng_state()):
+    rng_state = torch.get_rng_state()
+    batches = [fetch_rows(dataset, [row], **_reading_args(seed, 1, name), collate=collate) for row in rows]
+    if not fetch.draws(dataset, collate) and not torch.equal(rng_state, torch.get_rng_state()):
         raise ValueError(
             f"{name} draws random numbers though it has draws = False; leave that out, or draw from a generator that "
             "is made in __getitem__"
         )
     if collate is None:
         _require_one_shape(batches, [f"{name}[{row}]" for row in rows])
-    fetch_rows(dataset, rows, **_first(seed, len(rows), name), collate=collate)
+    fetch_rows(dataset, rows, **_reading_args(seed, len(rows), name), collate=collate)
     _require_as_many_labels(dataset, batches, name)
     return batches
-
-
-def _of_sources(sources: Mapping[str, Any], name: str, seed: int, collate: Collate | None) -> list[Any]:
-    """The first items of each source of a mix, which must stand in one batch too."""
-    names = [source_name(name, source) for source in sources]
-    batches = [first_batches(each, names[at], seed=seed, collate=collate) for at, each in enumerate(sources.values())]
-    if collate is None:
-        _require_one_shape([each[0] for each in batches], [f"{each}[0]" for each in names])
-    return [batch for each in batches for batch in each]
 
 
 def source_name(name: str, source: str) -> str:
@@ -79,13 +68,15 @@ def source_name(name: str, source: str) -> str:
     return name.replace("data.", f"data.sources.{source}.data.", 1)
 
 
-def _first(seed: int, num_rows: int, name: str) -> dict[str, Any]:
+def _reading_args(seed: int, num_rows: int, name: str) -> dict[str, Any]:
     return {"seed": seed, "epochs": [0] * num_rows, "step": 1, "name": name}
 
 
 def _require_map_style(dataset: Any, name: str) -> None:
     kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not all(hasattr(dataset, each) for each in ("__getitem__", "__len__")):
+    if isinstance(dataset, IterableDataset) or not all(
+        hasattr(dataset, method) for method in ("__getitem__", "__len__")
+    ):
         raise ValueError(
             f"{name} is of type {kind}, which cannot be indexed; it must be map-style, with len() and [index], because "
             "each rank, and a run that is resumed, reads other items. Write a stream to files first"
@@ -110,14 +101,14 @@ def _require_parts(item: Any, name: str, row: int) -> None:
 def _parts(value: Any, path: str) -> list[tuple[str, Any]]:
     """(where it stands, part) of each part of an item; a list of numbers is one part."""
     if isinstance(value, Mapping):
-        return [found for key, part in value.items() for found in _parts(part, f"{path}[{key!r}]")]
+        return [entry for key, part in value.items() for entry in _parts(part, f"{path}[{key!r}]")]
     is_list = isinstance(value, list) and bool(value) and all(isinstance(part, numbers.Number) for part in value)
     if isinstance(value, list | tuple) and not is_list:
         names = getattr(value, "_fields", range(len(value)))
         return [
-            found
+            entry
             for key, part in zip(names, value, strict=True)
-            for found in _parts(part, f"{path}.{key}" if isinstance(key, str) else f"{path}[{key}]")
+            for entry in _parts(part, f"{path}.{key}" if isinstance(key, str) else f"{path}[{key}]")
         ]
     return [(path, value)]
 
@@ -127,25 +118,22 @@ def _require_one_shape(batches: Sequence[Any], names: Sequence[str]) -> None:
         {path: tuple(part.shape[1:]) for path, part in _parts(batch, "") if isinstance(part, torch.Tensor)}
         for batch in batches
     ]
-    for name, each in zip(names, shapes, strict=True):
-        if each != shapes[0]:
+    texts = [", ".join(f"{path} {shape}".strip() for path, shape in parts.items()) for parts in shapes]
+    for name, parts, text in zip(names, shapes, texts, strict=True):
+        if parts != shapes[0]:
             raise ValueError(
-                f"{name} has {_said(each)} and {names[0]} {_said(shapes[0])}; all items must have the same: pad them, "
+                f"{name} has shapes {text} and {names[0]} shapes {texts[0]}; all items must have the same: pad them, "
                 f"with {IGNORED_LABEL} for labels, or give data.collate_fn, which pads each micro-batch"
             )
 
 
-def _said(shapes: dict[str, tuple[int, ...]]) -> str:
-    return "shapes " + ", ".join(f"{path} {shape}".strip() for path, shape in shapes.items())
-
-
 def _require_as_many_labels(dataset: Any, batches: Sequence[Any], name: str) -> None:
     """Check that `tokens_per_sequence` is right, by which the ranks weigh their losses without asking each other."""
-    told = getattr(dataset, "tokens_per_sequence", None)
+    num_promised = getattr(dataset, "tokens_per_sequence", None)
     for row, batch in enumerate(batches):
-        if told is not None and num_labels(batch, num_rows=1) != told:
+        if num_promised is not None and (num_counted := num_labels(batch, num_rows=1)) != num_promised:
             raise ValueError(
-                f"{name}.tokens_per_sequence is {told}, but {name}[{row}] has {num_labels(batch, num_rows=1)} labels "
+                f"{name}.tokens_per_sequence is {num_promised}, but {name}[{row}] has {num_counted} labels "
                 "that count; give the number that all items have, or leave it out where they differ"
             )
 
@@ -161,27 +149,24 @@ def require_taken(batches: Sequence[Any], name: str, model: nn.Module) -> None:
     Raises:
         ValueError: it takes other arguments, or would give no loss.
     """
-    kind = type(model).__name__
     signature = inspect.signature(model.forward)
-    taken = f"{kind}.forward takes ({', '.join(each for each in signature.parameters if each != WITH_OUTPUTS)})"
+    names = ", ".join(parameter for parameter in signature.parameters if parameter != fetch.WITH_OUTPUTS)
+    signature_text = f"{type(model).__name__}.forward takes ({names})"
     for row, batch in enumerate(batches[:2]):
-        inputs, whole = as_inputs(batch), f"{name}[{row}]"
-        given = _named_parts(inputs)
+        inputs, item_name = as_inputs(batch), f"{name}[{row}]"
+        if isinstance(inputs, Mapping):
+            item_text = ", ".join(str(key) for key in inputs) or "nothing"
+        else:
+            item_text = f"{len(inputs)} part{'s' if len(inputs) != 1 else ''} without names"
         try:
             bound = signature.bind(**inputs) if isinstance(inputs, Mapping) else signature.bind(*inputs)
         except TypeError as error:
-            raise ValueError(f"{whole} gives {given}, but {taken}: {error}") from error
-        if LABELS in signature.parameters and bound.arguments.get(LABELS) is None:
+            raise ValueError(f"{item_name} gives {item_text}, but {signature_text}: {error}") from error
+        if fetch.LABELS in signature.parameters and bound.arguments.get(fetch.LABELS) is None:
             raise ValueError(
-                f"{whole} gives {given} and no labels, but {taken}: it returns the loss only with labels; make the "
-                "items pairs of tensors (ids, labels), or dicts with the key labels"
+                f"{item_name} gives {item_text} and no labels, but {signature_text}: it returns the loss only with "
+                "labels; make the items pairs of tensors (ids, labels), or dicts with the key labels"
             )
-
-
-def _named_parts(inputs: Sequence[Any] | Mapping[str, Any]) -> str:
-    if isinstance(inputs, Mapping):
-        return ", ".join(str(key) for key in inputs) or "nothing"
-    return f"{len(inputs)} part{'s' if len(inputs) != 1 else ''} without names"
 
 
 def require_next_tokens(batches: Sequence[Any], name: str, *, model: str, vocab_size: int | None) -> None:
@@ -190,7 +175,7 @@ def require_next_tokens(batches: Sequence[Any], name: str, *, model: str, vocab_
     Args:
         batches: from `first_batches`.
         name: of the dataset they are from.
-        model: what the model is called.
+        model: the name of the model.
         vocab_size: tokens it knows; None where it does not say.
 
     Raises:
@@ -201,12 +186,12 @@ def require_next_tokens(batches: Sequence[Any], name: str, *, model: str, vocab_
         tokens = torch.cat([ids.flatten().long(), labels[labels != IGNORED_LABEL]]).tolist()
         unknown = [token for token in tokens if token < 0 or (vocab_size is not None and token >= vocab_size)]
         if unknown:
-            known = "from 0 on" if vocab_size is None else f"from 0 to {vocab_size - 1}"
+            allowed = "from 0 on" if vocab_size is None else f"from 0 to {vocab_size - 1}"
             raise ValueError(
-                f"{name}[{index}] has the token {unknown[0]}, but {model} knows the tokens {known}; ignored labels "
+                f"{name}[{index}] has the token {unknown[0]}, but {model} knows the tokens {allowed}; ignored labels "
                 f"are {IGNORED_LABEL}"
             )
-    if pairs and pairs[0][0].ndim == 2 and _are_repeated(pairs):
+    if pairs and pairs[0][0].ndim == 2 and _labels_repeat_ids(pairs):
         raise ValueError(
             f"the labels of the first items of {name} equal their ids; {model} learns labels[t] as the token after "
             "ids[t], so that it would learn to copy: give tokens[:-1] as ids and tokens[1:] as labels"
@@ -214,7 +199,7 @@ def require_next_tokens(batches: Sequence[Any], name: str, *, model: str, vocab_
 
 
 def _ids_and_labels(batch: Any, name: str, model: str) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, labels = ids_of(batch), labels_of(batch)
+    ids, labels = fetch.ids_of(batch), fetch.labels_of(batch)
     if (
         ids is None
         or labels is None
@@ -223,22 +208,22 @@ def _ids_and_labels(batch: Any, name: str, model: str) -> tuple[torch.Tensor, to
         or labels.dtype != torch.int64
     ):
         raise ValueError(
-            f"{name} has {_described(ids)} for ids and {_described(labels)} for labels; {model} takes int64 tensors of "
+            f"{name} has {_describe(ids)} for ids and {_describe(labels)} for labels; {model} takes int64 tensors of "
             "one shape"
         )
     return ids, labels
 
 
-def _are_repeated(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether all labels that count equal the ids beside them, and some not the ids after them: a row of one token
-    does both."""
+def _labels_repeat_ids(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether all labels that count equal the ids beside them, and some differ from the ids after them. Labels of a
+    row of one token equal both."""
     counts = [labels != IGNORED_LABEL for _, labels in items]
     repeated = all((ids == labels)[count].all() for (ids, labels), count in zip(items, counts, strict=True))
     next_ones = [
         (ids[:, 1:] == labels[:, :-1])[count[:, :-1]] for (ids, labels), count in zip(items, counts, strict=True)
     ]
-    return repeated and not all(each.all() for each in next_ones)
+    return repeated and not all(matches.all() for matches in next_ones)
 
 
-def _described(part: torch.Tensor | None) -> str:
+def _describe(part: torch.Tensor | None) -> str:
     return "nothing" if part is None else f"{str(part.dtype).removeprefix('torch.')} {tuple(part.shape[1:])}"

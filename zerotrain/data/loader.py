@@ -27,33 +27,20 @@ import torch
 from torch import multiprocessing
 from torch.utils.data._utils import worker as torchs_worker
 
+from zerotrain.data import fetch
 from zerotrain.data.batches import GlobalBatchSampler, RowsToRead
-from zerotrain.data.fetch import (
-    PLACE,
-    Collate,
-    RowError,
-    RowPlace,
-    Weigh,
-    fetch_rows,
-    in_time,
-    may_be_read_beside,
-    num_labels,
-    place_of,
-    seed_by,
-    to_device,
-    with_tensors,
-)
+from zerotrain.data.fetch import Collate, RowError, RowPlace, Weigh
 from zerotrain.device.device import DONE, Event
 from zerotrain.device.kinds import device_of
 
-# Micro-batches on their way to the device: on a GPU copied beside what it computes.
+# Micro-batches on their way to the device. A GPU computes while they are copied.
 
 
 class Copied(NamedTuple):
     """Micro-batches whose copies were issued."""
 
     batches: list[Any]
-    done: Event
+    event: Event
 
 
 class DeviceCopies:
@@ -74,18 +61,18 @@ class DeviceCopies:
         """Issue the copies of some micro-batches in the host's memory."""
         device = self._device.device
         if self._device.is_host:
-            return Copied([to_device(batch, device) for batch in batches], DONE)
+            return Copied([fetch.to_device(batch, device) for batch in batches], DONE)
         with self._stream.current():
             # torch keeps pinned memory that a copy was issued from until the copy is over.
-            pinned = [with_tensors(batch, torch.Tensor.pin_memory) for batch in batches]
-            return Copied([to_device(batch, device, non_blocking=True) for batch in pinned], self._device.event())
+            pinned = [fetch.with_tensors(batch, torch.Tensor.pin_memory) for batch in batches]
+            return Copied([fetch.to_device(batch, device, non_blocking=True) for batch in pinned], self._device.event())
 
     def finish(self, copied: Copied) -> list[Any]:
         """The same micro-batches on the device, for the current stream. The ones before may be written over from now
         on."""
-        if copied.done is not DONE:
+        if copied.event is not DONE:
             self._stream.wait(self._device.event())
-            copied.done.wait()
+            copied.event.wait()
         self._in_use = copied.batches
         return copied.batches
 
@@ -113,18 +100,18 @@ that is stuck in the kernel is not waited for any longer."""
 @contextmanager
 def read_in_workers(
     read: Callable[[Any], Any],
-    wanted: Iterator[Any],
+    requests: Iterator[Any],
     num_workers: int,
     num_ahead: int,
     *,
     describe: Callable[[Any], str] = str,
     timeout_s: float = 300.0,
 ) -> Iterator[Iterator[Any]]:
-    """`map(read, wanted)` in the same order, computed by processes; at its end none of them is left.
+    """`map(read, requests)` in the same order, computed by processes; at its end none of them is left.
 
     Args:
         num_ahead: values that are computed before they are asked for, at least one by each process.
-        describe: the words for what is wanted, such as "data.train: row 3", where no row is at fault alone.
+        describe: the words for a request, such as "data.train: row 3", where no row is at fault alone.
         timeout_s: as of `RowPlace`.
 
     Raises:
@@ -138,17 +125,19 @@ def read_in_workers(
     ends = [end for pipe in pipes for end in pipe]
     workers: list[_Worker] = []
     try:
-        for number, (place, (mine, its)) in enumerate(zip(places, pipes, strict=True)):
-            others = [end for end in ends if end is not its]
+        for number, (place, (rank_end, worker_end)) in enumerate(zip(places, pipes, strict=True)):
+            other_ends = [end for end in ends if end is not worker_end]
             process = multiprocessing.Process(
-                target=_work, args=(read, describe, place, its, others, number, num_workers), daemon=True
+                target=_run_worker,
+                args=(read, describe, place, worker_end, other_ends, number, num_workers),
+                daemon=True,
             )
             place.begin()
             process.start()
-            workers.append(_Worker(process, mine, place))
-        for _, its in pipes:
-            its.close()
-        yield _in_order(workers, wanted, -(-num_ahead // num_workers) * num_workers, describe)
+            workers.append(_Worker(process, rank_end, place))
+        for _, worker_end in pipes:
+            worker_end.close()
+        yield _in_order(workers, requests, -(-num_ahead // num_workers) * num_workers, describe)
     finally:
         for end in ends:
             end.close()
@@ -175,7 +164,7 @@ class _Worker(NamedTuple):
     place: RowPlace
 
     def receive(self, described: str) -> Any:
-        """The value that it was asked for first, of those which it was not yet taken from."""
+        """The value of the oldest request that has not been answered."""
         while not wait([self.pipe, self.process.sentinel], self.place.look_s):
             if reason := self.place.overdue():
                 raise RowError(f"{self.place} cannot be read by a worker process: {reason}") from reason
@@ -184,8 +173,8 @@ class _Worker(NamedTuple):
         except Exception as error:  # of a class that can be pickled but not made again, or since the process is gone
             self.process.join(_JOIN_S)
             if self.process.is_alive():
-                said = f"{type(error).__name__}: {error}"
-                raise RowError(f"{described} cannot be taken from a worker process: {said}") from error
+                cause = f"{type(error).__name__}: {error}"
+                raise RowError(f"{described} cannot be taken from a worker process: {cause}") from error
             code = self.process.exitcode or 0
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             raise RuntimeError(f"a worker process that reads the data {how}, at {self.place}") from error
@@ -195,67 +184,67 @@ class _Worker(NamedTuple):
 
 
 def _in_order(
-    workers: Sequence[_Worker], wanted: Iterator[Any], num_ahead: int, describe: Callable[[Any], str]
+    workers: Sequence[_Worker], requests: Iterator[Any], num_ahead: int, describe: Callable[[Any], str]
 ) -> Iterator[Any]:
-    """Ask the workers in turn for what is wanted, so many ahead; what they have read, in that order."""
-    turns, asked = zip(cycle(workers), wanted, strict=False), deque[tuple[_Worker, Any]]()
+    """Send the requests to the workers in turn, so many ahead; the values, in the order of the requests."""
+    turns, pending = zip(cycle(workers), requests, strict=False), deque[tuple[_Worker, Any]]()
     while True:
-        for worker, each in islice(turns, num_ahead - len(asked)):
+        for worker, request in islice(turns, num_ahead - len(pending)):
             with suppress(ConnectionError):  # it is gone, which is told in the place of its value
-                worker.pipe.send(each)
-            asked.append((worker, each))
-        if not asked:
+                worker.pipe.send(request)
+            pending.append((worker, request))
+        if not pending:
             return
-        worker, each = asked.popleft()
-        yield worker.receive(describe(each))
+        worker, request = pending.popleft()
+        yield worker.receive(describe(request))
 
 
-def _work(
+def _run_worker(
     read: Any,
     describe: Callable[[Any], str],
     place: RowPlace,
     pipe: Connection,
-    others: Sequence[Connection],
+    other_ends: Sequence[Connection],
     number: int,
     num_workers: int,
 ) -> None:
     """The life of a worker."""
     for signum in _IGNORED_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
-    signal.set_wakeup_fd(-1)  # the rank's: what is written there would be taken for a signal to the rank
-    for end in others:
+    signal.set_wakeup_fd(-1)  # the rank's: a byte written there would be taken for a signal to the rank
+    for end in other_ends:
         end.close()
     torch.set_num_threads(1)
-    seed_by("worker", number)
+    fetch.seed_by("worker", number)
     # For torch.utils.data.get_worker_info(), which a dataset may ask.
     torchs_worker._worker_info = torchs_worker.WorkerInfo(
         id=number, num_workers=num_workers, seed=torch.initial_seed(), dataset=read
     )
-    asked: SimpleQueue[Any] = SimpleQueue()
-    threading.Thread(target=_take, args=(pipe, asked), name="zerotrain-data-end", daemon=True).start()
-    PLACE.set(place)
+    requests: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_take_requests, args=(pipe, requests), name="zerotrain-data-end", daemon=True).start()
+    fetch.PLACE.set(place)
     with suppress(ConnectionError):  # the rank is gone
         while True:
             place.end()
-            wanted = asked.get()
+            request = requests.get()
             place.begin()
             try:
-                value = read(wanted)
+                value = read(request)
                 place.begin()
                 packed = ForkingPickler.dumps(value)
             except Exception as error:
-                said = f"{describe(wanted)} cannot be sent by a worker process: {type(error).__name__}: {error}"
-                failure = _Failure(str(error) if isinstance(error, RowError) else said, traceback.format_exc())
+                message = f"{describe(request)} cannot be sent by a worker process: {type(error).__name__}: {error}"
+                failure = _Failure(str(error) if isinstance(error, RowError) else message, traceback.format_exc())
                 packed = ForkingPickler.dumps(failure)
             place.end()
             pipe.send_bytes(packed)
 
 
-def _take(pipe: Connection, asked: "SimpleQueue[Any]") -> None:
-    """Take what the worker is asked for, and end this process as soon as nobody holds the other end."""
+def _take_requests(pipe: Connection, requests: "SimpleQueue[Any]") -> None:
+    """Take the requests to the worker, and end this process as soon as nobody holds the other end."""
     try:
         while True:
-            asked.put(pipe.recv())
+            requests.put(pipe.recv())
     finally:
         os._exit(0)
 
@@ -269,7 +258,7 @@ class LoadedStep(NamedTuple):
     micro_batches: list[Any]
     """On the device, as collate has made them; in the order in which the rank runs them."""
     weights: list[float]
-    """Of each of them, in the mean loss of the step."""
+    """The weight of each in the mean loss of the step."""
     num_labels: list[int]
     """In each of them, those that count."""
 
@@ -280,19 +269,19 @@ Read = Callable[[tuple[RowsToRead, int]], tuple[Any, int]]
 
 def reader_of(dataset: Any, seed: int, collate: Collate | None, vocab_size: int | None = None) -> Read:
     """Reads micro-batches of a dataset, with arguments of `fetch_rows`; can be pickled if the dataset can."""
-    return partial(_read, partial(fetch_rows, dataset, seed=seed, collate=collate, vocab_size=vocab_size))
+    return partial(_read_rows, partial(fetch.fetch_rows, dataset, seed=seed, collate=collate, vocab_size=vocab_size))
 
 
-def _read(fetch: Callable[..., Any], wanted: tuple[RowsToRead, int]) -> tuple[Any, int]:
-    (rows, epochs), step = wanted
+def _read_rows(read: Callable[..., Any], request: tuple[RowsToRead, int]) -> tuple[Any, int]:
+    (rows, epochs), step = request
     with torch.profiler.record_function("zerotrain data: read rows"):
-        batch = fetch(rows, epochs=epochs, step=step)
+        batch = read(rows, epochs=epochs, step=step)
         return batch, len(rows)
 
 
-def _described(wanted: tuple[RowsToRead, int]) -> str:
-    (rows, epochs), step = wanted
-    return place_of("data.train", rows, epochs, step)
+def _describe_request(request: tuple[RowsToRead, int]) -> str:
+    (rows, epochs), step = request
+    return fetch.place_of("data.train", rows, epochs, step)
 
 
 class StepLoader:
@@ -326,17 +315,17 @@ class StepLoader:
         num_steps_ahead: int = NUM_STEPS_AHEAD,
         vocab_size: int | None = None,
         timeout_s: float = 300.0,
-        weigh: Weigh = num_labels,
+        weigh: Weigh = fetch.num_labels,
     ) -> None:
         self.wait_s = 0.0
         """How long the last step was waited for."""
-        self.reads_ahead = num_steps_ahead > 0 and (num_workers > 0 or may_be_read_beside(dataset, collate))
+        self.reads_ahead = num_steps_ahead > 0 and (num_workers > 0 or fetch.may_be_read_beside(dataset, collate))
         self._copies, self._weigh = DeviceCopies(device), weigh
         self._open = ExitStack()
         self._num_micro_batches = sampler.num_micro_batches * sampler.leaves_per_rank
         reader = reader_of(dataset, sampler.seed, collate, vocab_size)
         size, start = sampler.global_batch_size, sampler.rows_consumed
-        wanted = (
+        requests = (
             (rows, first_step + step + 1)
             for step in range(num_steps)
             for rows in sampler.micro_batches(start + step * size)
@@ -344,18 +333,20 @@ class StepLoader:
         if num_workers > 0:
             num_ahead = max(num_steps_ahead, 1) * self._num_micro_batches
             read = self._open.enter_context(
-                read_in_workers(reader, wanted, num_workers, num_ahead, describe=_described, timeout_s=timeout_s)
+                read_in_workers(
+                    reader, requests, num_workers, num_ahead, describe=_describe_request, timeout_s=timeout_s
+                )
             )
         else:
-            read = map(reader, wanted)
-        self._steps = self._copied_steps(read)
-        self._in_time = nullcontext if self.reads_ahead or num_workers > 0 else partial(in_time, timeout_s)
+            read = map(reader, requests)
+        self._steps = self._copy_steps(read)
+        self._in_time = nullcontext if self.reads_ahead or num_workers > 0 else partial(fetch.in_time, timeout_s)
         if self.reads_ahead:
             self._steps = self._open.enter_context(ReadAhead(self._steps, num_steps_ahead, timeout_s))
 
-    def _copied_steps(self, read: Iterator[tuple[Any, int]]) -> Iterator[tuple[Copied, list[float], list[int]]]:
+    def _copy_steps(self, read: Iterator[tuple[Any, int]]) -> Iterator[tuple[Copied, list[float], list[int]]]:
         while step := list(islice(read, self._num_micro_batches)):
-            counts = [self._weigh(*each) for each in step], [num_labels(*each) for each in step]
+            counts = [self._weigh(*pair) for pair in step], [fetch.num_labels(*pair) for pair in step]
             yield self._copies.start([batch for batch, _ in step]), *counts
 
     def next_step(self) -> LoadedStep:
@@ -381,8 +372,8 @@ class StepLoader:
 
 
 class ReadAhead(Iterator[Any]):
-    """An iterator that a thread runs ahead of who asks for its values, by so many at most. An exception comes where
-    its value would have.
+    """An iterator whose values a thread reads before they are asked for, so many at most. An exception comes in
+    the place of its value.
 
     Args:
         timeout_s: as of `RowPlace`, for rows that the thread reads itself.
@@ -421,11 +412,15 @@ class ReadAhead(Iterator[Any]):
         self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
-        PLACE.set(self._place)
-        while self._wait_for_room():
+        fetch.PLACE.set(self._place)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or len(self._ready) < self._num_ahead)
+                if self._closed:
+                    return
             try:
                 value = next(self._values)
-            except BaseException as error:  # whatever it is, who asks for the value is to see it
+            except BaseException as error:  # raised where the value is asked for
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()
@@ -433,9 +428,3 @@ class ReadAhead(Iterator[Any]):
             with self._changed:
                 self._ready.append(value)
                 self._changed.notify_all()
-
-    def _wait_for_room(self) -> bool:
-        """False where no more is to be read."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._ready) < self._num_ahead)
-            return not self._closed

@@ -23,7 +23,6 @@ from zerotrain.data.fetch import Fingerprint, draws, fingerprint_of, within
 
 MAX_PERIOD = 100_000
 """Rows after which a pattern begins anew, at most."""
-SETS = ("train", "validation")
 NEEDED = "{data: {_target_: ...}, weight: 1}"
 
 
@@ -50,28 +49,26 @@ class Mix:
             _require_fit(name, data, seq_len)
         self.vocab_size = _vocab_size(self.sources, vocab_size)
         trained = [name for name in self.sources if weights[name] > 0]
-        self.train, self.validation = (
-            MixedRows(
-                {name: getattr(self.sources[name], each) for name in names}, {name: weights[name] for name in names}
-            )
-            for each, names in zip(SETS, (trained, list(self.sources)), strict=True)
+        self.train = MixedRows(
+            {name: self.sources[name].train for name in trained}, {name: weights[name] for name in trained}
         )
-        first = self.sources[trained[0]]
-        for name in ("encode", "decode", "end_of_text"):  # what has none must not seem to have one
-            if hasattr(first, name):
-                setattr(self, name, getattr(first, name))
+        self.validation = MixedRows({name: data.validation for name, data in self.sources.items()}, weights)
+        first_source = self.sources[trained[0]]
+        for name in ("encode", "decode", "end_of_text"):  # a mix without one must not seem to have it
+            if hasattr(first_source, name):
+                setattr(self, name, getattr(first_source, name))
 
     def fingerprint(self, like: Mapping[str, Any] | None = None) -> Fingerprint:
         """The fingerprints of all sources, see `zerotrain.data.fetch`."""
         likes = {name: within(like or {}, f"{name}.") for name in self.sources}
         of_each = {name: fingerprint_of(data, like=likes[name]) for name, data in self.sources.items()}
-        return {f"{name}.{what}": value for name, known in of_each.items() for what, value in known.items()}
+        return {f"{name}.{what}": value for name, fingerprint in of_each.items() for what, value in fingerprint.items()}
 
     def summary(self) -> str:
-        """How much of what is read, for a line at the start."""
+        """The share of each source, for a line at the start."""
         shares = self.train.shares
-        said = [f"{shares.get(name, 0):.3g} {name} ({len(data.train):,} rows)" for name, data in self.sources.items()]
-        return f"{', '.join(said)}; {len(self.validation):,} rows to validate"
+        parts = [f"{shares.get(name, 0):.3g} {name} ({len(data.train):,} rows)" for name, data in self.sources.items()]
+        return f"{', '.join(parts)}; {len(self.validation):,} rows to validate"
 
 
 class MixedRows(Dataset[Any]):
@@ -85,8 +82,8 @@ class MixedRows(Dataset[Any]):
     def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float]) -> None:
         self.sources, self.weights = dict(sources), dict(weights)
         self._names, self._datasets = list(self.sources), list(self.sources.values())
-        self._ends = list(accumulate(len(each) for each in self._datasets))
-        tokens = {getattr(each, "tokens_per_sequence", None) for each in self._datasets}
+        self._ends = list(accumulate(len(dataset) for dataset in self._datasets))
+        tokens = {getattr(dataset, "tokens_per_sequence", None) for dataset in self._datasets}
         self.tokens_per_sequence: int | None = tokens.pop() if len(tokens) == 1 else None
         """Labels that count in each item, where all sources have the same number."""
         self.draws = any(map(draws, self._datasets))
@@ -95,7 +92,7 @@ class MixedRows(Dataset[Any]):
 
     @property
     def shares(self) -> dict[str, float]:
-        """Which part of the rows that are read is of each source."""
+        """The part of the rows that are read from each source."""
         return dict(zip(self.sources, (self._counts / self._counts.sum()).tolist(), strict=True))
 
     def times_read(self, num_rows: int) -> dict[str, float]:
@@ -142,14 +139,13 @@ class MixedRows(Dataset[Any]):
         which = self._source_at[places]
         numbers = patterns * self._counts[which] + self._number_at[places]  # rows of the source that were read before
         rows, epochs = np.empty_like(numbers), np.empty_like(numbers)
-        names = list(self.sources)
         for source in np.unique(which).tolist():
-            here = which == source
+            mask = which == source
             num_rows = len(self._datasets[source])
-            rows[here] = self._start(source) + rows_at(
-                numbers[here], seed=_seed_of(names[source], seed), num_rows=num_rows
-            )
-            epochs[here] = numbers[here] // num_rows
+            # The order of a source follows from its name: another source beside it changes nothing.
+            source_seed = int.from_bytes(hashlib.sha256(f"{seed} {self._names[source]}".encode()).digest()[:8])
+            rows[mask] = self._start(source) + rows_at(numbers[mask], seed=source_seed, num_rows=num_rows)
+            epochs[mask] = numbers[mask] // num_rows
         return rows, epochs
 
     def _start(self, source: int) -> int:
@@ -164,13 +160,13 @@ def parts_of(weights: Sequence[float]) -> list[int]:
         ValueError: a weight that is not 0 is too small for that.
     """
     exact = [Fraction(str(weight)) for weight in weights]
-    common = math.lcm(*(each.denominator for each in exact))
-    counts = [int(each * common) for each in exact]
+    common = math.lcm(*(weight.denominator for weight in exact))
+    counts = [int(weight * common) for weight in exact]
     divisor = math.gcd(*counts) or 1
     counts = [count // divisor for count in counts]
     if sum(counts) <= MAX_PERIOD:
         return counts
-    shares = [each * MAX_PERIOD / sum(exact) for each in exact]
+    shares = [weight * MAX_PERIOD / sum(exact) for weight in exact]
     counts = [int(share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda index: counts[index] - shares[index])
     for index in by_remainder[: MAX_PERIOD - sum(counts)]:
@@ -196,11 +192,6 @@ def pattern(counts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]
     return sources[evenly], numbers[evenly]
 
 
-def _seed_of(name: str, seed: int) -> int:
-    """The order of a source follows from its name: another source beside it changes nothing."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8])
-
-
 def _sources(sources: Any) -> tuple[dict[str, Any], dict[str, float]]:
     """The datasets and their weights. A ValueError where one of them is none."""
     if not isinstance(sources, Mapping) or not sources:
@@ -209,8 +200,8 @@ def _sources(sources: Any) -> tuple[dict[str, Any], dict[str, float]]:
     for name, source in sources.items():
         field = f"data.sources.{name}"
         if not isinstance(source, Mapping) or source.get("data") is None:
-            others = ", ".join(str(other) for other in sources if other != name) or "none"
-            raise ValueError(f"{field} has no data; a source is {NEEDED}, and the other sources are: {others}")
+            other_names = ", ".join(str(other) for other in sources if other != name) or "none"
+            raise ValueError(f"{field} has no data; a source is {NEEDED}, and the other sources are: {other_names}")
         for key in source.keys() - {"data", "weight"}:
             raise ValueError(f"{field}.{key}: a source has no such setting; it is {NEEDED}")
         weight = source.get("weight")
@@ -224,27 +215,27 @@ def _sources(sources: Any) -> tuple[dict[str, Any], dict[str, float]]:
 
 
 def _require_fit(name: str, data: Any, seq_len: int | None) -> None:
-    for each in SETS:
-        dataset = getattr(data, each, None)
+    for set_name in ("train", "validation"):
+        dataset = getattr(data, set_name, None)
         if dataset is None:
-            raise ValueError(f"data.sources.{name}.data: {type(data).__name__} has no dataset called {each}")
+            raise ValueError(f"data.sources.{name}.data: {type(data).__name__} has no dataset called {set_name}")
         if not hasattr(dataset, "__len__") or not len(dataset):
-            raise ValueError(f"data.sources.{name}.data.{each} is empty or has no length; each source needs a row")
-    given = getattr(data.train, "seq_len", seq_len)
-    if seq_len is not None and given != seq_len:
+            raise ValueError(f"data.sources.{name}.data.{set_name} is empty or has no length; each source needs a row")
+    source_len = getattr(data.train, "seq_len", seq_len)
+    if seq_len is not None and source_len != seq_len:
         raise ValueError(
-            f"data.sources.{name}.data.seq_len={given}, but data.seq_len={seq_len}; all sources need the same: "
+            f"data.sources.{name}.data.seq_len={source_len}, but data.seq_len={seq_len}; all sources need the same: "
             "${data.seq_len}"
         )
 
 
-def _vocab_size(sources: Mapping[str, Any], given: int | None) -> int | None:
+def _vocab_size(sources: Mapping[str, Any], vocab_size: int | None) -> int | None:
     """The size that all sources have. A ValueError where they differ."""
-    known = {} if given is None else {"data.vocab_size": given}
+    sizes = {} if vocab_size is None else {"data.vocab_size": vocab_size}
     for name, data in sources.items():
         if isinstance(size := getattr(data, "vocab_size", None), int):
-            known[f"data.sources.{name}.data.vocab_size"] = size
-    if len(set(known.values())) > 1:
-        said = ", ".join(f"{field}={size}" for field, size in known.items())
-        raise ValueError(f"{said} differ; all sources must be in the same tokens: ${{data.vocab_size}}")
-    return next(iter(known.values()), None)
+            sizes[f"data.sources.{name}.data.vocab_size"] = size
+    if len(set(sizes.values())) > 1:
+        settings = ", ".join(f"{field}={size}" for field, size in sizes.items())
+        raise ValueError(f"{settings} differ; all sources must be in the same tokens: ${{data.vocab_size}}")
+    return next(iter(sizes.values()), None)

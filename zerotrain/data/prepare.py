@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,11 +27,11 @@ import numpy as np
 
 from zerotrain.data.store import INDEX_NAME, Shard, TokenStore, write_index
 from zerotrain.data.text_files import Sources, TextPiece, find_sources, is_plain, read_pieces
-from zerotrain.data.tokenizer import PIECE_NBYTES, AnyPlace, Cut, DocumentEnd, ExactPlace, TextTokenizer
+from zerotrain.data.tokenizer import PIECE_NBYTES, Cut, DocumentEnd, ExactPlace, TextTokenizer, cut_anywhere
 from zerotrain.files.lock import can_lock, holder, lock, note_holder, open_lock, whole
 from zerotrain.files.untrusted import Natural, UntrustedFileError, duration, read_json, require_kind
 
-# One process at a time makes what is in a folder; the others wait as long as it takes, and say for whom.
+# One process at a time fills a folder. The others wait as long as it takes, and name the process that they wait for.
 
 
 LOCK_NAME = "lock"
@@ -54,14 +54,22 @@ def sole_writer(folder: Path, *, private: bool) -> Iterator[None]:
         with open_lock(folder / LOCK_NAME) as file:
             _wait(file, folder)
             if not _is_at(file, folder / LOCK_NAME):
-                continue  # who held it has removed the folder as abandoned
-            try:
+                continue  # the holder has removed the folder as abandoned
+            with _naming_folder(folder):
                 note_holder(file)
-            except OSError as error:  # a full disk: the system names no file that is open already
-                error.filename = str(folder)
-                raise
             yield
             return
+
+
+@contextmanager
+def _naming_folder(folder: Path) -> Iterator[None]:
+    """Inside, an error of the disk names a folder: the system names no file that is open already."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(folder)
+        raise
 
 
 def try_lock(folder: Path) -> BinaryIO | None:
@@ -102,7 +110,7 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
         return False
 
 
-# A store as it is written: what the disk has is noted every few seconds, so that one that was ended goes on there.
+# A store as it is written. The part on the disk is noted every few seconds, so that an ended process is continued.
 
 
 SHARD_TOKENS = 1 << 27
@@ -110,17 +118,17 @@ SHARD_TOKENS = 1 << 27
 NOTE_S = 5.0
 """Seconds of work that are lost at most where the process is killed."""
 NOTES_NAME = "preparing.json"
-MAX_NOTES_NBYTES = 1 << 16
+MAX_JSON_NBYTES = 1 << 16
 STARTS_NAME = "starts.part"
 """File with the starts of documents, until the index is written."""
 
 
 @dataclass
-class Done:
+class WriterState:
     """Contents of an unfinished store on the disk, and the place in the sources where writing resumes."""
 
     made_of: str
-    """A hash of what it is made of."""
+    """A hash of the sources and of how they become tokens."""
     file: Natural = 0
     """The number of the source."""
     offset: Natural = 0
@@ -133,8 +141,8 @@ class Done:
     """Rows that were left out, since their text is null."""
 
 
-def _hash_of(done: Done) -> str:
-    return hashlib.sha256(json.dumps(asdict(done), sort_keys=True).encode()).hexdigest()[:16]
+def _hash_state(state: WriterState) -> str:
+    return _hash(json.dumps(asdict(state), sort_keys=True))
 
 
 class StoreWriter:
@@ -143,7 +151,7 @@ class StoreWriter:
     Args:
         folder: is there, and nobody else writes to it.
         dtype: of the tokens.
-        made_of: a hash of what the store is made of; of what was made of something else nothing is kept.
+        made_of: a hash of the sources and the recipe; an unfinished store with another hash is removed.
 
     Raises:
         OSError: the folder cannot be written; `filename` names something in it.
@@ -153,54 +161,54 @@ class StoreWriter:
         self._folder, self._dtype = folder, np.dtype(dtype).newbyteorder("<")
         self._noted_s = time.monotonic()
         self._shard: BinaryIO | None = None
-        with self._naming():
-            self.done = self._left(made_of) or Done(made_of)
+        with _naming_folder(self._folder):
+            self.state = self._read_notes(made_of) or WriterState(made_of)
             self._cut_back()
             self._starts = (folder / STARTS_NAME).open("ab")
 
     def start_document(self) -> None:
         """The next token written begins a document; a document without tokens is not counted."""
-        self.done.begins = True
+        self.state.begins = True
 
     def write(self, tokens: np.ndarray) -> None:
         """Append tokens, (num_tokens,)."""
-        with self._naming():
-            if self.done.begins and len(tokens):
-                self._starts.write(np.array([self.done.tokens], "<u8").tobytes())
-                self.done.documents, self.done.begins = self.done.documents + 1, False
+        with _naming_folder(self._folder):
+            if self.state.begins and len(tokens):
+                self._starts.write(np.array([self.state.tokens], "<u8").tobytes())
+                self.state.documents, self.state.begins = self.state.documents + 1, False
             while len(tokens):
-                room = SHARD_TOKENS - self.done.tokens % SHARD_TOKENS
+                room = SHARD_TOKENS - self.state.tokens % SHARD_TOKENS
                 if self._shard is None:
-                    self._shard = (self._folder / _name(self.done.tokens // SHARD_TOKENS)).open("ab")
+                    self._shard = (self._folder / _shard_name(self.state.tokens // SHARD_TOKENS)).open("ab")
                 self._shard.write(tokens[:room].astype(self._dtype, copy=False).tobytes())
-                self.done.tokens += min(room, len(tokens))
+                self.state.tokens += min(room, len(tokens))
                 tokens = tokens[room:]
-                if self.done.tokens % SHARD_TOKENS == 0:
+                if self.state.tokens % SHARD_TOKENS == 0:
                     self._close_shard()
 
-    def note(self, file: int, offset: int, *, now: bool = False) -> None:
+    def note(self, file: int, offset: int, *, at_once: bool = False) -> None:
         """Note that all before this place of the sources is written, and sync it to the disk: if `NOTE_S` have passed,
         or now."""
-        if not now and time.monotonic() < self._noted_s + NOTE_S:
+        if not at_once and time.monotonic() < self._noted_s + NOTE_S:
             return
-        with self._naming():
-            for written in filter(None, (self._shard, self._starts)):
-                written.flush()
-                os.fsync(written.fileno())
-            self.done.file, self.done.offset = file, offset
-            noted = asdict(self.done) | {"hash": _hash_of(self.done)}
+        with _naming_folder(self._folder):
+            for output in filter(None, (self._shard, self._starts)):
+                output.flush()
+                os.fsync(output.fileno())
+            self.state.file, self.state.offset = file, offset
+            fields = asdict(self.state) | {"hash": _hash_state(self.state)}
             with whole(self._folder / NOTES_NAME, lasting=True) as notes:
-                notes.write(json.dumps(noted).encode())
+                notes.write(json.dumps(fields).encode())
         self._noted_s = time.monotonic()
 
     def complete(self, *, vocab_size: int, tokenizer: str | None, with_documents: bool) -> None:
         """Make the folder a store. The notes stay until `forget_notes`."""
-        with self._naming():
+        with _naming_folder(self._folder):
             self.close()
             starts = None
-            if with_documents and self.done.documents:
+            if with_documents and self.state.documents:
                 starts = np.memmap(self._folder / STARTS_NAME, "<u8", "r")
-            names = [_name(number) for number in range(-(-self.done.tokens // SHARD_TOKENS))]
+            names = [_shard_name(number) for number in range(-(-self.state.tokens // SHARD_TOKENS))]
             shards = [(name, (self._folder / name).stat().st_size // self._dtype.itemsize) for name in names]
             write_index(
                 self._folder,
@@ -213,7 +221,7 @@ class StoreWriter:
 
     def close(self) -> None:
         """Close the files."""
-        with self._naming():
+        with _naming_folder(self._folder):
             self._close_shard()
             self._starts.close()
 
@@ -224,56 +232,41 @@ class StoreWriter:
                 closing.flush()
                 os.fsync(closing.fileno())
 
-    def _left(self, made_of: str) -> Done | None:
+    def _read_notes(self, made_of: str) -> WriterState | None:
         """The notes of an earlier writer; None if writing cannot resume there."""
         try:
-            notes = read_json(self._folder / NOTES_NAME, dict[str, Any], max_nbytes=MAX_NOTES_NBYTES)
-            done: Done = require_kind(notes, Done)
-            if notes.get("hash") != _hash_of(done):
+            notes = read_json(self._folder / NOTES_NAME, dict[str, Any], max_nbytes=MAX_JSON_NBYTES)
+            state: WriterState = require_kind(notes, WriterState)
+            if notes.get("hash") != _hash_state(state):
                 return None
-            last, rest = divmod(done.tokens, SHARD_TOKENS)
-            needed = {_name(number): SHARD_TOKENS * self._dtype.itemsize for number in range(last)}
-            needed |= {_name(last): rest * self._dtype.itemsize} if rest else {}
-            needed[STARTS_NAME] = done.documents * 8
+            last_shard, rest = divmod(state.tokens, SHARD_TOKENS)
+            needed = {_shard_name(number): SHARD_TOKENS * self._dtype.itemsize for number in range(last_shard)}
+            needed |= {_shard_name(last_shard): rest * self._dtype.itemsize} if rest else {}
+            needed[STARTS_NAME] = state.documents * 8
             is_there = all((self._folder / name).stat().st_size >= nbytes for name, nbytes in needed.items())
-            return done if is_there and done.made_of == made_of else None
+            return state if is_there and state.made_of == made_of else None
         except (FileNotFoundError, UntrustedFileError):
             return None
 
     def _cut_back(self) -> None:
-        """Remove what was not noted."""
+        """Remove the tokens that were not noted."""
         for cut_off in self._folder.glob("*.tmp"):
             cut_off.unlink()
-        keep = self.done.tokens
-        if keep == 0 and self.done.file == 0 == self.done.offset:
+        num_tokens = self.state.tokens
+        if num_tokens == 0 and self.state.file == 0 == self.state.offset:
             remove_store(self._folder)
         for shard in self._folder.glob("*.bin"):
             number = int(shard.stem) if shard.stem.isdigit() else -1
-            if number * SHARD_TOKENS >= keep or number < 0:
+            if number * SHARD_TOKENS >= num_tokens or number < 0:
                 shard.unlink()
             else:
-                os.truncate(shard, min(SHARD_TOKENS, keep - number * SHARD_TOKENS) * self._dtype.itemsize)
-        if self.done.documents:
-            os.truncate(self._folder / STARTS_NAME, self.done.documents * 8)
-
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Inside, an error of the disk says where: the system names no file that is open already."""
-        try:
-            yield
-        except OSError as error:
-            if error.filename is None:
-                error.filename = str(self._folder)
-            raise
-
-
-def is_begun(folder: Path) -> bool:
-    """Whether a store was begun in a folder and not completed."""
-    return (folder / NOTES_NAME).exists()
+                os.truncate(shard, min(SHARD_TOKENS, num_tokens - number * SHARD_TOKENS) * self._dtype.itemsize)
+        if self.state.documents:
+            os.truncate(self._folder / STARTS_NAME, self.state.documents * 8)
 
 
 def forget_notes(folder: Path) -> None:
-    """Remove what is of no use to a store that is complete."""
+    """Remove the notes, which a store that is complete does not need."""
     for name in (STARTS_NAME, NOTES_NAME):
         (folder / name).unlink(missing_ok=True)
 
@@ -286,20 +279,19 @@ def remove_store(folder: Path) -> None:
             file.unlink()
 
 
-def _name(number: int) -> str:
+def _shard_name(number: int) -> str:
     return f"{number:06}.bin"
 
 
 SEAL_NAME = "seal.json"
-MAX_SEAL_NBYTES = 1 << 16
 HASHED_NBYTES = 1 << 24
 """Hashed by one thread at a time: 1.8 GB/s each, where the CPU has instructions for SHA-256."""
 ABANDONED_S = 7 * 86400.0
 """Unfinished stores are removed once nobody has gone on with them for so long."""
 _STORE_NAME = re.compile("(text|tokens)(-[0-9a-f]{16}){3}")
-"""Not `text-2026-11-23`, a folder of the user's own in what somebody named as the cache."""
+"""`text-2026-11-23` does not match: it may be a folder of the user's own in the folder named as the cache."""
 _TICK_S = 0.05
-"""Longer than the steps of a file system's clock. Whatever is written a step later has another time of change."""
+"""Longer than the steps of a file system's clock. A write one step later sets another time of change."""
 
 
 @dataclass(frozen=True)
@@ -317,7 +309,7 @@ class Seal:
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """The folder for what can be made again of the data; it need not be there yet."""
+    """The folder for files that can be made again of the data; it need not be there yet."""
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotrain"
@@ -332,7 +324,7 @@ def kept_store(
     Args:
         recipe: a hash of how `write` makes tokens of the files.
         write: gets the folder and a hash of the files and their state.
-        private: only the user may read it: who may read the cache's folder may not be allowed to read the sources.
+        private: only the user may read it: others with access to the cache may have none to the sources.
 
     Raises:
         OSError: it cannot be written, or a source not be read.
@@ -345,7 +337,7 @@ def kept_store(
         reason = misfit(folder, sources, recipe)
         if reason is None:  # another process has made it meanwhile
             return folder
-        if (folder / SEAL_NAME).exists() or ((folder / INDEX_NAME).exists() and not is_begun(folder)):
+        if (folder / SEAL_NAME).exists() or ((folder / INDEX_NAME).exists() and not (folder / NOTES_NAME).exists()):
             print(f"{folder} is made anew: {reason}", file=sys.stderr, flush=True)
             remove_store(folder)
             (folder / SEAL_NAME).unlink(missing_ok=True)
@@ -356,9 +348,9 @@ def kept_store(
         except Exception:
             _require_unchanged(sources, marks, folder)  # half a line of JSON is not broken, but still being written
             raise
-        made = _files(folder)
-        stamp = _stamp(_marks(made) + marks)
-        seal = Seal(_nbytes(made), sha256_of(made), sources_sha256, stamp, recipe)
+        store_files = _store_files(folder)
+        stamp = _stamp(_marks(store_files) + marks)
+        seal = Seal(_nbytes(store_files), sha256_of(store_files), sources_sha256, stamp, recipe)
         _require_unchanged(sources, marks, folder)
         _write_seal(folder, seal)
         forget_notes(folder)
@@ -368,7 +360,7 @@ def kept_store(
 def sealed_recipe(folder: Path) -> str | None:
     """How the tokens in a folder were made of their sources; None where nothing there says so."""
     try:
-        return str(_read_seal(folder).recipe)
+        return str(read_json(folder / SEAL_NAME, Seal, max_nbytes=MAX_JSON_NBYTES).recipe)
     except (OSError, UntrustedFileError):
         return None
 
@@ -378,7 +370,7 @@ def remove_abandoned(cache: Path, *, superseded: str, keep: str) -> None:
     those of long ago.
 
     Args:
-        superseded: what the names of stores of the same paths begin with.
+        superseded: the beginning of the names of stores of the same paths.
         keep: the name of the one that is of use.
     """
     for folder in cache.iterdir() if cache.is_dir() else ():
@@ -396,53 +388,43 @@ def remove_abandoned(cache: Path, *, superseded: str, keep: str) -> None:
                     shutil.rmtree(folder)
 
 
-def store_name(kind: str, paths: str, states: str, recipe: str) -> str:
-    """The name of a store in a cache.
-
-    Args:
-        kind: "text" or "tokens".
-        paths, states, recipe: hashes of where the files lie, what state they are in, and what is made of them.
-    """
-    return f"{kind}-{paths}-{recipe}-{states}"
-
-
 def sha256_of(files: Sequence[Path]) -> str:
     """Hash the contents of some files: the SHA-256 of those of their pieces, on all cores."""
+
+    def hash_piece(piece: tuple[Path, int]) -> bytes:
+        path, start = piece
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            return hashlib.sha256(file.read(HASHED_NBYTES)).digest()
+
     pieces = ((file, start) for file in files for start in range(0, max(1, file.stat().st_size), HASHED_NBYTES))
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     with ThreadPoolExecutor() as pool:
-        for digest in pool.map(_sha256_of_piece, pieces):
-            whole.update(digest)
-    return whole.hexdigest()
-
-
-def _sha256_of_piece(piece: tuple[Path, int]) -> bytes:
-    path, start = piece
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        return hashlib.sha256(file.read(HASHED_NBYTES)).digest()
+        for digest_of_piece in pool.map(hash_piece, pieces):
+            digest.update(digest_of_piece)
+    return digest.hexdigest()
 
 
 def misfit(folder: Path, sources: Sequence[Path], recipe: str) -> str | None:
     """Why a store is not to be used; None where it is."""
     try:
-        seal = _read_seal(folder)
-        made = _files(folder)
+        seal: Seal = read_json(folder / SEAL_NAME, Seal, max_nbytes=MAX_JSON_NBYTES)
+        store_files = _store_files(folder)
     except FileNotFoundError:
         return "nothing in it says what it holds"
     except (UntrustedFileError, OSError):
         return f"what it holds cannot be read from {SEAL_NAME}"
     if seal.recipe != recipe:
         return "it was made with other settings"
-    if not made[-1].exists():
+    if not store_files[-1].exists():
         return f"it has no {INDEX_NAME}"
-    stamp = _stamp(_marks([*made, *sources]))
+    stamp = _stamp(_marks([*store_files, *sources]))
     if stamp == seal.stamp:
         return None
-    nbytes = _nbytes(made)
+    nbytes = _nbytes(store_files)
     if nbytes != seal.nbytes:
         return f"it has {nbytes} bytes, and had {seal.nbytes} when it was made"
-    if sha256_of(made) != seal.sha256:
+    if sha256_of(store_files) != seal.sha256:
         return "its bytes are not those that were written"
     if sha256_of(sources) != seal.sources_sha256:
         return "the text it was made of has changed"
@@ -451,8 +433,8 @@ def misfit(folder: Path, sources: Sequence[Path], recipe: str) -> str | None:
     return None
 
 
-def _files(folder: Path) -> list[Path]:
-    """Those of a store."""
+def _store_files(folder: Path) -> list[Path]:
+    """The files of a store, the index last."""
     return [*sorted(folder.glob("*.bin")), folder / INDEX_NAME]
 
 
@@ -477,16 +459,11 @@ def _stamp(marks: list[tuple[int, ...]]) -> str:
     return hashlib.sha256(repr(marks).encode()).hexdigest()
 
 
-def _read_seal(folder: Path) -> Seal:
-    seal: Seal = read_json(folder / SEAL_NAME, Seal, max_nbytes=MAX_SEAL_NBYTES)
-    return seal
-
-
 def _require_unchanged(sources: Sequence[Path], marks: list[tuple[int, ...]], folder: Path) -> None:
-    """Remove what was made, with a ValueError, of files that are no longer as they were before they were read."""
-    for source, before in zip(sources, marks, strict=True):
+    """Remove the store, with a ValueError, if a source is no longer as it was before it was read."""
+    for source, mark in zip(sources, marks, strict=True):
         try:
-            is_same = _mark(source.stat()) == before
+            is_same = _mark(source.stat()) == mark
         except FileNotFoundError:
             is_same = False
         if not is_same:
@@ -522,16 +499,16 @@ class Progress:
         self._nbytes, self._begun_at, self._started_s = nbytes, 0, time.monotonic()
         self._is_terminal = sys.stderr.isatty()
         self._next_s = self._started_s + (QUIET_S if self._is_terminal else LINE_S)
-        self._last = ""
+        self._line = ""
 
     def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._last and self._is_terminal:
+        if self._line and self._is_terminal:
             print(file=sys.stderr)
-        elif self._last and kind is None:
-            self._print(self._last)
+        elif self._line and kind is None:
+            self._print(self._line)
 
     def start(self, reached: int) -> None:
         """Some of the bytes were read before."""
@@ -540,19 +517,19 @@ class Progress:
             self._print(f"preparing: goes on at {_mb(reached)} of {_mb(self._nbytes)} MB")
 
     def reached(self, nbytes: int, tokens: int) -> None:
-        """So many bytes are read, and so many tokens made."""
-        now = time.monotonic()
-        took_s = max(1e-3, now - self._started_s)
+        """Note how many bytes are read, and how many tokens made."""
+        now_s = time.monotonic()
+        took_s = max(1e-3, now_s - self._started_s)
         if took_s >= QUIET_S:
             rate = (nbytes - self._begun_at) / took_s
             left_s = max(0, self._nbytes - nbytes) / max(rate, 1.0)
-            self._last = (
+            self._line = (
                 f"preparing: {_mb(nbytes)} of {_mb(self._nbytes)} MB, {tokens:,} tokens, {rate / 1e6:.1f} MB/s, "
                 f"{duration(left_s)} left"
             )
-            if now >= self._next_s:
-                self._next_s = now + (_REDRAW_S if self._is_terminal else LINE_S)
-                self._print(self._last)
+            if now_s >= self._next_s:
+                self._next_s = now_s + (_REDRAW_S if self._is_terminal else LINE_S)
+                self._print(self._line)
 
     def _print(self, line: str) -> None:
         if self._is_terminal:
@@ -578,51 +555,42 @@ _MAX_PIECES = 4096
 _WARNED_NBYTES = 1 << 24
 
 
-@dataclass(frozen=True)
 class Recipe:
     """How files become a row of tokens.
 
     Args:
         tokenizer: None for bytes.
-        document_end: what stands between documents, as `DocumentEnd` takes it.
+        document_end: the mark between documents, as `DocumentEnd` takes it.
         text_field: of a .jsonl object, or column of a .parquet file.
 
     Raises:
         ValueError: there is no such end of a document, or the tokenizer has none.
     """
 
-    sources: Sources
-    tokenizer: TextTokenizer | None
-    document_end: str | None = None
-    text_field: str = "text"
-
-    def __post_init__(self) -> None:
-        _ = self.ending  # which may be refused
-
-    @cached_property
-    def ending(self) -> DocumentEnd:
+    def __init__(
+        self,
+        sources: Sources,
+        tokenizer: TextTokenizer | None,
+        document_end: str | None = None,
+        text_field: str = "text",
+    ) -> None:
+        self.sources, self.tokenizer, self.text_field = sources, tokenizer, text_field
+        self.ending = DocumentEnd(tokenizer, document_end)
         """The mark between documents."""
-        return DocumentEnd(self.tokenizer, self.document_end)
-
-    @property
-    def dtype(self) -> np.dtype:
+        self.dtype = np.dtype(np.uint8) if tokenizer is None else tokenizer.token_dtype
         """Dtype of a token."""
-        return np.dtype(np.uint8) if self.tokenizer is None else self.tokenizer.token_dtype
-
-    @property
-    def vocab_size(self) -> int:
+        self.vocab_size = NUM_BYTE_VALUES if tokenizer is None else tokenizer.vocab_size
         """Tokens are below this."""
-        return NUM_BYTE_VALUES if self.tokenizer is None else self.tokenizer.vocab_size
 
     @property
     def fingerprint(self) -> str:
         """Differs where the same files come to be other tokens."""
         tokenizer = None if self.tokenizer is None else self.tokenizer.fingerprint()
-        return hashlib.sha256(repr((VERSION, tokenizer, self.ending.name, self.text_field)).encode()).hexdigest()[:16]
+        return _hash(repr((VERSION, tokenizer, self.ending.name, self.text_field)))
 
     def pieces(self, file: int, offset: int) -> Iterator[tuple[int, TextPiece]]:
         """The pieces of all documents from a place on, each with the number of its file."""
-        cut: Cut = AnyPlace() if self.tokenizer is None else ExactPlace(self.tokenizer.tokens_of)
+        cut: Cut = cut_anywhere if self.tokenizer is None else ExactPlace(self.tokenizer.tokens_of)
         for number in range(file, len(self.sources.files)):
             start = offset if number == file else 0
             path = self.sources.files[number]
@@ -630,20 +598,23 @@ class Recipe:
                 yield number, piece
 
     def tokens_of(self, pieces: list[TextPiece]) -> list[np.ndarray]:
-        """The tokens of each piece, with what stands between documents."""
-        lack_line = [
-            piece.ends and not piece.text.endswith(b"\n") and self.ending.name == "newline" for piece in pieces
+        """The tokens of each piece, with the marks between documents."""
+        adds_newline = self.ending.name == "newline"
+        texts = [
+            piece.text + b"\n" if adds_newline and piece.ends and not piece.text.endswith(b"\n") else piece.text
+            for piece in pieces
         ]
-        texts = [piece.text + b"\n" * lacks for piece, lacks in zip(pieces, lack_line, strict=True)]
         if self.tokenizer is None:
             return [np.frombuffer(text, np.uint8) for text in texts]
         encoded = self.tokenizer.encode_batch([text.decode(errors="replace") for text in texts])
         marks = [self.ending.marks(starts=piece.starts, ends=piece.ends) for piece in pieces]
-        return [np.concatenate([before, each, after]) for each, (before, after) in zip(encoded, marks, strict=True)]
+        return [
+            np.concatenate([prefix, tokens, suffix]) for tokens, (prefix, suffix) in zip(encoded, marks, strict=True)
+        ]
 
 
 def write_store(recipe: Recipe, folder: Path, made_of: str) -> None:
-    """Write the tokens of a recipe's files to a folder, going on with what an earlier call has left there.
+    """Write the tokens of a recipe's files to a folder, going on where an earlier call ended.
 
     Args:
         folder: is there, and nobody else writes to it.
@@ -655,41 +626,43 @@ def write_store(recipe: Recipe, folder: Path, made_of: str) -> None:
         ImportError: a package that reads a kind of file is not installed.
     """
     sources, made_of = recipe.sources, f"{recipe.fingerprint} {made_of}"
-    with closing(StoreWriter(folder, recipe.dtype, made_of)) as writer, Progress(sources.nbytes) as progress:
-        sizes = [file.stat().st_size for file in sources.files]
-        before = np.concatenate([[0], np.cumsum(sizes)])
-        progress.start(int(before[writer.done.file]) + (writer.done.offset if writer.done.file < len(sizes) else 0))
-        for batch, encoded in _encoded(recipe, writer.done.file, writer.done.offset):
+    offsets = np.concatenate([[0], np.cumsum([file.stat().st_size for file in sources.files])])
+    with closing(StoreWriter(folder, recipe.dtype, made_of)) as writer, Progress(int(offsets[-1])) as progress:
+        state = writer.state
+        progress.start(int(offsets[state.file]) + state.offset)
+        for batch, encoded in _encode_batches(recipe, state.file, state.offset):
             for (_, piece), tokens in zip(batch, encoded, strict=True):
                 if piece.is_null:
-                    writer.done.nulls += 1
+                    state.nulls += 1
                     continue
                 if piece.starts:
                     writer.start_document()
                 writer.write(tokens)
-            number, last = batch[-1]
-            if last.after is not None or last.ends:
-                at_end = last.after is None
-                writer.note(number + at_end, 0 if at_end else last.after or 0)
-            progress.reached(int(before[number]) + last.reached, writer.done.tokens)
-        writer.note(len(sources.files), 0, now=True)
-        if writer.done.tokens:
+            number, last_piece = batch[-1]
+            if last_piece.resume_at is not None or last_piece.ends:
+                at_end = last_piece.resume_at is None
+                writer.note(number + at_end, last_piece.resume_at or 0)
+            progress.reached(int(offsets[number]) + last_piece.reached, state.tokens)
+        writer.note(len(sources.files), 0, at_once=True)
+        if state.tokens:
             writer.complete(
                 vocab_size=recipe.vocab_size,
                 tokenizer=None if recipe.tokenizer is None else recipe.tokenizer.fingerprint(),
-                with_documents=writer.done.documents > 1,
+                with_documents=state.documents > 1,
             )
-    if nulls := writer.done.nulls:
-        print(f"{sources.path}: leaves out {nulls:,} rows whose text is null", file=sys.stderr, flush=True)
-    if not writer.done.tokens:
+    if state.nulls:
+        print(f"{sources.path}: leaves out {state.nulls:,} rows whose text is null", file=sys.stderr, flush=True)
+    if not state.tokens:
         raise ValueError(f"{sources.path} holds no text; give a file, folder or pattern with at least one document")
 
 
-def _encoded(recipe: Recipe, file: int, offset: int) -> Iterator[tuple[list[tuple[int, TextPiece]], list[np.ndarray]]]:
+def _encode_batches(
+    recipe: Recipe, file: int, offset: int
+) -> Iterator[tuple[list[tuple[int, TextPiece]], list[np.ndarray]]]:
     """Batches of pieces with their tokens, in order; the next ones are tokenised meanwhile."""
     waiting: deque[tuple[list[tuple[int, TextPiece]], Future[list[np.ndarray]]]] = deque()
     with ThreadPoolExecutor(_BATCHES_UNDER_WAY) as pool:
-        for batch in _batches(recipe.pieces(file, offset)):
+        for batch in _group_pieces(recipe.pieces(file, offset)):
             _warn_of_long_pieces(recipe, batch)
             waiting.append((batch, pool.submit(recipe.tokens_of, [piece for _, piece in batch])))
             if len(waiting) > _BATCHES_UNDER_WAY:
@@ -712,7 +685,7 @@ def _warn_of_long_pieces(recipe: Recipe, batch: list[tuple[int, TextPiece]]) -> 
             )
 
 
-def _batches(pieces: Iterator[tuple[int, TextPiece]]) -> Iterator[list[tuple[int, TextPiece]]]:
+def _group_pieces(pieces: Iterator[tuple[int, TextPiece]]) -> Iterator[list[tuple[int, TextPiece]]]:
     batch: list[tuple[int, TextPiece]] = []
     nbytes = 0
     for number, piece in pieces:
@@ -725,7 +698,7 @@ def _batches(pieces: Iterator[tuple[int, TextPiece]]) -> Iterator[list[tuple[int
         yield batch
 
 
-# The tokens of text files: where they are kept, and made if they are not there.
+# The tokens of text files are kept in a cache, and made if they are not there.
 
 
 def recipe_of(
@@ -745,12 +718,12 @@ def recipe_of(
     Raises: as `TextDataset`.
     """
     cache = cache_folder(cache_dir)
-    made = None if tokenizer is None else TextTokenizer(tokenizer)
+    text_tokenizer = None if tokenizer is None else TextTokenizer(tokenizer)
     sources = find_sources(path, without=[cache, *([] if out is None else [out])], text_field=text_field)
-    return Recipe(sources, made, document_end, text_field), cache
+    return Recipe(sources, text_tokenizer, document_end, text_field), cache
 
 
-def prepared(recipe: Recipe, cache: Path) -> TokenStore:
+def prepare_in_cache(recipe: Recipe, cache: Path) -> TokenStore:
     """The tokens of a recipe's files: those of a single file of bytes where it lies, others from a store in the cache,
     made if it is not there yet.
 
@@ -761,36 +734,30 @@ def prepared(recipe: Recipe, cache: Path) -> TokenStore:
     if recipe.tokenizer is None and len(files) == 1 and is_plain(files[0]) and not sources.leaves_data:
         return TokenStore([Shard(files[0], files[0].stat().st_size)], recipe.dtype, vocab_size=recipe.vocab_size)
     with naming_setting("data.cache_dir", cache):
-        store = TokenStore.open(
-            kept_store(_folder_in(cache, recipe), files, recipe.fingerprint, partial(_write, recipe))
-        )
+        paths = _hash("\n".join(str(file.absolute()) for file in files))
+        states = _hash("\n".join(f"{status.st_size} {status.st_mtime_ns}" for status in map(Path.stat, files)))
+        prefix = f"{'text' if recipe.tokenizer is None else 'tokens'}-{paths}-{recipe.fingerprint}-"
+        folder = cache / f"{prefix}{states}"
+        remove_abandoned(cache, superseded=prefix, keep=folder.name)
+        store = TokenStore.open(kept_store(folder, files, recipe.fingerprint, partial(_write, recipe)))
     store.sources = files
     return store
 
 
-def prepared_in(recipe: Recipe, folder: Path) -> TokenStore:
+def prepare_in_folder(recipe: Recipe, folder: Path) -> TokenStore:
     """The tokens of a recipe's files, in a folder of their own.
 
     Raises:
         ValueError: the folder holds something else or cannot take them; or as of `write_store`.
     """
     with naming_setting("--out", folder):
-        names = set() if not folder.exists() else {each.name for each in folder.iterdir()}
+        names = set() if not folder.exists() else {entry.name for entry in folder.iterdir()}
         if names and LOCK_NAME not in names:
             raise ValueError(f"--out={folder} holds other files; give a folder that is empty, or that is not there yet")
         if sealed_recipe(folder) not in (recipe.fingerprint, None):
             raise ValueError(f"--out={folder} holds tokens that were made with other settings; give another folder")
         write = partial(_write, recipe)
         return TokenStore.open(kept_store(folder, recipe.sources.files, recipe.fingerprint, write, private=False))
-
-
-def _folder_in(cache: Path, recipe: Recipe) -> Path:
-    kind, files = "text" if recipe.tokenizer is None else "tokens", recipe.sources.files
-    paths = _hash("\n".join(str(file.absolute()) for file in files))
-    states = _hash("\n".join(f"{each.st_size} {each.st_mtime_ns}" for each in map(Path.stat, files)))
-    name = store_name(kind, paths, states, recipe.fingerprint)
-    remove_abandoned(cache, superseded=store_name(kind, paths, "", recipe.fingerprint), keep=name)
-    return cache / name
 
 
 @contextmanager
@@ -803,7 +770,10 @@ def naming_setting(setting: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None or not _is_in(Path(os.fsdecode(error.filename)), folder):
+        if error.filename is None:
+            raise
+        path, own_path = Path(os.fsdecode(error.filename)).absolute(), folder.absolute()
+        if not path.is_relative_to(own_path) and not own_path.is_relative_to(path):  # neither in it nor above it
             raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ValueError(
@@ -813,12 +783,6 @@ def naming_setting(setting: str, folder: Path) -> Iterator[None]:
         raise ValueError(
             f"{setting}={folder} cannot take the prepared text ({error}); give a folder that can be written"
         ) from error
-
-
-def _is_in(path: Path, folder: Path) -> bool:
-    """Whether an error with this path is one of the folder: in it, or on the way to it."""
-    path, folder = path.absolute(), folder.absolute()
-    return path.is_relative_to(folder) or folder.is_relative_to(path)
 
 
 def _write(recipe: Recipe, folder: Path, made_of: str) -> None:

@@ -1,6 +1,6 @@
 """TokenStore: one long row of tokens in one file or many, and the folder in which zerotrain keeps such a row.
 
-A store's folder holds shards, which are tokens and nothing else, and what describes them:
+A store's folder holds shards, which are tokens and nothing else, and an index that describes them:
 
     index.json      {"format": 1, "dtype": "uint16", "vocab_size": 50257, "tokenizer": null,
                      "shards": [{"name": "000000.bin", "tokens": 100000000}, ...],
@@ -30,7 +30,7 @@ from msgspec import Meta
 from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import FileName, Natural, UntrustedFileError, one_of, read_json, require_kind, shown
 
-# Files of tokens read by pread; one that was cut short, changed or removed since it was opened is named.
+# Files of tokens are read by pread; one that was cut short, changed or removed since it was opened is named.
 #
 # No memory map: cold, at random places, the kernel's read-ahead made each read 8 to 14 times slower than pread, and
 # a file that was cut short ended the process with SIGBUS and no word (2026-11-21).
@@ -50,108 +50,8 @@ class Shard:
     """Offset of its first token; a header stands before it."""
 
 
-class ShardReader:
-    """Reads tokens of a row of shards.
-
-    The size and the time of modification of each file are kept from the start, and compared after each read: what was
-    read while a file was as it is at the start is given, anything else is an error.
-
-    Args:
-        shards: the files, in order.
-        dtype: of a token.
-
-    Raises:
-        OSError: a file is not there.
-    """
-
-    def __init__(self, shards: Sequence[Shard], dtype: np.dtype) -> None:
-        self.shards = tuple(shards)
-        self.dtype = dtype
-        self._starts = [0, *accumulate(shard.tokens for shard in self.shards)]
-        self._states = [_state(os.stat(shard.path)) for shard in self.shards]
-        self._files: dict[int, _OpenFile] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": {}}
-
-    def place(self, position: int) -> tuple[int, int]:
-        """The number of the shard of a token, and the token's number in it."""
-        shard = bisect_right(self._starts, position, hi=len(self.shards)) - 1
-        return shard, position - self._starts[shard]
-
-    def read_parts(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The `lengths[i]` tokens from `starts[i]` on of each i, one behind the other, (lengths.sum(),).
-
-        Raises:
-            OSError: a file cannot be read, or is not as it was when the reader was made.
-        """
-        tokens = np.empty(int(lengths.sum()), dtype=self.dtype)
-        read: dict[int, int] = {}
-        filled = 0
-        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-            shard, offset = self.place(start)
-            end = filled + length
-            while filled < end:
-                count = min(end - filled, self.shards[shard].tokens - offset)
-                if count:
-                    self._fill(tokens[filled : filled + count], shard, offset)
-                    read[shard] = offset
-                filled, shard, offset = filled + count, shard + 1, 0
-        for shard, offset in read.items():
-            self._require_unchanged(shard, offset)
-        return tokens
-
-    def _fill(self, tokens: np.ndarray, shard: int, offset: int) -> None:
-        """Read as many tokens as there is room for, from token `offset` of a shard on."""
-        file, into = self._file(shard, offset), tokens.view(np.uint8).data
-        position = self.shards[shard].first_byte + offset * self.dtype.itemsize
-        filled = 0
-        while filled < len(into):
-            try:
-                count = os.preadv(file.descriptor, [into[filled:]], position + filled)
-            except OSError as error:
-                raise OSError(
-                    f"{self.shards[shard].path} cannot be read at token {offset} ({error.strerror}); "
-                    "check its disk or network"
-                ) from error
-            if count == 0:
-                self._require_unchanged(shard, offset)
-                raise OSError(f"{self.shards[shard].path} has no bytes at token {offset}, although its size says so")
-            filled += count
-
-    def _file(self, shard: int, offset: int) -> "_OpenFile":
-        file = self._files.get(shard)
-        if file is None:
-            path, then = self.shards[shard].path, self._states[shard]
-            try:
-                file = _OpenFile(path)
-            except FileNotFoundError:
-                raise OSError(
-                    f"{path} is gone; it had {then[0]} bytes when it was opened, and the run needs its token "
-                    f"{offset}: keep the files of a run where they are"
-                ) from None
-            while len(self._files) >= MAX_OPEN_FILES:
-                with suppress(KeyError):  # another thread was faster
-                    self._files.popitem()  # closed by the last thread that reads it
-            self._files[shard] = file
-        return file
-
-    def _require_unchanged(self, shard: int, offset: int) -> None:
-        """Check that a file is as it was. An OSError says its size, then and now, and the token that was to be read."""
-        file = self._file(shard, offset)  # kept by name: another thread may put it away before fstat
-        then, now = self._states[shard], _state(os.fstat(file.descriptor))
-        if then == now:
-            return
-        what = "was changed" if now[0] == then[0] else "was cut short" if now[0] < then[0] else "has grown"
-        raise OSError(
-            f"{self.shards[shard].path} {what} since it was opened: it had {then[0]} bytes, last written "
-            f"{_time(then[1])}, and has {now[0]} bytes, last written {_time(now[1])}; the run needs its token "
-            f"{offset}. Do not change the files of a run: put it back, or give the new data another name"
-        )
-
-
 class _OpenFile:
-    """A descriptor, closed when nobody has it any more: another thread may be reading what this one puts away."""
+    """A descriptor, closed with its last reference: another thread may be reading the file that this one puts away."""
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY)
@@ -199,7 +99,9 @@ class _StoreIndex(TypedDict):
 class TokenStore:
     """A row of tokens over the shards it lies in, read by number.
 
-    Holds no token in memory, and a few open files. May be read by several threads, and pickled.
+    Holds no token in memory, and a few open files. May be read by several threads, and pickled. The size and the time
+    of modification of each file are noted at the start and compared after each read: tokens are returned only if the
+    file is as it was at the start.
 
     Args:
         shards: the files, in order.
@@ -225,12 +127,17 @@ class TokenStore:
         self.dtype = np.dtype(dtype)
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
-        self.tokens = sum(shard.tokens for shard in self.shards)
+        self._starts = [0, *accumulate(shard.tokens for shard in self.shards)]
+        self.tokens = self._starts[-1]
         """Tokens of all shards."""
         self.sources: Sequence[Path] = ()
         """The files that the documents were read from, in order; empty where nobody knows."""
         self._read_documents = documents
-        self._reader = ShardReader(self.shards, self.dtype)
+        self._states = [_state(os.stat(shard.path)) for shard in self.shards]
+        self._files: dict[int, _OpenFile] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": {}}
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "TokenStore":
@@ -243,7 +150,7 @@ class TokenStore:
         folder = Path(folder)
         index = _read_index(folder / INDEX_NAME)
         dtype = np.dtype(index["dtype"]).newbyteorder("<")
-        shards = [Shard(folder / each["name"], each["tokens"]) for each in index["shards"]]
+        shards = [Shard(folder / entry["name"], entry["tokens"]) for entry in index["shards"]]
         for shard in shards:
             _require_size(shard.path, shard.tokens * dtype.itemsize, f"{shard.tokens} tokens of {dtype.name}")
         tokens = sum(shard.tokens for shard in shards)
@@ -284,11 +191,25 @@ class TokenStore:
         """
         if len(starts) and (starts.min() < 0 or lengths.min() < 0 or (starts + lengths).max() > self.tokens):
             raise IndexError(f"the tokens up to {(starts + lengths).max()} of {self.tokens}")
-        return self._reader.read_parts(starts, lengths)
+        tokens = np.empty(int(lengths.sum()), dtype=self.dtype)
+        read: dict[int, int] = {}
+        filled = 0
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            shard, offset = self._place(start)
+            end = filled + length
+            while filled < end:
+                count = min(end - filled, self.shards[shard].tokens - offset)
+                if count:
+                    self._fill(tokens[filled : filled + count], shard, offset)
+                    read[shard] = offset
+                filled, shard, offset = filled + count, shard + 1, 0
+        for shard, offset in read.items():
+            self._require_unchanged(shard, offset)
+        return tokens
 
     def where(self, position: int) -> str:
         """The file of token `position` of the row, and its number in it, as a message says it."""
-        shard, offset = self._reader.place(position)
+        shard, offset = self._place(position)
         return f"{self.shards[shard].path}, token {offset}"
 
     def origin(self, position: int) -> str:
@@ -298,10 +219,63 @@ class TokenStore:
         if documents is None:
             return self.where(position)
         number = int(np.searchsorted(documents, position, side="right")) - 1
-        shard, _ = self._reader.place(position)
+        shard, _ = self._place(position)
         one_each = len(self.sources) == len(documents)
         name = self.sources[number] if one_each else f"document {number} of {self.shards[shard].path.parent}"
         return f"{name}, token {position - documents[number]}"
+
+    def _place(self, position: int) -> tuple[int, int]:
+        """The number of the shard of a token, and the token's number in it."""
+        shard = bisect_right(self._starts, position, hi=len(self.shards)) - 1
+        return shard, position - self._starts[shard]
+
+    def _fill(self, tokens: np.ndarray, shard: int, offset: int) -> None:
+        """Read as many tokens as there is room for, from token `offset` of a shard on."""
+        file, into = self._file(shard, offset), tokens.view(np.uint8).data
+        position = self.shards[shard].first_byte + offset * self.dtype.itemsize
+        filled = 0
+        while filled < len(into):
+            try:
+                count = os.preadv(file.descriptor, [into[filled:]], position + filled)
+            except OSError as error:
+                raise OSError(
+                    f"{self.shards[shard].path} cannot be read at token {offset} ({error.strerror}); "
+                    "check its disk or network"
+                ) from error
+            if count == 0:
+                self._require_unchanged(shard, offset)
+                raise OSError(f"{self.shards[shard].path} has no bytes at token {offset}, although its size says so")
+            filled += count
+
+    def _file(self, shard: int, offset: int) -> "_OpenFile":
+        file = self._files.get(shard)
+        if file is None:
+            path, old = self.shards[shard].path, self._states[shard]
+            try:
+                file = _OpenFile(path)
+            except FileNotFoundError:
+                raise OSError(
+                    f"{path} is gone; it had {old[0]} bytes when it was opened, and the run needs its token "
+                    f"{offset}: keep the files of a run where they are"
+                ) from None
+            while len(self._files) >= MAX_OPEN_FILES:
+                with suppress(KeyError):  # another thread was faster
+                    self._files.popitem()  # closed by the last thread that reads it
+            self._files[shard] = file
+        return file
+
+    def _require_unchanged(self, shard: int, offset: int) -> None:
+        """Check that a file is as it was. An OSError says its size, then and now, and the token that was to be read."""
+        file = self._file(shard, offset)  # kept by name: another thread may put it away before fstat
+        old, new = self._states[shard], _state(os.fstat(file.descriptor))
+        if old == new:
+            return
+        what = "was changed" if new[0] == old[0] else "was cut short" if new[0] < old[0] else "has grown"
+        raise OSError(
+            f"{self.shards[shard].path} {what} since it was opened: it had {old[0]} bytes, last written "
+            f"{_time(old[1])}, and has {new[0]} bytes, last written {_time(new[1])}; the run needs its token "
+            f"{offset}. Do not change the files of a run: put it back, or give the new data another name"
+        )
 
 
 def write_index(
@@ -375,7 +349,7 @@ def _require_index(index: Any, file: Path) -> None:
         require_kind(index, _StoreIndex)
     except UntrustedFileError as error:
         raise ValueError(f"{file}: {error}; make the store again") from None
-    names = [INDEX_NAME, index["documents"], *(each["name"] for each in index["shards"])]
+    names = [INDEX_NAME, index["documents"], *(entry["name"] for entry in index["shards"])]
     if len(set(names)) < len(names):
         raise ValueError(f"{file}: shards: a file is named twice; make the store again")
     if index.get("num_documents") and index["documents"] is None:
@@ -392,11 +366,11 @@ def _nbytes(file: Path) -> int:
 
 
 def _require_size(file: Path, nbytes: int, what: str) -> None:
-    found = _nbytes(file)
-    if found != nbytes:
+    actual_nbytes = _nbytes(file)
+    if actual_nbytes != nbytes:
         raise ValueError(
-            f"{file} has {found} bytes, but {INDEX_NAME} beside it says {nbytes} ({what}); make the store again, or "
-            "copy it again"
+            f"{file} has {actual_nbytes} bytes, but {INDEX_NAME} beside it says {nbytes} ({what}); make the store "
+            "again, or copy it again"
         )
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zerotrain.data.formats import container_of_text
-from zerotrain.data.tokenizer import AnyPlace, Cut, cut_text
+from zerotrain.data.formats import container_of_text, place_on_disk
+from zerotrain.data.tokenizer import Cut, cut_anywhere, cut_text
 from zerotrain.files.lock import Holder, read_note
 from zerotrain.files.terminal import package
 from zerotrain.files.untrusted import UntrustedFileError, parse_json, printable
@@ -37,7 +37,7 @@ class TextPiece:
     """A document starts with it."""
     ends: bool
     """A document ends with it."""
-    after: int | None
+    resume_at: int | None
     """Offset in its file from which reading can go on behind it; None if it cannot."""
     reached: int
     """How many bytes of the file on the disk have been read."""
@@ -56,28 +56,28 @@ def is_plain(path: Path) -> bool:
 
 
 def inner_suffix(path: Path) -> str:
-    """The end of a file's name, of what is compressed in it."""
+    """The end of a file's name, without that of its compression."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
 
 
 def beginning(path: Path, nbytes: int) -> bytes:
-    """The first bytes of a file, of what is compressed in it; those of the file itself where that cannot be read."""
+    """The first bytes of a file, decompressed; those of the file itself where that is not possible."""
     try:
         with ExitStack() as stack:
-            return _opened(path, stack)[0].read(nbytes)
+            return _open_content(path, stack)[0].read(nbytes)
     except Exception:  # it is broken, or a package is missing: said when it is read for its text
         with path.open("rb") as file:
             return b"" if path.suffix.lower() in COMPRESSED else file.read(nbytes)
 
 
-def read_pieces(path: Path, *, field: str, start: int = 0, cut: Cut | None = None) -> Iterator[TextPiece]:
+def read_pieces(path: Path, *, field: str, start: int = 0, cut: Cut = cut_anywhere) -> Iterator[TextPiece]:
     """The documents of a file in pieces: a plain file is one document, a line of .jsonl and a row of .parquet each one.
     A row whose text is null has none, and is told by a piece of its own.
 
     Args:
         field: of a .jsonl object, or column of a .parquet file, that holds the text.
-        start: where to start, an `after` of an earlier reading; with the same `cut` the pieces are the same.
+        start: where to start, a `resume_at` of an earlier reading; with the same `cut` the pieces are the same.
         cut: where documents may be cut; by default anywhere.
 
     Raises:
@@ -85,16 +85,15 @@ def read_pieces(path: Path, *, field: str, start: int = 0, cut: Cut | None = Non
         ValueError: the file is broken, or has no such field.
         OSError: it cannot be read.
     """
-    cut = AnyPlace() if cut is None else cut
     try:
         with ExitStack() as stack:
             if is_parquet(path):
-                yield from _parquet(path, field, start, cut)
+                yield from _read_parquet(path, field, start, cut)
                 return
-            file, reached = _opened(path, stack)
+            file, reached = _open_content(path, stack)
             _skip(file, start)
             if inner_suffix(path) in JSONL:
-                yield from _lines(file, path, field, start, cut, reached)
+                yield from _read_lines(file, path, field, start, cut, reached)
             else:
                 starts = start == 0
                 for text, place in cut_text(file.read, cut):
@@ -104,13 +103,15 @@ def read_pieces(path: Path, *, field: str, start: int = 0, cut: Cut | None = Non
                         )
                     starts = False
     except Exception as error:
-        if not isinstance(error, _broken()) or (isinstance(error, OSError) and error.errno is not None):  # of the disk
+        if not isinstance(error, _reader_errors()) or (
+            isinstance(error, OSError) and error.errno is not None
+        ):  # of the disk
             raise
-        said = printable((str(error).splitlines() or [type(error).__name__])[0], keep="")
-        raise ValueError(f"data.path: {path} is broken: {said}; copy it again, or leave it out") from error
+        problem = printable((str(error).splitlines() or [type(error).__name__])[0], keep="")
+        raise ValueError(f"data.path: {path} is broken: {problem}; copy it again, or leave it out") from error
 
 
-def _broken() -> tuple[type[Exception], ...]:
+def _reader_errors() -> tuple[type[Exception], ...]:
     """Exceptions of readers for files that are truncated or of another format."""
     errors: list[type[Exception]] = [EOFError, OSError, zlib.error]
     for module, name in (("zstandard", "ZstdError"), ("pyarrow", "ArrowException")):
@@ -121,7 +122,7 @@ def _broken() -> tuple[type[Exception], ...]:
     return tuple(errors)
 
 
-def _opened(path: Path, stack: ExitStack) -> tuple[BinaryIO, Callable[[], int]]:
+def _open_content(path: Path, stack: ExitStack) -> tuple[BinaryIO, Callable[[], int]]:
     """(a file's content, decompressed; a function that tells how many bytes of the file were read)."""
     raw = stack.enter_context(path.open("rb"))
     opened: Any = raw
@@ -143,23 +144,23 @@ def _skip(file: BinaryIO, nbytes: int) -> None:
         nbytes -= len(skipped)
 
 
-def _lines(
+def _read_lines(
     file: BinaryIO, path: Path, field: str, start: int, cut: Cut, reached: Callable[[], int]
 ) -> Iterator[TextPiece]:
     position = start
     for line in file:
         position += len(line)
-        said = line.decode("utf-8-sig" if position == len(line) else "utf-8", "replace")
-        if said.strip():
+        line_text = line.decode("utf-8-sig" if position == len(line) else "utf-8", "replace")
+        if line_text.strip():
             try:
-                text = _text_of(_row_of(said), field)
+                text = _text_of(_parse_row(line_text), field)
             except ValueError as error:
                 number = _line_number(path, position - len(line))
                 raise ValueError(f"data.path: {path}, line {number}, {error}") from error
-            yield from _document(text, cut, position, reached())
+            yield from _cut_document(text, cut, position, reached())
 
 
-def _row_of(line: str) -> Any:
+def _parse_row(line: str) -> Any:
     try:
         return parse_json(line, Any)
     except UntrustedFileError as error:
@@ -171,7 +172,7 @@ def _line_number(path: Path, start: int) -> int:
     """The number of the line that starts at a byte of the content; lines are counted only for a message."""
     num_lines = 1
     with ExitStack() as stack:
-        file = _opened(path, stack)[0]
+        file = _open_content(path, stack)[0]
         while start and (read := file.read(min(start, _SKIPPED_NBYTES))):
             num_lines, start = num_lines + read.count(b"\n"), start - len(read)
     return num_lines
@@ -183,19 +184,19 @@ def _text_of(row: Any, field: str) -> str | None:
         return text
     if isinstance(row, list) and row and isinstance(row[0], dict):
         raise ValueError(_ARRAY)
-    given = f"is a {type(row).__name__}"
+    finding = f"is a {type(row).__name__}"
     if isinstance(row, dict):
-        given = f"has the fields {printable(', '.join(map(str, row))[:200], keep='')}"
-        given = f"has a {type(row[field]).__name__} there" if field in row else given
+        finding = f"has the fields {printable(', '.join(map(str, row))[:200], keep='')}"
+        finding = f"has a {type(row[field]).__name__} there" if field in row else finding
     raise ValueError(
-        f"has no text in the field {field!r}: it {given}; give data.text_field, or a path without this file"
+        f"has no text in the field {field!r}: it {finding}; give data.text_field, or a path without this file"
     )
 
 
-def _document(text: str | None, cut: Cut, after: int, reached: int) -> Iterator[TextPiece]:
+def _cut_document(text: str | None, cut: Cut, resume_at: int, reached: int) -> Iterator[TextPiece]:
     """The pieces of a document that lies in memory. One may go on behind it only."""
     if text is None:
-        yield TextPiece(b"", starts=False, ends=False, after=after, reached=reached, is_null=True)
+        yield TextPiece(b"", starts=False, ends=False, resume_at=resume_at, reached=reached, is_null=True)
         return
     try:
         encoded = text.encode()
@@ -203,11 +204,11 @@ def _document(text: str | None, cut: Cut, after: int, reached: int) -> Iterator[
         encoded = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
     starts = True
     for piece, place in cut_text(io.BytesIO(encoded).read, cut) if encoded else ():
-        yield TextPiece(piece, starts, place is None, after if place is None else None, reached)
+        yield TextPiece(piece, starts, place is None, resume_at if place is None else None, reached)
         starts = False
 
 
-def _parquet(path: Path, field: str, start: int, cut: Cut) -> Iterator[TextPiece]:
+def _read_parquet(path: Path, field: str, start: int, cut: Cut) -> Iterator[TextPiece]:
     parquet = package("pyarrow.parquet", extra="parquet", needed_by=f"data.path: {path}")
     nbytes = os.path.getsize(path)
     with parquet.ParquetFile(path) as file:
@@ -231,10 +232,10 @@ def _parquet(path: Path, field: str, start: int, cut: Cut) -> Iterator[TextPiece
                             text = _text_of({field: value.as_py()}, field)
                         except ValueError as error:
                             raise ValueError(f"data.path: {path}, row {row}, {error}") from error
-                        yield from _document(text, cut, row, nbytes * row // total)
+                        yield from _cut_document(text, cut, row, nbytes * row // total)
 
 
-# Which files are text, and which only look so: datasets that would be learnt as they are written.
+# Files that are text, and those that only look so: datasets that would be learnt as they are written.
 
 
 BINARY = "binary"
@@ -243,20 +244,19 @@ _JSON_NBYTES = 1 << 20
 """Bytes of a .json file in which the first row must end."""
 _MIN_NBYTES, _MAX_ZEROS = 512, 0.01
 """Text has no zero bytes, a log that was cut off perhaps some; a token of two bytes has one more often than that."""
-_OF_SAVED_DATASET = {"dataset_info.json", "state.json"}
-_OF_SAVED_DATASETS = "dataset_dict.json"
+_SAVED_DATASET_NAMES = {"dataset_info.json", "state.json"}
 
 
 def why_left(path: Path) -> str | None:
     """Why a file that was found in a folder is no text; None where it is, or cannot be read, to be reported by name.
 
-    As git decides it: by a zero byte near the beginning, of what is compressed in there. Known kinds of files are told.
+    As git decides it: by a zero byte near the beginning of the decompressed content. Known kinds of files are named.
     """
     if is_parquet(path) or not os.access(path, os.R_OK):
         return None
     sample = beginning(path, SNIFFED_NBYTES)
-    if (found := container_of_text(sample)) is not None:
-        return f"{BINARY}: {found.name}; {found.for_text}"
+    if (container := container_of_text(sample)) is not None:
+        return f"{BINARY}: {container.name}; {container.for_text}"
     return BINARY if b"\0" in sample else None
 
 
@@ -264,17 +264,17 @@ def require_text(path: Path, source: str) -> None:
     """Check that a file, which the user has named, may be text.
 
     Args:
-        source: what the user wrote ("data.path=book.txt").
+        source: the setting, as the user wrote it ("data.path=book.txt").
 
     Raises:
-        ValueError: it is something else, with what to do.
+        ValueError: it is something else, with a remedy.
     """
     if is_parquet(path) or not os.access(path, os.R_OK):
         return
     sample = beginning(path, SNIFFED_NBYTES)
-    if (found := container_of_text(sample)) is not None:
+    if (container := container_of_text(sample)) is not None:
         verb = "holds" if path.suffix.lower() in COMPRESSED else "is"
-        raise ValueError(f"{source} {verb} {found.name}; {found.for_text}")
+        raise ValueError(f"{source} {verb} {container.name}; {container.for_text}")
     if len(sample) >= _MIN_NBYTES and sample.count(0) > _MAX_ZEROS * len(sample):
         raise ValueError(
             f"{source} is binary: of its first {len(sample):,} bytes {sample.count(0):,} are zero; data=tokens reads "
@@ -294,7 +294,7 @@ def require_no_dataset(path: Path, text_field: str, source: str, *, is_named: bo
     """
     if inner_suffix(path) != ".json" or not os.access(path, os.R_OK):
         return
-    if _is_of_saved_dataset(path):
+    if _is_saved_dataset(path):
         raise ValueError(
             f"{source}: {path.parent} was written by save_to_disk() of Hugging Face; choose data=huggingface "
             f"data.path={path.parent} data.column={text_field}, or a path without it"
@@ -302,7 +302,11 @@ def require_no_dataset(path: Path, text_field: str, source: str, *, is_named: bo
     text = beginning(path, _JSON_NBYTES).decode("utf-8-sig", "replace").lstrip()
     if not text.startswith(("{", "[")):
         return
-    row = _first_row(text)
+    try:
+        # The first object, of the lines or of the outermost array.
+        row = json.JSONDecoder().raw_decode(text[1:].lstrip() if text.startswith("[") else text)[0]
+    except (ValueError, RecursionError):  # no JSON, or longer than the text that was read of it
+        row = None
     if isinstance(row, dict) and isinstance(row.get(text_field), str):
         raise ValueError(
             f"{source}: {path} is JSON with its text in the field {text_field!r}; "
@@ -316,24 +320,16 @@ def require_no_dataset(path: Path, text_field: str, source: str, *, is_named: bo
         )
 
 
-def _is_of_saved_dataset(path: Path) -> bool:
+def _is_saved_dataset(path: Path) -> bool:
     folder, name = path.parent, path.name
-    if name in _OF_SAVED_DATASET:
-        return all((folder / each).exists() for each in _OF_SAVED_DATASET) or (
+    if name in _SAVED_DATASET_NAMES:
+        return all((folder / sibling).exists() for sibling in _SAVED_DATASET_NAMES) or (
             name == "dataset_info.json" and any(folder.glob("*.arrow"))
         )
-    return name == _OF_SAVED_DATASETS and any(folder.glob("*/dataset_info.json"))
+    return name == "dataset_dict.json" and any(folder.glob("*/dataset_info.json"))
 
 
-def _first_row(text: str) -> Any:
-    """The first object of JSON, of its lines, or of its outermost array."""
-    try:
-        return json.JSONDecoder().raw_decode(text[1:].lstrip() if text.startswith("[") else text)[0]
-    except (ValueError, RecursionError):  # no JSON, or longer than what was read of it
-        return None
-
-
-# Which files a text dataset reads.
+# The files that a text dataset reads.
 
 
 STDLIB_SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
@@ -350,27 +346,28 @@ class Sources:
     """Names them in messages, as the user wrote it: "data.path=docs"."""
     files: list[Path] = field(default_factory=list)
     """Sorted, each with at least one byte, and each once whatever links lead to it."""
-    left: Counter[str] = field(default_factory=Counter)
-    """How many were left out, by the reason."""
+    omissions: Counter[str] = field(default_factory=Counter)
+    """The number of files left out, by the reason."""
     is_default: bool = False
-    """They are what is read where nothing is given."""
+    """They are read because the user named none."""
 
     @property
     def leaves_data(self) -> bool:
-        """Whether one of those may hold what was meant."""
-        return any(reason.startswith(BINARY) for reason in self.left)
+        """Whether a file that was left out may be one that the user meant."""
+        return any(reason.startswith(BINARY) for reason in self.omissions)
 
-    @property
-    def nbytes(self) -> int:
-        """Size of all files on the disk."""
-        return sum(file.stat().st_size for file in self.files)
+    def describe_omissions(self) -> str:
+        """The numbers of files that were left out, by reason; empty where there are none."""
+        return ", ".join(f"{count} {reason}" for reason, count in sorted(self.omissions.items()) if count)
 
     def __str__(self) -> str:
-        """One line: what was taken and what was left."""
+        """One line: the files that are read, and those left out."""
         kinds = Counter("".join(file.suffixes[-2:]) or file.name for file in self.files).most_common()
-        shown = ", ".join(f"{count} {kind}" for kind, count in kinds[:4]) + (", ..." if len(kinds) > 4 else "")
-        left = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left.items()) if count)
-        return f"{self.path}: reads {len(self.files)} files ({shown})" + (f"; leaves out {left}" if left else "")
+        listing = ", ".join(f"{count} {kind}" for kind, count in kinds[:4]) + (", ..." if len(kinds) > 4 else "")
+        omitted = self.describe_omissions()
+        return f"{self.path}: reads {len(self.files)} files ({listing})" + (
+            f"; leaves out {omitted}" if omitted else ""
+        )
 
 
 def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: str = "text") -> Sources:
@@ -390,36 +387,46 @@ def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: 
 
     Raises:
         FileNotFoundError: nothing is there, or no file matches.
-        ValueError: what is there holds no text, a file cannot be read, or it is a dataset that would be learnt as it is
+        ValueError: the files hold no text, a file cannot be read, or it is a dataset that would be learnt as it is
             written: rows of JSON, or what Hugging Face's `save_to_disk` writes.
     """
     if path is None:
         folder = sysconfig.get_path("stdlib")
         sources = Sources(f"data.path=null (the standard library in {folder})", is_default=True)
-        return _usable(_source_files(folder), sources)
+        modules: list[Path] = []
+        for parent, folders, names in os.walk(folder):
+            folders[:] = [name for name in folders if name not in STDLIB_SKIPPED_FOLDERS]
+            modules += [Path(parent, name) for name in names if name.endswith(".py")]
+        return _add_files(modules, sources)
     sources, expanded = Sources(f"data.path={path}"), os.path.expanduser(path)
-    # First what exists under exactly this name: "a[1].txt" is a legal file name and a pattern too.
+    # A file of exactly this name comes first: "a[1].txt" is a legal file name and a pattern too.
     if os.path.isfile(expanded):
         require_text(file := Path(expanded), sources.path)
         require_no_dataset(file, text_field, sources.path, is_named=True)
-        return _usable([file], sources)
+        return _add_files([file], sources)
     own = {folder.resolve() for folder in without}
     is_own = functools.cache(lambda folder: folder.resolve() in own or _holds_run(folder))
     if os.path.isdir(expanded):
-        return _usable(_text_files(_walk(expanded, is_own, sources), sources, text_field), sources)
+        return _add_files(_text_files(_walk(expanded, is_own, sources), sources, text_field), sources)
     if not glob.has_magic(expanded):
         what = "is neither a file nor a folder" if os.path.exists(expanded) else "does not exist"
         raise FileNotFoundError(
             f"data.path={path} {what}; give a file, a folder or a glob pattern, or null for the standard library of "
             "the running Python"
         )
-    # What stands before the first wildcard was named; what is found below it is looked at.
+    # The folder before the first wildcard was named by the user, even if it is that of a run; those below were not.
     parts = Path(expanded).parts
-    named = Path(*parts[: next(number for number, part in enumerate(parts) if glob.has_magic(part))])
+    root = Path(*parts[: next(number for number, part in enumerate(parts) if glob.has_magic(part))])
     matches = [Path(match) for match in glob.glob(expanded, recursive=True) if os.path.isfile(match)]
     if not matches:
         raise FileNotFoundError(f"data.path={path} matches no file; give a pattern that does, or a file or a folder")
-    return _usable(_text_files(_outside(matches, named, is_own, sources), sources, text_field), sources)
+    readable = [
+        match
+        for match in matches
+        if not any(is_own(folder) for folder in match.parents if folder != root and folder.is_relative_to(root))
+    ]
+    sources.omissions[_OF_RUNS] += len(matches) - len(readable)
+    return _add_files(_text_files(readable, sources, text_field), sources)
 
 
 def _holds_run(folder: Path) -> bool:
@@ -430,59 +437,44 @@ def _holds_run(folder: Path) -> bool:
     return read_note(folder / ".lock", Holder) is not None
 
 
-def _source_files(folder: str) -> Iterator[Path]:
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in STDLIB_SKIPPED_FOLDERS]
-        yield from (Path(parent, name) for name in names if name.endswith(".py"))
-
-
 def _walk(folder: str, is_own: Callable[[Path], bool], sources: Sources) -> Iterator[Path]:
     """All files below a folder but hidden ones and those of runs."""
     for parent, folders, names in os.walk(folder):
         # In place: os.walk reads this very list to know where to go next.
-        shown = [name for name in folders if not name.startswith(".")]
-        folders[:] = [name for name in shown if not is_own(Path(parent, name))]
-        sources.left["folders " + _OF_RUNS] += len(shown) - len(folders)
-        sources.left["hidden"] += sum(name.startswith(".") for name in names)
+        visible = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in visible if not is_own(Path(parent, name))]
+        sources.omissions["folders " + _OF_RUNS] += len(visible) - len(folders)
+        sources.omissions["hidden"] += sum(name.startswith(".") for name in names)
         yield from (Path(parent, name) for name in names if not name.startswith("."))
-
-
-def _outside(matches: list[Path], named: Path, is_own: Callable[[Path], bool], sources: Sources) -> Iterator[Path]:
-    """The matches that lie in no folder of a run below the one that was named."""
-    for match in matches:
-        if any(is_own(folder) for folder in match.parents if folder != named and folder.is_relative_to(named)):
-            sources.left[_OF_RUNS] += 1
-        else:
-            yield match
 
 
 def _text_files(files: Iterable[Path], sources: Sources, text_field: str) -> Iterator[Path]:
     for file in files:
         if not file.is_file():
-            sources.left["links to nothing and other files that hold no text"] += 1
+            sources.omissions["links to nothing and other files that hold no text"] += 1
         elif (reason := why_left(file)) is None:
             require_no_dataset(file, text_field, sources.path)
             yield file
         else:
-            sources.left[reason] += 1
+            sources.omissions[reason] += 1
 
 
-def _usable(files: Iterable[Path], sources: Sources) -> Sources:
-    known: set[tuple[int, int]] = set()
+def _add_files(files: Iterable[Path], sources: Sources) -> Sources:
+    places: set[tuple[int, int]] = set()
     for file in sorted(files):
         status = file.stat()
         if status.st_size == 0:
-            sources.left["empty"] += 1
-        elif (status.st_dev, status.st_ino) in known:
-            sources.left["links to files that are read"] += 1
+            sources.omissions["empty"] += 1
+        elif (place := place_on_disk(status)) in places:
+            sources.omissions["links to files that are read"] += 1
         else:
-            known.add((status.st_dev, status.st_ino))
+            places.add(place)
             sources.files.append(file)
     if not sources.files:
-        left = ", ".join(f"{count} {reason}" for reason, count in sorted(sources.left.items()) if count)
+        omitted = sources.describe_omissions()
         raise ValueError(
             f"{sources.path} holds no text; give a file, folder or pattern with at least one non-empty file"
-            + (f" (left out: {left})" if left else "")
+            + (f" (left out: {omitted})" if omitted else "")
         )
     for file in sources.files:
         if not os.access(file, os.R_OK):

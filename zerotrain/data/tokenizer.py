@@ -11,9 +11,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -39,24 +37,15 @@ PLACES = (
 one. Invalid UTF-8 around them gives the same U+FFFD on each side."""
 
 
-class Cut(Protocol):
-    """Finds a place to cut a text."""
-
-    def __call__(self, text: bytes, low: int, high: int) -> tuple[int, int] | None:
-        """A place above `low`, up to `high`: the end of the piece before it, and the beginning of the one behind it,
-        between which nothing or a space is left out. None where there is none.
-
-        Args:
-            text: from the beginning of a piece, to `CONTEXT_NBYTES` beyond `high` or to the end of the document.
-        """
+Cut = Callable[[bytes, int, int], tuple[int, int] | None]
+"""Finds a place to cut a text, of (text, low, high): the place is above `low`, up to `high`. It is the end of the piece
+before it and the beginning of the one behind it, between which nothing or a space is left out; None where there is no
+place. The text goes from the beginning of a piece to `CONTEXT_NBYTES` beyond `high`, or to the end of the document."""
 
 
-class AnyPlace:
-    """Cuts anywhere: what is read as bytes has no places."""
-
-    def __call__(self, text: bytes, low: int, high: int) -> tuple[int, int] | None:
-        """At the end."""
-        return high, high
+def cut_anywhere(text: bytes, low: int, high: int) -> tuple[int, int] | None:
+    """Cut at the end, as text that is read as bytes can be."""
+    return high, high
 
 
 class ExactPlace:
@@ -74,18 +63,18 @@ class ExactPlace:
         for kind in PLACES:
             places = [match.end() for match in kind.finditer(text, low, high)]
             for place in reversed(places[-TRIES:]):
-                if place > low and (after := self._after(text, place)) is not None:
-                    return place, after
+                if place > low and (next_start := self._next_start(text, place)) is not None:
+                    return place, next_start
         return None
 
-    def _after(self, text: bytes, place: int) -> int | None:
+    def _next_start(self, text: bytes, place: int) -> int | None:
         """The beginning of the piece behind a place; None if the text cannot be cut there."""
         start, end = max(0, place - CONTEXT_NBYTES), place + CONTEXT_NBYTES
-        whole, before = self._tokens(text[start:end]), self._tokens(text[start:place])
+        whole, prefix = self._tokens(text[start:end]), self._tokens(text[start:place])
         # A tokenizer that puts a space before each text gets the one that stands there out of the way.
-        for after in (place, place + 1) if text[place : place + 1] == b" " else (place,):
-            if whole == before + self._tokens(text[after:end]):
-                return after
+        for next_start in (place, place + 1) if text[place : place + 1] == b" " else (place,):
+            if whole == prefix + self._tokens(text[next_start:end]):
+                return next_start
         return None
 
     def _tokens(self, text: bytes) -> list[int]:
@@ -105,9 +94,9 @@ def cut_text(read: Callable[[int], bytes], cut: Cut) -> Iterator[tuple[bytes, in
     text, begun, is_all, limit = bytearray(), 0, False, PIECE_NBYTES
     while True:
         while not is_all and len(text) < limit + CONTEXT_NBYTES:
-            more = read(_BLOCK_NBYTES)
-            is_all = not more
-            text += more
+            block = read(_BLOCK_NBYTES)
+            is_all = not block
+            text += block
         if len(text) <= limit:
             yield bytes(text), None
             return
@@ -115,10 +104,10 @@ def cut_text(read: Callable[[int], bytes], cut: Cut) -> Iterator[tuple[bytes, in
         if place is None:
             limit *= 2
             continue
-        end, after = place
-        begun, limit = begun + after, PIECE_NBYTES
+        end, next_start = place
+        begun, limit = begun + next_start, PIECE_NBYTES
         yield bytes(text[:end]), begun
-        del text[:after]
+        del text[:next_start]
 
 
 # Hugging Face tokenizers as text datasets use them. Needs the extra hf.
@@ -154,7 +143,7 @@ class TextTokenizer:
         """The tokenizer without transformers around it, which takes many texts on all cores, and does not warn of a
         text that is longer than the model's context; None for one that is written in Python."""
         if self._backend is not None:
-            # As some are saved: what is beyond 512 tokens would be lost, what is below be filled up.
+            # Some are saved so that a text is cut or filled up to 512 tokens.
             self._backend.no_truncation()
             self._backend.no_padding()
             self._backend.encode_special_tokens = bool(getattr(self._tokenizer, "split_special_tokens", False))
@@ -196,11 +185,11 @@ class TextTokenizer:
         if self._backend is None:
             return [self.encode(text) for text in texts]
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(each.ids, dtype=self.token_dtype) for each in encoded]
+        return [np.array(encoding.ids, dtype=self.token_dtype) for encoding in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some tokens."""
-        return str(self._tokenizer.decode(list(ids)))
+        """The text of some tokens, a tensor or numbers; those beyond the vocabulary have none."""
+        return str(self._tokenizer.decode([int(token) for token in ids if token < self.vocab_size]))
 
 
 # The mark between documents: one rule for every dataset of text.
@@ -209,42 +198,35 @@ class TextTokenizer:
 DOCUMENT_ENDS = ("eos", "bos", "newline", "none")
 
 
-@dataclass(frozen=True)
 class DocumentEnd:
     """Marks where a document ends, or begins.
 
     Args:
         tokenizer: None for bytes.
-        given: one of `DOCUMENT_ENDS`; None: eos where the tokenizer has one, else newline. A newline is put behind a
+        choice: one of `DOCUMENT_ENDS`; None: eos where the tokenizer has one, else newline. A newline is put behind a
             document that does not end with one.
 
     Raises:
         ValueError: there is no such end of a document, or the tokenizer has none.
     """
 
-    tokenizer: TextTokenizer | None
-    given: str | None = None
-
-    def __post_init__(self) -> None:
-        given, tokenizer = self.given, self.tokenizer
-        if given not in (None, *DOCUMENT_ENDS):
-            raise ValueError(f"data.document_end={given} is not known; it must be {', '.join(DOCUMENT_ENDS)} or null")
-        if given in ("eos", "bos") and self._mark(given) is None:
+    def __init__(self, tokenizer: TextTokenizer | None, choice: str | None = None) -> None:
+        self._tokenizer, self._tokens = tokenizer, dict[str, int | None]()
+        if tokenizer is not None:
+            self._tokens = {"eos": tokenizer.end_of_text, "bos": tokenizer.beginning_of_text}
+        if choice not in (None, *DOCUMENT_ENDS):
+            raise ValueError(f"data.document_end={choice} is not known; it must be {', '.join(DOCUMENT_ENDS)} or null")
+        if choice in ("eos", "bos") and self._tokens.get(choice) is None:
             whose = "bytes have" if tokenizer is None else f"the tokenizer of {tokenizer.name} has"
-            raise ValueError(f"data.document_end={given}: {whose} no such token; choose newline or none")
-        if given == "newline" and not self._has_newline():
+            raise ValueError(f"data.document_end={choice}: {whose} no such token; choose newline or none")
+        if choice == "newline" and not self._has_newline():
             raise ValueError(
                 "data.document_end=newline: the tokenizer makes no token of a newline; choose eos, bos or none"
             )
-
-    @cached_property
-    def name(self) -> str:
-        """Which it is."""
-        if self.given is not None:
-            return self.given
-        if self._mark("eos") is not None:
-            return "eos"
-        return "newline" if self._has_newline() else "none"
+        if choice is None:
+            choice = "eos" if self._tokens.get("eos") is not None else "newline" if self._has_newline() else "none"
+        self.name = choice
+        """The mark in use."""
 
     def marks(self, *, starts: bool, ends: bool) -> tuple[np.ndarray, np.ndarray]:
         """The tokens before and behind those of a piece of a document, of `token_dtype` of the tokenizer.
@@ -253,13 +235,9 @@ class DocumentEnd:
             starts, ends: whether the document does with this piece.
         """
         name = self.name
-        mark = np.array([self._mark(name) or 0], None if self.tokenizer is None else self.tokenizer.token_dtype)
-        return mark[: name == "bos" and starts], mark[: name == "eos" and ends]
-
-    def _mark(self, name: str) -> int | None:
-        if self.tokenizer is None or name not in ("eos", "bos"):
-            return None
-        return self.tokenizer.end_of_text if name == "eos" else self.tokenizer.beginning_of_text
+        mark = np.array([self._tokens.get(name) or 0], None if self._tokenizer is None else self._tokenizer.token_dtype)
+        none = mark[:0]
+        return mark if name == "bos" and starts else none, mark if name == "eos" and ends else none
 
     def _has_newline(self) -> bool:
-        return self.tokenizer is None or self.tokenizer.tokens_of("a\n") != self.tokenizer.tokens_of("a")
+        return self._tokenizer is None or self._tokenizer.tokens_of("a\n") != self._tokenizer.tokens_of("a")

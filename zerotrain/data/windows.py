@@ -1,4 +1,4 @@
-"""Looks once through all tokens of a store for such as are beyond the vocabulary, and keeps what it found."""
+"""Windows of tokens: the rows of a store, their split into training and validation, and a check of all tokens."""
 
 import hashlib
 import json
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import reduce
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from zerotrain.data.store import Shard, TokenStore
+from zerotrain.data.store import TokenStore
 from zerotrain.files.lock import lock, open_lock
 from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, read_regular
 
@@ -30,7 +29,7 @@ from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, r
 
 
 class Rows(ABC):
-    """Which tokens of a store each row of a dataset has.
+    """The tokens of a store that each row of a dataset has.
 
     Args:
         starts: (num_runs,) where each run starts in the store, rising.
@@ -40,10 +39,10 @@ class Rows(ABC):
 
     def __init__(self, starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> None:
         self._starts, self._seq_len = np.ascontiguousarray(starts), seq_len
-        self._borders, self._num_rows, self.num_used = self._counted(lengths)
+        self._borders, self._num_rows, self.num_used = self._lay_out(lengths)
 
     @abstractmethod
-    def _counted(self, lengths: np.ndarray) -> tuple[np.ndarray, int, int]:
+    def _lay_out(self, lengths: np.ndarray) -> tuple[np.ndarray, int, int]:
         """(a number of each run by which its rows are found, rows, tokens that are in a row, as an input or as a
         label)."""
 
@@ -70,7 +69,7 @@ class RowsWithinRuns(Rows):
     """Rows that lie each in one run, for runs cut out of a text: the label of a row's last token is the token behind
     it in the text. The tokens of a run after its last row are unused."""
 
-    def _counted(self, lengths: np.ndarray) -> tuple[np.ndarray, int, int]:
+    def _lay_out(self, lengths: np.ndarray) -> tuple[np.ndarray, int, int]:
         num_rows = np.maximum(lengths - 1, 0) // self._seq_len
         first_rows, total = np.cumsum(num_rows) - num_rows, int(num_rows.sum())
         return first_rows, total, total * self._seq_len + int((num_rows > 0).sum())
@@ -86,7 +85,7 @@ class RowsOverRuns(Rows):
     """Rows of the runs joined, for runs that are whole documents: after the last token of one comes the first of the
     next. Only the tokens after the last row of all are unused."""
 
-    def _counted(self, lengths: np.ndarray) -> tuple[np.ndarray, int, int]:
+    def _lay_out(self, lengths: np.ndarray) -> tuple[np.ndarray, int, int]:
         ends = np.cumsum(lengths)  # of each run in the joined ones
         num_rows = max(0, int(lengths.sum()) - 1) // self._seq_len
         return ends, num_rows, num_rows * self._seq_len + (num_rows > 0)
@@ -119,49 +118,20 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
-def split_rows(store: TokenStore, *, seq_len: int, validation_fraction: float, source: str) -> tuple[Rows, Rows, str]:
-    """Which rows are for training and which for validation, and what they were split by.
-
-    By document where the store knows its documents: a hash of the document's number says where it goes, whatever the
-    other documents are, so none is cut. By chunk where it does not, or where the hash gives a side less than half or
-    more than twice its share, as it may with few documents, or very unequal ones.
-
-    Args:
-        source: what the tokens were read from, as the user named it ("data.path=corpus.bin").
-
-    Returns:
-        The rows of training and of validation, and "document" or "chunk".
-
-    Raises:
-        OSError, ValueError: the documents cannot be read.
-        ValueError: the fraction is not in (0, 1), or a side would hold no row.
-    """
-    if not 0 < validation_fraction < 1:
-        raise ValueError(
-            f"data.validation_fraction={validation_fraction} is out of range; it must be 0 or between 0 and 1"
-        )
-    documents = store.documents
-    if documents is not None:
-        sides = _by_document(documents, store.tokens, seq_len, validation_fraction)
-        if sides is not None:
-            return *sides, "document"
-    return *_by_chunk(store.tokens, seq_len, validation_fraction, source), "chunk"
-
-
-def are_validation(first: int, count: int, fraction: float) -> np.ndarray:
-    """Which of the documents `first` to `first + count - 1` are for validation, (count,) bool.
+def are_validation(start: int, count: int, fraction: float) -> np.ndarray:
+    """For each of the documents `start` to `start + count - 1`, whether it is for validation; (count,) bool.
 
     A larger fraction takes all documents of a smaller one, and others.
     """
-    mixed = (np.arange(first, first + count, dtype=np.uint64) + np.uint64(1)) * _STEP
+    mixed = (np.arange(start, start + count, dtype=np.uint64) + np.uint64(1)) * _STEP
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX[0]
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX[1]
     mixed ^= mixed >> np.uint64(31)
     return (mixed >> np.uint64(11)) < np.uint64(round(fraction * (1 << 53)))
 
 
-def _by_document(documents: np.ndarray, tokens: int, seq_len: int, fraction: float) -> tuple[Rows, Rows] | None:
-    """Both sides of whole documents; None where a side's share is far from what was asked for.
+def _split_by_document(documents: np.ndarray, tokens: int, seq_len: int, fraction: float) -> tuple[Rows, Rows] | None:
+    """Both sides of whole documents; None where a side's share is far from its part.
 
     Neighbours of one side are one run, so a run has ten documents at a fraction of 0.1, and takes 16 bytes.
     """
@@ -176,11 +146,11 @@ def _by_document(documents: np.ndarray, tokens: int, seq_len: int, fraction: flo
     of_train = slice(1 if is_validation[0] else 0, None, 2)
     train, validation = (RowsOverRuns(starts[side], lengths[side], seq_len) for side in (of_train, of_validation))
     share = int(lengths[of_validation].sum()) / max(1, tokens)
-    is_near = all(wanted / 2 <= got <= wanted * 2 for got, wanted in ((share, fraction), (1 - share, 1 - fraction)))
+    is_near = all(target / 2 <= got <= target * 2 for got, target in ((share, fraction), (1 - share, 1 - fraction)))
     return (train, validation) if is_near and len(train) and len(validation) else None
 
 
-def _by_chunk(tokens: int, seq_len: int, fraction: float, source: str) -> tuple[Rows, Rows]:
+def _split_by_chunk(tokens: int, seq_len: int, fraction: float, source: str) -> tuple[Rows, Rows]:
     """Training, validation, training, validation ... in equal parts of the text, at least one.
 
     The borders lie on whole rows, and each piece has one token more, the label of its last row: what is not read is
@@ -223,7 +193,7 @@ class TokenWindows(Dataset[Batch]):
         layout: which tokens each window has.
         seq_len: tokens of a window.
         vocab_size: tokens allowed are below this.
-        source: what the tokens are read from, as the user named it ("data.path=corpus.bin").
+        source: the setting that names the tokens, as the user wrote it ("data.path=corpus.bin").
         split: how these were chosen from the store, in words.
     """
 
@@ -256,10 +226,10 @@ class TokenWindows(Dataset[Batch]):
             OSError: a file cannot be read, or was changed, cut short or removed since it was opened.
             ValueError: a token is not below `vocab_size`.
         """
-        wanted = np.asarray(indices, dtype=np.int64)
-        if len(outside := wanted[(wanted < 0) | (wanted >= len(self))]):
+        rows = np.asarray(indices, dtype=np.int64)
+        if len(outside := rows[(rows < 0) | (rows >= len(self))]):
             raise IndexError(f"sequence {outside[0]} of {len(self)}")
-        starts, lengths = self.layout.parts(wanted)
+        starts, lengths = self.layout.parts(rows)
         read = self.store.read_parts(starts, lengths)
         if len(unknown := np.flatnonzero((read < 0) | (read >= self.vocab_size))):
             part = int(np.searchsorted(np.cumsum(lengths), unknown[0], side="right"))
@@ -267,8 +237,8 @@ class TokenWindows(Dataset[Batch]):
             raise unknown_token(
                 self.store, int(read[unknown[0]]), position, vocab_size=self.vocab_size, source=self.source
             )
-        tokens = read.reshape(len(wanted), self.seq_len + 1)
-        # Two copies: who masks labels in place must not change the ids beside them.
+        tokens = read.reshape(len(rows), self.seq_len + 1)
+        # Two copies: a user who masks labels in place must not change the ids beside them.
         ids, labels = (part.astype(np.int64, order="C") for part in (tokens[:, :-1], tokens[:, 1:]))
         return torch.from_numpy(ids), torch.from_numpy(labels)
 
@@ -277,7 +247,7 @@ def whole(store: TokenStore, *, seq_len: int, vocab_size: int, source: str) -> T
     """All windows of a store.
 
     Args:
-        source: what the tokens are read from, as the user named it ("data.path=corpus.bin").
+        source: the setting that names the tokens, as the user wrote it ("data.path=corpus.bin").
 
     Raises:
         ValueError: it is shorter than one window and its last label.
@@ -292,26 +262,35 @@ def whole(store: TokenStore, *, seq_len: int, vocab_size: int, source: str) -> T
 
 
 def split(
-    store: TokenStore, *, seq_len: int, vocab_size: int, validation_fraction: float, source: str
+    store: TokenStore, *, seq_len: int, vocab_size: int, fraction: float, source: str
 ) -> tuple[TokenWindows, TokenWindows]:
-    """Split a store into (train, validation), see `zerotrain.data.windows`. At a fraction of 0 all is to train on,
-    and validation is empty.
+    """Split a store into (train, validation). At a fraction of 0 all is to train on, and validation is empty.
+
+    The split is by document where the store knows its documents: a hash of the document's number gives its side,
+    whatever the other documents are, so none is cut. It is by chunk where the documents are unknown, or where the hash
+    gives a side less than half or more than twice its share, as it may with few documents, or very unequal ones.
 
     Args:
-        source: what the tokens are read from, as the user named it ("data.path=corpus.txt").
+        source: the setting that names the tokens, as the user wrote it ("data.path=corpus.txt").
 
     Raises:
-        OSError, ValueError: what the store says of its documents cannot be read.
+        OSError, ValueError: the starts of the documents cannot be read.
         ValueError: the fraction is not in [0, 1), or a side would hold no window.
     """
-    if validation_fraction == 0:
+    if fraction == 0:
         none = RowsWithinRuns(np.array([], dtype=np.int64), np.array([], dtype=np.int64), seq_len)
         train_windows = whole(store, seq_len=seq_len, vocab_size=vocab_size, source=source)
         return train_windows, TokenWindows(store, none, seq_len, vocab_size, source)
-    train, validation, unit = split_rows(store, seq_len=seq_len, validation_fraction=validation_fraction, source=source)
-    words = f"by {unit}, {validation_fraction}"
+    if not 0 < fraction < 1:
+        raise ValueError(f"data.validation_fraction={fraction} is out of range; it must be 0 or between 0 and 1")
+    documents, unit, sides = store.documents, "document", None
+    if documents is not None:
+        sides = _split_by_document(documents, store.tokens, seq_len, fraction)
+    if sides is None:
+        unit, sides = "chunk", _split_by_chunk(store.tokens, seq_len, fraction, source)
+    words = f"by {unit}, {fraction}"
     train_windows, validation_windows = (
-        TokenWindows(store, rows, seq_len, vocab_size, source, words) for rows in (train, validation)
+        TokenWindows(store, rows, seq_len, vocab_size, source, words) for rows in sides
     )
     return train_windows, validation_windows
 
@@ -339,7 +318,7 @@ def describe_tokens(train: TokenWindows, validation: TokenWindows, num_files: in
     Args:
         num_files: that the tokens were made of; None: those they lie in.
     """
-    stores = _stores(train, validation)
+    stores = _list_stores(train, validation)
     if num_files is None:
         num_files = sum(len(store.shards) for store in stores)
     tokens = sum(store.tokens for store in stores)
@@ -347,7 +326,7 @@ def describe_tokens(train: TokenWindows, validation: TokenWindows, num_files: in
     how = "files of its own" if len(stores) == 2 else train.split
     validated = f"validation {_count(len(validation))} rows ({how})" if len(validation) else "no validation"
     return (
-        f"{num_files:,} file{'s' * (num_files != 1)}, {_count(tokens)} tokens, {_count(len(train))} rows of "
+        f"{num_files:,} file{'s' if num_files != 1 else ''}, {_count(tokens)} tokens, {_count(len(train))} rows of "
         f"{train.seq_len:,} ({unused:.1%} unused), {validated}"
     ).replace("%", " %")
 
@@ -359,7 +338,7 @@ def fingerprint_tokens(train: TokenWindows, validation: TokenWindows) -> dict[st
     Raises:
         OSError: a file cannot be read.
     """
-    stores = _stores(train, validation)
+    stores = _list_stores(train, validation)
     return {
         "rows": len(train),
         "validation_rows": len(validation),
@@ -373,7 +352,7 @@ def fingerprint_tokens(train: TokenWindows, validation: TokenWindows) -> dict[st
     }
 
 
-def _stores(train: TokenWindows, validation: TokenWindows) -> list[TokenStore]:
+def _list_stores(train: TokenWindows, validation: TokenWindows) -> list[TokenStore]:
     return [train.store] if train.store is validation.store else [train.store, validation.store]
 
 
@@ -392,17 +371,14 @@ def _hash_of_files(stores: list[TokenStore]) -> str:
     for store in stores:
         for shard in store.shards:
             hashed.update(f"{shard.path.name}\0{shard.tokens}\0".encode(errors="surrogateescape"))
-            hashed.update(_ends(shard, shard.tokens * store.dtype.itemsize))
+            nbytes = shard.tokens * store.dtype.itemsize
+            with Path(shard.path).open("rb") as file:
+                file.seek(shard.first_byte)
+                beginning = file.read(min(_END_NBYTES, nbytes))
+                file.seek(shard.first_byte + nbytes - len(beginning))
+                hashed.update(beginning + file.read(len(beginning)))
         hashed.update(b"\n")
     return hashed.hexdigest()[:16]
-
-
-def _ends(shard: Shard, nbytes: int) -> bytes:
-    with Path(shard.path).open("rb") as file:
-        file.seek(shard.first_byte)
-        first = file.read(min(_END_NBYTES, nbytes))
-        file.seek(shard.first_byte + nbytes - len(first))
-        return first + file.read(len(first))
 
 
 def _hash_of_rows(train: TokenWindows, validation: TokenWindows) -> str:
@@ -419,6 +395,7 @@ PIECE_TOKENS = 1 << 23
 _READ_TOKENS = 1 << 19
 """Read at a time: so many stay in the processor's cache."""
 _NUM_THREADS = min(4, os.cpu_count() or 1)
+_MAX_FACTS_NBYTES = 10_000
 _SAY_AFTER_S = 5.0
 _SAY_EVERY_S = 10.0
 
@@ -433,18 +410,15 @@ class Extremes:
     largest_at: Natural
 
 
-MAX_NBYTES = 10_000
-
-
 def require_known(store: TokenStore, *, vocab_size: int, source: str, cache_folder: Path) -> None:
     """Check that every token of a store is in 0..vocab_size - 1.
 
-    Reads all files, unless their dtype has no other numbers, or it is known already what they hold: the smallest and
+    Reads all files, unless their dtype has no other numbers, or the cache has their extremes: the smallest and
     the largest token are kept in `cache_folder`, under a name made of the files' paths, sizes, times of change,
-    inodes and dtype. One process reads; others of the same machine wait for what it finds.
+    inodes and dtype. One process reads; others of the same machine wait for its result.
 
     Args:
-        source: what the tokens are read from, as the user named it ("data.path=corpus.bin").
+        source: the setting that names the tokens, as the user wrote it ("data.path=corpus.bin").
 
     Raises:
         OSError: a file cannot be read.
@@ -453,46 +427,46 @@ def require_known(store: TokenStore, *, vocab_size: int, source: str, cache_fold
     limits = np.iinfo(store.dtype)
     if store.tokens == 0 or (limits.min >= 0 and limits.max < vocab_size):
         return
-    found = _kept_extremes(store, source, cache_folder)
-    for token, position in ((found.smallest, found.smallest_at), (found.largest, found.largest_at)):
+    extremes = _load_extremes(store, source, cache_folder)
+    for token, position in ((extremes.smallest, extremes.smallest_at), (extremes.largest, extremes.largest_at)):
         if not 0 <= token < vocab_size:
             raise unknown_token(store, token, position, vocab_size=vocab_size, source=source)
 
 
-def _kept_extremes(store: TokenStore, source: str, cache_folder: Path) -> Extremes:
+def _load_extremes(store: TokenStore, source: str, cache_folder: Path) -> Extremes:
     path = cache_folder / f"scan-{_key(store)}.json"
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
         file = open_lock(path, mode=0o600)
-    except OSError as error:  # of a folder that is only read something may still be known
+    except OSError as error:  # a folder that cannot be written may still have the facts
         with suppress(OSError, UntrustedFileError):
-            return _parsed(read_regular(path, max_nbytes=MAX_NBYTES))
+            return _parse_extremes(read_regular(path, max_nbytes=_MAX_FACTS_NBYTES))
         print(
             f"{source}: the facts about its files cannot be kept in data.cache_dir={cache_folder} ({error.strerror}); "
             "each process of the run reads all of them again",
             file=sys.stderr,
             flush=True,
         )
-        return _extremes(store, source)
+        return _find_extremes(store, source)
     with file:
-        _wait_for(file, source)
+        _lock_or_wait(file, source)
         with suppress(UntrustedFileError):  # empty, or half written: by a process that was ended
-            return _parsed(file.read(MAX_NBYTES))
-        found = _extremes(store, source)
+            return _parse_extremes(file.read(_MAX_FACTS_NBYTES))
+        extremes = _find_extremes(store, source)
         with suppress(OSError):  # a full disk: found again the next time
             file.seek(0)
-            file.write(json.dumps(asdict(found)).encode())
+            file.write(json.dumps(asdict(extremes)).encode())
             file.truncate()
             file.flush()
-        return found
+        return extremes
 
 
-def _parsed(text: bytes) -> Extremes:
+def _parse_extremes(text: bytes) -> Extremes:
     extremes: Extremes = parse_json(text, Extremes)
     return extremes
 
 
-def _wait_for(file: BinaryIO, source: str) -> None:
+def _lock_or_wait(file: BinaryIO, source: str) -> None:
     """Lock a file until it is closed, where files can be locked."""
     try:
         lock(file)
@@ -513,47 +487,43 @@ def _key(store: TokenStore) -> str:
     return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def _extremes(store: TokenStore, source: str) -> Extremes:
+def _find_extremes(store: TokenStore, source: str) -> Extremes:
     """Read all tokens, with a line every few seconds if that takes long."""
-    begun = time.monotonic()
-    say_at = begun + _SAY_AFTER_S
+    started_s = time.monotonic()
+    next_s = started_s + _SAY_AFTER_S
     starts = range(0, store.tokens, PIECE_TOKENS)
-    found: Extremes | None = None
+    pieces: list[Extremes] = []
     pool = ThreadPoolExecutor(_NUM_THREADS)
     try:
         for number, piece in enumerate(pool.map(lambda start: _extremes_of_piece(store, start), starts)):
-            found = piece if found is None else _joined(found, piece)
-            now = time.monotonic()
-            if now >= say_at:
-                say_at = now + _SAY_EVERY_S
-                done, total = (tokens * store.dtype.itemsize / 1e9 for tokens in (starts[number], store.tokens))
+            pieces.append(piece)
+            now_s = time.monotonic()
+            if now_s >= next_s:
+                next_s = now_s + _SAY_EVERY_S
+                read_gb, total_gb = (tokens * store.dtype.itemsize / 1e9 for tokens in (starts[number], store.tokens))
                 print(
-                    f"{source}: looks once for tokens beyond the vocabulary, {done:.1f} of {total:.1f} GB, "
-                    f"{done / (now - begun):.1f} GB/s",
+                    f"{source}: looks once for tokens beyond the vocabulary, {read_gb:.1f} of {total_gb:.1f} GB, "
+                    f"{read_gb / (now_s - started_s):.1f} GB/s",
                     file=sys.stderr,
                     flush=True,
                 )
     finally:
         pool.shutdown(cancel_futures=True)  # after an error, or Ctrl-C, the rest is not read
-    assert found is not None
-    return found
+    return _join_extremes(pieces)
 
 
 def _extremes_of_piece(store: TokenStore, start: int) -> Extremes:
     end = min(store.tokens, start + PIECE_TOKENS)
-    return reduce(
-        _joined, (_extremes_of(store, at, min(end, at + _READ_TOKENS)) for at in range(start, end, _READ_TOKENS))
-    )
+    parts: list[Extremes] = []
+    for at in range(start, end, _READ_TOKENS):
+        tokens = store.read(at, min(end, at + _READ_TOKENS))
+        low, high = int(tokens.argmin()), int(tokens.argmax())
+        parts.append(Extremes(int(tokens[low]), at + low, int(tokens[high]), at + high))
+    return _join_extremes(parts)
 
 
-def _extremes_of(store: TokenStore, start: int, stop: int) -> Extremes:
-    tokens = store.read(start, stop)
-    low, high = int(tokens.argmin()), int(tokens.argmax())
-    return Extremes(int(tokens[low]), start + low, int(tokens[high]), start + high)
-
-
-def _joined(first: Extremes, second: Extremes) -> Extremes:
-    """The extremes of two pieces, the second behind the first."""
-    low = second if second.smallest < first.smallest else first
-    high = second if second.largest > first.largest else first
+def _join_extremes(parts: Sequence[Extremes]) -> Extremes:
+    """The extremes of parts of a store, in order."""
+    low = min(parts, key=lambda part: part.smallest)  # the first of equal ones
+    high = max(parts, key=lambda part: part.largest)
     return Extremes(low.smallest, low.smallest_at, high.largest, high.largest_at)

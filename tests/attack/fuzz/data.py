@@ -67,7 +67,7 @@ def make_begun(folder: Path) -> None:
     """A store that was begun and noted, not completed."""
     writer = _begun(folder)
     _write_documents(writer, 0, 3)
-    writer.note(1, 17, now=True)
+    writer.note(1, 17, at_once=True)
     writer.close()
 
 
@@ -86,7 +86,7 @@ def _write_documents(writer: Any, first: int, last: int) -> None:
 def read_begun(folder: Path) -> Any:
     """Goes on with it, or begins anew: the store is the same."""
     writer = _begun(folder)
-    _write_documents(writer, writer.done.documents, 5)
+    _write_documents(writer, writer.state.documents, 5)
     writer.complete(vocab_size=256, tokenizer=None, with_documents=True)
     return read_store(folder)
 
@@ -94,7 +94,7 @@ def read_begun(folder: Path) -> Any:
 def make_scan(folder: Path) -> None:
     (folder / "store").mkdir()
     make_store(folder / "store")
-    (folder / "scan.json").write_text(json.dumps(asdict(scan._extremes(TokenStore.open(folder / "store"), "it"))))
+    (folder / "scan.json").write_text(json.dumps(asdict(scan._find_extremes(TokenStore.open(folder / "store"), "it"))))
 
 
 def read_scan(folder: Path) -> Any:

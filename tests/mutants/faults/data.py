@@ -5,13 +5,13 @@ from tests.mutants.fault import Fault
 
 FAULTS = {
     "tokens-of-a-changed-file": Fault(
-        "ShardReader.read_parts",
+        "TokenStore.read_parts",
         Drop("_require_unchanged"),
         "a file that is written to in mid-run is read on",
         ("unit/data/test_store.py::test_a_file_that_changes_while_it_is_read_is_named",),
     ),
     "tokens-behind-the-header": Fault(
-        "ShardReader._fill",
+        "TokenStore._fill",
         Without("first_byte"),
         "a header is read as tokens",
         ("unit/data/test_store.py::test_a_header_is_passed_over",),
@@ -23,7 +23,7 @@ FAULTS = {
         ("unit/data/test_windows.py::test_labels_are_the_tokens_that_follow",),
     ),
     "tokens-on-both-sides": Fault(
-        "_by_chunk",
+        "_split_by_chunk",
         Without("arange"),
         "the last label of training is the first token of validation",
         ("unit/data/test_windows.py::test_a_text_is_read_once_but_for_its_last_row_and_no_token_is_on_both_sides",),
@@ -50,7 +50,7 @@ FAULTS = {
     ),
     "order-of-one-epoch-for-all": Fault(
         "rows_at",
-        Argument("_sent_to", 1, "keys[:, :1]"),
+        Argument("_permute", 1, "keys[:, :1]"),
         "behind the end of an epoch rows come in the order of the last one",
         ("unit/data/test_batches.py::test_positions_go_through_one_epoch_after_another",),
     ),

@@ -23,9 +23,9 @@ from zerotrain.data import tokenizer as pieces
 from zerotrain.data.prepare import (
     LOCK_NAME,
     NOTES_NAME,
-    Done,
     Recipe,
     StoreWriter,
+    WriterState,
     forget_notes,
     sole_writer,
     try_lock,
@@ -569,14 +569,14 @@ def noted(tmp_path: Path) -> Path:
     """The folder of a store of which three documents are noted."""
     writer = begin_store(tmp_path)
     write(writer, DOCUMENTS[:3])
-    writer.note(0, 17, now=True)
+    writer.note(0, 17, at_once=True)
     writer.close()
     return tmp_path
 
 
 def test_what_was_noted_is_gone_on_from(noted: Path) -> None:
     writer = begin_store(noted)
-    assert (writer.done.documents, writer.done.offset, writer.done.tokens) == (3, 17, 303)
+    assert (writer.state.documents, writer.state.offset, writer.state.tokens) == (3, 17, 303)
     write(writer, DOCUMENTS[3:])
     writer.complete(vocab_size=256, tokenizer=None, with_documents=True)
     store = TokenStore.open(noted)
@@ -594,13 +594,13 @@ def test_what_was_noted_is_gone_on_from(noted: Path) -> None:
 def test_what_was_changed_since_is_begun_anew(change: dict[str, Any], noted: Path) -> None:
     content = json.loads((noted / NOTES_NAME).read_text())
     (noted / NOTES_NAME).write_text(json.dumps(content | change))
-    assert begin_store(noted).done == Done("made of it")
+    assert begin_store(noted).state == WriterState("made of it")
 
 
 @pytest.mark.parametrize("content", [b"", b"[" * 9999, b"{}", b"3", b"\xff", b'{"made_of": "made of it"}'])
 def test_what_is_no_note_is_begun_anew(content: bytes, noted: Path) -> None:
     (noted / NOTES_NAME).write_bytes(content)
-    assert begin_store(noted).done == Done("made of it")
+    assert begin_store(noted).state == WriterState("made of it")
 
 
 # What is noted, and what an index names, lies on the disk by then: a power cut leaves no hole in a store.
@@ -661,7 +661,7 @@ def test_whatever_is_told_of_tokens_lies_on_the_disk_by_then(tmp_path: Path, mon
         writer.start_document()
         writer.write(tokens)
         if number < num_notes:
-            writer.note(number, 0, now=True)
+            writer.note(number, 0, at_once=True)
     writer.complete(vocab_size=130, tokenizer=None, with_documents=True)
     assert disk.named == [*["preparing.json"] * num_notes, "documents.bin", "index.json"]
     assert disk.has_named(tmp_path / "index.json")
@@ -681,17 +681,17 @@ def test_where_less_lies_there_than_was_noted_all_is_made_anew(name: str, harm: 
     for number in range(2):
         writer.start_document()
         writer.write(np.arange(65))
-        writer.note(number + 1, 0, now=True)
+        writer.note(number + 1, 0, at_once=True)
     writer.close()
     again = StoreWriter(tmp_path, np.dtype(np.uint16), "made of this")
-    assert (again.done.file, again.done.tokens, again.done.documents) == (2, 130, 2)
+    assert (again.state.file, again.state.tokens, again.state.documents) == (2, 130, 2)
     again.close()
     if harm == "gone":
         (tmp_path / name).unlink()
     else:
         os.truncate(tmp_path / name, (tmp_path / name).stat().st_size - 1)
     anew = StoreWriter(tmp_path, np.dtype(np.uint16), "made of this")
-    assert (anew.done.file, anew.done.tokens, anew.done.documents) == (0, 0, 0)
+    assert (anew.state.file, anew.state.tokens, anew.state.documents) == (0, 0, 0)
     anew.close()
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [0]
 
@@ -707,7 +707,7 @@ def test_killed_behind_any_piece_it_goes_on_with_the_next_and_reads_none_twice(t
     monkeypatch.setattr("zerotrain.data.prepare._MAX_PIECES", 1)
     monkeypatch.setattr("zerotrain.data.prepare.NOTE_S", 0.0)
     recipe = Recipe(find_sources(str(texts)), None, end)
-    places: list[Any] = [(number, piece.after) for number, piece in recipe.pieces(0, 0)]
+    places: list[Any] = [(number, piece.resume_at) for number, piece in recipe.pieces(0, 0)]
     # Behind the last piece of a file stands the next file; a place in it where one may not go on is left out.
     starts = [(0, 0)] + [(number + (after is None), after or 0) for number, after in places]
     assert len(starts) == 9

@@ -240,7 +240,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path):
 def test_a_file_that_another_thread_puts_away_stays_open_until_it_was_looked_at(tmp_path, monkeypatch):
     tokens = write_store(tmp_path, [8, 8])
     store = TokenStore.open(tmp_path)
-    files, look = store._reader._files, os.fstat
+    files, look = store._files, os.fstat
 
     def put_away_before(descriptor):
         files.clear()

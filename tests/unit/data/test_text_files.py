@@ -150,7 +150,7 @@ def test_the_folders_of_runs_and_of_the_cache_are_left_out(folder, path: str):
     (folder / "cache/kept.txt").write_text("kept")
     sources = find_sources(str(folder / path), without=[folder / "cache"])
     assert names(sources, folder) == before
-    assert sum(count for reason, count in sources.left.items() if "of runs and caches" in reason) >= 4
+    assert sum(count for reason, count in sources.omissions.items() if "of runs and caches" in reason) >= 4
 
 
 @pytest.mark.case(
@@ -218,7 +218,7 @@ def test_a_row_whose_text_is_null_is_left_out_of_every_kind_of_file_and_told(tmp
     assert [piece.text.decode() for piece in pieces if not piece.is_null] == ["The cat", "A dog"]
     assert [piece.is_null for piece in pieces] == [text is None for text in texts]
     for number, piece in enumerate(pieces):
-        assert list(read_pieces(path, field="text", start=piece.after)) == pieces[number + 1 :]
+        assert list(read_pieces(path, field="text", start=piece.resume_at)) == pieces[number + 1 :]
 
 
 def test_a_line_behind_which_reading_went_on_is_told_by_its_number_too(tmp_path: Path):
@@ -226,7 +226,7 @@ def test_a_line_behind_which_reading_went_on_is_told_by_its_number_too(tmp_path:
     path.write_text('{"text": "a"}\n\n{"text": "b"}\n{"text": 1}\n')
     [_, second] = list(_until_broken(path))
     with pytest.raises(ValueError, match=r"a.jsonl, line 4, has no text in the field 'text': it has a int there"):
-        list(read_pieces(path, field="text", start=second.after))
+        list(read_pieces(path, field="text", start=second.resume_at))
 
 
 def _until_broken(path: Path):
@@ -280,10 +280,10 @@ def test_reading_goes_on_where_a_piece_says_one_may(tmp_path: Path, name: str):
     )}  # fmt: skip
     (WRITERS | writers)[name](path)
     pieces = list(read_pieces(path, field="text"))
-    places = [number for number, piece in enumerate(pieces) if piece.after is not None]
+    places = [number for number, piece in enumerate(pieces) if piece.resume_at is not None]
     assert places
     for number in places:
-        rest = list(read_pieces(path, field="text", start=pieces[number].after))
+        rest = list(read_pieces(path, field="text", start=pieces[number].resume_at))
         assert [(each.text, each.starts, each.ends) for each in rest] == [
             (each.text, each.starts, each.ends) for each in pieces[number + 1 :]
         ]

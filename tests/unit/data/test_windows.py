@@ -32,7 +32,7 @@ def split_numbered(num_tokens: int, fraction: float, seq_len: int = SEQ_LEN, doc
         Numbered(num_tokens, documents),
         seq_len=seq_len,
         vocab_size=num_tokens,
-        validation_fraction=fraction,
+        fraction=fraction,
         source="data.path=numbers",
     )
 
@@ -257,7 +257,7 @@ def test_rows_of_any_shards_and_documents_are_those_of_the_joined_tokens(tmp_pat
     write_index(tmp_path, dtype=dtype, shards=shards, vocab_size=250, documents=documents)
     seq_len, store = int(rng.integers(1, 60)), TokenStore.open(tmp_path)
     given = {"seq_len": seq_len, "vocab_size": 250, "source": "data.path=it"}
-    sides = split(store, validation_fraction=0.3, **given)
+    sides = split(store, fraction=0.3, **given)
     assert sides[0].split == "by document, 0.3"
     is_validation = are_validation(0, len(documents), 0.3)
     parts = np.split(tokens, documents[1:])
