@@ -275,7 +275,7 @@ def _chosen_now(
 ) -> tuple[Config, dict[str, Any]]:
     """`chosen`, where no earlier run in the folder has chosen."""
     found = _in_a_child(lambda: asdict(choose(asked, config, Planner(config, ranks, memory, run_dir))))
-    choice = Choice.of(found)
+    choice = Choice.from_fields(found)
     if not choice.plan.fits:
         raise ConfigError(choice.why)
     print_plan(Console(), choice.plan, config)
@@ -294,7 +294,7 @@ def _in_a_child(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _memory(config: Config, ranks: Ranks) -> Memory:
-    return Memory.of(config, choose_device(config.launch.device, 0), ranks.num_local)
+    return Memory.of_run(config, choose_device(config.launch.device, 0), ranks.num_local)
 
 
 def _usage(plan: StagePlan, stage: int, memory: Memory) -> PlannedUsage:
@@ -307,7 +307,7 @@ def _usage(plan: StagePlan, stage: int, memory: Memory) -> PlannedUsage:
         offloaded=plan.host + plan.disk,
         scratch=plan.scratch,
         sent=plan.sent,
-        peak=None if plan.peak is None else memory.taken(plan),
+        peak=None if plan.peak is None else memory.nbytes_of(plan),
     )
 
 
