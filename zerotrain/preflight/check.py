@@ -23,28 +23,7 @@ from zerotrain.config.checks import SETS as SETS_OF
 from zerotrain.config.compose import first_paragraph
 from zerotrain.config.schema import Config, SweepConfig
 from zerotrain.config.words import in_words_of_config, word, words_of_config
-from zerotrain.data.fetch import (
-    AUTO,
-    LOSS_COUNT,
-    MODEL,
-    WEIGHTS,
-    WITH_OUTPUTS,
-    Fingerprint,
-    RowError,
-    as_inputs,
-    fetch_rows,
-    fingerprint_of,
-    ids_of,
-    names_in,
-    num_labels,
-    seeded,
-    target_of,
-    tensors_in,
-    to_device,
-    weighing_of,
-    with_tensors,
-    without_targets,
-)
+from zerotrain.data import fetch
 from zerotrain.data.items import first_batches, require_next_tokens, require_taken
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.home import NOT_ON_HOST
@@ -60,25 +39,7 @@ from zerotrain.engine.step import call_model, is_loss, require_loss
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import MAX_INT, Natural, is_kind, printable
 from zerotrain.preflight.room import Ranks, Room, refusing_too_large, require_memory, require_room, require_rows
-from zerotrain.run.factory import (
-    TOO_LARGE_A_TENSOR,
-    batch_size_of,
-    build,
-    build_callbacks,
-    build_collate,
-    build_data,
-    build_on_meta,
-    build_optimizer_factory,
-    build_validation_sets,
-    ended_in,
-    freeze,
-    frozen_steps,
-    in_group,
-    require_groups,
-    require_rhythms,
-    tokens_per_sequence,
-    try_schedule,
-)
+from zerotrain.run import factory
 from zerotrain.settings import problems_in
 from zerotrain.sharding.units import cut_units, model_parameters, walk
 from zerotrain.training import Callback
@@ -106,7 +67,7 @@ TOLERANCE = 1e-5
 
 def dataset_of(config: Config) -> Any:
     """The data; ConfigError where it is no data at all."""
-    data, path = build_data(config), config.data.get("_target_")
+    data, path = factory.build_data(config), config.data.get("_target_")
     for name in SETS:
         if getattr(data, name, None) is None:
             raise ConfigError(
@@ -118,7 +79,7 @@ def dataset_of(config: Config) -> Any:
 
 def validation_sets_of(data: Any, config: Config) -> dict[str, Any]:
     """The further data that is evaluated; ConfigError where one is no data, has no rows or does not fit the data."""
-    sets, problems = build_validation_sets(config), []
+    sets, problems = factory.build_validation_sets(config), []
     vocab_size, sources = getattr(data, "vocab_size", None), getattr(data.validation, "sources", ())
     for name, extra in sets.items():
         called, size = f"{SETS_OF}.{name}", getattr(extra, "vocab_size", None)
@@ -148,7 +109,7 @@ def first_batches_of(
         require_rows(config, length * torch.int64.itemsize, len(data.train), ranks, room)
     datasets = {f"data.{name}": getattr(data, name) for name in SETS if name == "train" or has_rows(data.validation)}
     datasets |= {f"{SETS_OF}.{name}": rows_of_set(extra) for name, extra in sets.items()}
-    collate = build_collate(config)
+    collate = factory.build_collate(config)
     return {name: first_batches(rows, name, seed=config.seed, collate=collate) for name, rows in datasets.items()}
 
 
@@ -166,7 +127,7 @@ def require_callbacks_fit(
 ) -> dict[str, Callback]:
     """The callbacks; ConfigError where one needs an evaluation that there is not, a metric that an evaluation has not,
     outputs that the model does not give, or labels that no batch has."""
-    callbacks = build_callbacks(config)
+    callbacks = factory.build_callbacks(config)
     metrics, of_training = metrics_in(callbacks, OF_VALIDATION), metrics_in(callbacks, OF_TRAINING)
     if "loss" in metrics:
         raise ConfigError("callbacks.loss: an evaluation has val_loss already; give the metric another name")
@@ -211,10 +172,10 @@ def _with_sources(metrics: Sequence[str], rows: Any) -> list[str]:
 def require_outputs(model: nn.Module, of_training: Mapping[str, Metric]) -> None:
     """Check that the model gives its outputs beside its loss where a metric of training looks at them."""
     for name, metric in of_training.items():
-        if metric.needs_outputs and WITH_OUTPUTS not in inspect.signature(model.forward).parameters:
+        if metric.needs_outputs and fetch.WITH_OUTPUTS not in inspect.signature(model.forward).parameters:
             raise ConfigError(
                 f"callbacks.{name}.of: has {OF_TRAINING}, for which {type(model).__name__}.forward must take "
-                f"{WITH_OUTPUTS}=True and return (loss, outputs); it has no such argument: give it one, or leave "
+                f"{fetch.WITH_OUTPUTS}=True and return (loss, outputs); it has no such argument: give it one, or leave "
                 f"{OF_TRAINING} out"
             )
 
@@ -228,7 +189,7 @@ def require_measurable(metrics: Mapping[str, Metric], where: str, batch: Any, mo
     """
     looking = {name: metric for name, metric in metrics.items() if metric.needs_outputs}
     for name, metric in looking.items():
-        if target_of(batch, metric.target) is None and (metric.target is not None or metric.needs_labels):
+        if fetch.target_of(batch, metric.target) is None and (metric.target is not None or metric.needs_labels):
             missing, names = metric.target or "labels", ", ".join(_names_of_tensors(batch))
             advice = f"give callbacks.{name}.target=NAME one of these" if names else "give dicts, or pairs of tensors"
             raise ConfigError(
@@ -237,7 +198,7 @@ def require_measurable(metrics: Mapping[str, Metric], where: str, batch: Any, mo
             )
     if model is None or not looking or where == "data.train":
         return
-    kind, inputs = type(model).__name__, without_targets(batch, {metric.target for metric in looking.values()})
+    kind, inputs = type(model).__name__, fetch.without_targets(batch, {metric.target for metric in looking.values()})
     try:
         call_model(inspect.signature(model.forward).bind, inputs)
     except TypeError as error:
@@ -247,13 +208,15 @@ def require_measurable(metrics: Mapping[str, Metric], where: str, batch: Any, mo
         ) from error
     if getattr(model, "next_token_labels", False):
         return
-    targets = {name: target_of(batch, metric.target) for name, metric in looking.items() if metric.class_dim is None}
+    targets = {
+        name: fetch.target_of(batch, metric.target) for name, metric in looking.items() if metric.class_dim is None
+    }
     # One label a row leaves a single dimension for the classes; and a call without values imports torch's compiler.
     unclear = {name: target for name, target in targets.items() if target is not None and target.dim() > 1}
     outputs = None
     if unclear:
         with suppress(Exception), torch.no_grad():  # of a model that computes with values
-            outputs = logits_in(call_model(model, to_device(inputs, torch.device("meta"))))
+            outputs = logits_in(call_model(model, fetch.to_device(inputs, torch.device("meta"))))
     for name, target in unclear.items():
         try:
             class_dim_of(outputs, target, None)
@@ -262,7 +225,7 @@ def require_measurable(metrics: Mapping[str, Metric], where: str, batch: Any, mo
 
 
 def _names_of_tensors(batch: Any) -> Iterator[str]:
-    for name, part in names_in(batch).items():
+    for name, part in fetch.names_in(batch).items():
         if isinstance(part, torch.Tensor):
             yield str(name)
         yield from (f"{name}.{inner}" for inner in _names_of_tensors(part))
@@ -285,12 +248,12 @@ def require_loss_over(model: nn.Module, data: Any, batch: Any, config: Config) -
     """
     loss_over, kind, num_rows = config.train.loss_over, type(model).__name__, len(data.train)
     try:
-        counted, _ = weighing_of(loss_over, model)
-        weighings = WEIGHTS | dict([weighing_of(AUTO, model)])
+        counted, _ = fetch.weighing_of(loss_over, model)
+        weighings = fetch.WEIGHTS | dict([fetch.weighing_of(fetch.AUTO, model)])
         weighings[counted](batch, 1)
     except Exception as error:  # whatever the user's method raises
         raise ConfigError(f"train.loss_over: got {loss_over}; {printable(f'{error}', keep='')}") from error
-    is_known = type(model).__module__.startswith("zerotrain.models.") and counted in (AUTO, "labels")
+    is_known = type(model).__module__.startswith("zerotrain.models.") and counted in (fetch.AUTO, "labels")
     if is_known or counted == "micro_batches" or (tried := _tried(model, batch, config)) is None:
         return
     built, num, output = tried
@@ -300,7 +263,7 @@ def require_loss_over(model: nn.Module, data: Any, batch: Any, config: Config) -
         return
     # Evenly spread rows could all be of one class.
     rows = random.Random(config.seed).sample(range(num_rows), num)
-    rows.sort(key=lambda row: num_labels(_rows_read(data, config, [row]), 1))
+    rows.sort(key=lambda row: fetch.num_labels(_rows_read(data, config, [row]), 1))
     whole, ways = _whole_and_parts(data, config, rows)
     losses = _losses(built, config, [whole, whole, *(part for parts in ways for part, _ in parts)])
     tolerance = max(TOLERANCE, torch.finfo(output.dtype).eps)
@@ -315,7 +278,7 @@ def require_loss_over(model: nn.Module, data: Any, batch: Any, config: Config) -
         if not any(weighings[counted](*part) for part in parts) or abs(means[counted] - of_whole) <= near:
             return
         problem = f"train.loss_over: got {loss_over}; of {len(rows)} rows the loss of {kind} is {of_whole:.7g}, but"
-        for fitting in (MODEL, "labels", "shifted_labels", "rows"):
+        for fitting in (fetch.MODEL, "labels", "shifted_labels", "rows"):
             if abs(means.get(fitting, math.nan) - of_whole) <= near:
                 raise ConfigError(
                     f"{problem} {means[counted]:.7g} by two parts of them; train.loss_over={fitting} fits"
@@ -323,17 +286,17 @@ def require_loss_over(model: nn.Module, data: Any, batch: Any, config: Config) -
         if abs(sum(of_two) - of_whole) <= near:
             raise ConfigError(f"{problem} it is the sum of those of two parts; let the model return a mean")
         problem += f" {means[counted]:.7g} by two parts of them"
-    if loss_over == AUTO:
+    if loss_over == fetch.AUTO:
         raise ConfigError(
-            f"{problem}, and labels, shifted_labels and rows fit no better; give "
-            f"{kind} a method {LOSS_COUNT}, which gets a batch as forward does and returns what the loss divides by, "
-            "or, where rows act on each other, train.loss_over=micro_batches, labels or rows, whichever is meant"
+            f"{problem}, and labels, shifted_labels and rows fit no better; give {kind} a method {fetch.LOSS_COUNT}, "
+            "which gets a batch as forward does and returns what the loss divides by, or, where rows act on each "
+            "other, train.loss_over=micro_batches, labels or rows, whichever is meant"
         )
 
 
 def _rows_read(data: Any, config: Config, rows: Sequence[int]) -> Any:
     sampling: Any = {"seed": config.seed, "epochs": [0] * len(rows), "step": 1}
-    return fetch_rows(data.train, rows, **sampling, collate=build_collate(config))
+    return fetch.fetch_rows(data.train, rows, **sampling, collate=factory.build_collate(config))
 
 
 def _tried(model: nn.Module, batch: Any, config: Config) -> tuple[nn.Module, int, Any] | None:
@@ -341,16 +304,19 @@ def _tried(model: nn.Module, batch: Any, config: Config) -> tuple[nn.Module, int
     where it cannot be called here."""
     numel = sum(parameter.numel() for parameter in model.parameters())
     # As if each element of a row met each parameter.
-    if numel > MOST_NUMEL or numel * max((tensor.numel() for tensor in tensors_in(batch)), default=1) > MOST_PRODUCTS:
+    if (
+        numel > MOST_NUMEL
+        or numel * max((tensor.numel() for tensor in fetch.tensors_in(batch)), default=1) > MOST_PRODUCTS
+    ):
         return None
-    with suppress(Exception), seeded("loss tried", config.seed), torch.no_grad():
-        built = build("model", config.model_target).eval()
+    with suppress(Exception), fetch.seeded("loss tried", config.seed), torch.no_grad():
+        built = factory.build("model", config.model_target).eval()
         for parameter in built.parameters():
             if not parameter.any():  # of zeros, such as those of the last layer, all losses may be the same
                 parameter.normal_(std=0.02)
-        output = call_model(built, as_inputs(batch))  # which may also import, and allocate
+        output = call_model(built, fetch.as_inputs(batch))  # which may also import, and allocate
         start_s = time.process_time()
-        call_model(built, as_inputs(batch))
+        call_model(built, fetch.as_inputs(batch))
         return built, int(min(NUM_TRIED, MOST_S / max(time.process_time() - start_s, 1e-9))), output
     return None
 
@@ -363,16 +329,18 @@ def _whole_and_parts(data: Any, config: Config, rows: Sequence[int]) -> tuple[An
     whole, sizes = _rows_read(data, config, rows), (num, len(rows) - num)
     read = [_rows_read(data, config, part) for part in (rows[:num], rows[num:])]
     ways = [list(zip(read, sizes, strict=True))]
-    if config.data_switches["collate_fn"] and all(tensor.shape[:1] == (len(rows),) for tensor in tensors_in(whole)):
-        cut = [with_tensors(whole, itemgetter(part)) for part in (slice(num), slice(num, None))]
+    if config.data_switches["collate_fn"] and all(
+        tensor.shape[:1] == (len(rows),) for tensor in fetch.tensors_in(whole)
+    ):
+        cut = [fetch.with_tensors(whole, itemgetter(part)) for part in (slice(num), slice(num, None))]
         ways.append(list(zip(cut, sizes, strict=True)))
     return whole, ways
 
 
 def _losses(model: nn.Module, config: Config, batches: Sequence[Any]) -> list[float] | None:
     """The loss of each batch; None where they cannot be computed here."""
-    with suppress(Exception), seeded("loss tried", config.seed), torch.no_grad():
-        losses = [float(call_model(model, as_inputs(batch))) for batch in batches]
+    with suppress(Exception), fetch.seeded("loss tried", config.seed), torch.no_grad():
+        losses = [float(call_model(model, fetch.as_inputs(batch))) for batch in batches]
         return losses if math.isfinite(losses[0]) else None
     return None
 
@@ -403,7 +371,7 @@ def require_fit(model: nn.Module, data: Any, batches: Mapping[str, Sequence[Any]
         )
     max_seq_len = getattr(model, "max_seq_len", None)
     for name, set_batches in batches.items():
-        ids, called = ids_of(set_batches[0]), name if name.startswith(SETS_OF) else "data"
+        ids, called = fetch.ids_of(set_batches[0]), name if name.startswith(SETS_OF) else "data"
         if not isinstance(max_seq_len, int) or ids is None or not ids.ndim or (seq_len := ids.shape[-1]) <= max_seq_len:
             continue
         problems.append(
@@ -417,18 +385,6 @@ def require_fit(model: nn.Module, data: Any, batches: Mapping[str, Sequence[Any]
         require_taken(set_batches, name, model)
         if getattr(model, "next_token_labels", False):
             require_next_tokens(set_batches, name, model=kind, vocab_size=getattr(model, "vocab_size", None))
-
-
-def require_asked_for(data: Any, config: Config) -> None:
-    """Check that the data can do what the settings ask of it; ConfigError with every problem found."""
-    problems: list[str] = []
-    for require in (require_enough, require_prompts):
-        try:
-            require(data, config)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(*problems)
 
 
 def require_prompts(data: Any, config: Config) -> None:
@@ -479,7 +435,7 @@ def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Mani
     num_sequences = _num_sequences(config, data.train)
     if num_sequences is None:
         return
-    batch_size = batch_size_of(config, num_ranks)
+    batch_size = factory.batch_size_of(config, num_ranks)
     step = num_read = 0
     if goes_on_from is not None:
         step = goes_on_from.step
@@ -512,7 +468,7 @@ def _num_sequences(config: Config, train: Sized) -> Fraction | None:
         return Fraction(str(config.train.num_epochs)) * len(train)
     if config.train.max_tokens is None:
         return None
-    num_tokens = tokens_per_sequence(length_given(config), train, "train.num_epochs or train.max_steps")
+    num_tokens = factory.tokens_per_sequence(length_given(config), train, "train.num_epochs or train.max_steps")
     return Fraction(str(config.train.max_tokens)) / num_tokens
 
 
@@ -526,7 +482,7 @@ def check(
     goes_on_from: Manifest | None = None,
     run_dir: Path | None = None,
     like: Mapping[str, Any] | None = None,
-) -> Fingerprint:
+) -> fetch.Fingerprint:
     """Build what can be built without ranks: the model without memory, the dataset, the optimizer of one element.
 
     Called once, before any rank starts; it also fills the dataset's cache, where the ranks find it.
@@ -545,8 +501,32 @@ def check(
     Raises:
         ConfigError: with every problem found.
     """
-    attempts = _Attempts(config)
-    attempt, problems = attempts.attempt, attempts.problems
+    problems: list[str] = []
+
+    def attempt(group: str, attempted: Callable[[Config], Any]) -> Any:
+        """The result of `attempted`; None after a problem."""
+        try:
+            with words_of_config():
+                return attempted(config)
+        except ConfigError as error:
+            problems.extend(error.problems)
+        except fetch.RowError as error:
+            # The error of the user's class or function, and its place in the user's code.
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            if _lacks_memory(cause):
+                problems.append(_too_large("data", cause))
+            else:
+                *_, frame = traceback.extract_tb(cause.__traceback__)
+                problems.append(f"{str(error).splitlines()[0]} ({frame.filename}, line {frame.lineno})")
+        except (ValueError, TypeError, LookupError, OSError) as error:
+            problems.append(factory.in_group(group, error, getattr(config, group)))
+        except (MemoryError, RuntimeError) as error:
+            if not _lacks_memory(error):
+                raise
+            problems.append(_too_large(group, error))
+        except SystemExit as ending:
+            problems.append(factory.ended_in(group, ending, getattr(config, group)))
+
     device = attempt("launch", lambda config: choose_device(config.launch.device, num_local_ranks - 1))
     attempt("train", lambda config: leaves_per_rank(config.train.virtual_ranks, num_ranks, config.zero.accumulate))
     data = attempt("data", dataset_of)
@@ -560,12 +540,11 @@ def check(
     with refusing_too_large(config, ranks, room):
         model = attempt("model", _require_module) if knows_size else None
     sets = None if data is None else attempt("data", lambda config: validation_sets_of(data, config))
-    batches = (
-        None if sets is None else attempt("data", lambda config: first_batches_of(data, sets, config, ranks, room))
-    )
-    fingerprint = (
-        None if batches is None else attempt("data", lambda config: fingerprint_of(data, config.seed, sets, like))
-    )
+    batches = fingerprint = None
+    if sets is not None:
+        batches = attempt("data", lambda config: first_batches_of(data, sets, config, ranks, room))
+    if batches is not None:
+        fingerprint = attempt("data", lambda config: fetch.fingerprint_of(data, config.seed, sets, like))
     frozen = None if model is None else attempt("model", lambda config: _try_model(model, config))
     if model is not None and frozen is not None:
         if goes_on_from is not None:
@@ -579,14 +558,15 @@ def check(
             if not problems and not config.plan.only:
                 attempt("train", lambda config: require_loss_over(model, data, batches["data.train"][0], config))
     if batches is not None:
-        attempt("train", lambda config: require_asked_for(data, config))
+        attempt("train", lambda config: require_enough(data, config))
+        attempt("train", lambda config: require_prompts(data, config))
         attempt("train", lambda config: take_max_steps(config, data, num_ranks, goes_on_from))
-        attempt("train", lambda config: require_rhythms(config, data.train, num_ranks))
-        attempt("model", lambda config: frozen_steps(config, frozen or {}, data.train, num_ranks))
+        attempt("train", lambda config: factory.require_rhythms(config, data.train, num_ranks))
+        attempt("model", lambda config: factory.frozen_steps(config, frozen or {}, data.train, num_ranks))
     num_problems = len(problems)
     trying = _naming_the_argument("optimizer", lambda config: _try_optimizer(model, config, device))
-    if (factory := attempt("optimizer", trying)) is not None and model is not None and frozen is not None:
-        attempt("optimizer", lambda config: require_groups(config, walk(model), factory, device, goes_on_from))
+    if (maker := attempt("optimizer", trying)) is not None and model is not None and frozen is not None:
+        attempt("optimizer", lambda config: factory.require_groups(config, walk(model), maker, device, goes_on_from))
     sized = model if len(problems) == num_problems and not config.plan.only else None
     attempt("offload", lambda config: require_room(config, sized, run_dir, ranks))
     if sized is not None and batches is not None and not problems:
@@ -594,45 +574,12 @@ def check(
         max_steps, row = config.train.max_steps or 0, batches["data.train"][0]
         later = [stage for start, stage in stages_by_step.items() if step < start < max_steps]
         stages = dict.fromkeys([stage_at(stages_by_step, step), *later])
-        attempt("model", lambda config: require_memory(config, sized, factory, row, ranks, room, stages))
-    attempt("scheduler", _naming_the_argument("scheduler", try_schedule))
+        attempt("model", lambda config: require_memory(config, sized, maker, row, ranks, room, stages))
+    attempt("scheduler", _naming_the_argument("scheduler", factory.try_schedule))
     attempt("callbacks", lambda config: require_callbacks_fit(data, sets or {}, config, model, batches))
     if problems:
         raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
     return fingerprint or {}
-
-
-class _Attempts:
-    """Attempts to build parts of a config, and the problems found."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self.problems: list[str] = []
-
-    def attempt(self, group: str, attempted: Callable[[Config], Any]) -> Any:
-        """The result of `attempted`; None after a problem."""
-        config, problems = self._config, self.problems
-        try:
-            with words_of_config():
-                return attempted(config)
-        except ConfigError as error:
-            problems.extend(error.problems)
-        except RowError as error:
-            # The error of the user's class or function, and its place in the user's code.
-            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            if _lacks_memory(cause):
-                problems.append(_too_large("data", cause))
-            else:
-                *_, frame = traceback.extract_tb(cause.__traceback__)
-                problems.append(f"{str(error).splitlines()[0]} ({frame.filename}, line {frame.lineno})")
-        except (ValueError, TypeError, LookupError, OSError) as error:
-            problems.append(in_group(group, error, getattr(config, group)))
-        except (MemoryError, RuntimeError) as error:
-            if not _lacks_memory(error):
-                raise
-            problems.append(_too_large(group, error))
-        except SystemExit as ending:
-            problems.append(ended_in(group, ending, getattr(config, group)))
 
 
 def prepare_data(config: Config) -> None:
@@ -649,7 +596,7 @@ def _naming_the_argument(group: str, attempted: Callable[[Config], Any]) -> Call
             return attempted(config)
         except (ConfigError, ValueError, TypeError, LookupError) as error:
             values = getattr(config, group)
-            line = error.problems[0] if isinstance(error, ConfigError) else in_group(group, error, values)
+            line = error.problems[0] if isinstance(error, ConfigError) else factory.in_group(group, error, values)
             for name in values.keys() - HYDRA_KEYS if line.startswith(f"{group}: ") else ():
                 without: Any = {group: {key: value for key, value in values.items() if key != name}}
                 try:
@@ -664,7 +611,9 @@ def _naming_the_argument(group: str, attempted: Callable[[Config], Any]) -> Call
 
 
 def _lacks_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or any(sign in str(error) for sign in ("allocate memory", TOO_LARGE_A_TENSOR))
+    return isinstance(error, MemoryError) or any(
+        sign in str(error) for sign in ("allocate memory", factory.TOO_LARGE_A_TENSOR)
+    )
 
 
 def _too_large(group: str, error: Exception) -> str:
@@ -672,7 +621,7 @@ def _too_large(group: str, error: Exception) -> str:
 
 
 def _require_module(config: Config) -> nn.Module | None:
-    model = build_on_meta(config)
+    model = factory.build_on_meta(config)
     if model is not None:
         _require_kind("model", config.model, model, nn.Module, "torch.nn.Module")
     return model
@@ -687,7 +636,7 @@ def _require_kind(group: str, values: dict[str, Any], instance: object, kind: ty
 def _try_model(model: nn.Module, config: Config) -> dict[str, Any]:
     """Look whether the switches and the patterns of the config can be followed in a model without memory. Returns what
     `freeze` does."""
-    frozen = freeze(config, model)
+    frozen = factory.freeze(config, model)
     walked = walk(model)
     try:
         require_plain(walked)
@@ -709,18 +658,18 @@ def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device
     Returns:
         The optimizer's factory.
     """
-    factory = build_optimizer_factory(config)
+    make_optimizer = factory.build_optimizer_factory(config)
     units = [] if model is None else cut_units(walk(model), config.zero.unit_patterns, max_numel=1)
     with suppress(ValueError):  # which build_optimizer has a sentence for
-        optimizer = factory([{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "matrices"}])
+        optimizer = make_optimizer([{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "matrices"}])
         _require_kind("optimizer", config.optimizer, optimizer, torch.optim.Optimizer, "torch.optim.Optimizer")
-    names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
+    names = {"whole matrices"} if model is not None and needing_whole(make_optimizer, units) else set()
     if names and config.offload.optimizer != "device" and config.offload.update == "host":
         raise ConfigError(NOT_ON_HOST)
-    for name in names | {"matrices"} if hasattr(factory, "needs_whole") else names or {"matrices"}:
+    for name in names | {"matrices"} if hasattr(make_optimizer, "needs_whole") else names or {"matrices"}:
         group = {"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}
-        optimizer = build_optimizer(factory, [group])
+        optimizer = build_optimizer(make_optimizer, [group])
         if device is not None and device_of(device).is_host:
             settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-            probe(factory, settings, device)
-    return factory
+            probe(make_optimizer, settings, device)
+    return make_optimizer

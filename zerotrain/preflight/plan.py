@@ -157,7 +157,7 @@ class Planner:
         ordered = reduction in ("ordered", "fp32") or (reduction == "auto" and on_host)
         num = self.ranks.num_ranks if num_ranks is None else num_ranks
         links = Links(num, on_host, ordered)
-        return Rehearsals.of_run(config, links, self._row, self._optimizer, self._footprint, self._run_dir)
+        return Rehearsals(config, links, self._row, self._optimizer, self._footprint, self._run_dir)
 
 
 def _plan_stages(rehearsals: Rehearsals, stages: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:

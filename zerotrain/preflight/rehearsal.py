@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from zerotrain.comm.collectives import MAX_RANKS_OF_EXCHANGE
 from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Reduction, ReductionSpec, Wire, Zeros
@@ -187,10 +186,8 @@ class Links:
         )
 
 
-class _Gather(Gather):
-    def __init__(self, spec: GatherSpec, num_ranks: int) -> None:
-        super().__init__(spec)
-        self.sent_nbytes = ring_nbytes(spec.full, num_ranks)
+class _AtOnce:
+    """Is done when it is issued, since it sends nothing."""
 
     def _issue(self) -> None:
         pass
@@ -200,6 +197,12 @@ class _Gather(Gather):
 
     def _done(self) -> bool:
         return True
+
+
+class _Gather(_AtOnce, Gather):
+    def __init__(self, spec: GatherSpec, num_ranks: int) -> None:
+        super().__init__(spec)
+        self.sent_nbytes = ring_nbytes(spec.full, num_ranks)
 
 
 class _Reduction(Reduction):
@@ -240,19 +243,10 @@ class _Reduction(Reduction):
             self._give_back()
 
 
-class _Exchange(Exchange):
+class _Exchange(_AtOnce, Exchange):
     def __init__(self, spec: ExchangeSpec) -> None:
         super().__init__(spec.name, spec.journal)
         self.sent_nbytes = spec.sent.nbytes
-
-    def _issue(self) -> None:
-        pass
-
-    def _wait(self) -> None:
-        pass
-
-    def _done(self) -> bool:
-        return True
 
 
 MAX_MICRO_BATCHES = 2
@@ -320,38 +314,30 @@ class Rehearsals:
     run_dir: Path
     """For what is offloaded; nothing is written there."""
 
-    @classmethod
-    def of_run(
-        cls,
-        config: Config,
-        links: Links,
-        row: Any,
-        optimizer: OptimizerFactory,
-        footprint: Footprint | None,
-        run_dir: Path,
-    ) -> "Rehearsals":
-        """Take a run's config, without compiled units."""
-        config = replace(config, model=config.model | {"compile": False})
-        return cls(config, links, row, optimizer, footprint, run_dir)
-
     def plan(self, stage: int) -> StagePlan:
         """The plan of a stage: of the rank that holds most.
 
         Raises:
             ConfigError: the model or the optimizer cannot be trained so, or the model cannot be built without memory.
         """
+        config = replace(self.config, model=self.config.model | {"compile": False})
         rank = 0
         while True:
             mode = Unreal()
             on_host = self.links.on_host
             with mode, rehearsing(on_host=on_host), attention_of(on_host=on_host):
-                engine = self._engine(mode, stage, rank, _model(self.config))
+                engine = self._engine(config, mode, stage, rank)
                 if (busiest := _busiest(engine)) == rank:
-                    return _Rehearsal(mode, engine, self.config, self.row).plan()
+                    return _Rehearsal(mode, engine, config, self.row).plan()
             rank = busiest
 
-    def _engine(self, mode: Unreal, stage: int, rank: int, model: nn.Module) -> ZeroEngine:
-        links = self.links
+    def _engine(self, config: Config, mode: Unreal, stage: int, rank: int) -> ZeroEngine:
+        links, model = self.links, build_on_meta(config)
+        if model is None:
+            raise ConfigError(
+                f"model._target_: got {config.model.get('_target_')}, whose constructor computes with values; a plan "
+                "builds the model without memory"
+            )
 
         def scratch(numel: int, dtype: torch.dtype) -> torch.Tensor:
             memory = torch.zeros(numel, dtype=dtype, device=_META)
@@ -362,20 +348,10 @@ class Rehearsals:
         shards = Shards(rank, links.num_ranks, make_wire=lambda _: wire)
         world = World(rank, links.num_ranks, rank, _META, shards=shards)
         factory = RehearsedFactory(self.optimizer, self.footprint)
-        engine = build_engine_of(self.config, world, stage, self.run_dir, model=model, optimizer=factory)
-        if averages_in(self.config):  # which is as large with any settings
+        engine = build_engine_of(config, world, stage, self.run_dir, model=model, optimizer=factory)
+        if averages_in(config):  # which is as large with any settings
             engine.keep_average()
         return engine
-
-
-def _model(config: Config) -> nn.Module:
-    model = build_on_meta(config)
-    if model is None:
-        raise ConfigError(
-            f"model._target_: got {config.model.get('_target_')}, whose constructor computes with values; a plan "
-            "builds the model without memory"
-        )
-    return model
 
 
 def _busiest(engine: ZeroEngine) -> int:
