@@ -254,7 +254,7 @@ def require_loss_over(model: nn.Module, data: Any, batch: Any, config: Config) -
     except Exception as error:  # whatever the user's method raises
         raise ConfigError(f"train.loss_over: got {loss_over}; {printable(f'{error}', keep='')}") from error
     is_known = type(model).__module__.startswith("zerotrain.models.") and counted in (fetch.AUTO, "labels")
-    if is_known or counted == "micro_batches" or (tried := _tried(model, batch, config)) is None:
+    if is_known or counted == "micro_batches" or (tried := _try_loss(model, batch, config)) is None:
         return
     built, num, output = tried
     if has_rows(data.validation):
@@ -263,7 +263,7 @@ def require_loss_over(model: nn.Module, data: Any, batch: Any, config: Config) -
         return
     # Evenly spread rows could all be of one class.
     rows = random.Random(config.seed).sample(range(num_rows), num)
-    rows.sort(key=lambda row: fetch.num_labels(_rows_read(data, config, [row]), 1))
+    rows.sort(key=lambda row: fetch.num_labels(_read_rows(data, config, [row]), 1))
     whole, ways = _whole_and_parts(data, config, rows)
     losses = _losses(built, config, [whole, whole, *(part for parts in ways for part, _ in parts)])
     tolerance = max(TOLERANCE, torch.finfo(output.dtype).eps)
@@ -294,12 +294,12 @@ def require_loss_over(model: nn.Module, data: Any, batch: Any, config: Config) -
         )
 
 
-def _rows_read(data: Any, config: Config, rows: Sequence[int]) -> Any:
+def _read_rows(data: Any, config: Config, rows: Sequence[int]) -> Any:
     sampling: Any = {"seed": config.seed, "epochs": [0] * len(rows), "step": 1}
     return fetch.fetch_rows(data.train, rows, **sampling, collate=factory.build_collate(config))
 
 
-def _tried(model: nn.Module, batch: Any, config: Config) -> tuple[nn.Module, int, Any] | None:
+def _try_loss(model: nn.Module, batch: Any, config: Config) -> tuple[nn.Module, int, Any] | None:
     """(the model with first weights, rows of which its loss can be tried, what it returns for the first batch); None
     where it cannot be called here."""
     numel = sum(parameter.numel() for parameter in model.parameters())
@@ -326,8 +326,8 @@ def _whole_and_parts(data: Any, config: Config, rows: Sequence[int]) -> tuple[An
     that each is padded to its longest; and cut out of the whole, where a collate function may draw other numbers for a
     part, and where the model looks at the padding."""
     num = max(1, len(rows) * 3 // 8)
-    whole, sizes = _rows_read(data, config, rows), (num, len(rows) - num)
-    read = [_rows_read(data, config, part) for part in (rows[:num], rows[num:])]
+    whole, sizes = _read_rows(data, config, rows), (num, len(rows) - num)
+    read = [_read_rows(data, config, part) for part in (rows[:num], rows[num:])]
     ways = [list(zip(read, sizes, strict=True))]
     if config.data_switches["collate_fn"] and all(
         tensor.shape[:1] == (len(rows),) for tensor in fetch.tensors_in(whole)
@@ -472,7 +472,7 @@ def _num_sequences(config: Config, train: Sized) -> Fraction | None:
     return Fraction(str(config.train.max_tokens)) / num_tokens
 
 
-# All that can be tried of a config before any rank starts.
+# A config, tried as far as one process can before any rank starts.
 
 
 def check(

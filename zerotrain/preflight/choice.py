@@ -1,13 +1,13 @@
 """Chooses what is `auto` in a config: the first way that fits by its plan, in a stated order.
 
-The order of ways: see `planning.auto.ways_beside_stages`. A way fits if any stage does.
+The order of ways: see `ways_beside_stages`. A way fits if any stage does.
 
 The order of stages. Each stage computes the same. The stage that sends least is taken among those that fit; among equal
 ones one whose ranks share the update is faster than one where each rank updates all; then the lowest moves least within
 a rank. Times of all stages on one host and over a link are in docs/results/summary.md, and of all ways in auto.md.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -108,11 +108,6 @@ def ways_beside_stages(config: Config, *, on_host: bool) -> list[dict[str, Any]]
     return sorted(ways, key=lambda way: max((tiers.index(way[name]) for name in names if name in TIERS), default=0))
 
 
-def stages_in(config: Config) -> tuple[int, ...]:
-    """The stages to choose from: all, or the one that is given."""
-    return _VALUES[STAGE] if config.zero.stage == AUTO else (config.zero.stages[0],)
-
-
 def asked_hash(config: Config) -> str:
     """16 hex digits of what a choice depends on but for the ranks: two configs share them that ask for the same."""
     values = noted(config)
@@ -178,7 +173,8 @@ def choose(auto_config: Config, config: Config, planner: Planner) -> Choice:
     Raises:
         ConfigError: nobody can tell what fits, since the activations are unknown.
     """
-    names, stages = autos_of(auto_config), stages_in(auto_config)
+    names = autos_of(auto_config)
+    stages = _VALUES[STAGE] if auto_config.zero.stage == AUTO else (auto_config.zero.stages[0],)
     ways = ways_beside_stages(auto_config, on_host=planner.on_host)
     tried: list[_PlannedWay] = []
     for way in ways:
@@ -291,21 +287,20 @@ def _reason(plan: RunPlan, fitting: list[int]) -> str:
 
 def _advice(config: Config, planner: Planner) -> str:
     """The smallest change that lets a run fit."""
-    for change, changed, num_ranks in _changes(config, planner):
-        with suppress(ConfigError):
-            if planner.memory.fits(planner.stage(changed, config.zero.stages[0], num_ranks)):
-                return f"{change} fits"
-    return "neither activation checkpointing nor offloading nor 16 times the ranks fit; choose a smaller model or batch"
-
-
-def _changes(config: Config, planner: Planner) -> Iterator[tuple[str, Config, int]]:
     num_ranks = planner.ranks.num_ranks
     recompute = {"model.activation_checkpointing": True}
     offload = {"offload.optimizer": "disk" if planner.on_host else "cpu"}
-    less: list[dict[str, Any]] = [recompute, offload, recompute | offload]
-    for values in less:
-        if values.items() <= values_in(config, values).items():
-            continue
-        yield chosen_named(values), with_values(config, values), num_ranks
-    for times in MORE_RANKS:
-        yield f"{times * num_ranks} ranks, each with as much memory,", config, times * num_ranks
+    savings: list[dict[str, Any]] = [recompute, offload, recompute | offload]
+    changes = [
+        (chosen_named(values), with_values(config, values), num_ranks)
+        for values in savings
+        if not values.items() <= values_in(config, values).items()
+    ]
+    changes += [
+        (f"{times * num_ranks} ranks, each with as much memory,", config, times * num_ranks) for times in MORE_RANKS
+    ]
+    for change, changed, num in changes:
+        with suppress(ConfigError):
+            if planner.memory.fits(planner.stage(changed, config.zero.stages[0], num)):
+                return f"{change} fits"
+    return "neither activation checkpointing nor offloading nor 16 times the ranks fit; choose a smaller model or batch"

@@ -24,7 +24,7 @@ from zerotrain.offload.tier import PAGE_NBYTES
 from zerotrain.preflight.unreal import OTHERS, SCRATCH, LiveMemory, Unreal, attention_of, nothing_known
 from zerotrain.run.factory import averages_in, build_engine_of, build_on_meta
 
-# An optimizer whose step is rehearsed: on small tensors it is seen what it keeps of an element, and takes for it.
+# The step of an optimizer, rehearsed on small tensors: the bytes it keeps and takes for an element.
 
 
 SAMPLE_NUMEL = 2**14
@@ -149,21 +149,6 @@ class Links:
         """Whether the receives of a reduction are posted ahead."""
         return self.on_host and self.ordered and self.num_ranks <= MAX_RANKS_OF_EXCHANGE
 
-    def num_received(self, *, widens: bool) -> int:
-        """The number of ranks' parts that a reduction receives into a buffer.
-
-        Args:
-            widens: the result is of another dtype than what is sent.
-        """
-        if not self.ordered:
-            return int(widens)
-        return self.num_ranks - self.posts_receives
-
-    def added_nbytes(self, numel: int) -> int:
-        """Bytes that one mean over `numel` elements of each rank is added in."""
-        pairs = (self.num_ranks + 1) // 2
-        return 4 * pairs * (min(numel, max(1, CHUNK_NUMEL // pairs)) if self.on_host else numel)
-
     def wire(self, zeros: Zeros) -> Wire:
         """The wire of a rank.
 
@@ -186,7 +171,7 @@ class Links:
         )
 
 
-class _AtOnce:
+class _SendsNothing:
     """Is done when it is issued, since it sends nothing."""
 
     def _issue(self) -> None:
@@ -199,7 +184,7 @@ class _AtOnce:
         return True
 
 
-class _Gather(_AtOnce, Gather):
+class _Gather(_SendsNothing, Gather):
     def __init__(self, spec: GatherSpec, num_ranks: int) -> None:
         super().__init__(spec)
         self.sent_nbytes = ring_nbytes(spec.full, num_ranks)
@@ -211,7 +196,9 @@ class _Reduction(Reduction):
     def __init__(self, spec: ReductionSpec, links: Links) -> None:
         super().__init__(spec)
         self._links = links
-        self._num_received = links.num_received(widens=self._pool.dtype.itemsize != self.out.itemsize)
+        # The ranks' parts that are received into a buffer. Unordered, only a result of another dtype needs one.
+        widens = self._pool.dtype.itemsize != self.out.itemsize
+        self._num_received = links.num_ranks - links.posts_receives if links.ordered else int(widens)
         num_sent = 2 if links.on_host and not links.ordered else 1  # of gloo's own, each byte is sent twice
         self.sent_nbytes = num_sent * self._part_nbytes * (links.num_ranks - 1)
 
@@ -234,7 +221,10 @@ class _Reduction(Reduction):
 
     def _complete(self) -> None:
         if self._links.ordered and self.num_leaves > 1:
-            torch.empty(self._links.added_nbytes(self.out.numel()), dtype=torch.uint8, device=self.out.device)
+            pairs, numel = (self._links.num_ranks + 1) // 2, self.out.numel()
+            if self._links.on_host:  # where the mean is added in chunks
+                numel = min(numel, max(1, CHUNK_NUMEL // pairs))
+            torch.empty(4 * pairs * numel, dtype=torch.uint8, device=self.out.device)
         self._withdraw()
         super()._complete()
 
@@ -243,7 +233,7 @@ class _Reduction(Reduction):
             self._give_back()
 
 
-class _Exchange(_AtOnce, Exchange):
+class _Exchange(_SendsNothing, Exchange):
     def __init__(self, spec: ExchangeSpec) -> None:
         super().__init__(spec.name, spec.journal)
         self.sent_nbytes = spec.sent.nbytes
@@ -405,9 +395,13 @@ class _Rehearsal:
             failed = mode.failed or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         at_peak = {} if failed else mode.at_peak
         moved = [engine.held.usage.moved_nbytes(accumulated * leaves, where) for where in ("cpu", "disk")]
+        sent = peak = None
         if not failed:
             fetched, stored = (end - start for end, start in zip(self._saved_moved(), start_moved, strict=True))
             moved.append((fetched * leaves * accumulated // num, stored * leaves * accumulated // num))
+            theory = engine.theoretical_sent_nbytes
+            sent = engine.ledger.last_step.sent_nbytes + theory(leaves * accumulated) - theory(num)
+            peak = mode.peak_nbytes + self._others_nbytes() + SMALL_NBYTES * min(engine.world.size, 2)
         placed, saved = self._placed_nbytes()
         largest_unit = 0
         for unit in engine.schedule.units:
@@ -421,14 +415,12 @@ class _Rehearsal:
             scratch=at_peak.get(SCRATCH, 0),
             sums=engine.sums_nbytes(accumulated),
             activations=None if failed else at_peak.get(OTHERS, 0),
-            peak=None
-            if failed
-            else mode.peak_nbytes + self._others_nbytes() + SMALL_NBYTES * min(engine.world.size, 2),
+            peak=peak,
             peak_phase=None if failed else mode.peak_phase,
             host=placed["cpu"],
             disk=placed["disk"],
             saved=saved,
-            sent=None if failed else self._sent(num),
+            sent=sent,
             fetched=sum(fetched for fetched, _ in moved),
             stored=sum(stored for _, stored in moved),
             largest_unit=largest_unit,
@@ -458,13 +450,6 @@ class _Rehearsal:
         owns = engine.plan.shards_optimizer and any(bucket.update.owners for bucket in engine.schedule.trained)
         pages = OPTIMIZER_WINDOWS if self._config.offload.optimizer != "device" and engine.world.size > 1 else 0
         return (self._mode.peak_nbytes // 100 if owns else 0) + PAGE_NBYTES * pages
-
-    def _sent(self, num_rehearsed: int) -> int:
-        """Bytes sent in a step of all its micro-batches."""
-        leaves, accumulated = len(self._engine.virtual_ranks), self._config.train.gradient_accumulation_steps
-        theory = self._engine.theoretical_sent_nbytes
-        unrehearsed_nbytes = theory(leaves * accumulated) - theory(num_rehearsed)
-        return self._engine.ledger.last_step.sent_nbytes + unrehearsed_nbytes
 
 
 def name_state(live: LiveMemory, engine: ZeroEngine) -> None:

@@ -73,7 +73,7 @@ def watching_parameters(look: Callable[[LiveParameters], None]) -> Iterator[None
         hook.remove()
 
 
-# Whether there is room for what a run offloads, and for the files that its ranks open, before any rank starts.
+# Room for offloaded state, and for the files of ranks, before any rank starts.
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Room:
 
     @property
     def device(self) -> str:
-        """Which of both a rank computes in."""
+        """The memory that a rank computes in."""
         return "gpu" if self.gpu else "host"
 
     def require(self, group: str, nbytes: Mapping[str, float], num_local: int, what: str, advice: str) -> None:

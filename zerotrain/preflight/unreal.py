@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.offload.tier import Crossing, Tier
 
-# Counts the bytes of all tensors that are alive, operation by operation, and what they were when there were most.
+# The bytes of all live tensors, counted operation by operation, and their kinds at the peak.
 
 
 OTHERS = "activations"
