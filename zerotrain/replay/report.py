@@ -1,4 +1,4 @@
-"""Which virtual rank, micro-batch, parameter and row a step's loss and gradient came from."""
+"""Names the virtual rank, micro-batch, parameter and row behind a step's loss and gradient."""
 
 import math
 import sys
@@ -25,7 +25,7 @@ from zerotrain.replay.record import Record
 from zerotrain.replay.steps import ReplayedSteps
 from zerotrain.training.sameness import seed_leaf
 
-# Which module made the first value that is not finite, in the forward or in the backward.
+# The module behind the first value that is not finite, in the forward or in the backward.
 #
 # Modules without children are watched, in the order in which they run: a module whose inputs are finite and whose
 # output is not has made it. In the backward the same holds of the gradient of its output and that of its input.
@@ -209,7 +209,7 @@ def report_of(steps: ReplayedSteps, *, each_row: bool) -> StepReport:
     for virtual_rank in range(sampler.num_virtual_ranks):
         inputs, _ = steps.feed.leaf(virtual_rank)
         for number, batch in enumerate(inputs):
-            part = _computed(steps, batch, virtual_rank, number)
+            part = _compute_part(steps, batch, virtual_rank, number)
             rows = steps.feed.rows_of(virtual_rank, number).rows
             report.parts.append(MicroBatchPart(virtual_rank=virtual_rank, micro_batch=number, rows=rows, **vars(part)))
     worst = report.worst
@@ -217,12 +217,12 @@ def report_of(steps: ReplayedSteps, *, each_row: bool) -> StepReport:
     for row, epoch in zip(rows, epochs, strict=True):
         read = steps.feed.read(RowsToRead([row], [epoch]))
         source, text = _source(steps.dataset.train, row), _outline(steps.dataset, read)
-        alone = _computed(steps, read, worst.virtual_rank, worst.micro_batch) if each_row else None
+        alone = _compute_part(steps, read, worst.virtual_rank, worst.micro_batch) if each_row else None
         report.rows.append(RowPart(row=row, epoch=epoch, source=source, text=text, alone=alone))
     if worst.badness[0]:
         inputs, _ = steps.feed.leaf(worst.virtual_rank)
         with FirstNonFinite(steps.engine.module) as watcher:
-            worst_part = _computed(steps, inputs[worst.micro_batch], worst.virtual_rank, worst.micro_batch)
+            worst_part = _compute_part(steps, inputs[worst.micro_batch], worst.virtual_rank, worst.micro_batch)
         report.nonfinite = watcher.sentence(worst_part.largest, steps.engine.loss_scale)
     return report
 
@@ -235,7 +235,7 @@ def batch_of(steps: ReplayedSteps, virtual_rank: int, micro_batch: int) -> dict[
     return {str(name): value.detach().cpu().contiguous() for name, value in items if isinstance(value, torch.Tensor)}
 
 
-def _computed(steps: ReplayedSteps, inputs: Any, virtual_rank: int, micro_batch: int) -> Part:
+def _compute_part(steps: ReplayedSteps, inputs: Any, virtual_rank: int, micro_batch: int) -> Part:
     """Forward and backward of a micro-batch alone, with the seeds that it has in the step."""
     losses: list[torch.Tensor] = []
     seed_each = partial(seed_leaf, steps.seed, steps.num_done)
@@ -295,7 +295,7 @@ def _outline(dataset: Any, inputs: Any) -> str:
     return ", ".join(outlines)
 
 
-# Shows as tables and lines what a replay has found.
+# The result of a replay, as tables and lines.
 
 
 BAR = 12

@@ -90,7 +90,19 @@ def opened_steps(
     # None: there is no checkpoint, and the run's first weights were taken up.
     resumed = RunCheckpoints(engine, world, folder, policy=policy, console=console, settings=None).resume()
     num_done, state = (0, {}) if resumed is None else (resumed.step, resumed.state)
-    feed = _feed(config, engine, world, dataset, num_done)
+    feed = TrainingFeed(
+        dataset,
+        build_validation_sets(config),
+        engine=engine,
+        world=world,
+        seed=config.seed,
+        micro_batch_size=config.train.micro_batch_size,
+        num_micro_batches=config.train.gradient_accumulation_steps,
+        first_step=num_done,
+        num_workers=0,
+        collate=build_collate(config),
+        loss_over=config.train.loss_over,
+    )
     feed.agree(state.get("data"), None, like=data)
     if data is not None and (line := _other_data(data, feed.sampler.fingerprint or {})):
         raise ConfigError(line)
@@ -109,22 +121,6 @@ def opened_steps(
         num_done=num_done,
         began_at=num_done,
         skipped=state.get("skipped_steps", 0),
-    )
-
-
-def _feed(config: Config, engine: ZeroEngine, world: World, dataset: Any, first_step: int) -> TrainingFeed:
-    return TrainingFeed(
-        dataset,
-        build_validation_sets(config),
-        engine=engine,
-        world=world,
-        seed=config.seed,
-        micro_batch_size=config.train.micro_batch_size,
-        num_micro_batches=config.train.gradient_accumulation_steps,
-        first_step=first_step,
-        num_workers=0,
-        collate=build_collate(config),
-        loss_over=config.train.loss_over,
     )
 
 

@@ -39,7 +39,7 @@ BEGUN, ENDED, TAKEN, REFUSED = "begun", "ended", "taken", "refused"
 _OF_TRAINING = re.compile(rf"(^| ){TrainingError.__name__}: ")
 """In the error of a run that train.on_nonfinite has ended."""
 _MAX_NBYTES = 2**20
-"""Of a line: ours have 400. What is longer is read in parts, and is none."""
+"""Most bytes of a line: ours have 400. A longer line is read in parts and left out."""
 _MAX_RESULT_NBYTES = 2**26
 
 

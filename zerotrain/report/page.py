@@ -37,20 +37,13 @@ def held(row: Row) -> float | None:
     return sum(sizes) if sizes else None
 
 
-def _loss(value: float) -> str:
-    return f"{value:.4f}"
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
+_LOSS, _COUNT = "{:.4f}".format, "{:,.0f}".format
 COLUMNS = {
-    "final_val_loss": JobColumn("val loss", lambda row: row["final_val_loss"], _loss, -1),
-    "final_train_loss": JobColumn("train loss", lambda row: row["final_train_loss"], _loss),
-    "tokens_per_s": JobColumn("tokens/s", lambda row: row["tokens_per_s"], _count, 1),
-    "samples_per_s": JobColumn("samples/s", lambda row: row["samples_per_s"], _count, 1),
-    "step_ms_median": JobColumn("ms/step", lambda row: row["step_ms_median"], lambda value: f"{value:,.1f}", -1),
+    "final_val_loss": JobColumn("val loss", lambda row: row["final_val_loss"], _LOSS, -1),
+    "final_train_loss": JobColumn("train loss", lambda row: row["final_train_loss"], _LOSS),
+    "tokens_per_s": JobColumn("tokens/s", lambda row: row["tokens_per_s"], _COUNT, 1),
+    "samples_per_s": JobColumn("samples/s", lambda row: row["samples_per_s"], _COUNT, 1),
+    "step_ms_median": JobColumn("ms/step", lambda row: row["step_ms_median"], "{:,.1f}".format, -1),
     "held": JobColumn("memory", held, in_bytes, -1),
     "peak_nbytes": JobColumn("peak", lambda row: row["peak_nbytes"], in_bytes),
     "sent_nbytes": JobColumn("sent/step", lambda row: row["sent_nbytes"], in_bytes, -1),
@@ -271,12 +264,8 @@ def seeds_section(report: Report) -> Markup:
         settings = {name: value for name, value in spread.rows[0].settings.items() if name != "seed"}
         label = " ".join(f"{short[name]}={value_text(name, value)}" for name, value in settings.items()) or "all"
         jobs = plots.names_of([row.job for row in spread.rows])
-        numbers = (
-            f"{spread.mean:.4f}",
-            f"\N{PLUS-MINUS SIGN} {spread.deviation:.4f}",
-            f"{spread.least:.4f}",
-            f"{spread.most:.4f}",
-        )
+        deviation = f"\N{PLUS-MINUS SIGN} {_LOSS(spread.deviation)}"
+        numbers = (_LOSS(spread.mean), deviation, _LOSS(spread.least), _LOSS(spread.most))
         cells = [tag("td", number, class_="n") for number in numbers]
         rows.append(tag("tr", tag("th", label, scope="row"), tag("td", jobs), *cells))
     names = ("settings", "jobs", "mean", "deviation", "least", "most")
@@ -380,9 +369,9 @@ def _figures_of(row: Row) -> list[tuple[str, str, str]]:
     val, train, theory = row["final_val_loss"], row["final_train_loss"], row["theory_sent_nbytes"]
     by_kind = [row[f"theory_{kind}_nbytes"] or 0.0 for kind in KINDS]
     candidates: list[tuple[str, float | None, Callable[[float], str], str]] = [
-        ("Validation loss", val, "{:.4f}".format, f"training loss {train:.4f}" if train is not None else ""),
-        ("Training loss", train if val is None else None, "{:.4f}".format, ""),
-        ("Tokens/s", row["tokens_per_s"], "{:,.0f}".format, f"{row['steps'] or 0:,.0f} steps"),
+        ("Validation loss", val, _LOSS, f"training loss {train:.4f}" if train is not None else ""),
+        ("Training loss", train if val is None else None, _LOSS, ""),
+        ("Tokens/s", row["tokens_per_s"], _COUNT, f"{row['steps'] or 0:,.0f} steps"),
         ("Memory held", held(row), in_bytes, f"theory {in_bytes(sum(by_kind))}" if any(by_kind) else ""),
         ("Sent per step", row["sent_nbytes"], in_bytes, f"theory {in_bytes(theory)}" if theory else ""),
     ]
@@ -390,7 +379,7 @@ def _figures_of(row: Row) -> list[tuple[str, str, str]]:
 
 
 _KINDS: tuple[tuple[str, Callable[[Row], float | None], int, Callable[[float], str]], ...] = (
-    ("Most tokens/s", lambda row: row["tokens_per_s"], 1, "{:,.0f}".format),
+    ("Most tokens/s", lambda row: row["tokens_per_s"], 1, _COUNT),
     ("Least memory held", held, -1, in_bytes),
     ("Least sent per step", lambda row: row["sent_nbytes"], -1, in_bytes),
 )

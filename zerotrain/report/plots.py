@@ -110,11 +110,11 @@ NEAR = 0.005
 _TIMES = (("k1", "comm_wait_ms", "communication"), ("k2", "update_ms", "update"), ("k3", "data_wait_ms", "data"))
 """(class of the colour, column, name) of the parts of a step but the first, its compute."""
 
-_TOLD_APART = (
+_SPLIT_NOTE = (
     "Median of the steps of rank 0, and the mean of its parts. Communication is waiting for other ranks, which hides "
     "behind nothing."
 )
-_NOT_TOLD_APART = (
+_UNSPLIT_NOTE = (
     "Median of the steps of rank 0, and its mean wait for data. The host does not wait for a GPU, so compute, "
     "communication and update are not told apart; a trace of three steps (train.profile=true) does that."
 )
@@ -185,7 +185,7 @@ def time_section(report: Report) -> Markup:
             words += f", {part_ms / step_ms:.1%} {what}" if part_ms else ""
         bars.append(Bar(rows=[row], parts=[("k0", left_ms), *parts], theory=[], words=words))
     is_split = any(row["comm_wait_ms"] is not None for row in rows)
-    note = _TOLD_APART if is_split else _NOT_TOLD_APART
+    note = _SPLIT_NOTE if is_split else _UNSPLIT_NOTE
     note += " The best jobs come first." if len(rows) > MAX_BARS else ""
     used = {style for bar in bars for style, size in bar.parts if size}
     legend = [("k0", "compute" if is_split else "compute, communication, update")]
@@ -222,7 +222,7 @@ def _section(
             "li",
             tag("span", bar.name(report), class_="name"),
             tag("span", bar.words, class_="words"),
-            tag("span", _drawn(bar.parts, largest), _drawn(bar.theory, largest, "theory"), class_="pair"),
+            tag("span", _draw(bar.parts, largest), _draw(bar.theory, largest, "theory"), class_="pair"),
         )
         for bar in bars[:MAX_BARS]
     ]
@@ -233,7 +233,7 @@ def _section(
     return tag("section", *parts, id=key)
 
 
-def _drawn(parts: Sequence[tuple[str, float]], largest: float, kind: str = "") -> Markup:
+def _draw(parts: Sequence[tuple[str, float]], largest: float, kind: str = "") -> Markup:
     if not any(size for _, size in parts):
         return Markup()
     rects, offset = [], 0.0

@@ -69,7 +69,7 @@ def read_curves(path: Path) -> tuple[Curve, Curve]:
     except OSError:
         pass
     train, val = (list(_points(thinned(lines, MAX_POINTS), kind)) for kind, lines in kinds.items())
-    return _curve(train), _curve([_placed(point, train) for point in val])
+    return _curve(train), _curve([_place_by_step(point, train) for point in val])
 
 
 def thinned(items: list[Any], most: int) -> list[Any]:
@@ -106,7 +106,7 @@ def _points(lines: list[bytes], kind: str) -> Iterator[tuple[float, ...]]:
             yield point
 
 
-def _placed(point: tuple[float, ...], train: list[tuple[float, ...]]) -> tuple[float, ...]:
+def _place_by_step(point: tuple[float, ...], train: list[tuple[float, ...]]) -> tuple[float, ...]:
     """A point of an evaluation, whose line has no tokens and no seconds, with those of the training at its step."""
     step, loss = point[0], point[3]
     index = bisect_left(train, step, key=lambda other: other[0])
@@ -186,7 +186,7 @@ def read_jobs(folder: Path) -> list[JobFiles]:
     job_keys = {(job.folder, tuple(job.result["overrides"] or ())) for job in jobs}
     for event in {event.job: event for event in events}.values():  # the last one of each job
         if event.event == REFUSED and (folder / event.folder, tuple(event.overrides)) not in job_keys:
-            jobs.append(_as_told(folder, event))
+            jobs.append(_job_of_event(folder, event))
     return sorted(jobs, key=lambda job: in_order(job.name))
 
 
@@ -198,7 +198,7 @@ def label_of(number: int, name: str) -> str:
 def _read_job(folder: Path, name: str, event: JobEvent | None) -> JobFiles:
     """The job in a folder within that of the sweep. Its result.json wins over the journal's last event."""
     if event is not None and not event.is_within:  # no other folder is looked into
-        return _as_told(folder, event)
+        return _job_of_event(folder, event)
     run_dir = folder / name
     train, val = _curves(run_dir / METRICS_NAME, *_version_of(run_dir / METRICS_NAME))
     try:
@@ -206,7 +206,7 @@ def _read_job(folder: Path, name: str, event: JobEvent | None) -> JobFiles:
         event_status = DIVERGED if val.loss else None if event is None else event.status
         job = JobFiles(name="", folder=run_dir, status=outcome(result, event_status), result=result)
     except (OSError, UntrustedFileError) as error:
-        job = JobFiles(name="", folder=run_dir) if event is None else _as_told(folder, event)
+        job = JobFiles(name="", folder=run_dir) if event is None else _job_of_event(folder, event)
         if not isinstance(error, FileNotFoundError):
             problem = f"its {RESULT_NAME} cannot be read: {error}"
             job = replace(job, status=FAILED, result=job.result | {"error": problem})
@@ -217,7 +217,7 @@ def _read_job(folder: Path, name: str, event: JobEvent | None) -> JobFiles:
     return replace(job, name=called, settings=_settings(run_dir / CONFIG_NAME), train=train, val=val)
 
 
-def _as_told(folder: Path, event: JobEvent) -> JobFiles:
+def _job_of_event(folder: Path, event: JobEvent) -> JobFiles:
     """A job as the journal tells of it."""
     is_gone = event.status in (None, RUNNING)  # unless it runs
     result = RunResult(world_size=0, overrides=event.overrides, config_hash=event.hash)
@@ -453,7 +453,12 @@ def _first_item(value: Any) -> Any:
 def _row(job: JobFiles, names: Sequence[str], objective: str | None) -> Row:
     result = job.result
     values = job.settings or _settings_given(result["overrides"])
-    settings = {name: _plain(values[name]) for name in names if name in values}
+    settings = {}
+    for name in names:
+        if name in values:
+            value = values[name]
+            is_plain = value is None or isinstance(value, bool) or number(value) is not None
+            settings[name] = value if is_plain else cell(value)
     overrides = [override for override in result["overrides"] or [] if not override.startswith(f"{OF_A_RESUMED_RUN}=")]
     but_for_seed = None
     if "seed" in job.settings:
@@ -527,11 +532,6 @@ def _parse_value(text: str) -> Any:
         except ValueError:
             continue
     return {"true": True, "false": False, "null": None}.get(text, text)
-
-
-def _plain(value: Any) -> Any:
-    is_plain = value is None or isinstance(value, bool) or number(value) is not None
-    return value if is_plain else cell(value)
 
 
 # Groups of jobs that have something in common: equal weights, settings that differ in the seed alone, and effects of
