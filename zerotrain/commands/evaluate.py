@@ -20,8 +20,7 @@ from yaml import YAMLError
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.comm.world import num_gpus_for
 from zerotrain.commands.frame import RUN, TRUST, WEIGHTS, exit_code, is_averaged, parser_of
-from zerotrain.config.checks import OPEN_GROUPS as CHECKED_GROUPS
-from zerotrain.config.checks import callback_problems, class_problems, makes, value_problems
+from zerotrain.config import checks
 from zerotrain.config.compose import first_paragraph, from_values, known_keys, literal
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.config.words import did_you_mean, in_words_of_config, words_of_config
@@ -63,7 +62,7 @@ Exit code 0; 1: a rank failed; 2: an argument is wrong or the weights are damage
 """
 
 
-BUILT = (*CHECKED_GROUPS, "callbacks")
+BUILT = (*checks.OPEN_GROUPS, "callbacks")
 GROUPS = tuple(field.name for field in fields(Config) if field.name != "seed")
 OPEN_GROUPS = ("model", "data")
 """Those whose settings their classes decide."""
@@ -165,19 +164,19 @@ def evaluate(
         warnings = []
         if not averaged and isinstance(run, SavedRun) and run.evaluates_average:
             warnings.append(OTHER_WEIGHTS)
-        config = _of_evaluation(run)
+        config = _evaluation_config(run)
         config.callbacks, left_out = _metrics_of(config, metrics, trust_code)
         warnings += [f"callbacks.{printable(name)} {LEFT_OUT}" for name in left_out]
         config = with_settings(config, settings)
         if not trust_code:
             changes: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)
             require_trusted(config, BUILT, run.path, given=changes)
-        if problems := class_problems(config) + callback_problems(config):
+        if problems := checks.class_problems(config) + checks.callback_problems(config):
             raise ConfigError(*problems)
         num_local, num_ranks = _num_ranks(config, ranks)
         config.launch.device, why = device_for(config.launch.device, num_local, num_gpus_for(num_local))
         try:
-            with _known_in_one_line(config, run.path):
+            with _errors_in_one_line(config, run.path):
                 data = _checked(config, run, averaged, num_local, num_ranks)
             warnings += [why] if why else []
             is_meant = any(setting.startswith(("data.", "seed=")) for setting in settings)
@@ -186,9 +185,13 @@ def evaluate(
                 for warning in warnings:
                     print(f"warning: {warning}", file=sys.stderr)
             if ranks is None and num_ranks > 1:
-                result = _by_ranks(config, request, num_ranks)
+                with _folder_of_ranks() as folder:
+                    job = Job(config=config, run_dir=folder, overrides=[], evaluates=request)
+                    job.ranks_dir.mkdir()
+                    run_ranks(Attempts(job), num_ranks)
+                    result: Any = read_json(folder / evaluating.LOSS_NAME, _Loss, max_nbytes=MAX_LOSS_NBYTES)
             else:
-                with _threads(num_threads_per_rank(config, num_local)), _known_in_one_line(config, run.path):
+                with _threads(num_threads_per_rank(config, num_local)), _errors_in_one_line(config, run.path):
                     result = evaluating.run(config, **request)
         except ZeroTrainError as error:
             if run.path.exists():
@@ -211,7 +214,7 @@ def _metrics_of(config: Config, names: Sequence[str] | None, trust_code: bool) -
         if not (trust_code or are_known(values)):
             is_none = isinstance(values, dict) and str(values.get(TARGET)).startswith(NO_METRICS)
             left_out += [] if is_none else [name]
-        elif makes(values.get(TARGET), Metric):
+        elif checks.makes(values.get(TARGET), Metric):
             metrics[name] = values
     if names is None:
         return metrics, left_out
@@ -239,7 +242,7 @@ def _threads(number: int) -> Iterator[None]:
 
 
 @contextmanager
-def _known_in_one_line(config: Config, path: Path) -> Iterator[None]:
+def _errors_in_one_line(config: Config, path: Path) -> Iterator[None]:
     """Turns an error of zerotrain's or torch's classes into one line about the file whose arguments caused it. An error
     of a user's class keeps its traceback."""
     try:
@@ -252,7 +255,7 @@ def _known_in_one_line(config: Config, path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be evaluated: {type(error).__name__}: {first_paragraph(error)}") from error
 
 
-def _of_evaluation(run: OfRun) -> Config:
+def _evaluation_config(run: OfRun) -> Config:
     """The run's config, without what is of training alone. A ConfigError where it has none, or no whole weights."""
     config, form = run.require_config(), run.form
     if form == ADAPTERS:
@@ -318,7 +321,7 @@ def with_settings(
     if problems:
         raise ConfigError(*problems)
     changed = from_values(OmegaConf.to_container(values, resolve=True))
-    if wrong := value_problems(changed) + unchosen_problems(changed):
+    if wrong := checks.value_problems(changed) + unchosen_problems(changed):
         raise ConfigError(*wrong)
     return changed
 
@@ -349,16 +352,6 @@ def _checked(config: Config, run: OfRun, averaged: bool, num_local: int, num_ran
     if model is not None and (misfits := weight_misfits(str(run.path), model, averaged=averaged)):
         raise ConfigError(*(in_words_of_config(line) for line in misfits))
     return data
-
-
-def _by_ranks(config: Config, request: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """The numbers by ranks that are started here. A ConfigError or RunError with the first cause of a failure."""
-    with _folder_of_ranks() as folder:
-        job = Job(config=config, run_dir=folder, overrides=[], evaluates=request)
-        job.ranks_dir.mkdir()
-        run_ranks(Attempts(job), num_ranks)
-        result: dict[str, Any] = read_json(folder / evaluating.LOSS_NAME, _Loss, max_nbytes=MAX_LOSS_NBYTES)
-        return result
 
 
 @contextmanager

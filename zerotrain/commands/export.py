@@ -104,7 +104,7 @@ def new_folder(out: Path, about: dict[str, Any], *, overwrite: bool) -> Iterator
     old = out.with_name(f".{out.name}.replaced-{secrets.token_hex(8)}")
     try:
         yield partial.path
-        about = about | {FILES: _synced(partial.path)}
+        about = about | {FILES: _sync_files(partial.path)}
         write_text(partial.path / ABOUT, json.dumps(about, indent=2) + "\n")
         replaced = []
         if overwrite and os.path.lexists(out):
@@ -112,17 +112,19 @@ def new_folder(out: Path, about: dict[str, Any], *, overwrite: bool) -> Iterator
             replaced = _files_of_export(old, final_path=out)  # once more: something may have come since
         partial.appear()
     except BaseException as error:
-        of_disk = _of_disk(error, partial.path)
+        disk_error = _disk_error(error, partial.path)
         if old.is_dir() and not os.path.lexists(out):
             old.rename(out)
         partial.remove()
-        if of_disk is not None:
-            raise CheckpointError(f"{of_disk.filename or out} cannot be written: {of_disk.strerror}") from of_disk
+        if disk_error is not None:
+            raise CheckpointError(
+                f"{disk_error.filename or out} cannot be written: {disk_error.strerror}"
+            ) from disk_error
         raise
     _remove(replaced, old)
 
 
-def _of_disk(error: BaseException, folder: Path) -> OSError | None:
+def _disk_error(error: BaseException, folder: Path) -> OSError | None:
     """The disk's error that caused an exception; None if none did. For a full disk torch says "unexpected pos 704 vs
     598", and tokenizers raise Exception("... (os error 28)").
     """
@@ -146,7 +148,7 @@ def _of_disk(error: BaseException, folder: Path) -> OSError | None:
     return OSError(errno.EIO, "torch could not write all of a file")
 
 
-def _synced(folder: Path) -> list[str]:
+def _sync_files(folder: Path) -> list[str]:
     """The names of all files that were written, once they are on the disk: those that others have written too."""
     names = []
     for path in sorted(folder.rglob("*")):
@@ -207,7 +209,7 @@ def _foreign(folder: Path, own: list[Path]) -> Path | None:
 
 
 def _remove(files: list[Path], folder: Path) -> None:
-    """Remove files within a folder, and each folder that is empty then. Whatever else has come there stays."""
+    """Remove files within a folder, and each folder that is empty then. All other files there stay."""
     for path in files:
         with suppress(OSError):
             path.unlink()
@@ -318,9 +320,10 @@ def export(path: str | os.PathLike[str], options: ExportOptions) -> Iterator[str
         of_model = run.require_config().model.get("name_or_path") if run.is_hugging_face else None
         sources = [name for name in (of_model, run.tokenizer_name) if name is not None and Path(name).is_dir()]
         require_apart(out, run.path, [Path(name).absolute() for name in sources])
-        if options.optimizer or options.dcp:
-            formats.require_optimizer(run.saved)
-        # Of transformers, or peft's around it; its folder may be gone.
+        trains = any(parameter["trains"] for parameter in run.saved.manifest.parameters.values())
+        if (options.optimizer or options.dcp) and not trains:
+            raise ConfigError(f"--optimizer: {run.saved.path} has no parameter that trains; leave it out")
+        # The model of transformers, or that of peft around it; its folder may be gone.
         model: Any = run.on_meta().model if run.is_hugging_face and not options.dcp else None
         if options.merge and (model is None or formats.lora_of(model) is None):
             raise ConfigError(f"--merge: {run.path} has no adapters to merge; leave it out")

@@ -25,16 +25,6 @@ from zerotrain.files.untrusted import printable
 from zerotrain.saved.saved import SavedRun, has_tokenizer
 
 
-def require_optimizer(saved: CheckpointTensors) -> None:
-    """Make sure that there is something to write.
-
-    Raises:
-        ConfigError: nothing trains, or the optimizers of groups have no state dict in common.
-    """
-    if not any(parameter["trains"] for parameter in saved.manifest.parameters.values()):
-        raise ConfigError(f"--optimizer: {saved.path} has no parameter that trains; leave it out")
-
-
 def trained(saved: CheckpointTensors) -> Iterator[tuple[str, dict[str, Any]]]:
     """The parameters of the groups, as the manifest has them."""
     for name, parameter in saved.manifest.parameters.items():

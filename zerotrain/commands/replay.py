@@ -147,7 +147,7 @@ def replay(
             raise ConfigError(f"{folder} {NO_CONFIG}")
         left_out = [f"callbacks.{name}" for name in config.callback_targets]
         virtual_ranks = config.train.virtual_ranks
-        config = _with(config, options, folder)
+        config = _replay_config(config, options, folder)
         torch.set_num_threads(num_threads_per_rank(config, 1))
         choose_kernels(deterministic=config.train.deterministic, tf32=config.precision.tf32)
         with tempfile.TemporaryDirectory() as scratch, join_ranks(config) as world:
@@ -155,7 +155,7 @@ def replay(
             steps = opened_steps(config, world, checkpoints, Path(scratch), console, start.get("data"))
             if step > steps.max_steps:
                 raise ConfigError(f"--step: got {step}; the run has {steps.max_steps} steps; give one of them")
-            computed = _computed(steps, options, record, step, keep_batch)
+            computed = _compute(steps, options, record, step, keep_batch)
             causes = []
             if computed.first_that_differs is not None:
                 causes = record.causes(computed.first_that_differs["step"], environment(world.device), settings)
@@ -197,7 +197,7 @@ class _Computation:
         )
 
 
-def _computed(
+def _compute(
     steps: ReplayedSteps,
     options: ReplayArguments,
     record: Record,
@@ -205,13 +205,13 @@ def _computed(
     keep_batch: Callable[[dict[str, torch.Tensor]], Any],
 ) -> _Computation:
     """Go on to a step, and to those after it that are asked for."""
-    lines = _compared(steps, record, step - 1)
+    lines = _go_on(steps, record, step - 1)
     report = report_of(steps, each_row=options.rows)
     if options.save_batch is not None:
         keep_batch(batch_of(steps, report.worst.virtual_rank, report.worst.micro_batch))
     [(_, outcome)] = steps.train(step)
-    lines.append(_beside_record(steps, record, step, outcome))
-    lines += _compared(steps, record, min(step + options.around, steps.max_steps))
+    lines.append(_line_of(steps, record, step, outcome))
+    lines += _go_on(steps, record, min(step + options.around, steps.max_steps))
     return _Computation(
         report=report,
         outcome=outcome,
@@ -288,7 +288,7 @@ def _step_in(checkpoint: Path) -> int | None:
         return None
 
 
-def _with(config: Config, options: ReplayArguments, folder: Path) -> Config:
+def _replay_config(config: Config, options: ReplayArguments, folder: Path) -> Config:
     """The run's config for one rank, with the user's settings, all of whose classes are trusted."""
     config = of_replay(config)
     config.data = kept_in_own_cache(config.data)
@@ -301,12 +301,12 @@ def _with(config: Config, options: ReplayArguments, folder: Path) -> Config:
     return config
 
 
-def _compared(steps: ReplayedSteps, record: Record, until: int) -> list[dict[str, Any]]:
+def _go_on(steps: ReplayedSteps, record: Record, until: int) -> list[dict[str, Any]]:
     """Go on to a step; what each step on the way came to, beside the record."""
-    return [_beside_record(steps, record, step, outcome) for step, outcome in steps.train(until)]
+    return [_line_of(steps, record, step, outcome) for step, outcome in steps.train(until)]
 
 
-def _beside_record(steps: ReplayedSteps, record: Record, step: int, outcome: TrainStepResult) -> dict[str, Any]:
+def _line_of(steps: ReplayedSteps, record: Record, step: int, outcome: TrainStepResult) -> dict[str, Any]:
     differs = record.difference(step, outcome)
     return {
         "step": step,
