@@ -319,8 +319,8 @@ def page_of(report: Report) -> bytes:
     if num == 1:
         command = tag("p", tag("code", report.rows[0].command), class_="command")
         sections.append(tag("section", tag("h2", "Command"), command, id="command"))
-    now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    foot = tag("footer", f"Written {now} by zerotrain. The same rows are in sweep.csv and sweep.json.")
+    timestamp = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    foot = tag("footer", f"Written {timestamp} by zerotrain. The same rows are in sweep.csv and sweep.json.")
     body = tag("body", tag("main", _top(report), *sections, foot), tag("script", _own("page.js")))
     return HEAD + f"\n{tag('html', head, body, lang='en')}\n".encode()
 
