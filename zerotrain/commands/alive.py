@@ -26,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("alive", __doc__, EXAMPLES)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("--within", default="300s", metavar="TIME", help="such as 300s, the default, 15m or 2h")
-    asked = parser.parse_args(arguments)
-    return exit_code(lambda: alive(asked.run, asked.within))
+    options = parser.parse_args(arguments)
+    return exit_code(lambda: alive(options.run, options.within))
 
 
 def alive(run: Path, within: str) -> int:

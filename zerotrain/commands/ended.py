@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     parser = parser_of("ended", __doc__, EXAMPLES)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
-    asked = parser.parse_args(arguments)
-    return exit_code(lambda: ended(asked.run))
+    options = parser.parse_args(arguments)
+    return exit_code(lambda: ended(options.run))
 
 
 def ended(run: Path) -> int:

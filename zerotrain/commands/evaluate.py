@@ -20,8 +20,7 @@ from yaml import YAMLError
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.comm.world import num_gpus_for
 from zerotrain.commands.frame import RUN, TRUST, WEIGHTS, exit_code, is_averaged, parser_of
-from zerotrain.config.checks import OPEN_GROUPS as CHECKED_GROUPS
-from zerotrain.config.checks import callback_problems, class_problems, makes, value_problems
+from zerotrain.config import checks
 from zerotrain.config.compose import first_paragraph, from_values, known_keys, literal
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.config.words import did_you_mean, in_words_of_config, words_of_config
@@ -63,8 +62,8 @@ Exit code 0; 1: a rank failed; 2: an argument is wrong or the weights are damage
 """
 
 
-BUILT = (*CHECKED_GROUPS, "callbacks")
-GROUPS = tuple(each.name for each in fields(Config) if each.name != "seed")
+BUILT = (*checks.OPEN_GROUPS, "callbacks")
+GROUPS = tuple(field.name for field in fields(Config) if field.name != "seed")
 OPEN_GROUPS = ("model", "data")
 """Those whose settings their classes decide."""
 AT_WORK: tuple[str, ...] = ("seed", "zero.", "precision.", "model.", "data.", "train.eval_batches")
@@ -97,21 +96,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--weights", **WEIGHTS)
     parser.add_argument("--trust-code", **TRUST)
     parser.add_argument("--metrics", metavar="NAMES", help="such as accuracy,perplexity, in place of those of the run")
-    given = parser.parse_intermixed_args(arguments)
-    names = None if given.metrics is None else [each for each in given.metrics.split(",") if each]
-    told = {"metrics": names, "trust_code": given.trust_code, "weights": given.weights}
-    return exit_code(lambda: _run(given.path, given.settings, **told), is_told=not _is_one_of_others())
+    options = parser.parse_intermixed_args(arguments)
+    names = None if options.metrics is None else [name for name in options.metrics.split(",") if name]
+    request = {"metrics": names, "trust_code": options.trust_code, "weights": options.weights}
+    return exit_code(lambda: _run(options.path, options.settings, **request), is_told=not _is_one_of_others())
 
 
-def _run(path: Path, settings: Sequence[str], **told: Any) -> int:
+def _run(path: Path, settings: Sequence[str], **request: Any) -> int:
     ranks = RankEnvironment.read()
     try:
         with words_of_config():
-            step, metrics = evaluate(path, settings, **told)
+            step, metrics = evaluate(path, settings, **request)
     except (ConfigError, CheckpointError):
         raise
     except Exception as error:
-        _tell(error, 0 if ranks is None else ranks.rank)
+        if isinstance(error, RunError):
+            print(error, file=sys.stderr)
+        else:
+            if not isinstance(error, ZeroTrainError):  # of a user's class: the user needs to see where
+                traceback.print_exc()
+            rank = 0 if ranks is None else ranks.rank
+            print(f"rank {rank} {Failure.from_error(error, rank).cause}", file=sys.stderr)
         if ranks is not None:
             exit_now(exits.FAILED)
         return exits.FAILED
@@ -127,15 +132,6 @@ def _is_one_of_others() -> bool:
     with suppress(ConfigError):  # that is told later
         RankEnvironment.read()
     return os.environ.get("RANK", "0") != "0"
-
-
-def _tell(error: Exception, rank: int) -> None:
-    if isinstance(error, RunError):
-        print(error, file=sys.stderr)
-        return
-    if not isinstance(error, ZeroTrainError):  # of a user's class: the user needs to see where
-        traceback.print_exc()
-    print(f"rank {rank} {Failure.from_error(error, rank).cause}", file=sys.stderr)
 
 
 def evaluate(
@@ -164,81 +160,89 @@ def evaluate(
     """
     ranks, averaged = RankEnvironment.read(), is_averaged(weights)
     with nothing_imported_from(path), opened_or_exported(path, averaged=averaged) as run:
-        told: dict[str, Any] = {"weights": str(run.path), "step": run.step, "averaged": averaged}
-        is_other = not averaged and isinstance(run, SavedRun) and run.evaluates_average
-        config = _of_evaluation(run)
+        request: dict[str, Any] = {"weights": str(run.path), "step": run.step, "averaged": averaged}
+        warnings = []
+        if not averaged and isinstance(run, SavedRun) and run.evaluates_average:
+            warnings.append(OTHER_WEIGHTS)
+        config = _evaluation_config(run)
         config.callbacks, left_out = _metrics_of(config, metrics, trust_code)
-        warnings = [OTHER_WEIGHTS] * is_other + [f"callbacks.{printable(name)} {LEFT_OUT}" for name in left_out]
+        warnings += [f"callbacks.{printable(name)} {LEFT_OUT}" for name in left_out]
         config = with_settings(config, settings)
         if not trust_code:
-            given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)
-            require_trusted(config, BUILT, run.path, overrides=given)
-        if problems := class_problems(config) + callback_problems(config):
+            changes: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)
+            require_trusted(config, BUILT, run.path, overrides=changes)
+        if problems := checks.class_problems(config) + checks.callback_problems(config):
             raise ConfigError(*problems)
         num_local, num_ranks = _num_ranks(config, ranks)
         config.launch.device, why = device_for(config.launch.device, num_local, num_gpus_for(num_local))
         try:
-            with _known_in_one_line(config, run.path):
+            with _errors_in_one_line(config, run.path):
                 data = _checked(config, run, averaged, num_local, num_ranks)
-            warnings += _warnings(why, run.data_fingerprint not in (None, data), settings)
+            warnings += [why] if why else []
+            is_meant = any(setting.startswith(("data.", "seed=")) for setting in settings)
+            warnings += [] if is_meant or run.data_fingerprint in (None, data) else [OTHER_DATA]
             if not _is_one_of_others():
                 for warning in warnings:
                     print(f"warning: {warning}", file=sys.stderr)
             if ranks is None and num_ranks > 1:
-                result = _by_ranks(config, told, num_ranks)
+                with _folder_of_ranks() as folder:
+                    job = Job(config=config, run_dir=folder, overrides=[], evaluates=request)
+                    job.ranks_dir.mkdir()
+                    run_ranks(Attempts(job), num_ranks)
+                    result: Any = read_json(folder / evaluating.LOSS_NAME, _Loss, max_nbytes=MAX_LOSS_NBYTES)
             else:
-                with _threads(num_threads_per_rank(config, num_local)), _known_in_one_line(config, run.path):
-                    result = evaluating.run(config, **told)
+                with _threads(num_threads_per_rank(config, num_local)), _errors_in_one_line(config, run.path):
+                    result = evaluating.run(config, **request)
         except ZeroTrainError as error:
             if run.path.exists():
                 raise
             raise CheckpointError(
                 f"{run.path} was removed by its run while it was read; try again with a newer one"
             ) from error
-    return told["step"], result["metrics"]
+    return request["step"], result["metrics"]
 
 
-def _metrics_of(config: Config, wanted: Sequence[str] | None, trust_code: bool) -> tuple[dict[str, Any], list[str]]:
+def _metrics_of(config: Config, names: Sequence[str] | None, trust_code: bool) -> tuple[dict[str, Any], list[str]]:
     """The metrics among the callbacks of a run, or those that are wanted; and the names of callbacks that may be some
     too, and whose classes are not trusted: nothing of those is imported.
 
     Raises:
         ConfigError: one that is wanted is not there, or not trusted.
     """
-    found, left_out = {}, []
+    metrics, left_out = {}, []
     for name, values in config.callback_targets.items():
         if not (trust_code or are_known(values)):
             is_none = isinstance(values, dict) and str(values.get(TARGET)).startswith(NO_METRICS)
             left_out += [] if is_none else [name]
-        elif makes(values.get(TARGET), Metric):
-            found[name] = values
-    if wanted is None:
-        return found, left_out
+        elif checks.makes(values.get(TARGET), Metric):
+            metrics[name] = values
+    if names is None:
+        return metrics, left_out
     problems = []
-    for name in wanted:
+    for name in names:
         if name in left_out:
             problems.append(f"--metrics: {name} is of a class that is not known; give --trust-code to run its code")
-        elif name not in found | METRICS:
-            problems.append(f"--metrics: there is no {printable(name)}; there are {', '.join(found | METRICS)}")
+        elif name not in metrics | METRICS:
+            problems.append(f"--metrics: there is no {printable(name)}; there are {', '.join(metrics | METRICS)}")
     if problems:
         raise ConfigError(*problems)
-    chosen = {name: (METRICS | found)[name] for name in wanted}
-    return {name: {key: each for key, each in values.items() if key != "of"} for name, values in chosen.items()}, []
+    chosen = {name: (METRICS | metrics)[name] for name in names}
+    return {name: {key: value for key, value in values.items() if key != "of"} for name, values in chosen.items()}, []
 
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
     """As many CPU threads as a rank of the run has, on which its bits depend; then as many as before."""
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 @contextmanager
-def _known_in_one_line(config: Config, path: Path) -> Iterator[None]:
+def _errors_in_one_line(config: Config, path: Path) -> Iterator[None]:
     """Turns an error of zerotrain's or torch's classes into one line about the file whose arguments caused it. An error
     of a user's class keeps its traceback."""
     try:
@@ -251,13 +255,7 @@ def _known_in_one_line(config: Config, path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be evaluated: {type(error).__name__}: {first_paragraph(error)}") from error
 
 
-def _warnings(why: str | None, is_other_data: bool, settings: Sequence[str]) -> list[str]:
-    """The warnings that follow from the device and the data."""
-    is_meant = any(each.startswith(("data.", "seed=")) for each in settings)
-    return ([why] if why else []) + ([OTHER_DATA] if is_other_data and not is_meant else [])
-
-
-def _of_evaluation(run: OfRun) -> Config:
+def _evaluation_config(run: OfRun) -> Config:
     """The run's config, without what is of training alone. A ConfigError where it has none, or no whole weights."""
     config, form = run.require_config(), run.form
     if form == ADAPTERS:
@@ -276,9 +274,9 @@ def kept_in_own_cache(values: Any) -> Any:
     """The arguments of data, of a mix too, whose tokens go into the user's own cache: a file names no folder that is
     written to."""
     if isinstance(values, dict):
-        is_place = {name: name == "cache_dir" and isinstance(each, str) for name, each in values.items()}
-        return {name: None if is_place[name] else kept_in_own_cache(each) for name, each in values.items()}
-    return [kept_in_own_cache(each) for each in values] if isinstance(values, list) else values
+        is_place = {name: name == "cache_dir" and isinstance(value, str) for name, value in values.items()}
+        return {name: None if is_place[name] else kept_in_own_cache(value) for name, value in values.items()}
+    return [kept_in_own_cache(value) for value in values] if isinstance(values, list) else values
 
 
 def with_settings(
@@ -294,36 +292,36 @@ def with_settings(
         ConfigError: a line for each that is none, has a value that it cannot have, or changes no evaluation.
     """
     values = OmegaConf.create(literal(asdict(config)))
-    known = known_keys(values)
+    keys = known_keys(values)
     problems = []
-    for each in settings:
-        name, is_setting, _ = each.partition("=")
+    for setting in settings:
+        name, is_setting, _ = setting.partition("=")
         plain = name.lstrip("+~")
         group = name.partition(".")[0]
         if plain != name:
-            problems.append(f"{each}: {doing} can only change settings; give {plain}=VALUE, such as {plain}=null")
+            problems.append(f"{setting}: {doing} can only change settings; give {plain}=VALUE, such as {plain}=null")
         elif name in GROUPS:
-            settings_of = [each for each in known if each.startswith(f"{name}.")]
-            problems.append(f"{each}: {name} is a group; give one of its settings: {', '.join(settings_of)}")
-        elif not is_setting or (name not in known and group not in OPEN_GROUPS):
-            meant = [each for each in known if _is_at_work(each, at_work)]
-            problems.append(f"{each}: is no setting with a value of this run{did_you_mean(name, meant)}")
+            settings_of = [key for key in keys if key.startswith(f"{name}.")]
+            problems.append(f"{setting}: {name} is a group; give one of its settings: {', '.join(settings_of)}")
+        elif not is_setting or (name not in keys and group not in OPEN_GROUPS):
+            meant = [key for key in keys if _is_at_work(key, at_work)]
+            problems.append(f"{setting}: is no setting with a value of this run{did_you_mean(name, meant)}")
         elif not _is_at_work(name, at_work):
-            problems.append(f"{each}: has no effect on {doing}; leave it out")
+            problems.append(f"{setting}: has no effect on {doing}; leave it out")
         else:
             try:
-                values.merge_with_dotlist([each])
+                values.merge_with_dotlist([setting])
                 from_values(OmegaConf.to_container(values, resolve=True))
             except (OmegaConfBaseException, ValueError) as error:
-                problems.append(f"{each}: {first_paragraph(error)}")
+                problems.append(f"{setting}: {first_paragraph(error)}")
             except (YAMLError, RecursionError, TypeError, AttributeError, LookupError):
                 problems.append(
-                    f"{each}: cannot be read as a value; close its quotes and brackets, or quote it as a text"
+                    f"{setting}: cannot be read as a value; close its quotes and brackets, or quote it as a text"
                 )
     if problems:
         raise ConfigError(*problems)
     changed = from_values(OmegaConf.to_container(values, resolve=True))
-    if wrong := value_problems(changed) + unchosen_problems(changed):
+    if wrong := checks.value_problems(changed) + unchosen_problems(changed):
         raise ConfigError(*wrong)
     return changed
 
@@ -335,12 +333,12 @@ def _is_at_work(name: str, at_work: tuple[str, ...]) -> bool:
 
 def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]:
     """The ranks of this machine, and of all. A ConfigError where torchrun has started others than asked for."""
-    wanted = config.launch.nproc_per_node
+    nproc = config.launch.nproc_per_node
     if ranks is None:
         return (num_ranks := num_local_ranks(config)), num_ranks
-    if wanted not in (None, 1, ranks.local_world_size):
+    if nproc not in (None, 1, ranks.local_world_size):
         raise ConfigError(
-            f"launch.nproc_per_node: got {wanted}; {ranks.starter} has started {ranks.local_world_size}; leave it out"
+            f"launch.nproc_per_node: got {nproc}; {ranks.starter} has started {ranks.local_world_size}; leave it out"
         )
     return ranks.local_world_size, ranks.world_size
 
@@ -354,16 +352,6 @@ def _checked(config: Config, run: OfRun, averaged: bool, num_local: int, num_ran
     if model is not None and (misfits := weight_misfits(str(run.path), model, averaged=averaged)):
         raise ConfigError(*(in_words_of_config(line) for line in misfits))
     return data
-
-
-def _by_ranks(config: Config, told: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """The numbers by ranks that are started here. A ConfigError or RunError with the first cause of a failure."""
-    with _folder_of_ranks() as folder:
-        job = Job(config=config, run_dir=folder, overrides=[], evaluates=told)
-        job.ranks_dir.mkdir()
-        run_ranks(Attempts(job), num_ranks)
-        result: dict[str, Any] = read_json(folder / evaluating.LOSS_NAME, _Loss, max_nbytes=MAX_LOSS_NBYTES)
-        return result
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import re
 import secrets
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,21 +17,8 @@ from typing import Any, NotRequired, TypedDict
 import torch
 
 from zerotrain.checkpoint.folder import CHECKPOINTS, LOCK, PartialFolder
-from zerotrain.checkpoint.others.safetensors_and_torch import OutTensor, write_safetensors, write_text
-from zerotrain.commands.export_formats import (
-    adapters,
-    is_of_adapter,
-    lora_of,
-    merged,
-    name_of_hugging_face,
-    parse_dtype,
-    plain,
-    require_optimizer,
-    write_adapter_config,
-    write_config,
-    write_optimizer,
-    write_tokenizer,
-)
+from zerotrain.checkpoint.others.safetensors_and_torch import write_safetensors, write_text
+from zerotrain.commands import export_formats as formats
 from zerotrain.commands.frame import TRUST, WEIGHTS, exit_code, is_averaged, parser_of
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import nothing_imported_from
@@ -74,7 +61,7 @@ def require_free(out: Path, *, overwrite: bool) -> None:
     _files_of_export(out)
 
 
-def require_apart(out: Path, run: Path, others: list[Path]) -> None:
+def require_apart(out: Path, run: Path, sources: list[Path]) -> None:
     """Make sure that an export neither lies in the run that it is of nor replaces what it reads.
 
     Folders are compared by what they are, so that links, mounts and `..` hide nothing.
@@ -92,7 +79,7 @@ def require_apart(out: Path, run: Path, others: list[Path]) -> None:
         for folder in (checkpoint, *(checkpoint.parents[:2] if is_of_run else ())):
             if _identity(folder) in above_out:
                 raise ConfigError(f"--out: got {out}, inside {folder}, the folder to export; give another folder")
-    for folder in (run, *others):
+    for folder in (run, *sources):
         if _identity(out) in _identities(folder):
             raise ConfigError(
                 f"--out: got {out}, and {folder}, which is read for this export, lies there; give another folder"
@@ -100,7 +87,7 @@ def require_apart(out: Path, run: Path, others: list[Path]) -> None:
 
 
 @contextmanager
-def made(out: Path, about: dict[str, Any], *, overwrite: bool) -> Iterator[Path]:
+def new_folder(out: Path, about: dict[str, Any], *, overwrite: bool) -> Iterator[Path]:
     """The folder to write into, of another name; at the end of the block it is `out`. After an error nothing is left.
 
     With `overwrite` the old one stays until the new one is on the disk.
@@ -117,25 +104,27 @@ def made(out: Path, about: dict[str, Any], *, overwrite: bool) -> Iterator[Path]
     old = out.with_name(f".{out.name}.replaced-{secrets.token_hex(8)}")
     try:
         yield partial.path
-        about = about | {FILES: _synced(partial.path)}
+        about = about | {FILES: _sync_files(partial.path)}
         write_text(partial.path / ABOUT, json.dumps(about, indent=2) + "\n")
         replaced = []
         if overwrite and os.path.lexists(out):
             out.rename(old)
-            replaced = _files_of_export(old, shown=out)  # once more: something may have come since
+            replaced = _files_of_export(old, final_path=out)  # once more: something may have come since
         partial.appear()
     except BaseException as error:
-        of_disk = _of_disk(error, partial.path)
+        disk_error = _disk_error(error, partial.path)
         if old.is_dir() and not os.path.lexists(out):
             old.rename(out)
         partial.remove()
-        if of_disk is not None:
-            raise CheckpointError(f"{of_disk.filename or out} cannot be written: {of_disk.strerror}") from of_disk
+        if disk_error is not None:
+            raise CheckpointError(
+                f"{disk_error.filename or out} cannot be written: {disk_error.strerror}"
+            ) from disk_error
         raise
     _remove(replaced, old)
 
 
-def _of_disk(error: BaseException, folder: Path) -> OSError | None:
+def _disk_error(error: BaseException, folder: Path) -> OSError | None:
     """The disk's error that caused an exception; None if none did. For a full disk torch says "unexpected pos 704 vs
     598", and tokenizers raise Exception("... (os error 28)").
     """
@@ -143,13 +132,13 @@ def _of_disk(error: BaseException, folder: Path) -> OSError | None:
         return None
     if isinstance(error, OSError) and error.errno is not None:
         return error
-    before = error.__cause__ or error.__context__
-    while before is not None:
-        if isinstance(before, OSError) and before.errno in _FULL:
-            return before
-        before = before.__cause__ or before.__context__
-    if told := re.search(r"\(os error (\d+)\)", str(error)):
-        return OSError(int(told[1]), os.strerror(int(told[1])))
+    cause = error.__cause__ or error.__context__
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _FULL:
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    if match := re.search(r"\(os error (\d+)\)", str(error)):
+        return OSError(int(match[1]), os.strerror(int(match[1])))
     if _IN_TORCHS_WRITER not in str(error):
         return None
     try:
@@ -159,7 +148,7 @@ def _of_disk(error: BaseException, folder: Path) -> OSError | None:
     return OSError(errno.EIO, "torch could not write all of a file")
 
 
-def _synced(folder: Path) -> list[str]:
+def _sync_files(folder: Path) -> list[str]:
     """The names of all files that were written, once they are on the disk: those that others have written too."""
     names = []
     for path in sorted(folder.rglob("*")):
@@ -171,35 +160,35 @@ def _synced(folder: Path) -> list[str]:
     return names
 
 
-def _files_of_export(folder: Path, shown: Path | None = None) -> list[Path]:
+def _files_of_export(folder: Path, final_path: Path | None = None) -> list[Path]:
     """The files of an export that has nothing else in its folder; `ABOUT` is the last.
 
     Args:
-        shown: the name of the folder in messages.
+        final_path: the name of the folder in messages.
 
     Raises:
         ConfigError: it is no export, or something else lies there.
     """
-    shown = shown or folder
+    final_path = final_path or folder
     if folder.is_symlink() or not (folder / ABOUT).is_file():
-        raise ConfigError(f"--overwrite: {shown} is no folder that zerotrain.export has written; {_GO_ON}")
+        raise ConfigError(f"--overwrite: {final_path} is no folder that zerotrain.export has written; {_GO_ON}")
     try:
-        said = read_json(folder / ABOUT, _About, max_nbytes=MAX_ABOUT_NBYTES)
+        about = read_json(folder / ABOUT, _About, max_nbytes=MAX_ABOUT_NBYTES)
     except (OSError, UntrustedFileError) as error:
-        raise ConfigError(f"--overwrite: {shown / ABOUT} does not list the files of an export: {error}") from None
-    if FILES not in said:
+        raise ConfigError(f"--overwrite: {final_path / ABOUT} does not list the files of an export: {error}") from None
+    if FILES not in about:
         raise ConfigError(
-            f"--overwrite: {shown} was exported by an older zerotrain, which did not note its files; {_GO_ON}"
+            f"--overwrite: {final_path} was exported by an older zerotrain, which did not note its files; {_GO_ON}"
         )
-    own = [folder / name for name in (*said[FILES], ABOUT)]
+    own = [folder / name for name in (*about[FILES], ABOUT)]
     try:
         foreign = _foreign(folder, own)
     except OSError as error:
-        raise ConfigError(f"--overwrite: {error.filename or shown} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"--overwrite: {error.filename or final_path} cannot be read: {error.strerror}") from None
     if foreign is not None:
         raise ConfigError(
-            f"--overwrite: {shown / foreign} was not written by the export in that folder; move it away, or give a "
-            "new name"
+            f"--overwrite: {final_path / foreign} was not written by the export in that folder; move it away, or give "
+            "a new name"
         )
     return own
 
@@ -220,14 +209,14 @@ def _foreign(folder: Path, own: list[Path]) -> Path | None:
 
 
 def _remove(files: list[Path], folder: Path) -> None:
-    """Remove files within a folder, and each folder that is empty then. Whatever else has come there stays."""
+    """Remove files within a folder, and each folder that is empty then. All other files there stay."""
     for path in files:
         with suppress(OSError):
             path.unlink()
-    above = {each for path in files for each in path.parents if each.is_relative_to(folder)}
-    for each in sorted(above, key=lambda each: -len(each.parts)):
+    above = {parent for path in files for parent in path.parents if parent.is_relative_to(folder)}
+    for parent in sorted(above, key=lambda parent: -len(parent.parts)):
         with suppress(OSError):
-            each.rmdir()
+            parent.rmdir()
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -242,8 +231,8 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _identities(path: Path) -> set[tuple[int, int]]:
     """Identities of a folder and of all those above it."""
     real = Path(os.path.realpath(path))
-    found = map(_identity, (real, *real.parents))
-    return {each for each in found if each is not None}
+    identities = map(_identity, (real, *real.parents))
+    return {identity for identity in identities if identity is not None}
 
 
 EXAMPLES = """\
@@ -264,7 +253,7 @@ MB = 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ExportOptions:
     """The options of the command."""
 
     out: Path
@@ -293,12 +282,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_argument("--trust-code", **TRUST)
-    given = vars(parser.parse_args(arguments))
+    options = vars(parser.parse_args(arguments))
 
     def work() -> int:
         try:
             with ended_in_order():
-                for line in export(given.pop("path"), Asked(**given)):
+                for line in export(options.pop("path"), ExportOptions(**options)):
                     print(line, flush=True)
         except SystemExit as ending:
             print("stopped by a signal; nothing is left", file=sys.stderr)
@@ -308,106 +297,98 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code(work, when_stopped="stopped by Ctrl-C; nothing is left")
 
 
-def export(path: str | os.PathLike[str], asked: Asked) -> Iterator[str]:
+def export(path: str | os.PathLike[str], options: ExportOptions) -> Iterator[str]:
     """Write what was asked for; lines to show.
 
     Raises:
         ConfigError: an option is wrong.
         CheckpointError: there is no such checkpoint, it is not what was written, or the disk fails.
     """
-    dtype = parse_dtype(asked.dtype)
-    if not (math.isfinite(asked.shard_mb) and asked.shard_mb > 0):
-        raise ConfigError(f"--shard-mb: got {asked.shard_mb}; it must be a number of megabytes above 0")
-    if asked.dcp and (asked.merge or asked.optimizer or asked.dtype):
+    dtype = formats.parse_dtype(options.dtype)
+    if not (math.isfinite(options.shard_mb) and options.shard_mb > 0):
+        raise ConfigError(f"--shard-mb: got {options.shard_mb}; it must be a number of megabytes above 0")
+    if options.dcp and (options.merge or options.optimizer or options.dtype):
         raise ConfigError(
             "--dcp: writes weights and optimizer state as they are; leave out --merge, --optimizer, --dtype"
         )
-    if (averaged := is_averaged(asked.weights)) and (asked.dcp or asked.optimizer):
-        other = "--dcp" if asked.dcp else "--optimizer"
+    if (averaged := is_averaged(options.weights)) and (options.dcp or options.optimizer):
+        other = "--dcp" if options.dcp else "--optimizer"
         raise ConfigError(f"{other}: the optimizer's state is that of the trained weights; leave out --weights ema")
-    out = Path(os.path.realpath(asked.out)) if asked.out.name in ("", "..") else asked.out.absolute()
-    require_free(out, overwrite=asked.overwrite)
-    with nothing_imported_from(path), opened_run(path, trust_code=asked.trust_code, averaged=averaged) as run:
-        require_apart(out, run.path, _read_beside(run))
-        if asked.optimizer or asked.dcp:
-            require_optimizer(run.saved)
-        # Of transformers, or peft's around it; its folder may be gone.
-        model: Any = run.on_meta().model if run.is_hugging_face and not asked.dcp else None
-        if asked.merge and (model is None or lora_of(model) is None):
+    out = Path(os.path.realpath(options.out)) if options.out.name in ("", "..") else options.out.absolute()
+    require_free(out, overwrite=options.overwrite)
+    with nothing_imported_from(path), opened_run(path, trust_code=options.trust_code, averaged=averaged) as run:
+        of_model = run.require_config().model.get("name_or_path") if run.is_hugging_face else None
+        sources = [name for name in (of_model, run.tokenizer_name) if name is not None and Path(name).is_dir()]
+        require_apart(out, run.path, [Path(name).absolute() for name in sources])
+        trains = any(parameter["trains"] for parameter in run.saved.manifest.parameters.values())
+        if (options.optimizer or options.dcp) and not trains:
+            raise ConfigError(f"--optimizer: {run.saved.path} has no parameter that trains; leave it out")
+        # The model of transformers, or that of peft around it; its folder may be gone.
+        model: Any = run.on_meta().model if run.is_hugging_face and not options.dcp else None
+        if options.merge and (model is None or formats.lora_of(model) is None):
             raise ConfigError(f"--merge: {run.path} has no adapters to merge; leave it out")
-        if asked.merge and asked.optimizer:
+        if options.merge and options.optimizer:
             raise ConfigError(
                 "--optimizer: its state is that of the adapters, which a merged model does not have; leave it out"
             )
-        with made(out, _about(run, asked), overwrite=asked.overwrite) as folder:
-            if asked.dcp:
-                from zerotrain.commands.export_formats import write_dcp  # what it imports takes a second
-
-                write_dcp(folder, run.saved)
+        with new_folder(out, _about(run, options), overwrite=options.overwrite) as folder:
+            if options.dcp:
+                formats.write_dcp(folder, run.saved)
             else:
-                yield from _write_weights(folder, run, asked, dtype, model)
-            if asked.optimizer:
-                name_of = str if model is None else name_of_hugging_face
-                write_optimizer(folder / "optimizer.pt", run.saved, name_of)
+                yield from _write_weights(folder, run, options, dtype, model)
+            if options.optimizer:
+                name_of = str if model is None else formats.name_of_hugging_face
+                formats.write_optimizer(folder / "optimizer.pt", run.saved, name_of)
     nbytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    what = "the average of weights of " * averaged
+    what = "the average of weights of " if averaged else ""
     yield f"{out}: {what}step {run.step} of {run.path}, {nbytes / MB:.1f} MB"
 
 
-def _read_beside(run: SavedRun) -> list[Path]:
-    """The folders that an export reads beside a checkpoint: of a model of Hugging Face, and of a tokenizer."""
-    of_model = run.require_config().model.get("name_or_path") if run.is_hugging_face else None
-    return [
-        Path(name).absolute() for name in (of_model, run.tokenizer_name) if name is not None and Path(name).is_dir()
-    ]
-
-
-def _write_weights(folder: Path, run: SavedRun, asked: Asked, dtype: torch.dtype | None, model: Any) -> Iterator[str]:
-    tensors = plain(run.saved, dtype)
+def _write_weights(
+    folder: Path, run: SavedRun, options: ExportOptions, dtype: torch.dtype | None, model: Any
+) -> Iterator[str]:
+    tensors = formats.plain(run.saved, dtype)
     stem = "model"
     if model is not None:
-        lora = lora_of(model)
+        lora = formats.lora_of(model)
         if lora is None:
-            tensors = plain(run.saved, dtype, name_of_hugging_face)
-        elif asked.merge:
+            tensors = formats.plain(run.saved, dtype, formats.name_of_hugging_face)
+        elif options.merge:
             scaled = {"scaling": lora.lora_alpha / lora.r, "fan_in_fan_out": lora.fan_in_fan_out}
-            tensors = merged(run.saved, dtype, scaled)
+            tensors = formats.merged(run.saved, dtype, scaled)
             model = model.get_base_model()
         else:
-            tensors, stem = adapters(run.saved, dtype), "adapter_model"
-            write_adapter_config(folder, run, lora)
+            tensors, stem = formats.adapters(run.saved, dtype), "adapter_model"
+            formats.write_adapter_config(folder, run, lora)
         if stem == "model":
-            write_config(folder, model, _common_dtype(tensors))
-        if (warning := write_tokenizer(folder, run)) is not None:
+            # transformers is to open the model in the widest dtype of its weights.
+            dtypes = {tensor.dtype for tensor in tensors.values() if tensor.dtype.is_floating_point}
+            widest = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+            formats.write_config(folder, model, widest)
+        if (warning := formats.write_tokenizer(folder, run)) is not None:
             yield warning
-    write_safetensors(folder, tensors, max_nbytes=int(asked.shard_mb * MB), stem=stem)
+    write_safetensors(folder, tensors, max_nbytes=int(options.shard_mb * MB), stem=stem)
 
 
-def _common_dtype(tensors: Mapping[str, OutTensor]) -> torch.dtype:
-    """That in which transformers is to open the model: the widest of its weights."""
-    found = {tensor.dtype for tensor in tensors.values() if tensor.dtype.is_floating_point}
-    return max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
-
-
-def _about(run: SavedRun, asked: Asked) -> dict[str, Any]:
+def _about(run: SavedRun, options: ExportOptions) -> dict[str, Any]:
     return {
         "checkpoint": str(run.path),
         "step": run.step,
-        "form": _form(run, asked),
-        "dtype": asked.dtype,
-        "weights": asked.weights,
+        "form": _form(run, options),
+        "dtype": options.dtype,
+        "weights": options.weights,
         "config_sha256": run.saved.manifest.content["config_sha256"],
         "config": run.saved.manifest.content["config"],
         "data_fingerprint": run.data_fingerprint,
     }
 
 
-def _form(run: SavedRun, asked: Asked) -> str:
-    if asked.dcp:
+def _form(run: SavedRun, options: ExportOptions) -> str:
+    if options.dcp:
         return DCP
     if not run.is_hugging_face:
         return MODEL
-    if asked.merge:
+    if options.merge:
         return MERGED
-    has_adapters = any(is_of_adapter(name) for name in run.saved.names)
+    has_adapters = any(formats.is_of_adapter(name) for name in run.saved.names)
     return ADAPTERS if has_adapters else EXPORTED_MODEL

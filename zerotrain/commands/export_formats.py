@@ -6,7 +6,7 @@ from functools import partial
 from math import prod
 from mmap import mmap
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -25,16 +25,6 @@ from zerotrain.files.untrusted import printable
 from zerotrain.saved.saved import SavedRun, has_tokenizer
 
 
-def require_optimizer(saved: CheckpointTensors) -> None:
-    """Make sure that there is something to write.
-
-    Raises:
-        ConfigError: nothing trains, or the optimizers of groups have no state dict in common.
-    """
-    if not any(parameter["trains"] for parameter in saved.manifest.parameters.values()):
-        raise ConfigError(f"--optimizer: {saved.path} has no parameter that trains; leave it out")
-
-
 def trained(saved: CheckpointTensors) -> Iterator[tuple[str, dict[str, Any]]]:
     """The parameters of the groups, as the manifest has them."""
     for name, parameter in saved.manifest.parameters.items():
@@ -50,7 +40,10 @@ def param_groups(saved: CheckpointTensors, name_of: Callable[[str], str] = str) 
     """
     groups = []
     for number, group in enumerate(saved.manifest.content["groups"]):
-        values = {name: _plain(value) for name, value in group["hyperparameters"].items() if not _is_object(value)}
+        values = {}
+        for name, value in group["hyperparameters"].items():
+            if not (isinstance(value, dict) and "object" in value):
+                values[name] = _plain(value)
         params = [name_of(name) for name, parameter in trained(saved) if parameter["group"] == number]
         groups.append({**values, "initial_lr": group["first_lr"], "params": params})
     return groups
@@ -61,7 +54,11 @@ def counts_of(parameter: dict[str, Any]) -> dict[str, Any]:
     optimizers would miss the other state."""
     if prod(parameter["shape"]) == 0:
         return {}
-    return {name: _value(value) for name, value in parameter["counts"].items()}
+    counts = parameter["counts"].items()
+    return {
+        name: torch.tensor(value["value"], dtype=dtype_of(value)) if isinstance(value, dict) else value
+        for name, value in counts
+    }
 
 
 def roles_of(parameter: dict[str, Any]) -> Iterator[tuple[str, torch.dtype, list[int]]]:
@@ -79,9 +76,12 @@ def write_optimizer(path: Path, saved: CheckpointTensors, name_of: Callable[[str
     Args:
         name_of: what others call a parameter, as in the weights beside it.
     """
+    state = {}
     with FakeTensorMode():
-        state = {name_of(name): _described(parameter) for name, parameter in trained(saved)}
-    state = {name: kept for name, kept in state.items() if kept}
+        for name, parameter in trained(saved):
+            tensors = {role: torch.empty(shape, dtype=dtype) for role, dtype, shape in roles_of(parameter)}
+            if entries := counts_of(parameter) | tensors:
+                state[name_of(name)] = entries
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save({"state": state, "param_groups": param_groups(saved, name_of)}, path)
     with FakeTensorMode():
@@ -94,32 +94,15 @@ def write_optimizer(path: Path, saved: CheckpointTensors, name_of: Callable[[str
                     offset = place.untyped_storage()._checkpoint_offset
                     assert offset is not None
                     file.seek(offset)
-                    _write(file, counts[role] if role in counts else saved.of_role(name, role))
-
-
-def _write(file: BinaryIO, values: torch.Tensor) -> None:
-    for chunk in chunks(values):
-        file.write(chunk)
-
-
-def _described(parameter: dict[str, Any]) -> dict[str, Any]:
-    tensors = {role: torch.empty(shape, dtype=dtype) for role, dtype, shape in roles_of(parameter)}
-    return counts_of(parameter) | tensors
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict) and "object" in value
+                    for chunk in chunks(counts[role] if role in counts else saved.of_role(name, role)):
+                        file.write(chunk)
 
 
 def _plain(value: Any) -> Any:
     """A hyperparameter as a number, also where a tensor held it on a device."""
     if isinstance(value, dict):
         return value["value"]
-    return tuple(_plain(each) for each in value) if isinstance(value, list) else value
-
-
-def _value(value: Any) -> Any:
-    return torch.tensor(value["value"], dtype=dtype_of(value)) if isinstance(value, dict) else value
+    return tuple(_plain(item) for item in value) if isinstance(value, list) else value
 
 
 # A folder of torch.distributed.checkpoint, which users of FSDP2 load: {"model": ..., "optim": ...} as of
@@ -155,22 +138,22 @@ def write_dcp(folder: Path, saved: CheckpointTensors) -> None:
     """Write weights and buffers, tied ones under each of their names, and the optimizer's state."""
     sources: dict[str, Any] = {}
     model: dict[str, Any] = {}
-    known, largest = saved.names, 0
-    for name, (dtype, shape) in known.items():
+    layouts, largest = saved.names, 0
+    for name, (dtype, shape) in layouts.items():
         names = saved.manifest.parameters[name]["names"] if name in saved.manifest.parameters else [name]
-        for each in names:
-            model[each] = torch.empty(shape, dtype=dtype, device="meta")
-            sources[f"model.{each}"] = partial(saved.read, name)
-            largest = max(largest, model[each].nbytes)
+        for alias in names:
+            model[alias] = torch.empty(shape, dtype=dtype, device="meta")
+            sources[f"model.{alias}"] = partial(saved.read, name)
+            largest = max(largest, model[alias].nbytes)
     state: dict[str, Any] = {}
     for name, parameter in trained(saved):
-        kept = counts_of(parameter)
+        tensors = counts_of(parameter)
         for role, dtype, kept_shape in roles_of(parameter):
-            kept[role] = torch.empty(kept_shape, dtype=dtype, device="meta")
+            tensors[role] = torch.empty(kept_shape, dtype=dtype, device="meta")
             sources[f"optim.state.{name}.{role}"] = partial(saved.of_role, name, role)
-            largest = max(largest, kept[role].nbytes)
-        if kept:
-            state[name] = kept
+            largest = max(largest, tensors[role].nbytes)
+        if tensors:
+            state[name] = tensors
     content = {"model": model, "optim": {"state": state, "param_groups": param_groups(saved)}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "assuming a single process", as it is
@@ -275,17 +258,17 @@ def merged(saved: CheckpointTensors, dtype: torch.dtype | None, lora: Mapping[st
     Args:
         lora: `scaling` of what they add, and `fan_in_fan_out`: whether weights lie the other way round, as GPT-2's.
     """
-    found = {}
+    tensors = {}
     for name in saved.names:
         if is_of_adapter(name):
             continue
         layer, is_layer, rest = name.partition(".base_layer.")
-        known = f"{layer}.{rest}" if is_layer else name
+        plain_name = f"{layer}.{rest}" if is_layer else name
         pair = [f"{layer}.lora_{which}{ADAPTER}weight" for which in "AB"]
         has_adapter = bool(is_layer) and rest == "weight" and pair[0] in saved.names
         tensor = _merged(saved, name, pair, dtype, lora) if has_adapter else _tensor(saved, name, dtype)
-        found[name_of_hugging_face(known).removeprefix(IN_PEFT)] = tensor
-    return found
+        tensors[name_of_hugging_face(plain_name).removeprefix(IN_PEFT)] = tensor
+    return tensors
 
 
 def _merged(
@@ -294,7 +277,7 @@ def _merged(
     own, shape = saved.names[name]
 
     def read() -> torch.Tensor:
-        down, up = (saved.read(each).float() for each in pair)  # (rank, in), (out, rank)
+        down, up = (saved.read(matrix).float() for matrix in pair)  # (rank, in), (out, rank)
         added = up @ down * lora["scaling"]  # (out, in)
         return saved.read(name).float() + (added.t() if lora["fan_in_fan_out"] else added)
 

@@ -44,12 +44,7 @@ def parser_of(verb: str, description: str | None, examples: str = "") -> Argumen
     )
 
 
-def exit_code(
-    work: Callable[[], int | None],
-    *,
-    when_stopped: str | None = None,
-    is_told: bool = True,
-) -> int:
+def exit_code(work: Callable[[], int | None], *, when_stopped: str | None = None, is_told: bool = True) -> int:
     """Do the work of a command; return the exit code. It prints errors that the user can mend on stderr, a line each.
 
     Args:

@@ -54,21 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text, default 0")
     parser.add_argument("--weights", **WEIGHTS)
     parser.add_argument("--trust-code", **TRUST)
-    given = vars(parser.parse_args(arguments))
-    path, prompt, trust_code = given.pop("path"), given.pop("prompt"), given.pop("trust_code")
-    weights = given.pop("weights")
+    options = vars(parser.parse_args(arguments))
+    path, prompt, trust_code = options.pop("path"), options.pop("prompt"), options.pop("trust_code")
+    weights = options.pop("weights")
     for stream in (sys.stdin, sys.stdout):  # bytes that are no text, characters that a terminal has not
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
     def generate() -> None:
-        sampling, averaged = Sampling(**given), is_averaged(weights)
+        sampling, averaged = Sampling(**options), is_averaged(weights)
         with nothing_imported_from(path):
             model = text_model(path, trust_code=trust_code, averaged=averaged)
-            for each in _lines() if prompt is None else [prompt]:
-                print(each, end="", flush=True)
+            for line in _lines() if prompt is None else [prompt]:
+                print(line, end="", flush=True)
                 try:
-                    for text in continuation(model, each, sampling):
+                    for text in continuation(model, line, sampling):
                         print(text, end="", flush=True)
                 finally:
                     print(flush=True)
@@ -103,8 +103,8 @@ def continuation(model: TextModel, prompt: str, sampling: Sampling) -> Iterator[
 
     def tokens() -> Iterator[int]:
         for _ in range(sampling.max_tokens):
-            seen = torch.tensor([ids[-model.max_seq_len :]], device=model.device)
-            logits = model.logits(seen)[0, -1].float().cpu()
+            context = torch.tensor([ids[-model.max_seq_len :]], device=model.device)
+            logits = model.logits(context)[0, -1].float().cpu()
             drawn = next_token(logits, temperature=sampling.temperature, top_k=sampling.top_k, generator=generator)
             ids.append(int(drawn))
             if ids[-1] == model.stop_token:
@@ -114,21 +114,21 @@ def continuation(model: TextModel, prompt: str, sampling: Sampling) -> Iterator[
     yield from characters(model.decode, list(ids), tokens())
 
 
-def characters(decode: Callable[[list[int]], str], before: list[int], tokens: Iterable[int]) -> Iterator[str]:
+def characters(decode: Callable[[list[int]], str], prompt_ids: list[int], tokens: Iterable[int]) -> Iterator[str]:
     """The text of tokens that come one by one, without what may still be a part of a character.
 
     A tokenizer may write a token otherwise behind others, so a few of those before are decoded too.
     """
-    ids, start = list(before), max(0, len(before) - CONTEXT)
-    shown = len(ids)
+    ids, start = list(prompt_ids), max(0, len(prompt_ids) - CONTEXT)
+    num_printed = len(ids)
     for token in tokens:
         ids.append(token)
-        known, whole = decode(ids[start:shown]), decode(ids[start:])
-        if not whole.endswith("\ufffd") or len(ids) - shown >= MAX_TOKENS_OF_CHARACTER:
-            yield whole[len(known) :]
-            start, shown = max(start, shown - CONTEXT), len(ids)
-    if shown < len(ids):
-        yield decode(ids[start:])[len(decode(ids[start:shown])) :]
+        printed, whole = decode(ids[start:num_printed]), decode(ids[start:])
+        if not whole.endswith("\ufffd") or len(ids) - num_printed >= MAX_TOKENS_OF_CHARACTER:
+            yield whole[len(printed) :]
+            start, num_printed = max(start, num_printed - CONTEXT), len(ids)
+    if num_printed < len(ids):
+        yield decode(ids[start:])[len(decode(ids[start:num_printed])) :]
 
 
 CONTEXT = 8

@@ -12,18 +12,8 @@ from datetime import datetime
 from math import prod
 from pathlib import Path
 
-from zerotrain.checkpoint.folder import (
-    BEST,
-    CHECKPOINTS,
-    best_in,
-    candidates,
-    checkpoints_in,
-    entries,
-    is_under_way,
-    partial_in,
-    removed_in,
-    set_aside_in,
-)
+from zerotrain.checkpoint import folder as folders
+from zerotrain.checkpoint.folder import BEST, CHECKPOINTS, candidates, checkpoints_in
 from zerotrain.checkpoint.manifest import MANIFEST, Manifest, dtype_of, pieces_of, read_manifest
 from zerotrain.checkpoint.verification import differences, problems_in
 from zerotrain.commands.frame import exit_code, parser_of
@@ -41,14 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("inspect", "Show what is in checkpoints of zerotrain.")
     parser.add_argument("path", nargs="*", metavar="PATH", help="the folder of a checkpoint, or of a run")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="which tensors differ between two of them")
-    asked = parser.parse_args(arguments)
-    if not asked.path and asked.diff is None:
+    options = parser.parse_args(arguments)
+    if not options.path and options.diff is None:
         parser.error("give the PATH of a checkpoint or of a run, or --diff A B")
 
     def inspect() -> int:
-        codes = [show_run(path) if _is_run(path) else show(path) for path in map(Path, asked.path)]
-        if asked.diff is not None:
-            codes.append(compare(*(candidates(Path(path))[0] for path in asked.diff)))
+        codes = [show_run(path) if _is_run(path) else show(path) for path in map(Path, options.path)]
+        if options.diff is not None:
+            codes.append(compare(*(candidates(Path(path))[0] for path in options.diff)))
         return max(codes)
 
     return exit_code(inspect)
@@ -90,10 +80,10 @@ def _is_run(path: Path) -> bool:
 def show_run(run: Path) -> int:
     """Print which checkpoints a run has, each as it is verified, and what else lies beside them."""
     folder = run if checkpoints_in(run) else run / CHECKPOINTS
-    found = checkpoints_in(folder)
-    _say(f"{run}: {len(found) or 'no'} checkpoint{'s' * (len(found) != 1)}")
+    checkpoints = checkpoints_in(folder)
+    _say(f"{run}: {len(checkpoints) or 'no'} {'checkpoint' if len(checkpoints) == 1 else 'checkpoints'}")
     whole, num_broken = [], 0
-    for path in found:
+    for path in checkpoints:
         problems = _line(path)
         if not problems:
             whole.append(path)
@@ -102,20 +92,24 @@ def show_run(run: Path) -> int:
             print("BROKEN: do not load it", *problems, sep="\n  ")
         else:
             print("removed meanwhile")
-    for path in partial_in(folder):
-        if is_under_way(path):
-            _say(f"{path.name}: a save under way, {_nbytes_in(path) / MIB:.1f} MiB so far")
+    for path in folders.partial_in(folder):
+        if folders.is_under_way(path):
+            nbytes = 0
+            for file in folders.entries(path):
+                with suppress(OSError):  # published meanwhile
+                    nbytes += file.stat().st_size
+            _say(f"{path.name}: a save under way, {nbytes / MIB:.1f} MiB so far")
         else:
             _say(f"{path.name}: a save that was cut off; the next one removes it")
-    for path in removed_in(folder):
+    for path in folders.removed_in(folder):
         _say(f"{path.name}: a removal under way or cut off; the next one removes it")
-    for path in set_aside_in(folder):
+    for path in folders.set_aside_in(folder):
         _say(f"{path.name}: set aside when the run went on from an earlier one")
-    if (best := best_in(folder)) is not None:
+    if (best := folders.best_in(folder)) is not None:
         _say(f"{BEST}: {best.name}, of the best evaluation{'' if best.exists() else ', which is gone'}")
     if whole:
-        _say(f"to go on from {whole[-1].name}: checkpoint.resume={run if whole[-1] == found[-1] else whole[-1]}")
-    return 1 if num_broken else 0 if found else 2
+        _say(f"to go on from {whole[-1].name}: checkpoint.resume={run if whole[-1] == checkpoints[-1] else whole[-1]}")
+    return 1 if num_broken else 0 if checkpoints else 2
 
 
 def _line(path: Path) -> list[str]:
@@ -126,7 +120,7 @@ def _line(path: Path) -> list[str]:
         manifest = read_manifest(path)
         saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime)
         nbytes, ranks = sum(file["nbytes"] for file in manifest.files), manifest.num_ranks
-        placement = f"stage {manifest.content['stage']}, {ranks} rank{'s' * (ranks > 1)}"
+        placement = f"stage {manifest.content['stage']}, {ranks} {'ranks' if ranks > 1 else 'rank'}"
         _say(f"{saved:%Y-%m-%d %H:%M:%S}  {nbytes / MIB:.1f} MiB  {placement}", end="  ")
         problems = problems_in(path, manifest)
     except (CheckpointError, OSError) as error:
@@ -136,47 +130,40 @@ def _line(path: Path) -> list[str]:
     return problems
 
 
-def _nbytes_in(folder: Path) -> int:
-    total = 0
-    for path in entries(folder):
-        with suppress(OSError):  # published meanwhile
-            total += path.stat().st_size
-    return total
-
-
-def compare(left: Path, right: Path) -> int:
+def compare(path: Path, other: Path) -> int:
     """Print what differs between two."""
-    manifests = read_manifest(left), read_manifest(right)
-    found = 0
-    for line in differences((left, manifests[0]), (right, manifests[1])):
+    manifests = read_manifest(path), read_manifest(other)
+    num_different = 0
+    for line in differences((path, manifests[0]), (other, manifests[1])):
         _say(line)
-        found += 1
+        num_different += 1
     num_tensors = len({(name, role) for manifest in manifests for name, role, _ in manifest.tensors()})
-    _say(f"{found} of {num_tensors} tensors differ (step {manifests[0].step} against step {manifests[1].step})")
-    return 1 if found else 0
+    _say(f"{num_different} of {num_tensors} tensors differ (step {manifests[0].step} against step {manifests[1].step})")
+    return 1 if num_different else 0
 
 
 def _lines(folder: Path, manifest: Manifest) -> list[str]:
-    said, told = manifest.content, manifest.content["versions"]
+    content, versions = manifest.content, manifest.content["versions"]
     nbytes = sum(file["nbytes"] for file in manifest.files)
-    numel = sum(prod(each["shape"]) for each in manifest.parameters.values())
-    trained = sum(prod(each["shape"]) for each in manifest.parameters.values() if each["trains"])
+    numel = sum(prod(parameter["shape"]) for parameter in manifest.parameters.values())
+    trained = sum(prod(parameter["shape"]) for parameter in manifest.parameters.values() if parameter["trains"])
     lines = [
-        f"{folder}: step {manifest.step}, saved by {manifest.num_ranks} ranks ({said['virtual_ranks']} virtual) at "
-        f"stage {said['stage']} in {said['precision']}",
-        f"written by zerotrain {told.get('zerotrain')}, torch {told.get('torch')}, Python {told.get('python')}",
+        f"{folder}: step {manifest.step}, saved by {manifest.num_ranks} ranks ({content['virtual_ranks']} virtual) at "
+        f"stage {content['stage']} in {content['precision']}",
+        f"written by zerotrain {versions.get('zerotrain')}, torch {versions.get('torch')}, "
+        f"Python {versions.get('python')}",
         f"{len(manifest.parameters)} parameters of {numel:,} elements, {trained:,} of them trained; "
         f"{len(manifest.buffers)} buffers; {nbytes / MIB:.1f} MiB in {len(manifest.files)} files",
     ]
-    for group in said["groups"]:
+    for group in content["groups"]:
         settings = group["hyperparameters"]
         lines.append(f"group {settings['name']!r}: {group['optimizer']}, lr {settings.get('lr')}")
     width = max((len(name) for name in (*manifest.parameters, *manifest.buffers)), default=0)
     for name, parameter in manifest.parameters.items():
-        kept = ", ".join(f"{role} {tensor['dtype']}" for role, tensor in parameter["tensors"].items())
+        tensors = ", ".join(f"{role} {tensor['dtype']}" for role, tensor in parameter["tensors"].items())
         counts = "".join(f", {count} {_number(value)}" for count, value in parameter["counts"].items())
         frozen = "" if parameter["trains"] else ", frozen"
-        lines.append(f"  {name:{width}}  {'x'.join(map(str, parameter['shape'])) or '()'}  {kept}{counts}{frozen}")
+        lines.append(f"  {name:{width}}  {'x'.join(map(str, parameter['shape'])) or '()'}  {tensors}{counts}{frozen}")
     for name, buffer in manifest.buffers.items():
         of_ranks = f", of {len(pieces_of(buffer))} ranks each its own" if len(pieces_of(buffer)) > 1 else ""
         dtype = str(dtype_of(buffer)).removeprefix("torch.")

@@ -23,12 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=_ranks, default=1, metavar="N", help="that share it; default: 1")
     parser.add_argument("--optimizer", choices=[*STATE_PER_PARAMETER], default="adamw", help="default: adamw")
     parser.add_argument("--precision", choices=[*ITEMSIZE], default="bf16", help="default: bf16, with fp32 masters")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     print("GB of a rank, by stage (1 GB = 1e9 bytes)")
     print(f"{'stage':>5} {'parameters':>11} {'gradients':>10} {'optimizer':>10} {'sum':>8} {'sent/step':>10}")
-    stages = stages_of_size(asked.parameters, asked.ranks, asked.optimizer, asked.precision)
-    for stage, of in enumerate(stages):
-        gb = {kind: nbytes / 1e9 for kind, nbytes in of.items()}
+    stages = stages_of_size(options.parameters, options.ranks, options.optimizer, options.precision)
+    for stage, sizes in enumerate(stages):
+        gb = {kind: nbytes / 1e9 for kind, nbytes in sizes.items()}
         held = sum(gb[kind] for kind in KINDS)
         print(
             f"{stage:>5} {gb['parameters']:>11.4g} {gb['gradients']:>10.4g} {gb['optimizer']:>10.4g} {held:>8.3g} "

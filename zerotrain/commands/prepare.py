@@ -70,13 +70,13 @@ def prepare(data: dict[str, Any], out: Path | None) -> str:
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError((str(error).splitlines() or [type(error).__name__])[0]) from error
     documents = store.documents
-    made = (
+    summary = (
         f"{store.tokens:,} tokens of {store.dtype.name}, vocab_size {store.vocab_size}, in "
         f"{1 if documents is None else len(documents):,} documents: {store.shards[0].path.parent}"
     )
     if out is None:
-        return made
-    return f"{made}\ntrain on them: python launch.py data=tokens data.path={out} data.vocab_size={store.vocab_size}"
+        return summary
+    return f"{summary}\ntrain on them: python launch.py data=tokens data.path={out} data.vocab_size={store.vocab_size}"
 
 
 def _data(settings: list[str], config_dir: Path | None) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def _data(settings: list[str], config_dir: Path | None) -> dict[str, Any]:
         try:
             config, problems = checked_config(compose(settings))
         except Exception as error:
-            found = composition_problems(settings, compose, is_sweep=False, folders=folders)
-            raise ConfigError(*(found or [str(error).splitlines()[0]])) from error
+            causes = composition_problems(settings, compose, is_sweep=False, folders=folders)
+            raise ConfigError(*(causes or [str(error).splitlines()[0]])) from error
     if problems:
         raise ConfigError(*problems)
     if config.data.get("_target_") != TARGET:

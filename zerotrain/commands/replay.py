@@ -91,23 +91,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--save-batch", type=Path, metavar="FILE", help="write the worst micro-batch, as safetensors")
     parser.add_argument("--out", type=Path, default=Path(REPLAY_NAME), metavar="FILE", help=f"{REPLAY_NAME} by default")
     parser.add_argument("--trust-code", **TRUST)
-    given = vars(parser.parse_intermixed_args(arguments))
-    del given["worst"]
-    return exit_code(lambda: _run(ReplayArguments(**given)))
+    options = vars(parser.parse_intermixed_args(arguments))
+    del options["worst"]
+    return exit_code(lambda: _run(ReplayArguments(**options)))
 
 
-def _run(asked: ReplayArguments) -> int:
-    _require_in_range(asked)
-    with _made("--out", asked.out, asked.path) as out, _made("--save-batch", asked.save_batch, asked.path) as batch:
+def _run(options: ReplayArguments) -> int:
+    if options.step is not None and options.step < 1:
+        raise ConfigError(f"--step: got {options.step}; it must be 1 or more, the number of a step")
+    if options.around < 0:
+        raise ConfigError(f"--around: got {options.around}; it must be 0 or more steps")
+    with (
+        _new_file("--out", options.out, options.path) as out,
+        _new_file("--save-batch", options.save_batch, options.path) as batch,
+    ):
         with words_of_config():
-            body = replay(asked, Console(), lambda tensors: batch.write(_safetensors().save(tensors)))
+            body = replay(options, Console(), lambda tensors: batch.write(_safetensors().save(tensors)))
         out.write((json.dumps(OURS | body, indent=2) + "\n").encode())
-    print(f"in {asked.out}")
+    print(f"in {options.out}")
     return exits.FAILED if body["differs"] else exits.COMPLETED
 
 
 def replay(
-    asked: ReplayArguments, console: Console, keep_batch: Callable[[dict[str, torch.Tensor]], Any]
+    options: ReplayArguments, console: Console, keep_batch: Callable[[dict[str, torch.Tensor]], Any]
 ) -> dict[str, Any]:
     """Compute a step of a run again, print what it was made of, and return that for JSON.
 
@@ -118,19 +124,20 @@ def replay(
         ConfigError: an argument is wrong, or the run cannot be built here.
         CheckpointError: no checkpoint before the step is whole.
     """
-    folder = asked.path.absolute()
+    folder = options.path.absolute()
     if os.path.isfile(folder / MANIFEST):
         folder = folder.parent.parent
     record = read_record(folder)
-    if asked.step is None and not record.steps:
+    if options.step is None and not record.steps:
         raise ConfigError(f"--worst: {folder} has recorded no steps; give --step")
-    step = record.worst if asked.step is None else asked.step
-    if record.steps and step > record.last + 1:
-        told = f"the run has recorded {record.last} steps"
-        raise ConfigError(f"--step: got {step}; {told}; give one of them, or the next")
+    step = record.worst if options.step is None else options.step
+    if record.steps and step > record.last_step + 1:
+        raise ConfigError(
+            f"--step: got {step}; the run has recorded {record.last_step} steps; give one of them, or the next"
+        )
     start = record.start_of(step)
-    first = max(1, step - asked.around)
-    checkpoints = _checkpoints_before(asked.path.absolute(), first, has_start=0 in record.starts)
+    first_step = max(1, step - options.around)
+    checkpoints = _checkpoints_before(options.path.absolute(), first_step, has_start=0 in record.starts)
     settings = start.get("settings")
     if settings is None and (manifest := first_readable(checkpoints)) is not None:
         settings = manifest.content["config"]
@@ -140,7 +147,7 @@ def replay(
             raise ConfigError(f"{folder} {NO_CONFIG}")
         left_out = [f"callbacks.{name}" for name in config.callback_targets]
         virtual_ranks = config.train.virtual_ranks
-        config = _with(config, asked, folder)
+        config = _replay_config(config, options, folder)
         torch.set_num_threads(num_threads_per_rank(config, 1))
         choose_kernels(deterministic=config.train.deterministic, tf32=config.precision.tf32)
         with tempfile.TemporaryDirectory() as scratch, join_ranks(config) as world:
@@ -148,21 +155,23 @@ def replay(
             steps = opened_steps(config, world, checkpoints, Path(scratch), console, start.get("data"))
             if step > steps.max_steps:
                 raise ConfigError(f"--step: got {step}; the run has {steps.max_steps} steps; give one of them")
-            found = _computed(steps, asked, record, step, keep_batch)
+            computed = _compute(steps, options, record, step, keep_batch)
             causes = []
-            if found.first_that_differs is not None:
-                causes = record.causes(found.first_that_differs["step"], environment(world.device), settings)
-                causes += [f"{each}, which was given here" for each in asked.settings if each.startswith("data.")]
-                causes += [f"{each} is left out in a replay" for each in left_out]
-    print_report(console, found.report, steps.began_at, record, found.differs, causes)
-    if found.around:
-        print_around(console, found.around, step)
+            if computed.first_that_differs is not None:
+                causes = record.causes(computed.first_that_differs["step"], environment(world.device), settings)
+                causes += [
+                    f"{setting}, which was given here" for setting in options.settings if setting.startswith("data.")
+                ]
+                causes += [f"{name} is left out in a replay" for name in left_out]
+    print_report(console, computed.report, steps.began_at, record, computed.differs, causes)
+    if computed.around:
+        print_around(console, computed.around, step)
     about = {"from_step": steps.began_at, "recorded": step in record.steps, "causes": causes}
-    return without_non_finite(found.body() | about)
+    return without_non_finite(computed.body() | about)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
+class _Computation:
     """All that was found by computing a step again."""
 
     report: StepReport
@@ -188,34 +197,27 @@ class _Found:
         )
 
 
-def _computed(
+def _compute(
     steps: ReplayedSteps,
-    asked: ReplayArguments,
+    options: ReplayArguments,
     record: Record,
     step: int,
     keep_batch: Callable[[dict[str, torch.Tensor]], Any],
-) -> _Found:
+) -> _Computation:
     """Go on to a step, and to those after it that are asked for."""
-    found = _compared(steps, record, step - 1)
-    report = report_of(steps, each_row=asked.rows)
-    if asked.save_batch is not None:
+    lines = _go_on(steps, record, step - 1)
+    report = report_of(steps, each_row=options.rows)
+    if options.save_batch is not None:
         keep_batch(batch_of(steps, report.worst.virtual_rank, report.worst.micro_batch))
     [(_, outcome)] = steps.train(step)
-    found.append(_beside_record(steps, record, step, outcome))
-    found += _compared(steps, record, min(step + asked.around, steps.max_steps))
-    return _Found(
+    lines.append(_line_of(steps, record, step, outcome))
+    lines += _go_on(steps, record, min(step + options.around, steps.max_steps))
+    return _Computation(
         report=report,
         outcome=outcome,
-        first_that_differs=next((each for each in found if each["differs"]), None),
-        around=[each for each in found if asked.around and abs(each["step"] - step) <= asked.around],
+        first_that_differs=next((line for line in lines if line["differs"]), None),
+        around=[line for line in lines if options.around and abs(line["step"] - step) <= options.around],
     )
-
-
-def _require_in_range(asked: ReplayArguments) -> None:
-    if asked.step is not None and asked.step < 1:
-        raise ConfigError(f"--step: got {asked.step}; it must be 1 or more, the number of a step")
-    if asked.around < 0:
-        raise ConfigError(f"--around: got {asked.around}; it must be 0 or more steps")
 
 
 def _safetensors() -> Any:
@@ -226,7 +228,7 @@ def _safetensors() -> Any:
 
 
 @contextmanager
-def _made(name: str, path: Path | None, run: Path) -> Iterator[BinaryIO]:
+def _new_file(name: str, path: Path | None, run: Path) -> Iterator[BinaryIO]:
     """The file that an argument names, to be written: it is there before anything is computed, and has its name at the
     end.
 
@@ -244,8 +246,8 @@ def _made(name: str, path: Path | None, run: Path) -> Iterator[BinaryIO]:
     with ExitStack() as stack:
         try:
             if os.path.lexists(path):
-                with open(path, "rb", opener=only_regular) as there:
-                    if there.read(len(begin)) != begin:
+                with open(path, "rb", opener=only_regular) as old_file:
+                    if old_file.read(len(begin)) != begin:
                         raise ConfigError(f"{name}: got {path}, which is there already; give a new name")
             file = stack.enter_context(whole(path))
         except OSError as error:
@@ -261,20 +263,20 @@ def _checkpoints_before(path: Path, step: int, *, has_start: bool) -> list[Path]
         ConfigError: there is nothing to go on from.
     """
     if os.path.isfile(path / MANIFEST):
-        found = [path]
+        checkpoints = [path]
     elif path.is_dir():
-        found = newest_first(path / CHECKPOINTS)
+        checkpoints = newest_first(path / CHECKPOINTS)
     else:
         candidates(path)  # which says why there is none
-        found = []
-    before = {each: at for each in found if (at := _step_in(each)) is None or at < step}
-    if any(at is not None for at in before.values()) or (has_start and not before):
-        return list(before)
+        checkpoints = []
+    earlier = {checkpoint: at for checkpoint in checkpoints if (at := _step_in(checkpoint)) is None or at < step}
+    if any(at is not None for at in earlier.values()) or (has_start and not earlier):
+        return list(earlier)
     if has_start and not os.path.isfile(path / MANIFEST):
         return []
-    steps = sorted(at for each in found if (at := _step_in(each)) is not None)
-    if not found or not steps:
-        return candidates(path) if not before else list(before)
+    steps = sorted(at for checkpoint in checkpoints if (at := _step_in(checkpoint)) is not None)
+    if not checkpoints or not steps:
+        return candidates(path) if not earlier else list(earlier)
     raise ConfigError(f"--step: got {step}; the oldest checkpoint is of step {steps[0]}; give a step after it")
 
 
@@ -286,25 +288,25 @@ def _step_in(checkpoint: Path) -> int | None:
         return None
 
 
-def _with(config: Config, asked: ReplayArguments, folder: Path) -> Config:
+def _replay_config(config: Config, options: ReplayArguments, folder: Path) -> Config:
     """The run's config for one rank, with the user's settings, all of whose classes are trusted."""
     config = of_replay(config)
     config.data = kept_in_own_cache(config.data)
-    config = with_settings(config, asked.settings, doing="a replay", at_work=AT_WORK)
-    if not asked.trust_code:
-        given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(asked.settings)), resolve=False)
-        require_trusted(config, BUILT, folder, overrides=given)
+    config = with_settings(config, options.settings, doing="a replay", at_work=AT_WORK)
+    if not options.trust_code:
+        changes: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(options.settings)), resolve=False)
+        require_trusted(config, BUILT, folder, overrides=changes)
     if problems := class_problems(config):
         raise ConfigError(*problems)
     return config
 
 
-def _compared(steps: ReplayedSteps, record: Record, until: int) -> list[dict[str, Any]]:
+def _go_on(steps: ReplayedSteps, record: Record, until: int) -> list[dict[str, Any]]:
     """Go on to a step; what each step on the way came to, beside the record."""
-    return [_beside_record(steps, record, step, outcome) for step, outcome in steps.train(until)]
+    return [_line_of(steps, record, step, outcome) for step, outcome in steps.train(until)]
 
 
-def _beside_record(steps: ReplayedSteps, record: Record, step: int, outcome: TrainStepResult) -> dict[str, Any]:
+def _line_of(steps: ReplayedSteps, record: Record, step: int, outcome: TrainStepResult) -> dict[str, Any]:
     differs = record.difference(step, outcome)
     return {
         "step": step,

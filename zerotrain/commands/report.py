@@ -10,7 +10,7 @@ from rich.console import Console
 from zerotrain.commands.frame import exit_code, parser_of
 from zerotrain.errors import ConfigError
 from zerotrain.report.files import CSV_NAME, JSON_NAME, PAGE_NAME, print_table, write_files
-from zerotrain.report.rows import FILES_OF_RUNS, JobFiles, read_jobs, report_of
+from zerotrain.report.rows import FILES_OF_RUNS, read_jobs, report_of
 
 EXAMPLES = """\
 FOLDER is a run, a sweep, or any folder in which runs lie. A sweep writes these files itself; this command makes them
@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="the folder of the files; that of one FOLDER by default"
     )
-    asked = parser.parse_args(arguments)
-    return exit_code(lambda: report(asked.folders, asked.out))
+    options = parser.parse_args(arguments)
+    return exit_code(lambda: report(options.folders, options.out))
 
 
 def report(folders: Sequence[Path], out: Path | None = None) -> None:
@@ -42,32 +42,25 @@ def report(folders: Sequence[Path], out: Path | None = None) -> None:
     """
     if out is None and len(folders) > 1:
         raise ConfigError(f"--out: is not given, and there are {len(folders)} folders; say where the report is to lie")
-    jobs = [_named(job, folder, folders) for folder in folders for job in _jobs_in(folder)]
+    jobs = []
+    for folder in folders:
+        own_jobs = read_jobs(folder)
+        if not own_jobs:
+            problem = "which has no run" if folder.is_dir() else "which is no folder"
+            raise ConfigError(f"FOLDER: got {folder}, {problem}; give one in which {' or '.join(FILES_OF_RUNS)} lies")
+        jobs += own_jobs
+    if len(folders) > 1:  # the jobs of each folder have the same names
+        root = os.path.commonpath([path.absolute() for path in folders])
+        jobs = [replace(job, name=os.path.relpath(job.folder.absolute(), root)) for job in jobs]
     folder = out or folders[0]
     title = folders[0].absolute() if len(folders) == 1 else folder.absolute()
-    told = report_of(jobs, title="/".join(title.parts[-2:]))
+    summary = report_of(jobs, title="/".join(title.parts[-2:]))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_files(told, folder)
+        write_files(summary, folder)
     except OSError as error:
         raise ConfigError(
             f"--out: got {folder}, which cannot be written: {error.strerror}; give another folder"
         ) from error
-    print_table(told, Console())
+    print_table(summary, Console())
     print(f"in {folder}: {PAGE_NAME}, {CSV_NAME}, {JSON_NAME}")
-
-
-def _jobs_in(folder: Path) -> list[JobFiles]:
-    jobs = read_jobs(folder)
-    if not jobs:
-        found = "which has no run" if folder.is_dir() else "which is no folder"
-        raise ConfigError(f"FOLDER: got {folder}, {found}; give one in which {' or '.join(FILES_OF_RUNS)} lies")
-    return jobs
-
-
-def _named(job: JobFiles, folder: Path, folders: Sequence[Path]) -> JobFiles:
-    """A job that is told from those of other folders by its name."""
-    if len(folders) == 1:
-        return job
-    within = os.path.relpath(job.folder.absolute(), os.path.commonpath([each.absolute() for each in folders]))
-    return replace(job, name=within)

@@ -34,26 +34,31 @@ line each.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     parser = parser_of("slurm", __doc__, EXAMPLES)
     parser.usage = "python -m zerotrain slurm [--submit] [sbatch options] -- [settings]"
-    if not given or given[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help"):
         parser.print_help()
         return 0
-    return exit_code(lambda: slurm(given))
+    return exit_code(lambda: slurm(words))
 
 
-def slurm(given: Sequence[str]) -> int:
+def slurm(words: Sequence[str]) -> int:
     """Print the file of a command line, or submit it.
 
     Raises:
         ConfigError: an option or a setting cannot be.
     """
-    place = given.index("--") if "--" in given else len(given)
-    options, settings = [each for each in given[:place] if each != SUBMIT], list(given[place + 1 :])
-    _require_settings(settings)
+    place = words.index("--") if "--" in words else len(words)
+    options, settings = [word for word in words[:place] if word != SUBMIT], list(words[place + 1 :])
+    if not any(setting.startswith("-") for setting in settings):  # those with options are not composed
+        # A job may wait for hours until it is refused.
+        with composing([CONF]) as compose:
+            problems = composition_problems(settings, compose, is_sweep=False, folders=[CONF])
+        if problems:
+            raise ConfigError(*problems)
     text = batch_file(options, settings)
-    if SUBMIT not in given[:place]:
+    if SUBMIT not in words[:place]:
         print(text, end="", flush=True)
         return 0
     try:
@@ -74,7 +79,7 @@ def batch_file(options: Sequence[str], settings: Sequence[str]) -> str:
     """
     lines = _grouped(options)
     names = {line[0].partition("=")[0] for line in lines}
-    names |= {_SHORT[each] for each in names if each in _SHORT}
+    names |= {_SHORT[name] for name in names if name in _SHORT}
     lines += [[name if value is None else f"{name}={value}"] for name, value in DEFAULTS.items() if name not in names]
     command = shlex.join([sys.executable, "-m", "zerotrain", "launch.requeue=true", *settings])
     return "\n".join(
@@ -91,25 +96,15 @@ def batch_file(options: Sequence[str], settings: Sequence[str]) -> str:
 def _grouped(options: Sequence[str]) -> list[list[str]]:
     """Each option with its value, which may be the next argument."""
     lines: list[list[str]] = []
-    for each in options:
-        if "\n" in each or each.partition("=")[0] in _NOT_OURS:
-            raise ConfigError(f"{each.partition('=')[0] or each}: it cannot stand in a file for sbatch; leave it out")
-        if each.startswith("-"):
-            lines.append([each])
+    for word in options:
+        if "\n" in word or word.partition("=")[0] in _NOT_OURS:
+            raise ConfigError(f"{word.partition('=')[0] or word}: it cannot stand in a file for sbatch; leave it out")
+        if word.startswith("-"):
+            lines.append([word])
         elif lines and "=" not in lines[-1][0] and len(lines[-1]) == 1:
-            lines[-1].append(each)
+            lines[-1].append(word)
         else:
             raise ConfigError(
-                f"{each}: it is no option of sbatch; settings stand behind --, as in slurm --ntasks=4 -- {each}"
+                f"{word}: it is no option of sbatch; settings stand behind --, as in slurm --ntasks=4 -- {word}"
             )
     return lines
-
-
-def _require_settings(settings: Sequence[str]) -> None:
-    """Check the settings here: a job may wait for hours until it is refused. Those with options are not composed."""
-    if any(each.startswith("-") for each in settings):
-        return
-    with composing([CONF]) as compose:
-        problems = composition_problems(list(settings), compose, is_sweep=False, folders=[CONF])
-    if problems:
-        raise ConfigError(*problems)

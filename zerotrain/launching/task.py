@@ -239,8 +239,9 @@ def choose_autos(raw: Config, config: Config, ranks: Ranks, run_dir: Path) -> tu
 def _choose_now(
     raw: Config, config: Config, ranks: Ranks, memory: Memory, run_dir: Path
 ) -> tuple[Config, dict[str, Any]]:
-    """`choose_autos`, where no earlier run in the folder has choose_autos."""
-    choice = Choice.of(_in_a_child(lambda: asdict(choose(raw, config, Planner(config, ranks, memory, run_dir)))))
+    """`choose_autos`, where no earlier run in the folder has chosen."""
+    fields = _in_a_child(lambda: asdict(choose(raw, config, Planner(config, ranks, memory, run_dir))))
+    choice = Choice.from_fields(fields)
     if not choice.plan.fits:
         raise ConfigError(choice.why)
     print_plan(Console(), choice.plan, config)
@@ -259,7 +260,7 @@ def _in_a_child(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _memory(config: Config, ranks: Ranks) -> Memory:
-    return Memory.of(config, choose_device(config.launch.device, 0), ranks.num_local)
+    return Memory.of_run(config, choose_device(config.launch.device, 0), ranks.num_local)
 
 
 def _usage(plan: StagePlan, stage: int, memory: Memory) -> PlannedUsage:
@@ -272,7 +273,7 @@ def _usage(plan: StagePlan, stage: int, memory: Memory) -> PlannedUsage:
         offloaded=plan.host + plan.disk,
         scratch=plan.scratch,
         sent=plan.sent,
-        peak=None if plan.peak is None else memory.taken(plan),
+        peak=None if plan.peak is None else memory.nbytes_of(plan),
     )
 
 

@@ -21,30 +21,9 @@ from zerotrain.comm.world import choose_device
 from zerotrain.config.checks import HYDRA_KEYS
 from zerotrain.config.checks import SETS as SETS_OF
 from zerotrain.config.compose import first_paragraph
-from zerotrain.config.schema import CheckpointConfig, Config, SweepConfig
+from zerotrain.config.schema import Config, SweepConfig
 from zerotrain.config.words import in_words_of_config, word, words_of_config
-from zerotrain.data.fetch import (
-    AUTO,
-    LOSS_COUNT,
-    MODEL,
-    WEIGHTS,
-    WITH_OUTPUTS,
-    Fingerprint,
-    RowError,
-    as_inputs,
-    fetch_rows,
-    fingerprint_of,
-    ids_of,
-    names_in,
-    num_labels,
-    seeded,
-    target_of,
-    tensors_in,
-    to_device,
-    weighing_of,
-    with_tensors,
-    without_targets,
-)
+from zerotrain.data import fetch
 from zerotrain.data.items import first_batches, require_next_tokens, require_taken
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.home import NOT_ON_HOST
@@ -60,25 +39,7 @@ from zerotrain.engine.step import call_model, is_loss, require_loss
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import MAX_INT, Natural, is_kind, printable
 from zerotrain.preflight.room import Ranks, Room, refusing_too_large, require_memory, require_room, require_rows
-from zerotrain.run.factory import (
-    TOO_LARGE_A_TENSOR,
-    batch_size_of,
-    build,
-    build_callbacks,
-    build_collate,
-    build_data,
-    build_on_meta,
-    build_optimizer_factory,
-    build_validation_sets,
-    ended_in,
-    freeze,
-    frozen_steps,
-    in_group,
-    require_groups,
-    require_rhythms,
-    tokens_per_sequence,
-    try_schedule,
-)
+from zerotrain.run import factory
 from zerotrain.settings import problems_in
 from zerotrain.sharding.units import cut_units, model_parameters, walk
 from zerotrain.training import Callback
@@ -106,7 +67,7 @@ TOLERANCE = 1e-5
 
 def dataset_of(config: Config) -> Any:
     """The data; ConfigError where it is no data at all."""
-    data, path = build_data(config), config.data.get("_target_")
+    data, path = factory.build_data(config), config.data.get("_target_")
     for name in SETS:
         if getattr(data, name, None) is None:
             raise ConfigError(
@@ -118,16 +79,20 @@ def dataset_of(config: Config) -> Any:
 
 def validation_sets_of(data: Any, config: Config) -> dict[str, Any]:
     """The further data that is evaluated; ConfigError where one is no data, has no rows or does not fit the data."""
-    sets, problems = build_validation_sets(config), []
-    known, sources = getattr(data, "vocab_size", None), getattr(data.validation, "sources", ())
-    for name, each in sets.items():
-        called, size = f"{SETS_OF}.{name}", getattr(each, "vocab_size", None)
-        if any(getattr(each, part, None) is None for part in SETS):
-            problems.append(f"{called}: makes a {type(each).__name__}, which has not the datasets {' and '.join(SETS)}")
-        elif not has_rows(each.validation) and not has_rows(each.train):
+    sets, problems = factory.build_validation_sets(config), []
+    vocab_size, sources = getattr(data, "vocab_size", None), getattr(data.validation, "sources", ())
+    for name, extra in sets.items():
+        called, size = f"{SETS_OF}.{name}", getattr(extra, "vocab_size", None)
+        if any(getattr(extra, part, None) is None for part in SETS):
+            problems.append(
+                f"{called}: makes a {type(extra).__name__}, which has not the datasets {' and '.join(SETS)}"
+            )
+        elif not has_rows(extra.validation) and not has_rows(extra.train):
             problems.append(f"{called}: has no rows; give other data, or leave it out")
-        elif isinstance(known, int) and isinstance(size, int) and size != known:
-            problems.append(f"{called}.vocab_size={size}, but data.vocab_size={known}; both must be in the same tokens")
+        elif isinstance(vocab_size, int) and isinstance(size, int) and size != vocab_size:
+            problems.append(
+                f"{called}.vocab_size={size}, but data.vocab_size={vocab_size}; both must be in the same tokens"
+            )
         elif name in sources:
             problems.append(f"{called}: a source of the data is called so too; give it another name")
     if problems:
@@ -135,13 +100,17 @@ def validation_sets_of(data: Any, config: Config) -> dict[str, Any]:
     return sets
 
 
-def first_batches_of(data: Any, sets: Mapping[str, Any], config: Config) -> dict[str, list[Any]]:
+def first_batches_of(
+    data: Any, sets: Mapping[str, Any], config: Config, ranks: Ranks, room: Room
+) -> dict[str, list[Any]]:
     """The first items of each of `SETS` and of further sets, as batches of one, by their names in messages; of no
-    validation there are none."""
-    named = {f"data.{name}": getattr(data, name) for name in SETS if name == "train" or has_rows(data.validation)}
-    named |= {f"{SETS_OF}.{name}": rows_of_set(each) for name, each in sets.items()}
-    collate = build_collate(config)
-    return {name: first_batches(rows, name, seed=config.seed, collate=collate) for name, rows in named.items()}
+    validation there are none. A ConfigError where the rows of a step have no room."""
+    if isinstance(length := getattr(data.train, "tokens_per_sequence", None), int):
+        require_rows(config, length * torch.int64.itemsize, len(data.train), ranks, room)
+    datasets = {f"data.{name}": getattr(data, name) for name in SETS if name == "train" or has_rows(data.validation)}
+    datasets |= {f"{SETS_OF}.{name}": rows_of_set(extra) for name, extra in sets.items()}
+    collate = factory.build_collate(config)
+    return {name: first_batches(rows, name, seed=config.seed, collate=collate) for name, rows in datasets.items()}
 
 
 def has_rows(dataset: Any) -> bool:
@@ -158,7 +127,7 @@ def require_callbacks_fit(
 ) -> dict[str, Callback]:
     """The callbacks; ConfigError where one needs an evaluation that there is not, a metric that an evaluation has not,
     outputs that the model does not give, or labels that no batch has."""
-    callbacks = build_callbacks(config)
+    callbacks = factory.build_callbacks(config)
     metrics, of_training = metrics_in(callbacks, OF_VALIDATION), metrics_in(callbacks, OF_TRAINING)
     if "loss" in metrics:
         raise ConfigError("callbacks.loss: an evaluation has val_loss already; give the metric another name")
@@ -167,12 +136,14 @@ def require_callbacks_fit(
             raise ConfigError(f"callbacks.{name}: metrics.jsonl has train_{name} already; give the metric another name")
     if model is not None:
         require_outputs(model, of_training)
-    for where, [first, *_] in (batches or {}).items():
-        require_measurable(of_training if where == "data.train" else metrics, where, first, model)
+    for where, [batch, *_] in (batches or {}).items():
+        require_measurable(of_training if where == "data.train" else metrics, where, batch, model)
     if data is None:
         return callbacks
     followed = [
-        (f"callbacks.{name}.metric", each.metric) for name, each in callbacks.items() if isinstance(each, EarlyStopping)
+        (f"callbacks.{name}.metric", callback.metric)
+        for name, callback in callbacks.items()
+        if isinstance(callback, EarlyStopping)
     ]
     if config.checkpoint.best is not None:
         followed.append(("checkpoint.best", config.checkpoint.best))
@@ -184,12 +155,12 @@ def require_callbacks_fit(
     ):
         raise ConfigError(f"{needing[0]}: needs evaluations, and {NO_VALIDATION}")
     of_each = [f"val_{name}" for name in ("loss", *metrics)]
-    known = _with_sources(of_each, data.validation) if has_validation else []
-    for name, each in sets.items():
-        known += [in_set(metric, name) for metric in _with_sources(of_each, rows_of_set(each))]
+    all_metrics = _with_sources(of_each, data.validation) if has_validation else []
+    for name, extra in sets.items():
+        all_metrics += [in_set(metric, name) for metric in _with_sources(of_each, rows_of_set(extra))]
     for name, metric in followed:
-        if metric not in known:
-            raise ConfigError(f"{name}: got {metric}; an evaluation has {', '.join(known)}")
+        if metric not in all_metrics:
+            raise ConfigError(f"{name}: got {metric}; an evaluation has {', '.join(all_metrics)}")
     return callbacks
 
 
@@ -201,10 +172,10 @@ def _with_sources(metrics: Sequence[str], rows: Any) -> list[str]:
 def require_outputs(model: nn.Module, of_training: Mapping[str, Metric]) -> None:
     """Check that the model gives its outputs beside its loss where a metric of training looks at them."""
     for name, metric in of_training.items():
-        if metric.needs_outputs and WITH_OUTPUTS not in inspect.signature(model.forward).parameters:
+        if metric.needs_outputs and fetch.WITH_OUTPUTS not in inspect.signature(model.forward).parameters:
             raise ConfigError(
                 f"callbacks.{name}.of: has {OF_TRAINING}, for which {type(model).__name__}.forward must take "
-                f"{WITH_OUTPUTS}=True and return (loss, outputs); it has no such argument: give it one, or leave "
+                f"{fetch.WITH_OUTPUTS}=True and return (loss, outputs); it has no such argument: give it one, or leave "
                 f"{OF_TRAINING} out"
             )
 
@@ -218,16 +189,16 @@ def require_measurable(metrics: Mapping[str, Metric], where: str, batch: Any, mo
     """
     looking = {name: metric for name, metric in metrics.items() if metric.needs_outputs}
     for name, metric in looking.items():
-        if target_of(batch, metric.target) is None and (metric.target is not None or metric.needs_labels):
-            missing, named = metric.target or "labels", ", ".join(_names_of_tensors(batch))
-            advice = f"give callbacks.{name}.target=NAME one of these" if named else "give dicts, or pairs of tensors"
+        if fetch.target_of(batch, metric.target) is None and (metric.target is not None or metric.needs_labels):
+            missing, names = metric.target or "labels", ", ".join(_names_of_tensors(batch))
+            advice = f"give callbacks.{name}.target=NAME one of these" if names else "give dicts, or pairs of tensors"
             raise ConfigError(
                 f"callbacks.{name}: compares outputs with {missing}, and a batch of {where} has "
-                f"{named or 'no such part'}; {advice}"
+                f"{names or 'no such part'}; {advice}"
             )
     if model is None or not looking or where == "data.train":
         return
-    kind, inputs = type(model).__name__, without_targets(batch, {metric.target for metric in looking.values()})
+    kind, inputs = type(model).__name__, fetch.without_targets(batch, {metric.target for metric in looking.values()})
     try:
         call_model(inspect.signature(model.forward).bind, inputs)
     except TypeError as error:
@@ -237,13 +208,15 @@ def require_measurable(metrics: Mapping[str, Metric], where: str, batch: Any, mo
         ) from error
     if getattr(model, "next_token_labels", False):
         return
-    targets = {name: target_of(batch, metric.target) for name, metric in looking.items() if metric.class_dim is None}
+    targets = {
+        name: fetch.target_of(batch, metric.target) for name, metric in looking.items() if metric.class_dim is None
+    }
     # One label a row leaves a single dimension for the classes; and a call without values imports torch's compiler.
     unclear = {name: target for name, target in targets.items() if target is not None and target.dim() > 1}
     outputs = None
     if unclear:
         with suppress(Exception), torch.no_grad():  # of a model that computes with values
-            outputs = logits_in(call_model(model, to_device(inputs, torch.device("meta"))))
+            outputs = logits_in(call_model(model, fetch.to_device(inputs, torch.device("meta"))))
     for name, target in unclear.items():
         try:
             class_dim_of(outputs, target, None)
@@ -252,13 +225,13 @@ def require_measurable(metrics: Mapping[str, Metric], where: str, batch: Any, mo
 
 
 def _names_of_tensors(batch: Any) -> Iterator[str]:
-    for name, part in names_in(batch).items():
+    for name, part in fetch.names_in(batch).items():
         if isinstance(part, torch.Tensor):
             yield str(name)
         yield from (f"{name}.{inner}" for inner in _names_of_tensors(part))
 
 
-def require_loss_over(model: nn.Module, data: Any, first: Any, config: Config) -> None:
+def require_loss_over(model: nn.Module, data: Any, batch: Any, config: Config) -> None:
     """Check that a model's loss of a batch is the mean that `train.loss_over` says: that of its parts, each by its
     weight. Both are computed here, in evaluation mode, by the model with first weights.
 
@@ -273,15 +246,15 @@ def require_loss_over(model: nn.Module, data: Any, first: Any, config: Config) -
     Raises:
         ConfigError: it is another mean, or none; the model gives no loss; or its own count is no number.
     """
-    given, kind, num_rows = config.train.loss_over, type(model).__name__, len(data.train)
+    loss_over, kind, num_rows = config.train.loss_over, type(model).__name__, len(data.train)
     try:
-        counted, _ = weighing_of(given, model)
-        weighings = WEIGHTS | dict([weighing_of(AUTO, model)])
-        weighings[counted](first, 1)
+        counted, _ = fetch.weighing_of(loss_over, model)
+        weighings = fetch.WEIGHTS | dict([fetch.weighing_of(fetch.AUTO, model)])
+        weighings[counted](batch, 1)
     except Exception as error:  # whatever the user's method raises
-        raise ConfigError(f"train.loss_over: got {given}; {printable(f'{error}', keep='')}") from error
-    is_known = type(model).__module__.startswith("zerotrain.models.") and counted in (AUTO, "labels")
-    if is_known or counted == "micro_batches" or (tried := _tried(model, first, config)) is None:
+        raise ConfigError(f"train.loss_over: got {loss_over}; {printable(f'{error}', keep='')}") from error
+    is_known = type(model).__module__.startswith("zerotrain.models.") and counted in (fetch.AUTO, "labels")
+    if is_known or counted == "micro_batches" or (tried := _try_loss(model, batch, config)) is None:
         return
     built, num, output = tried
     if has_rows(data.validation):
@@ -290,56 +263,61 @@ def require_loss_over(model: nn.Module, data: Any, first: Any, config: Config) -
         return
     # Evenly spread rows could all be of one class.
     rows = random.Random(config.seed).sample(range(num_rows), num)
-    rows.sort(key=lambda row: num_labels(_rows_read(data, config, [row]), 1))
+    rows.sort(key=lambda row: fetch.num_labels(_read_rows(data, config, [row]), 1))
     whole, ways = _whole_and_parts(data, config, rows)
-    found = _losses(built, config, [whole, whole, *(part for parts in ways for part, _ in parts)])
+    losses = _losses(built, config, [whole, whole, *(part for parts in ways for part, _ in parts)])
     tolerance = max(TOLERANCE, torch.finfo(output.dtype).eps)
-    if found is None or not abs(found[0] - found[1]) <= tolerance * abs(found[0]):
+    if losses is None or not abs(losses[0] - losses[1]) <= tolerance * abs(losses[0]):
         return
-    of_whole, _, *of_parts = found
-    near, said = tolerance * max(map(abs, filter(math.isfinite, found))), ""
+    of_whole, _, *of_parts = losses
+    near, problem = tolerance * max(map(abs, filter(math.isfinite, losses))), ""
     for parts in ways:
         of_two, of_parts = of_parts[:2], of_parts[2:]
         means = {name: _mean(of_two, [weigh(*part) for part in parts]) for name, weigh in weighings.items()}
         # A step leaves out what weighs nothing, so its loss may be anything.
         if not any(weighings[counted](*part) for part in parts) or abs(means[counted] - of_whole) <= near:
             return
-        said = f"train.loss_over: got {given}; of {len(rows)} rows the loss of {kind} is {of_whole:.7g}, but"
-        for fitting in (MODEL, "labels", "shifted_labels", "rows"):
+        problem = f"train.loss_over: got {loss_over}; of {len(rows)} rows the loss of {kind} is {of_whole:.7g}, but"
+        for fitting in (fetch.MODEL, "labels", "shifted_labels", "rows"):
             if abs(means.get(fitting, math.nan) - of_whole) <= near:
-                raise ConfigError(f"{said} {means[counted]:.7g} by two parts of them; train.loss_over={fitting} fits")
+                raise ConfigError(
+                    f"{problem} {means[counted]:.7g} by two parts of them; train.loss_over={fitting} fits"
+                )
         if abs(sum(of_two) - of_whole) <= near:
-            raise ConfigError(f"{said} it is the sum of those of two parts; let the model return a mean")
-        said += f" {means[counted]:.7g} by two parts of them"
-    if given == AUTO:
+            raise ConfigError(f"{problem} it is the sum of those of two parts; let the model return a mean")
+        problem += f" {means[counted]:.7g} by two parts of them"
+    if loss_over == fetch.AUTO:
         raise ConfigError(
-            f"{said}, and labels, shifted_labels and rows fit no better; give "
-            f"{kind} a method {LOSS_COUNT}, which gets a batch as forward does and returns what the loss divides by, "
-            "or, where rows act on each other, train.loss_over=micro_batches, labels or rows, whichever is meant"
+            f"{problem}, and labels, shifted_labels and rows fit no better; give {kind} a method {fetch.LOSS_COUNT}, "
+            "which gets a batch as forward does and returns what the loss divides by, or, where rows act on each "
+            "other, train.loss_over=micro_batches, labels or rows, whichever is meant"
         )
 
 
-def _rows_read(data: Any, config: Config, rows: Sequence[int]) -> Any:
-    told: Any = {"seed": config.seed, "epochs": [0] * len(rows), "step": 1}
-    return fetch_rows(data.train, rows, **told, collate=build_collate(config))
+def _read_rows(data: Any, config: Config, rows: Sequence[int]) -> Any:
+    sampling: Any = {"seed": config.seed, "epochs": [0] * len(rows), "step": 1}
+    return fetch.fetch_rows(data.train, rows, **sampling, collate=factory.build_collate(config))
 
 
-def _tried(model: nn.Module, first: Any, config: Config) -> tuple[nn.Module, int, Any] | None:
+def _try_loss(model: nn.Module, batch: Any, config: Config) -> tuple[nn.Module, int, Any] | None:
     """(the model with first weights, rows of which its loss can be tried, what it returns for the first batch); None
     where it cannot be called here."""
-    numel = sum(each.numel() for each in model.parameters())
+    numel = sum(parameter.numel() for parameter in model.parameters())
     # As if each element of a row met each parameter.
-    if numel > MOST_NUMEL or numel * max((each.numel() for each in tensors_in(first)), default=1) > MOST_PRODUCTS:
+    if (
+        numel > MOST_NUMEL
+        or numel * max((tensor.numel() for tensor in fetch.tensors_in(batch)), default=1) > MOST_PRODUCTS
+    ):
         return None
-    with suppress(Exception), seeded("loss tried", config.seed), torch.no_grad():
-        built = build("model", config.model_target).eval()
+    with suppress(Exception), fetch.seeded("loss tried", config.seed), torch.no_grad():
+        built = factory.build("model", config.model_target).eval()
         for parameter in built.parameters():
             if not parameter.any():  # of zeros, such as those of the last layer, all losses may be the same
                 parameter.normal_(std=0.02)
-        output = call_model(built, as_inputs(first))  # which may also import, and allocate
-        before = time.process_time()
-        call_model(built, as_inputs(first))
-        return built, int(min(NUM_TRIED, MOST_S / max(time.process_time() - before, 1e-9))), output
+        output = call_model(built, fetch.as_inputs(batch))  # which may also import, and allocate
+        start_s = time.process_time()
+        call_model(built, fetch.as_inputs(batch))
+        return built, int(min(NUM_TRIED, MOST_S / max(time.process_time() - start_s, 1e-9))), output
     return None
 
 
@@ -348,19 +326,21 @@ def _whole_and_parts(data: Any, config: Config, rows: Sequence[int]) -> tuple[An
     that each is padded to its longest; and cut out of the whole, where a collate function may draw other numbers for a
     part, and where the model looks at the padding."""
     num = max(1, len(rows) * 3 // 8)
-    whole, sizes = _rows_read(data, config, rows), (num, len(rows) - num)
-    read = [_rows_read(data, config, part) for part in (rows[:num], rows[num:])]
+    whole, sizes = _read_rows(data, config, rows), (num, len(rows) - num)
+    read = [_read_rows(data, config, part) for part in (rows[:num], rows[num:])]
     ways = [list(zip(read, sizes, strict=True))]
-    if config.data_switches["collate_fn"] and all(each.shape[:1] == (len(rows),) for each in tensors_in(whole)):
-        cut = [with_tensors(whole, itemgetter(part)) for part in (slice(num), slice(num, None))]
+    if config.data_switches["collate_fn"] and all(
+        tensor.shape[:1] == (len(rows),) for tensor in fetch.tensors_in(whole)
+    ):
+        cut = [fetch.with_tensors(whole, itemgetter(part)) for part in (slice(num), slice(num, None))]
         ways.append(list(zip(cut, sizes, strict=True)))
     return whole, ways
 
 
 def _losses(model: nn.Module, config: Config, batches: Sequence[Any]) -> list[float] | None:
     """The loss of each batch; None where they cannot be computed here."""
-    with suppress(Exception), seeded("loss tried", config.seed), torch.no_grad():
-        losses = [float(call_model(model, as_inputs(batch))) for batch in batches]
+    with suppress(Exception), fetch.seeded("loss tried", config.seed), torch.no_grad():
+        losses = [float(call_model(model, fetch.as_inputs(batch))) for batch in batches]
         return losses if math.isfinite(losses[0]) else None
     return None
 
@@ -383,40 +363,28 @@ def require_fit(model: nn.Module, data: Any, batches: Mapping[str, Sequence[Any]
         ValueError: the labels are of another kind.
     """
     problems, kind = [], type(model).__name__
-    known, given = getattr(model, "vocab_size", None), getattr(data, "vocab_size", None)
-    if isinstance(known, int) and isinstance(given, int) and given > known:
+    vocab_size, num_tokens = getattr(model, "vocab_size", None), getattr(data, "vocab_size", None)
+    if isinstance(vocab_size, int) and isinstance(num_tokens, int) and num_tokens > vocab_size:
         problems.append(
-            f"data.vocab_size={given}, but {kind} knows {known} tokens; choose data in the model's own tokens, such as "
-            "data=tokenized, or a model with as many"
+            f"data.vocab_size={num_tokens}, but {kind} knows {vocab_size} tokens; choose data in the model's own "
+            "tokens, such as data=tokenized, or a model with as many"
         )
-    known = getattr(model, "max_seq_len", None)
-    for name, each in batches.items():
-        ids, called = ids_of(each[0]), name if name.startswith(SETS_OF) else "data"
-        if not isinstance(known, int) or ids is None or not ids.ndim or (given := ids.shape[-1]) <= known:
+    max_seq_len = getattr(model, "max_seq_len", None)
+    for name, set_batches in batches.items():
+        ids, called = fetch.ids_of(set_batches[0]), name if name.startswith(SETS_OF) else "data"
+        if not isinstance(max_seq_len, int) or ids is None or not ids.ndim or (seq_len := ids.shape[-1]) <= max_seq_len:
             continue
         problems.append(
-            f"{called}.seq_len={given}, but {kind} knows {known} positions; choose {called}.seq_len={known} or less "
-            f"or a model with more (model.max_seq_len={given}; transformers: "
-            f"+model.config.max_position_embeddings={given})"
+            f"{called}.seq_len={seq_len}, but {kind} knows {max_seq_len} positions; choose "
+            f"{called}.seq_len={max_seq_len} or less or a model with more (model.max_seq_len={seq_len}; transformers: "
+            f"+model.config.max_position_embeddings={seq_len})"
         )
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
-    for name, each in batches.items():
-        require_taken(each, name, model)
+    for name, set_batches in batches.items():
+        require_taken(set_batches, name, model)
         if getattr(model, "next_token_labels", False):
-            require_next_tokens(each, name, model=kind, vocab_size=getattr(model, "vocab_size", None))
-
-
-def require_asked_for(data: Any, config: Config) -> None:
-    """Check that the data can do what the settings ask of it; ConfigError with every problem found."""
-    problems: list[str] = []
-    for require in (require_enough, require_prompts):
-        try:
-            require(data, config)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(*problems)
+            require_next_tokens(set_batches, name, model=kind, vocab_size=getattr(model, "vocab_size", None))
 
 
 def require_prompts(data: Any, config: Config) -> None:
@@ -467,8 +435,15 @@ def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Mani
     num_sequences = _num_sequences(config, data.train)
     if num_sequences is None:
         return
-    batch_size = batch_size_of(config, num_ranks)
-    step, num_read = (0, 0) if goes_on_from is None else (goes_on_from.step, _num_read(goes_on_from, batch_size))
+    batch_size = factory.batch_size_of(config, num_ranks)
+    step = num_read = 0
+    if goes_on_from is not None:
+        step = goes_on_from.step
+        # The extra of another loop than ours may be anything; the ranks say that it is none to go on from.
+        entry: Any = goes_on_from.content["extra"]
+        for name in (OF_TRAINER, "run", "data", "rows_consumed"):
+            entry = entry.get(name) if isinstance(entry, dict) else None
+        num_read = int(entry) if is_kind(entry, Natural) else step * batch_size
     num_steps = math.ceil((num_sequences - num_read) / batch_size)
     if num_steps < 0:
         raise ConfigError(
@@ -493,20 +468,11 @@ def _num_sequences(config: Config, train: Sized) -> Fraction | None:
         return Fraction(str(config.train.num_epochs)) * len(train)
     if config.train.max_tokens is None:
         return None
-    num_tokens = tokens_per_sequence(length_given(config), train, "train.num_epochs or train.max_steps")
+    num_tokens = factory.tokens_per_sequence(length_given(config), train, "train.num_epochs or train.max_steps")
     return Fraction(str(config.train.max_tokens)) / num_tokens
 
 
-def _num_read(manifest: Manifest, batch_size: int) -> int:
-    """Sequences that the run has read which saved a checkpoint."""
-    # The extra of another loop than ours may be anything; the ranks say that it is none to go on from.
-    found: Any = manifest.content["extra"]
-    for name in (OF_TRAINER, "run", "data", "rows_consumed"):
-        found = found.get(name) if isinstance(found, dict) else None
-    return int(found) if is_kind(found, Natural) else manifest.step * batch_size
-
-
-# All that can be tried of a config before any rank starts.
+# A config, tried as far as one process can before any rank starts.
 
 
 def check(
@@ -516,7 +482,7 @@ def check(
     goes_on_from: Manifest | None = None,
     run_dir: Path | None = None,
     like: Mapping[str, Any] | None = None,
-) -> Fingerprint:
+) -> fetch.Fingerprint:
     """Build what can be built without ranks: the model without memory, the dataset, the optimizer of one element.
 
     Called once, before any rank starts; it also fills the dataset's cache, where the ranks find it.
@@ -535,112 +501,91 @@ def check(
     Raises:
         ConfigError: with every problem found.
     """
-    attempts = _Attempts(config)
-    attempt, problems = attempts.attempt, attempts.problems
-    device = attempt("launch", lambda config: choose_device(config.launch.device, num_local_ranks - 1))
-    attempt("train", lambda config: leaves_per_rank(config.train.virtual_ranks, num_ranks, config.zero.accumulate))
-    data = attempt("data", dataset_of)
-    ranks, room = Ranks(num_ranks, num_local_ranks), _room(config, device, num_local_ranks)
-    with refusing_too_large(config, ranks, room):
-        model = attempt("model", _require_module) if _take_vocab_size(config, data) else None
-    sets = None if data is None else attempt("data", lambda config: validation_sets_of(data, config))
-    batches = None if sets is None else attempt("data", lambda config: _first_batches(data, sets, config, ranks, room))
-    known = None if batches is None else attempt("data", lambda config: fingerprint_of(data, config.seed, sets, like))
-    frozen = None if model is None else attempt("model", lambda config: _try_model(model, config))
-    if model is not None and frozen is not None:
-        problems += _start_misfits(model, config.checkpoint, goes_on_from)
-        if batches is not None:
-            attempt("data", lambda _: require_fit(model, data, batches))
-            if not problems and not config.plan.only:
-                attempt("train", lambda config: require_loss_over(model, data, batches["data.train"][0], config))
-    if batches is not None:
-        attempt("train", lambda config: require_asked_for(data, config))
-        attempt("train", lambda config: take_max_steps(config, data, num_ranks, goes_on_from))
-        attempt("train", lambda config: require_rhythms(config, data.train, num_ranks))
-        attempt("model", lambda config: frozen_steps(config, frozen or {}, data.train, num_ranks))
-    num_problems = len(problems)
-    trying = _naming_the_argument("optimizer", lambda config: _try_optimizer(model, config, device))
-    if (factory := attempt("optimizer", trying)) is not None and model is not None and frozen is not None:
-        attempt("optimizer", lambda config: require_groups(config, walk(model), factory, device, goes_on_from))
-    sized = model if len(problems) == num_problems and not config.plan.only else None
-    attempt("offload", lambda config: require_room(config, sized, run_dir, ranks))
-    if sized is not None and batches is not None and not problems:
-        stages, first = _stages_to_come(goes_on_from, config), batches["data.train"][0]
-        attempt("model", lambda config: require_memory(config, sized, factory, first, ranks, room, stages))
-    attempt("scheduler", _naming_the_argument("scheduler", try_schedule))
-    attempt("callbacks", lambda config: require_callbacks_fit(data, sets or {}, config, model, batches))
-    if problems:
-        raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
-    return known or {}
+    problems: list[str] = []
 
-
-class _Attempts:
-    """Attempts to build parts of a config, and the problems found."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self.problems: list[str] = []
-
-    def attempt(self, group: str, attempted: Callable[[Config], Any]) -> Any:
+    def attempt(group: str, attempted: Callable[[Config], Any]) -> Any:
         """The result of `attempted`; None after a problem."""
-        config, problems = self._config, self.problems
         try:
             with words_of_config():
                 return attempted(config)
         except ConfigError as error:
             problems.extend(error.problems)
-        except RowError as error:
-            problems.append(_of_row(error))
+        except fetch.RowError as error:
+            # The error of the user's class or function, and its place in the user's code.
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            if _lacks_memory(cause):
+                problems.append(_too_large("data", cause))
+            else:
+                *_, frame = traceback.extract_tb(cause.__traceback__)
+                problems.append(f"{str(error).splitlines()[0]} ({frame.filename}, line {frame.lineno})")
         except (ValueError, TypeError, LookupError, OSError) as error:
-            problems.append(in_group(group, error, getattr(config, group)))
+            problems.append(factory.in_group(group, error, getattr(config, group)))
         except (MemoryError, RuntimeError) as error:
             if not _lacks_memory(error):
                 raise
             problems.append(_too_large(group, error))
         except SystemExit as ending:
-            problems.append(ended_in(group, ending, getattr(config, group)))
+            problems.append(factory.ended_in(group, ending, getattr(config, group)))
 
-
-def _room(config: Config, device: torch.device | None, num_local: int) -> Room:
-    """Room for anything before a plan, which tells itself what does not fit."""
-    return Room(math.inf, math.inf) if config.plan.only else Room.of_machine(device, num_local)
-
-
-def _first_batches(data: Any, sets: dict[str, Any], config: Config, ranks: Ranks, room: Room) -> dict[str, list[Any]]:
-    if isinstance(length := getattr(data.train, "tokens_per_sequence", None), int):
-        require_rows(config, length * torch.int64.itemsize, len(data.train), ranks, room)
-    return first_batches_of(data, sets, config)
-
-
-def _start_misfits(model: nn.Module, checkpoint: CheckpointConfig, goes_on_from: Manifest | None) -> list[str]:
-    """A line for each kind of what does not fit the model of what the run begins with, as names and shapes tell."""
-    if goes_on_from is not None:
-        return [f"checkpoint.resume: {line}" for line in model_misfits(goes_on_from, model_parameters(model))]
-    if checkpoint.init_from is None or not checkpoint.strict:
-        return []
-    lines = weight_misfits(checkpoint.init_from, model)
-    return [f"checkpoint.init_from: {in_words_of_config(line)}" for line in lines]
-
-
-def _stages_to_come(goes_on_from: Manifest | None, config: Config) -> list[int]:
-    stages, step = stages_from(goes_on_from, config.zero.stages)
-    last = config.train.max_steps or 0
-    later = [stages[each] for each in stages if step < each < last]
-    return list(dict.fromkeys([stage_at(stages, step), *later]))
+    device = attempt("launch", lambda config: choose_device(config.launch.device, num_local_ranks - 1))
+    attempt("train", lambda config: leaves_per_rank(config.train.virtual_ranks, num_ranks, config.zero.accumulate))
+    data = attempt("data", dataset_of)
+    ranks = Ranks(num_ranks, num_local_ranks)
+    # A plan tells itself what does not fit.
+    room = Room(math.inf, math.inf) if config.plan.only else Room.of_machine(device, num_local_ranks)
+    if config.model.get("vocab_size", 0) is None and isinstance(size := getattr(data, "vocab_size", None), int):
+        config.model["vocab_size"] = size
+    # Without the data nobody knows how many tokens the model is to have.
+    knows_size = data is not None or config.model.get("vocab_size", 0) is not None
+    with refusing_too_large(config, ranks, room):
+        model = attempt("model", _require_module) if knows_size else None
+    sets = None if data is None else attempt("data", lambda config: validation_sets_of(data, config))
+    batches = fingerprint = None
+    if sets is not None:
+        batches = attempt("data", lambda config: first_batches_of(data, sets, config, ranks, room))
+    if batches is not None:
+        fingerprint = attempt("data", lambda config: fetch.fingerprint_of(data, config.seed, sets, like))
+    frozen = None if model is None else attempt("model", lambda config: _try_model(model, config))
+    if model is not None and frozen is not None:
+        if goes_on_from is not None:
+            lines = model_misfits(goes_on_from, model_parameters(model))
+            problems += [f"checkpoint.resume: {line}" for line in lines]
+        elif config.checkpoint.init_from is not None and config.checkpoint.strict:
+            lines = weight_misfits(config.checkpoint.init_from, model)
+            problems += [f"checkpoint.init_from: {in_words_of_config(line)}" for line in lines]
+        if batches is not None:
+            attempt("data", lambda _: require_fit(model, data, batches))
+            if not problems and not config.plan.only:
+                attempt("train", lambda config: require_loss_over(model, data, batches["data.train"][0], config))
+    if batches is not None:
+        attempt("train", lambda config: require_enough(data, config))
+        attempt("train", lambda config: require_prompts(data, config))
+        attempt("train", lambda config: take_max_steps(config, data, num_ranks, goes_on_from))
+        attempt("train", lambda config: factory.require_rhythms(config, data.train, num_ranks))
+        attempt("model", lambda config: factory.frozen_steps(config, frozen or {}, data.train, num_ranks))
+    num_problems = len(problems)
+    trying = _naming_the_argument("optimizer", lambda config: _try_optimizer(model, config, device))
+    if (maker := attempt("optimizer", trying)) is not None and model is not None and frozen is not None:
+        attempt("optimizer", lambda config: factory.require_groups(config, walk(model), maker, device, goes_on_from))
+    sized = model if len(problems) == num_problems and not config.plan.only else None
+    attempt("offload", lambda config: require_room(config, sized, run_dir, ranks))
+    if sized is not None and batches is not None and not problems:
+        stages_by_step, step = stages_from(goes_on_from, config.zero.stages)
+        max_steps, row = config.train.max_steps or 0, batches["data.train"][0]
+        later = [stage for start, stage in stages_by_step.items() if step < start < max_steps]
+        stages = dict.fromkeys([stage_at(stages_by_step, step), *later])
+        attempt("model", lambda config: require_memory(config, sized, maker, row, ranks, room, stages))
+    attempt("scheduler", _naming_the_argument("scheduler", factory.try_schedule))
+    attempt("callbacks", lambda config: require_callbacks_fit(data, sets or {}, config, model, batches))
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
+    return fingerprint or {}
 
 
 def prepare_data(config: Config) -> None:
     """Let the data be made that lies in a cache of this machine; ConfigError where it cannot be."""
     with words_of_config():
         validation_sets_of(dataset_of(config), config)
-
-
-def _take_vocab_size(config: Config, data: Any) -> bool:
-    """Let `model.vocab_size=null` be as many tokens as the data has; False while nobody knows, since the data could not
-    be built."""
-    if config.model.get("vocab_size", 0) is None and isinstance(known := getattr(data, "vocab_size", None), int):
-        config.model["vocab_size"] = known
-    return data is not None or config.model.get("vocab_size", 0) is not None
 
 
 def _naming_the_argument(group: str, attempted: Callable[[Config], Any]) -> Callable[[Config], Any]:
@@ -651,66 +596,54 @@ def _naming_the_argument(group: str, attempted: Callable[[Config], Any]) -> Call
             return attempted(config)
         except (ConfigError, ValueError, TypeError, LookupError) as error:
             values = getattr(config, group)
-            line = error.problems[0] if isinstance(error, ConfigError) else in_group(group, error, values)
+            line = error.problems[0] if isinstance(error, ConfigError) else factory.in_group(group, error, values)
             for name in values.keys() - HYDRA_KEYS if line.startswith(f"{group}: ") else ():
                 without: Any = {group: {key: value for key, value in values.items() if key != name}}
-                if _passes(attempted, replace(config, **without)):
-                    reason = line.removeprefix(f"{group}: ")
-                    raise ConfigError(f"{group}.{name}: got {word(values[name])}; {reason}") from error
+                try:
+                    attempted(replace(config, **without))
+                except Exception:  # of a user's class, which gets fewer arguments than it may need
+                    continue
+                reason = line.removeprefix(f"{group}: ")
+                raise ConfigError(f"{group}.{name}: got {word(values[name])}; {reason}") from error
             raise
 
     return attempt
 
 
-def _passes(attempted: Callable[[Config], Any], config: Config) -> bool:
-    try:
-        attempted(config)
-    except Exception:  # of a user's class, which gets fewer arguments than it may need
-        return False
-    return True
-
-
 def _lacks_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or any(sign in str(error) for sign in ("allocate memory", TOO_LARGE_A_TENSOR))
+    return isinstance(error, MemoryError) or any(
+        sign in str(error) for sign in ("allocate memory", factory.TOO_LARGE_A_TENSOR)
+    )
 
 
 def _too_large(group: str, error: Exception) -> str:
     return f"{group}: needs more memory than there is: {first_paragraph(error)}; choose smaller values"
 
 
-def _of_row(error: RowError) -> str:
-    """The error of the user's class or function, and its place in the user's code."""
-    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-    if _lacks_memory(cause):
-        return _too_large("data", cause)
-    *_, frame = traceback.extract_tb(cause.__traceback__)
-    return f"{str(error).splitlines()[0]} ({frame.filename}, line {frame.lineno})"
-
-
 def _require_module(config: Config) -> nn.Module | None:
-    model = build_on_meta(config)
+    model = factory.build_on_meta(config)
     if model is not None:
         _require_kind("model", config.model, model, nn.Module, "torch.nn.Module")
     return model
 
 
-def _require_kind(group: str, values: dict[str, Any], made: object, kind: type, called: str) -> None:
-    if not isinstance(made, kind):
-        path, got = values.get("_target_"), type(made).__name__
+def _require_kind(group: str, values: dict[str, Any], instance: object, kind: type, called: str) -> None:
+    if not isinstance(instance, kind):
+        path, got = values.get("_target_"), type(instance).__name__
         raise ConfigError(f"{group}._target_: got {path}, which makes a {got}; it must make a {called}")
 
 
 def _try_model(model: nn.Module, config: Config) -> dict[str, Any]:
     """Look whether the switches and the patterns of the config can be followed in a model without memory. Returns what
     `freeze` does."""
-    frozen = freeze(config, model)
+    frozen = factory.freeze(config, model)
     walked = walk(model)
     try:
         require_plain(walked)
         require_own_memory(walked)
     except ConfigError as error:
         raise ConfigError(*(f"model: {problem}" for problem in error.problems)) from error
-    require_trainable(model, trains=any(each.parameter.requires_grad for each in walked.managed))
+    require_trainable(model, trains=any(managed.parameter.requires_grad for managed in walked.managed))
     dtypes_of(walked.managed, precision_named(config.precision.name, tuple(config.precision.keep_fp32)))
     replace_forwards(model, units=config.zero.unit_patterns, **config.forward_switches)
     if config.offload.activations != "device":
@@ -725,18 +658,18 @@ def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device
     Returns:
         The optimizer's factory.
     """
-    factory = build_optimizer_factory(config)
+    make_optimizer = factory.build_optimizer_factory(config)
     units = [] if model is None else cut_units(walk(model), config.zero.unit_patterns, max_numel=1)
     with suppress(ValueError):  # which build_optimizer has a sentence for
-        made = factory([{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "matrices"}])
-        _require_kind("optimizer", config.optimizer, made, torch.optim.Optimizer, "torch.optim.Optimizer")
-    names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
+        optimizer = make_optimizer([{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "matrices"}])
+        _require_kind("optimizer", config.optimizer, optimizer, torch.optim.Optimizer, "torch.optim.Optimizer")
+    names = {"whole matrices"} if model is not None and needing_whole(make_optimizer, units) else set()
     if names and config.offload.optimizer != "device" and config.offload.update == "host":
         raise ConfigError(NOT_ON_HOST)
-    for name in names | {"matrices"} if hasattr(factory, "needs_whole") else names or {"matrices"}:
-        given = {"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}
-        made = build_optimizer(factory, [given])
+    for name in names | {"matrices"} if hasattr(make_optimizer, "needs_whole") else names or {"matrices"}:
+        group = {"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}
+        optimizer = build_optimizer(make_optimizer, [group])
         if device is not None and device_of(device).is_host:
-            settings = {key: value for key, value in made.param_groups[0].items() if key != "params"}
-            probe(factory, settings, device)
-    return factory
+            settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+            probe(make_optimizer, settings, device)
+    return make_optimizer

@@ -1,13 +1,13 @@
 """Chooses what is `auto` in a config: the first way that fits by its plan, in a stated order.
 
-The order of ways: see `planning.auto.ways_beside_stages`. A way fits if any stage does.
+The order of ways: see `ways_beside_stages`. A way fits if any stage does.
 
 The order of stages. Each stage computes the same. The stage that sends least is taken among those that fit; among equal
 ones one whose ranks share the update is faster than one where each rank updates all; then the lowest moves least within
 a rank. Times of all stages on one host and over a link are in docs/results/summary.md, and of all ways in auto.md.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -108,17 +108,12 @@ def ways_beside_stages(config: Config, *, on_host: bool) -> list[dict[str, Any]]
     return sorted(ways, key=lambda way: max((tiers.index(way[name]) for name in names if name in TIERS), default=0))
 
 
-def stages_in(config: Config) -> tuple[int, ...]:
-    """The stages to choose from: all, or the one that is given."""
-    return _VALUES[STAGE] if config.zero.stage == AUTO else (config.zero.stages[0],)
-
-
 def asked_hash(config: Config) -> str:
     """16 hex digits of what a choice depends on but for the ranks: two configs share them that ask for the same."""
     values = checkpoint_settings(config)
-    asked = {group: values[group] for group in _OF_A_PLAN} | {"callbacks": config.callbacks}
-    asked |= {"train": {name: values["train"][name] for name in _OF_A_STEP}, "memory_gb": config.plan.memory_gb}
-    return digest(asked)
+    settings = {group: values[group] for group in _OF_A_PLAN} | {"callbacks": config.callbacks}
+    settings |= {"train": {name: values["train"][name] for name in _OF_A_STEP}, "memory_gb": config.plan.memory_gb}
+    return digest(settings)
 
 
 CHOSEN = "chosen"
@@ -152,22 +147,23 @@ class Choice:
     """The bytes that a rank would hold at each other stage, the best first; none unless the stage was chosen."""
 
     @classmethod
-    def of(cls, said: dict[str, Any]) -> "Choice":
-        """The same of its `asdict`, as another process has told it."""
-        plan: dict[str, Any] = said["plan"]
-        stages = {int(stage): StagePlan(**each) for stage, each in plan["stages"].items()}
-        others = {int(stage): nbytes for stage, nbytes in said["alternatives"].items()}
+    def from_fields(cls, fields: dict[str, Any]) -> "Choice":
+        """The choice of its `asdict`, which another process has made."""
+        plan: dict[str, Any] = fields["plan"]
+        stages = {int(stage): StagePlan(**plan_fields) for stage, plan_fields in plan["stages"].items()}
+        alternatives = {int(stage): nbytes for stage, nbytes in fields["alternatives"].items()}
         of_run = RunPlan(**plan | {"memory": Memory(**plan["memory"]), "stages": stages})
-        return cls(**said | {"plan": of_run, "alternatives": others})
+        return cls(**fields | {"plan": of_run, "alternatives": alternatives})
 
-    def write(self, run_dir: Path, asked: Config) -> None:
+    def write(self, run_dir: Path, auto_config: Config) -> None:
         """Write plan.json, from which `as_chosen` takes the choice; what does not fit is chosen for no run."""
         self.plan.write(
-            run_dir, **{ASKED: asked_hash(asked), CHOSEN: self.values if self.plan.fits else None, "ways": self.tried}
+            run_dir,
+            **{ASKED: asked_hash(auto_config), CHOSEN: self.values if self.plan.fits else None, "ways": self.tried},
         )
 
 
-def choose(asked: Config, config: Config, planner: Planner) -> Choice:
+def choose(auto_config: Config, config: Config, planner: Planner) -> Choice:
     """Choose the values of all that is `auto`.
 
     Args:
@@ -177,21 +173,22 @@ def choose(asked: Config, config: Config, planner: Planner) -> Choice:
     Raises:
         ConfigError: nobody can tell what fits, since the activations are unknown.
     """
-    names, stages = autos_of(asked), stages_in(asked)
-    ways = ways_beside_stages(asked, on_host=planner.on_host)
+    names = autos_of(auto_config)
+    stages = _VALUES[STAGE] if auto_config.zero.stage == AUTO else (auto_config.zero.stages[0],)
+    ways = ways_beside_stages(auto_config, on_host=planner.on_host)
     tried: list[_PlannedWay] = []
     for way in ways:
         tried.append(_plan_way(way, with_values(config, way), planner, stages, names))
         if tried[-1].fitting:
             break
-    best = tried[-1] if tried[-1].fitting else min(tried, key=lambda planned: planned.taken)
+    best = tried[-1] if tried[-1].fitting else min(tried, key=lambda planned: planned.nbytes)
     values = {name: best.stage if name == STAGE else best.values[name] for name in names}
     chosen = with_values(config, values)
     plans = best.plans | planner.stages(chosen, [stage for stage in range(len(STAGES)) if stage not in best.plans])
     plan = RunPlan(stage=best.stage, num_ranks=planner.ranks.num_ranks, memory=planner.memory, stages=plans)
     lines = [planned.line() for planned in tried] if len(ways) > 1 else []
-    others = sorted({*stages} - {best.stage}, key=lambda stage: _cost(plans[stage], stage, plan.num_ranks))
-    alternatives = {stage: plan.memory.taken(plans[stage]) for stage in others}
+    other_stages = sorted({*stages} - {best.stage}, key=lambda stage: _cost(plans[stage], stage, plan.num_ranks))
+    alternatives = {stage: plan.memory.nbytes_of(plans[stage]) for stage in other_stages}
     if best.fitting:
         reasons = ["the first of the ways that fits"] if len(ways) > 1 else []
         reasons += [_reason(plan, best.fitting)] if STAGE in names else []
@@ -199,7 +196,7 @@ def choose(asked: Config, config: Config, planner: Planner) -> Choice:
     else:
         why = (
             f"{', '.join(names)}: got auto, but nothing fits: with {chosen_named(values)} a rank would hold "
-            f"{in_unit(best.taken)}, of {in_unit(plan.memory.device)}; {_advice(chosen, planner)}"
+            f"{in_unit(best.nbytes)}, of {in_unit(plan.memory.device)}; {_advice(chosen, planner)}"
         )
     return Choice(values=values, plan=plan, why=why, tried=lines, alternatives=alternatives)
 
@@ -212,11 +209,11 @@ class _PlannedWay:
     plans: dict[int, StagePlan]
     stage: int
     fitting: list[int]
-    taken: int
+    nbytes: int
 
     def line(self) -> str:
         fits = "fits" if self.fitting else "does not fit"
-        return f"  {chosen_named(self.values)}, stage {self.stage}: {fits}: a rank holds {in_unit(self.taken)}"
+        return f"  {chosen_named(self.values)}, stage {self.stage}: {fits}: a rank holds {in_unit(self.nbytes)}"
 
 
 def _plan_way(
@@ -228,13 +225,13 @@ def _plan_way(
             f"{', '.join(names)}: got auto, but {unknown} cannot be followed without values, so that activations "
             "are unknown; give a value"
         )
-    taken = {stage: memory.taken(plan) for stage, plan in plans.items()}
+    nbytes = {stage: memory.nbytes_of(plan) for stage, plan in plans.items()}
     fitting = [stage for stage in stages if memory.fits(plans[stage])]
     if fitting:
         stage = min(fitting, key=lambda stage: _cost(plans[stage], stage, planner.ranks.num_ranks))
     else:
-        stage = min(stages, key=taken.__getitem__)
-    return _PlannedWay(values=values, plans=plans, stage=stage, fitting=fitting, taken=taken[stage])
+        stage = min(stages, key=nbytes.__getitem__)
+    return _PlannedWay(values=values, plans=plans, stage=stage, fitting=fitting, nbytes=nbytes[stage])
 
 
 def as_chosen(config: Config, run_dir: Path, num_ranks: int | None = None) -> Config:
@@ -248,24 +245,26 @@ def as_chosen(config: Config, run_dir: Path, num_ranks: int | None = None) -> Co
     if not autos:
         return config
     try:
-        said = read_json(run_dir / PLAN_NAME, _PlanFile, max_nbytes=_MAX_NBYTES)
+        plan_file = read_json(run_dir / PLAN_NAME, _PlanFile, max_nbytes=_MAX_NBYTES)
     except (OSError, UntrustedFileError):
         return config
-    values: Any = said.get(CHOSEN)
-    if said.get(ASKED) != asked_hash(config) or num_ranks not in (None, said["num_ranks"]):
+    values: Any = plan_file.get(CHOSEN)
+    if plan_file.get(ASKED) != asked_hash(config) or num_ranks not in (None, plan_file["num_ranks"]):
         return config
-    chosen = {name: _one_of(allowed(config, name), (values or {}).get(name)) for name in autos}
-    return config if None in chosen.values() else with_values(config, chosen)
+    chosen = {}
+    for name in autos:
+        value = (values or {}).get(name)
+        if not any(
+            type(choice) is type(value) and choice == value for choice in allowed(config, name)
+        ):  # True is not 1
+            return config
+        chosen[name] = value
+    return with_values(config, chosen)
 
 
 def chosen_named(values: dict[str, Any]) -> str:
     """Such as zero.stage=1, model.activation_checkpointing=true."""
     return ", ".join(f"{name}={word(value)}" for name, value in values.items())
-
-
-def _one_of(values: tuple[Any, ...], said: Any) -> Any:
-    """The allowed value that a file has said; None: it is none of them. True is not 1."""
-    return next((each for each in values if type(each) is type(said) and each == said), None)
 
 
 def _cost(plan: StagePlan, stage: int, num_ranks: int) -> tuple[int, bool, int]:
@@ -288,21 +287,20 @@ def _reason(plan: RunPlan, fitting: list[int]) -> str:
 
 def _advice(config: Config, planner: Planner) -> str:
     """The smallest change that lets a run fit."""
-    for told, changed, num_ranks in _changes(config, planner):
-        with suppress(ConfigError):
-            if planner.memory.fits(planner.stage(changed, config.zero.stages[0], num_ranks)):
-                return f"{told} fits"
-    return "neither activation checkpointing nor offloading nor 16 times the ranks fit; choose a smaller model or batch"
-
-
-def _changes(config: Config, planner: Planner) -> Iterator[tuple[str, Config, int]]:
     num_ranks = planner.ranks.num_ranks
     recompute = {"model.activation_checkpointing": True}
     offload = {"offload.optimizer": "disk" if planner.on_host else "cpu"}
-    less: list[dict[str, Any]] = [recompute, offload, recompute | offload]
-    for values in less:
-        if values.items() <= values_in(config, values).items():
-            continue
-        yield chosen_named(values), with_values(config, values), num_ranks
-    for times in MORE_RANKS:
-        yield f"{times * num_ranks} ranks, each with as much memory,", config, times * num_ranks
+    savings: list[dict[str, Any]] = [recompute, offload, recompute | offload]
+    changes = [
+        (chosen_named(values), with_values(config, values), num_ranks)
+        for values in savings
+        if not values.items() <= values_in(config, values).items()
+    ]
+    changes += [
+        (f"{times * num_ranks} ranks, each with as much memory,", config, times * num_ranks) for times in MORE_RANKS
+    ]
+    for change, changed, num in changes:
+        with suppress(ConfigError):
+            if planner.memory.fits(planner.stage(changed, config.zero.stages[0], num)):
+                return f"{change} fits"
+    return "neither activation checkpointing nor offloading nor 16 times the ranks fit; choose a smaller model or batch"

@@ -41,34 +41,34 @@ class Memory:
     process: int
     """Beside its tensors a rank takes these: on the CPU what its process has made of its imports, without their files,
     which ranks share and the system may drop; on a GPU what kernels keep."""
-    kept: int
+    cache: int
     """Beside both on the CPU, see `KEPT_NBYTES`; none on a GPU, where `OF_A_GPU` leaves its allocator room."""
 
     @classmethod
-    def of(cls, config: Config, device: torch.device, num_local: int) -> "Memory":
+    def of_run(cls, config: Config, device: torch.device, num_local: int) -> "Memory":
         """As `plan.memory_gb` says; else of this machine."""
-        room, given, on_host = Room.of_machine(device, num_local), config.plan.memory_gb, device_of(device).is_host
-        there = room.host if on_host else room.gpu * OF_A_GPU
+        room, memory_gb, is_host = Room.of_machine(device, num_local), config.plan.memory_gb, device_of(device).is_host
+        available = room.host if is_host else room.gpu * OF_A_GPU
         return cls(
-            device=there if given is None else given * 1e9,
+            device=available if memory_gb is None else memory_gb * 1e9,
             host=room.host,
-            on_host=on_host,
-            process=own_nbytes() if on_host else device_of(device).kernels_nbytes,
-            kept=KEPT_NBYTES if on_host else 0,
+            on_host=is_host,
+            process=own_nbytes() if is_host else device_of(device).kernels_nbytes,
+            cache=KEPT_NBYTES if is_host else 0,
         )
 
     @property
-    def beside(self) -> int:
+    def overhead(self) -> int:
         """Bytes that are no tensors."""
-        return self.process + self.kept
+        return self.process + self.cache
 
-    def taken(self, plan: StagePlan) -> int:
+    def nbytes_of(self, plan: StagePlan) -> int:
         """Bytes of the memory that a rank computes in."""
-        return plan.at_least + self.beside + (plan.host if self.on_host else 0)
+        return plan.at_least + self.overhead + (plan.host if self.on_host else 0)
 
     def fits(self, plan: StagePlan) -> bool:
         """Whether a rank can have all that it holds, as far as it is known."""
-        return self.taken(plan) <= self.device and (self.on_host or plan.host <= self.host)
+        return self.nbytes_of(plan) <= self.device and (self.on_host or plan.host <= self.host)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class RunPlan:
         """Whether that stage does."""
         return self.memory.fits(self.stages[self.stage])
 
-    def write(self, run_dir: Path, **more: Any) -> None:
+    def write(self, run_dir: Path, **entries: Any) -> None:
         """Write plan.json.
 
         Args:
@@ -100,11 +100,11 @@ class RunPlan:
             "num_ranks": self.num_ranks,
             "memory": round(self.memory.device),
             "process": self.memory.process,
-            "kept": self.memory.kept,
+            "kept": self.memory.cache,
             "stages": stages,
         }
         with whole(run_dir / PLAN_NAME) as file:
-            file.write((json.dumps(body | more, indent=2) + "\n").encode())
+            file.write((json.dumps(body | entries, indent=2) + "\n").encode())
 
 
 class Planner:
@@ -122,7 +122,7 @@ class Planner:
         with one_thread():  # `stages` forks, and a long row is copied by several
             train, collate = build_data(config).train, build_collate(config)
             self._row = first_batches(train, "data.train", seed=config.seed, collate=collate)[0]
-            self._seen = look_at(self._optimizer, on_host=self.on_host)
+            self._footprint = look_at(self._optimizer, on_host=self.on_host)
 
     def stage(self, config: Config, stage: int, num_ranks: int | None = None) -> StagePlan:
         """The plan of a stage, as `Rehearsals` makes it.
@@ -138,12 +138,12 @@ class Planner:
     def stages(self, config: Config, stages: Sequence[int]) -> dict[int, StagePlan]:
         """The plans of several stages, made on several cores, in children of this process. Raises as `stage`."""
         num, rehearsals = max(1, min(num_cores(), len(stages))), self._rehearsals(config)
-        some = partial(_planned, rehearsals)
         with ExitStack() as children:
-            others = [
-                children.enter_context(compute_in_child(partial(some, stages[first::num]))) for first in range(1, num)
-            ]
-            plans = some(stages[::num]) + [plan for told in others for plan in told()]
+            readers = []
+            for start in range(1, num):
+                work = partial(_plan_stages, rehearsals, stages[start::num])
+                readers.append(children.enter_context(compute_in_child(work)))
+            plans = _plan_stages(rehearsals, stages[::num]) + [plan for read in readers for plan in read()]
         by_stage = {stage: StagePlan(**plan) for stage, plan in plans}
         return {stage: by_stage[stage] for stage in stages}
 
@@ -157,10 +157,10 @@ class Planner:
         ordered = reduction in ("ordered", "fp32") or (reduction == "auto" and on_host)
         num = self.ranks.num_ranks if num_ranks is None else num_ranks
         links = Links(num, on_host, ordered)
-        return Rehearsals.of(config, links, self._row, self._optimizer, self._seen, self._run_dir)
+        return Rehearsals(config, links, self._row, self._optimizer, self._footprint, self._run_dir)
 
 
-def _planned(rehearsals: Rehearsals, stages: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
+def _plan_stages(rehearsals: Rehearsals, stages: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
     """(stage, its plan)."""
     return [(stage, asdict(rehearsals.plan(stage))) for stage in stages]
 
@@ -183,18 +183,18 @@ def print_plan(console: Console, plan: RunPlan, config: Config) -> None:
     Args:
         config: that the plan is of.
     """
-    most = max(max(getattr(each, name) or 0 for name in COLUMNS) for each in plan.stages.values())
+    most = max(max(getattr(stage_plan, name) or 0 for name in COLUMNS) for stage_plan in plan.stages.values())
     unit, unit_nbytes = next((unit for unit in UNITS if most >= unit[1]), UNITS[-1])
-    ranks = f"{plan.num_ranks} rank{'s' * (plan.num_ranks > 1)}"
+    ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
     table = Table(title=f"{unit} of a rank, {ranks}", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("stage", justify="right")
     for name in COLUMNS:
         table.add_column(HEADS.get(name, name), justify="right")
     table.add_column("fits", justify="right")
-    for stage, each in sorted(plan.stages.items()):
-        numbers = [getattr(each, name) for name in COLUMNS]
+    for stage, stage_plan in sorted(plan.stages.items()):
+        numbers = [getattr(stage_plan, name) for name in COLUMNS]
         cells = ["?" if nbytes is None else f"{nbytes / unit_nbytes:.4g}" for nbytes in numbers]
-        table.add_row(str(stage), *cells, "yes" if plan.memory.fits(each) else "no")
+        table.add_row(str(stage), *cells, "yes" if plan.memory.fits(stage_plan) else "no")
     console.print(table)
     bars = _bars(plan, MARKS[-1 if console.options.ascii_only else 0])
     for line in (*bars, *_lines(plan, config)):
@@ -204,12 +204,12 @@ def print_plan(console: Console, plan: RunPlan, config: Config) -> None:
 def _bars(plan: RunPlan, marks: str) -> Iterator[str]:
     """A bar for each stage: the state, and all that comes and goes, at the peak, without the process itself. A `|` is
     the end of the memory that is left for them."""
-    process = plan.memory.beside
-    room, longest = plan.memory.device - process, max(map(plan.memory.taken, plan.stages.values())) - process
-    for stage, each in sorted(plan.stages.items()):
-        state = (each.parameters, each.gradients, each.optimizer)
+    process = plan.memory.overhead
+    room, longest = plan.memory.device - process, max(map(plan.memory.nbytes_of, plan.stages.values())) - process
+    for stage, stage_plan in sorted(plan.stages.items()):
+        state = (stage_plan.parameters, stage_plan.gradients, stage_plan.optimizer)
         bar, held = "", 0
-        for mark, nbytes in zip(marks, (*state, plan.memory.taken(each) - process - sum(state)), strict=True):
+        for mark, nbytes in zip(marks, (*state, plan.memory.nbytes_of(stage_plan) - process - sum(state)), strict=True):
             held += nbytes
             bar += mark * (round(BAR_WIDTH * held / longest) - len(bar))
         limit = max(0, round(BAR_WIDTH * room / longest))
@@ -220,46 +220,41 @@ def _bars(plan: RunPlan, marks: str) -> Iterator[str]:
 
 
 def _lines(plan: RunPlan, config: Config) -> Iterator[str]:
-    each, memory = plan.stages[plan.stage], plan.memory
-    if each.host or each.disk:
+    stage_plan, memory = plan.stages[plan.stage], plan.memory
+    if stage_plan.host or stage_plan.disk:
         tiers = [
             f"{in_unit(nbytes)} in {where}"
-            for where, nbytes in (("host memory", each.host), ("files", each.disk))
+            for where, nbytes in (("host memory", stage_plan.host), ("files", stage_plan.disk))
             if nbytes
         ]
         yield (
-            f"offloaded of a rank: {', '.join(tiers)}; a step fetches {in_unit(each.fetched)} and stores "
-            f"{in_unit(each.stored)}"
+            f"offloaded of a rank: {', '.join(tiers)}; a step fetches {in_unit(stage_plan.fetched)} and stores "
+            f"{in_unit(stage_plan.stored)}"
         )
-    if each.sums:
-        yield f"scratch holds {in_unit(each.sums)} of sums of micro-batches and virtual ranks"
-    yield f"largest unit: {in_unit(each.largest_unit)}"
-    if each.unknown_because is not None:
-        yield f"warning: activations are unknown: {each.unknown_because} cannot be followed without values"
+    if stage_plan.sums:
+        yield f"scratch holds {in_unit(stage_plan.sums)} of sums of micro-batches and virtual ranks"
+    yield f"largest unit: {in_unit(stage_plan.largest_unit)}"
+    if stage_plan.unknown_because is not None:
+        yield f"warning: activations are unknown: {stage_plan.unknown_because} cannot be followed without values"
     if config.model_switches["compile"]:
         yield "model.compile=true: planned uncompiled, and compiled units save the same or less"
     owner = "of the process itself" if memory.on_host else "of cuBLAS"
-    beside = memory.beside
-    process = f" with {in_unit(beside)} {owner}" if beside else ""
-    where = "" if each.peak_phase is None else f" in its {each.peak_phase}"
-    least = "at least " if each.peak is None else ""
+    overhead = memory.overhead
+    process = f" with {in_unit(overhead)} {owner}" if overhead else ""
+    where = "" if stage_plan.peak_phase is None else f" in its {stage_plan.peak_phase}"
+    least = "at least " if stage_plan.peak is None else ""
     yield (
         f"stage {plan.stage} {'fits' if plan.fits else 'does not fit'}: a rank holds {least}"
-        f"{in_unit(memory.taken(each))}{where}{process}, of {in_unit(memory.device)}"
+        f"{in_unit(memory.nbytes_of(stage_plan))}{where}{process}, of {in_unit(memory.device)}"
     )
     fitting = [stage for stage, other in sorted(plan.stages.items()) if memory.fits(other)]
     if not plan.fits:
-        yield (
-            f"next: {f'zero.stage={fitting[0]} fits' if fitting else 'no stage fits'}; less memory take: a smaller "
-            f"{', '.join(('train.micro_batch_size', *_savings(each, config, on_host=memory.on_host)))}"
-        )
-
-
-def _savings(plan: StagePlan, config: Config, *, on_host: bool) -> Iterator[str]:
-    """Settings that take less memory than those that a plan has."""
-    if not plan.recomputes:
-        yield "model.activation_checkpointing=true"
-    if config.precision.name == "fp32":
-        yield "precision=bf16"
-    if not on_host and config.offload.optimizer == "device":
-        yield "offload.optimizer=cpu"
+        savings = ["train.micro_batch_size"]
+        if not stage_plan.recomputes:
+            savings.append("model.activation_checkpointing=true")
+        if config.precision.name == "fp32":
+            savings.append("precision=bf16")
+        if not memory.on_host and config.offload.optimizer == "device":
+            savings.append("offload.optimizer=cpu")
+        answer = f"zero.stage={fitting[0]} fits" if fitting else "no stage fits"
+        yield f"next: {answer}; less memory take: a smaller {', '.join(savings)}"

@@ -1,15 +1,12 @@
 """One step of a run at a stage, rehearsed: its own engine and model, without memory, without values, without ranks."""
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from zerotrain.comm.collectives import MAX_RANKS_OF_EXCHANGE
 from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Reduction, ReductionSpec, Wire, Zeros
@@ -27,27 +24,27 @@ from zerotrain.offload.tier import PAGE_NBYTES
 from zerotrain.preflight.unreal import OTHERS, SCRATCH, LiveMemory, Unreal, attention_of, nothing_known
 from zerotrain.run.factory import averages_in, build_engine_of, build_on_meta
 
-# An optimizer whose step is rehearsed: on small tensors it is seen what it keeps of an element, and takes for it.
+# The step of an optimizer, rehearsed on small tensors: the bytes it keeps and takes for an element.
 
 
 SAMPLE_NUMEL = 2**14
 
 
 @dataclass(frozen=True)
-class Seen:
+class Footprint:
     """Bytes and state of an optimizer that works on elements."""
 
     states: dict[str, torch.dtype]
     """State of the shape of what is updated, by name."""
     counters: dict[str, torch.dtype]
     """State that is one number."""
-    taken: float
+    scratch_per_element: float
     """Bytes alive for a moment in a step, for each element of a tensor."""
     at_once: bool
     """Whether they are of all tensors at once, and not of one after the other."""
 
 
-def look_at(factory: OptimizerFactory, *, on_host: bool) -> Seen | None:
+def look_at(factory: OptimizerFactory, *, on_host: bool) -> Footprint | None:
     """Make two steps on the CPU; None of an optimizer that updates all its tensors whole.
 
     Args:
@@ -55,31 +52,31 @@ def look_at(factory: OptimizerFactory, *, on_host: bool) -> Seen | None:
     """
     if updates_whole(factory) and not hasattr(factory, "needs_whole"):
         return None
-    taken = [_taken(factory, num, on_host=on_host) for num in (1, 2)]
-    kept = {name: value for name, value in taken[0][1].items() if isinstance(value, torch.Tensor)}
-    states = {name: value.dtype for name, value in kept.items() if value.shape == (SAMPLE_NUMEL,)}
-    counters = {name: value.dtype for name, value in kept.items() if value.ndim == 0}
-    return Seen(states, counters, taken[0][0] / SAMPLE_NUMEL, at_once=taken[1][0] > 1.5 * taken[0][0])
+    samples = [_sample_steps(factory, num, on_host=on_host) for num in (1, 2)]
+    state = {name: value for name, value in samples[0][1].items() if isinstance(value, torch.Tensor)}
+    states = {name: value.dtype for name, value in state.items() if value.shape == (SAMPLE_NUMEL,)}
+    counters = {name: value.dtype for name, value in state.items() if value.ndim == 0}
+    return Footprint(states, counters, samples[0][0] / SAMPLE_NUMEL, at_once=samples[1][0] > 1.5 * samples[0][0])
 
 
-def _taken(factory: OptimizerFactory, num: int, *, on_host: bool) -> tuple[int, dict[str, Any]]:
+def _sample_steps(factory: OptimizerFactory, num: int, *, on_host: bool) -> tuple[int, dict[str, Any]]:
     params = [torch.zeros(SAMPLE_NUMEL) for _ in range(num)]
     optimizer = build_optimizer(factory, [{"params": params, "name": "matrices"}])
     for group in optimizer.param_groups:
         if not on_host and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
-    for each in params:
-        each.grad = torch.zeros_like(each)
+    for param in params:
+        param.grad = torch.zeros_like(param)
     optimizer.step()
     with LiveMemory() as live:
-        for each in params:
-            live.name("kept", each, *(() if each.grad is None else (each.grad,)))
+        for param in params:
+            live.name("kept", param, *(() if param.grad is None else (param.grad,)))
         for value in (value for state in optimizer.state.values() for value in state.values()):
             if isinstance(value, torch.Tensor):
                 live.name("kept", value)
-        before = live.nbytes
+        start_nbytes = live.nbytes
         optimizer.step()
-    return live.peak_nbytes - before, next(iter(optimizer.state.values()), {})
+    return live.peak_nbytes - start_nbytes, next(iter(optimizer.state.values()), {})
 
 
 class RehearsedFactory:
@@ -87,11 +84,11 @@ class RehearsedFactory:
 
     Args:
         factory: makes the optimizers of the run.
-        seen: see `look_at`.
+        footprint: see `look_at`.
     """
 
-    def __init__(self, factory: OptimizerFactory, seen: Seen | None) -> None:
-        self._factory, self._seen = factory, seen
+    def __init__(self, factory: OptimizerFactory, footprint: Footprint | None) -> None:
+        self._factory, self._footprint = factory, footprint
         self._made: dict[str, torch.optim.Optimizer] = {}
         """On one number for each group, by the groups' settings: buckets are many and alike."""
 
@@ -101,37 +98,38 @@ class RehearsedFactory:
 
     def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """See `OptimizerFactory`."""
-        is_real = not all(each.is_meta for group in groups for each in group["params"])
-        if is_real or self._seen is None or str(groups[0].get("name")).startswith("whole "):
+        is_real = not all(tensor.is_meta for group in groups for tensor in group["params"])
+        if is_real or self._footprint is None or str(groups[0].get("name")).startswith("whole "):
             return self._factory(groups)
         key = repr([group | {"params": None} for group in groups])
         if key not in self._made:
             self._made[key] = self._factory([group | {"params": [torch.zeros(1)]} for group in groups])
-        made = self._made[key]
-        given = [{**group, "params": named["params"]} for group, named in zip(made.param_groups, groups, strict=True)]
-        return RehearsedOptimizer(given, made.defaults, self._seen)
+        optimizer = self._made[key]
+        pairs = zip(optimizer.param_groups, groups, strict=True)
+        filled_groups = [{**group, "params": source["params"]} for group, source in pairs]
+        return RehearsedOptimizer(filled_groups, optimizer.defaults, self._footprint)
 
 
 class RehearsedOptimizer(torch.optim.Optimizer):
     """Has the state and takes the memory that the real one would."""
 
-    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], seen: Seen) -> None:
-        self._seen = seen
+    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], footprint: Footprint) -> None:
+        self._footprint = footprint
         super().__init__(groups, defaults)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update nothing."""
-        updated = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
-        for each in updated:
-            for name, dtype in self._seen.states.items():
-                if name not in self.state[each]:
-                    self.state[each][name] = torch.empty_like(each, dtype=dtype)
-            for name, dtype in self._seen.counters.items():
-                if name not in self.state[each]:
-                    self.state[each][name] = torch.empty((), dtype=dtype, device=each.device)
-        numels = [each.numel() for each in updated]
-        for numel in [sum(numels)] if self._seen.at_once else numels:
-            torch.empty(int(numel * self._seen.taken), dtype=torch.uint8, device="meta")
+        updated = [tensor for group in self.param_groups for tensor in group["params"] if tensor.grad is not None]
+        for tensor in updated:
+            for name, dtype in self._footprint.states.items():
+                if name not in self.state[tensor]:
+                    self.state[tensor][name] = torch.empty_like(tensor, dtype=dtype)
+            for name, dtype in self._footprint.counters.items():
+                if name not in self.state[tensor]:
+                    self.state[tensor][name] = torch.empty((), dtype=dtype, device=tensor.device)
+        numels = [tensor.numel() for tensor in updated]
+        for numel in [sum(numels)] if self._footprint.at_once else numels:
+            torch.empty(int(numel * self._footprint.scratch_per_element), dtype=torch.uint8, device="meta")
 
 
 # A wire to ranks that are not there: nothing is sent, and what real handles borrow on the way is borrowed.
@@ -150,21 +148,6 @@ class Links:
     def posts_receives(self) -> bool:
         """Whether the receives of a reduction are posted ahead."""
         return self.on_host and self.ordered and self.num_ranks <= MAX_RANKS_OF_EXCHANGE
-
-    def num_received(self, *, widens: bool) -> int:
-        """The number of ranks' parts that a reduction receives into a buffer.
-
-        Args:
-            widens: the result is of another dtype than what is sent.
-        """
-        if not self.ordered:
-            return int(widens)
-        return self.num_ranks - self.posts_receives
-
-    def added_nbytes(self, numel: int) -> int:
-        """Bytes that one mean over `numel` elements of each rank is added in."""
-        pairs = (self.num_ranks + 1) // 2
-        return 4 * pairs * (min(numel, max(1, CHUNK_NUMEL // pairs)) if self.on_host else numel)
 
     def wire(self, zeros: Zeros) -> Wire:
         """The wire of a rank.
@@ -188,10 +171,8 @@ class Links:
         )
 
 
-class _Gather(Gather):
-    def __init__(self, spec: GatherSpec, num_ranks: int) -> None:
-        super().__init__(spec)
-        self.sent_nbytes = ring_nbytes(spec.full, num_ranks)
+class _SendsNothing:
+    """Is done when it is issued, since it sends nothing."""
 
     def _issue(self) -> None:
         pass
@@ -203,13 +184,21 @@ class _Gather(Gather):
         return True
 
 
+class _Gather(_SendsNothing, Gather):
+    def __init__(self, spec: GatherSpec, num_ranks: int) -> None:
+        super().__init__(spec)
+        self.sent_nbytes = ring_nbytes(spec.full, num_ranks)
+
+
 class _Reduction(Reduction):
     """It is done when it must be, since the others may be late: what it holds it holds as long as it may."""
 
     def __init__(self, spec: ReductionSpec, links: Links) -> None:
         super().__init__(spec)
         self._links = links
-        self._num_received = links.num_received(widens=self._pool.dtype.itemsize != self.out.itemsize)
+        # The ranks' parts that are received into a buffer. Unordered, only a result of another dtype needs one.
+        widens = self._pool.dtype.itemsize != self.out.itemsize
+        self._num_received = links.num_ranks - links.posts_receives if links.ordered else int(widens)
         num_sent = 2 if links.on_host and not links.ordered else 1  # of gloo's own, each byte is sent twice
         self.sent_nbytes = num_sent * self._part_nbytes * (links.num_ranks - 1)
 
@@ -232,7 +221,10 @@ class _Reduction(Reduction):
 
     def _complete(self) -> None:
         if self._links.ordered and self.num_leaves > 1:
-            torch.empty(self._links.added_nbytes(self.out.numel()), dtype=torch.uint8, device=self.out.device)
+            pairs, numel = (self._links.num_ranks + 1) // 2, self.out.numel()
+            if self._links.on_host:  # where the mean is added in chunks
+                numel = min(numel, max(1, CHUNK_NUMEL // pairs))
+            torch.empty(4 * pairs * numel, dtype=torch.uint8, device=self.out.device)
         self._withdraw()
         super()._complete()
 
@@ -241,19 +233,10 @@ class _Reduction(Reduction):
             self._give_back()
 
 
-class _Exchange(Exchange):
+class _Exchange(_SendsNothing, Exchange):
     def __init__(self, spec: ExchangeSpec) -> None:
         super().__init__(spec.name, spec.journal)
         self.sent_nbytes = spec.sent.nbytes
-
-    def _issue(self) -> None:
-        pass
-
-    def _wait(self) -> None:
-        pass
-
-    def _is_done(self) -> bool:
-        return True
 
 
 MAX_MICRO_BATCHES = 2
@@ -316,18 +299,10 @@ class Rehearsals:
     row: Any
     """A batch of one."""
     optimizer: OptimizerFactory
-    seen: Seen | None
+    footprint: Footprint | None
     """This tells what `optimizer` keeps and takes."""
     run_dir: Path
     """For what is offloaded; nothing is written there."""
-
-    @classmethod
-    def of(
-        cls, config: Config, links: Links, row: Any, optimizer: OptimizerFactory, seen: Seen | None, run_dir: Path
-    ) -> "Rehearsals":
-        """Take a run's config, without compiled units."""
-        config = replace(config, model=config.model | {"compile": False})
-        return cls(config, links, row, optimizer, seen, run_dir)
 
     def plan(self, stage: int) -> StagePlan:
         """The plan of a stage: of the rank that holds most.
@@ -335,23 +310,24 @@ class Rehearsals:
         Raises:
             ConfigError: the model or the optimizer cannot be trained so, or the model cannot be built without memory.
         """
+        config = replace(self.config, model=self.config.model | {"compile": False})
         rank = 0
         while True:
             mode = Unreal()
-            with self._without_memory(mode):
-                engine = self._engine(mode, stage, rank, _model(self.config))
+            on_host = self.links.on_host
+            with mode, rehearsing(on_host=on_host), attention_of(on_host=on_host):
+                engine = self._engine(config, mode, stage, rank)
                 if (busiest := _busiest(engine)) == rank:
-                    return _Rehearsal(mode, engine, self.config, self.row).plan()
+                    return _Rehearsal(mode, engine, config, self.row).plan()
             rank = busiest
 
-    @contextmanager
-    def _without_memory(self, mode: Unreal) -> Iterator[None]:
-        links = self.links
-        with mode, rehearsing(on_host=links.on_host), attention_of(on_host=links.on_host):
-            yield
-
-    def _engine(self, mode: Unreal, stage: int, rank: int, model: nn.Module) -> ZeroEngine:
-        links = self.links
+    def _engine(self, config: Config, mode: Unreal, stage: int, rank: int) -> ZeroEngine:
+        links, model = self.links, build_on_meta(config)
+        if model is None:
+            raise ConfigError(
+                f"model._target_: got {config.model.get('_target_')}, whose constructor computes with values; a plan "
+                "builds the model without memory"
+            )
 
         def scratch(numel: int, dtype: torch.dtype) -> torch.Tensor:
             memory = torch.zeros(numel, dtype=dtype, device=_META)
@@ -361,41 +337,31 @@ class Rehearsals:
         wire = links.wire(scratch)
         shards = Shards(rank, links.num_ranks, make_wire=lambda _: wire)
         world = World(rank, links.num_ranks, rank, _META, shards=shards)
-        factory = RehearsedFactory(self.optimizer, self.seen)
-        engine = build_engine_of(self.config, world, stage, self.run_dir, model=model, optimizer=factory)
-        if averages_in(self.config):  # which is as large with any settings
+        factory = RehearsedFactory(self.optimizer, self.footprint)
+        engine = build_engine_of(config, world, stage, self.run_dir, model=model, optimizer=factory)
+        if averages_in(config):  # which is as large with any settings
             engine.keep_average()
         return engine
-
-
-def _model(config: Config) -> nn.Module:
-    model = build_on_meta(config)
-    if model is None:
-        raise ConfigError(
-            f"model._target_: got {config.model.get('_target_')}, whose constructor computes with values; a plan "
-            "builds the model without memory"
-        )
-    return model
 
 
 def _busiest(engine: ZeroEngine) -> int:
     """The rank that keeps most of the optimizer's state. Only tensors that are updated whole, each by one rank, make
     ranks differ."""
-    size, here, trained = engine.world.size, engine.world.rank, engine.schedule.trained
+    size, own_rank, trained = engine.world.size, engine.world.rank, engine.schedule.trained
     if not engine.plan.shards_optimizer or not any(bucket.update.owners for bucket in trained):
-        return here
+        return own_rank
     whole, by_elements = [0] * size, [0] * size
     for bucket in trained:
         slots, num_whole = bucket.layout.slots, len(bucket.update.owners)
         for slot, owner in zip(slots, bucket.update.owners, strict=False):
             whole[owner] += slot.numel
-        first = slots[num_whole].offset if num_whole < len(slots) else bucket.layout.padded_numel
+        start = slots[num_whole].offset if num_whole < len(slots) else bucket.layout.padded_numel
         for rank in range(size):
             shard = bucket.layout.shard(rank)
-            by_elements[rank] += max(0, shard.stop - max(shard.start, first))
+            by_elements[rank] += max(0, shard.stop - max(shard.start, start))
     state = engine.held.groups.state_nbytes
-    kept = [state([whole[r]], is_whole=True) + state([by_elements[r]], is_whole=False) for r in range(size)]
-    return here if kept[here] == max(kept) else kept.index(max(kept))
+    state_nbytes = [state([whole[r]], is_whole=True) + state([by_elements[r]], is_whole=False) for r in range(size)]
+    return own_rank if state_nbytes[own_rank] == max(state_nbytes) else state_nbytes.index(max(state_nbytes))
 
 
 class _Rehearsal:
@@ -409,8 +375,10 @@ class _Rehearsal:
         """Make it, and look."""
         engine, mode = self._engine, self._mode
         leaves, accumulated = len(engine.virtual_ranks), self._config.train.gradient_accumulation_steps
-        with nothing_known(mode, 1.0):
-            _make_state(engine)
+        with nothing_known(mode, 1.0):  # update with no gradient: a step that is not the first finds state
+            share = None if engine.held.average is None else 1.0
+            update_all(engine.schedule.trained, engine.schedule.gathers, None, share)
+            engine.schedule.end_update()
         held = engine.memory_bytes()
         failed, num = None, leaves * min(accumulated, MAX_MICRO_BATCHES)
         rows = [_rows(self._row, self._config.train.micro_batch_size)] * num
@@ -421,16 +389,24 @@ class _Rehearsal:
             name_state(mode, engine)
             gc.collect()  # what the build has left in cycles would count until it is found
             mode.begin(engine)
-            before = self._saved_moved()
+            start_moved = self._saved_moved()
             engine.train_step(rows)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             failed = mode.failed or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         at_peak = {} if failed else mode.at_peak
         moved = [engine.held.usage.moved_nbytes(accumulated * leaves, where) for where in ("cpu", "disk")]
+        sent = peak = None
         if not failed:
-            more = [now - then for now, then in zip(self._saved_moved(), before, strict=True)]
-            moved.append((more[0] * leaves * accumulated // num, more[1] * leaves * accumulated // num))
+            fetched, stored = (end - start for end, start in zip(self._saved_moved(), start_moved, strict=True))
+            moved.append((fetched * leaves * accumulated // num, stored * leaves * accumulated // num))
+            theory = engine.theoretical_sent_nbytes
+            sent = engine.ledger.last_step.sent_nbytes + theory(leaves * accumulated) - theory(num)
+            peak = mode.peak_nbytes + self._others_nbytes() + SMALL_NBYTES * min(engine.world.size, 2)
         placed, saved = self._placed_nbytes()
+        largest_unit = 0
+        for unit in engine.schedule.units:
+            sizes = [bucket.layout.padded_numel * bucket.spec.dtype.itemsize for bucket in unit.buckets]
+            largest_unit = max(largest_unit, sum(sizes))
         return StagePlan(
             parameters=held["parameters"],
             gradients=held["gradients"],
@@ -439,17 +415,15 @@ class _Rehearsal:
             scratch=at_peak.get(SCRATCH, 0),
             sums=engine.sums_nbytes(accumulated),
             activations=None if failed else at_peak.get(OTHERS, 0),
-            peak=None
-            if failed
-            else mode.peak_nbytes + self._others_nbytes() + SMALL_NBYTES * min(engine.world.size, 2),
+            peak=peak,
             peak_phase=None if failed else mode.peak_phase,
             host=placed["cpu"],
             disk=placed["disk"],
             saved=saved,
-            sent=None if failed else self._sent(num),
+            sent=sent,
             fetched=sum(fetched for fetched, _ in moved),
             stored=sum(stored for _, stored in moved),
-            largest_unit=max(_unit_nbytes(unit.buckets) for unit in engine.schedule.units),
+            largest_unit=largest_unit,
             unknown_because=failed,
             recomputes=bool(self._config.model_switches["activation_checkpointing"]),
         )
@@ -465,30 +439,17 @@ class _Rehearsal:
         if saved is not None:
             saved.free_ended()
             placed[self._config.offload.activations] += saved.most_placed_nbytes
-        for where, each in self._homes.off_device:
-            placed[where] += each.placed_nbytes
+        for where, tier in self._homes.off_device:
+            placed[where] += tier.placed_nbytes
         return placed, 0 if saved is None else saved.most_placed_nbytes
 
     def _others_nbytes(self) -> int:
         """So much more another rank may hold at once than the one that keeps most: it owns other tensors, and what it
         has offloaded begins elsewhere on a page."""
-        owns = self._engine.plan.shards_optimizer and any(each.update.owners for each in self._engine.schedule.trained)
-        pages = OPTIMIZER_WINDOWS if self._config.offload.optimizer != "device" and self._engine.world.size > 1 else 0
-        return self._mode.peak_nbytes // 100 * owns + PAGE_NBYTES * pages
-
-    def _sent(self, num_rehearsed: int) -> int:
-        """Bytes sent in a step of all its micro-batches."""
-        leaves, accumulated = len(self._engine.virtual_ranks), self._config.train.gradient_accumulation_steps
-        theory = self._engine.theoretical_sent_nbytes
-        more = theory(leaves * accumulated) - theory(num_rehearsed)
-        return self._engine.ledger.last_step.sent_nbytes + more
-
-
-def _make_state(engine: ZeroEngine) -> None:
-    """Update with no gradient, so that all is there that a step finds which is not the first."""
-    share = None if engine.held.average is None else 1.0
-    update_all(engine.schedule.trained, engine.schedule.gathers, None, share)
-    engine.schedule.end_update()
+        engine = self._engine
+        owns = engine.plan.shards_optimizer and any(bucket.update.owners for bucket in engine.schedule.trained)
+        pages = OPTIMIZER_WINDOWS if self._config.offload.optimizer != "device" and engine.world.size > 1 else 0
+        return (self._mode.peak_nbytes // 100 if owns else 0) + PAGE_NBYTES * pages
 
 
 def name_state(live: LiveMemory, engine: ZeroEngine) -> None:
@@ -508,14 +469,10 @@ def name_state(live: LiveMemory, engine: ZeroEngine) -> None:
     live.name(OTHERS, *engine.module.buffers())
 
 
-def _rows(first: Any, num_rows: int) -> Any:
+def _rows(row: Any, num_rows: int) -> Any:
     """A batch of so many rows, as the model takes it, of a batch of one."""
 
     def repeated(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.repeat(num_rows, *[1] * (tensor.ndim - 1)) if tensor.ndim and tensor.shape[0] == 1 else tensor
 
-    return as_inputs(with_tensors(first, repeated))
-
-
-def _unit_nbytes(buckets: Sequence[Any]) -> int:
-    return sum(bucket.layout.padded_numel * bucket.spec.dtype.itemsize for bucket in buckets)
+    return as_inputs(with_tensors(row, repeated))

@@ -51,7 +51,7 @@ class LiveParameters:
 
     def recount(self) -> int:
         """Count those that live; return their elements."""
-        self.numel = sum(each.numel() for each in self._made.values())
+        self.numel = sum(parameter.numel() for parameter in self._made.values())
         return self.numel
 
 
@@ -73,7 +73,7 @@ def watching_parameters(look: Callable[[LiveParameters], None]) -> Iterator[None
         hook.remove()
 
 
-# Whether there is room for what a run offloads, and for the files that its ranks open, before any rank starts.
+# Room for offloaded state, and for the files of ranks, before any rank starts.
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,13 @@ def require_room(config: Config, model: nn.Module | None, run_dir: Path | None, 
     offload = config.offload
     if not offload.uses_disk or (run_dir is None and offload.path is None):
         return
-    folder, there = _folders(Path(offload.path or run_dir or ""))
+    folder, base = _folders(Path(offload.path or run_dir or ""))
     try:
-        ScratchFile(there, "this run")
+        ScratchFile(base, "this run")
     except OffloadError as error:
         raise ConfigError(f"{error}; name another folder") from error
     needed = 0 if model is None else _needed_nbytes(config, model, ranks)
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(base).free
     if needed > free:
         raise ConfigError(
             f"offload.path: {folder} has {free / 1e9:.3g} GB free, and this run needs {needed / 1e9:.3g} GB there; "
@@ -114,8 +114,8 @@ def require_room(config: Config, model: nn.Module | None, run_dir: Path | None, 
 
 def plans_of(stages: Iterable[Any]) -> list[Plan]:
     """Plans of those stages that exist: other stages are reported elsewhere."""
-    given = list(stages)
-    return [plan for stage, plan in enumerate(STAGES) if stage in given]
+    numbers = list(stages)
+    return [plan for stage, plan in enumerate(STAGES) if stage in numbers]
 
 
 def is_on_host(config: Config) -> bool:
@@ -140,19 +140,19 @@ def in_memory(config: Config, run_dir: Path) -> list[str]:
             "offload.activations=cpu: a run on the CPU has its activations in host memory already, so that this adds "
             "copies; leave it out, or give disk"
         ]
-    folder, there = _folders(Path(config.offload.path or run_dir))
-    if "disk" not in (config.offload.optimizer, config.offload.parameters) or not lies_in_memory(there):
+    folder, base = _folders(Path(config.offload.path or run_dir))
+    if "disk" not in (config.offload.optimizer, config.offload.parameters) or not lies_in_memory(base):
         return []
     return [
-        f"offload.path: {folder} is in memory ({file_system_of(there)}), so that offloading to it frees none; "
+        f"offload.path: {folder} is in memory ({file_system_of(base)}), so that offloading to it frees none; "
         "name a folder on a disk"
     ]
 
 
-def _folders(given: Path) -> tuple[Path, Path]:
+def _folders(path: Path) -> tuple[Path, Path]:
     """It, and the first of it and those around it that is there."""
-    folder = given.absolute()
-    return folder, next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    folder = path.absolute()
+    return folder, next(candidate for candidate in (folder, *folder.parents) if os.path.lexists(candidate))
 
 
 def _needed_nbytes(config: Config, model: nn.Module, ranks: Ranks) -> int:
@@ -175,9 +175,11 @@ def model_sizes(config: Config, model: nn.Module, factory: OptimizerFactory, ran
     average of weights: 0 of a state that cannot be tried here, as it needs a GPU."""
     precision = precision_named(config.precision.name, tuple(config.precision.keep_fp32))
     held = dtypes_of(model_parameters(model), precision)
-    trained = {each: dtype for each, dtype in held.items() if each.requires_grad}
+    trained = {parameter: dtype for parameter, dtype in held.items() if parameter.requires_grad}
     trainable, frozen = (
-        sum(each.numel() * dtype.itemsize for each, dtype in held.items() if each.requires_grad is trains)
+        sum(
+            parameter.numel() * dtype.itemsize for parameter, dtype in held.items() if parameter.requires_grad is trains
+        )
         for trains in (True, False)
     )
     per_element = 0.0
@@ -186,10 +188,10 @@ def model_sizes(config: Config, model: nn.Module, factory: OptimizerFactory, ran
         if hasattr(factory, "needs_whole") or not sampled:
             sampled.append(sampled_nbytes(factory, is_whole=False))
         per_element = min(sampled) / (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
-    copies = sum(each.numel() for each, dtype in trained.items() if dtype != precision.master)
+    copies = sum(parameter.numel() for parameter, dtype in trained.items() if dtype != precision.master)
     if averages_in(config):
-        copies += sum(each.numel() for each in trained)
-    state = per_element * sum(each.numel() for each in trained) + copies * precision.master.itemsize
+        copies += sum(parameter.numel() for parameter in trained)
+    state = per_element * sum(parameter.numel() for parameter in trained) + copies * precision.master.itemsize
     return Volume(trainable, frozen, ranks.num_ranks), round(state)
 
 
@@ -222,22 +224,22 @@ class Room:
 
     @property
     def device(self) -> str:
-        """Which of both a rank computes in."""
+        """The memory that a rank computes in."""
         return "gpu" if self.gpu else "host"
 
-    def require(self, group: str, taken: Mapping[str, float], num_local: int, what: str, advice: str) -> None:
+    def require(self, group: str, nbytes: Mapping[str, float], num_local: int, what: str, advice: str) -> None:
         """Make sure that there is room for a rank's bytes, by the memory that they lie in."""
         for memory, where, num in (("gpu", "its GPU has", 1), ("host", "there are", num_local)):
-            if taken.get(memory, 0) > getattr(self, memory):
+            if nbytes.get(memory, 0) > getattr(self, memory):
                 whose = "a rank" if num == 1 else f"{num} ranks of this machine"
-                needed, there = _shown(num * taken[memory]), _shown(num * getattr(self, memory))
+                needed, available = _in_gb(num * nbytes[memory]), _in_gb(num * getattr(self, memory))
                 raise ConfigError(
                     f"{group}: needs more memory than there is: {what} of {whose} would take {needed} or more, and "
-                    f"{where} {there}; {advice}"
+                    f"{where} {available}; {advice}"
                 )
 
 
-def _shown(nbytes: float) -> str:
+def _in_gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:,.0f} GB" if nbytes >= 1e11 else f"{nbytes / 1e9:.3g} GB"
 
 
@@ -267,8 +269,8 @@ def refusing_too_large(config: Config, ranks: Ranks, room: Room) -> AbstractCont
 def require_rows(config: Config, row_nbytes: int, num_rows: int, ranks: Ranks, room: Room) -> None:
     """Make sure that there is memory for the rows, of the `num_rows` of the data, that each rank reads in a step."""
     num_rows = min(num_rows, config.train.micro_batch_size * config.train.gradient_accumulation_steps)
-    taken = {"host": float(num_rows * row_nbytes)}
-    room.require("data", taken, ranks.num_local, f"the {num_rows} rows of a step", SMALLER_BATCH)
+    nbytes = {"host": float(num_rows * row_nbytes)}
+    room.require("data", nbytes, ranks.num_local, f"the {num_rows} rows of a step", SMALLER_BATCH)
 
 
 def require_memory(
@@ -291,39 +293,39 @@ def require_memory(
     volume, optimizer_nbytes = model_sizes(config, model, optimizer, ranks)
     saved_nbytes = _saved_nbytes(config, model, row)
     for plan in plans_of(stages):
-        kept: dict[str, float] = {**volume.memory_nbytes(plan, optimizer_nbytes)}
-        at_rest = _by_memory(config, plan, kept, room.device)
-        said = f"weights, gradients and optimizer state at stage {STAGES.index(plan)}"
-        room.require("model", at_rest, ranks.num_local, said, SMALLER_MODEL)
-        kept |= {"gradients": 0.0, "saved": saved_nbytes}
-        said = f"what the forward of {config.train.micro_batch_size} rows saves, with weights and optimizer state,"
-        in_forward = _by_memory(config, plan, kept, room.device)
-        room.require("train.micro_batch_size", in_forward, ranks.num_local, said, SMALLER_BATCH)
+        held_nbytes: dict[str, float] = {**volume.memory_nbytes(plan, optimizer_nbytes)}
+        at_rest = _by_memory(config, plan, held_nbytes, room.device)
+        subject = f"weights, gradients and optimizer state at stage {STAGES.index(plan)}"
+        room.require("model", at_rest, ranks.num_local, subject, SMALLER_MODEL)
+        held_nbytes |= {"gradients": 0.0, "saved": saved_nbytes}
+        subject = f"what the forward of {config.train.micro_batch_size} rows saves, with weights and optimizer state,"
+        in_forward = _by_memory(config, plan, held_nbytes, room.device)
+        room.require("train.micro_batch_size", in_forward, ranks.num_local, subject, SMALLER_BATCH)
 
 
-def _by_memory(config: Config, plan: Plan, kept: Mapping[str, float], device: str) -> dict[str, float]:
+def _by_memory(config: Config, plan: Plan, held_nbytes: Mapping[str, float], device: str) -> dict[str, float]:
     """Bytes of a rank by the memory they lie in; what lies on a disk takes none."""
-    offload, taken = config.offload, dict.fromkeys(("host", device), 0.0)
+    offload, by_memory = config.offload, dict.fromkeys(("host", device), 0.0)
     tiers = {"optimizer": offload.optimizer} | ({"parameters": offload.parameters} if plan.shards_parameters else {})
-    for kind, nbytes in kept.items():
+    for kind, nbytes in held_nbytes.items():
         tier = tiers.get(kind, "device")
         stays = 1.0 if tier == "device" else offload.keep if kind == "optimizer" else 0.0
-        taken[device] += nbytes * stays
-        taken["host"] += nbytes * (1 - stays) if tier == "cpu" else 0.0
-    return taken
+        by_memory[device] += nbytes * stays
+        by_memory["host"] += nbytes * (1 - stays) if tier == "cpu" else 0.0
+    return by_memory
 
 
-def _saved_nbytes(config: Config, model: nn.Module, first: Any) -> float:
+def _saved_nbytes(config: Config, model: nn.Module, row: Any) -> float:
     """Bytes that the forward of a micro-batch saves for its backward, tried without memory; 0 for a small one, and if
     they cannot be known: it computes with values, or the run moves or compiles what it saves."""
-    num_rows, shapes = config.train.micro_batch_size, [each.shape for each in tensors_in(first)]
+    num_rows, shapes = config.train.micro_batch_size, [tensor.shape for tensor in tensors_in(row)]
     numel = sum(shape.numel() for shape in shapes) * num_rows
     moves = any(config.forward_switches.values()) or config.offload.activations != "device"
     if moves or numel < LARGE_NUMEL or any(shape[:1] != (1,) for shape in shapes):
         return 0.0
-    inputs = as_inputs(with_tensors(first, lambda each: each.new_empty((num_rows, *each.shape[1:]), device="meta")))
+    inputs = as_inputs(with_tensors(row, lambda tensor: tensor.new_empty((num_rows, *tensor.shape[1:]), device="meta")))
     shrunk = precision_named(config.precision.name).compute.itemsize / torch.float32.itemsize
-    own = {each.untyped_storage()._cdata for each in model.parameters()}
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     saved: dict[int, tuple[StorageWeakRef, float]] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -333,7 +335,11 @@ def _saved_nbytes(config: Config, model: nn.Module, first: Any) -> float:
             saved[memory._cdata] = StorageWeakRef(memory), nbytes
         return tensor
 
-    with suppress(Exception), _WithoutAttention(), torch.autograd.graph.saved_tensors_hooks(note, lambda each: each):
+    with (
+        suppress(Exception),
+        _WithoutAttention(),
+        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+    ):
         _ = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)  # kept: its graph holds what is saved
     return sum(nbytes for memory, nbytes in saved.values() if not memory.expired())
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.offload.tier import Crossing, Tier
 
-# Counts the bytes of all tensors that are alive, operation by operation, and what they were when there were most.
+# The bytes of all live tensors, counted operation by operation, and their kinds at the peak.
 
 
 OTHERS = "activations"
@@ -57,7 +57,7 @@ class LiveMemory(TorchDispatchMode):
     @property
     def nbytes(self) -> int:
         """Bytes alive now."""
-        return sum(self._by_kind.values()) - sum(each.placed_nbytes for _, each in self._off_device)
+        return sum(self._by_kind.values()) - sum(tier.placed_nbytes for _, tier in self._off_device)
 
     def begin(self, engine: ZeroEngine) -> None:
         """Look for the most from now on, in the steps of an engine."""
@@ -80,21 +80,21 @@ class LiveMemory(TorchDispatchMode):
         """Count the memory of these tensors as of a kind, now and once it is given back and comes again."""
         for tensor in tensors:
             self._note(tensor)
-            found = self._known.get(id(tensor.untyped_storage()))
-            if found is not None:
-                storage, before, nbytes = found
-                self._by_kind[before] -= nbytes
+            entry = self._known.get(id(tensor.untyped_storage()))
+            if entry is not None:
+                storage, old_kind, nbytes = entry
+                self._by_kind[old_kind] -= nbytes
                 self._by_kind[kind] = self._by_kind.get(kind, 0) + nbytes
                 self._known[id(tensor.untyped_storage())] = (storage, kind, nbytes)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = func(*args, **(kwargs or {}))
-        for each in tree_iter((args, given)):
-            if isinstance(each, torch.Tensor):
-                self._note(each)
-        return given
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_iter((args, result)):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf)
+        return result
 
     def __enter__(self) -> "LiveMemory":
         """Memory that is given back and comes again under the same tensor is no operation: it is heard of here."""
@@ -102,7 +102,11 @@ class LiveMemory(TorchDispatchMode):
 
         def resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
             resized: torch.UntypedStorage = self._resize(storage, nbytes)
-            self._resized(storage)
+            if (entry := self._known.get(id(storage))) is not None:
+                reference, kind, old_nbytes = entry
+                self._known[id(storage)] = (reference, kind, storage.nbytes())
+                self._by_kind[kind] += storage.nbytes() - old_nbytes
+                self._look()
             return resized
 
         setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010 -- a method of torch, for a while
@@ -120,19 +124,12 @@ class LiveMemory(TorchDispatchMode):
         if (key := id(storage)) in self._known:
             return
         nbytes = storage.nbytes()
-        self._known[key] = (ref(storage, partial(self._freed, key)), OTHERS, nbytes)
+        self._known[key] = (ref(storage, partial(self._forget, key)), OTHERS, nbytes)
         if nbytes:
             self._by_kind[OTHERS] += nbytes
             self._look()
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        if (found := self._known.get(id(storage))) is not None:
-            reference, kind, before = found
-            self._known[id(storage)] = (reference, kind, storage.nbytes())
-            self._by_kind[kind] += storage.nbytes() - before
-            self._look()
-
-    def _freed(self, key: int, _: Any) -> None:
+    def _forget(self, key: int, _: Any) -> None:
         _, kind, nbytes = self._known.pop(key)
         self._by_kind[kind] -= nbytes
 
@@ -185,7 +182,7 @@ class Unreal(LiveMemory):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        operation = _OPERATIONS.get(id(func)) or _Operation.of(func)
+        operation = _OPERATIONS.get(id(func)) or _Operation.look_at(func)
         if operation.is_view and args[0].is_meta:  # half of all: its memory is known
             return func(*args, **kwargs) if kwargs else func(*args)
         if operation.overwrites_first and args[0].is_meta and args[0].numel():
@@ -194,7 +191,7 @@ class Unreal(LiveMemory):
         if kwargs and kwargs.get("device") == _META:
             kwargs = self._with_values(func, args, kwargs)
         tensors = _tensors_in((args, kwargs.values()) if kwargs else (args,))
-        if num_unreal := sum([each.is_meta for each in tensors]):
+        if num_unreal := sum([tensor.is_meta for tensor in tensors]):
             if func is _IS_SET_TO:
                 return True
             if func is _NUMBER and self.unknown is not None:
@@ -202,38 +199,36 @@ class Unreal(LiveMemory):
             if num_unreal < len(tensors):
                 if operation.is_mutable and not tensors[0].is_meta:
                     return tensors[0]  # a number that is known goes on being what it was
-                args, kwargs = _without_values(args), {name: _without_values(each) for name, each in kwargs.items()}
-            given = self._result(func, operation, args, kwargs)
+                args, kwargs = _without_values(args), {name: _without_values(value) for name, value in kwargs.items()}
+            result = self._result(func, operation, args, kwargs)
         else:
-            given = func(*args, **kwargs)
-        for each in given if isinstance(given, tuple | list) else (given,):
-            if isinstance(each, torch.Tensor):
-                self._note(each)
-        return given
+            result = func(*args, **kwargs)
+        for output in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(output, torch.Tensor):
+                self._note(output)
+        return result
 
     def _result(self, func: Any, operation: "_Operation", args: Any, kwargs: Any) -> Any:
-        if (written := operation.written) is not None:
-            into = kwargs.get(written[1], args[written[0]] if written[0] < len(args) else None)
+        if (target := operation.target) is not None:
+            into = kwargs.get(target[1], args[target[0]] if target[0] < len(args) else None)
             if isinstance(into, torch.Tensor) and into.numel():  # an empty one is to be made as large as the result
                 return into
         key = _key(operation, args, kwargs) if operation.makes_new else None
-        if key is not None and (known := _RESULTS.get(key)) is not None:
-            made = [None if each is None else _made(*each) for each in known]
-            return made[0] if len(made) == 1 else tuple(made)
+        if key is not None and (layouts := _RESULTS.get(key)) is not None:
+            outputs = [None if layout is None else _empty(*layout) for layout in layouts]
+            return outputs[0] if len(outputs) == 1 else tuple(outputs)
         try:
-            given = _grouped(args, kwargs) if func is _GROUPED else func(*args, **kwargs)
+            result = _grouped(args, kwargs) if func is _GROUPED else func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
             self.failed = self.failed or str(func).removesuffix(".default")
             raise
         if key is not None:
-            results = given if isinstance(given, tuple | list) else (given,)
-            if all(each is None or isinstance(each, torch.Tensor) for each in results) and (
-                isinstance(given, tuple) == (len(results) > 1)
+            results = result if isinstance(result, tuple | list) else (result,)
+            if all(output is None or isinstance(output, torch.Tensor) for output in results) and (
+                isinstance(result, tuple) == (len(results) > 1)
             ):
-                _RESULTS[key] = [
-                    None if each is None else (each.shape, each.stride(), each.dtype) for each in results
-                ]  # fmt: skip
-        return given
+                _RESULTS[key] = list(map(_layout, results))
+        return result
 
     def _with_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments with the CPU for the device, where what is made is to have values."""
@@ -271,9 +266,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    given = (query, key, value, mask, dropout_p, is_causal, enable_gqa)
+    arguments = (query, key, value, mask, dropout_p, is_causal, enable_gqa)
     out: torch.Tensor
-    if on_host and _choice(*map(_shown, given)) != FLASH:
+    if on_host and _choice(*map(_layout, arguments)) != FLASH:
         out, _ = _aten._scaled_dot_product_attention_math(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -293,48 +288,51 @@ def _attention(
     return out
 
 
-def _shown(given: Any) -> Any:
-    return (given.shape, given.stride(), given.dtype) if isinstance(given, torch.Tensor) else given
+def _layout(argument: Any) -> Any:
+    return (argument.shape, argument.stride(), argument.dtype) if isinstance(argument, torch.Tensor) else argument
 
 
 @cache
 def _choice(query: Any, key: Any, value: Any, mask: Any, dropout_p: float, is_causal: bool, enable_gqa: bool) -> int:
     """torch's choice for tensors of these shapes on the CPU. It looks at no values: their memory is never touched."""
     with _disable_current_modes():
-        made = [None if each is None else torch.empty_strided(*each[:2], dtype=each[2]) for each in (query, key, value)]
+        tensors = [
+            None if layout is None else torch.empty_strided(*layout[:2], dtype=layout[2])
+            for layout in (query, key, value)
+        ]
         of_mask = None if mask is None else torch.empty_strided(*mask[:2], dtype=mask[2])
         choose: Any = torch._fused_sdp_choice  # whose stub lacks an argument
-        chosen: int = choose(*made, of_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
+        chosen: int = choose(*tensors, of_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
         return chosen
 
 
 def _grouped(args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     """A product of matrices by groups, such as the experts of a mixture: torch knows its shape in bf16 alone."""
     dtype = kwargs.get("out_dtype") or args[0].dtype
-    first, second = (_made(each.shape, each.stride(), torch.bfloat16) for each in args[:2])
-    known: torch.Tensor = _GROUPED(first, second, *args[2:], **kwargs | {"out_dtype": None})
-    return _made(known.shape, known.stride(), dtype)
+    matrices = [_empty(matrix.shape, matrix.stride(), torch.bfloat16) for matrix in args[:2]]
+    product: torch.Tensor = _GROUPED(*matrices, *args[2:], **kwargs | {"out_dtype": None})
+    return _empty(product.shape, product.stride(), dtype)
 
 
-def _tensors_in(given: Iterable[Iterable[Any]]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for arguments in given:
-        for each in arguments:
-            if isinstance(each, torch.Tensor):
-                found.append(each)
-            elif isinstance(each, list | tuple):
-                found += [inner for inner in each if isinstance(inner, torch.Tensor)]
-    return found
+def _tensors_in(argument_lists: Iterable[Iterable[Any]]) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+    for arguments in argument_lists:
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                tensors.append(argument)
+            elif isinstance(argument, list | tuple):
+                tensors += [inner for inner in argument if isinstance(inner, torch.Tensor)]
+    return tensors
 
 
-def _without_values(given: Any) -> Any:
+def _without_values(value: Any) -> Any:
     """The same with tensors without values in the place of those with. (torch's tree_map takes ten times as long.)"""
-    if isinstance(given, torch.Tensor):
-        return given if given.is_meta else _made(given.shape, given.stride(), given.dtype)
-    return type(given)(map(_without_values, given)) if isinstance(given, list | tuple) else given
+    if isinstance(value, torch.Tensor):
+        return value if value.is_meta else _empty(value.shape, value.stride(), value.dtype)
+    return type(value)(map(_without_values, value)) if isinstance(value, list | tuple) else value
 
 
-def _made(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _empty(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=_META)
 
 
@@ -349,42 +347,40 @@ class _Operation:
     """Whether all that it gives is memory of its first argument."""
     overwrites_first: bool
     """Whether it writes into its first argument, and gives that."""
-    written: tuple[int, str] | None
+    target: tuple[int, str] | None
     """(place, name) of the argument that it writes into, and gives: that stays what it was, without values."""
 
     @classmethod
-    def of(cls, func: Any) -> "_Operation":
+    def look_at(cls, func: Any) -> "_Operation":
         schema = func._schema
         places = [
-            (place, each.name)
-            for place, each in enumerate(schema.arguments)
-            if each.alias_info is not None and each.alias_info.is_write
+            (place, argument.name)
+            for place, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
         ]
         is_plain = len(places) == len(schema.returns) == 1 and schema.returns[0].alias_info is not None
         changes_shape = torch.Tag.inplace_view in func.tags or func in _CHANGES_MEMORY
-        written = places[0] if is_plain and not changes_shape else None
-        made = _OPERATIONS[id(func)] = cls(
-            schema.is_mutable,
-            not schema.is_mutable and all(each.alias_info is None for each in schema.returns),
-            not schema.is_mutable and func is not _aten.lift_fresh.default and _gives_of_first(func),
-            written is not None and written[0] == 0 and not schema.arguments[0].kwarg_only,
-            written,
+        # Its one tensor is its first argument, and all that it gives is a part of that. Operations that torch composes
+        # of others, such as `reshape`, may copy.
+        tensors = [argument for argument in schema.arguments if "Tensor" in str(argument.type)]
+        aliases = [argument.alias_info for argument in (*tensors, *schema.returns)]
+        is_composed = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        gives_part_of_first = (
+            tensors == schema.arguments[:1] and bool(schema.returns) and None not in aliases and not is_composed
         )
-        return made
-
-
-def _gives_of_first(func: Any) -> bool:
-    """Whether its one tensor is its first argument, and all that it gives is a part of that. Operations that torch
-    composes of others, such as `reshape`, may copy."""
-    schema = func._schema
-    tensors = [each for each in schema.arguments if "Tensor" in str(each.type)]
-    aliases = [each.alias_info for each in (*tensors, *schema.returns)]
-    is_composed = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-    return tensors == schema.arguments[:1] and bool(schema.returns) and None not in aliases and not is_composed
+        target = places[0] if is_plain and not changes_shape else None
+        operation = _OPERATIONS[id(func)] = cls(
+            schema.is_mutable,
+            not schema.is_mutable and all(output.alias_info is None for output in schema.returns),
+            not schema.is_mutable and func is not _aten.lift_fresh.default and gives_part_of_first,
+            target is not None and target[0] == 0 and not schema.arguments[0].kwarg_only,
+            target,
+        )
+        return operation
 
 
 def _key(operation: _Operation, args: Any, kwargs: dict[str, Any]) -> Any:
-    key = (operation, tuple(map(_part, args)), tuple((name, _part(each)) for name, each in kwargs.items()))
+    key = (operation, tuple(map(_part, args)), tuple((name, _part(value)) for name, value in kwargs.items()))
     try:
         hash(key)
     except TypeError:
@@ -392,18 +388,18 @@ def _key(operation: _Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     return key
 
 
-def _part(given: Any) -> Any:
-    if isinstance(given, torch.Tensor):
-        return given.shape, given.stride(), given.dtype
+def _part(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument.shape, argument.stride(), argument.dtype
     # 1, 1.0 and True are equal, and make tensors of other dtypes.
-    return tuple(map(_part, given)) if isinstance(given, list | tuple) else (type(given), given)
+    return tuple(map(_part, argument)) if isinstance(argument, list | tuple) else (type(argument), argument)
 
 
 @contextmanager
 def nothing_known(mode: Unreal, number: float) -> Iterator[None]:
     """In here a number that has no value is taken for this one."""
-    before, mode.unknown = mode.unknown, number
+    old_number, mode.unknown = mode.unknown, number
     try:
         yield
     finally:
-        mode.unknown = before
+        mode.unknown = old_number

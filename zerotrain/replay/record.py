@@ -53,47 +53,51 @@ class Record:
 
     def start_of(self, step: int) -> Mapping[str, Any]:
         """That of the steps among which this one is; empty where nobody has written one."""
-        before = [each for each in self.starts if each < step]
-        return self.starts[max(before)] if before else {}
+        earlier = [start for start in self.starts if start < step]
+        return self.starts[max(earlier)] if earlier else {}
 
     @property
-    def last(self) -> int:
+    def last_step(self) -> int:
         """The last step that is recorded."""
         return max(self.steps, default=0)
 
     @property
     def worst(self) -> int:
         """The first step that was not finite; without one the largest spike; without one the largest gradient."""
-        norms = {step: each.get("grad_norm") for step, each in sorted(self.steps.items())}
+        norms = {step: line.get("grad_norm") for step, line in sorted(self.steps.items())}
         if bad := [step for step, norm in norms.items() if norm is None]:
             return bad[0]
         spikes = Spikes()
-        found = {step: spike.score for step in norms if (spike := spikes.of(self.steps[step])) is not None}
-        return max(norms, key=lambda step: (found.get(step, 0.0), float(norms[step] or 0.0)))
+        scores = {step: spike.score for step in norms if (spike := spikes.of(self.steps[step])) is not None}
+        return max(norms, key=lambda step: (scores.get(step, 0.0), float(norms[step] or 0.0)))
 
     def difference(self, step: int, outcome: Any) -> str | None:
         """How a step that was computed again differs from what the run has recorded; None: not, or nothing is."""
-        was, now = self.steps.get(step), without_non_finite(recorded(outcome))
-        if was is None:
+        line, values = self.steps.get(step), without_non_finite(recorded(outcome))
+        if line is None:
             return None
-        told = [
-            f"{name}: recorded {was.get(name)!r}, now {now[name]!r}" for name in COMPARED if was.get(name) != now[name]
+        differences = [
+            f"{name}: recorded {line.get(name)!r}, now {values[name]!r}"
+            for name in COMPARED
+            if line.get(name) != values[name]
         ]
-        return f"step {step} differs: {'; '.join(told)}" if told else None
+        return f"step {step} differs: {'; '.join(differences)}" if differences else None
 
-    def causes(self, step: int, now: Mapping[str, Any], settings: Mapping[str, Any] | None) -> list[str]:
+    def causes(self, step: int, environment: Mapping[str, Any], settings: Mapping[str, Any] | None) -> list[str]:
         """A line for all that the bits of a step depend on and that was different when the run made it.
 
         Args:
-            now: see `environment`.
+            environment: see `environment`, here.
             settings: those of the replay.
         """
         start = self.start_of(step)
-        pairs = [(name, start[name], now[name]) for name in OF_ENVIRONMENT if name in start]
+        pairs = [(name, start[name], environment[name]) for name in OF_ENVIRONMENT if name in start]
         if start.get("settings") and settings:
-            was, here = (dotted({name: of.get(name) for name in OF_BITS}) for of in (start["settings"], settings))
-            pairs += [(name, was.get(name), here.get(name)) for name in sorted(was.keys() | here.keys())]
-        return [f"{name}: {then} in the run, {now} here" for name, then, now in pairs if then != now]
+            old, new = (
+                dotted({name: values.get(name) for name in OF_BITS}) for values in (start["settings"], settings)
+            )
+            pairs += [(name, old.get(name), new.get(name)) for name in sorted(old.keys() | new.keys())]
+        return [f"{name}: {old} in the run, {new} here" for name, old, new in pairs if old != new]
 
 
 def read_record(folder: Path) -> Record:
@@ -113,13 +117,13 @@ def read_record(folder: Path) -> Record:
     starts: dict[int, Any] = {}
     for number, line in enumerate(lines, 1):
         try:
-            said = parse_json(line, _StepLine)
+            entry = parse_json(line, _StepLine)
         except UntrustedFileError as error:
             if number == len(lines):
                 break
             raise ConfigError(f"{path}: line {number} is none of a run: {error}; is the file damaged?") from None
-        if "start" in said:
-            starts[said["step"]] = said["start"]
+        if "start" in entry:
+            starts[entry["step"]] = entry["start"]
         else:
-            steps[said["step"]] = said
+            steps[entry["step"]] = entry
     return Record(steps, starts)

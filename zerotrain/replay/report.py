@@ -1,4 +1,4 @@
-"""Which virtual rank, micro-batch, parameter and row a step's loss and gradient came from."""
+"""Names the virtual rank, micro-batch, parameter and row behind a step's loss and gradient."""
 
 import math
 import sys
@@ -25,7 +25,7 @@ from zerotrain.replay.record import Record
 from zerotrain.replay.steps import ReplayedSteps
 from zerotrain.training.sameness import seed_leaf
 
-# Which module made the first value that is not finite, in the forward or in the backward.
+# The module behind the first value that is not finite, in the forward or in the backward.
 #
 # Modules without children are watched, in the order in which they run: a module whose inputs are finite and whose
 # output is not has made it. In the backward the same holds of the gradient of its output and that of its input.
@@ -37,7 +37,7 @@ class FirstNonFinite:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._hooks: list[Any] = []
-        self._found: str | None = None
+        self._sentence: str | None = None
 
     def __enter__(self) -> "FirstNonFinite":
         for name, module in self._model.named_modules():
@@ -47,18 +47,18 @@ class FirstNonFinite:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each in self._hooks:
-            each.remove()
+        for hook in self._hooks:
+            hook.remove()
 
-    def told(self, parameter: str, loss_scale: float) -> str:
-        """The sentence.
+    def sentence(self, parameter: str, loss_scale: float) -> str:
+        """The sentence that names the module.
 
         Args:
             parameter: the first in the backward whose gradient was not finite.
         """
         scaled = f", with a loss scale of {loss_scale:g}" if loss_scale != 1.0 else ""
-        if self._found is not None:
-            return self._found + scaled
+        if self._sentence is not None:
+            return self._sentence + scaled
         return (
             f"no module, but what lies between them: the first in the backward is the gradient of {parameter}{scaled}"
         )
@@ -66,25 +66,25 @@ class FirstNonFinite:
     def _hook(self, name: str, module: nn.Module) -> Any:
         called = f"{name} ({type(module).__name__})"
 
-        def hook(_: nn.Module, inputs: Any, named: Any, outputs: Any) -> None:
+        def hook(_: nn.Module, inputs: Any, keyword_inputs: Any, outputs: Any) -> None:
             for own, values in module.named_parameters(recurse=False):  # at stage 3 they are whole in here alone
                 if not _finite(values):
                     self._note(f"{name}.{own}, which was not finite before the step; replay an earlier one")
-            given, made = list(_floats((inputs, named))), list(_floats(outputs))
-            if not all(_finite(each) for each in given):
-                self._note(f"the input of {called} in the forward, from outside it: {_listed(given)}")
-            elif not all(_finite(each) for each in made):
-                self._note(f"{called} in the forward, from the input {_listed(given) or 'of tokens'}")
-            for each in made:
-                if each.requires_grad:
-                    each.register_hook(self._came(called, is_output=True))
-            for each in given:
-                if each.requires_grad and all(each is not other for other in made):
-                    each.register_hook(self._came(called, is_output=False))
+            arguments, results = list(_floats((inputs, keyword_inputs))), list(_floats(outputs))
+            if not all(_finite(tensor) for tensor in arguments):
+                self._note(f"the input of {called} in the forward, from outside it: {_listed(arguments)}")
+            elif not all(_finite(tensor) for tensor in results):
+                self._note(f"{called} in the forward, from the input {_listed(arguments) or 'of tokens'}")
+            for tensor in results:
+                if tensor.requires_grad:
+                    tensor.register_hook(self._gradient_hook(called, is_output=True))
+            for tensor in arguments:
+                if tensor.requires_grad and all(tensor is not other for other in results):
+                    tensor.register_hook(self._gradient_hook(called, is_output=False))
 
         return hook
 
-    def _came(self, called: str, *, is_output: bool) -> Any:
+    def _gradient_hook(self, called: str, *, is_output: bool) -> Any:
         def hook(gradient: torch.Tensor) -> None:
             if not _finite(gradient):
                 what = f"what comes behind {called}" if is_output else called
@@ -93,9 +93,9 @@ class FirstNonFinite:
 
         return hook
 
-    def _note(self, found: str) -> None:
-        if self._found is None:
-            self._found = found
+    def _note(self, sentence: str) -> None:
+        if self._sentence is None:
+            self._sentence = sentence
 
 
 def _finite(values: torch.Tensor) -> bool:
@@ -104,14 +104,14 @@ def _finite(values: torch.Tensor) -> bool:
 
 def _floats(values: Any) -> Iterator[torch.Tensor]:
     """The floating-point tensors in any structure."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     with_tensors(values, note)
-    yield from (each for each in found if each.is_floating_point())
+    yield from (tensor for tensor in tensors if tensor.is_floating_point())
 
 
 def _listed(tensors: list[torch.Tensor]) -> str:
@@ -122,9 +122,9 @@ def outlined(tensor: torch.Tensor) -> str:
     """A tensor in a few words, such as "float32 (2, 3) from -1 to 2, 1 of 6 not finite"."""
     shape = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     finite = tensor.detach()[tensor.isfinite()]
-    told = f"{shape} from {finite.min().item():.4g} to {finite.max().item():.4g}" if finite.numel() else shape
+    words = f"{shape} from {finite.min().item():.4g} to {finite.max().item():.4g}" if finite.numel() else shape
     num_bad = tensor.numel() - finite.numel()
-    return f"{told}, {num_bad} of {tensor.numel()} not finite" if num_bad else told
+    return f"{words}, {num_bad} of {tensor.numel()} not finite" if num_bad else words
 
 
 MAX_TEXT = 60
@@ -191,7 +191,7 @@ class StepReport:
     @property
     def worst(self) -> MicroBatchPart:
         """The micro-batch that stands out: the first that is not finite, or that of the largest gradient."""
-        return max(self.parts, key=lambda each: each.badness)
+        return max(self.parts, key=lambda part: part.badness)
 
     def body(self) -> dict[str, Any]:
         """For JSON."""
@@ -205,11 +205,11 @@ def report_of(steps: ReplayedSteps, *, each_row: bool) -> StepReport:
         each_row: compute each row of the micro-batch that stands out, too.
     """
     sampler = steps.feed.sampler
-    report = StepReport(step=steps.done + 1, parts=[])
+    report = StepReport(step=steps.num_done + 1, parts=[])
     for virtual_rank in range(sampler.num_virtual_ranks):
         inputs, _ = steps.feed.leaf(virtual_rank)
-        for number, each in enumerate(inputs):
-            part = _computed(steps, each, virtual_rank, number)
+        for number, batch in enumerate(inputs):
+            part = _compute_part(steps, batch, virtual_rank, number)
             rows = steps.feed.rows_of(virtual_rank, number).rows
             report.parts.append(MicroBatchPart(virtual_rank=virtual_rank, micro_batch=number, rows=rows, **vars(part)))
     worst = report.worst
@@ -217,28 +217,28 @@ def report_of(steps: ReplayedSteps, *, each_row: bool) -> StepReport:
     for row, epoch in zip(rows, epochs, strict=True):
         read = steps.feed.read(RowsToRead([row], [epoch]))
         source, text = _source(steps.dataset.train, row), _outline(steps.dataset, read)
-        alone = _computed(steps, read, worst.virtual_rank, worst.micro_batch) if each_row else None
+        alone = _compute_part(steps, read, worst.virtual_rank, worst.micro_batch) if each_row else None
         report.rows.append(RowPart(row=row, epoch=epoch, source=source, text=text, alone=alone))
     if worst.badness[0]:
         inputs, _ = steps.feed.leaf(worst.virtual_rank)
-        with FirstNonFinite(steps.engine.module) as first:
-            found = _computed(steps, inputs[worst.micro_batch], worst.virtual_rank, worst.micro_batch)
-        report.nonfinite = first.told(found.largest, steps.engine.loss_scale)
+        with FirstNonFinite(steps.engine.module) as watcher:
+            worst_part = _compute_part(steps, inputs[worst.micro_batch], worst.virtual_rank, worst.micro_batch)
+        report.nonfinite = watcher.sentence(worst_part.largest, steps.engine.loss_scale)
     return report
 
 
 def batch_of(steps: ReplayedSteps, virtual_rank: int, micro_batch: int) -> dict[str, torch.Tensor]:
     """The tensors of a micro-batch of the next step by name, for a file of safetensors."""
     inputs, _ = steps.feed.leaf(virtual_rank)
-    given = inputs[micro_batch]
-    named = given.items() if isinstance(given, Mapping) else enumerate(given)
-    return {str(name): each.detach().cpu().contiguous() for name, each in named if isinstance(each, torch.Tensor)}
+    batch = inputs[micro_batch]
+    items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    return {str(name): value.detach().cpu().contiguous() for name, value in items if isinstance(value, torch.Tensor)}
 
 
-def _computed(steps: ReplayedSteps, inputs: Any, virtual_rank: int, micro_batch: int) -> Part:
+def _compute_part(steps: ReplayedSteps, inputs: Any, virtual_rank: int, micro_batch: int) -> Part:
     """Forward and backward of a micro-batch alone, with the seeds that it has in the step."""
     losses: list[torch.Tensor] = []
-    seed_each = partial(seed_leaf, steps.seed, steps.done)
+    seed_each = partial(seed_leaf, steps.seed, steps.num_done)
     gradients = steps.engine.leaf(
         virtual_rank,
         [inputs],
@@ -285,17 +285,17 @@ def _outline(dataset: Any, inputs: Any) -> str:
     if ids is not None and ids.dtype == torch.int64 and callable(getattr(dataset, "decode", None)):
         text = printable(dataset.decode(ids.flatten()), keep="")
         return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
-    told: list[str] = []
+    outlines: list[str] = []
 
     def outline(tensor: torch.Tensor) -> torch.Tensor:
-        told.append(outlined(tensor))
+        outlines.append(outlined(tensor))
         return tensor
 
     with_tensors(inputs, outline)
-    return ", ".join(told)
+    return ", ".join(outlines)
 
 
-# Shows as tables and lines what a replay has found.
+# The result of a replay, as tables and lines.
 
 
 BAR = 12
@@ -312,25 +312,19 @@ def print_report(
 ) -> None:
     """Print what the step was made of, and whether it is that of the run."""
     worst = report.worst
-    table = Table(
-        "virtual rank",
-        "micro-batch",
-        "loss",
-        "gradient",
-        "largest in",
-        "",
-        title=f"step {report.step}",
-        box=box.SIMPLE_HEAD,
-    )
-    for each in report.parts:
-        mark = "bold" if each is worst else ""
+    heads = ("virtual rank", "micro-batch", "loss", "gradient", "largest in", "")
+    table = Table(*heads, title=f"step {report.step}", box=box.SIMPLE_HEAD)
+    for part in report.parts:
+        # The bar is as long as the gradient is large.
+        if not math.isfinite(part.grad_norm):
+            bar = "!" * BAR
+        elif not math.isfinite(worst.grad_norm):
+            bar = ""
+        else:
+            bar = "█" * round(BAR * part.grad_norm / (worst.grad_norm or 1.0))
+        mark = "bold" if part is worst else ""
         table.add_row(
-            str(each.virtual_rank),
-            str(each.micro_batch),
-            *_numbers(each),
-            Text(each.largest),
-            _bar(each, worst),
-            style=mark,
+            str(part.virtual_rank), str(part.micro_batch), *_numbers(part), Text(part.largest), bar, style=mark
         )
     console.print(table)
     rows = Table(title="rows of the micro-batch that stands out", box=box.SIMPLE_HEAD)
@@ -344,9 +338,10 @@ def print_report(
     lines = [] if report.nonfinite is None else [f"first not finite: {report.nonfinite}"]
     compared = [step for step in record.steps if began_at < step <= report.step]
     if differs is not None:
-        lines += [differs, *(f"  {each}" for each in causes or [NOTHING_RECORDED])]
+        lines.append(differs)
+        lines += [f"  {cause}" for cause in causes or [NOTHING_RECORDED]]
     elif compared:
-        steps = f"{len(compared)} step{'s' * (len(compared) > 1)}"
+        steps = f"{len(compared)} {'steps' if len(compared) > 1 else 'step'}"
         lines.append(f"{steps} from step {began_at + 1} on: as the run recorded, to the bit")
     if report.step not in record.steps:
         lines.append(f"step {report.step} is not recorded: nothing to compare it with")
@@ -355,32 +350,17 @@ def print_report(
     sys.stdout.flush()
 
 
-def print_around(console: Console, steps: Sequence[Mapping[str, Any]], asked: int) -> None:
+def print_around(console: Console, steps: Sequence[Mapping[str, Any]], step: int) -> None:
     """Print a row for each step, the one asked for in bold."""
-    table = Table(
-        "step",
-        "loss",
-        "gradient",
-        "clipped to",
-        "learning rate",
-        "the run",
-        title="steps around it",
-        box=box.SIMPLE_HEAD,
-    )
-    for each in steps:
-        clipped = "skipped" if each["skipped"] else _number(each["grad_norm"] * each["clip_coefficient"])
-        same = {None: "not recorded", True: "the same", False: "differs"}[each["as_recorded"]]
-        numbers = map(_number, (each["loss"], each["grad_norm"]))
-        style = "bold" if each["step"] == asked else ""
-        table.add_row(str(each["step"]), *numbers, clipped, _number(each["lr"]), same, style=style)
+    heads = ("step", "loss", "gradient", "clipped to", "learning rate", "the run")
+    table = Table(*heads, title="steps around it", box=box.SIMPLE_HEAD)
+    for line in steps:
+        clipped = "skipped" if line["skipped"] else _number(line["grad_norm"] * line["clip_coefficient"])
+        same = {None: "not recorded", True: "the same", False: "differs"}[line["as_recorded"]]
+        numbers = map(_number, (line["loss"], line["grad_norm"]))
+        style = "bold" if line["step"] == step else ""
+        table.add_row(str(line["step"]), *numbers, clipped, _number(line["lr"]), same, style=style)
     console.print(table)
-
-
-def _bar(part: Part, longest: Part) -> str:
-    """As long as the gradient is large."""
-    if not (math.isfinite(part.grad_norm) and math.isfinite(longest.grad_norm)):
-        return "" if math.isfinite(part.grad_norm) else "!" * BAR
-    return "█" * round(BAR * part.grad_norm / (longest.grad_norm or 1.0))
 
 
 def _numbers(part: Part) -> list[str]:

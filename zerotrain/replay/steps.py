@@ -15,7 +15,7 @@ from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.errors import ConfigError
 from zerotrain.run.factory import build, build_collate, build_data, build_engine_of, build_validation_sets, frozen_steps
-from zerotrain.training.callbacks.checkpoints import CheckpointPolicy, Resumed, RunCheckpoints
+from zerotrain.training.callbacks.checkpoints import CheckpointPolicy, RunCheckpoints
 from zerotrain.training.callbacks.stages import RunFreezing
 from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.sameness import seed_leaf
@@ -33,7 +33,7 @@ class ReplayedSteps:
     max_steps: int
     schedule: Any
     freezing: RunFreezing
-    done: int
+    num_done: int
     """Steps done."""
     skipped: int
     """Those of them that were skipped."""
@@ -42,19 +42,19 @@ class ReplayedSteps:
 
     def train(self, until: int) -> Iterator[tuple[int, TrainStepResult]]:
         """Go on to a step; yield the number of each and what it came to."""
-        self.feed.first_step = self.done
-        with self.feed.loader(max(0, until - self.done)) as loader:
-            while self.done < until:
-                set_rates(self.engine.param_groups, self.schedule(self.done - self.skipped, self.max_steps))
+        self.feed.first_step = self.num_done
+        with self.feed.loader(max(0, until - self.num_done)) as loader:
+            while self.num_done < until:
+                set_rates(self.engine.param_groups, self.schedule(self.num_done - self.skipped, self.max_steps))
                 micro_batches, weights, _ = self.feed.next_step(loader)
-                seed_each = partial(seed_leaf, self.seed, self.done)
+                seed_each = partial(seed_leaf, self.seed, self.num_done)
                 outcome = self.engine.train_step(micro_batches, weights=weights, before_each=seed_each)
                 self.feed.step_done()
                 self.skipped += outcome.skipped
-                self.done += 1
-                if self.done < self.max_steps:
-                    self.freezing.be_at(self.done)
-                yield self.done, outcome
+                self.num_done += 1
+                if self.num_done < self.max_steps:
+                    self.freezing.be_at(self.num_done)
+                yield self.num_done, outcome
 
 
 def opened_steps(
@@ -85,15 +85,30 @@ def opened_steps(
         raise ConfigError(
             "train.max_steps: is not noted by the run, and its schedule depends on it; give the checkpoint"
         )
-    resumed = _resumed(config, engine, world, checkpoints, folder, console)
-    done, state = (0, {}) if resumed is None else (resumed.step, resumed.state)
-    feed = _feed(config, engine, world, dataset, done)
+    init_from = None if config.checkpoint.init_from is None else Path(config.checkpoint.init_from)
+    policy = CheckpointPolicy(resume=checkpoints, init_from=init_from, strict=config.checkpoint.strict)
+    # None: there is no checkpoint, and the run's first weights were taken up.
+    resumed = RunCheckpoints(engine, world, folder, policy=policy, console=console, settings=None).resume()
+    num_done, state = (0, {}) if resumed is None else (resumed.step, resumed.state)
+    feed = TrainingFeed(
+        dataset,
+        build_validation_sets(config),
+        engine=engine,
+        world=world,
+        seed=config.seed,
+        micro_batch_size=config.train.micro_batch_size,
+        num_micro_batches=config.train.gradient_accumulation_steps,
+        first_step=num_done,
+        num_workers=0,
+        collate=build_collate(config),
+        loss_over=config.train.loss_over,
+    )
     feed.agree(state.get("data"), None, like=data)
     if data is not None and (line := _other_data(data, feed.sampler.fingerprint or {})):
         raise ConfigError(line)
     freezing = RunFreezing(engine, console, frozen_steps(config, frozen, dataset.train, world.size))
     freezing.load_state_dict(state)
-    freezing.be_at(done)
+    freezing.be_at(num_done)
     engine.train()
     return ReplayedSteps(
         engine=engine,
@@ -103,36 +118,9 @@ def opened_steps(
         max_steps=config.train.max_steps,
         schedule=build("scheduler", config.scheduler),
         freezing=freezing,
-        done=done,
-        began_at=done,
+        num_done=num_done,
+        began_at=num_done,
         skipped=state.get("skipped_steps", 0),
-    )
-
-
-def _resumed(
-    config: Config, engine: ZeroEngine, world: World, checkpoints: Sequence[Path], folder: Path, console: Console
-) -> Resumed | None:
-    """The checkpoint that was taken up; None: there is none, and the run's first weights were."""
-    given = config.checkpoint
-    policy = CheckpointPolicy(
-        resume=checkpoints, init_from=None if given.init_from is None else Path(given.init_from), strict=given.strict
-    )
-    return RunCheckpoints(engine, world, folder, policy=policy, console=console, settings=None).resume()
-
-
-def _feed(config: Config, engine: ZeroEngine, world: World, dataset: Any, first_step: int) -> TrainingFeed:
-    return TrainingFeed(
-        dataset,
-        build_validation_sets(config),
-        engine=engine,
-        world=world,
-        seed=config.seed,
-        micro_batch_size=config.train.micro_batch_size,
-        num_micro_batches=config.train.gradient_accumulation_steps,
-        first_step=first_step,
-        num_workers=0,
-        collate=build_collate(config),
-        loss_over=config.train.loss_over,
     )
 
 
@@ -148,11 +136,11 @@ def of_replay(config: Config) -> Config:
     return config
 
 
-def _other_data(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+def _other_data(run_data: Mapping[str, Any], own_data: Mapping[str, Any]) -> str | None:
     different = [
-        f"{name.replace('_', ' ')}: {was.get(name)} in the run, {now.get(name)} here"
-        for name in {**was, **now}
-        if was.get(name) != now.get(name)
+        f"{name.replace('_', ' ')}: {run_data.get(name)} in the run, {own_data.get(name)} here"
+        for name in {**run_data, **own_data}
+        if run_data.get(name) != own_data.get(name)
     ]
     advice = "give the run's data, with data.path=... where it has moved"
     return f"data: {'; '.join(different)}; {advice}" if different else None

@@ -16,7 +16,7 @@ from zerotrain.errors import ConfigError
 from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import only_regular, printable
 from zerotrain.report.page import HEAD, page_of
-from zerotrain.report.rows import Report, Row, equal_weights, read_report, spreads
+from zerotrain.report.rows import Report, Row, equal_weights, spreads
 
 CSV_NAME, JSON_NAME, PAGE_NAME = "sweep.csv", "sweep.json", "report.html"
 HEADS = {CSV_NAME: b"job,folder,status,", JSON_NAME: b'{"report": "zerotrain"', PAGE_NAME: HEAD}
@@ -24,23 +24,12 @@ HEADS = {CSV_NAME: b"job,folder,status,", JSON_NAME: b'{"report": "zerotrain"', 
 _STARTS_A_FORMULA = ("=", "+", "-", "@", "\t")
 
 
-def write_reports(folder: Path) -> Report:
-    """Read the jobs in a sweep's folder, or the run that a folder is, and write into it what is told of them.
-
-    Raises:
-        ConfigError: a file that is none of ours has the name of one.
-        OSError: a file cannot be written.
-    """
-    report = read_report(folder)
-    write_files(report, folder)
-    return report
-
-
 def write_files(report: Report, out: Path, names: Collection[str] = tuple(HEADS)) -> None:
     """Write the files of a report, or those of some names.
 
     Raises:
-        ConfigError, OSError: as of `write_reports`.
+        ConfigError: a file that is none of ours has the name of one.
+        OSError: a file cannot be written.
     """
     for name in names:
         _require_ours(out / name, HEADS[name])
@@ -54,13 +43,13 @@ def csv_of(report: Report) -> bytes:
     """A line for each job. An apostrophe precedes text that a program of tables would take for a formula."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    first = ["job", "folder", "status"]
-    others = [*(report.rows[0].figures if report.rows else ()), "weights_sha256", "config_hash", "error", "command"]
+    leading = ["job", "folder", "status"]
+    trailing = [*(report.rows[0].figures if report.rows else ()), "weights_sha256", "config_hash", "error", "command"]
     # A setting of an edited config may have the name of another column, and readers would take it for that.
-    settings = [f"config.{name}" if name in (*first, *others) else name for name in report.settings]
-    writer.writerow(map(_cell, [*first, *settings, *others]))
+    settings = [f"config.{name}" if name in (*leading, *trailing) else name for name in report.settings]
+    writer.writerow(map(_cell, [*leading, *settings, *trailing]))
     for body in (row_body(row, report) for row in report.rows):
-        values = [*map(body.get, first), *body["settings"].values(), *map(body.get, others)]
+        values = [*map(body.get, leading), *body["settings"].values(), *map(body.get, trailing)]
         writer.writerow(map(_cell, values))
     return text.getvalue().encode(errors="backslashreplace")
 
@@ -78,13 +67,13 @@ def json_of(report: Report) -> bytes:
         "weights": {sha256: [row.job for row in rows] for sha256, rows in equal_weights(report.rows).items()},
         "seeds": [
             {
-                "jobs": [row.job for row in each.rows],
-                "mean": each.mean,
-                "deviation": each.deviation,
-                "least": each.least,
-                "most": each.most,
+                "jobs": [row.job for row in spread.rows],
+                "mean": spread.mean,
+                "deviation": spread.deviation,
+                "least": spread.least,
+                "most": spread.most,
             }
-            for each in spreads(report)
+            for spread in spreads(report)
         ],
         "jobs": [row_body(row, report) for row in report.rows],
     }
@@ -148,17 +137,18 @@ def print_table(report: Report, console: Console) -> None:
     shared = set.intersection(*(set(row.overrides) for row in rows)) if rows else set()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     ranks_differ = len({row["ranks"] for row in rows} - {None}) > 1
-    for name in ("job", "overrides", *["ranks"] * ranks_differ, "status", "val loss", "tokens/s", "ms/step", "weights"):
+    ranks = ["ranks"] if ranks_differ else []
+    for name in ("job", "overrides", *ranks, "status", "val loss", "tokens/s", "ms/step", "weights"):
         is_text = name in ("overrides", "status")
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "overrides", overflow="fold")
     for row in rows:
-        differing = [each for each in row.overrides if each not in shared]
+        differing = [override for override in row.overrides if override not in shared]
         if ranks_differ:
             differing = [override for override in differing if not override.startswith(OF_RANKS)]
         table.add_row(
             Text(row.job),
             Text(" ".join(differing)),
-            *[_number(row["ranks"], ".0f")] * ranks_differ,
+            *([_number(row["ranks"], ".0f")] if ranks_differ else []),
             row.status,
             _number(row["final_val_loss"], ".4f"),
             _number(row["tokens_per_s"], ",.0f"),
@@ -178,9 +168,9 @@ def _agreement(rows: Sequence[Row]) -> str:
     if len(groups) == 1:
         [(sha256, equal)] = groups.items()
         return f"weights: {len(equal)} of {len(rows)} jobs have the same sha256 {sha256}"
-    each = [f"{sha256[:SHORT_HASH]} x {len(equal)}" for sha256, equal in groups.items()]
-    more = [f"{len(each) - MAX_GROUPS} more"] if len(each) > MAX_GROUPS else []
-    return f"weights: {len(groups)} different sha256 in {len(rows)} jobs: {', '.join([*each[:MAX_GROUPS], *more])}"
+    parts = [f"{sha256[:SHORT_HASH]} x {len(equal)}" for sha256, equal in groups.items()]
+    rest = [f"{len(parts) - MAX_GROUPS} more"] if len(parts) > MAX_GROUPS else []
+    return f"weights: {len(groups)} different sha256 in {len(rows)} jobs: {', '.join([*parts[:MAX_GROUPS], *rest])}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -39,7 +39,7 @@ BEGUN, ENDED, TAKEN, REFUSED = "begun", "ended", "taken", "refused"
 _OF_TRAINING = re.compile(rf"(^| ){TrainingError.__name__}: ")
 """In the error of a run that train.on_nonfinite has ended."""
 _MAX_NBYTES = 2**20
-"""Of a line: ours have 400. What is longer is read in parts, and is none."""
+"""Most bytes of a line: ours have 400. A longer line is read in parts and left out."""
 _MAX_RESULT_NBYTES = 2**26
 
 
@@ -86,7 +86,7 @@ class JobEvent:
 
     def is_of(self, identity: "Identity") -> bool:
         """Whether it is about this job, whatever number it had."""
-        return identity.hash is not None and identity == Identity.of(self.hash, self.overrides, identity.keys)
+        return identity.hash is not None and identity == Identity.of_job(self.hash, self.overrides, identity.keys)
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,14 @@ class Identity:
     values: tuple[str, ...]
 
     @classmethod
-    def of(cls, config_hash: str | None, overrides: list[str], keys: tuple[str, ...]) -> "Identity":
+    def of_job(cls, config_hash: str | None, overrides: list[str], keys: tuple[str, ...]) -> "Identity":
         """The identity of a job by its settings."""
-        return cls(config_hash, keys, tuple(sorted(each for each in overrides if each.partition("=")[0] in keys)))
+        return cls(
+            config_hash, keys, tuple(sorted(override for override in overrides if override.partition("=")[0] in keys))
+        )
 
 
-def outcome(result: dict[str, Any], said: str | None = None) -> str:
+def outcome(result: dict[str, Any], event_status: str | None = None) -> str:
     """The status of a job by its result.json: completed, pruned, diverged, failed or stopped.
 
     Args:
@@ -117,7 +119,7 @@ def outcome(result: dict[str, Any], said: str | None = None) -> str:
         return DIVERGED
     if status == STOPPED and is_over(result["stopped_by"]):
         status = PRUNED if result["stopped_by"] == PRUNER else COMPLETED
-    no_number = result["final_train_loss"] is None or (lost and said == DIVERGED)
+    no_number = result["final_train_loss"] is None or (lost and event_status == DIVERGED)
     return DIVERGED if status == COMPLETED and no_number else status
 
 
@@ -217,25 +219,25 @@ class SweepJournal:
 
 def note_earlier_results(folder: Path) -> None:
     """Begin the journal of a sweep that has none with what lies in its folder."""
-    found: list[JobEvent] = []
+    events: list[JobEvent] = []
     for path in sorted(folder.rglob(RESULT_NAME)):
         with suppress(OSError, UntrustedFileError):
-            said: dict[str, Any] = read_json(path, _JobResult, max_nbytes=_MAX_RESULT_NBYTES)
+            result: dict[str, Any] = read_json(path, _JobResult, max_nbytes=_MAX_RESULT_NBYTES)
             name = path.parent.relative_to(folder).as_posix()
-            found.append(
+            events.append(
                 JobEvent(
                     event=ENDED,
-                    job=int(name) if name.isdecimal() else len(found),
+                    job=int(name) if name.isdecimal() else len(events),
                     folder=name,
-                    hash=said.get("config_hash"),
-                    overrides=said["overrides"] or [],
-                    status=said["status"],
-                    error=said.get("error"),
-                    final_val_loss=said.get("final_val_loss"),
+                    hash=result.get("config_hash"),
+                    overrides=result["overrides"] or [],
+                    status=result["status"],
+                    error=result.get("error"),
+                    final_val_loss=result.get("final_val_loss"),
                     time=path.stat().st_mtime,
                 )
             )
-    if found:
+    if events:
         with SweepJournal(folder).held() as book:
-            for event in found if not book.events() else ():
+            for event in events if not book.events() else ():
                 book.append(event)

@@ -8,20 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zerotrain.report.plots import (
-    Markup,
-    hash_of,
-    hidden,
-    letter_of,
-    loss_section,
-    mark_of,
-    memory_section,
-    names_of,
-    parallel_section,
-    sent_section,
-    tag,
-    time_section,
-)
+from zerotrain.report import plots
+from zerotrain.report.plots import Markup, hidden, mark_of, tag
 from zerotrain.report.rows import KINDS, Report, Row, equal_weights, is_number, short_names, spreads, value_text
 from zerotrain.report.values import in_bytes
 
@@ -38,31 +26,24 @@ class JobColumn:
 
     head: str
     value: Callable[[Row], float | None]
-    shown: Callable[[float], str]
+    form: Callable[[float], str]
     better: int = 0
     """-1: the least is the best; 1: the most is; 0: none is."""
 
 
 def held(row: Row) -> float | None:
     """Bytes that rank 0 holds at rest."""
-    known = [nbytes for kind in KINDS if (nbytes := row[f"{kind}_nbytes"]) is not None]
-    return sum(known) if known else None
+    sizes = [nbytes for kind in KINDS if (nbytes := row[f"{kind}_nbytes"]) is not None]
+    return sum(sizes) if sizes else None
 
 
-def _loss(value: float) -> str:
-    return f"{value:.4f}"
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
+_LOSS, _COUNT = "{:.4f}".format, "{:,.0f}".format
 COLUMNS = {
-    "final_val_loss": JobColumn("val loss", lambda row: row["final_val_loss"], _loss, -1),
-    "final_train_loss": JobColumn("train loss", lambda row: row["final_train_loss"], _loss),
-    "tokens_per_s": JobColumn("tokens/s", lambda row: row["tokens_per_s"], _count, 1),
-    "samples_per_s": JobColumn("samples/s", lambda row: row["samples_per_s"], _count, 1),
-    "step_ms_median": JobColumn("ms/step", lambda row: row["step_ms_median"], lambda value: f"{value:,.1f}", -1),
+    "final_val_loss": JobColumn("val loss", lambda row: row["final_val_loss"], _LOSS, -1),
+    "final_train_loss": JobColumn("train loss", lambda row: row["final_train_loss"], _LOSS),
+    "tokens_per_s": JobColumn("tokens/s", lambda row: row["tokens_per_s"], _COUNT, 1),
+    "samples_per_s": JobColumn("samples/s", lambda row: row["samples_per_s"], _COUNT, 1),
+    "step_ms_median": JobColumn("ms/step", lambda row: row["step_ms_median"], "{:,.1f}".format, -1),
     "held": JobColumn("memory", held, in_bytes, -1),
     "peak_nbytes": JobColumn("peak", lambda row: row["peak_nbytes"], in_bytes),
     "sent_nbytes": JobColumn("sent/step", lambda row: row["sent_nbytes"], in_bytes, -1),
@@ -72,13 +53,13 @@ COLUMNS = {
 def jobs_section(report: Report) -> Markup:
     """The table of all jobs: in their order, or of many the best first."""
     by_loss = len(report.rows) > NUM_IN_ORDER and len(report.ranked) > 1
-    others = [row for row in report.rows if row not in report.ranked]
-    table = _Table(report=report, rows=[*report.ranked, *others] if by_loss else report.rows)
+    unranked = [row for row in report.rows if row not in report.ranked]
+    table = _Table(report=report, rows=[*report.ranked, *unranked] if by_loss else report.rows)
     sorted_by = COLUMNS.get(report.loss) if by_loss else None
     notes = ["\N{BLACK STAR} is the best job; the best number of a column has the colour."] if table.compares else []
     notes += ["Small numbers are ratios to the row that is 1.00."] if table.compares else []
-    more = len(report.settings) - MAX_SETTINGS
-    notes += [f"{more} more settings that differ are in sweep.csv."] if more > 0 else []
+    num_hidden = len(report.settings) - MAX_SETTINGS
+    notes += [f"{num_hidden} more settings that differ are in sweep.csv."] if num_hidden > 0 else []
     inner = tag("table", tag("thead", table.heads(sorted_by)), tag("tbody", *map(table.line, table.rows)))
     region = tag("div", inner, class_="scroll", tabindex="0", role="region", aria_label="Table of the jobs")
     title = "Jobs" if len(report.rows) > 1 else "Run"
@@ -99,8 +80,8 @@ class _Table:
     def columns(self) -> list[JobColumn]:
         """The columns of numbers of which anything is known."""
         rows = self.rows
-        known = [name for name, column in COLUMNS.items() if any(column.value(row) is not None for row in rows)]
-        return [COLUMNS[name] for name in known if name != "samples_per_s" or "tokens_per_s" not in known]
+        names = [name for name, column in COLUMNS.items() if any(column.value(row) is not None for row in rows)]
+        return [COLUMNS[name] for name in names if name != "samples_per_s" or "tokens_per_s" not in names]
 
     @cached_property
     def settings(self) -> list[str]:
@@ -139,8 +120,8 @@ class _Table:
         """The line of heads, each a button that sorts."""
         short = short_names(self.report.settings)
         pick = tag("th", hidden("the row that is 1.00"), "1.00", scope="col", class_="pick") if self.compares else ""
-        of_settings = [_head(short[name], of=name) for name in self.settings]
-        numbers = [_head(each.head, is_number=True, is_sorted=each is sorted_by) for each in self.columns]
+        of_settings = [_head(short[name], path=name) for name in self.settings]
+        numbers = [_head(column.head, is_number=True, is_sorted=column is sorted_by) for column in self.columns]
         weights = [_head("weights")] if self.has_weights else []
         return tag("tr", pick, _head("job"), *of_settings, _head("status"), *numbers, *weights)
 
@@ -150,26 +131,24 @@ class _Table:
         name = tag(
             "th", row.job, tag("b", " \N{BLACK STAR}", hidden("best")) if is_best else "", scope="row", title=row.job
         )
-        settings = [_setting(each, row.settings) for each in self.settings]
+        settings = [_setting(setting, row.settings) for setting in self.settings]
         numbers = [_number(column, row, self.reference, self.best[column.head]) for column in self.columns]
         weights = _weights(row, self.shared) if self.has_weights else ""
         style = "best" if is_best else None if row.status == "completed" else "off"
-        cells = [self._pick(row), name, *settings, _status(row), *numbers, weights]
-        return tag("tr", *cells, data_j=self.places[id(row)], class_=style)
-
-    def _pick(self, row: Row) -> Markup:
-        if not self.compares:
-            return Markup()
-        words, place = f"job {row.job} is 1.00", str(self.places[id(row)])
-        is_it = row is self.reference
-        button = tag("input", type="radio", name="reference", value=place, checked=is_it, aria_label=words)
-        return tag("td", button, class_="pick")
+        place = self.places[id(row)]
+        pick = Markup()
+        if self.compares:
+            checked, words = row is self.reference, f"job {row.job} is 1.00"
+            button = tag("input", type="radio", name="reference", value=str(place), checked=checked, aria_label=words)
+            pick = tag("td", button, class_="pick")
+        status = tag("td", mark_of(row.status), row.status, class_=f"status {row.status}")
+        return tag("tr", pick, name, *settings, status, *numbers, weights, data_j=place, class_=style)
 
 
-def _head(words: str, *, of: str = "", is_number: bool = False, is_sorted: bool = False) -> Markup:
-    group = of.removesuffix(words) if of.endswith(words) else ""
+def _head(words: str, *, path: str = "", is_number: bool = False, is_sorted: bool = False) -> Markup:
+    group = path.removesuffix(words) if path.endswith(words) else ""
     inner = [tag("small", group)] if group else []
-    button = tag("button", *inner, words, type="button", title=of or None)
+    button = tag("button", *inner, words, type="button", title=path or None)
     order = "ascending" if is_sorted else None
     return tag("th", button, scope="col", class_="n" if is_number else None, aria_sort=order)
 
@@ -178,8 +157,8 @@ def _setting(name: str, settings: Mapping[str, Any]) -> Markup:
     if name not in settings:
         return tag("td", DASH)
     value = settings[name]
-    known = float(value) if is_number(value) else None
-    return tag("td", value_text(name, value), class_="n" if known is not None else None, data_v=known)
+    numeric = float(value) if is_number(value) else None
+    return tag("td", value_text(name, value), class_="n" if numeric is not None else None, data_v=numeric)
 
 
 def _number(column: JobColumn, row: Row, reference: Row | None, best: float | None) -> Markup:
@@ -189,7 +168,7 @@ def _number(column: JobColumn, row: Row, reference: Row | None, best: float | No
     base = None if reference is None or not column.better else column.value(reference)
     ratio = "" if base is None else tag("i", f"{value / base:.2f}" if base else "")
     style = "n top" if best is not None and value == best and row.status == "completed" else "n"
-    return tag("td", column.shown(value), ratio, class_=style, data_v=value)
+    return tag("td", column.form(value), ratio, class_=style, data_v=value)
 
 
 def _best(column: JobColumn, report: Report) -> float | None:
@@ -201,15 +180,11 @@ def _best(column: JobColumn, report: Report) -> float | None:
     return best if 2 * values.count(best) < len(values) else None
 
 
-def _status(row: Row) -> Markup:
-    return tag("td", mark_of(row.status), row.status, class_=f"status {row.status}")
-
-
 def _weights(row: Row, shared: Sequence[str]) -> Markup:
     if row.weights_sha256 is None:
         return tag("td", DASH)
-    letter = tag("b", letter_of(shared.index(row.weights_sha256))) if row.weights_sha256 in shared else ""
-    return tag("td", hash_of(row.weights_sha256), letter, class_="weights")
+    letter = tag("b", plots.letter_of(shared.index(row.weights_sha256))) if row.weights_sha256 in shared else ""
+    return tag("td", plots.hash_of(row.weights_sha256), letter, class_="weights")
 
 
 # Outcomes of the jobs: causes of those that did not complete, groups of equal weights, the spread over seeds.
@@ -232,15 +207,15 @@ def failed_section(report: Report) -> Markup:
     items = []
     for cause, rows in causes.items():
         status, words = cause[0], words_of[cause]
-        who = f"job{'s' * (len(rows) > 1)} {names_of([row.job for row in rows])}"
-        [first, *others] = rows
-        lead = f"Alone, job {first.job}:" if others else "Alone:"
+        who = f"{'jobs' if len(rows) > 1 else 'job'} {plots.names_of([row.job for row in rows])}"
+        [example, *rest] = rows
+        lead = f"Alone, job {example.job}:" if rest else "Alone:"
         items.append(
             tag(
                 "li",
                 tag("h3", mark_of(status), f"{who} {status}"),
                 tag("p", words, class_="cause") if words else "",
-                tag("p", tag("span", f"{lead} ", class_="lead"), tag("code", first.command), class_="command"),
+                tag("p", tag("span", f"{lead} ", class_="lead"), tag("code", example.command), class_="command"),
             )
         )
     return tag("section", tag("h2", "Not completed"), tag("ul", *items), id="failed") if items else Markup()
@@ -265,43 +240,41 @@ def weights_section(report: Report) -> Markup:
     items = [
         tag(
             "li",
-            tag("b", letter_of(place)),
-            f" {len(rows)} jobs: {names_of([row.job for row in rows])} ",
-            hash_of(sha256),
+            tag("b", plots.letter_of(place)),
+            f" {len(rows)} jobs: {plots.names_of([row.job for row in rows])} ",
+            plots.hash_of(sha256),
         )
         for place, (sha256, rows) in enumerate(list(shared.items())[:MAX_GROUPS])
     ]
-    more = len(shared) - MAX_GROUPS
-    last = tag("p", f"{more} more groups are in the table.", class_="note") if more > 0 else ""
+    num_hidden = len(shared) - MAX_GROUPS
+    remark = tag("p", f"{num_hidden} more groups are in the table.", class_="note") if num_hidden > 0 else ""
     head = tag("h2", "Same weights")
-    return tag("section", head, tag("p", lead), tag("ul", *items, class_="groups") if items else "", last, id="weights")
+    return tag(
+        "section", head, tag("p", lead), tag("ul", *items, class_="groups") if items else "", remark, id="weights"
+    )
 
 
 def seeds_section(report: Report) -> Markup:
     """Mean and spread over jobs that differ in the seed alone."""
-    found, short = spreads(report), short_names(report.settings)
-    if not found:
+    groups, short = spreads(report), short_names(report.settings)
+    if not groups:
         return Markup()
     rows = []
-    for each in found[:MAX_GROUPS]:
-        settings = {name: value for name, value in each.rows[0].settings.items() if name != "seed"}
+    for spread in groups[:MAX_GROUPS]:
+        settings = {name: value for name, value in spread.rows[0].settings.items() if name != "seed"}
         label = " ".join(f"{short[name]}={value_text(name, value)}" for name, value in settings.items()) or "all"
-        jobs = names_of([row.job for row in each.rows])
-        numbers = (
-            f"{each.mean:.4f}",
-            f"\N{PLUS-MINUS SIGN} {each.deviation:.4f}",
-            f"{each.least:.4f}",
-            f"{each.most:.4f}",
-        )
+        jobs = plots.names_of([row.job for row in spread.rows])
+        deviation = f"\N{PLUS-MINUS SIGN} {_LOSS(spread.deviation)}"
+        numbers = (_LOSS(spread.mean), deviation, _LOSS(spread.least), _LOSS(spread.most))
         cells = [tag("td", number, class_="n") for number in numbers]
         rows.append(tag("tr", tag("th", label, scope="row"), tag("td", jobs), *cells))
     names = ("settings", "jobs", "mean", "deviation", "least", "most")
     heads = [tag("th", name, scope="col", class_="n" if place > 1 else None) for place, name in enumerate(names)]
     table = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *rows))
     region = tag("div", table, class_="scroll", tabindex="0", role="region", aria_label="Spread over seeds")
-    more = len(found) - MAX_GROUPS
+    num_hidden = len(groups) - MAX_GROUPS
     words = "Jobs that differ in the seed alone; the deviation is that of the sample."
-    words += f" {more} more groups are in sweep.json." if more > 0 else ""
+    words += f" {num_hidden} more groups are in sweep.json." if num_hidden > 0 else ""
     return tag("section", tag("h2", "Over seeds"), region, tag("p", words, class_="note"), id="seeds")
 
 
@@ -317,7 +290,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 def page_of(report: Report) -> bytes:
     """The whole page, as it is written."""
     num = len(report.rows)
-    title = f"{report.title}: {num} job{'s' * (num != 1)}"
+    title = f"{report.title}: {num} {'job' if num == 1 else 'jobs'}"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -329,22 +302,26 @@ def page_of(report: Report) -> bytes:
         tag("noscript", tag("style", Markup(".pick { display: none } thead button { cursor: auto }"))),
     )
     sections = [
-        loss_section(report),
+        plots.loss_section(report),
         jobs_section(report),
         failed_section(report),
-        parallel_section(report),
+        plots.parallel_section(report),
         seeds_section(report),
         tag(
             "div",
-            memory_section(report),
-            sent_section(report),
-            time_section(report),
+            plots.memory_section(report),
+            plots.sent_section(report),
+            plots.time_section(report),
             weights_section(report),
             class_="pairs",
         ),
-        _command(report) if num == 1 else "",
     ]
-    body = tag("body", tag("main", _top(report), *sections, _foot()), tag("script", _own("page.js")))
+    if num == 1:
+        command = tag("p", tag("code", report.rows[0].command), class_="command")
+        sections.append(tag("section", tag("h2", "Command"), command, id="command"))
+    timestamp = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    foot = tag("footer", f"Written {timestamp} by zerotrain. The same rows are in sweep.csv and sweep.json.")
+    body = tag("body", tag("main", _top(report), *sections, foot), tag("script", _own("page.js")))
     return HEAD + f"\n{tag('html', head, body, lang='en')}\n".encode()
 
 
@@ -371,57 +348,46 @@ def _figures(report: Report) -> list[tuple[str, str, str]]:
     """(name, number, of which job) of the best job of each kind; of one run alone its own."""
     if len(report.rows) == 1:
         return _figures_of(report.rows[0])
-    found = []
+    figures = []
     if report.ranked:
         best = report.ranked[0]
-        found.append((f"Best {report.loss_name}", f"{best[report.loss]:.4f}", _of(report, best)))
-    for title, value, sign, shown in _KINDS:
-        known = [row for row in report.ranked if value(row)]
-        if known:
-            best = max(known, key=lambda row: sign * (value(row) or 0.0))
-            found.append((title, shown(value(best) or 0.0), _of(report, best)))
+        figures.append((f"Best {report.loss_name}", f"{best[report.loss]:.4f}", _job_words(report, best)))
+    for title, value, sign, form in _KINDS:
+        rows = [row for row in report.ranked if value(row)]
+        if rows:
+            best = max(rows, key=lambda row: sign * (value(row) or 0.0))
+            figures.append((title, form(value(best) or 0.0), _job_words(report, best)))
     groups = equal_weights(report.rows)
     num = sum(map(len, groups.values()))
     [sha256, equal] = next(iter(groups.items()), ("", []))
     if len(equal) > 1 and 2 * len(equal) >= num:
-        found.append(("Same weights", f"{len(equal)} of {num} jobs", f"sha256 {sha256[:12]}"))
-    return found
+        figures.append(("Same weights", f"{len(equal)} of {num} jobs", f"sha256 {sha256[:12]}"))
+    return figures
 
 
 def _figures_of(row: Row) -> list[tuple[str, str, str]]:
     val, train, theory = row["final_val_loss"], row["final_train_loss"], row["theory_sent_nbytes"]
     by_kind = [row[f"theory_{kind}_nbytes"] or 0.0 for kind in KINDS]
-    told: list[tuple[str, float | None, Callable[[float], str], str]] = [
-        ("Validation loss", val, "{:.4f}".format, f"training loss {train:.4f}" if train is not None else ""),
-        ("Training loss", train if val is None else None, "{:.4f}".format, ""),
-        ("Tokens/s", row["tokens_per_s"], "{:,.0f}".format, f"{row['steps'] or 0:,.0f} steps"),
+    candidates: list[tuple[str, float | None, Callable[[float], str], str]] = [
+        ("Validation loss", val, _LOSS, f"training loss {train:.4f}" if train is not None else ""),
+        ("Training loss", train if val is None else None, _LOSS, ""),
+        ("Tokens/s", row["tokens_per_s"], _COUNT, f"{row['steps'] or 0:,.0f} steps"),
         ("Memory held", held(row), in_bytes, f"theory {in_bytes(sum(by_kind))}" if any(by_kind) else ""),
         ("Sent per step", row["sent_nbytes"], in_bytes, f"theory {in_bytes(theory)}" if theory else ""),
     ]
-    return [(name, shown(value), words) for name, value, shown, words in told if value is not None]
+    return [(name, form(value), words) for name, value, form, words in candidates if value is not None]
 
 
 _KINDS: tuple[tuple[str, Callable[[Row], float | None], int, Callable[[float], str]], ...] = (
-    ("Most tokens/s", lambda row: row["tokens_per_s"], 1, "{:,.0f}".format),
+    ("Most tokens/s", lambda row: row["tokens_per_s"], 1, _COUNT),
     ("Least memory held", held, -1, in_bytes),
     ("Least sent per step", lambda row: row["sent_nbytes"], -1, in_bytes),
 )
 
 
-def _of(report: Report, row: Row) -> str:
+def _job_words(report: Report, row: Row) -> str:
     label = report.label(row)
     return f"job {row.job}{', ' if label else ''}{label}"
-
-
-def _command(report: Report) -> Markup:
-    """The command of a run, if it is one alone."""
-    [row] = report.rows
-    return tag("section", tag("h2", "Command"), tag("p", tag("code", row.command), class_="command"), id="command")
-
-
-def _foot() -> Markup:
-    written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    return tag("footer", f"Written {written} by zerotrain. The same rows are in sweep.csv and sweep.json.")
 
 
 def _own(name: str) -> Markup:

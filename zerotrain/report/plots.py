@@ -70,16 +70,16 @@ def names_of(jobs: Sequence[str]) -> str:
     """Jobs in few words: 0-3, 7; of many the first ones and how many more."""
     if all(job.isascii() and job.isdigit() and len(job) < 10 for job in jobs):
         runs: list[list[int]] = []
-        for each in sorted(map(int, jobs)):
-            if runs and each == runs[-1][-1] + 1:
-                runs[-1].append(each)
+        for number in sorted(map(int, jobs)):
+            if runs and number == runs[-1][-1] + 1:
+                runs[-1].append(number)
             else:
-                runs.append([each])
+                runs.append([number])
         pieces = [str(run[0]) if len(run) == 1 else f"{run[0]}\N{EN DASH}{run[-1]}" for run in runs]
     else:
         pieces = [shortened(job, 40) for job in jobs]
-    more = len(pieces) - NUM_NAMED
-    return ", ".join(pieces[:NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
+    num_hidden = len(pieces) - NUM_NAMED
+    return ", ".join(pieces[:NUM_NAMED]) + (f" and {num_hidden} more" if num_hidden > 0 else "")
 
 
 def mark_of(status: str) -> Markup:
@@ -110,11 +110,11 @@ NEAR = 0.005
 _TIMES = (("k1", "comm_wait_ms", "communication"), ("k2", "update_ms", "update"), ("k3", "data_wait_ms", "data"))
 """(class of the colour, column, name) of the parts of a step but the first, its compute."""
 
-_TOLD_APART = (
+_SPLIT_NOTE = (
     "Median of the steps of rank 0, and the mean of its parts. Communication is waiting for other ranks, which hides "
     "behind nothing."
 )
-_NOT_TOLD_APART = (
+_UNSPLIT_NOTE = (
     "Median of the steps of rank 0, and its mean wait for data. The host does not wait for a GPU, so compute, "
     "communication and update are not told apart; a trace of three steps (train.profile=true) does that."
 )
@@ -136,42 +136,42 @@ class Bar:
         label, num = report.label(*self.rows), len(self.rows)
         if label:
             return f"{label}, {num} jobs" if num > 1 else label
-        return f"job{'s' * (num > 1)} {names_of([row.job for row in self.rows])}"
+        return f"{'jobs' if num > 1 else 'job'} {names_of([row.job for row in self.rows])}"
 
 
 def memory_section(report: Report) -> Markup:
     """Bytes that rank 0 holds at rest, by kind, beside the theory."""
-    found: list[Bar] = []
+    bars: list[Bar] = []
     for rows in _equal(report.rows, [f"{prefix}{kind}_nbytes" for prefix in ("", "theory_") for kind in KINDS]):
         held = [(f"k{place}", rows[0][f"{kind}_nbytes"] or 0.0) for place, kind in enumerate(KINDS)]
         theory = [(f"k{place}", rows[0][f"theory_{kind}_nbytes"] or 0.0) for place, kind in enumerate(KINDS)]
-        words = _beside(sum(size for _, size in held), sum(size for _, size in theory))
+        words = _compare(sum(size for _, size in held), sum(size for _, size in theory))
         if peaks := [nbytes for row in rows if (nbytes := row["peak_nbytes"])]:
             words += f", peak {in_bytes(max(peaks))}"
-        found.append(Bar(rows=rows, parts=held, theory=theory, words=words))
-    used = [place for place in range(len(KINDS)) if any(bar.parts[place][1] for bar in found)]
+        bars.append(Bar(rows=rows, parts=held, theory=theory, words=words))
+    used = [place for place in range(len(KINDS)) if any(bar.parts[place][1] for bar in bars)]
     legend = [(f"k{place}", KINDS[place]) for place in used]
     note = (
         "Held by rank 0 between steps; the thin bar is the theory. The peak is that of the process, without libraries."
     )
-    return _section(report, "memory", "Memory", found, legend, note)
+    return _section(report, "memory", "Memory", bars, legend, note)
 
 
 def sent_section(report: Report) -> Markup:
     """Bytes that rank 0 sends in a step, beside the theory."""
-    found = []
+    bars = []
     for rows in _equal(report.rows, ["sent_nbytes", "theory_sent_nbytes"]):
         sent, theory = rows[0]["sent_nbytes"] or 0.0, rows[0]["theory_sent_nbytes"] or 0.0
-        found.append(Bar(rows=rows, parts=[("k0", sent)], theory=[("k0", theory)], words=_beside(sent, theory)))
-    found = found if any(bar.parts[0][1] for bar in found) else []
+        bars.append(Bar(rows=rows, parts=[("k0", sent)], theory=[("k0", theory)], words=_compare(sent, theory)))
+    bars = bars if any(bar.parts[0][1] for bar in bars) else []
     return _section(
-        report, "sent", "Sent in a step", found, [], "By rank 0 in the last step; the thin bar is the theory."
+        report, "sent", "Sent in a step", bars, [], "By rank 0 in the last step; the thin bar is the theory."
     )
 
 
 def time_section(report: Report) -> Markup:
     """The time of a step, by its parts."""
-    found = []
+    bars = []
     rows = report.ranked if len(report.rows) > MAX_BARS else report.rows
     for row in rows:
         step_ms = left_ms = row["step_ms_median"] or 0.0
@@ -183,27 +183,27 @@ def time_section(report: Report) -> Markup:
             left_ms -= part_ms
             parts.append((style, part_ms))
             words += f", {part_ms / step_ms:.1%} {what}" if part_ms else ""
-        found.append(Bar(rows=[row], parts=[("k0", left_ms), *parts], theory=[], words=words))
+        bars.append(Bar(rows=[row], parts=[("k0", left_ms), *parts], theory=[], words=words))
     is_split = any(row["comm_wait_ms"] is not None for row in rows)
-    note = _TOLD_APART if is_split else _NOT_TOLD_APART
+    note = _SPLIT_NOTE if is_split else _UNSPLIT_NOTE
     note += " The best jobs come first." if len(rows) > MAX_BARS else ""
-    used = {style for bar in found for style, size in bar.parts if size}
+    used = {style for bar in bars for style, size in bar.parts if size}
     legend = [("k0", "compute" if is_split else "compute, communication, update")]
     legend += [(style, what) for style, _, what in _TIMES if style in used]
-    return _section(report, "time", "Time of a step", found, legend, note)
+    return _section(report, "time", "Time of a step", bars, legend, note)
 
 
 def _equal(rows: Sequence[Row], names: Sequence[str]) -> list[list[Row]]:
     """The rows that have any of these numbers, equal ones together."""
-    found: dict[tuple[float | None, ...], list[Row]] = {}
+    groups: dict[tuple[float | None, ...], list[Row]] = {}
     for row in rows:
         values = tuple(row[name] for name in names)
         if any(values):
-            found.setdefault(values, []).append(row)
-    return list(found.values())
+            groups.setdefault(values, []).append(row)
+    return list(groups.values())
 
 
-def _beside(measured: float, theory: float) -> str:
+def _compare(measured: float, theory: float) -> str:
     if not theory:
         return in_bytes(measured)
     near = abs(measured - theory) <= NEAR * theory
@@ -222,7 +222,7 @@ def _section(
             "li",
             tag("span", bar.name(report), class_="name"),
             tag("span", bar.words, class_="words"),
-            tag("span", _drawn(bar.parts, largest), _drawn(bar.theory, largest, "theory"), class_="pair"),
+            tag("span", _draw(bar.parts, largest), _draw(bar.theory, largest, "theory"), class_="pair"),
         )
         for bar in bars[:MAX_BARS]
     ]
@@ -233,15 +233,15 @@ def _section(
     return tag("section", *parts, id=key)
 
 
-def _drawn(parts: Sequence[tuple[str, float]], largest: float, kind: str = "") -> Markup:
+def _draw(parts: Sequence[tuple[str, float]], largest: float, kind: str = "") -> Markup:
     if not any(size for _, size in parts):
         return Markup()
-    rects, left = [], 0.0
+    rects, offset = [], 0.0
     for style, size in parts:
         width = BAR_WIDTH * size / largest if largest else 0.0
         if width:
-            rects.append(tag("rect", x=round(left, 1), width=round(width, 1), height=10, class_=style))
-        left += width
+            rects.append(tag("rect", x=round(offset, 1), width=round(width, 1), height=10, class_=style))
+        offset += width
     view = f"0 0 {BAR_WIDTH} 10"
     return tag("svg", joined(rects), viewBox=view, preserveAspectRatio="none", class_=kind or None, aria_hidden="true")
 
@@ -274,8 +274,8 @@ class Scale:
         rough = (self.high - self.low) / NUM_TICKS
         unit = 10.0 ** math.floor(math.log10(rough))
         step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough * 0.9)
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [step * place for place in range(first, min(last, first + 2 * NUM_TICKS) + 1)]
+        lowest, highest = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [step * place for place in range(lowest, min(highest, lowest + 2 * NUM_TICKS) + 1)]
 
 
 def scale_of(values: Iterable[float], *, from_zero: bool = False, usual: Iterable[float] = ()) -> Scale:
@@ -285,8 +285,8 @@ def scale_of(values: Iterable[float], *, from_zero: bool = False, usual: Iterabl
         from_zero: whether 0 is its low end.
         usual: values that count; what lies far above nine of ten of them is left out.
     """
-    known = sorted(value for value in values if math.isfinite(value)) or [0.0, 1.0]
-    low, high = 0.0 if from_zero else known[0], known[-1]
+    finite = sorted(value for value in values if math.isfinite(value)) or [0.0, 1.0]
+    low, high = 0.0 if from_zero else finite[0], finite[-1]
     counted = sorted(value for value in usual if math.isfinite(value))
     if counted and (ninth := counted[math.ceil(0.9 * (len(counted) - 1))]) > low:
         high = min(high, low + CUT * (ninth - low))
@@ -305,20 +305,30 @@ def percent(part: float) -> str:
 def path_of(points: Iterable[tuple[float, float]], x: Scale, y: Scale) -> str:
     """The line through points, interrupted where one is not finite. Numbers are whole, and each is told by its
     distance from the one before: a page has thousands."""
-    parts, before = [], None
+    parts, previous = [], None
     for value, height in points:
         if not math.isfinite(value) or not math.isfinite(height):
-            before = None
+            previous = None
             continue
         top = max(-1.0, min(2.0, y.part(height)))
         place = round(WIDTH * x.part(value)), round(HEIGHT * (1 - top))
-        if before is None:
+        if previous is None:
             parts.append(f"M{place[0]} {place[1]}")
-        elif place != before:
-            across, down = place[0] - before[0], place[1] - before[1]
+        elif place != previous:
+            across, down = place[0] - previous[0], place[1] - previous[1]
             parts.append(f"l{across} {down}" if down >= 0 else f"l{across}{down}")
-        before = place
+        previous = place
     return "".join(parts)
+
+
+def _picture(grid: str, paths: Sequence[Markup], words: str) -> Markup:
+    """A picture of paths over a grid.
+
+    Args:
+        words: those for whoever hears the page.
+    """
+    sizes = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "preserveAspectRatio": "none"}
+    return tag("svg", tag("path", class_="grid", d=grid), *paths, **sizes, role="img", aria_label=words)
 
 
 NUM_COLOURS = 8
@@ -349,8 +359,8 @@ class _CurveLine:
     @property
     def end(self) -> tuple[float, float]:
         """The last point whose loss is a number."""
-        known = [point for point in self.points if math.isfinite(point[1])]
-        return known[-1] if known else (math.nan, math.nan)
+        finite = [point for point in self.points if math.isfinite(point[1])]
+        return finite[-1] if finite else (math.nan, math.nan)
 
     @property
     def is_lost(self) -> bool:
@@ -366,7 +376,9 @@ class _CurveLine:
         words, common = ", ".join(labels), report.label(*self.rows)
         if common and len(labels) > 1:
             words = f"{common}, {len(labels)} jobs"
-        return words if all(labels) and len(words) <= MAX_LABEL else f"job{'s' * (len(labels) > 1)} {self.names}"
+        if all(labels) and len(words) <= MAX_LABEL:
+            return words
+        return f"{'jobs' if len(labels) > 1 else 'job'} {self.names}"
 
     @property
     def names(self) -> str:
@@ -407,32 +419,25 @@ def _plot(report: Report, curves: Sequence[Curve], kind: str, axis: str) -> Mark
         return Markup()
     x = scale_of((point[0] for line in lines for point in line.points), from_zero=True)
     losses = [point[1] for line in lines for point in line.points if math.isfinite(point[1])]
-    first = FIRST_PART * x.high if max(len(line.points) for line in lines) >= MIN_CUT_POINTS else 0.0
+    start = FIRST_PART * x.high if max(len(line.points) for line in lines) >= MIN_CUT_POINTS else 0.0
     well = [line for line in lines if any(row in report.ranked for row in line.rows)]
-    y = scale_of(losses, usual=[point[1] for line in well for point in line.points if point[0] >= first])
+    y = scale_of(losses, usual=[point[1] for line in well for point in line.points if point[0] >= start])
     best = report.ranked[0] if report.ranked else None
     num = sum(len(line.rows) for line in lines)
     are_few = len(lines) <= NUM_COLOURS
     ordered = sorted(lines, key=lambda line: best is not None and best in line.rows)
     paths = [_path(report, line, x, y, "best" if best in line.rows else "other", are_few=are_few) for line in ordered]
-    words = f"The {LOSSES[kind]} of {num} job{'s' * (num > 1)} over {NAMES[axis]}, from {y.low:.3g} to {y.high:.3g}."
+    jobs = f"{num} {'jobs' if num > 1 else 'job'}"
+    words = f"The {LOSSES[kind]} of {jobs} over {NAMES[axis]}, from {y.low:.3g} to {y.high:.3g}."
     grid = "".join(f"M0 {round(HEIGHT * (1 - y.part(tick)))}h{WIDTH}" for tick in y.ticks())
-    picture = tag(
-        "svg",
-        tag("path", class_="grid", d=grid),
-        *paths,
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=words,
-    )
-    left = [tag("span", in_short(tick), style=f"top:{percent(1 - y.part(tick))}") for tick in y.ticks()]
+    picture = _picture(grid, paths, words)
+    y_labels = [tag("span", in_short(tick), style=f"top:{percent(1 - y.part(tick))}") for tick in y.ticks()]
     places = [(x.part(tick), in_short(tick)) for tick in x.ticks()]
-    below = [
+    x_labels = [
         tag("span", words, style=f"left:{percent(part)}", class_="last" if part > 0.95 else None)
         for part, words in places
     ]
-    lost = [_cross(line, x, y, are_few=are_few) for line in lines if line.is_lost] if len(lines) <= 40 else []
+    lost = [_lost_mark(line, x, y, are_few=are_few) for line in lines if line.is_lost] if len(lines) <= 40 else []
     labelled = lines if are_few else [line for line in lines if best is not None and best in line.rows]
     notes = [f"{LOSSES[kind].capitalize()} over {NAMES[axis]}."]
     notes += ["\N{MULTIPLICATION SIGN} is where a loss became nan or infinite."] if lost else []
@@ -444,10 +449,10 @@ def _plot(report: Report, curves: Sequence[Curve], kind: str, axis: str) -> Mark
     )
     frame = tag(
         "div",
-        tag("div", *left, class_="left"),
+        tag("div", *y_labels, class_="left"),
         tag("div", picture, *lost, class_="picture"),
         _ends(report, labelled, y, are_few=are_few) if num > 1 else "",
-        tag("div", *below, class_="below"),
+        tag("div", *x_labels, class_="below"),
         class_="frame alone" if num == 1 else "frame" if are_few else "frame many",
     )
     return tag("figure", frame, tag("figcaption", " ".join(notes)), class_="plot", data_kind=kind, data_x=axis)
@@ -456,12 +461,12 @@ def _plot(report: Report, curves: Sequence[Curve], kind: str, axis: str) -> Mark
 def _lines(rows: Sequence[Row], curves: Sequence[Curve], axis: str) -> list[_CurveLine]:
     """The curves that have points, equal ones together."""
     most = max(MIN_POINTS, min(MOST_POINTS, MAX_PLOT_POINTS // max(1, len(rows))))
-    found: dict[str, _CurveLine] = {}
+    by_points: dict[str, _CurveLine] = {}
     for place, (row, curve) in enumerate(zip(rows, curves, strict=True)):
         points = curve.over(axis, most)
         if any(math.isfinite(loss) for _, loss in points):
-            found.setdefault(repr(points), _CurveLine([], place, points)).rows.append(row)
-    return list(found.values())
+            by_points.setdefault(repr(points), _CurveLine([], place, points)).rows.append(row)
+    return list(by_points.values())
 
 
 def _path(report: Report, line: _CurveLine, x: Scale, y: Scale, role: str, *, are_few: bool) -> Markup:
@@ -475,16 +480,17 @@ def _path(report: Report, line: _CurveLine, x: Scale, y: Scale, role: str, *, ar
     return joined([curve, tag("path", class_=f"dots {style}", d=dots)])
 
 
-def _cross(line: _CurveLine, x: Scale, y: Scale, *, are_few: bool) -> Markup:
-    left, top = x.part(line.end[0]), min(1.0, max(0.0, 1 - y.part(line.end[1])))
+def _lost_mark(line: _CurveLine, x: Scale, y: Scale, *, are_few: bool) -> Markup:
+    across, top = x.part(line.end[0]), min(1.0, max(0.0, 1 - y.part(line.end[1])))
     style = f"c{line.place % NUM_COLOURS}" if are_few else "other"
-    place = f"left:{percent(left)};top:{percent(top)}"
+    place = f"left:{percent(across)};top:{percent(top)}"
     return tag("b", "\N{MULTIPLICATION SIGN}", class_=f"lost {style}", style=place, aria_hidden="true")
 
 
 def _ends(report: Report, lines: Sequence[_CurveLine], y: Scale, *, are_few: bool) -> Markup:
     """A label at the end of each line, moved so that none covers another."""
-    placed = sorted(((min(1.0, max(0.0, 1 - y.part(line.end[1]))), line) for line in lines), key=lambda each: each[0])
+    pairs = [(min(1.0, max(0.0, 1 - y.part(line.end[1]))), line) for line in lines]
+    placed = sorted(pairs, key=lambda pair: pair[0])
     tops: list[float] = []
     for top, _ in placed:
         tops.append(max(top, tops[-1] + LABEL_ROOM) if tops else top)
@@ -543,27 +549,24 @@ def parallel_section(report: Report) -> Markup:
     for row in reversed(rows):
         heights = [axis.places[repr(row.settings.get(name))] for axis, name in zip(axes[:-1], names, strict=True)]
         heights.append(min(1.0, losses.part(float(row[report.loss] or 0.0))))
-        lines.append(_line(row, heights, report, "best" if row in best else "other"))
+        steps = [
+            f"{round(WIDTH * place / (len(heights) - 1))} {round(HEIGHT * (1 - height))}"
+            for place, height in enumerate(heights)
+        ]
+        title = tag("title", f"job {row.job}: {row[report.loss]:.4f}")
+        style = "best" if row in best else "other"
+        lines.append(tag("path", title, class_=style, d=f"M{'L'.join(steps)}", data_j=report.rows.index(row)))
     words = f"{len(rows)} jobs, each a line through {', '.join(axis.name for axis in axes)}."
     bars = "".join(f"M{round(WIDTH * place / (len(axes) - 1))} 0v{HEIGHT}" for place in range(len(axes)))
-    picture = tag(
-        "svg",
-        tag("path", class_="grid", d=bars),
-        *lines,
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=words,
-    )
-    heads = [_words(axis, place / (len(axes) - 1)) for place, axis in enumerate(axes)]
+    picture = _picture(bars, lines, words)
+    heads = [_axis_head(axis, place / (len(axes) - 1)) for place, axis in enumerate(axes)]
     figure = tag("div", tag("div", *heads, class_="heads"), tag("div", picture, class_="picture"), class_="frame")
     region = tag("div", figure, class_="scroll", tabindex="0", role="region", aria_label="Settings and loss")
     note = (
         f"The best {len(best)} of {len(rows)} completed jobs have the colour. A percentage is the part of the variance "
         "of the loss that the setting alone explains among these jobs; it says nothing of settings together."
     )
-    style = f"--axes:{len(axes)}"
-    body = tag("figure", region, tag("figcaption", note), class_="parallel", style=style)
+    body = tag("figure", region, tag("figcaption", note), class_="parallel", style=f"--axes:{len(axes)}")
     return tag("section", tag("h2", "Settings and loss"), body, id="parallel")
 
 
@@ -573,26 +576,17 @@ def _axis_of(name: str, short: str, values: Sequence[Any], part: float | None) -
     if len(different) > MOST_VALUES and all(map(is_number, different)):
         low, high = float(different[0]), float(different[-1])
         bends = math.log if low > 0 and high / low > 50 else float
-        scale = scale_of(bends(each) for each in different)
-        places = {repr(each): scale.part(bends(each)) for each in different}
+        scale = scale_of(bends(value) for value in different)
+        places = {repr(value): scale.part(bends(value)) for value in different}
         ends = (different[0], different[len(different) // 2], different[-1])
-        return Axis(short, about, places, [(places[repr(each)], in_short(each)) for each in ends])
+        return Axis(short, about, places, [(places[repr(value)], in_short(value)) for value in ends])
     steps = max(1, len(different) - 1)
-    places = {repr(each): (place + 0.5 * (len(different) == 1)) / steps for place, each in enumerate(different)}
-    told = different if len(different) <= MOST_VALUES else [different[0], different[-1]]
-    return Axis(short, about, places, [(places[repr(each)], value_text(name, each)) for each in told])
+    places = {repr(value): (place + 0.5 * (len(different) == 1)) / steps for place, value in enumerate(different)}
+    tick_values = different if len(different) <= MOST_VALUES else [different[0], different[-1]]
+    return Axis(short, about, places, [(places[repr(value)], value_text(name, value)) for value in tick_values])
 
 
-def _line(row: Row, heights: Sequence[float], report: Report, style: str) -> Markup:
-    places = [
-        f"{round(WIDTH * place / (len(heights) - 1))} {round(HEIGHT * (1 - height))}"
-        for place, height in enumerate(heights)
-    ]
-    words = tag("title", f"job {row.job}: {row[report.loss]:.4f}")
-    return tag("path", words, class_=style, d=f"M{'L'.join(places)}", data_j=report.rows.index(row))
-
-
-def _words(axis: Axis, place: float) -> Markup:
+def _axis_head(axis: Axis, place: float) -> Markup:
     ticks = [tag("span", words, style=f"top:{percent(1 - part)}") for part, words in axis.ticks]
     about = tag("small", axis.about) if axis.about else ""
     name = tag("b", axis.name, hidden(": ") if about else "", about)

@@ -54,11 +54,6 @@ class Curve:
         pairs = zip(getattr(self, axis), self.loss, strict=True)
         return thinned([pair for pair in pairs if math.isfinite(pair[0])], max_points)
 
-    @property
-    def last(self) -> float:
-        """The last loss; nan where there is none, too."""
-        return self.loss[-1] if self.loss else math.nan
-
 
 NO_CURVE = Curve(step=array("d"), tokens=array("d"), train_s=array("d"), loss=array("d"))
 
@@ -74,7 +69,7 @@ def read_curves(path: Path) -> tuple[Curve, Curve]:
     except OSError:
         pass
     train, val = (list(_points(thinned(lines, MAX_POINTS), kind)) for kind, lines in kinds.items())
-    return _curve(train), _curve([_placed(point, train) for point in val])
+    return _curve(train), _curve([_place_by_step(point, train) for point in val])
 
 
 def thinned(items: list[Any], most: int) -> list[Any]:
@@ -98,29 +93,29 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _points(lines: list[bytes], kind: str) -> Iterator[tuple[float, ...]]:
     """(step, tokens, seconds, loss) of each line, in the order of steps: a run that went on has come back to some."""
-    before = -math.inf
+    last_step = -math.inf
     for line in lines:
         try:
-            said = parse_json(line, _PlottedLine)
+            entry = parse_json(line, _PlottedLine)
         except UntrustedFileError:  # it is cut off, or of somebody else
             continue
-        values = [number(said.get(name)) for name in (*AXES, kind)]
+        values = [number(entry.get(name)) for name in (*AXES, kind)]
         point = tuple(math.nan if value is None else float(value) for value in values)
-        if point[0] >= before:
-            before = point[0]
+        if point[0] >= last_step:
+            last_step = point[0]
             yield point
 
 
-def _placed(point: tuple[float, ...], train: list[tuple[float, ...]]) -> tuple[float, ...]:
+def _place_by_step(point: tuple[float, ...], train: list[tuple[float, ...]]) -> tuple[float, ...]:
     """A point of an evaluation, whose line has no tokens and no seconds, with those of the training at its step."""
     step, loss = point[0], point[3]
-    after = bisect_left(train, step, key=lambda each: each[0])
-    if after == len(train):
+    index = bisect_left(train, step, key=lambda other: other[0])
+    if index == len(train):
         return (step, train[-1][1], train[-1][2], loss) if train else point
-    left = train[after - 1] if after else (0.0, 0.0, 0.0)
-    right = train[after]
-    part = (step - left[0]) / (right[0] - left[0]) if right[0] > left[0] else 1.0
-    return (step, *(left[axis] + part * (right[axis] - left[axis]) for axis in (1, 2)), loss)
+    lower = train[index - 1] if index else (0.0, 0.0, 0.0)
+    upper = train[index]
+    part = (step - lower[0]) / (upper[0] - lower[0]) if upper[0] > lower[0] else 1.0
+    return (step, *(lower[axis] + part * (upper[axis] - lower[axis]) for axis in (1, 2)), loss)
 
 
 def _curve(points: list[tuple[float, ...]]) -> Curve:
@@ -167,29 +162,31 @@ class JobFiles:
 def run_dirs_in(folder: Path) -> list[Path]:
     """The folders of the runs in a folder, which may be one itself, in the order of their names. No link is followed,
     and nothing is looked for within a run."""
-    found, waiting, num_seen = [], [(folder, 0)], 0
+    run_dirs, waiting, num_seen = [], [(folder, 0)], 0
     while waiting and num_seen < MAX_ENTRIES:
         path, depth = waiting.pop()
         num_seen += 1
         if any(os.path.lexists(path / name) for name in FILES_OF_RUNS):
-            found.append(path)
+            run_dirs.append(path)
         elif depth < MAX_DEPTH:
-            waiting += [(each, depth + 1) for each in _folders_in(path)]
-    return sorted(found, key=lambda path: in_order(str(path)))
+            with suppress(OSError), os.scandir(path) as entries:
+                inner = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+                waiting += [(path, depth + 1) for path in inner]
+    return sorted(run_dirs, key=lambda path: in_order(str(path)))
 
 
 def read_jobs(folder: Path) -> list[JobFiles]:
     """The jobs of a sweep's folder, or the run that a folder is, in the order of their names. A job that has left no
     folder of its own is there as the journal tells of it."""
     events = SweepJournal(folder).events()
-    ran = {each.folder: each for each in events if each.event != REFUSED}
-    refused = {each.folder: each for each in events if each.event == REFUSED}
-    there = [path.relative_to(folder).as_posix() for path in run_dirs_in(folder)]
-    jobs = [_read_job(folder, name, ran.get(name, refused.get(name))) for name in dict.fromkeys([*there, *ran])]
-    told = {(each.folder, tuple(each.result["overrides"] or ())) for each in jobs}
-    for event in {each.job: each for each in events}.values():  # the last one of each job
-        if event.event == REFUSED and (folder / event.folder, tuple(event.overrides)) not in told:
-            jobs.append(_as_told(folder, event))
+    ran = {event.folder: event for event in events if event.event != REFUSED}
+    refused = {event.folder: event for event in events if event.event == REFUSED}
+    names = [path.relative_to(folder).as_posix() for path in run_dirs_in(folder)]
+    jobs = [_read_job(folder, name, ran.get(name, refused.get(name))) for name in dict.fromkeys([*names, *ran])]
+    job_keys = {(job.folder, tuple(job.result["overrides"] or ())) for job in jobs}
+    for event in {event.job: event for event in events}.values():  # the last one of each job
+        if event.event == REFUSED and (folder / event.folder, tuple(event.overrides)) not in job_keys:
+            jobs.append(_job_of_event(folder, event))
     return sorted(jobs, key=lambda job: in_order(job.name))
 
 
@@ -201,26 +198,26 @@ def label_of(number: int, name: str) -> str:
 def _read_job(folder: Path, name: str, event: JobEvent | None) -> JobFiles:
     """The job in a folder within that of the sweep. Its result.json wins over the journal's last event."""
     if event is not None and not event.is_within:  # no other folder is looked into
-        return _as_told(folder, event)
+        return _job_of_event(folder, event)
     run_dir = folder / name
-    train, val = _curves(run_dir / METRICS_NAME, *_written(run_dir / METRICS_NAME))
+    train, val = _curves(run_dir / METRICS_NAME, *_version_of(run_dir / METRICS_NAME))
     try:
-        result = _result(run_dir / RESULT_NAME, *_written(run_dir / RESULT_NAME))
-        said = DIVERGED if val.loss else None if event is None else event.status
-        found = JobFiles(name="", folder=run_dir, status=outcome(result, said), result=result)
+        result = _result(run_dir / RESULT_NAME, *_version_of(run_dir / RESULT_NAME))
+        event_status = DIVERGED if val.loss else None if event is None else event.status
+        job = JobFiles(name="", folder=run_dir, status=outcome(result, event_status), result=result)
     except (OSError, UntrustedFileError) as error:
-        found = JobFiles(name="", folder=run_dir) if event is None else _as_told(folder, event)
+        job = JobFiles(name="", folder=run_dir) if event is None else _job_of_event(folder, event)
         if not isinstance(error, FileNotFoundError):
             problem = f"its {RESULT_NAME} cannot be read: {error}"
-            found = replace(found, status=FAILED, result=found.result | {"error": problem})
+            job = replace(job, status=FAILED, result=job.result | {"error": problem})
         elif is_held(run_dir / LOCK_NAME):
-            found = replace(found, status=RUNNING, result=found.result | {"error": None})
+            job = replace(job, status=RUNNING, result=job.result | {"error": None})
     own_name = name if name != "." else folder.absolute().name
     called = own_name if event is None else label_of(event.job, event.folder)
-    return replace(found, name=called, settings=_settings(run_dir / CONFIG_NAME), train=train, val=val)
+    return replace(job, name=called, settings=_settings(run_dir / CONFIG_NAME), train=train, val=val)
 
 
-def _as_told(folder: Path, event: JobEvent) -> JobFiles:
+def _job_of_event(folder: Path, event: JobEvent) -> JobFiles:
     """A job as the journal tells of it."""
     is_gone = event.status in (None, RUNNING)  # unless it runs
     result = RunResult(world_size=0, overrides=event.overrides, config_hash=event.hash)
@@ -231,15 +228,7 @@ def _as_told(folder: Path, event: JobEvent) -> JobFiles:
     )
 
 
-def _folders_in(path: Path) -> list[Path]:
-    try:
-        with os.scandir(path) as entries:
-            return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return []
-
-
-def _written(path: Path) -> tuple[int, int]:
+def _version_of(path: Path) -> tuple[int, int]:
     try:
         status = path.stat()
     except (OSError, ValueError):
@@ -264,10 +253,10 @@ def _settings(path: Path) -> dict[str, Any]:
         content = read_regular(path, max_nbytes=MAX_CONFIG_NBYTES)
     except (OSError, UntrustedFileError):
         return {}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for section in _SECTION.split(content):
-        found |= _section(section)
-    return found
+        settings |= _section(section)
+    return settings
 
 
 @lru_cache(maxsize=1024)
@@ -280,14 +269,14 @@ def _section(content: bytes) -> dict[str, Any]:
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in values.items() if isinstance(values, dict) else ():
         path = prefix + shortened(str(name), MAX_NAME)
         if isinstance(value, dict) and value:
-            found |= _flat(value, f"{path}.")
+            settings |= _flat(value, f"{path}.")
         else:
-            found[path] = value
-    return found
+            settings[path] = value
+    return settings
 
 
 KINDS = ("parameters", "gradients", "optimizer", "offloaded")
@@ -357,14 +346,18 @@ class Report:
     @cached_property
     def ranked(self) -> list[Row]:
         """The completed jobs with a loss, the best first."""
-        known = [row for row in self.rows if row.status == "completed" and row[self.loss] is not None]
-        return sorted(known, key=lambda row: row[self.loss] or 0.0, reverse=self.rises and self.loss == self.objective)
+        rows = [row for row in self.rows if row.status == "completed" and row[self.loss] is not None]
+        return sorted(rows, key=lambda row: row[self.loss] or 0.0, reverse=self.rises and self.loss == self.objective)
 
     @cached_property
     def telling(self) -> list[str]:
         """The settings that tell the completed jobs from each other; of fewer than two, all that differ."""
-        known = [{name: repr(row.settings.get(name)) for name in self.settings} for row in self.ranked]
-        return [name for name in self.settings if len(known) < 2 or len({each[name] for each in known}) > 1]
+        settings_of_jobs = [{name: repr(row.settings.get(name)) for name in self.settings} for row in self.ranked]
+        return [
+            name
+            for name in self.settings
+            if len(settings_of_jobs) < 2 or len({settings[name] for settings in settings_of_jobs}) > 1
+        ]
 
     def only(self, folder: Path, events: Sequence[JobEvent]) -> "Report":
         """The report of those jobs alone that some events are about, with the numbers that these give them.
@@ -421,12 +414,14 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
     """Each dotted name with its last part, or as many as tell it from the others; a class is called by its group."""
     names = list(names)
     plain = {name: name.removesuffix("._target_").split(".") for name in names}
-    found = {}
+    short = {}
     for name, parts in plain.items():
-        others = [other for each, other in plain.items() if each != name]
-        num = next((num for num in range(1, len(parts)) if all(o[-num:] != parts[-num:] for o in others)), len(parts))
-        found[name] = shortened(".".join(parts[-num:]), MAX_LABEL)
-    return found
+        other_parts = [other for other_name, other in plain.items() if other_name != name]
+        num = next(
+            (num for num in range(1, len(parts)) if all(o[-num:] != parts[-num:] for o in other_parts)), len(parts)
+        )
+        short[name] = shortened(".".join(parts[-num:]), MAX_LABEL)
+    return short
 
 
 def value_text(name: str, value: Any) -> str:
@@ -437,38 +432,51 @@ def value_text(name: str, value: Any) -> str:
 
 def _objective(jobs: Sequence[JobFiles]) -> tuple[str | None, bool]:
     """The first objective of the sweep, and whether the most of it is the best."""
-    given = {
-        (str(_first(job.settings.get("sweep.objective"))), _first(job.settings.get("sweep.direction")) == "maximize")
+    objectives = {
+        (
+            str(_first_item(job.settings.get("sweep.objective"))),
+            _first_item(job.settings.get("sweep.direction")) == "maximize",
+        )
         for job in jobs
         if job.settings.get("sweep.objective")
     }
-    if len(given) != 1:
+    if len(objectives) != 1:
         return None, False
-    [(name, rises)] = given
+    [(name, rises)] = objectives
     return (name, rises) if name == printable(name, keep="") and len(name) <= MAX_LABEL else (None, False)
 
 
-def _first(value: Any) -> Any:
+def _first_item(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value else value
 
 
 def _row(job: JobFiles, names: Sequence[str], objective: str | None) -> Row:
     result = job.result
-    known = job.settings or _given(result["overrides"])
-    settings = {name: _plain(known[name]) for name in names if name in known}
-    overrides = [each for each in result["overrides"] or [] if not each.startswith(f"{OF_A_RESUMED_RUN}=")]
+    values = job.settings or _settings_given(result["overrides"])
+    settings = {}
+    for name in names:
+        if name in values:
+            value = values[name]
+            is_plain = value is None or isinstance(value, bool) or number(value) is not None
+            settings[name] = value if is_plain else cell(value)
+    overrides = [override for override in result["overrides"] or [] if not override.startswith(f"{OF_A_RESUMED_RUN}=")]
+    but_for_seed = None
+    if "seed" in job.settings:
+        left_out = ("seed", OF_A_RESUMED_RUN)
+        pairs = sorted((name, repr(value)) for name, value in job.settings.items() if name not in left_out)
+        but_for_seed = hashlib.sha256(repr(pairs).encode()).hexdigest()
     return Row(
         job=printable(job.name, keep=""),
         folder=job.folder,
         status=job.status,
         settings=settings,
-        overrides=[printable(each, keep="") for each in overrides],
+        overrides=[printable(override, keep="") for override in overrides],
         command=printable(shlex.join(["python", "-m", "zerotrain", *overrides]), keep=""),
         error=first_line(result["error"]),
         figures=_figures(result, objective),
         weights_sha256=None if result["weights_sha256"] is None else shortened(result["weights_sha256"], 64),
         config_hash=None if result["config_hash"] is None else shortened(result["config_hash"], 64),
-        but_for_seed=_but_for_seed(job.settings),
+        but_for_seed=but_for_seed,
         train=job.train,
         val=job.val,
     )
@@ -477,7 +485,7 @@ def _row(job: JobFiles, names: Sequence[str], objective: str | None) -> Row:
 def _figures(result: dict[str, Any], objective: str | None) -> dict[str, float | None]:
     """The columns of numbers: losses in nats, times in ms and s, bytes of rank 0, and the objective."""
     memory, theory = numbers_at(result, "memory_bytes"), numbers_at(result, "memory_bytes", "theory")
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "ranks": result["world_size"] or None,
         **{name: number(result[name]) for name in ("stage", "steps", "final_train_loss", "final_val_loss")},
         **{name: number(result[name]) for name in ("tokens_per_s", "samples_per_s", "step_ms_median")},
@@ -489,11 +497,11 @@ def _figures(result: dict[str, Any], objective: str | None) -> dict[str, float |
         **{f"theory_{kind}_nbytes": theory.get(kind) for kind in KINDS},
         "peak_nbytes": memory.get("peak"),
     }
-    if objective is not None and COLUMN.get(objective, objective) not in found:
+    if objective is not None and COLUMN.get(objective, objective) not in figures:
         with suppress(LookupError):
-            found[objective] = None
-            found[objective] = number(value_in(result, objective))
-    return {name: None if name.endswith("nbytes") and value and value < 0 else value for name, value in found.items()}
+            figures[objective] = None
+            figures[objective] = number(value_in(result, objective))
+    return {name: None if name.endswith("nbytes") and value and value < 0 else value for name, value in figures.items()}
 
 
 def _differing(jobs: Sequence[JobFiles]) -> list[str]:
@@ -501,41 +509,29 @@ def _differing(jobs: Sequence[JobFiles]) -> list[str]:
     values: dict[str, set[str]] = {}
     counts: Counter[str] = Counter()
     for job in jobs:
-        for name, value in (job.settings or _given(job.result["overrides"])).items():
+        for name, value in (job.settings or _settings_given(job.result["overrides"])).items():
             values.setdefault(name, set()).add(repr(value))
             counts[name] += bool(job.settings)
     num_known = sum(bool(job.settings) for job in jobs)
-    differing = [name for name, each in values.items() if len(each) > 1 or 0 < counts[name] < num_known]
-    given = [name for job in jobs for name in _given(job.result["overrides"])]
-    first = [name for name in dict.fromkeys(given) if name in differing]
-    return [name for name in dict.fromkeys([*first, *differing]) if name != OF_A_RESUMED_RUN]
+    differing = [name for name, texts in values.items() if len(texts) > 1 or 0 < counts[name] < num_known]
+    names = [name for job in jobs for name in _settings_given(job.result["overrides"])]
+    from_commands = [name for name in dict.fromkeys(names) if name in differing]
+    return [name for name in dict.fromkeys([*from_commands, *differing]) if name != OF_A_RESUMED_RUN]
 
 
-def _given(overrides: Sequence[str] | None) -> dict[str, Any]:
+def _settings_given(overrides: Sequence[str] | None) -> dict[str, Any]:
     """The settings of a command line, as texts or as the numbers that they are."""
-    pairs = (each.lstrip("+~").partition("=") for each in overrides or [])
-    return {shortened(name, MAX_NAME): _read(value) for name, is_one, value in pairs if is_one}
+    pairs = (override.lstrip("+~").partition("=") for override in overrides or [])
+    return {shortened(name, MAX_NAME): _parse_value(value) for name, is_one, value in pairs if is_one}
 
 
-def _read(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     for kind in (int, float):
         try:
             return kind(text) if len(text) < MAX_LABEL else text
         except ValueError:
             continue
     return {"true": True, "false": False, "null": None}.get(text, text)
-
-
-def _plain(value: Any) -> Any:
-    is_plain = value is None or isinstance(value, bool) or number(value) is not None
-    return value if is_plain else cell(value)
-
-
-def _but_for_seed(settings: dict[str, Any]) -> str | None:
-    if "seed" not in settings:
-        return None
-    others = sorted((name, repr(value)) for name, value in settings.items() if name not in ("seed", OF_A_RESUMED_RUN))
-    return hashlib.sha256(repr(others).encode()).hexdigest()
 
 
 # Groups of jobs that have something in common: equal weights, settings that differ in the seed alone, and effects of
@@ -560,11 +556,11 @@ class Spread:
 
 def equal_weights(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The jobs by the sha256 of their weights, the largest group first."""
-    found: dict[str, list[Row]] = {}
+    groups: dict[str, list[Row]] = {}
     for row in rows:
         if row.weights_sha256:
-            found.setdefault(row.weights_sha256, []).append(row)
-    return dict(sorted(found.items(), key=lambda each: -len(each[1])))
+            groups.setdefault(row.weights_sha256, []).append(row)
+    return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 
 
 def spreads(report: Report) -> list[Spread]:
@@ -573,13 +569,13 @@ def spreads(report: Report) -> list[Spread]:
     for row in report.ranked:
         if row.but_for_seed is not None:
             groups.setdefault(row.but_for_seed, []).append(row)
-    found = []
+    results = []
     for rows in groups.values():
         losses = [float(row[report.loss] or 0.0) for row in rows]
         if len({row.settings.get("seed") for row in rows}) > 1:
             mean, deviation = statistics.fmean(losses), statistics.stdev(losses)
-            found.append(Spread(rows=rows, mean=mean, deviation=deviation, least=min(losses), most=max(losses)))
-    return sorted(found, key=lambda each: each.mean)
+            results.append(Spread(rows=rows, mean=mean, deviation=deviation, least=min(losses), most=max(losses)))
+    return sorted(results, key=lambda spread: spread.mean)
 
 
 def explained(report: Report, name: str) -> float | None:
@@ -594,8 +590,8 @@ def explained(report: Report, name: str) -> float | None:
         return None
     total = statistics.pvariance(losses) * num
     within = 0.0
-    for each in set(bins):
-        own = [loss for loss, bin_ in zip(losses, bins, strict=True) if bin_ == each]
+    for own_bin in set(bins):
+        own = [loss for loss, bin_ in zip(losses, bins, strict=True) if bin_ == own_bin]
         within += statistics.pvariance(own) * len(own)
     if not total > 0 or not math.isfinite(total):
         return None

@@ -27,8 +27,8 @@ def at(value: Any, *names: str) -> Any:
 def numbers_at(value: Any, *names: str) -> dict[str, float]:
     """The numbers of an inner dict, by name."""
     inner = at(value, *names)
-    found = {name: number(each) for name, each in inner.items()} if isinstance(inner, dict) else {}
-    return {name: each for name, each in found.items() if each is not None}
+    numbers = {name: number(item) for name, item in inner.items()} if isinstance(inner, dict) else {}
+    return {name: item for name, item in numbers.items() if item is not None}
 
 
 def cell(value: Any) -> str:

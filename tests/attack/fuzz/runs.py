@@ -211,7 +211,7 @@ def read_steps(folder: Path) -> Any:
     if config is not None:
         require_trusted(config, BUILT, folder)
         of_replay(config)
-    return record.last, lines, config
+    return record.last_step, lines, config
 
 
 def make_plan(folder: Path) -> None:

@@ -119,8 +119,8 @@ FAULTS = {
         ("unit/commands/test_export.py::test_the_weights_of_four_ranks_are_opened_by_safetensors",),
     ),
     "export-looks-once": Fault(
-        "made",
-        Swap("_files_of_export(old, shown=out)", "[path for path in old.rglob('*') if path.is_file()]"),
+        "new_folder",
+        Swap("_files_of_export(old, final_path=out)", "[path for path in old.rglob('*') if path.is_file()]"),
         "--overwrite erases what came while it wrote",
         ("unit/commands/test_export.py::test_a_file_that_comes_while_the_new_export_is_written_stays",),
     ),

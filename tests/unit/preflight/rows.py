@@ -118,7 +118,7 @@ def rehearsals(row: Row, folder: Path, *, on_host: bool = True) -> Rehearsals:
     """Those of a row, of ranks on one host. They compute there, or on GPUs that reduce in the same order."""
     factory = build("optimizer", row.config.optimizer_target)
     links = Links(row.ranks, on_host=on_host, ordered=True)
-    return Rehearsals.of(row.config, links, batch_of_one(row.model), factory, look_at(factory, on_host=on_host), folder)
+    return Rehearsals(row.config, links, batch_of_one(row.model), factory, look_at(factory, on_host=on_host), folder)
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ class Remembering(Planner):
 
 def memory_of(config: Config, num_ranks: int) -> Memory:
     """That of this machine."""
-    return Memory.of(config, torch.device("cpu"), num_ranks)
+    return Memory.of_run(config, torch.device("cpu"), num_ranks)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def with_room_for(planner: Planner, nbytes: float) -> Planner:
 
 def test_the_choice_sends_least_of_what_fits_and_shares_the_update(four_ranks: tuple[Config, Planner, RunPlan]):
     asked, planner, plans = four_ranks
-    taken = {stage: plans.memory.taken(plan) for stage, plan in plans.stages.items()}
+    taken = {stage: plans.memory.nbytes_of(plan) for stage, plan in plans.stages.items()}
     sent = {stage: plan.sent or 0 for stage, plan in plans.stages.items()}
     assert sent[0] == sent[1] == sent[2] < sent[3]
     assert len(set(taken.values())) == 4
@@ -204,7 +204,7 @@ def test_one_rank_has_nothing_to_share(tmp_path: Path):
 
 def test_where_nothing_fits_the_smallest_change_that_does_is_told(four_ranks: tuple[Config, Planner, RunPlan]):
     asked, planner, plans = four_ranks
-    least = min(plans.memory.taken(plan) for plan in plans.stages.values())
+    least = min(plans.memory.nbytes_of(plan) for plan in plans.stages.values())
     process, checked = plans.memory.process, with_least_memory(asked)
 
     a_bit_less = choose(asked, checked, with_room_for(planner, least - 1))
@@ -360,7 +360,7 @@ def test_weights_go_to_a_disk_where_nothing_else_fits(once, tmp_path: Path):
     asked.offload.parameters = "auto"
     assert value_problems(asked) == []
     planner = Remembering(once, asked, 1, tmp_path)
-    least = planner.memory.taken(planner.stage(with_least_memory(asked), 3))
+    least = planner.memory.nbytes_of(planner.stage(with_least_memory(asked), 3))
 
     roomy, narrow = (chosen_of(asked, planner, nbytes) for nbytes in (1e12, least))
     too_narrow = chosen_of(asked, planner, least - 1)
@@ -384,7 +384,7 @@ def test_units_are_computed_again_before_what_a_forward_saves_goes_to_a_disk(onc
     assert [tuple(way.values()) for way in ways] == [
         ("device", False), ("device", True), ("disk", False), ("disk", True)
     ]  # fmt: skip
-    taken = [planner.memory.taken(plan) for plan in plans]
+    taken = [planner.memory.nbytes_of(plan) for plan in plans]
     assert taken[0] > max(taken[1:])
     assert plans[2].disk == plans[2].saved > 0
     assert plans[0].saved == plans[0].fetched == 0
@@ -427,7 +427,7 @@ def test_the_choice_is_the_first_way_of_all_that_fits_at_its_best_stage(two_rank
     asked, planner = two_ranks
     ways = ways_beside_stages(asked, on_host=True)
     plans = [planner.run(with_values(with_least_memory(asked), way)) for way in ways]
-    taken = [[planner.memory.taken(plan.stages[stage]) for stage in (1, 2, 0, 3)] for plan in plans]
+    taken = [[planner.memory.nbytes_of(plan.stages[stage]) for stage in (1, 2, 0, 3)] for plan in plans]
 
     seen = set()
     for limit in sorted({nbytes for of_way in taken for nbytes in of_way}):

@@ -40,7 +40,7 @@ def stage_plan(parameters: int, gradients: int, optimizer: int, peak: int | None
 
 def printed(memory_mb: int, *stages: StagePlan, encoding: str = "utf-8", precision: str = "fp32") -> list[str]:
     """The lines of a plan whose stage 0 is asked for, of a process that takes 100 MB itself."""
-    memory = Memory(device=memory_mb * MB, host=0, on_host=True, process=90 * MB, kept=10 * MB)
+    memory = Memory(device=memory_mb * MB, host=0, on_host=True, process=90 * MB, cache=10 * MB)
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     print_plan(
         Console(file=file, width=80),

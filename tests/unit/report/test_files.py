@@ -10,9 +10,15 @@ from rich.console import Console
 
 from tests.unit.report.folders import refused, write_job
 from zerotrain.errors import ConfigError
-from zerotrain.report.files import HEADS, print_table, write_reports
-from zerotrain.report.rows import read_report
+from zerotrain.report.files import HEADS, print_table, write_files
+from zerotrain.report.rows import Report, read_report
 from zerotrain.training.result import RunResult
+
+
+def write_reports(folder: Path) -> Report:
+    report = read_report(folder)
+    write_files(report, folder)
+    return report
 
 
 def in_csv(value: object) -> str:

@@ -118,11 +118,11 @@ def test_an_empty_folder_gets_no_journal(tmp_path: Path):
 
 def test_jobs_of_one_hash_are_told_apart_by_what_the_sweep_varies():
     keys = ("launch.nproc_per_node",)
-    one, two = (Identity.of("a", [f"launch.nproc_per_node={num}", "launch.device=cpu"], keys) for num in (1, 2))
+    one, two = (Identity.of_job("a", [f"launch.nproc_per_node={num}", "launch.device=cpu"], keys) for num in (1, 2))
     assert one != two
     assert event(0, overrides=["launch.nproc_per_node=1", "launch.device=auto"]).is_of(one)
     assert not event(0, overrides=["launch.nproc_per_node=2"]).is_of(one)
-    assert not event(0, hash=None).is_of(Identity.of(None, [], ()))
+    assert not event(0, hash=None).is_of(Identity.of_job(None, [], ()))
 
 
 def test_numbers_that_json_has_not_are_not_written(tmp_path: Path):

@@ -271,7 +271,7 @@ def test_an_evaluation_lies_at_the_tokens_and_seconds_of_its_step(tmp_path: Path
 def test_a_loss_that_is_no_number_is_nan_and_in_its_place(tmp_path: Path):
     train, _ = read_curves(written(tmp_path, {"step": 1, "train_loss": 3.0}, {"step": 2, "train_loss": None}))
     assert train.loss[0] == 3.0
-    assert math.isnan(train.last)
+    assert math.isnan(train.loss[-1])
     assert train.over("tokens") == []
     assert [step for step, _ in train.over("step")] == [1, 2]
 

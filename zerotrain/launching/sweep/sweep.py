@@ -441,7 +441,7 @@ class Sweep:
     def identity(self, config_hash: str | None, overrides: list[str]) -> Identity:
         """The settings by which one of its jobs differs from the others."""
         keys = tuple(key for key in self.swept if key.startswith(_NOT_HASHED))
-        return Identity.of(config_hash, overrides, keys)
+        return Identity.of_job(config_hash, overrides, keys)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "journal"}
