@@ -101,18 +101,18 @@ class TrainingFeed:
         Raises:
             ConfigError: on every rank, where it is another.
         """
-        mine = self._fingerprint(like or checked)
+        fingerprint = self._fingerprint(like or checked)
         if checked is None and self._world.size > 1:
-            mine = self._fingerprint(self._collectives.gather_objects(mine, name="data")[0])
-        require_same_data(self._collectives, mine, checked)
+            fingerprint = self._fingerprint(self._collectives.gather_objects(fingerprint, name="data")[0])
+        require_same_data(self._collectives, fingerprint, checked)
         if state is not None:
             theirs = state.get("fingerprint")
-            self.sampler.fingerprint = mine if mine == theirs else self._fingerprint(theirs)
+            self.sampler.fingerprint = fingerprint if fingerprint == theirs else self._fingerprint(theirs)
             try:
                 self.sampler.load_state_dict(state)
             except ValueError as error:
                 raise ConfigError(f"data: {error}") from error
-        self.sampler.fingerprint = mine
+        self.sampler.fingerprint = fingerprint
 
     def _fingerprint(self, like: Mapping[str, Any] | None) -> Fingerprint:
         with in_time(self._world.timeout_s):
@@ -217,8 +217,8 @@ class TrainingFeed:
         if self._weighs_alike and self.tokens_per_sequence is not None:
             of_all = (self.sampler.global_batch_size * self.tokens_per_sequence, num_tokens * self._world.size)
             return None, torch.tensor(of_all, dtype=torch.float64)
-        mine = torch.tensor((sum(weights), sum(num_labels), num_tokens), dtype=torch.float64)
-        total = self._world.sum(mine.to(self._world.device, non_blocking=True))
+        sums = torch.tensor((sum(weights), sum(num_labels), num_tokens), dtype=torch.float64)
+        total = self._world.sum(sums.to(self._world.device, non_blocking=True))
         return self._parts_of(weights, total[0]), total[1:]
 
     def _parts_of(self, weights: list[float], total: torch.Tensor) -> list[float | torch.Tensor]:

@@ -44,7 +44,7 @@ class Request:
         """Both wishes; of two stages, stops or signals the first one."""
         return Request(
             save=self.save or other.save,
-            stage=next((each for each in (self.stage, other.stage) if each is not None), None),
+            stage=next((stage for stage in (self.stage, other.stage) if stage is not None), None),
             stop=self.stop or other.stop,
             signal=self.signal or other.signal,
         )
@@ -60,8 +60,7 @@ class Request:
         Args:
             names: of all who may ask for a stop, the same on all ranks.
         """
-        asked = self.stage
-        of_stage = 0 if asked is None else (asked + 1) * ONE_STAGE
+        of_stage = 0 if self.stage is None else (self.stage + 1) * ONE_STAGE
         of_stop = (names.index(str(self.stop)) + 1) * STOP if self.stop else 0
         return self.signal + SAVE * bool(self.save) + of_stage + of_stop
 
