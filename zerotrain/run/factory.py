@@ -315,11 +315,7 @@ def join_ranks(config: Config, tell: Tell = tell_log) -> World:
     """See `World.from_environment`."""
     launch = config.launch
     return World.from_environment(
-        launch.device,
-        launch.timeout_s,
-        start_timeout_s=launch.start_timeout_s,
-        interface=launch.interface,
-        tell=tell,
+        launch.device, launch.timeout_s, start_timeout_s=launch.start_timeout_s, interface=launch.interface, tell=tell
     )
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -282,24 +282,6 @@ class ResumableSink(MetricSink, Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Called before anything is logged, where a run goes on."""
-
-
-def log_to(sinks: Sequence[MetricSink], result: RunResult, metrics: dict[str, Any]) -> None:
-    """Send metrics to each of the sinks, as those of the last step that is done."""
-    for sink in sinks:
-        sink.log(metrics, result.steps)
-
-
-def states_of(sinks: Sequence[MetricSink]) -> list[dict[str, Any] | None]:
-    """The state of each sink that has one, for `restore_states`."""
-    return [sink.state_dict() if hasattr(sink, "state_dict") else None for sink in sinks]
-
-
-def restore_states(sinks: Sequence[MetricSink], states: Sequence[dict[str, Any] | None]) -> None:
-    """Give sinks the states that as many gave in the same order."""
-    for sink, state in zip(sinks, states, strict=False):
-        if state is not None and hasattr(sink, "load_state_dict"):
-            sink.load_state_dict(state)
 
 
 class MetricsFile:

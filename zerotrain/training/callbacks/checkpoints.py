@@ -14,19 +14,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 from msgspec import Meta
 from rich.console import Console
 
-from zerotrain.checkpoint.folder import (
-    BEST,
-    CHECKPOINTS,
-    best_in,
-    checkpoints_in,
-    first_whole,
-    remove_half_links,
-    remove_old,
-    set_aside,
-    set_best,
-    step_name,
-    step_of,
-)
+from zerotrain.checkpoint import folder as folders
 from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
 from zerotrain.comm.world import World
 from zerotrain.engine.engine import ZeroEngine
@@ -88,31 +76,32 @@ class BestCheckpoint(Callback):
 
     def is_due(self, step: int) -> bool:
         """Whether the evaluation after this step is the best one, and its checkpoint is still to be saved."""
-        return any(evaluation.step == step for evaluation in self._unsaved)
+        return any(item.step == step for item in self._unsaved)
 
     def saved(self, path: Path) -> None:
         """A checkpoint is on the disk: let the link name it, if it is the best one. No earlier one is under way."""
-        best = next((evaluation for evaluation in self._unsaved if step_name(evaluation.step) == path.name), None)
+        best = next((item for item in self._unsaved if folders.step_name(item.step) == path.name), None)
         if best is None:
             return
-        self._saved, self._unsaved = best, [evaluation for evaluation in self._unsaved if evaluation.step > best.step]
+        self._saved, self._unsaved = best, [item for item in self._unsaved if item.step > best.step]
         if self._is_first:
             self._link(path)
-            say(self._console, f"{CHECKPOINTS}/{BEST} is {path.name}, of {self._metric} {best.value:.4f}")
+            link = f"{folders.CHECKPOINTS}/{folders.BEST}"
+            say(self._console, f"{link} is {path.name}, of {self._metric} {best.value:.4f}")
 
     def failed(self, path: Path) -> None:
         """A checkpoint could not be saved: the best one is that of before."""
-        self._unsaved = [evaluation for evaluation in self._unsaved if step_name(evaluation.step) != path.name]
+        self._unsaved = [item for item in self._unsaved if folders.step_name(item.step) != path.name]
 
     def agreed(self) -> None:
         """The run goes on: let the link name the best checkpoint before. For rank 0 alone."""
         try:
-            remove_half_links(self._folder)
+            folders.remove_half_links(self._folder)
         except CheckpointError as error:
             say(self._console, f"warning: {error}")
         if self._saved is not None:
-            self._link(self._folder / step_name(self._saved.step))
-        elif (target := best_in(self._folder)) is not None and not target.exists():  # it was set aside
+            self._link(self._folder / folders.step_name(self._saved.step))
+        elif (target := folders.best_in(self._folder)) is not None and not target.exists():  # it was set aside
             self._link(None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,7 +114,7 @@ class BestCheckpoint(Callback):
         if best is None or best["metric"] != self._metric or self.resumed_from is None:
             return
         is_own = self.resumed_from.parent.resolve() == self._folder.resolve()
-        is_there = is_own and os.path.isfile(self._folder / step_name(best["step"]) / MANIFEST)
+        is_there = is_own and os.path.isfile(self._folder / folders.step_name(best["step"]) / MANIFEST)
         [is_there, *_] = self._engine.collectives.gather_objects(is_there, name="whether the best checkpoint is there")
         if is_there:
             self._saved = Evaluated(best["metric"], best["value"], best["step"])
@@ -136,7 +125,7 @@ class BestCheckpoint(Callback):
 
     def _link(self, path: Path | None) -> None:
         try:
-            set_best(path, self._folder)
+            folders.set_best(path, self._folder)
         except CheckpointError as error:
             say(self._console, f"warning: {error}")
 
@@ -266,7 +255,7 @@ class RunCheckpoints(Callback):
     ) -> None:
         self._engine, self._world, self._console = engine, world, console
         self._policy = policy or CheckpointPolicy(at_end=False)
-        self._folder, self._settings = run_dir / CHECKPOINTS, settings
+        self._folder, self._settings = run_dir / folders.CHECKPOINTS, settings
         self.best = BestCheckpoint(self._policy.best, self._folder, engine, world, console)
         self._under_way: SaveUnderWay | None = None
         self._begun_s = time.monotonic()
@@ -290,7 +279,7 @@ class RunCheckpoints(Callback):
         Raises:
             CheckpointError: there are some, and none can be taken up. On every rank.
         """
-        checkpoint, problems = first_whole(self._policy.resume, self._engine.checkpoints.take_up)
+        checkpoint, problems = folders.first_whole(self._policy.resume, self._engine.checkpoints.take_up)
         if checkpoint is None:
             if problems:
                 raise CheckpointError("\n".join(problems))
@@ -321,10 +310,11 @@ class RunCheckpoints(Callback):
         """All ranks go on from this checkpoint: say which settings are others, and set aside the checkpoints of this
         run's own folder that are later. For rank 0 alone."""
         self._say(*self._changed_settings(resumed.path))
-        for path in checkpoints_in(self._folder):  # the run comes to later steps again, and never replaces anything
-            step = step_of(path)
+        # The run comes to later steps again, and never replaces anything.
+        for path in folders.checkpoints_in(self._folder):
+            step = folders.step_of(path)
             if step > resumed.step or (step == resumed.step and path != resumed.path):
-                aside = set_aside(path)
+                aside = folders.set_aside(path)
                 self._say(f"{path.name} is later than that, and was renamed to {aside.name}")
         self.best.agreed()
 
@@ -380,7 +370,7 @@ class RunCheckpoints(Callback):
             wait: until it is on the disk, or has failed.
         """
         self._settle(run)
-        path = self._folder / step_name(run.step)
+        path = self._folder / folders.step_name(run.step)
         if self.newest == path:
             if self.best.is_due(run.step):
                 self._take_its_place(path)
@@ -438,7 +428,7 @@ class RunCheckpoints(Callback):
         self._pauses_s.append(seconds if waited else saving.pause_s + saving.held_s)
         paused = "" if waited else f"; the training waited {1e3 * self._pauses_s[-1]:.0f} ms"
         size = in_unit(sum(file.stat().st_size for file in saving.path.iterdir()))
-        self._say(f"saved {CHECKPOINTS}/{saving.path.name}: {size} in {seconds:.2f} s{paused}")
+        self._say(f"saved {folders.CHECKPOINTS}/{saving.path.name}: {size} in {seconds:.2f} s{paused}")
         self._take_its_place(self.newest)
         run.callbacks.call("after_save", run, self.newest)
 
@@ -457,7 +447,7 @@ class RunCheckpoints(Callback):
 
     def _remove_old(self) -> None:
         try:
-            remove_old(self._folder, keep=self._policy.keep, keep_every=self._policy.keep_every)
+            folders.remove_old(self._folder, keep=self._policy.keep, keep_every=self._policy.keep_every)
         except CheckpointError as error:
             self._say(f"warning: {error}")
 

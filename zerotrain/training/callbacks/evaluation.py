@@ -11,18 +11,7 @@ import torch
 from rich.console import Console
 
 from zerotrain.comm.world import World
-from zerotrain.data.fetch import (
-    AUTO,
-    Collate,
-    as_inputs,
-    fetch_rows,
-    in_time,
-    num_labels,
-    to_device,
-    tokens_known,
-    weighing_of,
-    without_targets,
-)
+from zerotrain.data import fetch
 from zerotrain.data.items import source_name
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
@@ -187,10 +176,10 @@ def evaluate_all(
     micro_batch_size: int,
     seed: int = 0,
     step: int = 0,
-    collate: Collate | None = None,
+    collate: fetch.Collate | None = None,
     name: str = "data.validation",
     metrics: Mapping[str, Metric] | None = None,
-    loss_over: str = AUTO,
+    loss_over: str = fetch.AUTO,
 ) -> dict[str, float]:
     """Mean loss of the same validation sequences, and metrics, the same bits at any number of ranks. Collective.
 
@@ -217,28 +206,30 @@ def evaluate_all(
     num_rounds = max(1, math.ceil(len(rows) / (world.size * micro_batch_size)))
     measured = MetricStates(metrics or {}, "val_", f"evaluation after step {step}", engine.module)
     targets = {metric.target for metric in (metrics or {}).values() if metric.needs_outputs}
-    _, weigh = weighing_of(loss_over, engine.module)
-    vocab_size = tokens_known(engine.module)
-    fetch = partial(fetch_rows, dataset, seed=seed, step=step, collate=collate, name=name, vocab_size=vocab_size)
+    _, weigh = fetch.weighing_of(loss_over, engine.module)
+    vocab_size = fetch.tokens_known(engine.module)
+    read_batch = partial(
+        fetch.fetch_rows, dataset, seed=seed, step=step, collate=collate, name=name, vocab_size=vocab_size
+    )
     with (
         torch.no_grad(),
         device_of(world.device).keep_generators(),
         in_evaluation_mode(engine),
-        in_time(world.timeout_s),
+        fetch.in_time(world.timeout_s),
     ):
         for number in range(world.rank, num_rounds * world.size, world.size):
             own_rows = rows[number * micro_batch_size : (number + 1) * micro_batch_size]
             # A rank that has no row left runs a forward all the same and counts nothing of it: where parameters are
             # sharded, the others need its part of them.
             read = own_rows or [0]
-            batch = fetch(read, epochs=[0] * len(read))
+            batch = read_batch(read, epochs=[0] * len(read))
             weight, num_counted = 0.0, 0
             if own_rows:
-                weight, num_counted = weigh(batch, len(own_rows)), num_labels(batch, len(own_rows))
-            batch = to_device(batch, world.device)
-            loss = call_model(engine, as_inputs(batch))
+                weight, num_counted = weigh(batch, len(own_rows)), fetch.num_labels(batch, len(own_rows))
+            batch = fetch.to_device(batch, world.device)
+            loss = call_model(engine, fetch.as_inputs(batch))
             require_loss(loss, type(engine.module).__name__)
-            outputs = call_model(engine, without_targets(batch, targets)) if measured.needs_outputs else None
+            outputs = call_model(engine, fetch.without_targets(batch, targets)) if measured.needs_outputs else None
             measured.add(number, loss, weight, outputs, batch, num_counted)
         return measured.values(world, num_rounds * world.size)
 

@@ -23,7 +23,7 @@ from zerotrain.engine.options import dotted
 from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import UntrustedFileError, only_regular, parse_json, read_json, require_kind, shown
 from zerotrain.training.callback import Callback, Run
-from zerotrain.training.result import METRICS_NAME, MetricsFile, MetricSink, restore_states, states_of
+from zerotrain.training.result import METRICS_NAME, MetricsFile, MetricSink
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -229,11 +229,13 @@ class Sinks(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
-        return {"sinks": states_of(self._given)}
+        return {"sinks": [sink.state_dict() if hasattr(sink, "state_dict") else None for sink in self._given]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`."""
-        restore_states(self._given, state["sinks"])
+        for sink, sink_state in zip(self._given, state["sinks"], strict=False):
+            if sink_state is not None and hasattr(sink, "load_state_dict"):
+                sink.load_state_dict(sink_state)
 
 
 # Curves for TensorBoard.
