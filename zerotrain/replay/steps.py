@@ -15,7 +15,7 @@ from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.errors import ConfigError
 from zerotrain.run.factory import build, build_collate, build_data, build_engine_of, build_validation_sets, frozen_steps
-from zerotrain.training.callbacks.checkpoints import CheckpointPolicy, Resumed, RunCheckpoints
+from zerotrain.training.callbacks.checkpoints import CheckpointPolicy, ResumePoint, RunCheckpoints
 from zerotrain.training.callbacks.stages import RunFreezing
 from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.sameness import seed_leaf
@@ -111,7 +111,7 @@ def opened_steps(
 
 def _resumed(
     config: Config, engine: ZeroEngine, world: World, checkpoints: Sequence[Path], folder: Path, console: Console
-) -> Resumed | None:
+) -> ResumePoint | None:
     """The checkpoint that was taken up; None: there is none, and the run's first weights were."""
     given = config.checkpoint
     policy = CheckpointPolicy(

@@ -107,7 +107,7 @@ def tokens_per_sequence(setting: str, train: Sized, otherwise: str) -> int:
     return num_tokens
 
 
-# The parameters of a run's model that train, the steps from which they do, and their options of the optimizer.
+# The parameters that train, from which step on, and their options of the optimizer.
 
 
 FREEZE, GROUPS = "model.freeze", "optimizer.groups"
@@ -174,7 +174,7 @@ def require_groups(
     device: torch.device | None,
     goes_on_from: Manifest | None,
 ) -> None:
-    """Make sure that the groups of a config can be made of a model without memory, and that each has an effect.
+    """Make sure that a model without memory can have the groups of a config, each with an effect.
 
     Args:
         device: of the ranks; on a GPU they try optimizers themselves.
@@ -210,8 +210,8 @@ def require_groups(
 def _without_effect(
     group: dict[str, Any], parameters: Sequence[ModelParameter], owners: dict[ModelParameter, str]
 ) -> list[str]:
-    """A line for each pattern of a group that matches nothing, or one for a group that gets nothing; notes what it
-    gets."""
+    """A line for each pattern of a group without a match, or one for a group without parameters of its own; notes its
+    parameters in `owners`."""
     name, patterns = f"{GROUPS}.{group['name']}", group["params"]
     unknown = [f"{name}: {no_match(parameters, pattern)}" for pattern in patterns if not matching(parameters, pattern)]
     matches = dict.fromkeys(entry for pattern in patterns for entry in matching(parameters, pattern))
@@ -529,7 +529,7 @@ def in_group(group: str, error: Exception, values: Any) -> str:
 
 
 def ended_in(group: str, ending: SystemExit, values: dict[str, Any]) -> str:
-    """The problem of a class that ends the process in which it is used."""
+    """The problem of a class that ends its process."""
     code = 0 if ending.code is None else ending.code
     return (
         f"{group}._target_: got {values.get('_target_')}, which ended the process with exit code {code} during a "

@@ -247,7 +247,7 @@ class CallbackList:
         if not entry.name:
             return method(*arguments)
         try:
-            return _checked(moment, method(*arguments))
+            return _check_answer(moment, method(*arguments))
         except (CallbackError, CommError):  # says by itself whose it is
             raise
         except (Exception, SystemExit) as error:
@@ -262,7 +262,7 @@ class CallbackList:
 
 
 def require_callbacks(own: Mapping[str, object]) -> None:
-    """Make sure that all are callbacks that a run can have; ConfigError where one is not."""
+    """Raise a ConfigError for an object that a run cannot have as a callback."""
     for name, callback in own.items():
         if not isinstance(callback, Callback):
             raise ConfigError(f"callbacks.{name}: is a {type(callback).__name__}, and no zerotrain.training.Callback")
@@ -273,7 +273,7 @@ def require_callbacks(own: Mapping[str, object]) -> None:
             raise ConfigError(f"callbacks.{name}: {problem}; give it ranks='first'")
 
 
-def _checked(moment: str, answer: Any) -> Any:
+def _check_answer(moment: str, answer: Any) -> Any:
     """The result of a user's callback at a moment, checked."""
     if moment == "ask" and not isinstance(answer, Request | None):
         raise TypeError(f"it returned a {type(answer).__name__}; it must return a Request or None")

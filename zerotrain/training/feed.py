@@ -70,14 +70,14 @@ class TrainingFeed:
 
     @property
     def num_tokens(self) -> int | None:
-        """Labels that the run was trained on, where that follows from its sequences."""
+        """Labels that the run was trained on; None if its sequences do not tell."""
         return None if self.tokens_per_sequence is None else self.sampler.rows_consumed * self.tokens_per_sequence
 
     def agree(
         self, state: Mapping[str, Any] | None, checked: Mapping[str, Any] | None, like: Mapping[str, Any] | None = None
     ) -> None:
-        """Compare the data with that of the other ranks, of the process that checked it, and of the run that is gone on
-        with; go on at that one's row. Collective.
+        """Compare the data with that of the other ranks, of the process that checked it and of the resumed run, and go
+        on at the row of that run. Collective.
 
         Args:
             state: what `sampler.state_dict` gave in that run; None: there was none.

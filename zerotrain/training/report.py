@@ -29,11 +29,11 @@ def say(console: Console, *lines: str) -> None:
     """Print lines with their [brackets]: in a terminal broken between words, elsewhere whole."""
     for line in lines:
         text = printable(line, MAX_LINE)
-        for part in wrapped(text, console.width) if console.is_terminal else [text]:
+        for part in wrap_text(text, console.width) if console.is_terminal else [text]:
             console.print(part, highlight=False, markup=False, soft_wrap=True)
 
 
-def wrapped(text: str, width: int) -> list[str]:
+def wrap_text(text: str, width: int) -> list[str]:
     """The lines of a text in a terminal of this width. A word, such as a long path, is never broken."""
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     return [part for line in text.split("\n") for part in wrapper.wrap(line) or [""]]

@@ -44,7 +44,7 @@ def generator_states(model: nn.Module) -> dict[str, Any] | None:
 
 
 def restore_generators(model: nn.Module, states: Mapping[str, Any] | None) -> None:
-    """Give generators the states that `generator_states` gave; one that is not among them stays as it is."""
+    """Give generators their states from `generator_states`; a generator without one stays as it is."""
     for name, generator in _generators(model):
         if states is not None and name in states:
             _restore(generator, states[name])
@@ -96,7 +96,7 @@ def _arrays(value: Any) -> Any:
     return {name: _arrays(item) for name, item in value.items()}
 
 
-# That all ranks read the same data, and the same that was checked before they started.
+# All ranks read the same data, and it is the data that was checked before they started.
 
 
 def require_same_data(collectives: Collectives, own: Mapping[str, Any], checked: Mapping[str, Any] | None) -> None:

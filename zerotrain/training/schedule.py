@@ -20,7 +20,7 @@ FALLS: dict[str, Callable[[float], float]] = {
     "sqrt": lambda progress: 1 - math.sqrt(progress),
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
 }
-"""The forms of a fall: the height that is left, by the part of the fall that is done."""
+"""The forms of a fall: the remaining height by the completed part of the fall."""
 
 
 def constant(step: int, max_steps: int) -> float:

@@ -20,7 +20,7 @@ from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import CommError, ConfigError
 from zerotrain.files.untrusted import printable
 from zerotrain.training.callback import Callback, CallbackList, Run
-from zerotrain.training.callbacks.checkpoints import CheckpointPolicy, Resumed, RunCheckpoints
+from zerotrain.training.callbacks.checkpoints import CheckpointPolicy, ResumePoint, RunCheckpoints
 from zerotrain.training.callbacks.console import ShowProgress, ShowStart
 from zerotrain.training.callbacks.evaluation import RunEvaluation, num_eval_rows
 from zerotrain.training.callbacks.loggers import Sinks
@@ -32,7 +32,7 @@ from zerotrain.training.callbacks.stages import CONTROL_NAME, Control, RunFreezi
 from zerotrain.training.callbacks.stop import StopRequest, stop_requests
 from zerotrain.training.clock import ModelFlops, StepClock
 from zerotrain.training.feed import TrainingFeed
-from zerotrain.training.metrics.metric import OF_VALIDATION, TrainingMetrics, metrics_in, rising
+from zerotrain.training.metrics.metric import OF_VALIDATION, TrainingMetrics, metrics_in, rising_metrics
 from zerotrain.training.report import say
 from zerotrain.training.request import Request, decoded
 from zerotrain.training.result import METRICS_NAME, STEPS_NAME, MetricSink, RunResult, keep_lines
@@ -93,7 +93,7 @@ class TrainerSettings:
     collate_fn: Collate | None = None
     """Makes a batch of items; None: torch's default_collate."""
     loss_over: str = AUTO
-    """The loss of a micro-batch is the mean over these, which give its weight in a step; see `TrainConfig`."""
+    """The things over which the loss of a micro-batch is the mean, and so its weight in a step; see `TrainConfig`."""
     data_checked: Mapping[str, Any] | None = None
     """Fingerprint of the data when it was checked, see `zerotrain.data.fetch`; None if it was not."""
     data_state: Mapping[str, Any] | None = None
@@ -103,7 +103,7 @@ class TrainerSettings:
     first_step: int = 0
     """Global batches that the engine was trained on before; metrics.jsonl is gone on with where it is there."""
     skipped_before: int = 0
-    """Those of them that were skipped, which are no updates to the schedule."""
+    """Skipped ones among them, which are no updates to the schedule."""
     checkpoint: CheckpointPolicy | None = None
     """When to save, and what to go on from; None: neither."""
     settings: Mapping[str, Any] | None = None
@@ -128,7 +128,7 @@ def callbacks_of(
 ) -> CallbackList:
     """All callbacks of a run. After a step they are called from first to last, at the end from last to first:
 
-    - the user's own come before the save, which has their state, and see a step logged and at its stage;
+    - the user's own come before the save of their state, and see a step logged and at its stage;
     - an evaluation comes before the save of the same step, which it may ask for;
     - the last step is saved before anything else ends; what the user's log at the end still finds the file open.
     """
@@ -253,7 +253,7 @@ class Trainer(TrainerSettings):
             callbacks=self._callbacks,
             state=self._state,
             settings=self.settings,
-            rising=rising(self.callbacks),
+            rising=rising_metrics(self.callbacks),
         )
         RowPlace.stop_s = math.inf
         with stop_requests(self._note_stop) as stop:
@@ -289,15 +289,15 @@ class Trainer(TrainerSettings):
         self.feed.agree(self.data_state, self.data_checked)
         if resumed is not None and self.world.rank == 0:
             # Nothing can be refused any more: the run's folder gets the lines of the steps before.
-            self.checkpoints.agreed(resumed)
+            self.checkpoints.take_over(resumed)
             for name in (METRICS_NAME, STEPS_NAME):
                 keep_lines(resumed.path.parent.parent / name, self.run_dir / name, until=self.first_step)
         self.data_state = self.feed.sampler.state_dict()
-        # A model that `from_pretrained` has made is in evaluation mode, in which dropout does nothing.
+        # A model of `from_pretrained` is in evaluation mode: dropout does nothing.
         self.engine.train()
         self._callbacks.start(run)
 
-    def _go_on(self, resumed: Resumed) -> None:
+    def _go_on(self, resumed: ResumePoint) -> None:
         """Be where the run was that has saved a checkpoint."""
         if resumed.step > self.max_steps:
             problem = f"train.max_steps: got {self.max_steps}, but {resumed.path} is of step {resumed.step}"

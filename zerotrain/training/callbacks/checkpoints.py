@@ -35,7 +35,7 @@ from zerotrain.training.sameness import generator_states, restore_generators
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class BestEvaluation:
     """An evaluation that was better than all before it."""
 
     metric: str
@@ -57,8 +57,8 @@ class BestCheckpoint(Callback):
     def __init__(self, metric: str | None, folder: Path, engine: ZeroEngine, world: World, console: Console) -> None:
         self._metric, self._folder, self._console = metric, folder, console
         self._engine, self._is_first = engine, world.rank == 0
-        self._saved: Evaluated | None = None
-        self._unsaved: list[Evaluated] = []
+        self._saved: BestEvaluation | None = None
+        self._unsaved: list[BestEvaluation] = []
         """Better ones, each than the one before, whose checkpoints are not on the disk yet."""
         self.resumed_from: Path | None = None
         """The checkpoint that the run goes on from."""
@@ -72,13 +72,13 @@ class BestCheckpoint(Callback):
         value, best = metrics[self._metric], self._best
         is_better = best is None or run.badness(self._metric, value) < run.badness(self._metric, best.value)
         if math.isfinite(value) and is_better:
-            self._unsaved.append(Evaluated(self._metric, value, run.step))
+            self._unsaved.append(BestEvaluation(self._metric, value, run.step))
 
     def is_due(self, step: int) -> bool:
         """Whether the evaluation after this step is the best one, and its checkpoint is still to be saved."""
         return any(item.step == step for item in self._unsaved)
 
-    def saved(self, path: Path) -> None:
+    def note_saved(self, path: Path) -> None:
         """A checkpoint is on the disk: let the link name it, if it is the best one. No earlier one is under way."""
         best = next((item for item in self._unsaved if folders.step_name(item.step) == path.name), None)
         if best is None:
@@ -89,11 +89,11 @@ class BestCheckpoint(Callback):
             link = f"{folders.CHECKPOINTS}/{folders.BEST}"
             say(self._console, f"{link} is {path.name}, of {self._metric} {best.value:.4f}")
 
-    def failed(self, path: Path) -> None:
+    def note_failed(self, path: Path) -> None:
         """A checkpoint could not be saved: the best one is that of before."""
         self._unsaved = [item for item in self._unsaved if folders.step_name(item.step) != path.name]
 
-    def agreed(self) -> None:
+    def link_best(self) -> None:
         """The run goes on: let the link name the best checkpoint before. For rank 0 alone."""
         try:
             folders.remove_half_links(self._folder)
@@ -117,10 +117,10 @@ class BestCheckpoint(Callback):
         is_there = is_own and os.path.isfile(self._folder / folders.step_name(best["step"]) / MANIFEST)
         [is_there, *_] = self._engine.collectives.gather_objects(is_there, name="whether the best checkpoint is there")
         if is_there:
-            self._saved = Evaluated(best["metric"], best["value"], best["step"])
+            self._saved = BestEvaluation(best["metric"], best["value"], best["step"])
 
     @property
-    def _best(self) -> Evaluated | None:
+    def _best(self) -> BestEvaluation | None:
         return self._unsaved[-1] if self._unsaved else self._saved
 
     def _link(self, path: Path | None) -> None:
@@ -226,7 +226,7 @@ class CheckpointPolicy:
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumePoint:
     """A checkpoint that was taken up."""
 
     path: Path
@@ -268,9 +268,9 @@ class RunCheckpoints(Callback):
         self._step_times_s: dict[bool, list[float]] = {False: [], True: []}
         """Times of steps without a save beside them, and with one."""
         self.newest: Path | None = None
-        """The last one that is on the disk, of those that this process has seen."""
+        """The last one on the disk, as far as this process has seen."""
 
-    def resume(self) -> Resumed | None:
+    def resume(self) -> ResumePoint | None:
         """Resume from the first intact one of the policy's checkpoints; say which were skipped, and why. If there are
         none, begin with the weights that the policy names, if it does. Collective.
 
@@ -304,11 +304,11 @@ class RunCheckpoints(Callback):
         if dropped is not None:
             self._say(f"warning: {dropped}; callbacks=ema would go on with it")
         take_changed(self._engine.param_groups, old=state["built_groups"], new=self._built_groups)
-        return Resumed(path, step, state["run"])
+        return ResumePoint(path, step, state["run"])
 
-    def agreed(self, resumed: Resumed) -> None:
-        """All ranks go on from this checkpoint: say which settings are others, and set aside the checkpoints of this
-        run's own folder that are later. For rank 0 alone."""
+    def take_over(self, resumed: ResumePoint) -> None:
+        """All ranks go on from this checkpoint: say the settings that have changed, and set aside later checkpoints of
+        this run's own folder. For rank 0 alone."""
         self._say(*self._changed_settings(resumed.path))
         # The run comes to later steps again, and never replaces anything.
         for path in folders.checkpoints_in(self._folder):
@@ -316,10 +316,10 @@ class RunCheckpoints(Callback):
             if step > resumed.step or (step == resumed.step and path != resumed.path):
                 aside = folders.set_aside(path)
                 self._say(f"{path.name} is later than that, and was renamed to {aside.name}")
-        self.best.agreed()
+        self.best.link_best()
 
     def _changed_settings(self, path: Path) -> Iterator[str]:
-        """A line for each setting that is another than in the checkpoint, but for those that change no number."""
+        """A line for each setting that has changed since the checkpoint, unless it changes no number."""
         config = read_manifest(path).content["config"]
         old, new = dotted(config if isinstance(config, dict) else {}), dotted(self._settings or {})
         for name in sorted(old.keys() | new.keys()) if old and new else ():
@@ -396,8 +396,8 @@ class RunCheckpoints(Callback):
         result.save_pause_ms, result.save_step_ratio = self.costs()
 
     def costs(self) -> tuple[float | None, float | None]:
-        """(milliseconds that a save held the training of this rank, the mean; time of a step beside a save to that of
-        the others, by their medians); None where there is nothing to tell it by."""
+        """(milliseconds that a save held the training of this rank, the mean; ratio of the median time of a step beside
+        a save to that of the others); None without measurements."""
         pause_ms = 1e3 * statistics.mean(self._pauses_s) if self._pauses_s else None
         times_with, times_without = self._step_times_s[True], self._step_times_s[False]
         if not times_with or not times_without:
@@ -433,15 +433,15 @@ class RunCheckpoints(Callback):
         run.callbacks.call("after_save", run, self.newest)
 
     def _take_its_place(self, path: Path) -> None:
-        """Let older checkpoints go for one that is on the disk, which may be the best too."""
-        self.best.saved(path)
+        """Let older checkpoints go for one on the disk. It may be the best too."""
+        self.best.note_saved(path)
         if self._world.rank == 0:
             self._await_removal()
             self._removal = threading.Thread(target=self._remove_old, name="remove-checkpoints", daemon=True)
             self._removal.start()
 
     def _note_failure(self, path: Path, error: CheckpointError) -> None:
-        self.best.failed(path)
+        self.best.note_failed(path)
         self._failures.append(f"{path.name} was not saved: {error}")
         self._say(f"warning: {self._failures[-1]}")
 
@@ -462,7 +462,7 @@ class RunCheckpoints(Callback):
 def take_changed(
     groups: Sequence[dict[str, Any]], *, old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Give groups that a checkpoint has filled the hyperparameters whose settings have changed since.
+    """Give restored groups the hyperparameters of settings that have changed since the save.
 
     Args:
         groups: of the engine, in the order of the others.

@@ -17,7 +17,7 @@ from zerotrain.files.untrusted import duration
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.evaluation import rows_of_set
 from zerotrain.training.callbacks.stages import RunStages
-from zerotrain.training.report import UNITS, in_unit, wrapped
+from zerotrain.training.report import UNITS, in_unit, wrap_text
 
 # Progress for the user: one line that is rewritten in a terminal, a few plain lines anywhere else.
 
@@ -63,7 +63,7 @@ class ShowProgress(Callback):
         self.end(run)
 
 
-class Measured:
+class Measurements:
     """The last measurements of training and of the validation loss, each with its step."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class ProgressDisplay:
         self._max_steps = max_steps
         self._num_due_lines = -1
         """Plain lines due up to the last one shown; the first step that is logged is always shown."""
-        self._measured = Measured()
+        self._measured = Measurements()
         self._step = first_step
         self._shown_evaluation = 0
         """Step of the evaluation in the last plain line."""
@@ -190,7 +190,7 @@ class _Line(ProgressColumn):
         reserved: columns of the terminal for others.
     """
 
-    def __init__(self, console: Console, measured: Measured, *, reserved: int) -> None:
+    def __init__(self, console: Console, measured: Measurements, *, reserved: int) -> None:
         self._console, self._measured, self._reserved = console, measured, reserved
         super().__init__()
 
@@ -278,7 +278,7 @@ def print_start(
     for name, line in lines.items():
         if not line:
             continue
-        for number, part in enumerate(wrapped(line, max(20, console.width - INDENT))):
+        for number, part in enumerate(wrap_text(line, max(20, console.width - INDENT))):
             label = "" if number else name
             console.print(Text.assemble((f"{label:<{INDENT}}", "bold"), part), soft_wrap=True)
 

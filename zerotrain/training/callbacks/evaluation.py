@@ -106,7 +106,7 @@ class RunEvaluation(Callback):
 
 
 def num_eval_rows(num_batches: int | str) -> int:
-    """The rows that an evaluation reads of a dataset that has as many, by `train.eval_batches`."""
+    """The rows of an evaluation by `train.eval_batches`, if the dataset has as many."""
     return sys.maxsize if isinstance(num_batches, str) else num_batches * ROWS_PER_EVAL_BATCH
 
 

@@ -362,13 +362,13 @@ class Tracker(Curves):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`."""
         note = require_kind(state, _TrackerState)["note"]
-        self._note = None if note is None else self._checked(note)
+        self._note = None if note is None else self._check_note(note)
 
     def _open(self, run: Run) -> WrittenPoints:
         path, config_hash = run.folder / f"{self.package}.json", run.result.config_hash
         notes = [] if self._note is None else [self._note]
         with suppress(OSError, UntrustedFileError):  # an earlier sitting has left none, or none that can be read
-            notes.append(self._checked(read_json(path, _TrackerNote, max_nbytes=MAX_NBYTES)))
+            notes.append(self._check_note(read_json(path, _TrackerNote, max_nbytes=MAX_NBYTES)))
         match = next((note for note in notes if note["config_hash"] == config_hash), None)
         run_id = match["id"] if match else notes[0]["id"] if notes and run.step else None
         run_id, points = self._open_run(run, run_id)
@@ -380,7 +380,7 @@ class Tracker(Curves):
             file.write((json.dumps(self._note) + "\n").encode())
         return points
 
-    def _checked(self, note: dict[str, Any]) -> dict[str, Any]:
+    def _check_note(self, note: dict[str, Any]) -> dict[str, Any]:
         """A note with an id as this tracker makes them."""
         if not re.fullmatch(self.id_pattern, note["id"]):
             raise UntrustedFileError(f"note.id: got {shown(note['id'])}; it must be an id of {self.package}")

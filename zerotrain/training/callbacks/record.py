@@ -146,7 +146,7 @@ class StepRecord(Callback):
             self._file.close()
 
     def failure(self, run: Run, error: BaseException) -> None:
-        """See `Callback.failure`. Says the command that explains a step whose numbers have ended the run."""
+        """See `Callback.failure`. Says the command to explain the step, if its numbers have ended the run."""
         self.end(run)
         if isinstance(error, TrainingError):
             say(run.console, f"which rows and module: {replay_command(run, run.step + 1)}")

@@ -21,7 +21,7 @@ from zerotrain.training.request import ASKED, Request
 from zerotrain.training.result import RunResult
 
 COMPARED_AFTER = 3
-"""Steps, after which a run whose stage was chosen compares what its ranks hold with what they may."""
+"""Steps, after which a run with a chosen stage compares the memory of its ranks with their budget."""
 
 
 def stages_named(stages: Mapping[int, int], step: int = 0) -> str:
@@ -82,8 +82,8 @@ class RunStages(Callback):
 
     def start(self, run: Run) -> None:
         """Be at the stage of this step, from whatever stage the engine was built at."""
-        stage, due = self._engine.options.zero.stage, stage_at(self._due, run.step)
-        if due != stage:
+        current, due = self._engine.options.zero.stage, stage_at(self._due, run.step)
+        if due != current:
             self._change(due, run.step)
         self._enter(due, run.step, {"sent_nbytes": None, "theory_sent_nbytes": None})
 
@@ -104,16 +104,15 @@ class RunStages(Callback):
         return _with_asked(self._schedule, self.asked)
 
     def after_step(self, run: Run, outcome: TrainStepResult) -> None:
-        """Be at the stage that is due after this step, or that somebody asks for now, and say so where that is
-        another."""
+        """Be at the stage that is due after this step, or wished for now; log a change."""
         if run.is_last:
             return
         step, wish = run.step, run.asked.stage
         wish = self._instead(step) if wish is None else wish
         if wish is not None:
             self.asked[str(step)] = wish
-        stage, due = self._engine.options.zero.stage, stage_at(self._due, step)
-        if due == stage:
+        current, due = self._engine.options.zero.stage, stage_at(self._due, step)
+        if due == current:
             return
         self.note_usage()
         switch = self._change(due, step)
@@ -156,7 +155,7 @@ class RunStages(Callback):
         return switch
 
     def _enter(self, due: int, step: int, sent: Mapping[str, int | None]) -> None:
-        """Note a stage that is begun, or gone on with; one that no step was trained at is none of the run."""
+        """Note a stage that is begun, or gone on with. A stage without a trained step is dropped."""
         stages, self._result.stage = self._result.stages, due
         if stages and stages[-1]["from_step"] == step and stages[-1]["stage"] != due:
             stages.pop()
@@ -186,7 +185,7 @@ class RunFreezing(Callback):
         self._engine, self._console, self._until = engine, console, until
         self._changes = {steps for steps in until.values() if steps is not None}
         self._frozen: list[str] = []
-        """Names that the settings have frozen; of a run that goes on, those of the run that saved."""
+        """Names frozen by the settings; in a resumed run, by those of the run that saved."""
 
     def start(self, run: Run) -> None:
         """Let train what is to train after this step, whatever the settings were before."""

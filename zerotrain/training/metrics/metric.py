@@ -180,8 +180,8 @@ class TorchMetric(Metric):
 
 
 def class_dims(outputs: torch.Tensor, labels: torch.Tensor) -> list[int]:
-    """The dimensions of outputs that may be that of the classes, by their sizes and those of the labels: 1, the last,
-    both or none."""
+    """The dimensions of outputs with the sizes of the labels around them, which may have the classes: 1, the last, both
+    or none."""
     dims = sorted({1, outputs.dim() - 1}) if labels.dim() and outputs.dim() == labels.dim() + 1 else []
     return [dim for dim in dims if outputs.shape[:dim] + outputs.shape[dim + 1 :] == labels.shape]
 
@@ -191,7 +191,7 @@ def metrics_in(callbacks: Mapping[str, object], kind: str) -> dict[str, Metric]:
     return {name: metric for name, metric in callbacks.items() if isinstance(metric, Metric) and kind in metric.of}
 
 
-def rising(callbacks: Mapping[str, Callback]) -> frozenset[str]:
+def rising_metrics(callbacks: Mapping[str, Callback]) -> frozenset[str]:
     """The names in an evaluation of those metrics of which higher is better."""
     return frozenset(
         f"val_{name}" for name, metric in metrics_in(callbacks, OF_VALIDATION).items() if metric.higher_is_better
