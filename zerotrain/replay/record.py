@@ -68,7 +68,7 @@ class Record:
         if bad := [step for step, norm in norms.items() if norm is None]:
             return bad[0]
         spikes = Spikes()
-        scores = {step: spike.score for step in norms if (spike := spikes.of(self.steps[step])) is not None}
+        scores = {step: spike.score for step in norms if (spike := spikes.find_in(self.steps[step])) is not None}
         return max(norms, key=lambda step: (scores.get(step, 0.0), float(norms[step] or 0.0)))
 
     def difference(self, step: int, outcome: Any) -> str | None:

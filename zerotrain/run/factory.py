@@ -55,9 +55,9 @@ def rhythms_in_steps(config: Config, train: Sized, num_ranks: int) -> dict[str, 
     problems: list[str] = []
     for name in RHYTHMS:
         group, _, field = name.partition(".")
-        given = getattr(getattr(config, group), field)
+        rhythm = getattr(getattr(config, group), field)
         try:
-            steps[name] = steps_of(f"{name}={given}", given, train, config, num_ranks)
+            steps[name] = steps_of(f"{name}={rhythm}", rhythm, train, config, num_ranks)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -71,21 +71,24 @@ def require_rhythms(config: Config, train: Sized, num_ranks: int) -> None:
         rhythms_in_steps(config, train, num_ranks)
 
 
-def steps_of(told: str, given: Any, train: Sized, config: Config, num_ranks: int) -> int | None:
+def steps_of(setting: str, value: Any, train: Sized, config: Config, num_ranks: int) -> int | None:
     """The steps that so many steps, tokens or epochs come to; 0 or None where it says so, and None of a time.
 
+    Args:
+        setting: the setting and its value, for messages.
+
     Raises:
-        ConfigError: the data does not tell; it begins with what was told.
+        ConfigError: the data does not tell; it begins with the setting.
     """
-    rhythm = Rhythm.read(given)
+    rhythm = Rhythm.read(value)
     if rhythm is None or rhythm.unit == "seconds":
-        return 0 if given == 0 else None
+        return 0 if value == 0 else None
     if rhythm.unit == "steps":
         return int(rhythm.number)
     if rhythm.unit == "epochs":
         num_sequences = rhythm.number * len(train)
     else:
-        num_sequences = rhythm.number / tokens_per_sequence(told, train, "a number of epochs or of steps")
+        num_sequences = rhythm.number / tokens_per_sequence(setting, train, "a number of epochs or of steps")
     return max(1, round(num_sequences / batch_size_of(config, num_ranks)))
 
 
@@ -95,15 +98,16 @@ def batch_size_of(config: Config, num_ranks: int) -> int:
     return (train.virtual_ranks or num_ranks) * train.gradient_accumulation_steps * train.micro_batch_size
 
 
-def tokens_per_sequence(told: str, train: Sized, otherwise: str) -> int:
-    """Tokens of each row; a ConfigError that begins with what was told where the data does not say."""
+def tokens_per_sequence(setting: str, train: Sized, otherwise: str) -> int:
+    """Tokens of each row; a ConfigError that begins with the setting where the data does not say."""
     num_tokens = getattr(train, "tokens_per_sequence", None)
     if not isinstance(num_tokens, int) or num_tokens < 1:
-        raise ConfigError(f"{told}: the data does not tell how many tokens each of its sequences has; give {otherwise}")
+        problem = "the data does not tell how many tokens each of its sequences has"
+        raise ConfigError(f"{setting}: {problem}; give {otherwise}")
     return num_tokens
 
 
-# Which parameters of a run's model train, from which step on, and with which options of the optimizer.
+# The parameters that train, from which step on, and their options of the optimizer.
 
 
 FREEZE, GROUPS = "model.freeze", "optimizer.groups"
@@ -119,22 +123,23 @@ def freeze(config: Config, model: nn.Module) -> dict[str, Any]:
         ConfigError: with each entry that freezes nothing; or nothing is left to train in the first step.
     """
     parameters, until, problems = model_parameters(model), dict[str, Any](), list[str]()
-    trained = [each for each in parameters if each.parameter.requires_grad]
-    for patterns, given in config.frozen:
-        unknown = [f"{FREEZE}: {no_match(parameters, each)}" for each in patterns if not matching(parameters, each)]
-        found = {each.names[0] for pattern in patterns for each in matching(trained, pattern)} - until.keys()
-        if not unknown and not found:
-            told = f"{FREEZE}: {_listed(patterns)} has no effect, since all that it matches is frozen"
-            unknown = [f"{told} by the model itself or by an entry before; leave it out"]
+    trained = [entry for entry in parameters if entry.parameter.requires_grad]
+    for patterns, end in config.frozen:
+        unmatched = [pattern for pattern in patterns if not matching(parameters, pattern)]
+        unknown = [f"{FREEZE}: {no_match(parameters, pattern)}" for pattern in unmatched]
+        names = {entry.names[0] for pattern in patterns for entry in matching(trained, pattern)} - until.keys()
+        if not unknown and not names:
+            problem = f"{FREEZE}: {_listed(patterns)} has no effect, since all that it matches is frozen"
+            unknown = [f"{problem} by the model itself or by an entry before; leave it out"]
         problems += unknown
-        until |= dict.fromkeys(found, given)
+        until |= dict.fromkeys(names, end)
     if not problems and trained and len(until) == len(trained):
         raise ConfigError(f"{FREEZE}: leaves no parameter that trains in the first step; freeze fewer")
     if problems:
         raise ConfigError(*problems)
-    for each in trained:
-        if each.names[0] in until and until[each.names[0]] is None:
-            each.parameter.requires_grad_(False)
+    for entry in trained:
+        if entry.names[0] in until and until[entry.names[0]] is None:
+            entry.parameter.requires_grad_(False)
     return until
 
 
@@ -146,20 +151,20 @@ def frozen_steps(config: Config, until: Mapping[str, Any], train: Sized, num_ran
     """
     steps: dict[Any, int | None] = {None: None}
     problems: list[str] = []
-    for given in dict.fromkeys(each for _, each in config.frozen if each is not None):
+    for end in dict.fromkeys(end for _, end in config.frozen if end is not None):
         try:
-            steps[given] = number = steps_of(f"{FREEZE} until {given}", given, train, config, num_ranks)
+            steps[end] = number = steps_of(f"{FREEZE} until {end}", end, train, config, num_ranks)
         except ConfigError as error:
             problems += error.problems
             continue
         if number is not None and config.train.max_steps is not None and number >= config.train.max_steps:
             problems.append(
-                f"{FREEZE}: until {given} is step {number}, and the run has {config.train.max_steps}; give an earlier "
+                f"{FREEZE}: until {end} is step {number}, and the run has {config.train.max_steps}; give an earlier "
                 "one, or leave it out: what it freezes never trains"
             )
     if problems:
         raise ConfigError(*problems)
-    return {name: steps[given] for name, given in until.items()}
+    return {name: steps[end] for name, end in until.items()}
 
 
 def require_groups(
@@ -169,7 +174,7 @@ def require_groups(
     device: torch.device | None,
     goes_on_from: Manifest | None,
 ) -> None:
-    """Make sure that the groups of a config can be made of a model without memory, and that each has an effect.
+    """Make sure that a model without memory can have the groups of a config, each with an effect.
 
     Args:
         device: of the ranks; on a GPU they try optimizers themselves.
@@ -180,46 +185,45 @@ def require_groups(
     """
     tried = device if device is not None and device_of(device).is_host else None
     units = cut_units(walked, config.zero.unit_patterns, max_numel=1)
-    given, problems = config.optimizer_groups, list[str]()
+    groups, problems = config.optimizer_groups, list[str]()
 
-    def made(groups: Sequence[dict[str, Any]] | None) -> ParamGroups:
+    def build_groups(groups: Sequence[dict[str, Any]] | None) -> ParamGroups:
         return ParamGroups(walked.managed, units, factory, groups, decay_all=False, device=tried, warns=False)
 
-    taken: dict[ModelParameter, str] = {}
-    for group in given or ():
-        problems += _without_effect(group, walked.managed, taken) or _refused(group, lambda group=group: made([group]))
+    owners: dict[ModelParameter, str] = {}
+    for group in groups or ():
+        lines = _without_effect(group, walked.managed, owners)
+        problems += lines
+        if lines:
+            continue
+        try:
+            build_groups([group])
+        except ConfigError as error:
+            lines = [in_words_of_config(problem).removeprefix(f"{GROUPS}: ") for problem in error.problems]
+            problems += [f"{GROUPS}.{group['name']}: {line}" for line in lines]
     if problems:
         raise ConfigError(*problems)
     if goes_on_from is not None:
-        _require_same(goes_on_from, made(given))
+        _require_same(goes_on_from, build_groups(groups))
 
 
 def _without_effect(
-    group: dict[str, Any], parameters: Sequence[ModelParameter], taken: dict[ModelParameter, str]
+    group: dict[str, Any], parameters: Sequence[ModelParameter], owners: dict[ModelParameter, str]
 ) -> list[str]:
-    """A line for each pattern of a group that matches nothing, or one for a group that gets nothing; notes what it
-    gets."""
+    """A line for each pattern of a group without a match, or one for a group without parameters of its own; notes its
+    parameters in `owners`."""
     name, patterns = f"{GROUPS}.{group['name']}", group["params"]
-    unknown = [f"{name}: {no_match(parameters, each)}" for each in patterns if not matching(parameters, each)]
-    found = dict.fromkeys(each for pattern in patterns for each in matching(parameters, pattern))
-    own = [each for each in found if each not in taken]
-    earlier = dict.fromkeys(taken[each] for each in found if each in taken)
-    taken |= dict.fromkeys(own, group["name"])
+    unknown = [f"{name}: {no_match(parameters, pattern)}" for pattern in patterns if not matching(parameters, pattern)]
+    matches = dict.fromkeys(entry for pattern in patterns for entry in matching(parameters, pattern))
+    own = [entry for entry in matches if entry not in owners]
+    earlier = dict.fromkeys(owners[entry] for entry in matches if entry in owners)
+    owners |= dict.fromkeys(own, group["name"])
     if unknown:
         return unknown
     if not own:
         return [f"{name}: has no effect, since all that it matches is in {_listed(earlier)} before it; leave it out"]
-    if not any(each.parameter.requires_grad for each in own):
+    if not any(entry.parameter.requires_grad for entry in own):
         return [f"{name}: has no effect, since all that it matches is frozen; leave it out"]
-    return []
-
-
-def _refused(group: dict[str, Any], make: Any) -> list[str]:
-    try:
-        make()
-    except ConfigError as error:
-        said = [in_words_of_config(each).removeprefix(f"{GROUPS}: ") for each in error.problems]
-        return [f"{GROUPS}.{group['name']}: {each}" for each in said]
     return []
 
 
@@ -227,10 +231,10 @@ def _require_same(manifest: Manifest, groups: ParamGroups) -> None:
     """Groups that a run's own code has added stay as they are in its checkpoint."""
     names = [group["name"].removeprefix(WHOLE) for group in groups.hyperparameters]
     saved = [str(group["hyperparameters"]["name"]).removeprefix(WHOLE) for group in manifest.content.get("groups", ())]
-    found: Any = manifest.content.get("config")
+    settings: Any = manifest.content.get("config")
     for key in ("optimizer", "groups"):
-        found = found.get(key) if isinstance(found, dict) else None
-    of_settings = set(found) if isinstance(found, dict) else set[str]()
+        settings = settings.get(key) if isinstance(settings, dict) else None
+    of_settings = set(settings) if isinstance(settings, dict) else set[str]()
     for name, (trains, number, _) in groups.places.items():
         was = manifest.parameters.get(name, {}).get("group")
         if not trains or number is None or was is None or saved[was] == names[number]:
@@ -251,7 +255,7 @@ def _listed(names: Any) -> str:
 ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps", "virtual_ranks")
 """The `train` settings that the engine gets."""
 _OF_NEITHER = ("num_epochs", "max_tokens", "deterministic")
-LOOP_SETTINGS = tuple(each.name for each in fields(TrainConfig) if each.name not in (*ENGINE_SETTINGS, *_OF_NEITHER))
+LOOP_SETTINGS = tuple(field.name for field in fields(TrainConfig) if field.name not in (*ENGINE_SETTINGS, *_OF_NEITHER))
 """Those that the Trainer gets."""
 _OF_DATA = re.compile(r"(?<![\w.])data\.(?!validation_sets\.)")
 """How the names of the arguments of data begin in its messages."""
@@ -297,8 +301,12 @@ def run(
     facts |= {} if planned is None else {"memory_bytes": {"planned": planned}}
     with words_of_config(), join_ranks(config, tell) as world:
         enter(f"building {config.model.get('_target_')}")
-        told = {"run_facts": facts, "begin": begin, "data_checked": data_checked, "pruning": _pruning(trial, world)}
-        trainer = _trainer(config, world, run_dir, stage, resume_from, **told)
+        pruning = None
+        if trial is not None and world.rank == 0:  # rank 0 alone has the pruner
+            job = Trial(**trial)
+            pruning = Pruning(job, build("sweep.pruner", job.pruner))
+        arguments = {"run_facts": facts, "begin": begin, "data_checked": data_checked, "pruning": pruning}
+        trainer = _trainer(config, world, run_dir, stage, resume_from, **arguments)
         enter(f"training {config.model.get('_target_')}")
         return trainer.run()
 
@@ -307,16 +315,12 @@ def join_ranks(config: Config, tell: Tell = tell_log) -> World:
     """See `World.from_environment`."""
     launch = config.launch
     return World.from_environment(
-        launch.device,
-        launch.timeout_s,
-        start_timeout_s=launch.start_timeout_s,
-        interface=launch.interface,
-        tell=tell,
+        launch.device, launch.timeout_s, start_timeout_s=launch.start_timeout_s, interface=launch.interface, tell=tell
     )
 
 
 def _trainer(
-    config: Config, world: World, run_dir: Path, stage: int, resume_from: Sequence[str], **told: Any
+    config: Config, world: World, run_dir: Path, stage: int, resume_from: Sequence[str], **arguments: Any
 ) -> Trainer:
     torch.manual_seed(config.seed)
     frozen: dict[str, Any] = {}
@@ -326,12 +330,20 @@ def _trainer(
     dataset = build_data(config)
     steps = rhythms_in_steps(config, dataset.train, world.size)
     loop = {name: steps.get(f"train.{name}", getattr(config.train, name)) for name in LOOP_SETTINGS}
+    # Checkpoints note all settings, and the values chosen for null if the bits depend on them.
+    settings: dict[str, Any] = json.loads(json.dumps(checkpoint_settings(config)))  # steps become texts
+    settings["train"]["virtual_ranks"] = world.size * len(engine.virtual_ranks)
+    settings["launch"]["threads_per_rank"] = torch.get_num_threads()
+    validation_sets = build_validation_sets(config)
+    schedule: Any = build("scheduler", config.scheduler)
+    if isinstance(schedule, partial):  # without Hydra's check of each call; `try_schedule` has made it once
+        schedule = partial(schedule.func, *schedule.args, **schedule.keywords)
     return Trainer(
         engine=engine,
         world=world,
         dataset=dataset,
-        validation_sets=build_validation_sets(config),
-        schedule=_schedule_of(config),
+        validation_sets=validation_sets,
+        schedule=schedule,
         stages=config.zero.stages,
         frozen=frozen_steps(config, frozen, dataset.train, world.size),
         seed=config.seed,
@@ -339,11 +351,11 @@ def _trainer(
         model_flops=_model_flops(config, engine, dataset),
         num_workers=config.data_switches["num_workers"],
         collate_fn=build_collate(config),
-        settings=_settings(config, world.size * len(engine.virtual_ranks)),
+        settings=settings,
         callbacks=build_callbacks(config),
         checkpoint=_policy(config, resume_from, steps["checkpoint.every"]),
         exit_code_when_stopped=config.launch.exit_code_when_stopped,
-        **told,
+        **arguments,
         **loop,
     )
 
@@ -375,7 +387,7 @@ def build_engine_of(
         offload = OffloadConfig()
     elif offload.path is None:
         offload = replace(offload, path=str(run_dir))
-    given = EngineConfig(
+    engine_config = EngineConfig(
         zero=config.zero.of_engine(stage),
         precision=config.precision,
         offload=offload,
@@ -386,14 +398,14 @@ def build_engine_of(
 
     def build_model() -> nn.Module:
         built: nn.Module = build("model", config.model_target) if model is None else model
-        found = freeze(config, built)
+        until = freeze(config, built)
         if frozen is not None:
-            frozen.update(found)
+            frozen.update(until)
         return built
 
     return assemble_engine(
         build_model if model is None else build_model(),
-        given,
+        engine_config,
         optimizer=optimizer or build_optimizer_factory(config),
         world=world,
         decay_all=False,
@@ -404,35 +416,19 @@ def build_engine_of(
 
 def _policy(config: Config, resume_from: Sequence[str], every_steps: int | None) -> CheckpointPolicy:
     """When a run saves; every so many steps, where that is not given as a time."""
-    given, every = config.checkpoint, Rhythm.read(config.checkpoint.every)
+    settings, every = config.checkpoint, Rhythm.read(config.checkpoint.every)
     return CheckpointPolicy(
         every_steps=every_steps,
         every_s=float(every.number) if every is not None and every.unit == "seconds" else None,
-        keep=given.keep,
-        keep_every=given.keep_every,
-        best=given.best,
-        asynchronous=given.asynchronous,
-        at_end=given.save_at_end is not False,
-        resume=[Path(each) for each in resume_from],
-        init_from=None if given.init_from is None else Path(given.init_from),
-        strict=given.strict,
+        keep=settings.keep,
+        keep_every=settings.keep_every,
+        best=settings.best,
+        asynchronous=settings.asynchronous,
+        at_end=settings.save_at_end is not False,
+        resume=[Path(path) for path in resume_from],
+        init_from=None if settings.init_from is None else Path(settings.init_from),
+        strict=settings.strict,
     )
-
-
-def _settings(config: Config, virtual_ranks: int) -> dict[str, Any]:
-    """The settings noted in a checkpoint: all, and the values chosen for null if the bits depend on them."""
-    values: dict[str, Any] = json.loads(json.dumps(checkpoint_settings(config)))  # steps of zero.schedule become texts
-    values["train"]["virtual_ranks"] = virtual_ranks
-    values["launch"]["threads_per_rank"] = torch.get_num_threads()
-    return values
-
-
-def _pruning(trial: Mapping[str, Any] | None, world: World) -> Pruning | None:
-    """On rank 0 alone, which has the pruner."""
-    if trial is None or world.rank > 0:
-        return None
-    told = Trial(**trial)
-    return Pruning(told, build("sweep.pruner", told.pruner))
 
 
 def build_collate(config: Config) -> Callable[[list[Any]], Any] | None:
@@ -459,9 +455,8 @@ def build_validation_sets(config: Config) -> dict[str, Any]:
             with seeded(called, config.seed):
                 sets[name] = build(called, values)
         except ConfigError as error:
-            lines = (_OF_DATA.sub(f"{called}.", each.removeprefix(f"{called}: ")) for each in error.problems)
-            named = (line if line.startswith(called) else f"{called}: {line}" for line in lines)
-            raise ConfigError(*named) from error
+            lines = (_OF_DATA.sub(f"{called}.", problem.removeprefix(f"{called}: ")) for problem in error.problems)
+            raise ConfigError(*(line if line.startswith(called) else f"{called}: {line}" for line in lines)) from error
     return sets
 
 
@@ -469,16 +464,16 @@ def build_callbacks(config: Config) -> dict[str, Callback]:
     """The user's callbacks by name. Raises as `build`, and where one is none."""
     built = {name: build(f"callbacks.{name}", values) for name, values in config.callback_targets.items()}
     require_callbacks(built)
-    if len(averages := [name for name, each in built.items() if isinstance(each, EMA)]) > 1:
-        named = " and ".join(f"callbacks.{name}" for name in averages)
-        raise ConfigError(f"{named}: a run keeps one average of weights; leave out all but one")
+    if len(averages := [name for name, callback in built.items() if isinstance(callback, EMA)]) > 1:
+        names = " and ".join(f"callbacks.{name}" for name in averages)
+        raise ConfigError(f"{names}: a run keeps one average of weights; leave out all but one")
     return built
 
 
 def averages_in(config: Config) -> list[dict[str, Any]]:
     """The settings of callbacks that keep an average of weights: one or none, where they were checked."""
-    targets = (each for each in config.callback_targets.values() if isinstance(each, dict))
-    return [each for each in targets if each.get("_target_") == f"{EMA.__module__}.{EMA.__name__}"]
+    targets = (target for target in config.callback_targets.values() if isinstance(target, dict))
+    return [target for target in targets if target.get("_target_") == f"{EMA.__module__}.{EMA.__name__}"]
 
 
 def build(group: str, values: dict[str, Any]) -> Any:
@@ -509,12 +504,6 @@ def build_optimizer_factory(config: Config) -> OptimizerFactory:
     return factory
 
 
-def _schedule_of(config: Config) -> Any:
-    """The schedule without Hydra's check of each call, which would come once a step: `try_schedule` has it once."""
-    made = build("scheduler", config.scheduler)
-    return partial(made.func, *made.args, **made.keywords) if isinstance(made, partial) else made
-
-
 def try_schedule(config: Config) -> None:
     """Ask the schedule for a factor; ConfigError where it gives something else."""
     factor = build("scheduler", config.scheduler)(0, config.train.max_steps or 1)
@@ -527,11 +516,11 @@ def try_schedule(config: Config) -> None:
 
 def in_group(group: str, error: Exception, values: Any) -> str:
     """The first line of an error, saying which group of settings it is about."""
-    said = str(error)
+    text = str(error)
     for value in values.values() if isinstance(values, dict) else ():
         if isinstance(value, str) and "\n" in value:  # of what the user gave, all is shown
-            said = said.replace(value, printable(value, keep=""))
-    line = (said.splitlines() or [type(error).__name__])[0]
+            text = text.replace(value, printable(value, keep=""))
+    line = (text.splitlines() or [type(error).__name__])[0]
     if isinstance(error, InstantiationException):  # which Hydra breaks anywhere
         line = first_paragraph(error)
     if isinstance(error, KeyError):
@@ -540,7 +529,7 @@ def in_group(group: str, error: Exception, values: Any) -> str:
 
 
 def ended_in(group: str, ending: SystemExit, values: dict[str, Any]) -> str:
-    """The problem of a class that ends the process in which it is used."""
+    """The problem of a class that ends its process."""
     code = 0 if ending.code is None else ending.code
     return (
         f"{group}._target_: got {values.get('_target_')}, which ended the process with exit code {code} during a "
@@ -587,8 +576,8 @@ def _model_flops(config: Config, engine: ZeroEngine, dataset: Any) -> ModelFlops
     model = None if peak is None else build_on_meta(config)
     if model is None:
         return None
-    first = fetch_rows(dataset.train, [0], seed=config.seed, epochs=[0], step=1, collate=build_collate(config))
-    per_sequence = count_flops(model, first)
+    batch = fetch_rows(dataset.train, [0], seed=config.seed, epochs=[0], step=1, collate=build_collate(config))
+    per_sequence = count_flops(model, batch)
     if peak is None or per_sequence is None:
         return None
     return ModelFlops(per_sequence=per_sequence, peak_per_s=peak * engine.world.size)

@@ -74,7 +74,7 @@ def run(
             loss_over=config.train.loss_over,
             metrics=metrics_in(factory.build_callbacks(config), OF_VALIDATION),
         )
-        result = {"metrics": evaluation.after(step)}
+        result = {"metrics": evaluation.metrics_after(step)}
     if folder is not None and world.rank == 0:
         (folder / LOSS_NAME).write_text(json.dumps(result))
     return result

@@ -158,29 +158,31 @@ class CallbackList:
     """The callbacks of a run, called in order. All ranks have one with the same names.
 
     Args:
-        before, after: of the house; what they raise is raised as it is.
-        own: those of the user, by name, which come between them.
+        head, tail: of the house; what they raise is raised as it is.
+        own: those of the user, by name, between the two.
     """
 
     def __init__(
         self,
-        before: Sequence[Callback],
+        head: Sequence[Callback],
         own: Mapping[str, Callback],
-        after: Sequence[Callback],
+        tail: Sequence[Callback],
         *,
         world: World,
         console: Console,
     ) -> None:
         require_callbacks(own)
         self._console = console
-        named = [(f"{CALLBACK}{name}", each) for name, each in own.items()]
-        entries = [("", each) for each in before] + named + [("", each) for each in after]
-        self._entries = [_Entry(*each) for each in entries if each[1].ranks == "all" or world.rank == 0]
-        self.names = (ASKED, PRUNER, *(name for name, _ in named))
+        own_entries = [_Entry(f"{CALLBACK}{name}", callback) for name, callback in own.items()]
+        entries = (
+            [_Entry("", callback) for callback in head] + own_entries + [_Entry("", callback) for callback in tail]
+        )
+        self._entries = [entry for entry in entries if entry.callback.ranks == "all" or world.rank == 0]
+        self.names = (ASKED, PRUNER, *(entry.name for entry in own_entries))
         """All who may ask for a stop."""
         self._of_moment = {
-            moment: [each for each in self._entries if _overrides(each.callback, moment)]
-            for moment in vars(Callback)
+            moment: [entry for entry in self._entries if getattr(type(entry.callback), moment) is not default]
+            for moment, default in vars(Callback).items()
             if not moment.startswith("_")
         }
 
@@ -224,33 +226,33 @@ class CallbackList:
         state: dict[str, Any] = {}
         of_user: dict[str, Any] = {}
         for entry in self._of_moment["state_dict"]:
-            found = self._call(entry, "state_dict", None)
+            part = self._call(entry, "state_dict", None)
             if not entry.name:
-                state |= found
-            elif (found := entry.last_state if found is None else found) is not None:
-                entry.last_state = of_user[entry.name.removeprefix(CALLBACK)] = found
+                state |= part
+            elif (part := entry.last_state if part is None else part) is not None:
+                entry.last_state = of_user[entry.name.removeprefix(CALLBACK)] = part
         return state | ({"callbacks": of_user} if of_user else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave; one of the house finds its own fields."""
         of_user: dict[str, Any] = state.get("callbacks", {})
         for entry in self._of_moment["load_state_dict"]:
-            found = of_user.get(entry.name.removeprefix(CALLBACK)) if entry.name else state
-            if found is not None:
-                entry.last_state = found
-                self._call(entry, "load_state_dict", None, found)
+            part = of_user.get(entry.name.removeprefix(CALLBACK)) if entry.name else state
+            if part is not None:
+                entry.last_state = part
+                self._call(entry, "load_state_dict", None, part)
 
     def _call(self, entry: _Entry, moment: str, step: int | None, *arguments: Any) -> Any:
         method = getattr(entry.callback, moment)
         if not entry.name:
             return method(*arguments)
         try:
-            return _checked(moment, method(*arguments))
+            return _check_answer(moment, method(*arguments))
         except (CallbackError, CommError):  # says by itself whose it is
             raise
         except (Exception, SystemExit) as error:
-            after = "" if step is None else f" after step {step}"
-            line = f"{entry.name}: {moment}{after}: {printable(f'{type(error).__name__}: {error}')}"
+            place = "" if step is None else f" after step {step}"
+            line = f"{entry.name}: {moment}{place}: {printable(f'{type(error).__name__}: {error}')}"
             if not entry.callback.may_fail or isinstance(error, SystemExit):
                 raise CallbackError(line) from error
             if not entry.has_warned:
@@ -260,27 +262,23 @@ class CallbackList:
 
 
 def require_callbacks(own: Mapping[str, object]) -> None:
-    """Make sure that all are callbacks that a run can have; ConfigError where one is not."""
-    for name, each in own.items():
-        if not isinstance(each, Callback):
-            raise ConfigError(f"callbacks.{name}: is a {type(each).__name__}, and no zerotrain.training.Callback")
-        if each.ranks not in ("all", "first"):
-            raise ConfigError(f"callbacks.{name}: ranks={each.ranks!r}; it must be 'all' or 'first'")
-        if each.may_fail and each.ranks != "first":
+    """Raise a ConfigError for an object that a run cannot have as a callback."""
+    for name, callback in own.items():
+        if not isinstance(callback, Callback):
+            raise ConfigError(f"callbacks.{name}: is a {type(callback).__name__}, and no zerotrain.training.Callback")
+        if callback.ranks not in ("all", "first"):
+            raise ConfigError(f"callbacks.{name}: ranks={callback.ranks!r}; it must be 'all' or 'first'")
+        if callback.may_fail and callback.ranks != "first":
             problem = "has may_fail=True and runs on all ranks; if one fails, the others would wait for it"
             raise ConfigError(f"callbacks.{name}: {problem}; give it ranks='first'")
 
 
-def _overrides(callback: Callback, moment: str) -> bool:
-    return getattr(type(callback), moment) is not getattr(Callback, moment)
-
-
-def _checked(moment: str, given: Any) -> Any:
+def _check_answer(moment: str, answer: Any) -> Any:
     """The result of a user's callback at a moment, checked."""
-    if moment == "ask" and not isinstance(given, Request | None):
-        raise TypeError(f"it returned a {type(given).__name__}; it must return a Request or None")
+    if moment == "ask" and not isinstance(answer, Request | None):
+        raise TypeError(f"it returned a {type(answer).__name__}; it must return a Request or None")
     if moment == "state_dict":
-        if not isinstance(given, dict):
-            raise TypeError(f"it returned a {type(given).__name__}; it must return a dict")
-        return json.loads(json.dumps(given, allow_nan=False))
-    return given
+        if not isinstance(answer, dict):
+            raise TypeError(f"it returned a {type(answer).__name__}; it must return a dict")
+        return json.loads(json.dumps(answer, allow_nan=False))
+    return answer

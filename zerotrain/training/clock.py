@@ -143,9 +143,8 @@ class StepClock:
 
     def state_dict(self) -> dict[str, float]:
         """The sums of the run's steps, for a run that resumes."""
-        sums = [sum(each) for each in self._of(None, *self._counted)]
-        durations_s = self._of(None, self._durations_s)[0]
-        values = (self.train_s, float(len(durations_s)), *sums)
+        counted = self._select(None, self._durations_s, self._num_tokens, self._waits_s, self._num_labels)
+        values = (self.train_s, float(len(counted[0])), *map(sum, counted))  # in the order of `EARLIER`
         earlier = {"train_s": 0.0} | {name: self._earlier[name] for name in EARLIER[1:]}
         return {name: earlier[name] + value for name, value in zip(EARLIER, values, strict=True)}
 
@@ -178,7 +177,7 @@ class StepClock:
 
     def step_ms_median(self, last_steps: int | None = None) -> float:
         """Median milliseconds of a step, over the same steps as `tokens_per_s`, but of this sitting; nan before any."""
-        [durations_s] = self._of(last_steps, self._durations_s)
+        [durations_s] = self._select(last_steps, self._durations_s)
         return 1e3 * statistics.median(durations_s) if durations_s else math.nan
 
     def data_wait_ms(self, last_steps: int | None = None) -> float:
@@ -188,33 +187,28 @@ class StepClock:
     def comm_wait_ms(self, last_steps: int | None = None) -> float:
         """Mean milliseconds that the host waited for other ranks in a step, over the same steps but of this sitting;
         nan before any."""
-        return 1e3 * _mean_of(*self._of(last_steps, self._comm_waits_s))
+        return 1e3 * _mean_of(*self._select(last_steps, self._comm_waits_s))
 
     def update_ms(self, last_steps: int | None = None) -> float:
         """Mean milliseconds of the host for the update of a step, likewise."""
-        return 1e3 * _mean_of(*self._of(last_steps, self._updates_s))
+        return 1e3 * _mean_of(*self._select(last_steps, self._updates_s))
 
     def data_wait_share(self) -> float:
         """Part of the run's steps that was waiting for data, 0 to 1, over the same steps; nan before any."""
         return self._mean("waits_s", self._waits_s, "seconds", self._durations_s, None)
 
-    @property
-    def _counted(self) -> tuple[list[float], ...]:
-        """The values of each step in the order of `EARLIER`."""
-        return self._durations_s, self._num_tokens, self._waits_s, self._num_labels
-
     def _mean(self, amount: str, amounts: list[float], unit: str, units: list[float], last_steps: int | None) -> float:
         """Amounts per unit, of the last so many steps or of the run; their names are those of the earlier sums."""
-        of_amounts, of_units = map(sum, self._of(last_steps, amounts, units))
+        of_amounts, of_units = map(sum, self._select(last_steps, amounts, units))
         if last_steps is None:
             of_amounts, of_units = of_amounts + self._earlier[amount], of_units + self._earlier[unit]
         return of_amounts / of_units if of_units else math.nan
 
-    def _of(self, last_steps: int | None, *values: list[float]) -> list[list[float]]:
+    def _select(self, last_steps: int | None, *values: list[float]) -> list[list[float]]:
         """The entries of the last so many steps, or of this sitting without its first steps."""
         num_warmup = NUM_WARMUP_STEPS if len(self._durations_s) > NUM_WARMUP_STEPS else 0
-        first = num_warmup if last_steps is None else -last_steps
-        return [each[first:] for each in values]
+        start = num_warmup if last_steps is None else -last_steps
+        return [entries[start:] for entries in values]
 
 
 def _mean_of(values: list[float]) -> float:

@@ -6,19 +6,8 @@ from typing import Any
 import torch
 
 from zerotrain.comm.world import World
+from zerotrain.data import fetch
 from zerotrain.data.batches import GlobalBatchSampler, RowsToRead
-from zerotrain.data.fetch import (
-    AUTO,
-    Collate,
-    Fingerprint,
-    as_inputs,
-    fingerprint_of,
-    in_time,
-    may_be_read_beside,
-    num_tokens_of,
-    tokens_known,
-    weighing_of,
-)
 from zerotrain.data.loader import DeviceCopies, StepLoader, reader_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError
@@ -40,19 +29,19 @@ class TrainingFeed:
         num_micro_batches: int,
         first_step: int,
         num_workers: int,
-        collate: Collate | None,
-        loss_over: str = AUTO,
+        collate: fetch.Collate | None,
+        loss_over: str = fetch.AUTO,
     ) -> None:
         self._dataset, self._validation_sets = dataset, validation_sets
         self._world, self._collectives = world, engine.collectives
-        self._num_workers, self._collate, self._vocab_size = num_workers, collate, tokens_known(engine.module)
+        self._num_workers, self._collate, self._vocab_size = num_workers, collate, fetch.tokens_known(engine.module)
         self.first_step = first_step
         """Steps done before."""
         self.reads_tokens = False
         """Whether the rows of the last step were of tokens."""
         self.counts: tuple[list[float], list[int]] = [], []
         """(weights in the mean loss, labels that count) of the micro-batches of the last step."""
-        counted, self._weigh = weighing_of(loss_over, engine.module)
+        counted, self._weigh = fetch.weighing_of(loss_over, engine.module)
         self._weighs_rows = counted not in ("model", "shifted_labels")
         """Whether rows weigh the same where they have the same number of labels."""
         self.tokens_per_sequence: int | None = getattr(dataset.train, "tokens_per_sequence", None)
@@ -81,17 +70,14 @@ class TrainingFeed:
 
     @property
     def num_tokens(self) -> int | None:
-        """Labels that the run was trained on, where that follows from its sequences."""
+        """Labels that the run was trained on; None if its sequences do not tell."""
         return None if self.tokens_per_sequence is None else self.sampler.rows_consumed * self.tokens_per_sequence
 
     def agree(
-        self,
-        state: Mapping[str, Any] | None,
-        checked: Mapping[str, Any] | None,
-        like: Mapping[str, Any] | None = None,
+        self, state: Mapping[str, Any] | None, checked: Mapping[str, Any] | None, like: Mapping[str, Any] | None = None
     ) -> None:
-        """Compare the data with that of the other ranks, of the process that checked it, and of the run that is gone on
-        with; go on at that one's row. Collective.
+        """Compare the data with that of the other ranks, of the process that checked it and of the resumed run, and go
+        on at the row of that run. Collective.
 
         Args:
             state: what `sampler.state_dict` gave in that run; None: there was none.
@@ -101,22 +87,22 @@ class TrainingFeed:
         Raises:
             ConfigError: on every rank, where it is another.
         """
-        mine = self._fingerprint(like or checked)
+        fingerprint = self._fingerprint(like or checked)
         if checked is None and self._world.size > 1:
-            mine = self._fingerprint(self._collectives.gather_objects(mine, name="data")[0])
-        require_same_data(self._collectives, mine, checked)
+            fingerprint = self._fingerprint(self._collectives.gather_objects(fingerprint, name="data")[0])
+        require_same_data(self._collectives, fingerprint, checked)
         if state is not None:
             theirs = state.get("fingerprint")
-            self.sampler.fingerprint = mine if mine == theirs else self._fingerprint(theirs)
+            self.sampler.fingerprint = fingerprint if fingerprint == theirs else self._fingerprint(theirs)
             try:
                 self.sampler.load_state_dict(state)
             except ValueError as error:
                 raise ConfigError(f"data: {error}") from error
-        self.sampler.fingerprint = mine
+        self.sampler.fingerprint = fingerprint
 
-    def _fingerprint(self, like: Mapping[str, Any] | None) -> Fingerprint:
-        with in_time(self._world.timeout_s):
-            return fingerprint_of(self._dataset, self.sampler.seed, self._validation_sets, like)
+    def _fingerprint(self, like: Mapping[str, Any] | None) -> fetch.Fingerprint:
+        with fetch.in_time(self._world.timeout_s):
+            return fetch.fingerprint_of(self._dataset, self.sampler.seed, self._validation_sets, like)
 
     def loader(self, num_steps: int) -> StepLoader:
         """Reads the next so many steps."""
@@ -138,9 +124,9 @@ class TrainingFeed:
         Tokens count with their padding; there are 0 in rows of something else."""
         micro_batches, weights, num_labels = loader.next_step()
         self.counts = weights, num_labels
-        num_tokens = sum(map(num_tokens_of, micro_batches))
+        num_tokens = sum(map(fetch.num_tokens_of, micro_batches))
         self.reads_tokens = num_tokens > 0
-        return [as_inputs(batch) for batch in micro_batches], *self._loss_weights(num_tokens)
+        return [fetch.as_inputs(batch) for batch in micro_batches], *self._loss_weights(num_tokens)
 
     def leaf(self, virtual_rank: int) -> tuple[list[Any], list[float | torch.Tensor] | None]:
         """(inputs of each micro-batch, weight of each) of one virtual rank in the next step, read here and alone. If
@@ -179,7 +165,7 @@ class TrainingFeed:
     def _inputs(self, batches: list[Any]) -> list[Any]:
         """The inputs of the model in each batch, on the device."""
         copies = DeviceCopies(self._world.device)
-        return [as_inputs(batch) for batch in copies.finish(copies.start(batches))]
+        return [fetch.as_inputs(batch) for batch in copies.finish(copies.start(batches))]
 
     def step_done(self) -> None:
         """The step that was read last is trained."""
@@ -189,7 +175,7 @@ class TrainingFeed:
         """Advice for a run that waits for its rows."""
         if self._num_workers:
             return f"data.num_workers={2 * self._num_workers} reads with more processes"
-        if may_be_read_beside(self._dataset.train, self._collate):
+        if fetch.may_be_read_beside(self._dataset.train, self._collate):
             return "data.num_workers=2 reads with processes, where one thread is not enough"
         return (
             "data.num_workers=2 reads with processes; or a dataset that draws no random numbers says `draws = False`, "
@@ -217,8 +203,8 @@ class TrainingFeed:
         if self._weighs_alike and self.tokens_per_sequence is not None:
             of_all = (self.sampler.global_batch_size * self.tokens_per_sequence, num_tokens * self._world.size)
             return None, torch.tensor(of_all, dtype=torch.float64)
-        mine = torch.tensor((sum(weights), sum(num_labels), num_tokens), dtype=torch.float64)
-        total = self._world.sum(mine.to(self._world.device, non_blocking=True))
+        sums = torch.tensor((sum(weights), sum(num_labels), num_tokens), dtype=torch.float64)
+        total = self._world.sum(sums.to(self._world.device, non_blocking=True))
         return self._parts_of(weights, total[0]), total[1:]
 
     def _parts_of(self, weights: list[float], total: torch.Tensor) -> list[float | torch.Tensor]:

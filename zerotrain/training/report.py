@@ -29,11 +29,11 @@ def say(console: Console, *lines: str) -> None:
     """Print lines with their [brackets]: in a terminal broken between words, elsewhere whole."""
     for line in lines:
         text = printable(line, MAX_LINE)
-        for part in wrapped(text, console.width) if console.is_terminal else [text]:
+        for part in wrap_text(text, console.width) if console.is_terminal else [text]:
             console.print(part, highlight=False, markup=False, soft_wrap=True)
 
 
-def wrapped(text: str, width: int) -> list[str]:
+def wrap_text(text: str, width: int) -> list[str]:
     """The lines of a text in a terminal of this width. A word, such as a long path, is never broken."""
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     return [part for line in text.split("\n") for part in wrapper.wrap(line) or [""]]
@@ -81,9 +81,9 @@ class PlannedUsage:
 
     def by_column(self) -> dict[str, int | None]:
         """The bytes by column of the table."""
-        of = asdict(self)
+        nbytes = asdict(self)
         kinds = ("parameters", "gradients", "optimizer", "offloaded", "peak")
-        return {kind: of[kind] for kind in kinds} | {"sent/step": self.sent}
+        return {kind: nbytes[kind] for kind in kinds} | {"sent/step": self.sent}
 
 
 def measure_usage(*, engine: ZeroEngine, device: torch.device, num_micro_batches: int) -> RankUsage:
@@ -116,12 +116,12 @@ def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUs
     caption = f"measured / theory; peak of {device_of(device).peak_of}"
     if reserved := max((usage.reserved_nbytes for usage in usages), default=0):
         caption += f", for which torch reserved {in_unit(reserved)}"
-    told = [entry for entry in result.stages[:-1] if entry["ranks"]]
-    by_stage = [[RankUsage(**each) for each in entry["ranks"]] for entry in told] + [list(usages)]
-    if told:
-        ranges = [f"{entry['stage']} from step {entry['from_step']}" for entry in [*told, result.stages[-1]]]
+    past_stages = [entry for entry in result.stages[:-1] if entry["ranks"]]
+    by_stage = [[RankUsage(**usage) for usage in entry["ranks"]] for entry in past_stages] + [list(usages)]
+    if past_stages:
+        ranges = [f"{entry['stage']} from step {entry['from_step']}" for entry in [*past_stages, result.stages[-1]]]
         caption = f"stage {', '.join(ranges)}\n{caption}"
-    usages = [usage for each in by_stage for usage in each]
+    usages = [usage for stage_usages in by_stage for usage in stage_usages]
     table = Table(title=_summary(result), caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
     columns: dict[str, list[tuple[int, ...]]] = {
         "parameters": [(usage.parameters_nbytes, usage.theory_parameters_nbytes) for usage in usages],
@@ -135,7 +135,7 @@ def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUs
         del columns["offloaded"]
     else:  # most of the others are empty then
         columns = {name: values for name, values in columns.items() if any(map(any, values))}
-    table.add_column("stage,\nrank" if told else "rank", justify="right")
+    table.add_column("stage,\nrank" if past_stages else "rank", justify="right")
     cells, planned_cells = [], list[str]()
     for name, values in columns.items():
         unit, unit_nbytes = next((unit for unit in UNITS if max(map(max, values)) >= unit[1]), UNITS[-1])
@@ -144,11 +144,11 @@ def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUs
         nbytes = None if of_plan is None else of_plan.by_column()[name]
         planned_cells.append("?" if nbytes is None else f"{nbytes / unit_nbytes:.4g}")
     rows, plans = zip(*cells, strict=True), {} if of_plan is None else {of_plan.stage: planned_cells}
-    for each, entry in zip(by_stage, [*told, *result.stages[-1:]] or [{}], strict=True):
-        for rank in range(len(each)):
-            table.add_row(f"{entry['stage']}, {rank}" if told else str(rank), *next(rows))
+    for stage_usages, entry in zip(by_stage, [*past_stages, *result.stages[-1:]] or [{}], strict=True):
+        for rank in range(len(stage_usages)):
+            table.add_row(f"{entry['stage']}, {rank}" if past_stages else str(rank), *next(rows))
         if (stage := entry.get("stage", result.stage)) in plans:
-            table.add_row(f"{stage}, plan" if told else "plan", *plans[stage])
+            table.add_row(f"{stage}, plan" if past_stages else "plan", *plans[stage])
     console.print(table)
 
 

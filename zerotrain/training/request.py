@@ -14,7 +14,7 @@ SAVE = 1 << 8
 ONE_STAGE = SAVE << 1
 """Times the stage, and one more."""
 STOP = SAVE << 4
-"""Times the place, from 1 on, that the one who asks for a stop has among the names."""
+"""Times the place of the asker for a stop among the names, from 1 on."""
 ASKED = "control.yaml"
 """The first of the names."""
 PRUNER = "sweep.pruner"
@@ -32,7 +32,7 @@ class Request:
     stage: int | None = None
     """To train at from the next step on, until `zero.schedule` says otherwise."""
     stop: bool | str = False
-    """After this step, saved. A text is the name of the one who asks, True stands for the callback that gives this."""
+    """After this step, saved. A text is the name of the asker; True stands for the callback with this request."""
     signal: int = 0
     """A signal to stop."""
 
@@ -44,7 +44,7 @@ class Request:
         """Both wishes; of two stages, stops or signals the first one."""
         return Request(
             save=self.save or other.save,
-            stage=next((each for each in (self.stage, other.stage) if each is not None), None),
+            stage=next((number for number in (self.stage, other.stage) if number is not None), None),
             stop=self.stop or other.stop,
             signal=self.signal or other.signal,
         )
@@ -60,8 +60,8 @@ class Request:
         Args:
             names: of all who may ask for a stop, the same on all ranks.
         """
-        asked = self.stage
-        of_stage = 0 if asked is None else (asked + 1) * ONE_STAGE
+        number = self.stage
+        of_stage = 0 if number is None else (number + 1) * ONE_STAGE
         of_stop = (names.index(str(self.stop)) + 1) * STOP if self.stop else 0
         return self.signal + SAVE * bool(self.save) + of_stage + of_stop
 

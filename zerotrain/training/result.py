@@ -7,7 +7,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypedDict
@@ -147,19 +148,19 @@ class RunResult:
             file.write((json.dumps(self.body(), indent=2) + "\n").encode())
 
 
-def code_of_stop(stopped_by: str, given: int | None) -> int:
+def code_of_stop(stopped_by: str, code: int | None) -> int:
     """The exit code of a run that was stopped in order: 0 where control.yaml, a callback or a pruner has, since nobody
     is to try it again.
 
     Args:
         stopped_by: a signal's name, or who has asked for the stop.
-        given: the code after a signal; None: that of a shell for SIGINT, else 0.
+        code: after a signal; None: that of a shell for SIGINT, else 0.
     """
     signum = signal.Signals.__members__.get(stopped_by)
     if signum is None:
         return 0
-    if given is not None:
-        return given
+    if code is not None:
+        return code
     return 128 + signal.SIGINT if signum == signal.SIGINT else 0
 
 
@@ -190,15 +191,16 @@ def without_non_finite(value: Any) -> Any:
 
 VAL_LOSS = "final_val_loss"
 _OF_AN_EVALUATION = re.compile(r"val_\w+(/.+)?")
-_NUMBERS = tuple(each.name for each in fields(RunResult) if each.type in (int, Natural, float | None))
+_NUMBERS = tuple(member.name for member in fields(RunResult) if member.type in (int, Natural, float | None))
 NUMBERS = (
     *_NUMBERS,
-    *(f"comm_bytes_per_step.{each}" for each in ("sent", "theory")),
-    *(f"memory_bytes.{each}" for each in ("peak", "parameters", "gradients", "optimizer", "offloaded", "scratch")),
-    *(f"memory_bytes.theory.{each}" for each in ("parameters", "gradients", "optimizer", "offloaded")),
+    *(f"comm_bytes_per_step.{part}" for part in ("sent", "theory")),
+    *(f"memory_bytes.{part}" for part in ("peak", "parameters", "gradients", "optimizer", "offloaded", "scratch")),
+    *(f"memory_bytes.theory.{part}" for part in ("parameters", "gradients", "optimizer", "offloaded")),
 )
 """Those of each result.json, by the names of objectives."""
-_OBJECTS = tuple(each.name for each in fields(RunResult) if each.type in (dict[str, int] | None, dict[str, Any] | None))
+_OBJECT_TYPES = (dict[str, int] | None, dict[str, Any] | None)
+_OBJECTS = tuple(member.name for member in fields(RunResult) if member.type in _OBJECT_TYPES)
 _MAX_TOLD = 40
 
 
@@ -206,7 +208,7 @@ def in_evaluation(name: str) -> str | None:
     """The name of this value in an evaluation; None where none measures it."""
     if name == VAL_LOSS:
         return "val_loss"
-    is_field = name in (each.name for each in fields(RunResult))
+    is_field = name in (member.name for member in fields(RunResult))
     return None if is_field or _OF_AN_EVALUATION.fullmatch(name) is None else name
 
 
@@ -220,24 +222,24 @@ def value_in(result: Mapping[str, Any], name: str) -> float | None:
     Raises:
         LookupError: there is no such value, and which there are.
     """
-    known = _values(result)
-    if name not in known:
-        names = printable(", ".join(list(known)[:_MAX_TOLD]), keep="")
+    values = _values(result)
+    if name not in values:
+        names = printable(", ".join(list(values)[:_MAX_TOLD]), keep="")
         raise LookupError(f"got {name}, which this job has not measured; it has {names}")
-    return known[name]
+    return values[name]
 
 
 def _values(result: Mapping[str, Any]) -> dict[str, float | None]:
     losses, metrics = result.get("val_loss_by_source"), result.get("val_metrics")
-    found = {"val_loss": _number(result.get(VAL_LOSS))}
-    found |= {f"val_loss/{name}": _number(value) for name, value in _items(losses)}
-    found |= {str(name): _number(value) for name, value in _items(metrics)}
-    found |= {name: _number(result.get(name)) for name in _NUMBERS}
+    values = {"val_loss": _number(result.get(VAL_LOSS))}
+    values |= {f"val_loss/{name}": _number(value) for name, value in _items(losses)}
+    values |= {str(name): _number(value) for name, value in _items(metrics)}
+    values |= {name: _number(result.get(name)) for name in _NUMBERS}
     for name in _OBJECTS:
         for key, value in _items(result.get(name)):
-            inner = {f"{name}.{key}.{each}": _number(item) for each, item in _items(value)}
-            found |= inner if isinstance(value, dict) else {f"{name}.{key}": _number(value)}
-    return found
+            inner = {f"{name}.{key}.{part}": _number(item) for part, item in _items(value)}
+            values |= inner if isinstance(value, dict) else {f"{name}.{key}": _number(value)}
+    return values
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
@@ -282,24 +284,6 @@ class ResumableSink(MetricSink, Protocol):
         """Called before anything is logged, where a run goes on."""
 
 
-def log_to(sinks: Sequence[MetricSink], result: RunResult, metrics: dict[str, Any]) -> None:
-    """Send metrics to each of the sinks, as those of the last step that is done."""
-    for sink in sinks:
-        sink.log(metrics, result.steps)
-
-
-def states_of(sinks: Sequence[MetricSink]) -> list[dict[str, Any] | None]:
-    """The state of each sink that has one, for `restore_states`."""
-    return [sink.state_dict() if hasattr(sink, "state_dict") else None for sink in sinks]
-
-
-def restore_states(sinks: Sequence[MetricSink], states: Sequence[dict[str, Any] | None]) -> None:
-    """Give sinks the states that as many gave in the same order."""
-    for sink, state in zip(sinks, states, strict=False):
-        if state is not None and hasattr(sink, "load_state_dict"):
-            sink.load_state_dict(state)
-
-
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, readable while the run goes on.
 
@@ -331,13 +315,8 @@ def keep_lines(source: Path, target: Path, *, until: int) -> None:
     itself: a run that goes on from step 100 comes to the steps after it again. Nothing where there is no such file."""
     if not source.exists():
         return
-    with open(source, "rb", opener=only_regular) as lines, whole(target) as kept:
-        kept.writelines(line for line in lines if _step_of(line) <= until)
-
-
-def _step_of(line: bytes) -> float:
-    """Infinite for a line that is cut off."""
-    try:
-        return float(parse_json(line, _MetricsLine)["step"])
-    except UntrustedFileError:
-        return math.inf
+    with open(source, "rb", opener=only_regular) as lines, whole(target) as output:
+        for line in lines:
+            with suppress(UntrustedFileError):  # of a line that is cut off
+                if parse_json(line, _MetricsLine)["step"] <= until:
+                    output.write(line)

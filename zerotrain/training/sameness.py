@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,32 +19,23 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.device.kinds import seed_torch
 from zerotrain.errors import ConfigError
 
-# Which kernels torch takes on GPUs: those of equal bits from equal runs, as far as torch can promise them, or faster
-# ones.
+# Torch's kernels on GPUs: those of equal bits from equal runs, as far as torch can promise them, or faster ones.
 
 
 def choose_kernels(*, deterministic: bool, tf32: bool) -> None:
     """Do in this process, from now on, as `train.deterministic` and `precision.tf32` say. To be called before the first
-    use of a GPU."""
-    if deterministic:
-        _make_deterministic()
-    elif tf32:
-        torch.backends.cuda.matmul.allow_tf32 = True
-        torch.backends.cudnn.allow_tf32 = True
+    use of a GPU.
 
-
-def _make_deterministic() -> None:
-    """Let torch run what has the same bits each time.
-
-    Algorithms without such a variant raise torch's own RuntimeError, which names them. Matrix products do without TF32;
-    cuBLAS gets a workspace of fixed size, unless the environment has set one; cuDNN does not choose algorithms by their
-    speed. (torch's notes on reproducibility.)
+    Deterministic algorithms have the same bits each time; those without such a variant raise torch's own RuntimeError,
+    which names them. Matrix products do without TF32; cuBLAS gets a workspace of fixed size, unless the environment has
+    set one; cuDNN does not choose algorithms by their speed. (torch's notes on reproducibility.)
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    if deterministic or tf32:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not deterministic
 
 
 def generator_states(model: nn.Module) -> dict[str, Any] | None:
@@ -53,7 +44,7 @@ def generator_states(model: nn.Module) -> dict[str, Any] | None:
 
 
 def restore_generators(model: nn.Module, states: Mapping[str, Any] | None) -> None:
-    """Give generators the states that `generator_states` gave; one that is not among them stays as it is."""
+    """Give generators their states from `generator_states`; a generator without one stays as it is."""
     for name, generator in _generators(model):
         if states is not None and name in states:
             _restore(generator, states[name])
@@ -91,7 +82,7 @@ def _restore(generator: Any, state: Any) -> None:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, np.ndarray):
         return {"dtype": str(value.dtype), "values": value.tolist()}
     return value.item() if isinstance(value, np.generic) else value
@@ -102,63 +93,59 @@ def _arrays(value: Any) -> Any:
         return value
     if value.keys() == {"dtype", "values"}:
         return np.array(value["values"], dtype=value["dtype"])
-    return {name: _arrays(each) for name, each in value.items()}
+    return {name: _arrays(item) for name, item in value.items()}
 
 
-# That all ranks read the same data, and the same that was checked before they started.
+# All ranks read the same data, and it is the data that was checked before they started.
 
 
-def require_same_data(collectives: Collectives, mine: Mapping[str, Any], checked: Mapping[str, Any] | None) -> None:
+def require_same_data(collectives: Collectives, own: Mapping[str, Any], checked: Mapping[str, Any] | None) -> None:
     """Compare what the dataset of each rank is. Collective: one number from each, and more where they differ.
 
     Args:
-        mine: what this rank has, by `zerotrain.data.fetch`.
-        checked: what the process had that checked the data before any rank started; None where nobody did.
+        own: the fingerprint of this rank's data, by `zerotrain.data.fetch`.
+        checked: the fingerprint from before any rank started; None where nobody checked the data.
 
     Raises:
         ConfigError: on every rank, with a line for each thing that differs.
     """
-    number = torch.tensor([_number(mine)], dtype=torch.int64, device=collectives.world.device)
-    numbers = collectives.gather_small(number, name="data").flatten().tolist()
+    text = json.dumps(own, sort_keys=True, default=str)
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+    tensor = torch.tensor([number], dtype=torch.int64, device=collectives.world.device)
+    numbers = collectives.gather_small(tensor, name="data").flatten().tolist()
     if len(set(numbers)) > 1:
-        by_rank = collectives.gather_objects(dict(mine), name="data")
+        by_rank = collectives.gather_objects(dict(own), name="data")
         advice = "give all machines the same files, and seed what a dataset draws alike on all ranks"
-        named = {f"on rank {rank}": each for rank, each in enumerate(by_rank)}
-        raise ConfigError(*_differences(named, "the ranks differ", advice))
-    if checked is not None and dict(checked) != dict(mine):
+        by_holder = {f"on rank {rank}": fingerprint for rank, fingerprint in enumerate(by_rank)}
+        raise ConfigError(*_differences(by_holder, "the ranks differ", advice))
+    if checked is not None and dict(checked) != dict(own):
         advice = (
             "nothing may write to the data or to its folder while a run starts, and a dataset with random items must "
             "seed its generators; start the run again"
         )
         raise ConfigError(
             *_differences(
-                {"when it was checked": checked, "on all ranks": mine}, "it has changed since it was checked", advice
+                {"when it was checked": checked, "on all ranks": own}, "it has changed since it was checked", advice
             )
         )
 
 
 def _differences(by_holder: Mapping[str, Mapping[str, Any]], what: str, advice: str) -> list[str]:
-    names = dict.fromkeys(name for each in by_holder.values() for name in each)
+    names = dict.fromkeys(name for fingerprint in by_holder.values() for name in fingerprint)
     lines = []
     for name in names:
         holders: dict[Any, list[str]] = {}
-        for holder, each in by_holder.items():
-            holders.setdefault(each.get(name, "nothing"), []).append(holder)
+        for holder, fingerprint in by_holder.items():
+            holders.setdefault(fingerprint.get(name, "nothing"), []).append(holder)
         if len(holders) > 1:
-            said = ", ".join(f"{value} {_listed(on)}" for value, on in holders.items())
-            lines.append(f"data: {what}: {name.replace('_', ' ')}: {said}; {advice}")
+            values = []
+            for value, ranks in holders.items():
+                place = ranks[0]
+                if len(ranks) > 1:  # such as "on ranks 0, 1"
+                    place = ", ".join([place.replace("rank", "ranks"), *(rank.split()[-1] for rank in ranks[1:])])
+                values.append(f"{value} {place}")
+            lines.append(f"data: {what}: {name.replace('_', ' ')}: {', '.join(values)}; {advice}")
     return lines
-
-
-def _listed(holders: Sequence[str]) -> str:
-    """Several ranks as "on ranks 0, 1"."""
-    first, *others = holders
-    return first.replace("rank", "ranks") + "".join(f", {each.split()[-1]}" for each in others) if others else first
-
-
-def _number(fingerprint: Mapping[str, Any]) -> int:
-    text = json.dumps(fingerprint, sort_keys=True, default=str)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
 # The random numbers of a run: a function of where they are drawn, so that no generator's state need ever be kept.

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 FALLS: dict[str, Callable[[float], float]] = {
-    "linear": lambda done: 1 - done,
-    "sqrt": lambda done: 1 - math.sqrt(done),
-    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "linear": lambda progress: 1 - progress,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
 }
-"""The forms of a fall: the height that is left, by the part of the fall that is done."""
+"""The forms of a fall: the remaining height by the completed part of the fall."""
 
 
 def constant(step: int, max_steps: int) -> float:
@@ -45,7 +45,7 @@ def warmup_polynomial(
     of Liu et al., arXiv 1506.04579). With power 1 it is a line."""
     if not power > 0:
         raise ValueError(f"scheduler.power={power} is out of range; it must be above 0")
-    return _rise_and_fall(step, max_steps, warmup_steps, final_fraction, lambda done: (1 - done) ** power)
+    return _rise_and_fall(step, max_steps, warmup_steps, final_fraction, lambda progress: (1 - progress) ** power)
 
 
 def warmup_stable_decay(
@@ -91,8 +91,8 @@ def _rise_and_fall(
     if step < rise:
         return (step + 1) / rise
     begin = rise if num_falling_steps is None else max(rise, max_steps - 1 - num_falling_steps)
-    done = min(1.0, max(0, step - begin) / max(1, max_steps - 1 - begin))
-    return final_fraction + (1 - final_fraction) * height(done)
+    progress = min(1.0, max(0, step - begin) / max(1, max_steps - 1 - begin))
+    return final_fraction + (1 - final_fraction) * height(progress)
 
 
 def _num_rising_steps(max_steps: int, warmup_steps: float) -> int:

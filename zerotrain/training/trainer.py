@@ -20,7 +20,7 @@ from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import CommError, ConfigError
 from zerotrain.files.untrusted import printable
 from zerotrain.training.callback import Callback, CallbackList, Run
-from zerotrain.training.callbacks.checkpoints import CheckpointPolicy, Resumed, RunCheckpoints
+from zerotrain.training.callbacks.checkpoints import CheckpointPolicy, ResumePoint, RunCheckpoints
 from zerotrain.training.callbacks.console import ShowProgress, ShowStart
 from zerotrain.training.callbacks.evaluation import RunEvaluation, num_eval_rows
 from zerotrain.training.callbacks.loggers import Sinks
@@ -32,7 +32,7 @@ from zerotrain.training.callbacks.stages import CONTROL_NAME, Control, RunFreezi
 from zerotrain.training.callbacks.stop import StopRequest, stop_requests
 from zerotrain.training.clock import ModelFlops, StepClock
 from zerotrain.training.feed import TrainingFeed
-from zerotrain.training.metrics.metric import OF_VALIDATION, TrainingMetrics, metrics_in, rising
+from zerotrain.training.metrics.metric import OF_VALIDATION, TrainingMetrics, metrics_in, rising_metrics
 from zerotrain.training.report import say
 from zerotrain.training.request import Request, decoded
 from zerotrain.training.result import METRICS_NAME, STEPS_NAME, MetricSink, RunResult, keep_lines
@@ -67,7 +67,7 @@ class TrainerSettings:
     gradient_accumulation_steps: int
     eval_every: int
     eval_batches: int | str
-    """Of `ROWS_PER_EVAL_BATCH` rows, or "all" rows."""
+    """Batches of `ROWS_PER_EVAL_BATCH` rows, or "all" rows."""
     log_every: int
     sample_tokens: int
     run_dir: Path
@@ -93,7 +93,7 @@ class TrainerSettings:
     collate_fn: Collate | None = None
     """Makes a batch of items; None: torch's default_collate."""
     loss_over: str = AUTO
-    """What the loss of a micro-batch is the mean over, and so what it weighs in a step; see `TrainConfig`."""
+    """The things over which the loss of a micro-batch is the mean, and so its weight in a step; see `TrainConfig`."""
     data_checked: Mapping[str, Any] | None = None
     """Fingerprint of the data when it was checked, see `zerotrain.data.fetch`; None if it was not."""
     data_state: Mapping[str, Any] | None = None
@@ -103,7 +103,7 @@ class TrainerSettings:
     first_step: int = 0
     """Global batches that the engine was trained on before; metrics.jsonl is gone on with where it is there."""
     skipped_before: int = 0
-    """Those of them that were skipped, which are no updates to the schedule."""
+    """Skipped ones among them, which are no updates to the schedule."""
     checkpoint: CheckpointPolicy | None = None
     """When to save, and what to go on from; None: neither."""
     settings: Mapping[str, Any] | None = None
@@ -118,7 +118,7 @@ class TrainerSettings:
 
 
 def callbacks_of(
-    given: TrainerSettings,
+    settings: TrainerSettings,
     console: Console,
     feed: TrainingFeed,
     result: RunResult,
@@ -128,15 +128,15 @@ def callbacks_of(
 ) -> CallbackList:
     """All callbacks of a run. After a step they are called from first to last, at the end from last to first:
 
-    - the user's own come before the save, which has their state, and see a step logged and at its stage;
+    - the user's own come before the save of their state, and see a step logged and at its stage;
     - an evaluation comes before the save of the same step, which it may ask for;
     - the last step is saved before anything else ends; what the user's log at the end still finds the file open.
     """
-    engine, world = given.engine, given.world
-    stages = RunStages(engine, world, result, console, given.stages, given.gradient_accumulation_steps)
-    before: list[Callback] = [
+    engine, world = settings.engine, settings.world
+    stages = RunStages(engine, world, result, console, settings.stages, settings.gradient_accumulation_steps)
+    head: list[Callback] = [
         StepRecord(feed.sampler),
-        Sinks(given.sinks),
+        Sinks(settings.sinks),
         metrics,
         Measuring(
             engine,
@@ -146,38 +146,38 @@ def callbacks_of(
             clock,
             stages,
             metrics,
-            model_flops=given.model_flops,
-            log_every=given.log_every,
+            model_flops=settings.model_flops,
+            log_every=settings.log_every,
         ),
-        Sample(num_tokens=given.sample_tokens, prompts=given.sample_prompts, seed=given.seed),
+        Sample(num_tokens=settings.sample_tokens, prompts=settings.sample_prompts, seed=settings.seed),
         stages,
-        RunFreezing(engine, console, given.frozen),
-        ShowStart(stages, feed.sampler, given.validation_sets, num_eval_rows(given.eval_batches)),
+        RunFreezing(engine, console, settings.frozen),
+        ShowStart(stages, feed.sampler, settings.validation_sets, num_eval_rows(settings.eval_batches)),
         ShowProgress(),
-        Recording(trace=given.profile, memory=given.memory_snapshot),
+        Recording(trace=settings.profile, memory=settings.memory_snapshot),
     ]
-    after: list[Callback] = [
+    tail: list[Callback] = [
         RunEvaluation(
             console,
-            num_batches=given.eval_batches,
-            every=given.eval_every,
-            evaluated_at=given.first_step or None,
+            num_batches=settings.eval_batches,
+            every=settings.eval_every,
+            evaluated_at=settings.first_step or None,
             engine=engine,
             world=world,
-            dataset=given.dataset.validation,
-            validation_sets=given.validation_sets,
-            micro_batch_size=given.micro_batch_size,
-            seed=given.seed,
-            collate=given.collate_fn,
-            loss_over=given.loss_over,
-            metrics=metrics_in(given.callbacks, OF_VALIDATION),
+            dataset=settings.dataset.validation,
+            validation_sets=settings.validation_sets,
+            micro_batch_size=settings.micro_batch_size,
+            seed=settings.seed,
+            collate=settings.collate_fn,
+            loss_over=settings.loss_over,
+            metrics=metrics_in(settings.callbacks, OF_VALIDATION),
         ),
-        *([] if given.pruning is None else [given.pruning]),
+        *([] if settings.pruning is None else [settings.pruning]),
         checkpoints.best,
         checkpoints,
-        Control(given.run_dir / CONTROL_NAME, world, console),
+        Control(settings.run_dir / CONTROL_NAME, world, console),
     ]
-    return CallbackList(before, given.callbacks, after, world=world, console=console)
+    return CallbackList(head, settings.callbacks, tail, world=world, console=console)
 
 
 _ALL_UNREAD_S = 5.0
@@ -253,7 +253,7 @@ class Trainer(TrainerSettings):
             callbacks=self._callbacks,
             state=self._state,
             settings=self.settings,
-            rising=rising(self.callbacks),
+            rising=rising_metrics(self.callbacks),
         )
         RowPlace.stop_s = math.inf
         with stop_requests(self._note_stop) as stop:
@@ -288,13 +288,16 @@ class Trainer(TrainerSettings):
             self._go_on(resumed)
         self.feed.agree(self.data_state, self.data_checked)
         if resumed is not None and self.world.rank == 0:
-            self._take_over(resumed)
+            # Nothing can be refused any more: the run's folder gets the lines of the steps before.
+            self.checkpoints.take_over(resumed)
+            for name in (METRICS_NAME, STEPS_NAME):
+                keep_lines(resumed.path.parent.parent / name, self.run_dir / name, until=self.first_step)
         self.data_state = self.feed.sampler.state_dict()
-        # A model that `from_pretrained` has made is in evaluation mode, in which dropout does nothing.
+        # A model of `from_pretrained` is in evaluation mode: dropout does nothing.
         self.engine.train()
         self._callbacks.start(run)
 
-    def _go_on(self, resumed: Resumed) -> None:
+    def _go_on(self, resumed: ResumePoint) -> None:
         """Be where the run was that has saved a checkpoint."""
         if resumed.step > self.max_steps:
             problem = f"train.max_steps: got {self.max_steps}, but {resumed.path} is of step {resumed.step}"
@@ -306,12 +309,6 @@ class Trainer(TrainerSettings):
         self.result.steps, self.result.resumed_from = self.first_step, str(resumed.path)
         self.feed.first_step = self.first_step
         self._callbacks.load_state_dict(state)
-
-    def _take_over(self, resumed: Resumed) -> None:
-        """Have in the run's folder what belongs to the steps before, once nothing can be refused any more."""
-        self.checkpoints.agreed(resumed)
-        for name in (METRICS_NAME, STEPS_NAME):
-            keep_lines(resumed.path.parent.parent / name, self.run_dir / name, until=self.first_step)
 
     def _state(self) -> dict[str, Any]:
         """The run's state for a checkpoint: `_go_on` reads it."""

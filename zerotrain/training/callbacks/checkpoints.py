@@ -14,19 +14,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 from msgspec import Meta
 from rich.console import Console
 
-from zerotrain.checkpoint.folder import (
-    BEST,
-    CHECKPOINTS,
-    best_in,
-    checkpoints_in,
-    first_whole,
-    remove_half_links,
-    remove_old,
-    set_aside,
-    set_best,
-    step_name,
-    step_of,
-)
+from zerotrain.checkpoint import folder as folders
 from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
 from zerotrain.comm.world import World
 from zerotrain.engine.engine import ZeroEngine
@@ -37,7 +25,7 @@ from zerotrain.engine.state.save import SaveUnderWay
 from zerotrain.errors import CheckpointError, ConfigError, TrainingError
 from zerotrain.files.untrusted import Natural, UntrustedFileError, require_kind
 from zerotrain.training.callback import Callback, Run
-from zerotrain.training.metrics.metric import are_told
+from zerotrain.training.metrics.metric import is_metrics_state
 from zerotrain.training.report import in_unit, say
 from zerotrain.training.request import Request
 from zerotrain.training.result import RunResult
@@ -47,7 +35,7 @@ from zerotrain.training.sameness import generator_states, restore_generators
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class BestEvaluation:
     """An evaluation that was better than all before it."""
 
     metric: str
@@ -69,8 +57,8 @@ class BestCheckpoint(Callback):
     def __init__(self, metric: str | None, folder: Path, engine: ZeroEngine, world: World, console: Console) -> None:
         self._metric, self._folder, self._console = metric, folder, console
         self._engine, self._is_first = engine, world.rank == 0
-        self._saved: Evaluated | None = None
-        self._unsaved: list[Evaluated] = []
+        self._saved: BestEvaluation | None = None
+        self._unsaved: list[BestEvaluation] = []
         """Better ones, each than the one before, whose checkpoints are not on the disk yet."""
         self.resumed_from: Path | None = None
         """The checkpoint that the run goes on from."""
@@ -84,35 +72,36 @@ class BestCheckpoint(Callback):
         value, best = metrics[self._metric], self._best
         is_better = best is None or run.badness(self._metric, value) < run.badness(self._metric, best.value)
         if math.isfinite(value) and is_better:
-            self._unsaved.append(Evaluated(self._metric, value, run.step))
+            self._unsaved.append(BestEvaluation(self._metric, value, run.step))
 
     def is_due(self, step: int) -> bool:
         """Whether the evaluation after this step is the best one, and its checkpoint is still to be saved."""
-        return any(each.step == step for each in self._unsaved)
+        return any(item.step == step for item in self._unsaved)
 
-    def saved(self, path: Path) -> None:
+    def note_saved(self, path: Path) -> None:
         """A checkpoint is on the disk: let the link name it, if it is the best one. No earlier one is under way."""
-        found = next((each for each in self._unsaved if step_name(each.step) == path.name), None)
-        if found is None:
+        best = next((item for item in self._unsaved if folders.step_name(item.step) == path.name), None)
+        if best is None:
             return
-        self._saved, self._unsaved = found, [each for each in self._unsaved if each.step > found.step]
+        self._saved, self._unsaved = best, [item for item in self._unsaved if item.step > best.step]
         if self._is_first:
             self._link(path)
-            say(self._console, f"{CHECKPOINTS}/{BEST} is {path.name}, of {self._metric} {found.value:.4f}")
+            link = f"{folders.CHECKPOINTS}/{folders.BEST}"
+            say(self._console, f"{link} is {path.name}, of {self._metric} {best.value:.4f}")
 
-    def failed(self, path: Path) -> None:
+    def note_failed(self, path: Path) -> None:
         """A checkpoint could not be saved: the best one is that of before."""
-        self._unsaved = [each for each in self._unsaved if step_name(each.step) != path.name]
+        self._unsaved = [item for item in self._unsaved if folders.step_name(item.step) != path.name]
 
-    def agreed(self) -> None:
+    def link_best(self) -> None:
         """The run goes on: let the link name the best checkpoint before. For rank 0 alone."""
         try:
-            remove_half_links(self._folder)
+            folders.remove_half_links(self._folder)
         except CheckpointError as error:
             say(self._console, f"warning: {error}")
         if self._saved is not None:
-            self._link(self._folder / step_name(self._saved.step))
-        elif (named := best_in(self._folder)) is not None and not named.exists():  # it was set aside
+            self._link(self._folder / folders.step_name(self._saved.step))
+        elif (target := folders.best_in(self._folder)) is not None and not target.exists():  # it was set aside
             self._link(None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,27 +110,27 @@ class BestCheckpoint(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the best one before, if its checkpoint is in this run's folder. Collective."""
-        found = state.get("best")
-        if found is None or found["metric"] != self._metric or self.resumed_from is None:
+        best = state.get("best")
+        if best is None or best["metric"] != self._metric or self.resumed_from is None:
             return
         is_own = self.resumed_from.parent.resolve() == self._folder.resolve()
-        is_there = is_own and os.path.isfile(self._folder / step_name(found["step"]) / MANIFEST)
+        is_there = is_own and os.path.isfile(self._folder / folders.step_name(best["step"]) / MANIFEST)
         [is_there, *_] = self._engine.collectives.gather_objects(is_there, name="whether the best checkpoint is there")
         if is_there:
-            self._saved = Evaluated(found["metric"], found["value"], found["step"])
+            self._saved = BestEvaluation(best["metric"], best["value"], best["step"])
 
     @property
-    def _best(self) -> Evaluated | None:
+    def _best(self) -> BestEvaluation | None:
         return self._unsaved[-1] if self._unsaved else self._saved
 
     def _link(self, path: Path | None) -> None:
         try:
-            set_best(path, self._folder)
+            folders.set_best(path, self._folder)
         except CheckpointError as error:
             say(self._console, f"warning: {error}")
 
 
-# Which contents the state of a run may have that a checkpoint brings back.
+# The contents that a run's state may have in a checkpoint.
 
 
 _Object = dict[str, Any]
@@ -200,7 +189,7 @@ def require_run_state(path: Path, state: Any) -> None:
         run = require_kind(state, _Extra)["run"]
     except UntrustedFileError as error:
         raise CheckpointError(f"{path} does not hold the state of its run: {error}") from None
-    if "training_metrics" in run and not are_told(run["training_metrics"]):
+    if "training_metrics" in run and not is_metrics_state(run["training_metrics"]):
         raise CheckpointError(f"{path} does not hold the state of its run: run.training_metrics: no numbers of metrics")
 
 
@@ -237,7 +226,7 @@ class CheckpointPolicy:
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumePoint:
     """A checkpoint that was taken up."""
 
     path: Path
@@ -266,7 +255,7 @@ class RunCheckpoints(Callback):
     ) -> None:
         self._engine, self._world, self._console = engine, world, console
         self._policy = policy or CheckpointPolicy(at_end=False)
-        self._folder, self._settings = run_dir / CHECKPOINTS, settings
+        self._folder, self._settings = run_dir / folders.CHECKPOINTS, settings
         self.best = BestCheckpoint(self._policy.best, self._folder, engine, world, console)
         self._under_way: SaveUnderWay | None = None
         self._begun_s = time.monotonic()
@@ -279,9 +268,9 @@ class RunCheckpoints(Callback):
         self._step_times_s: dict[bool, list[float]] = {False: [], True: []}
         """Times of steps without a save beside them, and with one."""
         self.newest: Path | None = None
-        """The last one that is on the disk, of those that this process has seen."""
+        """The last one on the disk, as far as this process has seen."""
 
-    def resume(self) -> Resumed | None:
+    def resume(self) -> ResumePoint | None:
         """Resume from the first intact one of the policy's checkpoints; say which were skipped, and why. If there are
         none, begin with the weights that the policy names, if it does. Collective.
 
@@ -290,46 +279,54 @@ class RunCheckpoints(Callback):
         Raises:
             CheckpointError: there are some, and none can be taken up. On every rank.
         """
-        found, problems = first_whole(self._policy.resume, self._engine.checkpoints.take_up)
-        if found is None:
+        checkpoint, problems = folders.first_whole(self._policy.resume, self._engine.checkpoints.take_up)
+        if checkpoint is None:
             if problems:
                 raise CheckpointError("\n".join(problems))
             if self._policy.init_from is not None:
                 self._say(*self._engine.load_weights(self._policy.init_from, strict=self._policy.strict).told())
             return None
-        path, (extra, dropped) = found
+        path, (extra, dropped) = checkpoint
         if not isinstance(extra, dict) or not isinstance(state := extra.get(OF_TRAINER), dict):
             raise CheckpointError(
                 f"{path} was not saved by a run of launch.py or a Trainer, so its position in the data is unknown; a "
                 "run can only start from its weights"
             )
         require_run_state(path, state)
-        self._say(*(f"warning: skipped a checkpoint that cannot be loaded: {each}" for each in problems))
-        _restore_generators(self._engine, path)
+        self._say(*(f"warning: skipped a checkpoint that cannot be loaded: {problem}" for problem in problems))
+        try:
+            restore_generators(self._engine.module, self._engine.own_of(path))
+        except (TypeError, ValueError, LookupError, RuntimeError, AttributeError):  # each kind has errors of its own
+            raise CheckpointError(f"{path} holds states of random generators that are not valid") from None
         step, self.newest = self._engine.stamps.num_steps, path
         self.best.resumed_from = path
         self._say(f"resumes from {path}, step {step}")
         if dropped is not None:
             self._say(f"warning: {dropped}; callbacks=ema would go on with it")
-        take_changed(self._engine.param_groups, was=state["built_groups"], now=self._built_groups)
-        return Resumed(path, step, state["run"])
+        take_changed(self._engine.param_groups, old=state["built_groups"], new=self._built_groups)
+        return ResumePoint(path, step, state["run"])
 
-    def agreed(self, resumed: Resumed) -> None:
-        """All ranks go on from this checkpoint: say which settings are others, and set aside the checkpoints of this
-        run's own folder that are later. For rank 0 alone."""
+    def take_over(self, resumed: ResumePoint) -> None:
+        """All ranks go on from this checkpoint: say the settings that have changed, and set aside later checkpoints of
+        this run's own folder. For rank 0 alone."""
         self._say(*self._changed_settings(resumed.path))
-        self._set_aside(resumed.path, resumed.step)
-        self.best.agreed()
+        # The run comes to later steps again, and never replaces anything.
+        for path in folders.checkpoints_in(self._folder):
+            step = folders.step_of(path)
+            if step > resumed.step or (step == resumed.step and path != resumed.path):
+                aside = folders.set_aside(path)
+                self._say(f"{path.name} is later than that, and was renamed to {aside.name}")
+        self.best.link_best()
 
     def _changed_settings(self, path: Path) -> Iterator[str]:
-        """A line for each setting that is another than in the checkpoint, but for those that change no number."""
+        """A line for each setting that has changed since the checkpoint, unless it changes no number."""
         config = read_manifest(path).content["config"]
-        was, now = dotted(config if isinstance(config, dict) else {}), dotted(self._settings or {})
-        for name in sorted(was.keys() | now.keys()) if was and now else ():
+        old, new = dotted(config if isinstance(config, dict) else {}), dotted(self._settings or {})
+        for name in sorted(old.keys() | new.keys()) if old and new else ():
             is_free = name.startswith(FREE) and name not in NOT_FREE
-            if not is_free and was.get(name) != now.get(name):
-                told = [json.dumps(each.get(name)) for each in (was, now)]
-                yield f"  {name}: {told[0]} until now, {told[1]} from here on"
+            if not is_free and old.get(name) != new.get(name):
+                values = [json.dumps(settings.get(name)) for settings in (old, new)]
+                yield f"  {name}: {values[0]} until now, {values[1]} from here on"
 
     def ask(self, run: Run) -> Request:
         """See `Callback.ask`."""
@@ -373,16 +370,17 @@ class RunCheckpoints(Callback):
             wait: until it is on the disk, or has failed.
         """
         self._settle(run)
-        path = self._folder / step_name(run.step)
+        path = self._folder / folders.step_name(run.step)
         if self.newest == path:
             if self.best.is_due(run.step):
                 self._take_its_place(path)
             return
         self._begun_s = time.monotonic()
         run.callbacks.call("before_save", run)
-        # What is measured differs by rank; that of rank 0 is the run's.
-        mine = {OF_TRAINER: {"run": run.state(), "built_groups": self._built_groups}} if self._world.rank == 0 else None
-        [extra, *_] = self._engine.collectives.gather_objects(mine, name="what a checkpoint holds beside")
+        extra = None
+        if self._world.rank == 0:  # measurements differ by rank; those of rank 0 are the run's
+            extra = {OF_TRAINER: {"run": run.state(), "built_groups": self._built_groups}}
+        [extra, *_] = self._engine.collectives.gather_objects(extra, name="what a checkpoint holds beside")
         own = generator_states(self._engine.module)
         try:
             self._under_way = self._engine.begin_save(path, extra=extra, config=self._settings, own=own)
@@ -398,11 +396,13 @@ class RunCheckpoints(Callback):
         result.save_pause_ms, result.save_step_ratio = self.costs()
 
     def costs(self) -> tuple[float | None, float | None]:
-        """(milliseconds that a save held the training of this rank, the mean; time of a step beside a save to that of
-        the others, by their medians); None where there is nothing to tell it by."""
+        """(milliseconds that a save held the training of this rank, the mean; ratio of the median time of a step beside
+        a save to that of the others); None without measurements."""
         pause_ms = 1e3 * statistics.mean(self._pauses_s) if self._pauses_s else None
-        beside, others = self._step_times_s[True], self._step_times_s[False]
-        return pause_ms, statistics.median(beside) / statistics.median(others) if beside and others else None
+        times_with, times_without = self._step_times_s[True], self._step_times_s[False]
+        if not times_with or not times_without:
+            return pause_ms, None
+        return pause_ms, statistics.median(times_with) / statistics.median(times_without)
 
     def _finish(self, run: Run) -> None:
         """Wait for what is under way, and note what the saves of this run came to."""
@@ -427,26 +427,27 @@ class RunCheckpoints(Callback):
         seconds = time.monotonic() - self._begun_s
         self._pauses_s.append(seconds if waited else saving.pause_s + saving.held_s)
         paused = "" if waited else f"; the training waited {1e3 * self._pauses_s[-1]:.0f} ms"
-        self._say(f"saved {CHECKPOINTS}/{saving.path.name}: {in_unit(_nbytes(saving.path))} in {seconds:.2f} s{paused}")
+        size = in_unit(sum(file.stat().st_size for file in saving.path.iterdir()))
+        self._say(f"saved {folders.CHECKPOINTS}/{saving.path.name}: {size} in {seconds:.2f} s{paused}")
         self._take_its_place(self.newest)
         run.callbacks.call("after_save", run, self.newest)
 
     def _take_its_place(self, path: Path) -> None:
-        """Let older checkpoints go for one that is on the disk, which may be the best too."""
-        self.best.saved(path)
+        """Let older checkpoints go for one on the disk. It may be the best too."""
+        self.best.note_saved(path)
         if self._world.rank == 0:
             self._await_removal()
             self._removal = threading.Thread(target=self._remove_old, name="remove-checkpoints", daemon=True)
             self._removal.start()
 
     def _note_failure(self, path: Path, error: CheckpointError) -> None:
-        self.best.failed(path)
+        self.best.note_failed(path)
         self._failures.append(f"{path.name} was not saved: {error}")
         self._say(f"warning: {self._failures[-1]}")
 
     def _remove_old(self) -> None:
         try:
-            remove_old(self._folder, keep=self._policy.keep, keep_every=self._policy.keep_every)
+            folders.remove_old(self._folder, keep=self._policy.keep, keep_every=self._policy.keep_every)
         except CheckpointError as error:
             self._say(f"warning: {error}")
 
@@ -454,41 +455,23 @@ class RunCheckpoints(Callback):
         if self._removal is not None:
             self._removal.join()
 
-    def _set_aside(self, taken: Path, step: int) -> None:
-        """Rename own checkpoints later than `taken`: the run comes to their steps again and never replaces anything."""
-        for path in checkpoints_in(self._folder):
-            if step_of(path) > step or (step_of(path) == step and path != taken):
-                aside = set_aside(path)
-                self._say(f"{path.name} is later than that, and was renamed to {aside.name}")
-
     def _say(self, *lines: str) -> None:
         say(self._console, *lines)
 
 
-def _restore_generators(engine: ZeroEngine, path: Path) -> None:
-    try:
-        restore_generators(engine.module, engine.own_of(path))
-    except (TypeError, ValueError, LookupError, RuntimeError, AttributeError):  # each kind has errors of its own
-        raise CheckpointError(f"{path} holds states of random generators that are not valid") from None
-
-
-def _nbytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
-
-
 def take_changed(
-    groups: Sequence[dict[str, Any]], *, was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
+    groups: Sequence[dict[str, Any]], *, old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Give groups that a checkpoint has filled the hyperparameters whose settings have changed since.
+    """Give restored groups the hyperparameters of settings that have changed since the save.
 
     Args:
         groups: of the engine, in the order of the others.
-        was: as `saved_group` has them, and the settings of the run that saved.
-        now: likewise those of today.
+        old: as `saved_group` has them, by the settings of the run that saved.
+        new: likewise, by the settings of today.
     """
-    for group, before, after in zip(groups, was, now, strict=False):
-        for name, value in after.items():
-            if before.get(name) != value and name not in OF_THIS_MACHINE and name in group:
+    for group, old_group, new_group in zip(groups, old, new, strict=False):
+        for name, value in new_group.items():
+            if old_group.get(name) != value and name not in OF_THIS_MACHINE and name in group:
                 group[name] = restored(value, group[name])
                 if name == "lr" and isinstance(group, Hyperparameters):
                     group.first_lr = float(value)

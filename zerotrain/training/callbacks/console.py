@@ -17,7 +17,7 @@ from zerotrain.files.untrusted import duration
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.evaluation import rows_of_set
 from zerotrain.training.callbacks.stages import RunStages
-from zerotrain.training.report import UNITS, in_unit, wrapped
+from zerotrain.training.report import UNITS, in_unit, wrap_text
 
 # Progress for the user: one line that is rewritten in a terminal, a few plain lines anywhere else.
 
@@ -63,7 +63,7 @@ class ShowProgress(Callback):
         self.end(run)
 
 
-class Measured:
+class Measurements:
     """The last measurements of training and of the validation loss, each with its step."""
 
     def __init__(self) -> None:
@@ -89,29 +89,27 @@ class Measured:
             parts.append(f"loss {self.training['train_loss']:.3f}{_at(self.trained_at, step)}")
         at = _at(self.evaluated_at, step)
         val = {name: f"{name} {loss:.3f}{at}" for name, loss in self.val_losses.items()}
-        parts += [said for name, said in val.items() if "/" not in name]
-        parts += self._place() + self._speed_and_gradient() if self.training else []
-        return parts + [said for name, said in val.items() if "/" in name]
+        parts += [text for name, text in val.items() if "/" not in name]
+        if self.training:
+            parts += self._training_parts()
+        return parts + [text for name, text in val.items() if "/" in name]
 
-    def _place(self) -> list[str]:
-        """How much of the data was read when it was measured last."""
-        parts = []
-        if (epoch := self.training.get("epoch")) is not None:
+    def _training_parts(self) -> list[str]:
+        """The data read so far, the speed and the gradient."""
+        metrics, parts = self.training, []
+        if (epoch := metrics.get("epoch")) is not None:
             parts.append(f"epoch {epoch:.2f}")
-        if (tokens := self.training.get("tokens")) is not None:
+        if (tokens := metrics.get("tokens")) is not None:
             parts.append(f"{short(tokens)} tokens")
-        return parts
-
-    def _speed_and_gradient(self) -> list[str]:
-        found = self.training
-        parts = [f"{found['skipped_steps']} skipped"] if found["skipped_steps"] else []
-        is_of_tokens = found["tokens_per_s"] is not None
+        if metrics["skipped_steps"]:
+            parts.append(f"{metrics['skipped_steps']} skipped")
+        is_of_tokens = metrics["tokens_per_s"] is not None
         parts.append(
-            f"{found['tokens_per_s']:.0f} tok/s" if is_of_tokens else f"{found['samples_per_s']:.0f} samples/s"
+            f"{metrics['tokens_per_s']:.0f} tok/s" if is_of_tokens else f"{metrics['samples_per_s']:.0f} samples/s"
         )
-        if found["mfu"] is not None:
-            parts.append(f"mfu {found['mfu']:.0%}")
-        return [*parts, f"grad {found['grad_norm']:.2f}>{found['grad_norm_clipped']:.2f}"]
+        if metrics["mfu"] is not None:
+            parts.append(f"mfu {metrics['mfu']:.0%}")
+        return [*parts, f"grad {metrics['grad_norm']:.2f}>{metrics['grad_norm_clipped']:.2f}"]
 
 
 def short(number: float) -> str:
@@ -126,8 +124,8 @@ def _at(measured_at: int, step: int) -> str:
     return "" if measured_at == step else f"@{measured_at}"
 
 
-def _left(task: Task) -> list[str]:
-    """The time left, where there is any and it can be told."""
+def _time_left(task: Task) -> list[str]:
+    """The time left, if there is any and it can be estimated."""
     is_done = task.total is None or task.completed >= task.total
     return [] if is_done or task.time_remaining is None else [f"{duration(task.time_remaining)} left"]
 
@@ -141,14 +139,14 @@ class ProgressDisplay:
         self._max_steps = max_steps
         self._num_due_lines = -1
         """Plain lines due up to the last one shown; the first step that is logged is always shown."""
-        self._measured = Measured()
+        self._measured = Measurements()
         self._step = first_step
         self._shown_evaluation = 0
         """Step of the evaluation in the last plain line."""
         self._is_plain = not console.is_terminal or console.is_dumb_terminal
         """Whether no line can be rewritten."""
         has_bar = console.width >= MIN_WIDTH_OF_BAR
-        columns: list[ProgressColumn] = [_Line(console, self._measured, beside=BAR_WIDTH + 1 if has_bar else 0)]
+        columns: list[ProgressColumn] = [_Line(console, self._measured, reserved=BAR_WIDTH + 1 if has_bar else 0)]
         if has_bar:
             columns.append(BarColumn(bar_width=BAR_WIDTH))
         self._line = Progress(
@@ -180,7 +178,7 @@ class ProgressDisplay:
     def _print_plain(self) -> None:
         if self._is_plain:
             self._shown_evaluation = self._measured.evaluated_at
-            parts = self._measured.parts(self._step) + _left(self._line.tasks[0])
+            parts = self._measured.parts(self._step) + _time_left(self._line.tasks[0])
             line = f"step {self._step}/{self._max_steps}  {' '.join(parts)}"
             self._console.print(line, soft_wrap=True, highlight=False)
 
@@ -189,18 +187,18 @@ class _Line(ProgressColumn):
     """Steps done, the time left and as many of the numbers as the terminal has room for: none is cut.
 
     Args:
-        beside: columns of the terminal that others take.
+        reserved: columns of the terminal for others.
     """
 
-    def __init__(self, console: Console, measured: Measured, *, beside: int) -> None:
-        self._console, self._measured, self._beside = console, measured, beside
+    def __init__(self, console: Console, measured: Measurements, *, reserved: int) -> None:
+        self._console, self._measured, self._reserved = console, measured, reserved
         super().__init__()
 
     def render(self, task: Task) -> Text:
         """See `ProgressColumn.render`."""
         step, max_steps = round(task.completed), round(task.total or 0)
-        parts = [f"{step}/{max_steps}", *_left(task), *self._measured.parts(step)]
-        while len(parts) > 1 and len(" ".join(parts)) > self._console.width - self._beside:
+        parts = [f"{step}/{max_steps}", *_time_left(task), *self._measured.parts(step)]
+        while len(parts) > 1 and len(" ".join(parts)) > self._console.width - self._reserved:
             parts.pop()
         return Text(" ".join(parts), no_wrap=True)
 
@@ -228,7 +226,7 @@ class ShowStart(Callback):
             validation_sets=self._validation_sets,
             num_eval_rows=self._num_eval_rows,
             sampler=self._sampler,
-            plan_name=self._stages.named(run.step),
+            plan_name=self._stages.describe(run.step),
             num_steps=run.max_steps - run.step,
         )
 
@@ -252,59 +250,57 @@ def print_start(
         plan_name: how the memory is shared, such as "stage 2".
         num_steps: steps to go.
     """
-    read = _read_of(dataset.validation, num_eval_rows)
+    num_trained = sum(bucket.layout.numel for bucket in engine.schedule.trained)
+    num_frozen = engine.num_parameters - num_trained
+    rows = _eval_rows(dataset.validation, num_eval_rows)
+    sets = [f"{name}: {_eval_rows(rows_of_set(data), num_eval_rows)}" for name, data in validation_sets.items()]
+    decays = [
+        f"{group['weight_decay']:g} on {num_parameters} {group['name']} ({numel:,})"
+        for group, (num_parameters, numel) in zip(engine.param_groups, engine.group_sizes(), strict=True)
+        if "weight_decay" in group and num_parameters
+    ]
     lines = {
-        "model": _model(engine),
+        "model": f"{type(engine.module).__name__}, {num_trained:,} parameters trained, {num_frozen:,} frozen",
         "data": _data(dataset),
-        "eval": f"{read} each time; train.eval_batches=all reads all" if " of " in read else "",
-        "sets": ", ".join(
-            f"{name}: {_read_of(rows_of_set(each), num_eval_rows)}" for name, each in validation_sets.items()
-        ),
+        "eval": f"{rows} each time; train.eval_batches=all reads all" if " of " in rows else "",
+        "sets": ", ".join(sets),
         "ranks": _ranks(engine),
         "memory": ", ".join(_memory(engine, plan_name, sampler.num_micro_batches)),
         "buckets": _buckets(engine),
         "offload": "; ".join(_offloaded(engine, sampler.num_micro_batches)),
         "steps": _steps(sampler, dataset, num_steps),
-        "decay": ", ".join(_decay(engine)),
+        "decay": ", ".join(decays),
     }
     num_rows = sampler.rows_consumed + num_steps * sampler.global_batch_size
     is_of_text = tokens_known(engine.module) is not None or hasattr(dataset, "decode")
-    if is_of_text and (repeated := ", ".join(_repeated(dataset.train, num_rows))):
-        lines["warning"] = f"the run reads each row {repeated}; more data or fewer train.max_steps avoid that"
+    if is_of_text and (repeats := ", ".join(_repeats(dataset.train, num_rows))):
+        lines["warning"] = f"the run reads each row {repeats}; more data or fewer train.max_steps avoid that"
     for name, line in lines.items():
         if not line:
             continue
-        for number, part in enumerate(wrapped(line, max(20, console.width - INDENT))):
+        for number, part in enumerate(wrap_text(line, max(20, console.width - INDENT))):
             label = "" if number else name
             console.print(Text.assemble((f"{label:<{INDENT}}", "bold"), part), soft_wrap=True)
-
-
-def _model(engine: ZeroEngine) -> str:
-    trained = sum(bucket.layout.numel for bucket in engine.schedule.trained)
-    frozen = engine.num_parameters - trained
-    return f"{type(engine.module).__name__}, {trained:,} parameters trained, {frozen:,} frozen"
 
 
 def _data(dataset: Any) -> str:
     name = type(dataset).__name__
     if callable(getattr(dataset, "summary", None)):
         return f"{name}: {dataset.summary()}"
-    return ", ".join([name, *_lengths(dataset)])
+    pieces = [name]
+    for part, purpose in ((dataset.train, "to train on"), (dataset.validation, "to validate")):
+        tokens = getattr(part, "tokens_per_sequence", None)
+        count = f"{len(part):,} sequences" if tokens is None else f"{len(part) * tokens:,} tokens"
+        pieces.append(f"{count} {purpose}")
+    return ", ".join(pieces)
 
 
-def _read_of(rows: Any, num_eval_rows: int) -> str:
+def _eval_rows(rows: Any, num_eval_rows: int) -> str:
     """How many rows an evaluation reads, and of how many."""
     return f"{num_eval_rows:,} of {len(rows):,} rows" if num_eval_rows < len(rows) else f"{len(rows):,} rows"
 
 
-def _lengths(dataset: Any) -> Iterator[str]:
-    for part, purpose in ((dataset.train, "to train on"), (dataset.validation, "to validate")):
-        tokens = getattr(part, "tokens_per_sequence", None)
-        count = f"{len(part):,} sequences" if tokens is None else f"{len(part) * tokens:,} tokens"
-        yield f"{count} {purpose}"
-
-
-def _repeated(train: Any, num_rows: int) -> Iterator[str]:
+def _repeats(train: Any, num_rows: int) -> Iterator[str]:
     """How often the rows are read, of each source of a mix, where that is more than once."""
     of_sources = hasattr(train, "times_read")
     for name, times in (train.times_read(num_rows) if of_sources else {"": num_rows / len(train)}).items():
@@ -318,16 +314,15 @@ def _ranks(engine: ZeroEngine) -> str:
     if not device.is_host and not engine.precision.separate_master:
         is_fast = torch.backends.cuda.matmul.allow_tf32
         matrices = ", matrices in TF32" if is_fast else " (faster: precision.tf32=true or precision=bf16)"
-    return f"{engine.world.size} on {device.name}; {engine.precision.name}{matrices}{_leaves(engine)}"
-
-
-def _leaves(engine: ZeroEngine) -> str:
+    line = f"{engine.world.size} on {device.name}; {engine.precision.name}{matrices}"
     leaves = len(engine.virtual_ranks)
-    if leaves == 1:
-        return ""
-    sent = "; gradients are sent in fp32" if engine.precision.separate_master else ""
-    order = "" if engine.options.ordered else "; the bits depend on the number of ranks without zero.reduction=ordered"
-    return f"; virtual ranks: {leaves * engine.world.size}, {leaves} on each{sent}{order}"
+    if leaves > 1:
+        line += f"; virtual ranks: {leaves * engine.world.size}, {leaves} on each"
+        if engine.precision.separate_master:
+            line += "; gradients are sent in fp32"
+        if not engine.options.ordered:
+            line += "; the bits depend on the number of ranks without zero.reduction=ordered"
+    return line
 
 
 def _buckets(engine: ZeroEngine) -> str:
@@ -354,18 +349,18 @@ def _memory(engine: ZeroEngine, plan_name: str, num_micro_batches: int) -> Itera
 
 
 def _offloaded(engine: ZeroEngine, num_micro_batches: int) -> Iterator[str]:
-    for each in engine.offloaded(num_micro_batches * len(engine.virtual_ranks)):
-        if each.has_activations:
+    for store in engine.offloaded(num_micro_batches * len(engine.virtual_ranks)):
+        if store.has_activations:
             yield (
-                f"activations in {each.where}, fetched at {in_unit(each.fetched_per_s)}/s and stored at "
-                f"{in_unit(each.stored_per_s)}/s of a rank"
+                f"activations in {store.where}, fetched at {in_unit(store.fetched_per_s)}/s and stored at "
+                f"{in_unit(store.stored_per_s)}/s of a rank"
             )
-        if each.nbytes == 0:
+        if store.nbytes == 0:
             continue
         yield (
-            f"{in_unit(each.nbytes)} of a rank in {each.where}; a step fetches {in_unit(each.fetched_nbytes)} at "
-            f"{in_unit(each.fetched_per_s)}/s and stores {in_unit(each.stored_nbytes)} at "
-            f"{in_unit(each.stored_per_s)}/s, in {each.step_s:.2g} s, while it computes"
+            f"{in_unit(store.nbytes)} of a rank in {store.where}; a step fetches {in_unit(store.fetched_nbytes)} at "
+            f"{in_unit(store.fetched_per_s)}/s and stores {in_unit(store.stored_nbytes)} at "
+            f"{in_unit(store.stored_per_s)}/s, in {store.step_s:.2g} s, while it computes"
         )
 
 
@@ -375,12 +370,5 @@ def _steps(sampler: GlobalBatchSampler, dataset: Any, num_steps: int) -> str:
     epoch = f"an epoch is {per_epoch:,.{0 if per_epoch >= 10 else 1}f} steps"
     if tokens is None:
         return f"{num_steps:,} of {sequences:,} sequences; {epoch}"
-    each = sequences * tokens
-    return f"{num_steps:,} of {each:,} tokens, {num_steps * each:,} tokens to go; {epoch}"
-
-
-def _decay(engine: ZeroEngine) -> Iterator[str]:
-    """The parameters with weight decay, which no table of the settings shows."""
-    for group, (num_parameters, numel) in zip(engine.param_groups, engine.group_sizes(), strict=True):
-        if "weight_decay" in group and num_parameters:
-            yield f"{group['weight_decay']:g} on {num_parameters} {group['name']} ({numel:,})"
+    per_step = sequences * tokens
+    return f"{num_steps:,} of {per_step:,} tokens, {num_steps * per_step:,} tokens to go; {epoch}"

@@ -46,12 +46,12 @@ class EarlyStopping(Callback):
         """See `Callback.after_evaluation`."""
         if self.metric not in metrics:
             raise LookupError(f"metric={self.metric}: an evaluation has {', '.join(metrics)}")
-        found = metrics[self.metric]
-        value, best = run.badness(self.metric, found), self._best
+        value = metrics[self.metric]
+        badness, best = run.badness(self.metric, value), self._best
         best = best if best is None else run.badness(self.metric, best)
-        is_better = best is None or (value < best and value <= best - self._min_delta)
+        is_better = best is None or (badness < best and badness <= best - self._min_delta)
         if is_better and math.isfinite(value):
-            self._best, self._num_worse = found, 0
+            self._best, self._num_worse = value, 0
         else:
             self._num_worse += 1
 
@@ -97,17 +97,16 @@ class EMA(Callback):
         """Say what is averaged how."""
         average = run.engine.held.average
         assert average is not None  # `prepare` was called
-        lines = [f"decay {self._decay}" + " after a warm-up" * self._warmup]
-        lines += [f"every {self._every} steps"] if self._every > 1 else []
-        if run.step > 0:
-            so_far = (
-                f"{average.num_updates} updates so far"
-                if average.num_updates
-                else "begins with the next step, since the checkpoint has none"
-            )
-            lines.append(so_far)
-        lines += ["evaluations use it"] if self._evaluate else []
-        say(run.console, f"average of the weights: {', '.join(lines)}")
+        parts = [f"decay {self._decay} after a warm-up" if self._warmup else f"decay {self._decay}"]
+        if self._every > 1:
+            parts.append(f"every {self._every} steps")
+        if run.step > 0 and average.num_updates:
+            parts.append(f"{average.num_updates} updates so far")
+        elif run.step > 0:
+            parts.append("begins with the next step, since the checkpoint has none")
+        if self._evaluate:
+            parts.append("evaluations use it")
+        say(run.console, f"average of the weights: {', '.join(parts)}")
 
 
 # The end of a job of a sweep that is worse than the others by then: Optuna's pruner says so.
@@ -156,18 +155,19 @@ class Pruning(Callback):
         try:
             if self._trial.metric not in metrics:
                 raise LookupError(f"an evaluation has no {self._trial.metric}; it has {', '.join(metrics)}")
-            self._is_unwanted = self._told(run.step, value)
+            self._is_unwanted = self._report(run.step, value)
         except Exception as error:  # of whatever database it is
             self._has_failed = True
-            said = printable(f"{type(error).__name__}: {error}".partition("\n")[0], keep="")
-            say(run.console, f"warning: sweep.pruner: {said}; this job goes on unpruned")
+            message = printable(f"{type(error).__name__}: {error}".partition("\n")[0], keep="")
+            say(run.console, f"warning: sweep.pruner: {message}; this job goes on unpruned")
 
     def ask(self, run: Run) -> Request | None:
         """See `Callback.ask`."""
         return Request(stop=PRUNER) if self._is_unwanted else None
 
-    def _told(self, step: int, value: float) -> bool:
-        """Whether the job is to end. A job that goes on from a checkpoint comes to steps that it has told before."""
+    def _report(self, step: int, value: float) -> bool:
+        """Tell the study a value, unless it has one of this step from before a restart; return whether the job is to
+        end."""
         optuna = _optuna()
         if self._storage is None:
             self._storage = open_storage(self._trial.url)
@@ -195,9 +195,9 @@ def open_storage(url: str) -> Any:
         waiting = {"connect_args": {"timeout": _WAIT_S}} if is_file else None
         return optuna.storages.RDBStorage(url, engine_kwargs=waiting)
     except Exception as error:  # of SQLAlchemy, of a driver of a database, of Optuna for a study of another version
-        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        message = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ConfigError(
-            f"hydra.sweeper.storage: got {without_password(url)}, which Optuna cannot open: {said}"
+            f"hydra.sweeper.storage: got {without_password(url)}, which Optuna cannot open: {message}"
         ) from error
 
 
@@ -212,8 +212,8 @@ def _require_sqlite(path: Path) -> None:
         return
     try:
         with open(path, "rb", opener=only_regular) as file:
-            found = file.read(len(_MAGIC))
-        problem = None if found in (b"", _MAGIC) else "it is no database of SQLite"
+            header = file.read(len(_MAGIC))
+        problem = None if header in (b"", _MAGIC) else "it is no database of SQLite"
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", timeout=_WAIT_S, uri=True)) as database:
             tables = [] if problem else [name for (name,) in database.execute("SELECT name FROM sqlite_master")]
         if tables and "studies" not in tables:

@@ -11,18 +11,7 @@ import torch
 from rich.console import Console
 
 from zerotrain.comm.world import World
-from zerotrain.data.fetch import (
-    AUTO,
-    Collate,
-    as_inputs,
-    fetch_rows,
-    in_time,
-    num_labels,
-    to_device,
-    tokens_known,
-    weighing_of,
-    without_targets,
-)
+from zerotrain.data import fetch
 from zerotrain.data.items import source_name
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
@@ -60,10 +49,10 @@ class RunEvaluation(Callback):
         evaluated_at: int | None = None,
         **arguments: Any,
     ) -> None:
-        self._console, self._warned = console, False
+        self._console, self._has_warned = console, False
         self._every, self._evaluated_at = every, evaluated_at
         self._dataset = dataset if len(dataset) else None
-        self._sets = {name: rows_of_set(each) for name, each in (validation_sets or {}).items()}
+        self._sets = {name: rows_of_set(data) for name, data in (validation_sets or {}).items()}
         self._evaluate = partial(evaluate_sources, num_sequences=num_eval_rows(num_batches), **arguments)
 
     def start(self, run: Run) -> None:
@@ -87,29 +76,29 @@ class RunEvaluation(Callback):
 
     def _evaluate_in(self, run: Run) -> None:
         with run.engine.averaged() if run.evaluates_average else nullcontext():
-            metrics = self.after(run.step)
+            metrics = self.metrics_after(run.step)
         if not metrics:
             return
         run.result.final_val_loss, run.result.val_loss_by_source = metrics.get("val_loss"), sources_in(metrics) or None
-        others = {name: value for name, value in metrics.items() if name.partition("/")[0] != "val_loss"}
-        run.result.val_metrics = others or None
+        val_metrics = {name: value for name, value in metrics.items() if name.partition("/")[0] != "val_loss"}
+        run.result.val_metrics = val_metrics or None
         self._evaluated_at = run.step
         run.log(metrics)
         run.callbacks.call("after_evaluation", run, metrics)
 
-    def after(self, step: int) -> dict[str, float]:
+    def metrics_after(self, step: int) -> dict[str, float]:
         """The metrics after so many steps, as of `evaluate_sources`; with "/NAME" those of further sets. Collective."""
         metrics = {} if self._dataset is None else self._evaluate(dataset=self._dataset, step=step)
         for name, rows in self._sets.items():
-            found = self._evaluate(dataset=rows, step=step, name=f"data.validation_sets.{name}")
-            metrics |= {in_set(metric, name): value for metric, value in found.items()}
+            set_metrics = self._evaluate(dataset=rows, step=step, name=f"data.validation_sets.{name}")
+            metrics |= {in_set(metric, name): value for metric, value in set_metrics.items()}
         losses = {"val_loss": metrics.get("val_loss", 0.0)} | sources_in(metrics)
         nans = [name for name, loss in losses.items() if math.isnan(loss)]
-        if nans and not self._warned:
-            self._warned = True
-            which = "" if nans[0] == "val_loss" else f" of {printable(nans[0])}"
+        if nans and not self._has_warned:
+            self._has_warned = True
+            source = "" if nans[0] == "val_loss" else f" of {printable(nans[0])}"
             self._console.print(
-                f"warning: the validation loss{which} is nan: all validation labels are ignored, or the model's loss "
+                f"warning: the validation loss{source} is nan: all validation labels are ignored, or the model's loss "
                 "is nan",
                 highlight=False,
             )
@@ -117,7 +106,7 @@ class RunEvaluation(Callback):
 
 
 def num_eval_rows(num_batches: int | str) -> int:
-    """The rows that an evaluation reads of a dataset that has as many, by `train.eval_batches`."""
+    """The rows of an evaluation by `train.eval_batches`, if the dataset has as many."""
     return sys.maxsize if isinstance(num_batches, str) else num_batches * ROWS_PER_EVAL_BATCH
 
 
@@ -159,15 +148,18 @@ def evaluate_sources(
         return evaluate_all(dataset=dataset, num_sequences=num_sequences, name=name, **arguments)
     total = sum(dataset.weights.values())
     shares = {name: weight / total for name, weight in dataset.weights.items()}
-    found: dict[str, dict[str, float]] = {}
+    by_source: dict[str, dict[str, float]] = {}
     for source, rows in sources.items():
         share = max(1, round(num_sequences * shares[source]))
         called = source_name(name, source)
-        found[source] = evaluate_all(dataset=rows, num_sequences=share, name=called, **arguments)
+        by_source[source] = evaluate_all(dataset=rows, num_sequences=share, name=called, **arguments)
     # A source that weighs nothing may have any loss, nan too.
-    metrics = next(iter(found.values()))
-    mean = {each: sum(shares[source] * of[each] for source, of in found.items() if shares[source]) for each in metrics}
-    return mean | {f"{each}/{source}": of[each] for each in metrics for source, of in found.items()}
+    metrics = next(iter(by_source.values()))
+    mean = {
+        metric: sum(shares[source] * values[metric] for source, values in by_source.items() if shares[source])
+        for metric in metrics
+    }
+    return mean | {f"{metric}/{source}": values[metric] for metric in metrics for source, values in by_source.items()}
 
 
 def evaluate(**arguments: Any) -> float:
@@ -184,10 +176,10 @@ def evaluate_all(
     micro_batch_size: int,
     seed: int = 0,
     step: int = 0,
-    collate: Collate | None = None,
+    collate: fetch.Collate | None = None,
     name: str = "data.validation",
     metrics: Mapping[str, Metric] | None = None,
-    loss_over: str = AUTO,
+    loss_over: str = fetch.AUTO,
 ) -> dict[str, float]:
     """Mean loss of the same validation sequences, and metrics, the same bits at any number of ranks. Collective.
 
@@ -214,26 +206,30 @@ def evaluate_all(
     num_rounds = max(1, math.ceil(len(rows) / (world.size * micro_batch_size)))
     measured = MetricStates(metrics or {}, "val_", f"evaluation after step {step}", engine.module)
     targets = {metric.target for metric in (metrics or {}).values() if metric.needs_outputs}
-    _, weigh = weighing_of(loss_over, engine.module)
-    known = tokens_known(engine.module)
-    fetch = partial(fetch_rows, dataset, seed=seed, step=step, collate=collate, name=name, vocab_size=known)
+    _, weigh = fetch.weighing_of(loss_over, engine.module)
+    vocab_size = fetch.tokens_known(engine.module)
+    read_batch = partial(
+        fetch.fetch_rows, dataset, seed=seed, step=step, collate=collate, name=name, vocab_size=vocab_size
+    )
     with (
         torch.no_grad(),
         device_of(world.device).keep_generators(),
         in_evaluation_mode(engine),
-        in_time(world.timeout_s),
+        fetch.in_time(world.timeout_s),
     ):
         for number in range(world.rank, num_rounds * world.size, world.size):
-            mine = rows[number * micro_batch_size : (number + 1) * micro_batch_size]
+            own_rows = rows[number * micro_batch_size : (number + 1) * micro_batch_size]
             # A rank that has no row left runs a forward all the same and counts nothing of it: where parameters are
             # sharded, the others need its part of them.
-            read = mine or [0]
-            batch = fetch(read, epochs=[0] * len(read))
-            weight, num_counted = (weigh(batch, len(mine)), num_labels(batch, len(mine))) if mine else (0, 0)
-            batch = to_device(batch, world.device)
-            loss = call_model(engine, as_inputs(batch))
+            read = own_rows or [0]
+            batch = read_batch(read, epochs=[0] * len(read))
+            weight, num_counted = 0.0, 0
+            if own_rows:
+                weight, num_counted = weigh(batch, len(own_rows)), fetch.num_labels(batch, len(own_rows))
+            batch = fetch.to_device(batch, world.device)
+            loss = call_model(engine, fetch.as_inputs(batch))
             require_loss(loss, type(engine.module).__name__)
-            outputs = call_model(engine, without_targets(batch, targets)) if measured.needs_outputs else None
+            outputs = call_model(engine, fetch.without_targets(batch, targets)) if measured.needs_outputs else None
             measured.add(number, loss, weight, outputs, batch, num_counted)
         return measured.values(world, num_rounds * world.size)
 
@@ -252,6 +248,6 @@ def in_evaluation_mode(engine: ZeroEngine) -> Iterator[None]:
 
 
 def validation_rows(num_available: int, num_wanted: int) -> list[int]:
-    """Which sequences an evaluation reads: as many as wanted, or all, evenly spread over the validation set."""
+    """The sequences that an evaluation reads: as many as wanted, or all, evenly spread over the validation set."""
     num_rows = min(num_available, num_wanted)
     return [row * num_available // num_rows for row in range(num_rows)]

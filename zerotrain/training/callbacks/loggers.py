@@ -23,7 +23,7 @@ from zerotrain.engine.options import dotted
 from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import UntrustedFileError, only_regular, parse_json, read_json, require_kind, shown
 from zerotrain.training.callback import Callback, Run
-from zerotrain.training.result import METRICS_NAME, MetricsFile, MetricSink, restore_states, states_of
+from zerotrain.training.result import METRICS_NAME, MetricsFile, MetricSink
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -65,8 +65,8 @@ def _git(*arguments: str) -> str:
     """The answer of git about the folder in which the run was started; empty where it has none."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", *arguments]
-        told = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_S)
-        return told.stdout.decode(errors="replace") if told.returncode == 0 else ""
+        process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_S)
+        return process.stdout.decode(errors="replace") if process.returncode == 0 else ""
     return ""
 
 
@@ -79,7 +79,7 @@ class _MetricsRow(TypedDict):
 
 
 @dataclass
-class Written:
+class WrittenPoints:
     """The points that a place has already."""
 
     until: int = -1
@@ -92,7 +92,7 @@ class Written:
         return step <= self.by_name.get(name, self.until)
 
     @property
-    def last(self) -> int:
+    def last_step(self) -> int:
         """The last step of all."""
         return max(self.until, *self.by_name.values()) if self.by_name else self.until
 
@@ -113,11 +113,11 @@ class Curves(Callback):
     def __init__(self) -> None:
         if find_spec(self.package) is None:
             raise ImportError(f"there is no {self.package} here; pip install 'zerotrain[{self.package}]' brings it")
-        self._written: Written | None = None
+        self._written: WrittenPoints | None = None
         """None: the place is not open."""
 
     @abstractmethod
-    def _open(self, run: Run) -> Written:
+    def _open(self, run: Run) -> WrittenPoints:
         """Open the place, and return what is there."""
 
     @abstractmethod
@@ -169,10 +169,10 @@ class Curves(Callback):
             self._close_run({f"result/{name}": value for name, value in numbers.items()}, status)
 
     def _write_new(self, metrics: dict[str, Any], step: int) -> None:
-        if (written := self._written) is None:
+        if (points := self._written) is None:
             return
         numbers = numbers_of(metrics)
-        if new := {name: value for name, value in numbers.items() if not written.has(name, step)}:
+        if new := {name: value for name, value in numbers.items() if not points.has(name, step)}:
             self._write(new, step)
 
 
@@ -229,11 +229,13 @@ class Sinks(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
-        return {"sinks": states_of(self._given)}
+        return {"sinks": [sink.state_dict() if hasattr(sink, "state_dict") else None for sink in self._given]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`."""
-        restore_states(self._given, state["sinks"])
+        for sink, sink_state in zip(self._given, state["sinks"], strict=False):
+            if sink_state is not None and hasattr(sink, "load_state_dict"):
+                sink.load_state_dict(sink_state)
 
 
 # Curves for TensorBoard.
@@ -256,21 +258,21 @@ class TensorBoard(Curves):
     def start(self, run: Run) -> None:
         """See `Callback.start`."""
         super().start(run)
-        self._written = Written()  # what comes now is new
+        self._written = WrittenPoints()  # what comes now is new
 
-    def _open(self, run: Run) -> Written:
+    def _open(self, run: Run) -> WrittenPoints:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.folder / FOLDER
         is_new = not folder.exists()
-        # What an earlier sitting has written of later steps is hidden: the run comes to them again.
+        # Points of later steps from an earlier sitting are hidden: the run comes to them again.
         self._writer = SummaryWriter(str(folder), purge_step=run.step + 1 if run.step else 0)
         self._step = run.step
-        return Written() if is_new else Written(until=run.step)
+        return WrittenPoints() if is_new else WrittenPoints(until=run.step)
 
     def _describe_run(self, run: Run) -> None:
-        for name, said in (("settings", run.settings or {}), ("environment", facts_of(run))):
-            self._write_text(name, json.dumps(said, indent=2))
+        self._write_text("settings", json.dumps(run.settings or {}, indent=2))
+        self._write_text("environment", json.dumps(facts_of(run), indent=2))
 
     def _write(self, numbers: dict[str, float], step: int) -> None:
         self._step = step
@@ -319,18 +321,18 @@ class _TrackerState(TypedDict):
 def of_sweep(key: str) -> str | None:
     """The `group` or the `name` that the run has as a job of a sweep; None where it is none, or has no name there."""
     with suppress(UntrustedFileError):
-        said = parse_json(os.environ.get(SWEEP_VARIABLE, "{}"), _SweepJob)
-        return str(said[key]) or None
+        job = parse_json(os.environ.get(SWEEP_VARIABLE, "{}"), _SweepJob)
+        return str(job[key]) or None
     return None
 
 
 def ids_in(folder: Path) -> dict[str, str]:
     """The ids of a run at its trackers, by their names, as its folder has them."""
-    found = {}
+    ids = {}
     for name in NAMES:
         with suppress(OSError, UntrustedFileError):
-            found[name] = str(read_json(folder / f"{name}.json", _Id, max_nbytes=MAX_NBYTES)["id"])
-    return found
+            ids[name] = str(read_json(folder / f"{name}.json", _Id, max_nbytes=MAX_NBYTES)["id"])
+    return ids
 
 
 class Tracker(Curves):
@@ -350,7 +352,7 @@ class Tracker(Curves):
         """The id there, and the hash of the settings, of which others compute another run."""
 
     @abstractmethod
-    def _open_run(self, run: Run, run_id: str | None) -> tuple[str, Written]:
+    def _open_run(self, run: Run, run_id: str | None) -> tuple[str, WrittenPoints]:
         """Open the run of an id, or a new one for None; return its id, and what is there."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -360,30 +362,25 @@ class Tracker(Curves):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`."""
         note = require_kind(state, _TrackerState)["note"]
-        self._note = None if note is None else self._checked(note)
+        self._note = None if note is None else self._check_note(note)
 
-    def _open(self, run: Run) -> Written:
+    def _open(self, run: Run) -> WrittenPoints:
         path, config_hash = run.folder / f"{self.package}.json", run.result.config_hash
-        notes = [note for note in (self._note, self._read(path)) if note is not None]
-        known = next((note for note in notes if note["config_hash"] == config_hash), None)
-        run_id = known["id"] if known else notes[0]["id"] if notes and run.step else None
-        run_id, written = self._open_run(run, run_id)
-        if not known and written.last > run.step:
+        notes = [] if self._note is None else [self._note]
+        with suppress(OSError, UntrustedFileError):  # an earlier sitting has left none, or none that can be read
+            notes.append(self._check_note(read_json(path, _TrackerNote, max_nbytes=MAX_NBYTES)))
+        match = next((note for note in notes if note["config_hash"] == config_hash), None)
+        run_id = match["id"] if match else notes[0]["id"] if notes and run.step else None
+        run_id, points = self._open_run(run, run_id)
+        if not match and points.last_step > run.step:
             self._close_run({}, None)
-            run_id, written = self._open_run(run, None)
+            run_id, points = self._open_run(run, None)
         self._note = {"id": run_id, "config_hash": config_hash}
         with whole(path) as file:
             file.write((json.dumps(self._note) + "\n").encode())
-        return written
+        return points
 
-    def _read(self, path: Path) -> dict[str, Any] | None:
-        """The note of an earlier sitting in the run's folder; None where there is none that can be read."""
-        try:
-            return self._checked(read_json(path, _TrackerNote, max_nbytes=MAX_NBYTES))
-        except (OSError, UntrustedFileError):
-            return None
-
-    def _checked(self, note: dict[str, Any]) -> dict[str, Any]:
+    def _check_note(self, note: dict[str, Any]) -> dict[str, Any]:
         """A note with an id as this tracker makes them."""
         if not re.fullmatch(self.id_pattern, note["id"]):
             raise UntrustedFileError(f"note.id: got {shown(note['id'])}; it must be an id of {self.package}")
@@ -427,13 +424,18 @@ class WandB(Tracker):
         self._given: dict[str, Any] = {"project": project, "name": name, "entity": entity, "group": group, "tags": tags}
         self._run: Any = None
 
-    def _open_run(self, run: Run, run_id: str | None) -> tuple[str, Written]:
+    def _open_run(self, run: Run, run_id: str | None) -> tuple[str, WrittenPoints]:
         import wandb
 
         mode: Any = self._mode or os.environ.get("WANDB_MODE", "online")
         run_id = run_id or secrets.token_hex(4)
         if mode == "offline":
-            _set_aside(run.folder / "wandb", run_id)
+            # Files of earlier sittings do not know of each other. The next one gets all lines of the run, so that one
+            # file is one curve.
+            folder = run.folder / "wandb"
+            for path in folder.glob(f"offline-run-*-{run_id}"):
+                (folder / "earlier").mkdir(exist_ok=True)
+                path.rename(folder / "earlier" / f"{path.name}-{secrets.token_hex(4)}")
         self._run = wandb.init(
             **self._given,
             id=run_id,
@@ -442,7 +444,7 @@ class WandB(Tracker):
             resume="allow" if mode == "online" else None,
             settings=wandb.Settings(console="off", finish_timeout=FINISH_S),  # a rank's output is in its log
         )
-        return run_id, Written(until=self._run.step - 1)
+        return run_id, WrittenPoints(until=self._run.step - 1)
 
     def _describe_run(self, run: Run) -> None:
         config = {**(run.settings or {}), "environment": facts_of(run)}
@@ -458,11 +460,3 @@ class WandB(Tracker):
         if status is not None:
             self._run.summary.update({**result, "status": status})
         self._run.finish(exit_code=int(status == "failed"))
-
-
-def _set_aside(folder: Path, run_id: str) -> None:
-    """Move the files of earlier sittings, which do not know of each other, to `earlier`: the next one gets all lines of
-    the run, so that one file is one curve."""
-    for path in folder.glob(f"offline-run-*-{run_id}"):
-        (folder / "earlier").mkdir(exist_ok=True)
-        path.rename(folder / "earlier" / f"{path.name}-{secrets.token_hex(4)}")

@@ -46,7 +46,7 @@ class Measuring(Callback):
     def after_step(self, run: Run, outcome: TrainStepResult) -> None:
         """See `Callback.after_step`."""
         if run.is_due(self._log_every) or run.step == 1:
-            run.log(self._of_step(outcome))
+            run.log(self._step_metrics(outcome))
 
     def end(self, run: Run) -> None:
         """Note the speed and, after the last step, what is known then only: the weights, and what the ranks hold."""
@@ -68,8 +68,7 @@ class Measuring(Callback):
         """Print what came of the run."""
         print_report(run.console, result=self._result, usages=self._usages, device=self._world.device)
         if (share := self._clock.data_wait_share()) > DATA_WAIT_SHOWN:
-            said = f"waited for data {share:.0%} of the time: {self._feed.advice_on_waiting()}"
-            say(run.console, said)
+            say(run.console, f"waited for data {share:.0%} of the time: {self._feed.advice_on_waiting()}")
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
@@ -79,10 +78,12 @@ class Measuring(Callback):
         """See `Callback.load_state_dict`."""
         self._clock.load_state_dict(state["clock"])
 
-    def _of_step(self, outcome: TrainStepResult) -> dict[str, Any]:
+    def _step_metrics(self, outcome: TrainStepResult) -> dict[str, Any]:
         """The metrics of one training step, for the sinks. Collective."""
-        loss, wait_ms = self._over_ranks(outcome.loss)
-        self._result.final_train_loss = loss
+        waits = outcome.loss.new_zeros(self._world.size, dtype=torch.float64)
+        waits[self._world.rank] = self._clock.data_wait_ms(last_steps=self._log_every)
+        total_loss, *waits_ms = self._world.sum(torch.cat([outcome.loss.double().view(1), waits])).tolist()
+        self._result.final_train_loss = loss = total_loss / self._world.size
         return {
             "train_loss": loss,
             **self._metrics.take(),
@@ -94,7 +95,7 @@ class Measuring(Callback):
             **self._speeds(self._log_every),
             "step_ms_median": self._clock.step_ms_median(last_steps=self._log_every),
             "mfu": self._utilization(last_steps=self._log_every),
-            "data_wait_ms": wait_ms,
+            "data_wait_ms": max(waits_ms),  # of the rank that waited longest
             **self._parts_ms(self._log_every),
             "epoch": self._feed.epoch,
             "samples": self._feed.num_samples,
@@ -124,9 +125,12 @@ class Measuring(Callback):
 
     def _rates(self) -> dict[str, float]:
         """The learning rate, and those of groups with one of their own."""
-        first, *others = self._engine.param_groups
-        own = [group for group in others if (group["lr"], group["initial_lr"]) != (first["lr"], first["initial_lr"])]
-        return {"lr": first["lr"]} | {f"lr/{group['name']}": group["lr"] for group in own}
+        main, *further_groups = self._engine.param_groups
+        rates = {"lr": main["lr"]}
+        for group in further_groups:
+            if (group["lr"], group["initial_lr"]) != (main["lr"], main["initial_lr"]):
+                rates[f"lr/{group['name']}"] = group["lr"]
+        return rates
 
     def _note_speed(self) -> None:
         """The speed of the run, however it has ended."""
@@ -136,13 +140,6 @@ class Measuring(Callback):
         self._result.mfu = self._utilization()
         self._result.data_wait_ms = self._clock.data_wait_ms()
         self._result.train_s = self._clock.train_s
-
-    def _over_ranks(self, loss: torch.Tensor) -> tuple[float, float]:
-        """(mean loss, milliseconds that the last steps waited for their data on the rank that waited longest)."""
-        waits = loss.new_zeros(self._world.size, dtype=torch.float64)
-        waits[self._world.rank] = self._clock.data_wait_ms(last_steps=self._log_every)
-        total, *waits_ms = self._world.sum(torch.cat([loss.double().view(1), waits])).tolist()
-        return total / self._world.size, max(waits_ms)
 
     def _utilization(self, last_steps: int | None = None) -> float | None:
         """MFU over the last so many steps, or over the run without its first steps."""

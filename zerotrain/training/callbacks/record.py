@@ -27,7 +27,7 @@ from zerotrain.training.callback import Callback, Run
 from zerotrain.training.report import say
 from zerotrain.training.result import STEPS_NAME, MetricsFile
 
-# Which steps stand out: a loss or a gradient far above those of the steps before it.
+# The steps that stand out: with a loss or a gradient far above those of the steps before.
 
 
 NAMES = ("loss", "grad_norm")
@@ -58,7 +58,7 @@ class Spike:
         return f"{self.name} {self.value:.4g} stands out from the steps before it (median {self.median:.4g})"
 
 
-class Before:
+class RecentValues:
     """One number of the last `NUM_BEFORE` steps."""
 
     def __init__(self) -> None:
@@ -88,24 +88,24 @@ class Before:
 class Spikes:
     """Looks for them, step after step."""
 
-    _before: Mapping[str, Before] = field(default_factory=lambda: {name: Before() for name in NAMES})
+    _histories: Mapping[str, RecentValues] = field(default_factory=lambda: {name: RecentValues() for name in NAMES})
 
-    def of(self, step: Mapping[str, Any]) -> Spike | None:
-        """That of the next step, the larger of two. Numbers that are unknown or not finite are none: they have
+    def find_in(self, line: Mapping[str, Any]) -> Spike | None:
+        """The spike of the next step, the larger of two. Numbers that are unknown or not finite are none: they have
         words of their own.
 
         Args:
-            step: a line of steps.jsonl.
+            line: of steps.jsonl.
         """
-        found = []
-        for name, before in self._before.items():
-            value = step.get(name)
+        spikes = []
+        for name, history in self._histories.items():
+            value = line.get(name)
             if isinstance(value, int | float) and isfinite(value):
-                score, median = before.score(value)
-                before.add(value)
+                score, median = history.score(value)
+                history.add(value)
                 if score >= MIN_SCORE:
-                    found.append(Spike(name, float(value), median, score))
-        return max(found, key=lambda spike: spike.score, default=None)
+                    spikes.append(Spike(name, float(value), median, score))
+        return max(spikes, key=lambda spike: spike.score, default=None)
 
 
 class StepRecord(Callback):
@@ -127,15 +127,15 @@ class StepRecord(Callback):
     def start(self, run: Run) -> None:
         """See `Callback.start`."""
         self._file = MetricsFile(run.folder / STEPS_NAME, append=run.step > 0)
-        told = environment(run.world.device) | {"ranks": run.world.size, "data": dict(self._sampler.fingerprint or {})}
-        self._file.log({"start": told | {"settings": run.settings}}, run.step)
+        facts = environment(run.world.device) | {"ranks": run.world.size, "data": dict(self._sampler.fingerprint or {})}
+        self._file.log({"start": facts | {"settings": run.settings}}, run.step)
 
     def after_step(self, run: Run, outcome: TrainStepResult) -> None:
         """See `Callback.after_step`."""
         if self._file is not None:
             line = recorded(outcome)
             self._file.log(line, run.step)
-            spike = self._spikes.of(line)
+            spike = self._spikes.find_in(line)
             if spike is not None and run.step >= self._silent_until:
                 self._silent_until = run.step + NUM_BEFORE
                 say(run.console, f"step {run.step}: {spike}; which rows: {replay_command(run, run.step)}")
@@ -146,7 +146,7 @@ class StepRecord(Callback):
             self._file.close()
 
     def failure(self, run: Run, error: BaseException) -> None:
-        """See `Callback.failure`. Says the command that explains a step whose numbers have ended the run."""
+        """See `Callback.failure`. Says the command to explain the step, if its numbers have ended the run."""
         self.end(run)
         if isinstance(error, TrainingError):
             say(run.console, f"which rows and module: {replay_command(run, run.step + 1)}")

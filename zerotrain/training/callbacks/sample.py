@@ -54,8 +54,8 @@ def generate(
     with in_evaluation_mode(engine):
         while engine.any_rank(num_left > 0):
             # A rank that is done calls on: where parameters are sharded, the others need its part of them.
-            seen = ids[-max_seq_len:] if num_left > 0 else prompt[:1]
-            logits = engine(seen[None])[0, -1].float().cpu()  # (vocab_size,)
+            context = ids[-max_seq_len:] if num_left > 0 else prompt[:1]
+            logits = engine(context[None])[0, -1].float().cpu()  # (vocab_size,)
             if num_left > 0:
                 token = next_token(logits, temperature=temperature, top_k=top_k, generator=generator).to(ids.device)
                 ids = torch.cat([ids, token])
@@ -79,8 +79,8 @@ def next_token(logits: torch.Tensor, *, temperature: float, top_k: int, generato
 
 def stop_token_of(text: Any) -> int | None:
     """The token that ends a text: `end_of_text` of a tokenizer or a dataset; None where it has none."""
-    found = getattr(text, "end_of_text", None)
-    return found if isinstance(found, int) else None
+    token = getattr(text, "end_of_text", None)
+    return token if isinstance(token, int) else None
 
 
 NUM_PROMPT_TOKENS = 32
@@ -131,26 +131,26 @@ def show_sample(
             console.print("No sample of text: the dataset has no decode().")
         return
     name, rows = ("validation", dataset.validation) if len(dataset.validation) else ("training", dataset.train)
-    first = ids_of(rows[0])
-    if first is None:
+    row_ids = ids_of(rows[0])
+    if row_ids is None:
         console.print("No sample of text: the items have no token ids to continue.")
         return
-    start = first[:NUM_PROMPT_TOKENS]
+    start = row_ids[:NUM_PROMPT_TOKENS]
     stop_token = stop_token_of(dataset)
     try:
-        given = {f"{len(start)} of the {name} text": start} if prompts is None else prompts_of(dataset, prompts)
-        for shown, prompt in given.items():
+        texts = {f"{len(start)} of the {name} text": start} if prompts is None else prompts_of(dataset, prompts)
+        for title, prompt in texts.items():
             ids = generate(
                 engine=engine,
                 prompt=prompt.to(engine.world.device),
                 num_tokens=num_tokens,
-                max_seq_len=len(first),
+                max_seq_len=len(row_ids),
                 seed=seed,
                 stop_token=stop_token,
             )
             num_added = len(ids) - len(prompt)
             whole = ids[:-1] if num_added and ids[-1].item() == stop_token else ids
-            console.rule(Text(f"{num_added} tokens after {shown}"))
+            console.rule(Text(f"{num_added} tokens after {title}"))
             console.print(printable(dataset.decode(whole), MAX_LINE), markup=False, highlight=False)
         console.rule()
     except CommError:
@@ -166,14 +166,14 @@ def prompts_of(dataset: Any, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: one has no token, or one that is not below the `vocab_size` of the data.
     """
-    found = {}
+    tokens = {}
     vocab_size = getattr(dataset, "vocab_size", None)
     for prompt in prompts:
         ids = torch.as_tensor(dataset.encode(prompt)).long()
-        shown = repr(printable(prompt, MAX_SHOWN, keep=""))
+        quote = repr(printable(prompt, MAX_SHOWN, keep=""))
         if ids.ndim != 1 or not len(ids):
-            raise ValueError(f"{shown} has no token")
+            raise ValueError(f"{quote} has no token")
         if isinstance(vocab_size, int) and int(ids.max()) >= vocab_size:
-            raise ValueError(f"{shown} has token {int(ids.max())}, and the data knows {vocab_size}")
-        found[shown] = ids
-    return found
+            raise ValueError(f"{quote} has token {int(ids.max())}, and the data knows {vocab_size}")
+        tokens[quote] = ids
+    return tokens

@@ -21,18 +21,18 @@ from zerotrain.training.request import ASKED, Request
 from zerotrain.training.result import RunResult
 
 COMPARED_AFTER = 3
-"""Steps, after which a run whose stage was chosen compares what its ranks hold with what they may."""
+"""Steps, after which a run with a chosen stage compares the memory of its ranks with their budget."""
 
 
 def stages_named(stages: Mapping[int, int], step: int = 0) -> str:
     """The stages from a step on, such as "stage 2, 3 after step 500"."""
-    later = [f"{stages[each]} after step {each}" for each in sorted(stages) if each > step]
+    later = [f"{stages[start]} after step {start}" for start in sorted(stages) if start > step]
     return ", ".join([f"stage {stage_at(stages, step)}", *later])
 
 
 def stage_at(stages: Mapping[int, int], step: int) -> int:
     """The stage after so many steps."""
-    return stages[max(each for each in stages if each <= step)]
+    return stages[max(start for start in stages if start <= step)]
 
 
 def stages_from(manifest: Manifest | None, schedule: Mapping[int, int]) -> tuple[dict[int, int], int]:
@@ -45,14 +45,14 @@ def stages_from(manifest: Manifest | None, schedule: Mapping[int, int]) -> tuple
     if manifest is None:
         return dict(schedule), 0
     # The extra of another loop than ours may be anything; the ranks say that it is none to go on from.
-    found: Any = manifest.content["extra"]
+    stages: Any = manifest.content["extra"]
     for name in (OF_TRAINER, "run", "asked_stages"):
-        found = found.get(name) if isinstance(found, dict) else None
-    return _with_asked(schedule, found if is_kind(found, AskedStages) else {}), manifest.step
+        stages = stages.get(name) if isinstance(stages, dict) else None
+    return _with_asked(schedule, stages if is_kind(stages, AskedStages) else {}), manifest.step
 
 
-def _with_asked(schedule: Mapping[int, int], asked: Mapping[str, int]) -> dict[int, int]:
-    return dict(schedule) | {int(step): stage for step, stage in asked.items()}
+def _with_asked(schedule: Mapping[int, int], requests: Mapping[str, int]) -> dict[int, int]:
+    return dict(schedule) | {int(step): stage for step, stage in requests.items()}
 
 
 class RunStages(Callback):
@@ -82,12 +82,12 @@ class RunStages(Callback):
 
     def start(self, run: Run) -> None:
         """Be at the stage of this step, from whatever stage the engine was built at."""
-        now, due = self._engine.options.zero.stage, stage_at(self._due, run.step)
-        if due != now:
+        current, due = self._engine.options.zero.stage, stage_at(self._due, run.step)
+        if due != current:
             self._change(due, run.step)
         self._enter(due, run.step, {"sent_nbytes": None, "theory_sent_nbytes": None})
 
-    def named(self, step: int) -> str:
+    def describe(self, step: int) -> str:
         """The stage of this step, and what comes later, such as "stage 2, 3 after step 500"."""
         return stages_named(self._due, step)
 
@@ -104,16 +104,15 @@ class RunStages(Callback):
         return _with_asked(self._schedule, self.asked)
 
     def after_step(self, run: Run, outcome: TrainStepResult) -> None:
-        """Be at the stage that is due after this step, or that somebody asks for now, and say so where that is
-        another."""
+        """Be at the stage that is due after this step, or wished for now; log a change."""
         if run.is_last:
             return
-        step, asked = run.step, run.asked.stage
-        asked = self._instead(step) if asked is None else asked
-        if asked is not None:
-            self.asked[str(step)] = asked
-        now, due = self._engine.options.zero.stage, stage_at(self._due, step)
-        if due == now:
+        step, wish = run.step, run.asked.stage
+        wish = self._instead(step) if wish is None else wish
+        if wish is not None:
+            self.asked[str(step)] = wish
+        current, due = self._engine.options.zero.stage, stage_at(self._due, step)
+        if due == current:
             return
         self.note_usage()
         switch = self._change(due, step)
@@ -128,35 +127,35 @@ class RunStages(Callback):
         planned = (self._result.memory_bytes or {}).get("planned") or {}
         if step != COMPARED_AFTER or not (peaks := planned.get("alternatives")):
             return None
-        budget, peak = planned["memory"], max(each.peak_nbytes for each in self.note_usage())
+        budget, peak = planned["memory"], max(usage.peak_nbytes for usage in self.note_usage())
         if peak <= budget or str(self._result.stage) in peaks:
             return None
         fitting = [stage for stage, nbytes in peaks.items() if nbytes + peak - planned["peak"] <= budget]
         best = fitting[0] if fitting else min(peaks, key=peaks.__getitem__)
-        found = (
+        finding = (
             f"a rank held {in_unit(peak)} by step {step}, of {in_unit(budget)}; planned were {in_unit(planned['peak'])}"
         )
         if peaks[best] >= planned["peak"]:
-            say(self._console, f"warning: zero.stage=auto: {found}, and no other stage holds less")
+            say(self._console, f"warning: zero.stage=auto: {finding}, and no other stage holds less")
             return None
         less = in_unit(planned["peak"] - peaks[best])
-        say(self._console, f"zero.stage=auto: {found}, and stage {best} holds {less} less")
+        say(self._console, f"zero.stage=auto: {finding}, and stage {best} holds {less} less")
         return int(best)
 
     def _change(self, due: int, step: int) -> StageSwitch:
-        now = self._engine.options.zero.stage
+        stage = self._engine.options.zero.stage
         switch = self._engine.set_stage(due)
         held = self._engine.memory_bytes()
-        told = ", ".join(f"{in_unit(held[name])} {name}" for name in ("parameters", "gradients", "optimizer"))
+        amounts = ", ".join(f"{in_unit(held[name])} {name}" for name in ("parameters", "gradients", "optimizer"))
         say(
             self._console,
-            f"stage {now} -> {due} after step {step}: sent {in_unit(switch.sent_nbytes)} (theory "
-            f"{in_unit(switch.theory_sent_nbytes)}), holds {told}",
+            f"stage {stage} -> {due} after step {step}: sent {in_unit(switch.sent_nbytes)} (theory "
+            f"{in_unit(switch.theory_sent_nbytes)}), holds {amounts}",
         )
         return switch
 
     def _enter(self, due: int, step: int, sent: Mapping[str, int | None]) -> None:
-        """Note a stage that is begun, or gone on with; one that no step was trained at is none of the run."""
+        """Note a stage that is begun, or gone on with. A stage without a trained step is dropped."""
         stages, self._result.stage = self._result.stages, due
         if stages and stages[-1]["from_step"] == step and stages[-1]["stage"] != due:
             stages.pop()
@@ -168,7 +167,7 @@ class RunStages(Callback):
         device = self._world.device
         usage = measure_usage(engine=self._engine, device=device, num_micro_batches=self._num_micro_batches)
         usages = gather_usages(usage, self._world)
-        self._result.stages[-1]["ranks"] = [asdict(each) for each in usages]
+        self._result.stages[-1]["ranks"] = [asdict(usage) for usage in usages]
         return usages
 
 
@@ -184,9 +183,9 @@ class RunFreezing(Callback):
 
     def __init__(self, engine: ZeroEngine, console: Console, until: Mapping[str, int | None]) -> None:
         self._engine, self._console, self._until = engine, console, until
-        self._changes = {each for each in until.values() if each is not None}
+        self._changes = {steps for steps in until.values() if steps is not None}
         self._frozen: list[str] = []
-        """Names that the settings have frozen; of a run that goes on, those of the run that saved."""
+        """Names frozen by the settings; in a resumed run, by those of the run that saved."""
 
     def start(self, run: Run) -> None:
         """Let train what is to train after this step, whatever the settings were before."""
@@ -230,7 +229,7 @@ class RunFreezing(Callback):
 #
 # Rank 0 looks whether the file has changed, once a step, and tells the others with the number that each step
 # exchanges. An answer (what was done, or why not) replaces the request: `answer: ...`. So nothing is done twice.
-# Whatever the file holds, and whoever writes it meanwhile, the run neither waits nor ends.
+# The run neither waits nor ends, with any content of the file and while somebody writes it.
 
 
 CONTROL_NAME = ASKED
@@ -266,24 +265,24 @@ class Control(Callback):
 
     def look(self) -> Request:
         """The requests in the file, on rank 0. A look costs some microseconds."""
-        if self._world.rank > 0 or (now := self._state()) is None or now == self._seen:
+        if self._world.rank > 0 or (state := self._state()) is None or state == self._seen:
             return Request()
-        asked, problems = _requests(self._path)
-        if self._state() != now:  # it is being written, or it is gone: the next look sees it whole
+        requests, problems = _requests(self._path)
+        if self._state() != state:  # it is being written, or it is gone: the next look sees it whole
             return Request()
-        self._seen, self._asked, self._problems = now, asked, problems
-        return Request(stage=asked.get("stage"), save="save" in asked, stop="stop" in asked and CONTROL_NAME)
+        self._seen, self._asked, self._problems = state, requests, problems
+        return Request(stage=requests.get("stage"), save="save" in requests, stop="stop" in requests and CONTROL_NAME)
 
     def answer(self, step: int) -> None:
         """The requests of this step, counted from 1, are done: say so, in the log and in the file."""
         if not self._asked and not self._problems:
             return
-        done = {
+        answers = {
             "stage": f"stage: {self._asked.get('stage')} after step {step}",
             "save": f"save: {step_name(step)} is written beside the training",
             "stop": f"stop: after step {step}, saved",
         }
-        parts = [done[name] for name in self._asked] + self._problems
+        parts = [answers[name] for name in self._asked] + self._problems
         self._asked, self._problems = {}, []
         say(self._console, f"{CONTROL_NAME}: {'; '.join(parts)}")
         quoted = [part.replace("'", "''") for part in parts]
@@ -299,10 +298,10 @@ class Control(Callback):
 
     def _state(self) -> tuple[int, ...] | None:
         try:
-            found = self._path.stat() if self._path.exists() else self._path.lstat()  # of a link that leads nowhere
+            status = self._path.stat() if self._path.exists() else self._path.lstat()  # of a link that leads nowhere
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _requests(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -312,19 +311,19 @@ def _requests(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         content = parse_yaml(read_regular(path, max_nbytes=MAX_NBYTES))
     except (OSError, UntrustedFileError) as error:
-        said = error.strerror if isinstance(error, OSError) else error
-        return {}, [f"it cannot be read: {printable(str(said), 500)}; write {ALLOWED}"]
+        reason = error.strerror if isinstance(error, OSError) else error
+        return {}, [f"it cannot be read: {printable(str(reason), 500)}; write {ALLOWED}"]
     if not isinstance(content, dict):
         return {}, [] if content is None else [f"it has no key and value; write {ALLOWED}"]
-    asked: dict[str, Any] = {}
+    requests: dict[str, Any] = {}
     problems = []
     for name, value in content.items():
-        if name in REQUESTS and any(type(value) is type(each) and value == each for each in REQUESTS[name][1]):
-            asked[name] = value
+        if name in REQUESTS and any(type(value) is type(allowed) and value == allowed for allowed in REQUESTS[name][1]):
+            requests[name] = value
         elif name in REQUESTS:
             problems.append(f"{name}: got {shown(repr(value))}; it must be {REQUESTS[name][0]}")
         elif name != "answer":
             problems.append(f"{shown(name)}: there is no such request; there are {ALLOWED}")
     if len(problems) > MAX_PROBLEMS:
         problems[MAX_PROBLEMS:] = [f"and {len(problems) - MAX_PROBLEMS} more that are wrong"]
-    return asked, problems
+    return requests, problems

@@ -53,7 +53,7 @@ class Metric(Callback):
     class_dim: int | None = None
 
     higher_is_better: bool = True
-    """Which way `checkpoint.best` and early stopping prefer it."""
+    """The direction in which `checkpoint.best` and early stopping prefer it."""
     needs_outputs: ClassVar[bool] = True
     """Whether it looks at the model's outputs: an evaluation then runs each micro-batch once more, without labels."""
     needs_labels: ClassVar[bool] = False
@@ -138,7 +138,7 @@ class TorchMetric(Metric):
     ) -> None:
         super().__init__(of=of, target=target, class_dim=class_dim)
         name = type(metric).__name__
-        if not all(hasattr(metric, each) for each in ("update", "compute", "reset", "_defaults", "_reductions")):
+        if not all(hasattr(metric, part) for part in ("update", "compute", "reset", "_defaults", "_reductions")):
             raise ValueError(f"metric: {name} has not the interface of torchmetrics.Metric")
         better = getattr(metric, "higher_is_better", None) if higher_is_better is None else higher_is_better
         if better is None:
@@ -159,8 +159,11 @@ class TorchMetric(Metric):
             self._metric.to(outputs.device)
         self._metric.reset()
         self._metric.update(outputs, labels)
-        states = (getattr(self._metric, name) for name in self._metric._reductions)
-        return [_joined(each) if isinstance(each, list) else each for each in states]
+        states = [getattr(self._metric, name) for name in self._metric._reductions]
+        for place, state in enumerate(states):
+            if isinstance(state, list):  # joined as torchmetrics does
+                states[place] = torch.cat([torch.atleast_1d(part) for part in state]) if state else torch.zeros(0)
+        return states
 
     def value(self, loss: float, kept: Sequence[States]) -> float:
         """See `Metric.value`."""
@@ -169,7 +172,7 @@ class TorchMetric(Metric):
         self._metric.reset()
         for (name, reduction), states in zip(self._metric._reductions.items(), zip(*kept, strict=True), strict=True):
             if isinstance(self._metric._defaults[name], list):
-                setattr(self._metric, name, [each for each in states if each.numel()])
+                setattr(self._metric, name, [state for state in states if state.numel()])
             else:
                 setattr(self._metric, name, MERGED_BY[reduction.__name__](list(states)))
         self._metric._update_count = len(kept)
@@ -177,26 +180,21 @@ class TorchMetric(Metric):
 
 
 def class_dims(outputs: torch.Tensor, labels: torch.Tensor) -> list[int]:
-    """The dimensions of outputs that may be that of the classes, by their sizes and those of the labels: 1, the last,
-    both or none."""
+    """The dimensions of outputs with the sizes of the labels around them, which may have the classes: 1, the last, both
+    or none."""
     dims = sorted({1, outputs.dim() - 1}) if labels.dim() and outputs.dim() == labels.dim() + 1 else []
     return [dim for dim in dims if outputs.shape[:dim] + outputs.shape[dim + 1 :] == labels.shape]
 
 
-def _joined(values: list[torch.Tensor]) -> torch.Tensor:
-    """One tensor of all, as torchmetrics joins them; an empty one of none."""
-    return torch.cat([torch.atleast_1d(each) for each in values]) if values else torch.zeros(0)
-
-
-def metrics_in(callbacks: Mapping[str, object], of: str) -> dict[str, Metric]:
+def metrics_in(callbacks: Mapping[str, object], kind: str) -> dict[str, Metric]:
     """The metrics of validation or of training among the callbacks of a run, by name."""
-    return {name: each for name, each in callbacks.items() if isinstance(each, Metric) and of in each.of}
+    return {name: metric for name, metric in callbacks.items() if isinstance(metric, Metric) and kind in metric.of}
 
 
-def rising(callbacks: Mapping[str, Callback]) -> frozenset[str]:
+def rising_metrics(callbacks: Mapping[str, Callback]) -> frozenset[str]:
     """The names in an evaluation of those metrics of which higher is better."""
     return frozenset(
-        f"val_{name}" for name, each in metrics_in(callbacks, OF_VALIDATION).items() if each.higher_is_better
+        f"val_{name}" for name, metric in metrics_in(callbacks, OF_VALIDATION).items() if metric.higher_is_better
     )
 
 
@@ -214,14 +212,12 @@ LOSS = "loss"
 MAX_TOLD = 2**16
 """Numbers of one metric that a checkpoint keeps at most."""
 MAX_MICRO_BATCHES = 2**20
+"""As many are told of in a checkpoint at most."""
 
 
-class _Kept(TypedDict):
+class _SavedMetrics(TypedDict):
     num: Annotated[int, Meta(ge=0, le=MAX_MICRO_BATCHES)]
     kept: dict[str, dict[str, list[list[Any]]]]
-
-
-"""As many are told of in a checkpoint at most."""
 
 
 class MetricStates:
@@ -259,15 +255,15 @@ class MetricStates:
             return
         loss = loss.double()
         self._kept[LOSS][number] = [torch.stack([loss * weight, torch.full_like(loss, weight)])]
-        for name, kept in self._kept.items():
+        for name, by_number in self._kept.items():
             if name == LOSS:
                 continue
             metric, labels = self._metrics[name], target_of(batch, self._metrics[name].target)
-            known = num_counted if metric.target is None else None
-            with self._named(name):
-                measured = predictions(outputs, labels, known, metric.class_dim or self._class_dim)
-                kept[number] = metric.measure(*measured)
-                require_states(kept[number])
+            count = num_counted if metric.target is None else None
+            with self._errors_of(name):
+                measured = predictions(outputs, labels, count, metric.class_dim or self._class_dim)
+                by_number[number] = metric.measure(*measured)
+                require_states(by_number[number])
 
     def values(self, world: World, num_micro_batches: int) -> dict[str, float]:
         """The mean loss over all labels and all metrics, by their names with the prefix. Collective.
@@ -275,42 +271,42 @@ class MetricStates:
         The loss is added up in the order of the micro-batches: the sums of each rank, added up, would be other bits at
         another number of ranks. It is nan where no label counts.
         """
-        found: dict[str, float] = {}
-        kept = {name: list(gathered(world, mine, num_micro_batches).values()) for name, mine in self._kept.items()}
+        values: dict[str, float] = {}
+        states = {name: list(gather_states(world, own, num_micro_batches).values()) for name, own in self._kept.items()}
         loss_sum, total = 0.0, 0.0
-        for [of_one] in kept[LOSS]:
+        for [of_one] in states[LOSS]:
             loss_sum, total = loss_sum + of_one[0].item(), total + of_one[1].item()
         mean = loss_sum / total if total else math.nan
-        found[f"{self._prefix}{LOSS}"] = mean
+        values[f"{self._prefix}{LOSS}"] = mean
         for name, metric in self._metrics.items():
-            with self._named(name):
-                found[f"{self._prefix}{name}"] = metric.value(mean, kept.get(name, ()))
-        return found
+            with self._errors_of(name):
+                values[f"{self._prefix}{name}"] = metric.value(mean, states.get(name, ()))
+        return values
 
     def to_first(self, world: World, num_micro_batches: int) -> None:
         """Let rank 0 have what all ranks have measured, as if it had done so alone. Collective."""
-        for name, mine in self._kept.items():
-            found = gathered(world, mine, num_micro_batches)
-            self._kept[name] = found if world.rank == 0 else {}
+        for name, own in self._kept.items():
+            of_all = gather_states(world, own, num_micro_batches)
+            self._kept[name] = of_all if world.rank == 0 else {}
 
     def state_dict(self) -> dict[str, Any]:
         """The states of this rank, as values that JSON can hold. A metric that keeps many numbers is left out."""
         return {
-            name: {str(number): [_told(state) for state in states] for number, states in kept.items()}
-            for name, kept in self._kept.items()
-            if sum(state.numel() for states in kept.values() for state in states) <= MAX_TOLD
+            name: {str(number): [_write_state(state) for state in states] for number, states in by_number.items()}
+            for name, by_number in self._kept.items()
+            if sum(state.numel() for states in by_number.values() for state in states) <= MAX_TOLD
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Have what `state_dict` gave, of those metrics that there are."""
         for name in self._kept.keys() & state.keys():
             self._kept[name] = {
-                int(number): [_of_told(each, device) for each in states] for number, states in state[name].items()
+                int(number): [_read_state(state, device) for state in states] for number, states in state[name].items()
             }
 
     @contextmanager
-    def _named(self, metric: str) -> Iterator[None]:
-        """Inside, what a metric raises says whose it is."""
+    def _errors_of(self, metric: str) -> Iterator[None]:
+        """Inside, an error of a metric names it."""
         try:
             yield
         except Exception as error:
@@ -347,12 +343,12 @@ def logits_in(outputs: Any) -> Any:
     """The logits of an output with several parts, or else the first."""
     if isinstance(outputs, torch.Tensor):
         return outputs
-    found = getattr(outputs, "logits", None)
-    if found is None and isinstance(outputs, Mapping):
-        found = outputs.get("logits")
-    if found is None and isinstance(outputs, tuple | list) and outputs:
-        found = outputs[0]
-    return outputs if found is None else found
+    logits = getattr(outputs, "logits", None)
+    if logits is None and isinstance(outputs, Mapping):
+        logits = outputs.get("logits")
+    if logits is None and isinstance(outputs, tuple | list) and outputs:
+        logits = outputs[0]
+    return outputs if logits is None else logits
 
 
 def class_dim_of(outputs: Any, labels: torch.Tensor | None, class_dim: int | None) -> int | None:
@@ -375,15 +371,15 @@ def class_dim_of(outputs: Any, labels: torch.Tensor | None, class_dim: int | Non
 
 def require_states(states: States) -> None:
     """Make sure that states can be sent to other ranks; ValueError where one cannot."""
-    for each in states:
-        if each.dtype not in DTYPES or each.dim() > NUM_DIMENSIONS:
+    for state in states:
+        if state.dtype not in DTYPES or state.dim() > NUM_DIMENSIONS:
             raise ValueError(
-                f"it keeps a {each.dim()}-dimensional tensor of {each.dtype}; it must be of real numbers with at most "
-                f"{NUM_DIMENSIONS} dimensions"
+                f"it keeps a {state.dim()}-dimensional tensor of {state.dtype}; it must be of real numbers with at "
+                f"most {NUM_DIMENSIONS} dimensions"
             )
 
 
-def gathered(world: World, mine: Mapping[int, States], num_micro_batches: int) -> dict[int, States]:
+def gather_states(world: World, measured: Mapping[int, States], num_micro_batches: int) -> dict[int, States]:
     """The states of all micro-batches by their number, in order, on every rank: of those that no rank measured none.
     Collective.
 
@@ -391,30 +387,30 @@ def gathered(world: World, mine: Mapping[int, States], num_micro_batches: int) -
         mine: by the number of the micro-batch, on this rank's device. Each has the same number of states.
     """
     counts = torch.zeros(world.size, dtype=torch.int64, device=world.device)
-    counts[world.rank] = max(map(len, mine.values()), default=0)
+    counts[world.rank] = max(map(len, measured.values()), default=0)
     num_states = int(world.sum(counts).max())
     shapes = torch.zeros(num_micro_batches, num_states, 2 + NUM_DIMENSIONS, dtype=torch.int64)
-    for number, states in mine.items():
+    for number, states in measured.items():
         for place, state in enumerate(states):
             about = (1 + DTYPES.index(state.dtype), state.dim(), *state.shape)
             shapes[number, place, : len(about)] = torch.tensor(about)
-    told: list[list[list[int]]] = world.sum(shapes.to(world.device)).tolist()
+    layouts: list[list[list[int]]] = world.sum(shapes.to(world.device)).tolist()
     parts = []
-    for number, of_states in enumerate(told):
+    for number, of_states in enumerate(layouts):
         for place, (_, num_dimensions, *shape) in enumerate(of_states):
-            own = _bits(mine[number][place]).flatten() if number in mine else None
+            own = _bits(measured[number][place]).flatten() if number in measured else None
             size = math.prod(shape[:num_dimensions])
             parts.append(torch.zeros(size, dtype=torch.int64, device=world.device) if own is None else own)
-    values = iter(world.sum(torch.cat(parts)).split([len(each) for each in parts]) if parts else ())
-    found: dict[int, States] = {}
-    for number, of_states in enumerate(told):
+    values = iter(world.sum(torch.cat(parts)).split([len(part) for part in parts]) if parts else ())
+    by_number: dict[int, States] = {}
+    for number, of_states in enumerate(layouts):
         states = [
             _of_bits(next(values), DTYPES[dtype - 1]).view(shape[:num_dimensions])
             for dtype, num_dimensions, *shape in of_states
         ]
         if of_states and of_states[0][0]:
-            found[number] = states
-    return found
+            by_number[number] = states
+    return by_number
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
@@ -426,23 +422,23 @@ def _of_bits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (values.view(torch.float64) if dtype.is_floating_point else values).to(dtype)
 
 
-def _told(state: torch.Tensor) -> list[Any]:
+def _write_state(state: torch.Tensor) -> list[Any]:
     return [DTYPES.index(state.dtype), list(state.shape), _bits(state).flatten().tolist()]
 
 
-def _of_told(told: list[Any], device: torch.device) -> torch.Tensor:
-    dtype, shape, bits = told
+def _read_state(content: list[Any], device: torch.device) -> torch.Tensor:
+    dtype, shape, bits = content
     return _of_bits(torch.tensor(bits, dtype=torch.int64, device=device), DTYPES[dtype]).view(shape)
 
 
-def are_told(value: Any) -> bool:
+def is_metrics_state(value: Any) -> bool:
     """Whether a value out of a file has the form of {"num": how many micro-batches, "kept": `state_dict()`}."""
-    if not is_kind(value, _Kept):
+    if not is_kind(value, _SavedMetrics):
         return False
     try:
-        for name, kept in value["kept"].items():
-            for number, told in kept.items():
-                states = [_of_told(each, torch.device("cpu")) for each in told]
+        for name, by_number in value["kept"].items():
+            for number, contents in by_number.items():
+                states = [_read_state(content, torch.device("cpu")) for content in contents]
                 require_states(states)
                 is_loss = [state.shape for state in states] == [(2,)]
                 if not 0 <= int(number) < value["num"] or (name == LOSS and not is_loss):
@@ -511,10 +507,10 @@ class TrainingMetrics(Callback):
         """{train_NAME: value} since the last line, which this is. Collective, where there are metrics."""
         if not self._metrics:
             return {}
-        found = self._states.values(self._world, self._num)
-        del found[PREFIX + LOSS]  # that of the last step alone is logged
+        values = self._states.values(self._world, self._num)
+        del values[PREFIX + LOSS]  # that of the last step alone is logged
         self._begin()
-        return found
+        return values
 
     def before_save(self, run: Run) -> None:
         """See `Callback.before_save`."""
@@ -529,7 +525,7 @@ class TrainingMetrics(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`."""
-        if self._metrics and (found := state.get("training_metrics")) is not None:
-            self._num = found["num"]
+        if self._metrics and (saved := state.get("training_metrics")) is not None:
+            self._num = saved["num"]
             if self._world.rank == 0:
-                self._states.load_state_dict(found["kept"], self._world.device)
+                self._states.load_state_dict(saved["kept"], self._world.device)

@@ -645,7 +645,7 @@ def test_where_its_save_fails_the_best_is_that_of_before(start_run):
     best = best_of(start_run)
     for step, loss in ((2, 3.0), (4, 2.0)):
         best.after_evaluation(SimpleNamespace(step=step, badness=lambda metric, value: value), {"val_loss": loss})
-    best.failed(Path(step_name(4)))
+    best.note_failed(Path(step_name(4)))
     assert best.state_dict()["best"] == {"metric": "val_loss", "value": 3.0, "step": 2}
     best.after_evaluation(SimpleNamespace(step=6, badness=lambda metric, value: value), {"val_loss": 2.5})
     assert best.is_due(6)

@@ -16,7 +16,7 @@ from zerotrain.training.callbacks.loggers import (
     TensorBoard,
     Tracker,
     WandB,
-    Written,
+    WrittenPoints,
     facts_of,
     ids_in,
     uncommitted_changes,
@@ -125,7 +125,7 @@ class Book(Tracker):
     def _open_run(self, run, run_id):
         self.id = run_id or str(len(self.runs))
         curves = self.runs.setdefault(self.id, defaultdict(list))
-        return self.id, Written(by_name={name: points[-1][0] for name, points in curves.items()})
+        return self.id, WrittenPoints(by_name={name: points[-1][0] for name, points in curves.items()})
 
     def _describe_run(self, run):
         self.described.append(run.settings)

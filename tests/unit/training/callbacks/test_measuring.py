@@ -38,7 +38,7 @@ def measured() -> dict[str, Any]:
         with clock:
             outcome = engine.train_step([(torch.full((1, 2), float(world.rank)),)])
         clock.count(0.0, wait_s, num_labels=8.0)
-    return measuring._of_step(outcome) | {"loss": outcome.loss.item()}
+    return measuring._step_metrics(outcome) | {"loss": outcome.loss.item()}
 
 
 def test_the_loss_is_the_mean_of_the_ranks_and_the_wait_that_of_the_longest() -> None:

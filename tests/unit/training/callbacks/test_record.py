@@ -12,7 +12,7 @@ import pytest
 from zerotrain import TrainingError
 from zerotrain.config.schema import Config
 from zerotrain.run import factory
-from zerotrain.training.callbacks.record import MIN_BEFORE, MIN_SCORE, NUM_BEFORE, Before, Spike, Spikes
+from zerotrain.training.callbacks.record import MIN_BEFORE, MIN_SCORE, NUM_BEFORE, RecentValues, Spike, Spikes
 from zerotrain.training.result import STEPS_NAME
 
 # Spikes: a number far above those of the steps before it, and nothing else, is told.
@@ -22,7 +22,7 @@ def spikes_in(losses: list[Any], norms: list[Any] | None = None) -> dict[int, Sp
     """By the index of the step."""
     spikes = Spikes()
     told = [
-        spikes.of({"loss": loss, "grad_norm": norm})
+        spikes.find_in({"loss": loss, "grad_norm": norm})
         for loss, norm in zip(losses, norms or [1.0] * len(losses), strict=True)
     ]
     return {step: spike for step, spike in enumerate(told) if spike is not None}
@@ -53,7 +53,7 @@ def test_the_larger_of_loss_and_norm_is_told() -> None:
 
 
 def test_a_score_is_told_by_quartiles_of_the_steps_before_alone() -> None:
-    draw, before, values = random.Random(3), Before(), []
+    draw, before, values = random.Random(3), RecentValues(), []
     for _ in range(3 * NUM_BEFORE):
         value = draw.choice([draw.gauss(5, 1), 5.0, draw.uniform(0, 100)])
         window = sorted(values[-NUM_BEFORE:])
@@ -71,7 +71,7 @@ def test_a_score_is_told_by_quartiles_of_the_steps_before_alone() -> None:
 def test_the_divisor_is_a_standard_deviation() -> None:
     draw, scores = random.Random(5), []
     for _ in range(100):
-        before = Before()
+        before = RecentValues()
         for _ in range(NUM_BEFORE):
             before.add(draw.gauss(50, 3))
         scores.append(before.score(50 + 10 * 3)[0])

@@ -12,7 +12,7 @@ import zerotrain
 from zerotrain.errors import CallbackError
 from zerotrain.training import Accuracy, Metric, Perplexity, TorchMetric
 from zerotrain.training.callbacks.evaluation import evaluate_all, evaluate_sources
-from zerotrain.training.metrics.metric import MAX_TOLD, MetricStates, are_told
+from zerotrain.training.metrics.metric import MAX_TOLD, MetricStates, is_metrics_state
 
 torchmetrics = pytest.importorskip("torchmetrics")
 CLASSES, ROWS = 32, 7
@@ -141,7 +141,7 @@ def test_what_a_checkpoint_says_of_metrics_of_training_is_looked_at_before_it_is
     states = MetricStates({"accuracy": Accuracy()}, "train_", "training")
     states.add(3, torch.tensor(1.5), 2, torch.eye(3)[None, :2], (None, torch.tensor([[0, 2]])), 2)
     told = json.loads(json.dumps({"num": 4, "kept": states.state_dict()}))
-    assert are_told(told)
+    assert is_metrics_state(told)
     again = MetricStates({"accuracy": Accuracy()}, "train_", "training")
     again.load_state_dict(told["kept"], torch.device("cpu"))
     assert again.state_dict() == states.state_dict()
@@ -154,7 +154,7 @@ def test_what_a_checkpoint_says_of_metrics_of_training_is_looked_at_before_it_is
         {"num": 4, "kept": {"a": {"3": [[0, [1], [2**70]]]}}}, {"num": 4, "kept": {"a": {"3": [[0, [1], ["x"]]]}}},
         {"num": 4, "kept": {"a": {"3": [[0, [1] * 9, [1]]]}}}, {"num": 4, "kept": {"a": {"3": [[0, [1]]]}}},
     ):  # fmt: skip
-        assert not are_told(wrong), wrong
+        assert not is_metrics_state(wrong), wrong
 
 
 def test_of_a_metric_that_keeps_many_numbers_a_checkpoint_has_none() -> None:
