@@ -333,7 +333,9 @@ def export(path: str | os.PathLike[str], options: ExportOptions) -> Iterator[str
             )
         with new_folder(out, _about(run, options), overwrite=options.overwrite) as folder:
             if options.dcp:
-                formats.write_dcp(folder, run.saved)
+                from zerotrain.commands.export_dcp import write_dcp
+
+                write_dcp(folder, run.saved)
             else:
                 yield from _write_weights(folder, run, options, dtype, model)
             if options.optimizer:

@@ -25,7 +25,6 @@ from zerotrain.launching import exits
 from zerotrain.launching.failures import Failure, Presence, continue_stopped, name_full_disk, seen_alive, stop_in_order
 from zerotrain.launching.job import Job, num_threads_per_rank
 from zerotrain.run import factory
-from zerotrain.saved import evaluating
 
 # The log of a rank: its output goes to ranks/<rank>.log, and the output of rank 0 to the terminal as well.
 
@@ -140,6 +139,8 @@ def _do(job: Job, presence: Presence, rank: int) -> dict[str, Any]:
     """Train, or evaluate."""
     tell = partial(leave_overdue, job.ranks_dir, rank)
     if job.evaluates is not None:
+        from zerotrain.saved import evaluating  # a training has no use for it
+
         return evaluating.run(job.config, **job.evaluates, folder=job.run_dir, enter=presence.enter, tell=tell)
     return factory.run(
         job.config,
