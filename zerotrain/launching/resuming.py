@@ -15,15 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from zerotrain.checkpoint.folder import (
-    CHECKPOINTS,
-    candidates,
-    checkpoints_in,
-    first_whole,
-    named_as_steps,
-    newest_first,
-    step_of,
-)
+from zerotrain.checkpoint import folder
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.comm.environment import RankEnvironment
@@ -43,7 +35,7 @@ from zerotrain.training.callbacks.stages import stage_at, stages_from
 from zerotrain.training.result import METRICS_NAME, RESULT_NAME, STEPS_NAME, read_result
 
 AUTO = "auto"
-_KINDS = dict.fromkeys((CHECKPOINTS, RANKS, COMPOSITION), stat.S_IFDIR)
+_KINDS = dict.fromkeys((folder.CHECKPOINTS, RANKS, COMPOSITION), stat.S_IFDIR)
 _KINDS |= dict.fromkeys((RESULT_NAME, METRICS_NAME, STEPS_NAME, CONFIG_NAME, PLAN_NAME), stat.S_IFREG)
 _KINDS |= {f"{COMPOSITION}/{name}.yaml": stat.S_IFREG for name in ("config", "hydra", "overrides")}
 """The files and folders of a run in its folder, by kind."""
@@ -83,7 +75,7 @@ def folder_problems(config: Config, run_dir: Path, *, of_sweep: bool = False) ->
         ]
     if result is not None:
         return _problems_of_completed(config, run_dir, result, another, of_sweep)
-    if resume is None and named_as_steps(run_dir / CHECKPOINTS):
+    if resume is None and folder.named_as_steps(run_dir / folder.CHECKPOINTS):
         return [
             f"launch.overwrite: got false, but {run_dir} holds checkpoints; checkpoint.resume=auto goes on from the "
             f"newest; launch.overwrite=true erases them; or give {another}"
@@ -110,7 +102,7 @@ def completed_already(config: Config, run_dir: Path) -> dict[str, Any] | None:
     result = completed_in(run_dir) if config.checkpoint.resume == AUTO else None
     if result is None or _differences(config, result, run_dir):
         return None
-    return result if checkpoints_in(run_dir / CHECKPOINTS) else result | {"checkpoint": None}
+    return result if folder.checkpoints_in(run_dir / folder.CHECKPOINTS) else result | {"checkpoint": None}
 
 
 def holds(config: Config, run_dir: Path) -> bool | None:
@@ -131,7 +123,7 @@ def _problems_of_completed(
     config: Config, run_dir: Path, result: dict[str, Any], another: str, of_sweep: bool
 ) -> list[str]:
     resume, steps, max_steps = config.checkpoint.resume, result["steps"], config.train.max_steps
-    has_checkpoints = bool(checkpoints_in(run_dir / CHECKPOINTS))
+    has_checkpoints = bool(folder.checkpoints_in(run_dir / folder.CHECKPOINTS))
     trains_longer = max_steps is None or max_steps > steps  # None: the data is yet to tell
     holds = f"{run_dir} holds a completed run"
     ways = f"or give {another}"
@@ -188,7 +180,7 @@ def _foreign_file(run_dir: Path) -> str | None:
     """Something else in the place of one of the run's files; it would stop the run. None if there is nothing."""
     kinds = {run_dir / name: kind for name, kind in _KINDS.items()}
     kinds |= dict.fromkeys(run_dir.glob(f"{RANKS}/*.*"), stat.S_IFREG)
-    kinds |= dict.fromkeys(named_as_steps(run_dir / CHECKPOINTS), stat.S_IFDIR)
+    kinds |= dict.fromkeys(folder.named_as_steps(run_dir / folder.CHECKPOINTS), stat.S_IFDIR)
     for path, kind in kinds.items():
         name = path.relative_to(run_dir)
         try:
@@ -324,9 +316,9 @@ def checkpoints_to_try(config: Config, run_dir: Path) -> list[Path]:
     if resume is None:
         return []
     if resume == AUTO:
-        return newest_first(run_dir / CHECKPOINTS)
+        return folder.newest_first(run_dir / folder.CHECKPOINTS)
     try:
-        return candidates(Path(resume).absolute())
+        return folder.candidates(Path(resume).absolute())
     except CheckpointError as error:
         raise ConfigError(f"checkpoint.resume: got {resume}; {error}") from error
 
@@ -337,7 +329,7 @@ def first_readable(paths: Sequence[Path]) -> Manifest | None:
     Raises:
         ConfigError: there are some, and none is.
     """
-    best, problems = first_whole(paths, read_manifest)
+    best, problems = folder.first_whole(paths, read_manifest)
     if best is None and problems:
         raise ConfigError(*(f"checkpoint.resume: {problem}" for problem in problems))
     return None if best is None else best[1]
@@ -346,7 +338,7 @@ def first_readable(paths: Sequence[Path]) -> Manifest | None:
 def stages_to_come(config: Config, paths: Sequence[Path]) -> tuple[dict[int, int], int]:
     """The stages of a run, each by the steps done before it, and the step at which the run goes on from the first of
     these checkpoints that can be read. The ranks may find it damaged, and take an older one."""
-    best, _ = first_whole(paths, read_manifest)
+    best, _ = folder.first_whole(paths, read_manifest)
     return stages_from(None if best is None else best[1], config.zero.stages)
 
 
@@ -484,8 +476,8 @@ class Attempts:
 
 def newest_step(run_dir: Path) -> int | None:
     """The step of the newest checkpoint in a run's folder; None if there is none."""
-    checkpoints = newest_first(run_dir / CHECKPOINTS)
-    return step_of(checkpoints[0]) if checkpoints else None
+    checkpoints = folder.newest_first(run_dir / folder.CHECKPOINTS)
+    return folder.step_of(checkpoints[0]) if checkpoints else None
 
 
 def place_of_restart(run_dir: Path) -> str:
@@ -497,7 +489,7 @@ def place_of_restart(run_dir: Path) -> str:
 def going_on(job: Job) -> Job:
     """The job as it goes on after a restart: from the newest checkpoint of its own folder, where there is one; if not,
     as it began the first time."""
-    checkpoints = newest_first(job.run_dir / CHECKPOINTS)
+    checkpoints = folder.newest_first(job.run_dir / folder.CHECKPOINTS)
     if not checkpoints:
         return job
     stage = stage_at(*stages_to_come(job.config, checkpoints))
@@ -535,7 +527,7 @@ def go_on_if_queued_again(config: Config, run_dir: Path, environment: Mapping[st
     if not restarts.isdecimal() or int(restarts[:9]) == 0:
         return None
     config.launch.overwrite = False
-    if config.checkpoint.resume is None or newest_first(run_dir / CHECKPOINTS):
+    if config.checkpoint.resume is None or folder.newest_first(run_dir / folder.CHECKPOINTS):
         config.checkpoint.resume = AUTO
     return f"SLURM_RESTART_COUNT={restarts}: checkpoint.resume={config.checkpoint.resume}"
 

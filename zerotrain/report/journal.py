@@ -18,18 +18,8 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NotRequired, TypedDict
 
 from zerotrain.errors import ConfigError, TrainingError
+from zerotrain.files import untrusted
 from zerotrain.files.lock import lock, open_lock
-from zerotrain.files.untrusted import (
-    FilePath,
-    Natural,
-    NotRegularError,
-    UntrustedFileError,
-    is_kind,
-    one_of,
-    only_regular,
-    parse_json,
-    read_json,
-)
 
 JOURNAL_NAME = "sweep.jsonl"
 RESULT_NAME = "result.json"
@@ -44,7 +34,7 @@ _MAX_RESULT_NBYTES = 2**26
 
 
 class _JobResult(TypedDict):
-    status: Annotated[str, one_of(COMPLETED, FAILED, STOPPED)]
+    status: Annotated[str, untrusted.one_of(COMPLETED, FAILED, STOPPED)]
     overrides: list[str] | None
     config_hash: NotRequired[str | None]
     error: NotRequired[str | None]
@@ -55,9 +45,9 @@ class _JobResult(TypedDict):
 class JobEvent:
     """One line."""
 
-    event: Annotated[str, one_of(BEGUN, ENDED, TAKEN, REFUSED)]
+    event: Annotated[str, untrusted.one_of(BEGUN, ENDED, TAKEN, REFUSED)]
     """begun, ended, taken (left as it is, with its status) or refused (for its settings)."""
-    job: Natural
+    job: untrusted.Natural
     """Number of the job in the sweep that the driver runs."""
     folder: str
     """The job's, below that of the sweep."""
@@ -66,7 +56,7 @@ class JobEvent:
     not be read. It is made before the data is read: that in result.json may differ."""
     overrides: list[str]
     """The job's own settings."""
-    status: Annotated[str, one_of(COMPLETED, DIVERGED, FAILED, STOPPED, RUNNING, PRUNED)] | None = None
+    status: Annotated[str, untrusted.one_of(COMPLETED, DIVERGED, FAILED, STOPPED, RUNNING, PRUNED)] | None = None
     """Null of a job that has begun."""
     error: str | None = None
     final_val_loss: float | None = None
@@ -74,7 +64,7 @@ class JobEvent:
     """The first of the sweep's objectives."""
     trackers: dict[str, str] = field(default_factory=dict)
     """The ids of an ended job's run at its trackers, by their names."""
-    pid: Natural = field(default_factory=os.getpid)
+    pid: untrusted.Natural = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
     time: float = field(default_factory=time.time)
     """Seconds since the epoch, by the clock of `host`."""
@@ -82,7 +72,7 @@ class JobEvent:
     @property
     def is_within(self) -> bool:
         """Whether its folder lies below that of the sweep: no other is looked into."""
-        return is_kind(self.folder, FilePath)
+        return untrusted.is_kind(self.folder, untrusted.FilePath)
 
     def is_of(self, identity: "Identity") -> bool:
         """Whether it is about this job, whatever number it had."""
@@ -183,7 +173,7 @@ class SweepJournal:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = open_lock(self.path)
-        except (NotRegularError, OSError) as error:
+        except (untrusted.NotRegularError, OSError) as error:
             raise JournalError(
                 f"hydra.sweep.dir: got {self.path.parent}, whose {JOURNAL_NAME} cannot be written: {error.strerror}; "
                 "move that away, or give another folder"
@@ -206,14 +196,14 @@ class SweepJournal:
         with self._reads:
             if self.nbytes < self._num_read:  # another file
                 self._events, self._num_read = [], 0
-            with suppress(OSError), open(self.path, "rb", opener=only_regular) as file:
+            with suppress(OSError), open(self.path, "rb", opener=untrusted.only_regular) as file:
                 file.seek(self._num_read)
                 for line in iter(lambda: file.readline(_MAX_NBYTES), b""):
                     if not line.endswith(b"\n") and len(line) < _MAX_NBYTES:  # the rest is about to come
                         break
                     self._num_read += len(line)
-                    with suppress(UntrustedFileError):
-                        self._events.append((self._num_read, parse_json(line, JobEvent)))
+                    with suppress(untrusted.UntrustedFileError):
+                        self._events.append((self._num_read, untrusted.parse_json(line, JobEvent)))
             return [event for end, event in self._events if end > start]
 
 
@@ -221,8 +211,8 @@ def note_earlier_results(folder: Path) -> None:
     """Begin the journal of a sweep that has none with what lies in its folder."""
     events: list[JobEvent] = []
     for path in sorted(folder.rglob(RESULT_NAME)):
-        with suppress(OSError, UntrustedFileError):
-            result: dict[str, Any] = read_json(path, _JobResult, max_nbytes=_MAX_RESULT_NBYTES)
+        with suppress(OSError, untrusted.UntrustedFileError):
+            result: dict[str, Any] = untrusted.read_json(path, _JobResult, max_nbytes=_MAX_RESULT_NBYTES)
             name = path.parent.relative_to(folder).as_posix()
             events.append(
                 JobEvent(

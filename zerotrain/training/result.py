@@ -15,16 +15,8 @@ from typing import Annotated, Any, Protocol, TypedDict
 
 from msgspec import Meta
 
+from zerotrain.files import untrusted
 from zerotrain.files.lock import whole
-from zerotrain.files.untrusted import (
-    Natural,
-    UntrustedFileError,
-    one_of,
-    only_regular,
-    parse_json,
-    printable,
-    read_json,
-)
 
 RESULT_NAME = "result.json"
 KEPT = ("skipped_steps", "final_train_loss", "final_val_loss", "val_loss_by_source", "val_metrics", "stages")
@@ -40,7 +32,7 @@ _StopName = Meta(pattern=rf"^({'|'.join(signal.Signals.__members__)}|control\.ya
 class RunResult:
     """The body of result.json. Null is what was not known when the run ended, and a loss that is no number."""
 
-    world_size: Natural
+    world_size: untrusted.Natural
     """Ranks."""
     stage: int | None = None
     """ZeRO stage: the last, where it has changed."""
@@ -48,7 +40,7 @@ class RunResult:
     """The settings given on the command line."""
     config_hash: str | None = None
     """Equal where all settings are equal."""
-    status: Annotated[str, one_of("completed", "stopped", "failed")] = "failed"
+    status: Annotated[str, untrusted.one_of("completed", "stopped", "failed")] = "failed"
     """completed, stopped (from outside) or failed."""
     error: str | None = None
     """The error that ended a run before it completed."""
@@ -63,7 +55,7 @@ class RunResult:
     """The checkpoint that the last sitting of the run has gone on from."""
     checkpoint: str | None = None
     """The newest checkpoint of the run."""
-    steps: Natural = 0
+    steps: untrusted.Natural = 0
     """Optimizer steps done, skipped ones included."""
     skipped_steps: int = 0
     """Those of them that changed nothing, because the gradient was not finite."""
@@ -136,7 +128,7 @@ class RunResult:
             self.error = f"stopped by {stopped_by} after step {self.steps} of {max_steps}"
         if failure is not None:
             self.status, self.exit_code = "failed", 1
-            self.error = printable(f"{type(failure).__name__}: {failure}")
+            self.error = untrusted.printable(f"{type(failure).__name__}: {failure}")
 
     def body(self) -> dict[str, Any]:
         """The content that is written."""
@@ -171,9 +163,9 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
         OSError: it cannot be read; `FileNotFoundError` where there is none.
         UntrustedFileError: it is no result of a run.
     """
-    result: RunResult = read_json(path, RunResult, max_nbytes=MAX_NBYTES)
+    result: RunResult = untrusted.read_json(path, RunResult, max_nbytes=MAX_NBYTES)
     if result.status == "failed" and result.exit_code == 0:
-        raise UntrustedFileError("exit_code: got 0 of a run that has failed")
+        raise untrusted.UntrustedFileError("exit_code: got 0 of a run that has failed")
     return result.body()
 
 
@@ -191,7 +183,7 @@ def without_non_finite(value: Any) -> Any:
 
 VAL_LOSS = "final_val_loss"
 _OF_AN_EVALUATION = re.compile(r"val_\w+(/.+)?")
-_NUMBERS = tuple(member.name for member in fields(RunResult) if member.type in (int, Natural, float | None))
+_NUMBERS = tuple(member.name for member in fields(RunResult) if member.type in (int, untrusted.Natural, float | None))
 NUMBERS = (
     *_NUMBERS,
     *(f"comm_bytes_per_step.{part}" for part in ("sent", "theory")),
@@ -224,7 +216,7 @@ def value_in(result: Mapping[str, Any], name: str) -> float | None:
     """
     values = _values(result)
     if name not in values:
-        names = printable(", ".join(list(values)[:_MAX_TOLD]), keep="")
+        names = untrusted.printable(", ".join(list(values)[:_MAX_TOLD]), keep="")
         raise LookupError(f"got {name}, which this job has not measured; it has {names}")
     return values[name]
 
@@ -293,7 +285,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
         self._path = path
-        self._file = open(path, "a" if append else "w", buffering=1, opener=only_regular)  # noqa: SIM115 - closed by `close`
+        self._file = open(path, "a" if append else "w", buffering=1, opener=untrusted.only_regular)  # noqa: SIM115 - closed by `close`
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Append one line; a number that is nan or infinite becomes null.
@@ -315,8 +307,8 @@ def keep_lines(source: Path, target: Path, *, until: int) -> None:
     itself: a run that goes on from step 100 comes to the steps after it again. Nothing where there is no such file."""
     if not source.exists():
         return
-    with open(source, "rb", opener=only_regular) as lines, whole(target) as output:
+    with open(source, "rb", opener=untrusted.only_regular) as lines, whole(target) as output:
         for line in lines:
-            with suppress(UntrustedFileError):  # of a line that is cut off
-                if parse_json(line, _MetricsLine)["step"] <= until:
+            with suppress(untrusted.UntrustedFileError):  # of a line that is cut off
+                if untrusted.parse_json(line, _MetricsLine)["step"] <= until:
                     output.write(line)

@@ -11,17 +11,8 @@ import torch
 from torch import nn
 
 from zerotrain.device.kinds import device_of
+from zerotrain.engine.groups import optimizers
 from zerotrain.engine.groups.hyperparameters import Hyperparameters, OwnNumbers, as_plain, show, shown_groups
-from zerotrain.engine.groups.optimizers import (
-    SAMPLE_SHAPE,
-    WHOLE,
-    OptimizerFactory,
-    build_optimizer,
-    needing_whole,
-    require_values,
-    sampled_nbytes,
-    updates_whole,
-)
 from zerotrain.engine.groups.probe import probe
 from zerotrain.errors import CheckpointError, ConfigError, EngineStateError
 from zerotrain.sharding.layout import round_up
@@ -66,7 +57,7 @@ class ParamGroups:
         self,
         parameters: Sequence[ModelParameter],
         units: Sequence[Unit[ModelParameter]],
-        factory: OptimizerFactory,
+        factory: optimizers.OptimizerFactory,
         param_groups: Sequence[dict[str, Any]] | None,
         *,
         decay_all: bool = True,
@@ -81,7 +72,7 @@ class ParamGroups:
         """As in `hyperparameters`, which is the user's, with the numbers that the optimizer of a group changes; None:
         there are none."""
         self._state_nbytes: dict[bool, int] = {}
-        self._all_whole = updates_whole(factory) and not hasattr(factory, "needs_whole")
+        self._all_whole = optimizers.updates_whole(factory) and not hasattr(factory, "needs_whole")
         self.hyperparameters, self.kinds = [], []
         self._units, self._decay_all, self._warns = units, decay_all, warns
         self._parameters = parameters
@@ -120,7 +111,7 @@ class ParamGroups:
     def _classify(self, started: Sequence[nn.Parameter]) -> None:
         """Ask the optimizer which of these parameters, that train now, it updates whole."""
         if new := {parameter for parameter in started if parameter not in self._classified}:
-            self._whole |= new & {managed.parameter for managed in needing_whole(self.factory, self._units)}
+            self._whole |= new & {managed.parameter for managed in optimizers.needing_whole(self.factory, self._units)}
             self._classified |= new
 
     def _add_default_groups(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -141,7 +132,7 @@ class ParamGroups:
         name = settings.pop("name", f"group {len(self.hyperparameters)}")
         if {name, f"{name} others"} & self._settings.keys():
             raise ConfigError(f"param_groups: two groups are called {name!r}; give each a name of its own")
-        if name.startswith(WHOLE) or (not self._decay_all and name in OF_THE_REST):
+        if name.startswith(optimizers.WHOLE) or (not self._decay_all and name in OF_THE_REST):
             raise ConfigError(f"param_groups: a group is called {name!r}, a name of the engine's; give it another")
         members = self.find(params, "param_groups")
         if duplicates := [param for param in params if isinstance(param, nn.Parameter) and param in self._home]:
@@ -173,8 +164,10 @@ class ParamGroups:
         """
         sample = self._sample(name)
         keys = sample.defaults.keys() | {"initial_lr"}
-        options = {key: value for key, value in self._settings[name.removeprefix(WHOLE)].items() if key in keys}
-        require_values(sample, options)
+        options = {
+            key: value for key, value in self._settings[name.removeprefix(optimizers.WHOLE)].items() if key in keys
+        }
+        optimizers.require_values(sample, options)
         optimizer = self._sample(name, options if saved is None else saved)
         settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         at_first = sample.param_groups[0].keys() | keys  # without numbers that steps have added before a save
@@ -183,7 +176,9 @@ class ParamGroups:
         group = Hyperparameters(settings, own)
         self.hyperparameters.append(group)
         self.kinds.append(type(optimizer).__name__)
-        counting = self._sample(name, settings, torch.ones(SAMPLE_SHAPE, device=self._device)) if own else None
+        counting = (
+            self._sample(name, settings, torch.ones(optimizers.SAMPLE_SHAPE, device=self._device)) if own else None
+        )
         self._groups.append((group, None if counting is None else OwnNumbers(counting, own)))
 
     def _own_numbers(self, settings: dict[str, Any]) -> frozenset[str]:
@@ -191,7 +186,7 @@ class ParamGroups:
         if self._device is None:
             return frozenset()
         tried = {key: as_plain(value) for key, value in settings.items() if key not in ("name", "lr", "initial_lr")}
-        key = repr((settings["name"].startswith(WHOLE), tried))
+        key = repr((settings["name"].startswith(optimizers.WHOLE), tried))
         if key not in self._probed:
             self._probed[key] = probe(self.factory, settings, self._device)
         return self._probed[key]
@@ -200,8 +195,8 @@ class ParamGroups:
         self, name: str, settings: Mapping[str, Any] | None = None, tensor: torch.Tensor | None = None
     ) -> torch.optim.Optimizer:
         """An optimizer of one small tensor, as a group of this name has it."""
-        tensor = torch.zeros(SAMPLE_SHAPE) if tensor is None else tensor
-        return build_optimizer(self.factory, [{"params": [tensor], "name": name, **(settings or {})}])
+        tensor = torch.zeros(optimizers.SAMPLE_SHAPE) if tensor is None else tensor
+        return optimizers.build_optimizer(self.factory, [{"params": [tensor], "name": name, **(settings or {})}])
 
     def _require_known(self, names: Collection[str], settings: Mapping[str, Any]) -> None:
         """Make sure that the optimizer of some of these groups has each of the settings; ConfigError otherwise."""
@@ -215,11 +210,11 @@ class ParamGroups:
 
     def _default_name(self, name: str) -> str:
         """The name of a group of parameters of which the optimizer has not said that it updates them whole."""
-        return f"{WHOLE}{name}" if self._all_whole else name
+        return f"{optimizers.WHOLE}{name}" if self._all_whole else name
 
     def _full_name(self, parameter: nn.Parameter) -> str:
         name = self._home[parameter]
-        return f"{WHOLE}{name}" if parameter in self._whole else self._default_name(name)
+        return f"{optimizers.WHOLE}{name}" if parameter in self._whole else self._default_name(name)
 
     def _take_places(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note the numbers of the groups of parameters, as far as there are such groups."""
@@ -280,7 +275,7 @@ class ParamGroups:
         for group, target in targets:
             members.setdefault(group, []).append(target)
         described = [{"params": tensors, **self.hyperparameters[group]} for group, tensors in members.items()]
-        return build_optimizer(self.factory, described) if described else None
+        return optimizers.build_optimizer(self.factory, described) if described else None
 
     def show_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Give one of those optimizers the hyperparameters as they are now."""
@@ -315,8 +310,8 @@ class ParamGroups:
     def state_nbytes(self, numels: Sequence[int], *, is_whole: bool) -> int:
         """Bytes that the optimizer will keep of tensors of so many elements, each on a border of 256 bytes."""
         if numels and is_whole not in self._state_nbytes:
-            self._state_nbytes[is_whole] = sampled_nbytes(self.factory, is_whole=is_whole)
-        sample_numel = SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1]
+            self._state_nbytes[is_whole] = optimizers.sampled_nbytes(self.factory, is_whole=is_whole)
+        sample_numel = optimizers.SAMPLE_SHAPE[0] * optimizers.SAMPLE_SHAPE[1]
         return sum(round_up(numel * self._state_nbytes[is_whole] // sample_numel, 256) + 256 for numel in numels)
 
     # ---- changes of what trains
@@ -415,7 +410,7 @@ class ParamGroups:
             CheckpointError: the optimizer would update a parameter whole that is in no group of such, or the other way.
         """
         for settings in added:
-            self._settings.setdefault(settings["name"].removeprefix(WHOLE), {})
+            self._settings.setdefault(settings["name"].removeprefix(optimizers.WHOLE), {})
             self._append(settings["name"], settings)
         for parameter, names in self._names.items():
             trains, group, generation = places[names[0]]
@@ -423,7 +418,7 @@ class ParamGroups:
             self._generation[parameter] = generation
             if group is not None:
                 self._group[parameter] = group
-                self._home[parameter] = self.hyperparameters[group]["name"].removeprefix(WHOLE)
+                self._home[parameter] = self.hyperparameters[group]["name"].removeprefix(optimizers.WHOLE)
         self._classify(self.trainable)
         for parameter in self.trainable:
             if (name := self.hyperparameters[self._group[parameter]]["name"]) != self._full_name(parameter):

@@ -16,16 +16,8 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.device.device import lies_on_host
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.update import update_range
+from zerotrain.engine.state import named
 from zerotrain.engine.state.fill import Keeps, KeptOnce, KeptTensor, Source
-from zerotrain.engine.state.named import (
-    KeptState,
-    NamedPiece,
-    capture,
-    current_average,
-    current_weight,
-    kept_range,
-    kept_states,
-)
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.layout import Slot, slot_view
 from zerotrain.sharding.plan import Plan
@@ -49,7 +41,7 @@ class OtherBuckets(Source):
 
     def __init__(self, buckets: Sequence[Bucket], described: Described, plan: Plan, collectives: Collectives) -> None:
         self._plan, self._collectives = plan, collectives
-        self.has_average = any(current_average(bucket) is not None for bucket in buckets)
+        self.has_average = any(named.current_average(bucket) is not None for bucket in buckets)
         self._homes: dict[torch.Tensor, tuple[Bucket, int]] = {}
         """The old bucket of each parameter, and its place there."""
         for bucket in buckets:
@@ -82,16 +74,16 @@ class OtherBuckets(Source):
             self._from_owners = dict(self._sent_by_owners(bucket, role))
         elif isinstance(old, TrainedBucket) and old.weights.plan.shards_optimizer and not self._plan.shards_optimizer:
             if (dtype := self._dtype(bucket, role)) is not None:
-                self._whole = capture(old, role, dtype, self._collectives)
+                self._whole = named.capture(old, role, dtype, self._collectives)
             if role == AVERAGE:
                 old.update.state.average = None  # a rank has room for it once
             elif role != WEIGHT:
-                for state in kept_states(old):
+                for state in named.kept_states(old):
                     if isinstance(state.where, slice):
                         state.values.pop(role, None)  # a rank has room for it once
                 self._from_owners = dict(self._sent_by_owners(bucket, role))
 
-    def read(self, piece: NamedPiece) -> None:
+    def read(self, piece: named.NamedPiece) -> None:
         assert self._whole is not None
         piece.values.copy_(self._whole[piece.in_bucket])
 
@@ -151,8 +143,8 @@ class OtherBuckets(Source):
         whole = torch.zeros(bucket.layout.padded_numel, dtype=dtype, device=self._collectives.world.device)
         for old, moving in members.items():
             # The average of a parameter that was frozen begins with its weight.
-            source_role = WEIGHT if role == AVERAGE and current_average(old) is None else role
-            values = capture(old, source_role, whole.dtype, self._collectives)
+            source_role = WEIGHT if role == AVERAGE and named.current_average(old) is None else role
+            values = named.capture(old, source_role, whole.dtype, self._collectives)
             for slot, old_slot in moving:
                 slot_view(whole, slot).copy_(slot_view(values, old_slot))
         return whole
@@ -186,7 +178,7 @@ def described_state(buckets: Sequence[Bucket]) -> Described:
     """
     described: Described = {}
     for bucket in buckets:
-        for state in kept_states(bucket):
+        for state in named.kept_states(bucket):
             tensors = state.tensors()
             for name, value in state.values.items():
                 if name not in tensors:
@@ -201,7 +193,7 @@ def _key(managed: ManagedParameter) -> tuple[int, int] | str:
     return managed.names[0] if managed.is_updated_whole else managed.span
 
 
-def _once(state: KeptState, name: str, value: Any) -> tuple[Any, Any]:
+def _once(state: named.KeptState, name: str, value: Any) -> tuple[Any, Any]:
     if not isinstance(value, torch.Tensor):
         return value, False
     if value.ndim > 0:
@@ -215,9 +207,9 @@ def _once(state: KeptState, name: str, value: Any) -> tuple[Any, Any]:
 def _held(bucket: Bucket, role: str) -> Iterator[tuple[slice | int, torch.Tensor]]:
     """Values that this rank has of a bucket in one role, and of which elements or of which slot of the bucket."""
     if role == WEIGHT:
-        yield kept_range(bucket), current_weight(bucket)
-    elif role == AVERAGE and (average := current_average(bucket)) is not None:
-        yield kept_range(bucket), average
-    for state in kept_states(bucket):
+        yield named.kept_range(bucket), named.current_weight(bucket)
+    elif role == AVERAGE and (average := named.current_average(bucket)) is not None:
+        yield named.kept_range(bucket), average
+    for state in named.kept_states(bucket):
         if role in state.values:
             yield state.where, state.values[role]
