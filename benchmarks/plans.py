@@ -205,9 +205,7 @@ def _our_plan(model: str, stage: int, num_ranks: int) -> int:
     optimizer = build("optimizer", config.optimizer_target)
     links = Links(num_ranks, on_host=True, ordered=True)
     seen = look_at(optimizer, on_host=True)
-    plan = Rehearsals(config, links, batch_of(model, 1), optimizer, seen, Path(tempfile.gettempdir())).plan(
-        stage
-    )
+    plan = Rehearsals(config, links, batch_of(model, 1), optimizer, seen, Path(tempfile.gettempdir())).plan(stage)
     if plan.peak is None:
         raise RuntimeError(f"{plan.unknown_because} cannot be followed")
     return plan.peak
