@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from zerotrain.comm.world import World
     from zerotrain.engine.engine import ZeroEngine
     from zerotrain.engine.groups.optimizers import MuonWithAdamW
-    from zerotrain.engine.results import LoadedWeights, StepResult, TrainStepResult
+    from zerotrain.engine.results import LoadedWeights, StageSwitch, StepResult, TrainStepResult
     from zerotrain.errors import (
         CheckpointError,
         CommError,

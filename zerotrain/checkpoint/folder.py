@@ -325,6 +325,7 @@ def hold_newest(path: Path) -> Iterator[Path]:
         except CheckpointError:
             if number > _NUM_LOOKS_AT_NONE:
                 raise
+            time.sleep(0.01)
             continue  # the one that was listed has been removed, and the newer one came behind the listing
         try:
             descriptor = _lock_manifest(folder / MANIFEST, shared=True)

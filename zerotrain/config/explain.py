@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def with_place(problem: str, choices: Mapping[str, Any], folders: Sequence[Path]
 
     Args:
         choices: which yaml was chosen of each group.
-        given: the overrides of the command line.
+        overrides: those of the command line.
     """
     key = problem.partition(":")[0].lstrip("+")
     names = [override.lstrip("+").partition("=")[0] for override in overrides]
@@ -48,11 +49,17 @@ def with_place(problem: str, choices: Mapping[str, Any], folders: Sequence[Path]
         return problem
     paths = (find_yaml(f"{group}/{choice}", folders) for group, choice in choices.items() if choice is not None)
     # An experiment counts more than the group it changes.
-    files = [(path, path.read_text(encoding="utf-8").lstrip()) for path in paths if path is not None]
-    files.sort(key=lambda file: not file[1].startswith("# @package _global_"))
-    places = (place_of(key, path) for path, _ in files)
+    files = sorted((path for path in paths if path is not None), key=lambda path: not _is_global(path))
+    places = (place_of(key, path) for path in files)
     place = next((place for place in places if place is not None), None)
     return problem if place is None else f"{problem} ({place})"
+
+
+def _is_global(path: Path) -> bool:
+    """Whether a yaml begins by changing groups beside its own, as an experiment does."""
+    with suppress(OSError, UnicodeError):  # it has changed since Hydra read it
+        return path.read_text(encoding="utf-8").lstrip().startswith("# @package _global_")
+    return False
 
 
 def find_yaml(name: str, folders: Iterable[Path]) -> Path | None:

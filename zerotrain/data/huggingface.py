@@ -86,9 +86,11 @@ class HuggingFaceDataset:
             self.encode, self.decode = self.tokenizer.encode, self.tokenizer.decode
             self.end_of_text = self.tokenizer.end_of_text
         used_splits = {name: splits[name] for name in _names_of_splits(splits, split, validation_split, path)}
-        for name in filter(None, (column, labels_column)):
-            if name not in (columns := used_splits[split].column_names):
-                raise ValueError(f"data.column={name}: there is no such column; there are {', '.join(columns)}")
+        for setting, name in {"data.column": column, "data.labels_column": labels_column}.items():
+            for rows in used_splits.values():
+                if name is not None and name not in rows.column_names:
+                    columns = ", ".join(rows.column_names)
+                    raise ValueError(f"{setting}={name}: there is no such column; there are {columns}")
         self._num_null = 0
         if column is not None:
             rows_of_all = sum(map(len, used_splits.values()))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.config.explain import composition_problems
+from zerotrain.config.explain import composition_problems, with_place
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 
@@ -241,3 +241,13 @@ def test_a_second_dict_for_a_setting_says_how_the_first_is_taken_away(compose):
         "zero.schedule: has a value already, and the two would be merged; zero.schedule=null before it removes "
         "that value"
     )
+
+
+def test_a_yaml_that_is_no_text_any_more_hides_no_problem(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    yaml = tmp_path / "model/mine.yaml"
+    problem = "model.num_layers: got 0; it must be 1 or more"
+    yaml.write_text("num_layers: 0\n")
+    assert with_place(problem, {"model": "mine"}, [tmp_path], []) == f"{problem} ({yaml}, line 1)"
+    yaml.write_bytes(b"num_layers: \xff\n")
+    assert with_place(problem, {"model": "mine"}, [tmp_path], []) == problem

@@ -73,6 +73,10 @@ def test_a_folder_of_splits_labels_of_their_own_and_all_columns(datasets: Any, t
     masked = HuggingFaceDataset(folder, column="ids", labels_column="labels", seq_len=2)
     assert [part.tolist() for part in masked.train[1]] == [[4, 5], [-100, 6]]
     assert len(masked.validation) == 2
+    splits["test"] = datasets.Dataset.from_dict({"ids": rows["ids"]})
+    datasets.DatasetDict(splits).save_to_disk(unlike := str(tmp_path / "unlike"))
+    with pytest.raises(ValueError, match=r"^data\.labels_column=labels: there is no such column; there are ids$"):
+        HuggingFaceDataset(unlike, column="ids", labels_column="labels", seq_len=2)
     item = HuggingFaceDataset(folder).train[1]
     assert {name: part.tolist() for name, part in item.items()} == {"ids": [4, 5, 6], "labels": [-100, -100, 6]}
     assert all(isinstance(part, torch.Tensor) for part in item.values())
@@ -83,6 +87,10 @@ def test_a_folder_of_splits_labels_of_their_own_and_all_columns(datasets: Any, t
     ("settings", "problem"),
     [
         ({"column": "text"}, r"^data\.column=text: there is no such column; there are tokens, kind$"),
+        (
+            {"column": "tokens", "labels_column": "x"},
+            r"^data\.labels_column=x: there is no such column; there are tokens, kind$",
+        ),
         ({"split": "all"}, r"^data\.split=all: data\.path=.* has no such split; it has train$"),
         ({"validation_split": "train"}, r"^data\.validation_split=train is the split to train on"),
         ({"tokenizer": "nowhere"}, r"^data\.column=null reads all columns as they are; give data\.column"),
