@@ -5,7 +5,7 @@ Names are loaded when first used, so that `import zerotrain` costs no import of 
 
 from importlib import import_module
 
-TYPE_CHECKING = False  # typing's own would be imported from wherever the user is: see `zerotrain.files.kept_out`
+TYPE_CHECKING = False  # typing's own would be imported from wherever the user is: see `zerotrain.files.here_last`
 if TYPE_CHECKING:
     from zerotrain import checkpoint as checkpoint
     from zerotrain.api import build_engine

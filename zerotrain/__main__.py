@@ -4,7 +4,7 @@ replay; without a verb it trains."""
 import importlib
 import sys
 
-from zerotrain.files.kept_out import look_here_last, require_here  # imports nothing that could lie in this folder
+from zerotrain.files.here_last import look_here_last, require_here  # imports nothing that could lie in this folder
 
 MODULES = {
     "train": "zerotrain.commands.train",

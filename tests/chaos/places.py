@@ -137,7 +137,7 @@ def _watch_training(striker: Striker) -> None:
     import torch.distributed as dist
 
     from zerotrain.engine import optimizer_step
-    from zerotrain.launching.failures import Presence
+    from zerotrain.launching.presence import Presence
     from zerotrain.models.gpt import HiddenLayer
     from zerotrain.run import factory
 

@@ -76,12 +76,13 @@ def be_done_on_rank_0_alone() -> None:
     are gloo's own, as of many ranks, and not sends and receives, whose order does not matter."""
     post_no_receives()
 
-    def done(handle: Handle) -> bool:
+    def is_done(handle: Handle) -> bool:
         if dist.get_rank() == 0:
             handle.wait()
         return dist.get_rank() == 0
 
-    setattr(Handle, "done", done)  # noqa: B010
+    assert hasattr(Handle, "is_done")
+    setattr(Handle, "is_done", is_done)  # noqa: B010
 
 
 class SumOverRanks(torch.autograd.Function):

@@ -9,7 +9,7 @@ from zerotrain.config.schema import Rhythm
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import duration, printable
 from zerotrain.launching import exits
-from zerotrain.launching.failures import ALIVE
+from zerotrain.launching.presence import ALIVE
 
 EXAMPLES = """\
 For a probe of Kubernetes, or a line of cron. Rank 0 touches RUN/alive when the run enters a phase, such as building the

@@ -49,17 +49,14 @@ def with_place(problem: str, choices: Mapping[str, Any], folders: Sequence[Path]
         return problem
     paths = (find_yaml(f"{group}/{choice}", folders) for group, choice in choices.items() if choice is not None)
     # An experiment counts more than the group it changes.
-    files = sorted((path for path in paths if path is not None), key=lambda path: not _is_global(path))
-    places = (place_of(key, path) for path in files)
+    files = []
+    for path in filter(None, paths):
+        with suppress(OSError, UnicodeError):  # it has changed since Hydra read it
+            files.append((path, path.read_text(encoding="utf-8").lstrip()))
+    files.sort(key=lambda file: not file[1].startswith("# @package _global_"))
+    places = (place_of(key, path) for path, _ in files)
     place = next((place for place in places if place is not None), None)
     return problem if place is None else f"{problem} ({place})"
-
-
-def _is_global(path: Path) -> bool:
-    """Whether a yaml begins by changing groups beside its own, as an experiment does."""
-    with suppress(OSError, UnicodeError):  # it has changed since Hydra read it
-        return path.read_text(encoding="utf-8").lstrip().startswith("# @package _global_")
-    return False
 
 
 def find_yaml(name: str, folders: Iterable[Path]) -> Path | None:

@@ -79,31 +79,6 @@ class _Refusal(Loader):
         raise ImportError(f"{self._path} lies in the folder of the checkpoint, from which nothing is imported")
 
 
-# The folder where the user is: it must be there, and what lies in it stands for nothing that is installed.
-#
-# A command calls both before it imports anything else, if it reads files of others. `python -m` looks for
-# modules there first, and a `torch.py` beside a checkpoint would stand for torch. From here on it looks there last:
-# what is installed cannot be replaced, and modules of the user's own are still found.
-
-
-def require_here() -> None:
-    """End the process with a line and exit code 2 if the user's working folder has been removed."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        print("the working directory no longer exists; change to one that does", file=sys.stderr)
-        sys.exit(2)
-
-
-def look_here_last() -> None:
-    """Move the folder where the user is to the end of what is searched, where `python -m` has put it at the front."""
-    command = getattr(sys.modules["__main__"], "__spec__", None)
-    if command is None or not command.name.startswith("zerotrain.") or sys.flags.safe_path:
-        return
-    if sys.path and os.path.realpath(sys.path[0]) == os.path.realpath(""):
-        sys.path.append(sys.path.pop(0))
-
-
 # Code in the folder of a model or tokenizer of Hugging Face, or from the hub, is refused.
 #
 # Calls of transformers pass `trust_remote_code=False`; the functions below handle the other cases, and the messages.

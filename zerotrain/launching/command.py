@@ -28,7 +28,7 @@ from zerotrain.config.explain import composition_problems, parsed_override
 from zerotrain.config.words import did_you_mean, interpolation_line, quote
 from zerotrain.device.processes import end_with_parent
 from zerotrain.errors import ConfigError, ZeroTrainError
-from zerotrain.files.kept_out import require_here
+from zerotrain.files.here_last import require_here
 from zerotrain.files.terminal import code_of, outlast_readers, with_output_written
 from zerotrain.files.untrusted import printable
 from zerotrain.launching import exits

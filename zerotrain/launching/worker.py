@@ -22,8 +22,9 @@ from zerotrain.files.suspension import watch_suspensions
 from zerotrain.files.terminal import LastingStream, StandIn, escape_what_cannot_be_written
 from zerotrain.files.untrusted import only_regular, printable
 from zerotrain.launching import exits
-from zerotrain.launching.failures import Failure, Presence, continue_stopped, name_full_disk, seen_alive, stop_in_order
+from zerotrain.launching.failures import Failure, name_full_disk, stop_in_order
 from zerotrain.launching.job import Job, num_threads_per_rank
+from zerotrain.launching.presence import Presence, continue_stopped, seen_alive
 from zerotrain.run import factory
 
 # The log of a rank: its output goes to ranks/<rank>.log, and the output of rank 0 to the terminal as well.

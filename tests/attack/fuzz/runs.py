@@ -26,8 +26,9 @@ from zerotrain.files import kept_out as remote_code
 from zerotrain.files.lock import holder
 from zerotrain.files.untrusted import printable, read_json
 from zerotrain.launching import job as folder_lock
-from zerotrain.launching.failures import Failure, RankState, continue_stopped, first_failure, read_states, seen_alive
+from zerotrain.launching.failures import Failure, first_failure
 from zerotrain.launching.job import Job, write_ending
+from zerotrain.launching.presence import RankState, continue_stopped, read_states, seen_alive
 from zerotrain.launching.resuming import folder_problems
 from zerotrain.launching.sweep import telling as status_line
 from zerotrain.preflight.choice import as_chosen, asked_hash
@@ -260,7 +261,7 @@ class _Wandb(Tracker):
 
 
 def read_note(folder: Path) -> Any:
-    return ids_in(folder), _Wandb()._read(folder / "wandb.json")
+    return ids_in(folder), _Wandb()._read_note(folder / "wandb.json")
 
 
 def make_study(folder: Path) -> None:

@@ -56,7 +56,7 @@ FAULTS = {
         "Presence.__init__",
         Drop("register_at_fork"),
         "a rank that is gone counts as alive for a worker it has forked",
-        ("unit/launching/test_failures.py::test_a_killed_rank_is_gone_though_a_worker_of_it_lives_on",),
+        ("unit/launching/test_presence.py::test_a_killed_rank_is_gone_though_a_worker_of_it_lives_on",),
     ),
     "trust-whatever-is-there": Fault(
         "trust._is_known",

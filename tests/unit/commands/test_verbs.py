@@ -85,3 +85,11 @@ for each in {modules!r}:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("verb", ["train", "alive", "slurm", "prepare", "plan"])
+def test_a_verb_that_needs_no_torch_is_there_at_once(verb: str) -> None:
+    """A probe of a cluster asks `alive` every few seconds; torch takes one to import."""
+    program = f"import sys, {MODULES[verb]}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("False\n", "")

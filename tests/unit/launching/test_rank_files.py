@@ -10,8 +10,9 @@ import pytest
 
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError
-from zerotrain.launching.failures import Failure, RankState, continue_stopped, first_failure, read_states, seen_alive
+from zerotrain.launching.failures import Failure, first_failure
 from zerotrain.launching.job import Job
+from zerotrain.launching.presence import RankState, continue_stopped, read_states, seen_alive
 
 DEEP = "[" * 9999
 WRONG: list[Any] = [None, -1, 10**30, "\x1b[2J", [[]], {"a": 1}, 0.5]
@@ -45,7 +46,7 @@ def test_what_is_no_state_and_no_failure_is_none(said: str, tmp_path: Path) -> N
 
 def test_a_process_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state_of(tmp_path / "0.state", json.dumps(asdict(RankState(0, "x", pid=1, host=socket.gethostname()))))
-    monkeypatch.setattr("zerotrain.launching.failures._is_locked", lambda _: True)
+    monkeypatch.setattr("zerotrain.launching.presence._is_locked", lambda _: True)
 
     def kill(pid: int, signum: int) -> None:
         raise PermissionError(1, "Operation not permitted")

@@ -176,7 +176,12 @@ class Teller:
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
-        self._out, self._err = (_copy_of(descriptor) for descriptor in (1, 2))
+        # Streams that go where the output of this process goes now.
+        streams: Any = [
+            LastingStream(os.fdopen(os.dup(descriptor), "w", encoding="utf-8", errors="backslashreplace"))
+            for descriptor in (1, 2)
+        ]
+        self._out, self._err = streams
         self._last: dict[tuple[int, str], journal.JobEvent] = {}
         """The last line of each job."""
         self._num_run = self._num_told = 0
@@ -273,12 +278,6 @@ class Teller:
 
 def _figures(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def _copy_of(descriptor: int) -> TextIO:
-    """A stream that goes where this descriptor of the process goes now."""
-    stream = os.fdopen(os.dup(descriptor), "w", encoding="utf-8", errors="backslashreplace")
-    return LastingStream(stream)  # type: ignore[return-value]
 
 
 # The driver of a sweep, and the processes of its jobs. Imports no torch.

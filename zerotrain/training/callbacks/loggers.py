@@ -366,9 +366,7 @@ class Tracker(Curves):
 
     def _open(self, run: Run) -> WrittenPoints:
         path, config_hash = run.folder / f"{self.package}.json", run.result.config_hash
-        notes = [] if self._note is None else [self._note]
-        with suppress(OSError, UntrustedFileError):  # an earlier sitting has left none, or none that can be read
-            notes.append(self._check_note(read_json(path, _TrackerNote, max_nbytes=MAX_NBYTES)))
+        notes = [note for note in (self._note, self._read_note(path)) if note is not None]
         match = next((note for note in notes if note["config_hash"] == config_hash), None)
         run_id = match["id"] if match else notes[0]["id"] if notes and run.step else None
         run_id, points = self._open_run(run, run_id)
@@ -379,6 +377,12 @@ class Tracker(Curves):
         with whole(path) as file:
             file.write((json.dumps(self._note) + "\n").encode())
         return points
+
+    def _read_note(self, path: Path) -> dict[str, Any] | None:
+        """The note of an earlier sitting; None if it has left none, or none that can be read."""
+        with suppress(OSError, UntrustedFileError):
+            return self._check_note(read_json(path, _TrackerNote, max_nbytes=MAX_NBYTES))
+        return None
 
     def _check_note(self, note: dict[str, Any]) -> dict[str, Any]:
         """A note with an id as this tracker makes them."""
