@@ -34,7 +34,8 @@ from zerotrain.sharding.units import ModelParameter, WalkedModel, cut_units, mat
 from zerotrain.training import Callback, Trainer
 from zerotrain.training.callback import require_callbacks
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
-from zerotrain.training.callbacks.early_stopping import EMA, Pruning, Trial
+from zerotrain.training.callbacks.early_stopping import Pruning, Trial
+from zerotrain.training.callbacks.ema import EMA
 from zerotrain.training.clock import ModelFlops, count_flops, device_peak_flops
 from zerotrain.training.sameness import choose_kernels
 

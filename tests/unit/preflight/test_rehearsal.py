@@ -60,7 +60,7 @@ def test_an_operation_that_asks_for_values_is_named_and_the_states_are_planned(
 
 
 def test_the_average_of_the_weights_is_planned(tmp_path: Path):
-    average = "callbacks.ema={_target_: zerotrain.training.callbacks.early_stopping.EMA}"
+    average = "callbacks.ema={_target_: zerotrain.training.callbacks.ema.EMA}"
     without, plan = (
         planned(Row(model="gpt", ranks=2, stage=1, precision="fp32", settings=settings), tmp_path)
         for settings in ((), (average,))
