@@ -1,4 +1,4 @@
-"""The optimizer's state whole, by the names of parameters, in the form of torch's own `state_dict`."""
+"""The parts of an export in the forms of others: weights by name, the optimizer's state, files of Hugging Face."""
 
 from collections.abc import Callable, Iterator, Mapping
 from math import prod

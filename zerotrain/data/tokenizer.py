@@ -1,4 +1,4 @@
-"""Cutting long documents into pieces that can be read, or tokenised, one by one.
+"""From text to tokens: documents cut into pieces, tokenizers of Hugging Face, and the mark between documents.
 
 A tokenizer takes about 150 bytes of memory for a byte of text it is given at once, so a document is cut after 64 kB, at
 a place where that changes no token. The right places depend on the tokenizer: one that marks the beginning of

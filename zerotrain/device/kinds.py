@@ -1,4 +1,4 @@
-"""The kind of a device, decided here alone."""
+"""The kinds of devices, told apart here alone: a CPU, a GPU, and the one without memory that a plan uses."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""The facade: one object for a training, whose parts do the work."""
+"""The facade: one object for a training, whose parts do the work; and how its state is saved and loaded."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""The steps of a training: forward, backward, update."""
+"""The steps of a training: forward, backward, update; and the engine as torch's schedulers see it."""
 
 import warnings
 import weakref
@@ -23,7 +23,7 @@ from zerotrain.engine.schedule.hooks import require_graph
 from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.errors import CommError, ConfigError, EngineStateError, TrainingError
 
-# The micro-batches of one virtual rank. See [Note: leaves] in `buckets/parts/subtrees.py`.
+# The micro-batches of one virtual rank. See [Note: leaves] in `buckets/gradient.py`.
 
 
 MicroBatch = Sequence[Any] | Mapping[str, Any]

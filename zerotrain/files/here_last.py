@@ -2,7 +2,8 @@
 
 A command that reads what others have written calls both before it imports anything else. `python -m` looks for modules
 there first, and a `torch.py` beside a checkpoint would stand for torch. From here on it looks there last: what is
-installed cannot be replaced, and modules of the user's own are still found.
+installed cannot be replaced, and modules of the user's own are still found. This file stays apart: it imports nothing
+that could lie in that folder.
 """
 
 import os  # as sys, there before the first line of ours

@@ -1,4 +1,4 @@
-"""No module is imported from some folders: the author of a checkpoint may have laid modules beside it."""
+"""Code of others that is kept out: modules beside a checkpoint, and code in folders of Hugging Face or on its hub."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Output without a way out: nobody reads it any more, as after `| head -1`, or its disk is full. A run goes on."""
+"""The terminal: output that nobody reads any more or that a full disk refuses, and the words for a missing extra."""
 
 import errno
 import importlib

@@ -1,4 +1,4 @@
-"""Failures of ranks, and the first cause among several."""
+"""Failures of ranks, the first cause among several, and the signals to stop them."""
 
 import _thread
 import json

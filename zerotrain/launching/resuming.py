@@ -1,4 +1,4 @@
-"""Files of an earlier run in a run's folder, and whether a run may go on or start there."""
+"""A run that goes on: files of an earlier run in its folder, its checkpoints, restarts, and a scheduler's contract."""
 
 import json
 import os

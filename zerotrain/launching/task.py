@@ -192,7 +192,7 @@ def _locate(problem: str) -> str:
     return with_place(problem, dict(reversed(choices.items())), folders, given_settings(hydra))
 
 
-# `plan.only=true`: a plan in place of a run; and what is `auto`, choose_autos from plans before it.
+# `plan.only=true`: a plan in place of a run; and values for `auto`, chosen from plans before the run.
 
 
 def require_alone(config: Config | None) -> None:

@@ -1,4 +1,4 @@
-"""GPT: a decoder-only transformer in the shape of GPT-2."""
+"""The plain models and their loss: GPT, a decoder-only transformer in the shape of GPT-2, and an MLP."""
 
 import math
 from typing import Any

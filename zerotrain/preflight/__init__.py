@@ -1,1 +1,1 @@
-"""What happens before any rank starts: checks of a config, its plan of memory and bytes, and the choice of `auto`."""
+"""Checks of a config, its plan of memory and bytes, and the choice of `auto`, before any rank starts."""

@@ -1,4 +1,4 @@
-"""Checks of the data, and of the model's loss of it, before any rank starts."""
+"""Checks before any rank starts: objects and length of a run, rows of its data, and the mean that a loss is."""
 
 import inspect
 import math

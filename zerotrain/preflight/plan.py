@@ -1,4 +1,4 @@
-"""The plan of a run at each stage: what it holds and sends, and whether that fits."""
+"""The plan of a run at each stage: what it holds and sends, whether that fits, and its table."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The table of the jobs, in which one row is 1.00."""
+"""The page of a report: the table of the jobs, in which one row is 1.00, their outcomes, and the plots."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""The losses over steps, tokens and time: a picture for each, of which the page shows one."""
+"""The plots of a report: losses over steps, tokens and time, bars of a setting, and settings beside each other."""
 
 import math
 from collections.abc import Iterable, Sequence

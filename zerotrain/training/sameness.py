@@ -1,7 +1,7 @@
-"""The generators of random numbers that a model keeps of its own.
+"""Equal runs: the same data on all ranks, random numbers by place, and the generators that a model keeps.
 
-Torch's, Python's and numpy's global ones are seeded anew for each micro-batch (`seeds.py`), so nothing need be kept of
-them. One that a module has made for itself goes on from where it is: its state belongs to a checkpoint.
+Torch's, Python's and numpy's global ones are seeded anew for each micro-batch (`seed_leaf`), so nothing need be kept of
+them. A generator that a module has made for itself goes on from where it is: its state belongs to a checkpoint.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop, and the callbacks of a run in their order."""
 
 import math
 import signal

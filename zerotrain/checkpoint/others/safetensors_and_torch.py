@@ -1,4 +1,4 @@
-"""Files of torch.save: the place of each tensor in a file, or in a part of one.
+"""Files of safetensors and of torch.save: the place of each tensor in one; and safetensors files written for others.
 
 torch.load makes the objects on the meta device, without a number, and tells where in the file those lie; weights_only,
 so no other object is made of the file, and no code of it runs. Its mmap=True is not for us: a file cut meanwhile ends

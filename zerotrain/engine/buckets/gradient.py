@@ -295,7 +295,7 @@ class BucketGradient:
 
     def close_leaf(self) -> Scratch:
         """A leaf before the last is complete: zeros where no gradient came, and as it would travel if each rank had one
-        leaf. The buffer is no longer this bucket's. See [Note: leaves] in `subtrees`."""
+        leaf. The buffer is no longer this bucket's. See [Note: leaves]."""
         self.begin_filling(Backward(reduces=False, completes=False, in_last_leaf=False))
         for segment in self.segments:
             if not segment.holds_values:

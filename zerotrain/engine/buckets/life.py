@@ -89,7 +89,7 @@ class Backward:
     completes: bool = True
     """After it the step's gradient is complete, as far as the caller has said."""
     in_last_leaf: bool = True
-    """No further virtual rank of this rank follows. See [Note: leaves] in `subtrees`."""
+    """No further virtual rank of this rank follows. See [Note: leaves] in `gradient.py`."""
     counts: bool = True
     """False for a loss that weighs nothing: zeros are moved in place of its gradients, which may be nan."""
     frees_graph: bool = True

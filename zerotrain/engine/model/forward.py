@@ -1,4 +1,4 @@
-"""The forward of a unit while it trains: compiled, computed again in the backward, with what it saves kept elsewhere.
+"""Calls of a model while it trains: its units compiled or computed again, hooks on it, and names for a profiler.
 
 A unit's `forward` is replaced, and its hooks stay where they are, around `__call__`: they gather and free parameters
 outside the compiled graph. A recomputation happens within the unit's backward, whose hook has gathered them.

@@ -1,6 +1,7 @@
-"""Parameters that stay in fp32 while the rest computes in 16 bits, and the casts around their modules.
+"""The dtypes of a model: those that compute and travel, parameters and arguments that keep fp32, and the loss scale.
 
-Norms and routers are the usual ones: few bytes, and sensitive. PyTorch's modules refuse inputs of another dtype than
+Parameters may stay in fp32 while the rest computes in 16 bits; norms and routers are the usual ones: few bytes, and
+sensitive. PyTorch's modules refuse inputs of another dtype than
 their weights, so a module all of whose parameters are kept gets its floating-point inputs in fp32 and gives its
 outputs in the compute dtype. If only a part of a module's parameters is kept, its own forward must cast.
 

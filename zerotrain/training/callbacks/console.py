@@ -1,4 +1,4 @@
-"""Describes a run, in a few lines before its first step."""
+"""The lines of a run in a terminal: its description before the first step, and its progress."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

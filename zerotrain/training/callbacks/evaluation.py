@@ -1,4 +1,4 @@
-"""The validation loss."""
+"""Evaluations of a run: the validation loss and metrics, at their steps."""
 
 import math
 import sys

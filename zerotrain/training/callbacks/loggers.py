@@ -1,4 +1,4 @@
-"""Curves of a run elsewhere than in metrics.jsonl."""
+"""Curves of a run in TensorBoard, at Weights & Biases, and at any other tracker."""
 
 import json
 import math

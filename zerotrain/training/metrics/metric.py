@@ -1,4 +1,4 @@
-"""The metrics that there are, and how one of one's own is made."""
+"""The metrics that there are, how one of one's own is made, and the states that ranks exchange."""
 
 import math
 from abc import abstractmethod
