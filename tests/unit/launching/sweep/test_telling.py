@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.report.folders import write_job
+from tests.unit.report.folders import write_job, write_result
 from zerotrain.launching import exits
 from zerotrain.launching.job import locked
 from zerotrain.launching.sweep import telling as driver
@@ -22,7 +22,6 @@ from zerotrain.report.files import HEADS, PAGE_NAME
 from zerotrain.report.journal import JobEvent, SweepJournal
 from zerotrain.report.rows import Row, read_report
 from zerotrain.testing.ranks import HANG_S
-from zerotrain.training.result import RunResult
 
 
 def say(folder: Path, event: str, number: int, **fields) -> JobEvent:
@@ -158,20 +157,9 @@ def test_lines_take_the_place_of_the_progress(tmp_path: Path):
 
 def write(folder: Path, job: int, event: str = "ended", said: str | None = None, **fields) -> None:
     """A job that has ended: its line in the journal, and its result."""
-    path = folder / str(job)
-    path.mkdir()
     status = None if event == "begun" else said or fields.get("status", "completed")
     SweepJournal(folder).append(JobEvent(event=event, job=job, folder=str(job), hash="a", overrides=[], status=status))
-    overrides = ["launch.nproc_per_node=2", f"zero.stage={job}"]
-    result = {
-        "status": "completed",
-        "final_val_loss": 2.5,
-        "final_train_loss": 2.4,
-        "weights_sha256": "a" * 64,
-        "overrides": overrides,
-        **fields,
-    }
-    RunResult(**{"world_size": 2} | result).write(path)
+    write_result(folder, job, **fields)
 
 
 def sweep_in(folder: Path, **fields) -> Sweep:
