@@ -22,7 +22,7 @@ from zerotrain.engine.state.fill import Source
 from zerotrain.engine.state.from_checkpoint import memory_order
 from zerotrain.engine.state.named import Holdings, NamedPiece, buffers
 from zerotrain.engine.state.together import LEFT, attempt, from_rank_0, on_all, raise_first
-from zerotrain.errors import CheckpointError, ConfigError, EngineStateError, ZeroTrainError, listed
+from zerotrain.errors import CheckpointError, ConfigError, EngineStateError, ZeroTrainError, argument, listed
 from zerotrain.sharding.layout import slot_view
 from zerotrain.sharding.units import ModelParameter, model_parameters
 
@@ -116,9 +116,11 @@ def misfits(loaded: LoadedWeights) -> list[str]:
     """Tell what does not fit, a line for each kind of it; the same on every rank."""
     problems = []
     if loaded.missing:
-        problems.append(f"it lacks {_listed(loaded.missing, loaded.surplus)}; or give strict=False")
+        lacking = _listed(loaded.missing, loaded.surplus)
+        problems.append(f"it lacks {lacking}; or give {argument('strict', False)}")
     if loaded.surplus:
-        problems.append(f"the model has no {_listed(loaded.surplus, loaded.missing)}; or give strict=False")
+        surplus = _listed(loaded.surplus, loaded.missing)
+        problems.append(f"the model has no {surplus}; or give {argument('strict', False)}")
     problems += [*loaded.wrong_shape, *loaded.wrong_dtype]
     lines = [f"{loaded.path} does not fit the engine: {problem}" for problem in problems]
     notes = "; ".join(filter(None, (loaded.part, loaded.renamed)))
@@ -454,12 +456,12 @@ def _outside_buckets(own: Mapping[str, Any], buckets: Sequence[Bucket]) -> dict[
 
 
 def _problems(own: Mapping[str, Any], state: Mapping[str, Any], missing: list[str], strict: bool) -> list[str]:
-    problems = []
+    problems, loosely = [], argument("strict", False)
     unknown = [name for name in state if name not in own]
     if strict and missing:
-        problems.append(f"load_state_dict: {listed(missing)} missing; give all of the model, or strict=False")
+        problems.append(f"load_state_dict: {listed(missing)} missing; give all of the model, or {loosely}")
     if strict and unknown:
-        problems.append(f"load_state_dict: the model has no {listed(unknown)}; leave it out, or give strict=False")
+        problems.append(f"load_state_dict: the model has no {listed(unknown)}; leave it out, or give {loosely}")
     for name, value in own.items():
         if not isinstance(value, torch.Tensor) or name not in state:
             continue
