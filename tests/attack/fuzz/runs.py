@@ -37,7 +37,7 @@ from zerotrain.replay.steps import _other_data, of_replay
 from zerotrain.report.files import csv_of, json_of, print_table
 from zerotrain.report.journal import JOURNAL_NAME, JobEvent, SweepJournal, note_earlier_results
 from zerotrain.report.page import page_of
-from zerotrain.report.rows import AXES, read_curves, read_report
+from zerotrain.report.rows import AXES, points_over, read_curves, read_report
 from zerotrain.saved import text_model
 from zerotrain.saved.saved import config_from
 from zerotrain.saved.trust import require_trusted
@@ -151,7 +151,7 @@ def read_metrics(folder: Path) -> Any:
     """By a report, by a resume, by the line of a sweep, and by a tracker."""
     for curve in read_curves(folder / "metrics.jsonl"):
         for axis in AXES:
-            curve.over(axis)
+            points_over(curve, axis, 100)
     status_line._last_measured(folder / "metrics.jsonl")
     for step, metrics in curves._lines_of(folder / "metrics.jsonl"):
         assert type(step) is int

@@ -225,8 +225,8 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return page_of(read_report(folder))
 
 
-def test_a_page_of_200_jobs_is_under_a_megabyte_and_sound(many: bytes):
-    assert len(many) < 1_000_000
+def test_a_page_of_200_jobs_is_under_300_kilobytes_and_sound(many: bytes):
+    assert len(many) < 300_000
     page = Page(many)
     require_sound(page)
     assert len([each for each in page.all("tr") if "data-j" in each]) == 200
