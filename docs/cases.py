@@ -13,9 +13,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = REPOSITORY / "docs/reference/cases"
+NAMES = {
+    ast.unparse(node.targets[0]): node.value
+    for node in ast.parse((REPOSITORY / "tests/cases.py").read_text()).body
+    if isinstance(node, ast.Assign)
+}
 TABLE = re.compile(r"(?P<head>\| [^\n]*\n\|---[^\n]*\n)(?:\|[^\n]*\n)*")
 
 
@@ -59,10 +65,15 @@ def markers_in(path: Path) -> Iterator[Marker]:
             continue
         for mark in marks:
             if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.case":
-                named = {each.arg: ast.literal_eval(each.value) for each in mark.keywords if each.arg}
+                named = {each.arg: value_of(each.value) for each in mark.keywords if each.arg}
                 of = named.pop("of", (name,))
                 tests = [f"{path.name}::{each}" for each in of]
-                yield Marker((path.name, mark.lineno), tests, *map(ast.literal_eval, mark.args), **named)
+                yield Marker((path.name, mark.lineno), tests, *map(value_of, mark.args), **named)
+
+
+def value_of(node: ast.expr) -> Any:
+    """The value of an argument of a marker: a literal, or a name of tests/cases.py."""
+    return ast.literal_eval(NAMES[node.id] if isinstance(node, ast.Name) else node)
 
 
 def all_cases() -> list[Case]:

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from rich.text import Text
 from torch import nn
 
 from zerotrain.data.batches import RowsToRead
-from zerotrain.data.fetch import ids_of, with_tensors
+from zerotrain.data.fetch import ids_of, tensors_in
 from zerotrain.data.mix import MixedRows
 from zerotrain.data.windows import TokenWindows
 from zerotrain.device.memory import give_back_freed
@@ -68,12 +68,12 @@ class FirstNonFinite:
 
         def hook(_: nn.Module, inputs: Any, keyword_inputs: Any, outputs: Any) -> None:
             for own, values in module.named_parameters(recurse=False):  # at stage 3 they are whole in here alone
-                if not _finite(values):
+                if not _is_finite(values):
                     self._note(f"{name}.{own}, which was not finite before the step; replay an earlier one")
-            arguments, results = list(_floats((inputs, keyword_inputs))), list(_floats(outputs))
-            if not all(_finite(tensor) for tensor in arguments):
+            arguments, results = _floats((inputs, keyword_inputs)), _floats(outputs)
+            if not all(map(_is_finite, arguments)):
                 self._note(f"the input of {called} in the forward, from outside it: {_listed(arguments)}")
-            elif not all(_finite(tensor) for tensor in results):
+            elif not all(map(_is_finite, results)):
                 self._note(f"{called} in the forward, from the input {_listed(arguments) or 'of tokens'}")
             for tensor in results:
                 if tensor.requires_grad:
@@ -86,7 +86,7 @@ class FirstNonFinite:
 
     def _gradient_hook(self, called: str, *, is_output: bool) -> Any:
         def hook(gradient: torch.Tensor) -> None:
-            if not _finite(gradient):
+            if not _is_finite(gradient):
                 what = f"what comes behind {called}" if is_output else called
                 self._note(f"{what} in the backward; the gradient of its {'output' if is_output else 'input'}: "
                            f"{_listed([gradient])}")  # fmt: skip
@@ -98,20 +98,13 @@ class FirstNonFinite:
             self._sentence = sentence
 
 
-def _finite(values: torch.Tensor) -> bool:
+def _is_finite(values: torch.Tensor) -> bool:
     return bool(values.isfinite().all())
 
 
-def _floats(values: Any) -> Iterator[torch.Tensor]:
+def _floats(values: Any) -> list[torch.Tensor]:
     """The floating-point tensors in any structure."""
-    tensors: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    with_tensors(values, note)
-    yield from (tensor for tensor in tensors if tensor.is_floating_point())
+    return [tensor for tensor in tensors_in(values) if tensor.is_floating_point()]
 
 
 def _listed(tensors: list[torch.Tensor]) -> str:
@@ -238,7 +231,7 @@ def batch_of(steps: ReplayedSteps, virtual_rank: int, micro_batch: int) -> dict[
 def _compute_part(steps: ReplayedSteps, inputs: Any, virtual_rank: int, micro_batch: int) -> Part:
     """Forward and backward of a micro-batch alone, with the seeds that it has in the step."""
     losses: list[torch.Tensor] = []
-    seed_each = partial(seed_leaf, steps.seed, steps.num_done)
+    seed_each = partial(seed_leaf, steps.config.seed, steps.num_done)
     gradients = steps.engine.leaf(
         virtual_rank,
         [inputs],
@@ -285,14 +278,7 @@ def _outline(dataset: Any, inputs: Any) -> str:
     if ids is not None and ids.dtype == torch.int64 and callable(getattr(dataset, "decode", None)):
         text = printable(dataset.decode(ids.flatten()), keep="")
         return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
-    outlines: list[str] = []
-
-    def outline(tensor: torch.Tensor) -> torch.Tensor:
-        outlines.append(outlined(tensor))
-        return tensor
-
-    with_tensors(inputs, outline)
-    return ", ".join(outlines)
+    return _listed(tensors_in(inputs))
 
 
 # The result of a replay, as tables and lines.
@@ -315,16 +301,9 @@ def print_report(
     heads = ("virtual rank", "micro-batch", "loss", "gradient", "largest in", "")
     table = Table(*heads, title=f"step {report.step}", box=box.SIMPLE_HEAD)
     for part in report.parts:
-        # The bar is as long as the gradient is large.
-        if not math.isfinite(part.grad_norm):
-            bar = "!" * BAR
-        elif not math.isfinite(worst.grad_norm):
-            bar = ""
-        else:
-            bar = "█" * round(BAR * part.grad_norm / (worst.grad_norm or 1.0))
-        mark = "bold" if part is worst else ""
+        place = (str(part.virtual_rank), str(part.micro_batch))
         table.add_row(
-            str(part.virtual_rank), str(part.micro_batch), *_numbers(part), Text(part.largest), bar, style=mark
+            *place, *_numbers(part), Text(part.largest), _bar(part, worst), style="bold" if part is worst else ""
         )
     console.print(table)
     rows = Table(title="rows of the micro-batch that stands out", box=box.SIMPLE_HEAD)
@@ -332,7 +311,7 @@ def print_report(
     for name in ("row", "where", *alone, "text"):
         rows.add_column(name, overflow="fold")  # a path has no spaces to break it at
     for row in report.rows:
-        numbers = _numbers(row.alone) if row.alone else []
+        numbers = _numbers(row.alone) if row.alone else ()
         rows.add_row(str(row.row), Text(printable(row.source, keep="")), *numbers, Text(row.text))
     console.print(rows)
     lines = [] if report.nonfinite is None else [f"first not finite: {report.nonfinite}"]
@@ -363,8 +342,15 @@ def print_around(console: Console, steps: Sequence[Mapping[str, Any]], step: int
     console.print(table)
 
 
-def _numbers(part: Part) -> list[str]:
-    return [_number(part.loss), _number(part.grad_norm)]
+def _bar(part: Part, worst: Part) -> str:
+    """A bar as long as the gradient is large."""
+    if not math.isfinite(part.grad_norm):
+        return "!" * BAR
+    return "█" * round(BAR * part.grad_norm / (worst.grad_norm or 1.0)) if math.isfinite(worst.grad_norm) else ""
+
+
+def _numbers(part: Part) -> tuple[str, str]:
+    return _number(part.loss), _number(part.grad_norm)
 
 
 def _number(value: float) -> str:

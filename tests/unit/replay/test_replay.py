@@ -261,9 +261,6 @@ def test_a_row_that_has_changed_is_the_cause_that_is_left(
             ["--step", "2", "--save-batch", "/nowhere/b"],
             "--save-batch: got /nowhere/b, which cannot be written: No such file or directory; give a file in a folder",
         ),
-        (["--step", "2", "--save-batch", "/proc/b"], "--save-batch: got /proc/b, which cannot be written: "),
-        (["--step", "2", "--save-batch", "/"], "--save-batch: got /, "),
-        (["--step", "2", "--save-batch", f"/tmp/{'b' * 300}"], "--save-batch: got /tmp/bbb"),
         (
             ["--step", "2", "--save-batch", __file__],
             f"--save-batch: got {__file__}, which is there already; give a new",
