@@ -6,9 +6,9 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -62,15 +62,36 @@ Exit code 0; 1: a rank failed; 2: an argument is wrong or the weights are damage
 """
 
 
-BUILT = (*checks.OPEN_GROUPS, "callbacks")
 GROUPS = tuple(field.name for field in fields(Config) if field.name != "seed")
 OPEN_GROUPS = ("model", "data")
 """Those whose settings their classes decide."""
-AT_WORK: tuple[str, ...] = ("seed", "zero.", "precision.", "model.", "data.", "train.eval_batches")
-AT_WORK += ("train.micro_batch_size", "train.deterministic", "launch.device", "launch.nproc_per_node")
-AT_WORK += ("train.loss_over", "launch.threads_per_rank", "launch.timeout_s")
-"""How names of settings begin that an evaluation has a use for, but for those of `IDLE`."""
 IDLE = ("zero.schedule", "data.num_workers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """What the config of a run is used for again."""
+
+    name: str
+    built: tuple[str, ...]
+    """The groups whose classes are built."""
+    settings: tuple[str, ...]
+    """How names of settings begin that it has a use for, but for those of `IDLE`."""
+
+    def has_use_for(self, setting: str) -> bool:
+        """Whether the setting of this name changes anything."""
+        return setting not in IDLE and setting.startswith(self.settings)
+
+
+EVALUATION = Use(
+    name="an evaluation",
+    built=(*checks.OPEN_GROUPS, "callbacks"),
+    settings=(
+        *("seed", "zero.", "precision.", "model.", "data.", "train.eval_batches", "train.micro_batch_size"),
+        *("train.deterministic", "train.loss_over", "launch.device", "launch.nproc_per_node"),
+        *("launch.threads_per_rank", "launch.timeout_s"),
+    ),
+)
 
 
 class _Loss(TypedDict):
@@ -164,9 +185,7 @@ def evaluate(
         config = _evaluation_config(run)
         config.callbacks, left_out = _metrics_of(config, metrics, trust_code)
         warnings += [f"callbacks.{printable(name)} {LEFT_OUT}" for name in left_out]
-        config = with_settings(
-            config, settings, run.path, built=BUILT, at_work=AT_WORK, doing="an evaluation", trust_code=trust_code
-        )
+        config = with_settings(config, settings, run.path, EVALUATION, trust_code=trust_code)
         num_local, num_ranks = _num_ranks(config, ranks)
         config.launch.device, why = device_for(config.launch.device, num_local, num_gpus_for(num_local))
         try:
@@ -240,7 +259,7 @@ def _errors_in_one_line(config: Config, path: Path) -> Iterator[None]:
     except ZeroTrainError:
         raise
     except Exception as error:
-        if names_others(config, BUILT):
+        if names_others(config, EVALUATION.built):
             raise
         raise ConfigError(f"{path} cannot be evaluated: {type(error).__name__}: {first_paragraph(error)}") from error
 
@@ -269,23 +288,11 @@ def kept_in_own_cache(values: Any) -> Any:
     return [kept_in_own_cache(value) for value in values] if isinstance(values, list) else values
 
 
-def with_settings(
-    config: Config,
-    settings: Sequence[str],
-    path: Path,
-    *,
-    built: Collection[str],
-    at_work: tuple[str, ...],
-    doing: str,
-    trust_code: bool,
-) -> Config:
+def with_settings(config: Config, settings: Sequence[str], path: Path, use: Use, *, trust_code: bool) -> Config:
     """The config of a run with some settings changed.
 
     Args:
         path: of the run.
-        built: the groups whose classes are built.
-        at_work: how names of settings begin that it has a use for, but for those of `IDLE`.
-        doing: what is done with it, for messages.
         trust_code: see `OfRun.trusts_code`. A class that one of `settings` names is trusted.
 
     Raises:
@@ -300,15 +307,15 @@ def with_settings(
         plain = name.lstrip("+~")
         group = name.partition(".")[0]
         if plain != name:
-            problems.append(f"{setting}: {doing} can only change settings; give {plain}=VALUE, such as {plain}=null")
+            problems.append(f"{setting}: {use.name} can only change settings; give {plain}=VALUE, such as {plain}=null")
         elif name in GROUPS:
             settings_of = [key for key in keys if key.startswith(f"{name}.")]
             problems.append(f"{setting}: {name} is a group; give one of its settings: {', '.join(settings_of)}")
         elif not is_setting or (name not in keys and group not in OPEN_GROUPS):
-            meant = [key for key in keys if _is_at_work(key, at_work)]
+            meant = [key for key in keys if use.has_use_for(key)]
             problems.append(f"{setting}: is no setting with a value of this run{did_you_mean(name, meant)}")
-        elif not _is_at_work(name, at_work):
-            problems.append(f"{setting}: has no effect on {doing}; leave it out")
+        elif not use.has_use_for(name):
+            problems.append(f"{setting}: has no effect on {use.name}; leave it out")
         else:
             try:
                 values.merge_with_dotlist([setting])
@@ -326,15 +333,10 @@ def with_settings(
         raise ConfigError(*problems)
     if not trust_code:
         named: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)
-        require_trusted(config, built, path, overrides=named)
+        require_trusted(config, use.built, path, overrides=named)
     if problems := checks.class_problems(config) + checks.callback_problems(config):
         raise ConfigError(*problems)
     return config
-
-
-def _is_at_work(name: str, at_work: tuple[str, ...]) -> bool:
-    """Whether there is a use for a setting."""
-    return name not in IDLE and name.startswith(at_work)
 
 
 def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]:

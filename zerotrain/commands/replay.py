@@ -16,7 +16,7 @@ from rich.console import Console
 
 from zerotrain.checkpoint.folder import CHECKPOINTS, candidates, newest_first
 from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
-from zerotrain.commands.evaluate import kept_in_own_cache, with_settings
+from zerotrain.commands.evaluate import Use, kept_in_own_cache, with_settings
 from zerotrain.commands.frame import add_run, exit_code, parser_of
 from zerotrain.config.schema import Config
 from zerotrain.config.words import words_of_config
@@ -51,8 +51,11 @@ offload, data, or the threads.
 Exit code 0: all steps are as the run recorded them; 1: one differs, which is named; 2: an argument is wrong, or there
 is nothing to go on from, one line a problem; 130: Ctrl-C.
 """
-AT_WORK = ("zero.", "offload.", "data.", "launch.device", "launch.threads_per_rank", "launch.timeout_s")
-BUILT = ("model", "data", "optimizer", "scheduler")
+REPLAY = Use(
+    name="a replay",
+    built=("model", "data", "optimizer", "scheduler"),
+    settings=("zero.", "offload.", "data.", "launch.device", "launch.threads_per_rank", "launch.timeout_s"),
+)
 REPLAY_NAME = "replay.json"
 OURS = {"replay": "zerotrain"}
 """The begin of its content."""
@@ -235,22 +238,20 @@ def _checkpoints_before(path: Path, step: int, *, has_start: bool) -> list[Path]
     Raises:
         ConfigError: there is nothing to go on from.
     """
-    if os.path.isfile(path / MANIFEST):
-        checkpoints = [path]
-    elif path.is_dir():
-        checkpoints = newest_first(path / CHECKPOINTS)
-    else:
-        candidates(path)  # which says why there is none
-        checkpoints = []
-    earlier = {checkpoint: at for checkpoint in checkpoints if (at := _step_in(checkpoint)) is None or at < step}
-    if any(at is not None for at in earlier.values()) or (has_start and not earlier):
-        return list(earlier)
-    if has_start and not os.path.isfile(path / MANIFEST):
+    is_checkpoint = os.path.isfile(path / MANIFEST)
+    if not is_checkpoint and not path.is_dir():
+        return candidates(path)  # which says why there is none
+    checkpoints = [path] if is_checkpoint else newest_first(path / CHECKPOINTS)
+    steps = {checkpoint: _step_in(checkpoint) for checkpoint in checkpoints}
+    earlier = [checkpoint for checkpoint, at in steps.items() if at is None or at < step]
+    readable = [at for at in steps.values() if at is not None]
+    if any(at < step for at in readable):
+        return earlier
+    if has_start and not (is_checkpoint and earlier):
         return []
-    steps = sorted(at for checkpoint in checkpoints if (at := _step_in(checkpoint)) is not None)
-    if not checkpoints or not steps:
-        return candidates(path) if not earlier else list(earlier)
-    raise ConfigError(f"--step: got {step}; the oldest checkpoint is of step {steps[0]}; give a step after it")
+    if not readable:
+        return earlier or candidates(path)
+    raise ConfigError(f"--step: got {step}; the oldest checkpoint is of step {min(readable)}; give a step after it")
 
 
 def _step_in(checkpoint: Path) -> int | None:
@@ -265,12 +266,4 @@ def _replay_config(config: Config, options: ReplayArguments, folder: Path) -> Co
     """The run's config for one rank, with the user's settings."""
     config = of_replay(config)
     config.data = kept_in_own_cache(config.data)
-    return with_settings(
-        config,
-        options.settings,
-        folder,
-        built=BUILT,
-        at_work=AT_WORK,
-        doing="a replay",
-        trust_code=options.trust_code,
-    )
+    return with_settings(config, options.settings, folder, REPLAY, trust_code=options.trust_code)

@@ -16,7 +16,7 @@ from tests.attack.fuzz.common import require_printable
 from zerotrain.commands import evaluate
 from zerotrain.commands import export as destination
 from zerotrain.commands.ended import ended
-from zerotrain.commands.replay import BUILT
+from zerotrain.commands.replay import REPLAY
 from zerotrain.config.compose import save_config
 from zerotrain.config.schema import CheckpointConfig, Config, ZeroGroup
 from zerotrain.data import prepare as prepare_lock
@@ -210,7 +210,7 @@ def read_steps(folder: Path) -> Any:
     lines.append(_other_data(start.get("data") or {}, {"rows": 3}) or "")
     require_printable(printable(each, keep="") for each in lines)
     if config is not None:
-        require_trusted(config, BUILT, folder)
+        require_trusted(config, REPLAY.built, folder)
         of_replay(config)
     return record.last_step, lines, config
 

@@ -180,9 +180,8 @@ def test_what_a_file_says_is_never_resolved_and_what_the_user_says_is(monkeypatc
     monkeypatch.setenv("MINE", "of the environment")
     data = {"_target_": "zerotrain.data.TextDataset", "path": "${oc.env:MINE}", "seq_len": 8, "cache_dir": None}
     config = Config(model={"_target_": f"{__name__}.Drawn"}, data=data, optimizer=ADAMW, scheduler=COSINE)
-    request = {"built": (), "at_work": evaluate.AT_WORK, "doing": "an evaluation", "trust_code": True}
     settings = ["data.tokenizer=${data.path}", "data.cache_dir=${oc.env:MINE}"]
-    changed = evaluate.with_settings(config, settings, Path("run"), **request)
+    changed = evaluate.with_settings(config, settings, Path("run"), evaluate.EVALUATION, trust_code=True)
     assert changed.data["path"] == changed.data["tokenizer"] == "${oc.env:MINE}"
     assert changed.data["cache_dir"] == "of the environment"
 
