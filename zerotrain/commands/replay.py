@@ -18,7 +18,6 @@ from zerotrain.checkpoint.folder import CHECKPOINTS, candidates, newest_first
 from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
 from zerotrain.commands.evaluate import Use, kept_in_own_cache, with_settings
 from zerotrain.commands.frame import add_run, exit_code, parser_of
-from zerotrain.config.schema import Config
 from zerotrain.config.words import words_of_config
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
@@ -115,7 +114,7 @@ def replay(
     """Compute a step of a run again, print what it was made of, and return that for JSON.
 
     Args:
-        keep_batch: gets the worst micro-batch, if `asked.save_batch` is there.
+        keep_batch: gets the worst micro-batch, if `options.save_batch` is there.
 
     Raises:
         ConfigError: an argument is wrong, or the run cannot be built here.
@@ -144,7 +143,9 @@ def replay(
             raise ConfigError(f"{folder} {NO_CONFIG}")
         left_out = [f"callbacks.{name}" for name in config.callback_targets]
         virtual_ranks = config.train.virtual_ranks
-        config = _replay_config(config, options, folder)
+        config = of_replay(config)
+        config.data = kept_in_own_cache(config.data)
+        config = with_settings(config, options.settings, folder, REPLAY, trust_code=options.trust_code)
         torch.set_num_threads(num_threads_per_rank(config, 1))
         choose_kernels(deterministic=config.train.deterministic, tf32=config.precision.tf32)
         with tempfile.TemporaryDirectory() as scratch, join_ranks(config) as world:
@@ -260,10 +261,3 @@ def _step_in(checkpoint: Path) -> int | None:
         return read_manifest(checkpoint).step
     except CheckpointError:
         return None
-
-
-def _replay_config(config: Config, options: ReplayArguments, folder: Path) -> Config:
-    """The run's config for one rank, with the user's settings."""
-    config = of_replay(config)
-    config.data = kept_in_own_cache(config.data)
-    return with_settings(config, options.settings, folder, REPLAY, trust_code=options.trust_code)

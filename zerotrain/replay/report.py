@@ -2,7 +2,8 @@
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -31,71 +32,42 @@ from zerotrain.training.sameness import seed_leaf
 # output is not has made it. In the backward the same holds of the gradient of its output and that of its input.
 
 
-class FirstNonFinite:
-    """Watches a model; use as a context manager around one forward and backward."""
+@contextmanager
+def watching_for_nonfinite(model: nn.Module) -> Iterator[list[str]]:
+    """Watch a model around one forward and backward. The list gets a sentence on the first value that is not finite:
+    the module that has made it, and what from."""
+    sentences: list[str] = []
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._hooks: list[Any] = []
-        self._sentence: str | None = None
-
-    def __enter__(self) -> "FirstNonFinite":
-        for name, module in self._model.named_modules():
-            if next(module.children(), None) is None:
-                hook = module.register_forward_hook(self._hook(name, module), with_kwargs=True)
-                self._hooks.append(hook)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def sentence(self, parameter: str, loss_scale: float) -> str:
-        """The sentence that names the module.
-
-        Args:
-            parameter: the first in the backward whose gradient was not finite.
-        """
-        scaled = f", with a loss scale of {loss_scale:g}" if loss_scale != 1.0 else ""
-        if self._sentence is not None:
-            return self._sentence + scaled
-        return (
-            f"no module, but what lies between them: the first in the backward is the gradient of {parameter}{scaled}"
-        )
-
-    def _hook(self, name: str, module: nn.Module) -> Any:
+    def watch(name: str, module: nn.Module, inputs: Any, keyword_inputs: Any, outputs: Any) -> None:
         called = f"{name} ({type(module).__name__})"
+        for parameter, values in module.named_parameters(recurse=False):  # at stage 3 they are whole in here alone
+            if not _is_finite(values):
+                sentences.append(f"{name}.{parameter}, which was not finite before the step; replay an earlier one")
+        arguments, results = _floats((inputs, keyword_inputs)), _floats(outputs)
+        if not all(map(_is_finite, arguments)):
+            sentences.append(f"the input of {called} in the forward, from outside it: {_listed(arguments)}")
+        elif not all(map(_is_finite, results)):
+            sentences.append(f"{called} in the forward, from the input {_listed(arguments) or 'of tokens'}")
+        behind = partial(watch_gradient, f"what comes behind {called} in the backward; the gradient of its output")
+        inside = partial(watch_gradient, f"{called} in the backward; the gradient of its input")
+        for tensor in results:
+            if tensor.requires_grad:
+                tensor.register_hook(behind)
+        for tensor in arguments:
+            if tensor.requires_grad and all(tensor is not result for result in results):
+                tensor.register_hook(inside)
 
-        def hook(_: nn.Module, inputs: Any, keyword_inputs: Any, outputs: Any) -> None:
-            for own, values in module.named_parameters(recurse=False):  # at stage 3 they are whole in here alone
-                if not _is_finite(values):
-                    self._note(f"{name}.{own}, which was not finite before the step; replay an earlier one")
-            arguments, results = _floats((inputs, keyword_inputs)), _floats(outputs)
-            if not all(map(_is_finite, arguments)):
-                self._note(f"the input of {called} in the forward, from outside it: {_listed(arguments)}")
-            elif not all(map(_is_finite, results)):
-                self._note(f"{called} in the forward, from the input {_listed(arguments) or 'of tokens'}")
-            for tensor in results:
-                if tensor.requires_grad:
-                    tensor.register_hook(self._gradient_hook(called, is_output=True))
-            for tensor in arguments:
-                if tensor.requires_grad and all(tensor is not other for other in results):
-                    tensor.register_hook(self._gradient_hook(called, is_output=False))
+    def watch_gradient(whose: str, gradient: torch.Tensor) -> None:
+        if not sentences and not _is_finite(gradient):
+            sentences.append(f"{whose}: {_listed([gradient])}")
 
-        return hook
-
-    def _gradient_hook(self, called: str, *, is_output: bool) -> Any:
-        def hook(gradient: torch.Tensor) -> None:
-            if not _is_finite(gradient):
-                what = f"what comes behind {called}" if is_output else called
-                self._note(f"{what} in the backward; the gradient of its {'output' if is_output else 'input'}: "
-                           f"{_listed([gradient])}")  # fmt: skip
-
-        return hook
-
-    def _note(self, sentence: str) -> None:
-        if self._sentence is None:
-            self._sentence = sentence
+    modules = [(name, module) for name, module in model.named_modules() if next(module.children(), None) is None]
+    hooks = [module.register_forward_hook(partial(watch, name), with_kwargs=True) for name, module in modules]
+    try:
+        yield sentences
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _is_finite(values: torch.Tensor) -> bool:
@@ -214,9 +186,11 @@ def report_of(steps: ReplayedSteps, *, each_row: bool) -> StepReport:
         report.rows.append(RowPart(row=row, epoch=epoch, source=source, text=text, alone=alone))
     if worst.badness[0]:
         inputs, _ = steps.feed.leaf(worst.virtual_rank)
-        with FirstNonFinite(steps.engine.module) as watcher:
-            worst_part = _compute_part(steps, inputs[worst.micro_batch], worst.virtual_rank, worst.micro_batch)
-        report.nonfinite = watcher.sentence(worst_part.largest, steps.engine.loss_scale)
+        with watching_for_nonfinite(steps.engine.module) as sentences:
+            part = _compute_part(steps, inputs[worst.micro_batch], worst.virtual_rank, worst.micro_batch)
+        between = f"no module, but what lies between them: the first in the backward is the gradient of {part.largest}"
+        scale = steps.engine.loss_scale
+        report.nonfinite = [*sentences, between][0] + (f", with a loss scale of {scale:g}" if scale != 1.0 else "")
     return report
 
 
