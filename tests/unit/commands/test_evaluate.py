@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from zerotrain.commands import evaluate, generate
 from zerotrain.commands.export import main as export
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError
+from zerotrain.launching.failures import RunError
 from zerotrain.run import factory
 from zerotrain.saved.saved import ABOUT
 from zerotrain.training import Metric
@@ -59,6 +62,21 @@ class Bytes(Drawn):
     def __init__(self) -> None:
         super().__init__()
         self.features, self.output = torch.randn(256, 8), nn.Linear(8, 256)
+
+
+@pytest.mark.parametrize("error", [None, ConfigError("a setting"), RunError("rank 1 failed")], ids=repr)
+def test_the_folder_of_ranks_goes_unless_one_has_failed_whose_log_it_has(error, tmp_path: Path, monkeypatch) -> None:
+    def run_ranks(attempts: Any, num_ranks: int) -> None:
+        assert attempts.job.ranks_dir.is_dir()
+        (attempts.job.run_dir / "loss.json").write_text('{"metrics": {"val_loss": 1.0}}')
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(evaluate, "run_ranks", run_ranks)
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        assert evaluate._by_ranks(Config(), {}, 2) == {"metrics": {"val_loss": 1.0}}
+    assert len([*tmp_path.iterdir()]) == isinstance(error, RunError)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zerotrain
-from tests.cases import EVALUATION, EXPORT, GENERATION
+from tests.cases import EVALUATION, EXPORT, GENERATION, WRONG_RUN
 from tests.unit.commands.test_export import ONE_SEED_AT_A_TIME, exported, refused, tensors_in, told_of_small_files
 from tests.unit.data.tokenizers_made import END, saved
 from zerotrain.commands import evaluate, generate
@@ -233,6 +233,14 @@ def test_an_exported_folder_has_the_loss_of_the_run(llama, trained_adapters, tmp
     assert evaluate.main([str(exported(trained_adapters[0], tmp_path / "alone")), *settings]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith("alone has only adapters; give the run, or an export that was written with --merge")
+
+
+@pytest.mark.case("checkpoints", WRONG_RUN, under=EVALUATION)
+def test_a_folder_without_a_tokenizer_is_refused(trained_adapters, capsys) -> None:
+    _, arguments, _ = trained_adapters
+    assert generate.main([arguments["name_or_path"], "--prompt", "a"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "text needs a tokenizer" in line
 
 
 def recipe(out: Path) -> str:
