@@ -31,7 +31,7 @@ def _template() -> Any:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
-        finalize=_shown,
+        finalize=_escape_unprintable,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -41,7 +41,7 @@ def _template() -> Any:
     return environment.get_template("page.html")
 
 
-def _shown(value: Any) -> Any:
+def _escape_unprintable(value: Any) -> Any:
     """A text as it is to be read; what the template has made is html already."""
     return printable(value, MAX_TEXT, keep="") if isinstance(value, str) and not hasattr(value, "__html__") else value
 

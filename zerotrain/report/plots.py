@@ -434,8 +434,8 @@ def parallel(report: Report) -> tuple[list[SettingAxis], Axis, list[Line]] | Non
         values = _sorted_values(row.settings.get(name) for row in rows)
         if len(values) > 1:
             places = {repr(value): place / (len(values) - 1) for place, value in enumerate(values)}
-            shown = values if len(values) <= MOST_VALUES else [values[0], values[len(values) // 2], values[-1]]
-            ticks = [(places[repr(value)], value_text(name, value)) for value in shown]
+            tick_values = values if len(values) <= MOST_VALUES else [values[0], values[len(values) // 2], values[-1]]
+            ticks = [(places[repr(value)], value_text(name, value)) for value in tick_values]
             axes.append(SettingAxis(setting=name, places=places, ticks=ticks, part=explained(report, name)))
     if len(rows) < MIN_JOBS or not axes:
         return None
