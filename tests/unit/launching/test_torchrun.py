@@ -204,6 +204,11 @@ def test_a_rank_of_another_command_line_refuses_the_job_on_all(exchange):
     assert said == [told, told]
 
 
+@pytest.mark.case(
+    "data: Text",
+    "machines without a common folder",
+    "each prepares before the ranks meet, as long as it takes; a machine that cannot is named on all ranks",
+)
 def test_a_rank_of_another_machine_prepares_its_data_and_rank_0_waits_for_it(exchange, tmp_path: Path):
     """It did so while rank 0 waited in its first collective, which has a limit."""
     texts, cache = tmp_path / "texts", tmp_path / "cache"
