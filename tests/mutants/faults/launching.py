@@ -38,7 +38,7 @@ FAULTS = {
         "Attempts.begin_next",
         Swap("self.job.restarts >= allowed", "self.job.restarts > allowed"),
         "a run is started again once more than it may be",
-        ("unit/launching/test_resuming.py::test_progress_between_them_allows_more_up_to_the_number_that_was_set",),
+        ("unit/launching/test_resuming.py::test_restarts_end_at_their_number_and_without_progress",),
     ),
     "sweep-shares-a-folder": Fault(
         "_require_unclaimed",

@@ -13,7 +13,7 @@ from zerotrain.config.compose import from_values
 from zerotrain.config.schema import Config, LaunchConfig
 from zerotrain.errors import ConfigError
 from zerotrain.files.lock import LOCK_NAME, is_held
-from zerotrain.launching.job import Job, holding_job, locked, num_threads_per_rank, write_ending
+from zerotrain.launching.job import Job, locked, num_threads_per_rank, write_ending
 from zerotrain.training.result import RunResult
 
 # One run at a time in a folder, whatever lies in the place of its lock.
@@ -25,27 +25,9 @@ def test_a_folder_is_locked_once_and_free_again(tmp_path: Path):
         with pytest.raises(ConfigError, match=said), locked(tmp_path / "run"):
             raise AssertionError
         assert json.loads((tmp_path / "run" / LOCK_NAME).read_text())["pid"] == os.getpid()
+        assert is_held(tmp_path / "run" / LOCK_NAME)
     with locked(tmp_path / "run"):
         pass
-
-
-def test_a_lock_says_which_job_of_a_sweep_has_the_folder(tmp_path: Path):
-    assert holding_job(tmp_path) is None
-    assert not is_held(tmp_path / LOCK_NAME)
-    with locked(tmp_path, job="0123 launch.nproc_per_node=2"):
-        assert holding_job(tmp_path) == "0123 launch.nproc_per_node=2"
-        assert is_held(tmp_path / LOCK_NAME)
-        with pytest.raises(ConfigError, match=f"pid {os.getpid()} on"), locked(tmp_path):
-            raise AssertionError
-    assert not is_held(tmp_path / LOCK_NAME)
-    with locked(tmp_path):
-        assert holding_job(tmp_path) is None
-
-
-@pytest.mark.parametrize("content", ["", "x", "[]", '{"job": 1}', '{"jobs": "1"}', "[" * 5000])
-def test_a_lock_of_anybody_says_nothing(tmp_path: Path, content: str):
-    (tmp_path / LOCK_NAME).write_text(content)
-    assert holding_job(tmp_path) is None
 
 
 @pytest.mark.parametrize(
