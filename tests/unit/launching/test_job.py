@@ -98,17 +98,12 @@ def test_what_a_killed_rank_was_about_to_write_goes_when_the_run_is_started_agai
     assert (job.run_dir / "mine.tmp").exists()
 
 
-def test_another_machine_completes_the_folder_without_taking_from_it(job: Job):
-    job.open_folder()
+def test_another_machine_makes_what_is_missing_of_the_folder_and_takes_nothing(job: Job):
+    job.complete_folder()
+    assert from_values(OmegaConf.load(job.config_path)) == job.config
     (job.ranks_dir / "0.log").write_text("running")
     job.complete_folder()
     assert (job.ranks_dir / "0.log").read_text() == "running"
-
-
-def test_another_machine_makes_the_folder_that_nobody_has_opened_there(job: Job):
-    job.complete_folder()
-    assert job.ranks_dir.is_dir()
-    assert from_values(OmegaConf.load(job.run_dir / "config.yaml")) == job.config
 
 
 def test_an_ending_keeps_what_rank_0_had_written(job: Job):
@@ -131,12 +126,9 @@ def test_an_ending_is_written_even_if_rank_0_never_wrote_any(job: Job):
     assert (written["world_size"], written["stage"], written["restarts"]) == (2, 2, 0)
 
 
-def test_cores_are_shared_out_among_ranks_and_each_has_one():
+def test_cores_are_shared_out_among_ranks_and_a_number_that_was_set_is_kept():
     assert num_threads_per_rank(Config(), num_local_ranks=1) >= num_threads_per_rank(Config(), num_local_ranks=2)
     assert num_threads_per_rank(Config(), num_local_ranks=10_000) == 1
-
-
-def test_a_number_of_threads_that_was_set_is_kept():
     assert num_threads_per_rank(Config(launch=LaunchConfig(threads_per_rank=3)), num_local_ranks=2) == 3
 
 

@@ -78,18 +78,18 @@ class Study:
         Raises:
             ConfigError: the study cannot be opened, or is one of something else.
         """
-        from zerotrain.training.callbacks.early_stopping import (  # imports torch, as the jobs are about to
-            SQLITE,
-            open_storage,
-        )
+        from zerotrain.training.callbacks import early_stopping  # imports torch, as the jobs are about to
 
         package("optuna", extra="sweeps", needed_by="hydra/sweeper=optuna")
         if problems := list(_problems(config, list(sweep.directions))):
             raise ConfigError(*problems)
-        sweeper, overrides = config.hydra.sweeper, _overrides(config)
+        try:
+            sweeper, overrides = config.hydra.sweeper, overrides_in(config)
+        except HydraException as error:
+            raise ConfigError(f"hydra.sweeper.params: {first_paragraph(error)}") from error
         swept = {name: override for name, override in overrides.items() if override.is_sweep_override()}
         study = cls(
-            url=sweeper.storage or f"{SQLITE}{sweep.folder / STUDY_NAME}",
+            url=sweeper.storage or f"{early_stopping.SQLITE}{sweep.folder / STUDY_NAME}",
             name=sweeper.study_name or ("sweep" if sweeper.storage is None else str(sweep.folder)),
             num_trials=sweep.total or 0,
             space={name: distribution(override) for name, override in swept.items()},
@@ -97,7 +97,7 @@ class Study:
             _journal=sweep.journal,
         )
         with sweep.journal.held():  # two drivers would make two studies
-            storage = open_storage(study.url)
+            storage = early_stopping.open_storage(study.url)
             study._study = _open_study(storage, study, sweep)
             study._own_lock = _lock_as_driver(sweep.folder)
             for trial in study._study.get_trials(deepcopy=False):
@@ -156,16 +156,12 @@ class Study:
         Raises:
             StudyError: no trial has completed.
         """
-        best: dict[str, Any]
+        trials = self._study.best_trials
+        if not trials:
+            raise StudyError("no trial of the study has completed, so that it has no best one")
+        best: dict[str, Any] = {"best_params": trials[0].params, "best_value": trials[0].values[0]}
         if len(self._study.directions) > 1:
-            trials = [{"params": trial.params, "values": trial.values} for trial in self._study.best_trials]
-            best = {"solutions": trials}
-        else:
-            try:
-                trial = self._study.best_trial
-            except ValueError as error:
-                raise StudyError("no trial of the study has completed, so that it has no best one") from error
-            best = {"best_params": trial.params, "best_value": trial.value}
+            best = {"solutions": [{"params": trial.params, "values": trial.values} for trial in trials]}
         OmegaConf.save(OmegaConf.create({"name": "optuna"} | best), folder / BEST_NAME)
 
     def number_by_trial(self, hydra: Any, hydra_dir: Path, is_by_number: bool) -> Path:
@@ -233,14 +229,6 @@ def distribution(override: Override) -> Any:
         return kinds[has_integers](value.start, value.end, log="log" in value.tags)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{override.input_line}: {error}") from error
-
-
-def _overrides(config: DictConfig) -> dict[str, Override]:
-    """The settings given to a sweep, by name; the command line wins over the sweeper's own `params`."""
-    try:
-        return {override.get_key_element(): override for override in overrides_in(config)}
-    except HydraException as error:
-        raise ConfigError(f"hydra.sweeper.params: {first_paragraph(error)}") from error
 
 
 def _sampler(values: DictConfig, starts: int, swept: dict[str, Override]) -> Any:

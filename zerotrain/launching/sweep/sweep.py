@@ -168,8 +168,8 @@ def has_study(config: DictConfig) -> bool:
     return bool(config.hydra.sweeper.get("_target_") == OptunaConfig._target_)
 
 
-def overrides_in(config: DictConfig) -> list[Override]:
-    """The settings given to a sweep, the sweeper's own `params` first.
+def overrides_in(config: DictConfig) -> dict[str, Override]:
+    """The settings given to a sweep, by name. The command line wins over the sweeper's own `params`.
 
     Raises:
         HydraException: one of them cannot be read.
@@ -178,13 +178,14 @@ def overrides_in(config: DictConfig) -> list[Override]:
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
     hydra = GlobalHydra.instance()
     parser = OverridesParser.create(hydra.config_loader() if hydra.is_initialized() else None)  # for glob()
-    return parser.parse_overrides([*params, *map(str, overrides)])  # type: ignore[arg-type]
+    parsed = parser.parse_overrides([*params, *map(str, overrides)])  # type: ignore[arg-type]
+    return {override.get_key_element(): override for override in parsed}
 
 
 def swept_in(config: DictConfig) -> list[Override] | None:
     """The settings with several values, the sweeper's own first; None if Hydra alone can tell."""
     try:
-        return [override for override in overrides_in(config) if override.is_sweep_override()]
+        return [override for override in overrides_in(config).values() if override.is_sweep_override()]
     except HydraException:
         return None
 

@@ -291,7 +291,7 @@ def test_a_misspelt_setting_and_values_of_another_kind_do_not_spoil_a_study(begi
         other.ask(3)
 
 
-def test_a_trial_in_the_file_gives_a_job_no_setting_that_the_sweep_does_not_vary(begin: Begin, tmp_path: Path):
+def test_a_trial_in_the_file_gives_a_job_no_setting_that_is_not_varied(begin: Begin, tmp_path: Path):
     (tmp_path / "sweep").mkdir()
     written = optuna.create_study(study_name="sweep", storage=f"sqlite:///{tmp_path}/sweep/study.db")
     of_class = {"model._target_": CategoricalDistribution(["os.system"])}
