@@ -107,6 +107,7 @@ REFUSED = {
     "hydra.sweeper.storage={_target_:a.b}": "hydra.sweeper.storage: got an object; it must be a URL",
     "hydra.sweeper.storage=nonsense": "hydra.sweeper.storage: got nonsense, which Optuna cannot open: ",
     "hydra.sweeper.n_trials=0": "hydra.sweeper.n_trials: got 0; it must be 1 or more",
+    "hydra.sweep.dir=a?b": "hydra.sweep.dir: got a?b; no URL of study.db can have a ?; give another",
     "hydra.sweeper.n_jobs=0": "hydra.sweeper.n_jobs: got 0; it must be 1 or more",
     "hydra.sweeper.params={seed:'range('}": "hydra.sweeper.params: ",
     "hydra.sweeper.params={seed:'interval(2,1)'}": "seed=interval(2,1): ",
@@ -256,6 +257,15 @@ def test_hydra_makes_the_sweeper_and_a_job_gets_the_study_without_its_database(b
     of_job = pickle.loads(pickle.dumps(study))
     assert (of_job.url, of_job.name, of_job.trials) == (f"sqlite:///{tmp_path}/sweep/study.db", "sweep", [0])
     assert of_job._study is None
+
+
+def test_a_job_has_the_number_of_its_trial_and_its_folder(tmp_path: Path):
+    study = Study(url="sqlite:///study.db", name="sweep", num_trials=9, trials=[7])
+    of_job = OmegaConf.create({"job": {"num": 0}, "runtime": {"output_dir": str(tmp_path / "0")}})
+    (tmp_path / "0").mkdir()
+    assert study.number_by_trial(of_job, tmp_path / "0", True) == tmp_path / "7"
+    assert (of_job.job.num, of_job.runtime.output_dir) == (7, str(tmp_path / "7"))
+    assert not (tmp_path / "0").exists()
 
 
 def test_trials_of_a_driver_that_is_gone_wait_and_keep_their_values(begin: Begin, tmp_path: Path):
