@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, ValidationError
 
@@ -183,7 +183,8 @@ def _line(override: str | None, error: Exception, keys: list[str], folders: Sequ
     if isinstance(error, UnicodeError):
         return f"{find_yaml(f'{key}/{got}', folders) or override}: is not text in UTF-8"
     group = key.partition("@")[0]
-    if (path := find_yaml(f"{group}/{got}", folders)) is not None:
+    path = find_yaml(f"{group}/{got}", folders)
+    if path is not None and isinstance(error, ConfigCompositionException):
         return _line_of_file(path, group, override, cause, keys)
     if isinstance(cause, GrammarParseError):
         return f"{override}: ${{ begins a reference and needs a }} to close it; write \\${{ for the characters ${{"

@@ -226,6 +226,13 @@ def test_one_rank_alone_sends_nothing_and_shares_nothing():
     assert without_effect(Config(), world_size=1) == []
 
 
+def test_too_many_micro_batches_are_named_by_the_setting_that_was_given(compose):
+    many = "train.gradient_accumulation_steps=1000000000"
+    allowed = "; a step must have 1048576 micro-batches or fewer"
+    assert problems_of(compose, many) == [f"{many.replace('=', ': got ')}{allowed}"]
+    assert problems_of(compose, many, "train.virtual_ranks=2") == [f"train.virtual_ranks: got 2 with {many}{allowed}"]
+
+
 def test_fp16_cannot_stop_at_the_first_overflow(compose):
     assert problems_of(compose, "precision=fp16", "train.on_nonfinite=stop") == [
         "train.on_nonfinite: got stop; it must be skip with precision=fp16, which finds its loss scale by overflows"
