@@ -304,7 +304,7 @@ class MetricStates:
         by_rank, device = collectives.gather_objects(own, name="metrics"), collectives.world.device
         gathered: dict[str, dict[int, States]] = {}
         for name in own:
-            measured = [state for of_rank in by_rank for state in _unpack(*of_rank[name], device).items()]
+            measured = [state for of_rank in by_rank for state in _unpack(of_rank[name], device).items()]
             gathered[name] = dict(sorted(measured, key=itemgetter(0)))
         return gathered
 
@@ -407,7 +407,10 @@ def _of_bits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (values.view(torch.float64) if dtype.is_floating_point else values).to(dtype)
 
 
-def _pack(by_number: Mapping[int, States]) -> tuple[dict[int, list[list[int]]], torch.Tensor]:
+Packed = tuple[dict[int, list[list[int]]], torch.Tensor]
+
+
+def _pack(by_number: Mapping[int, States]) -> Packed:
     """The dtype and the shape of each state, by the number of the micro-batch, and the values of all, one after the
     other: one tensor, as ranks exchange thousands slowly."""
     layouts = {
@@ -417,7 +420,8 @@ def _pack(by_number: Mapping[int, States]) -> tuple[dict[int, list[list[int]]], 
     return layouts, torch.cat(values).cpu() if values else torch.zeros(0, dtype=torch.int64)
 
 
-def _unpack(layouts: Mapping[int, list[list[int]]], values: torch.Tensor, device: torch.device) -> dict[int, States]:
+def _unpack(packed: Packed, device: torch.device) -> dict[int, States]:
+    layouts, values = packed
     sizes = [math.prod(shape) for layout in layouts.values() for _, *shape in layout]
     parts = iter(values.to(device).split(sizes) if sizes else ())
     return {
