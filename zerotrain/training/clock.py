@@ -166,9 +166,9 @@ class StepClock:
         """The speed over the last so many steps, or over the run without its first steps; nan before any.
 
         Returns:
-            `tokens_per_s`, `labels_per_s` (those that count in the loss) and `steps_per_s`; of the data the mean
-            `data_wait_ms` of a step, and `data_wait_share`, 0 to 1, of its time. Of this sitting alone the median
-            `step_ms_median`, and the means `comm_wait_ms`, in which the host waited for other ranks, and `update_ms`.
+            `tokens_per_s`, `labels_per_s` (labels that count in the loss) and `steps_per_s`; the mean `data_wait_ms` of
+            a step, and `data_wait_share`, 0 to 1, of its time. These are of this sitting alone: `step_ms_median`, and
+            the means `comm_wait_ms`, for which the host waited for other ranks, and `update_ms`.
         """
         steps, sums = self._select(last_steps), self._sums(last_steps)
         count, seconds = sums["steps"] or math.nan, sums["seconds"] or math.nan

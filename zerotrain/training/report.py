@@ -134,7 +134,7 @@ def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUs
     table.add_column("stage,\nrank" if has_changed else "rank", justify="right")
     measured = [cells for label, cells in rows if not label.endswith("plan")]
     most = {name: max(number or 0 for cells in measured for number in cells[name]) for name in (*COLUMNS, "peak")}
-    # Where something is offloaded, most of the others are empty.
+    # Most of the other columns are empty if something is offloaded.
     columns = [name for name, number in most.items() if number or not (most["offloaded"] or name == "offloaded")]
     for name in columns:
         table.add_column(f"{name}\n{unit_of(most[name])[0]}", justify="right")

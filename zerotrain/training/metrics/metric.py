@@ -408,11 +408,12 @@ def _of_bits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 Packed = tuple[dict[int, list[list[int]]], torch.Tensor]
+"""The dtype (its place among `DTYPES`) and the shape of each state, by the number of the micro-batch; and the values of
+all states as int64, one after the other."""
 
 
 def _pack(by_number: Mapping[int, States]) -> Packed:
-    """The dtype and the shape of each state, by the number of the micro-batch, and the values of all, one after the
-    other: one tensor, as ranks exchange thousands slowly."""
+    """States as they are sent to other ranks: one tensor, since thousands of small ones are slow to read."""
     layouts = {
         number: [[DTYPES.index(state.dtype), *state.shape] for state in states] for number, states in by_number.items()
     }
