@@ -1,7 +1,7 @@
 """A run's output: lines, and at its end the table of bytes that each rank holds and sends, beside the theory."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -126,7 +126,9 @@ def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUs
     rows: list[tuple[str, dict[str, tuple[int | None, ...]]]] = []
     for entry in stages:
         of_stage = f"{entry['stage']}, " if has_changed else ""
-        rows += [(f"{of_stage}{rank}", _cells(usage)) for rank, usage in enumerate(entry["ranks"])]
+        for rank, usage in enumerate(entry["ranks"]):
+            pairs = {name: (usage[f"{kind}_nbytes"], usage[f"theory_{kind}_nbytes"]) for name, kind in COLUMNS.items()}
+            rows.append((f"{of_stage}{rank}", {**pairs, "peak": (usage["peak_nbytes"],)}))
         if planned is not None and planned["stage"] == entry["stage"]:
             nbytes = {name: planned[kind] for name, kind in COLUMNS.items()} | {"peak": planned["peak"]}
             rows.append((f"{of_stage}plan", {name: (number,) for name, number in nbytes.items()}))
@@ -145,12 +147,6 @@ def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUs
         ]
         table.add_row(label, *texts)
     console.print(table)
-
-
-def _cells(usage: Mapping[str, int]) -> dict[str, tuple[int | None, ...]]:
-    """The bytes of a `RankUsage` by column of the table: measured, and in theory."""
-    cells = {name: (usage[f"{kind}_nbytes"], usage[f"theory_{kind}_nbytes"]) for name, kind in COLUMNS.items()}
-    return {**cells, "peak": (usage["peak_nbytes"],)}
 
 
 def _summary(result: RunResult) -> str:

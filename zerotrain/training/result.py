@@ -58,7 +58,7 @@ class RunResult:
     """The newest checkpoint of the run."""
     steps: untrusted.Natural = 0
     """Optimizer steps done, skipped ones included."""
-    skipped_steps: untrusted.Natural = 0
+    skipped_steps: int = 0
     """Those of them that changed nothing, because the gradient was not finite."""
     final_train_loss: float | None = None
     """Mean loss over the tokens of the last logged global batch, in nats."""
@@ -226,12 +226,11 @@ def _values(result: Mapping[str, Any]) -> dict[str, float | None]:
     values |= {f"val_loss/{name}": value for name, value in (result.get("val_loss_by_source") or {}).items()}
     values |= {**(result.get("val_metrics") or {}), **{name: result.get(name) for name in _NUMBERS}}
     values |= dotted({name: result.get(name) or {} for name in _OBJECTS})
-    return {str(name): _number(value) for name, value in values.items()}
-
-
-def _number(value: Any) -> float | None:
-    is_one = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    return float(value) if is_one else None
+    numbers: dict[str, float | None] = dict.fromkeys(map(str, values))
+    for name, value in values.items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+            numbers[str(name)] = float(value)
+    return numbers
 
 
 # Destinations of metrics.

@@ -76,8 +76,8 @@ class RunStages(Callback):
 
     def start(self, run: Run) -> None:
         """Be at the stage of this step, from whatever stage the engine was built at."""
-        due = stage_at(self._due, run.step)
-        if due != run.engine.options.zero.stage:
+        current, due = run.engine.options.zero.stage, stage_at(self._due, run.step)
+        if due != current:
             self._change(run, due)
         self._enter(run, due, {"sent_nbytes": None, "theory_sent_nbytes": None})
 
@@ -101,11 +101,12 @@ class RunStages(Callback):
         """Be at the stage that is due after this step, or wished for now; log a change."""
         if run.is_last:
             return
-        wish = self._instead(run) if run.asked.stage is None else run.asked.stage
+        wish = run.asked.stage
+        wish = self._instead(run) if wish is None else wish
         if wish is not None:
             self.asked[str(run.step)] = wish
-        due = stage_at(self._due, run.step)
-        if due == run.engine.options.zero.stage:
+        current, due = run.engine.options.zero.stage, stage_at(self._due, run.step)
+        if due == current:
             return
         self.note_usage(run)
         switch = self._change(run, due)

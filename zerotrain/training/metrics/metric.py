@@ -5,7 +5,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import itemgetter
 from typing import Annotated, Any, ClassVar, TypedDict
 
 import torch
@@ -304,8 +303,13 @@ class MetricStates:
         by_rank, device = collectives.gather_objects(own, name="metrics"), collectives.world.device
         gathered: dict[str, dict[int, States]] = {}
         for name in own:
-            measured = [state for of_rank in by_rank for state in _unpack(of_rank[name], device).items()]
-            gathered[name] = dict(sorted(measured, key=itemgetter(0)))
+            by_number: dict[int, States] = {}
+            for layouts, values in (of_rank[name] for of_rank in by_rank):
+                sizes = [math.prod(shape) for layout in layouts.values() for _, *shape in layout]
+                parts = iter(values.to(device).split(sizes) if sizes else ())
+                for number, layout in layouts.items():
+                    by_number[number] = [_of_bits(next(parts), DTYPES[dtype]).view(shape) for dtype, *shape in layout]
+            gathered[name] = dict(sorted(by_number.items()))
         return gathered
 
     def state_dict(self) -> dict[str, Any]:
@@ -320,7 +324,11 @@ class MetricStates:
         """Have what `state_dict` gave, of those metrics that there are."""
         for name in self._kept.keys() & state.keys():
             self._kept[name] = {
-                int(number): [_read_state(state, device) for state in states] for number, states in state[name].items()
+                int(number): [
+                    _of_bits(torch.tensor(bits, dtype=torch.int64, device=device), DTYPES[dtype]).view(shape)
+                    for dtype, shape, bits in states
+                ]
+                for number, states in state[name].items()
             }
 
     @contextmanager
@@ -407,13 +415,9 @@ def _of_bits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (values.view(torch.float64) if dtype.is_floating_point else values).to(dtype)
 
 
-Packed = tuple[dict[int, list[list[int]]], torch.Tensor]
-"""The dtype (its place among `DTYPES`) and the shape of each state, by the number of the micro-batch; and the values of
-all states as int64, one after the other."""
-
-
-def _pack(by_number: Mapping[int, States]) -> Packed:
-    """States as they are sent to other ranks: one tensor, since thousands of small ones are slow to read."""
+def _pack(by_number: Mapping[int, States]) -> tuple[dict[int, list[list[int]]], torch.Tensor]:
+    """States as they are sent to other ranks: the dtype (its place among `DTYPES`) and the shape of each, by the number
+    of the micro-batch; and the values of all as int64 in one tensor, since thousands of small ones are slow to read."""
     layouts = {
         number: [[DTYPES.index(state.dtype), *state.shape] for state in states] for number, states in by_number.items()
     }
@@ -421,23 +425,8 @@ def _pack(by_number: Mapping[int, States]) -> Packed:
     return layouts, torch.cat(values).cpu() if values else torch.zeros(0, dtype=torch.int64)
 
 
-def _unpack(packed: Packed, device: torch.device) -> dict[int, States]:
-    layouts, values = packed
-    sizes = [math.prod(shape) for layout in layouts.values() for _, *shape in layout]
-    parts = iter(values.to(device).split(sizes) if sizes else ())
-    return {
-        number: [_of_bits(next(parts), DTYPES[dtype]).view(shape) for dtype, *shape in layout]
-        for number, layout in layouts.items()
-    }
-
-
 def _write_state(state: torch.Tensor) -> list[Any]:
     return [DTYPES.index(state.dtype), list(state.shape), _bits(state).flatten().tolist()]
-
-
-def _read_state(content: list[Any], device: torch.device) -> torch.Tensor:
-    dtype, shape, bits = content
-    return _of_bits(torch.tensor(bits, dtype=torch.int64, device=device), DTYPES[dtype]).view(shape)
 
 
 def is_metrics_state(value: Any) -> bool:
