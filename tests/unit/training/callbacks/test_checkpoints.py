@@ -26,6 +26,12 @@ from zerotrain.training.callbacks.stages import stages_from
 from zerotrain.training.clock import EARLIER
 from zerotrain.training.result import RunResult
 
+A_RUN_THAT_GOES_ON = (
+    "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels that "
+    "differ, accumulation, AdamW, Muon, fp16"
+)
+BEST = "`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not"
+
 
 class Draws(nn.Module):
     """Its loss depends on random numbers of every origin."""
@@ -98,10 +104,7 @@ EVERY_THREE = CheckpointPolicy(every_steps=3, keep=None)
 @pytest.mark.case(
     "stopping",
     "in its own folder, or in another",
-    under=(
-        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
-        "that differ, accumulation, AdamW, Muon, fp16"
-    ),
+    under=A_RUN_THAT_GOES_ON,
 )
 @pytest.mark.parametrize("step", [3, 6, 12])
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -126,10 +129,7 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(start, asynchronous, s
     "stopping",
     "in its own folder, or in another",
     "no line of metrics.jsonl doubled or lost; no checkpoint replaced",
-    under=(
-        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
-        "that differ, accumulation, AdamW, Muon, fp16"
-    ),
+    under=A_RUN_THAT_GOES_ON,
 )
 def test_a_run_in_its_own_folder_doubles_no_line_and_replaces_no_checkpoint(start, screen):
     first = start("run", checkpoint=EVERY_THREE)
@@ -160,10 +160,7 @@ def test_of_its_own_folder_a_run_that_begins_with_anothers_keeps_what_comes_befo
     "stopping",
     "the newest checkpoint is damaged",
     "the newest intact one is taken; lines say which were skipped, and why",
-    under=(
-        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
-        "that differ, accumulation, AdamW, Muon, fp16"
-    ),
+    under=A_RUN_THAT_GOES_ON,
 )
 def test_the_newest_that_is_what_was_written_is_taken(start, screen):
     first = start("run", checkpoint=EVERY_THREE)
@@ -182,10 +179,7 @@ def test_the_newest_that_is_what_was_written_is_taken(start, screen):
 @pytest.mark.case(
     "stopping",
     "the newest checkpoint is damaged",
-    under=(
-        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
-        "that differ, accumulation, AdamW, Muon, fp16"
-    ),
+    under=A_RUN_THAT_GOES_ON,
 )
 def test_where_none_can_be_taken_up_nothing_is_trained(start):
     first = start("run", checkpoint=EVERY_THREE)
@@ -237,10 +231,7 @@ def test_each_interval_is_counted_from_the_save_before(start, monkeypatch, step_
     "stopping",
     "stopped before an evaluation that was due",
     "it is made up for",
-    under=(
-        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
-        "that differ, accumulation, AdamW, Muon, fp16"
-    ),
+    under=A_RUN_THAT_GOES_ON,
 )
 @pytest.mark.parametrize("step", [4, 6])
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_had_not(start, step):
@@ -261,10 +252,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_had_not(start, st
     "stopping",
     "with a setting or hyperparameter changed",
     "the new value holds, with a line that says so",
-    under=(
-        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
-        "that differ, accumulation, AdamW, Muon, fp16"
-    ),
+    under=A_RUN_THAT_GOES_ON,
 )
 def test_a_hyperparameter_that_was_changed_since_is_that_of_now(start, screen):
     first = start("run", checkpoint=EVERY_THREE)
@@ -495,7 +483,7 @@ class KilledError(Exception):
     "checkpoints",
     "the run dies before any step, or stops before an evaluation that was due",
     "who goes on ends with the same best checkpoint as a run that never stopped",
-    under="`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not",
+    under=BEST,
 )
 @pytest.mark.parametrize("step", range(3, NUM_STEPS + 1))
 @pytest.mark.thinned(3)
@@ -535,7 +523,7 @@ def test_the_link_of_a_run_that_was_killed_before_it_was_made_is_made_by_who_goe
 @pytest.mark.case(
     "checkpoints",
     "the run dies before any step, or stops before an evaluation that was due",
-    under="`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not",
+    under=BEST,
 )
 @pytest.mark.parametrize("step", [4, 6])
 def test_an_evaluation_that_a_stop_left_to_who_goes_on_counts(start_run, step):
@@ -592,7 +580,7 @@ def best(start_run) -> Any:
     "checkpoints",
     "a loss of nan, a save that fails",
     "never the best; the best is that of before",
-    under="`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not",
+    under=BEST,
 )
 @pytest.mark.parametrize(
     ("losses", "due"),
@@ -612,7 +600,7 @@ def test_lower_is_better_and_nan_and_infinity_never_are(best, losses, due):
 @pytest.mark.case(
     "checkpoints",
     "a loss of nan, a save that fails",
-    under="`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not",
+    under=BEST,
 )
 def test_where_its_save_fails_the_best_is_that_of_before(best):
     after = best({2: 3.0, 4: 2.0})

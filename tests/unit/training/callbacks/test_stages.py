@@ -31,6 +31,8 @@ from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 from zerotrain.training.callbacks.stages import Control, stage_at, stages_from
 from zerotrain.training.request import Request
 
+CHANGES = "`zero.schedule` changes the stage in mid-run"
+CONTROL = "`control.yaml` asks for a stage, a save or a stop"
 ROUND = {0: 0, 2: 1, 4: 2, 6: 3, 8: 1, 10: 0}
 """Each stage, for two steps."""
 KINDS: dict[str, dict[str, Any]] = {
@@ -154,7 +156,7 @@ def test_a_run_that_changes_its_stage_every_two_steps_is_the_run_at_one_stage(ki
     "checkpoints",
     "and it was stopped before, at or behind a change",
     "it goes on at the stage of its step, whatever stage saved",
-    under="`zero.schedule` changes the stage in mid-run",
+    under=CHANGES,
 )
 @pytest.mark.parametrize("saved_at", [5, 6])
 def test_a_run_stopped_between_two_changes_or_at_one_goes_on_at_the_stage_of_its_step(saved_at, tied_model, tmp_path):
@@ -178,7 +180,7 @@ def test_a_run_stopped_between_two_changes_or_at_one_goes_on_at_the_stage_of_its
 @pytest.mark.case(
     "checkpoints",
     "and it was stopped before, at or behind a change",
-    under="`zero.schedule` changes the stage in mid-run",
+    under=CHANGES,
 )
 def test_a_run_goes_on_by_the_schedule_of_now_whatever_stage_has_saved(tied_model, tmp_path, world):
     first = trainer_of(
@@ -209,7 +211,7 @@ def test_a_stage_that_no_step_was_trained_at_is_none_of_the_run(tied_model, tmp_
     "checkpoints",
     "where control.yaml has asked for another stage, or the newest manifest is damaged",
     "built at that stage; or at the stage of the newest readable manifest",
-    under="`zero.schedule` changes the stage in mid-run",
+    under=CHANGES,
 )
 def test_the_stage_of_the_step_that_a_run_goes_on_at_is_known_from_its_checkpoint(tied_model, tmp_path, world):
     """Before its ranks build an engine: with `zero.schedule={0: 0, 500: 3}` they built one at stage 0 to go on at step
@@ -359,7 +361,7 @@ def test_a_stop_saves_and_the_run_goes_on_at_the_stage_that_was_asked_for(run, m
     "stopping",
     "what cannot be, or no yaml",
     "answered; the run goes on",
-    under="`control.yaml` asks for a stage, a save or a stop",
+    under=CONTROL,
 )
 @pytest.mark.parametrize(
     ("asked", "stages", "said"),
