@@ -89,8 +89,8 @@ FAULTS = {
         "unit/files/test_untrusted.py::test_all_else_is_refused_in_one_line",
     ),
     "report-shows-what-files-say-as-html": Fault(
-        "text",
-        Inner("escape"),
+        "_template",
+        Argument("Environment", "autoescape", "False"),
         "an error or a name with a script in it runs in the reader's browser",
         "unit/report/test_page.py::test_nothing_out_of_files_is_html_and_all_of_it_can_be_printed",
     ),
