@@ -445,7 +445,7 @@ ARGUMENTS: dict[str, Case] = {
     "load_state_dict, a list on rank 0": by_rank("load_state_dict", [[1]], [{}], "got a list"),
     "load_state_dict, no tensor on rank 0": by_rank("load_state_dict", [{"out.bias": [1.0] * 64}], [{}], "strict"),
     "load_state_dict, another shape": on_all("load_state_dict", {"out.bias": torch.ones(5)}, says=["of shape (5,)"]),
-    "load_state_dict, nothing": on_all("load_state_dict", {}, says=["missing"]),
+    "load_state_dict, nothing": on_all("load_state_dict", {}, says=["it lacks"]),
     "keep_average, other decays": lambda engine, folder: keep_average(engine, (0.9, 0.95), DIFFERS),
     "keep_average, a decay of one on one rank": lambda engine, folder: keep_average(engine, (1.0, 0.9), "decay"),
     "averaged, without an average": in_a_step(

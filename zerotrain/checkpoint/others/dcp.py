@@ -15,8 +15,9 @@ import torch
 
 from zerotrain.checkpoint.manifest import DTYPES, hash_of
 from zerotrain.checkpoint.others.safetensors_and_torch import is_readable, loaded_without_numbers, place_of
-from zerotrain.checkpoint.others.stored_weights import FileRange, OpenFile, StoredTensor, Weights, row_by_row
+from zerotrain.checkpoint.others.stored_weights import FileRange, OpenFile, Weights
 from zerotrain.errors import CheckpointError
+from zerotrain.files.match import StoredTensor, row_by_row
 from zerotrain.files.untrusted import FileName, Natural, Shape, require_kind
 
 # The tensors in a folder of torch.distributed.checkpoint, by its file .metadata.
