@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from zerotrain.errors import listed
-from zerotrain.files.match import Misfits
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,22 @@ class StageSwitch:
     """(N-1)/N of the bytes of what N ranks shared before and hold whole now."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadedWeights(Misfits):
-    """The weights that `engine.load_weights` took, and those it did not."""
+@dataclass(frozen=True)
+class LoadedWeights:
+    """The weights that `engine.load_weights` took, and those it did not. Names are the model's, but for `surplus`."""
 
     path: Path
     """The path that was read: a file or a folder; for a run's folder its newest checkpoint."""
     num_loaded: int
     """Tensors of the model, tied ones counted once."""
+    missing: tuple[str, ...]
+    """Not there, and left as they were."""
+    surplus: tuple[str, ...]
+    """There, and not in the model."""
+    wrong_shape: tuple[str, ...]
+    """A sentence for each tensor that was left as it was, since it has another shape there."""
+    wrong_dtype: tuple[str, ...]
+    """The same of integers for floating-point numbers, and the like."""
     renamed: str
     """How all names there differ from the model's, in a sentence; empty if they do not."""
     part: str = ""

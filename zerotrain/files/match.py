@@ -57,7 +57,7 @@ def model_tensors(named: Iterable[tuple[str, Any]]) -> list[ModelTensor]:
     return list(targets.values())
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Misfits:
     """All that a source and a model do not have alike. Names are the model's, but for `surplus`."""
 

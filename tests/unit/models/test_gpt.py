@@ -153,6 +153,12 @@ def test_outputs_beside_the_loss_change_no_bit_of_any_gradient(head: dict[str, i
     assert all(torch.equal(alone[name], beside[name]) for name in alone)
 
 
+@pytest.mark.parametrize("head", HEADS, ids=str)
+def test_a_head_of_another_kind_has_other_bits(head: dict[str, int]):
+    plain, found = loss_and_gradients(torch.float32), loss_and_gradients(torch.float32, **head)
+    assert not all(torch.equal(plain[name], found[name]) for name in plain)
+
+
 def test_chunks_in_which_many_positions_agree_do_not_overflow_fp16():
     """40,000 positions a chunk, each of which pulls in the same direction."""
     hidden = (torch.randn(1, 80_000, 8, generator=torch.Generator().manual_seed(0)) + 2).half().requires_grad_()

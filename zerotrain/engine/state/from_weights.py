@@ -21,15 +21,8 @@ from zerotrain.engine.state.fill import Source
 from zerotrain.engine.state.named import Holdings, NamedPiece, buffers
 from zerotrain.engine.state.together import LEFT, attempt, from_rank_0, on_all, raise_first
 from zerotrain.errors import CheckpointError, ConfigError, EngineStateError, ZeroTrainError, listed
-from zerotrain.files.match import (
-    MAX_NAMES_SHOWN,
-    ModelTensor,
-    StoredTensor,
-    any_kind,
-    match,
-    memory_order,
-    model_tensors,
-)
+from zerotrain.files import match
+from zerotrain.files.match import ModelTensor, StoredTensor
 from zerotrain.sharding.layout import slot_view
 from zerotrain.sharding.units import ModelParameter, model_parameters
 
@@ -61,7 +54,7 @@ def match_part(
     tensors = [tensor for tensor in tensors if tensor.part == part]
     homes = {name for target in targets for name in target.names}
     rename, renamed = _renaming([name for tensor in tensors for name in tensor.names], targets, homes)
-    matched = match(tensors, targets, rename=rename)
+    matched = match.match(tensors, targets, rename=rename)
     num_loaded = sum(bool(target.stored) for target in targets)
     return LoadedWeights(path=path, num_loaded=num_loaded, renamed=renamed, part=description, **vars(matched))
 
@@ -76,15 +69,15 @@ def _describe_part(part: str, rest: Sequence[StoredTensor]) -> str:
         words = [*tensor.part.split("."), *tensor.names] if tensor.part else tensor.names
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, words, strict=False)))
         other_parts[".".join(words[: shared + 1])] = None
-    ignored = f", and nothing of {listed(list(other_parts), MAX_NAMES_SHOWN)}" if other_parts else ""
+    ignored = f", and nothing of {listed(list(other_parts), match.MAX_NAMES_SHOWN)}" if other_parts else ""
     return f"{f'its {part!r} was read' if part else 'the tensors outside its parts were read'}{ignored}"
 
 
 def misfits(loaded: LoadedWeights) -> list[str]:
     """Tell what does not fit, a line for each kind of it; the same on every rank."""
-    lines = [
-        f"{loaded.path} does not fit the engine: {problem}" for problem in loaded.problems("; or give strict=False")
-    ]
+    misfits = match.Misfits(loaded.missing, loaded.surplus, loaded.wrong_shape, loaded.wrong_dtype)
+    problems = misfits.problems("; or give strict=False")
+    lines = [f"{loaded.path} does not fit the engine: {problem}" for problem in problems]
     notes = "; ".join(filter(None, (loaded.part, loaded.renamed)))
     return [*lines, f"{loaded.path}: {notes}"] if lines and notes else lines
 
@@ -232,7 +225,7 @@ def _model_tensors(
     ids = {id(tensor) for _, tensor in own}
     # Without detaching them: that would read sharded parameters.
     also = [(name, value) for name, value in model.state_dict(keep_vars=True).items() if id(value) in ids]
-    return model_tensors([*own, *also])
+    return match.model_tensors([*own, *also])
 
 
 def _two_in_one(weights: Weights, targets: list[ModelTensor], collectives: Collectives) -> Iterator[str]:
@@ -249,7 +242,7 @@ def _two_in_one(weights: Weights, targets: list[ModelTensor], collectives: Colle
 
 
 def _same(weights: Weights, tensor: StoredTensor, other: StoredTensor, start: int, stop: int) -> bool:
-    order, other_order = memory_order(tensor.shape, tensor.stride), memory_order(other.shape, other.stride)
+    order, other_order = match.memory_order(tensor.shape, tensor.stride), match.memory_order(other.shape, other.stride)
     if tensor.dtype != other.dtype or order != other_order:
         return False
     for offset in range(start, stop, CHUNK_NUMEL):
@@ -266,8 +259,8 @@ def _read(weights: Weights, source: StoredTensor, stride: tuple[int, ...], start
 
     If the file has another order, the whole tensor is read, some elements at a time.
     """
-    order = memory_order(source.shape, source.stride)
-    if order == memory_order(source.shape, stride):
+    order = match.memory_order(source.shape, source.stride)
+    if order == match.memory_order(source.shape, stride):
         weights.read(source, start, target)
         return
     numel = torch.Size(source.shape).numel()
@@ -408,7 +401,7 @@ def _problems(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool) ->
                     got = f"a {value.layout} tensor on {value.device}"
                 problems.append(f"load_state_dict: {name} is {got}; give a tensor that holds its numbers")
         tensors.append(StoredTensor([name], "", None, shape))
-    loaded = match(tensors, model_tensors(own.items()), kind=any_kind)
+    loaded = match.match(tensors, match.model_tensors(own.items()), kind=match.any_kind)
     if not strict:
         loaded = replace(loaded, missing=(), surplus=())
     lines = loaded.problems("; or give strict=False")
