@@ -141,6 +141,7 @@ def test_a_row_of_data_may_have_any_number_that_python_reads():
 )
 def test_what_is_of_a_kind_is_read_as_one(kind, value, read):
     assert require_kind(value, kind) == read
+    assert is_kind(value, kind)
 
 
 @pytest.mark.parametrize(
