@@ -4,10 +4,10 @@
     def test_a_dropped_step_leaves_nothing() -> None: ...
 
 The first argument is the page, and the section where it has several; then the case and its promise. Another test of the
-same case leaves out the promise, and `@pytest.mark.case(*CASE)` repeats a constant of the module. `under="CASE"` puts a
-row below that of another case. `of=("NAME", ...)` on a module names cases of the module's table, or parameters of its
-tests; of a longer table, CASE_ROWS is the page and lines of `case | promise | NAME; ...`, or `... case` below the last
-one without dots. A test says when a page is out of date.
+same case leaves out the promise, and `@pytest.mark.case(*CASE)` repeats a constant of the module or of tests/cases.py.
+`under="CASE"` puts a row below that of another case. `of=("NAME", ...)` on a module names cases of the module's table,
+or parameters of its tests; of a longer table, CASE_ROWS is the page and lines of `case | promise | NAME; ...`, or `...
+case` below the last one without dots. A test says when a page is out of date.
 """
 
 import ast
@@ -19,6 +19,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = REPOSITORY / "docs/reference/cases"
+SHARED = ast.parse((REPOSITORY / "tests/cases.py").read_text())
 TABLE = re.compile(r"(?P<head>\| [^\n]*\n\|---[^\n]*\n)(?:\|[^\n]*\n)*")
 
 
@@ -49,10 +50,10 @@ class Marker:
 
 
 class Constants(ast.NodeTransformer):
-    """The values that a module gives names to, in place of the names."""
+    """The values that a module, or tests/cases.py, gives names to, in place of the names."""
 
     def __init__(self, module: ast.Module) -> None:
-        assigned = [node for node in module.body if isinstance(node, ast.Assign)]
+        assigned = [node for node in (*SHARED.body, *module.body) if isinstance(node, ast.Assign)]
         self.by_name = {node.targets[0].id: node.value for node in assigned if isinstance(node.targets[0], ast.Name)}
 
     def visit_Name(self, node: ast.Name) -> ast.expr:

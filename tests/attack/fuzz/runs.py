@@ -16,7 +16,7 @@ from tests.attack.fuzz.common import require_printable
 from zerotrain.commands import evaluate
 from zerotrain.commands import export as destination
 from zerotrain.commands.ended import ended
-from zerotrain.commands.replay import BUILT
+from zerotrain.commands.replay import REPLAY
 from zerotrain.config.compose import save_config
 from zerotrain.config.schema import CheckpointConfig, Config, ZeroGroup
 from zerotrain.data import prepare as prepare_lock
@@ -37,7 +37,7 @@ from zerotrain.replay.steps import _other_data, of_replay
 from zerotrain.report.files import csv_of, json_of, print_table
 from zerotrain.report.journal import JOURNAL_NAME, JobEvent, SweepJournal, note_earlier_results
 from zerotrain.report.page import page_of
-from zerotrain.report.rows import AXES, read_curves, read_report
+from zerotrain.report.rows import AXES, points_over, read_curves, read_report
 from zerotrain.saved import text_model
 from zerotrain.saved.saved import config_from
 from zerotrain.saved.trust import require_trusted
@@ -144,7 +144,7 @@ def read_metrics(folder: Path) -> Any:
     """By a report, by a resume, by the line of a sweep, and by a tracker."""
     for curve in read_curves(folder / "metrics.jsonl"):
         for axis in AXES:
-            curve.over(axis)
+            points_over(curve, axis, 100)
     status_line._last_measured(folder / "metrics.jsonl")
     for step, metrics in curves._lines_of(folder / "metrics.jsonl"):
         assert type(step) is int
@@ -203,7 +203,7 @@ def read_steps(folder: Path) -> Any:
     lines.append(_other_data(start.get("data") or {}, {"rows": 3}) or "")
     require_printable(printable(each, keep="") for each in lines)
     if config is not None:
-        require_trusted(config, BUILT, folder)
+        require_trusted(config, REPLAY.built, folder)
         of_replay(config)
     return record.last_step, lines, config
 
