@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerotrain.checkpoint.manifest import AVERAGE, EXTRA_STATE, WEIGHT, dtype_of
+from zerotrain.checkpoint.manifest import AVERAGE, EXTRA_STATE, WEIGHT, SavedBuffer
 from zerotrain.checkpoint.tensor_file import Entry, Reader
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
@@ -207,15 +207,15 @@ def described(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def restore_extra_states(model: nn.Module, saved: Mapping[str, dict[str, Any]], reader: Reader) -> None:
+def restore_extra_states(model: nn.Module, saved: Mapping[str, dict[str, Any] | SavedBuffer], reader: Reader) -> None:
     """Give the modules theirs: tensors on the CPU."""
     for name, module in modules_with_extra_state(model):
         if (state := saved.get(name)) is None:
             continue  # a checkpoint from before they were saved
-        if "value" in state:
+        if not isinstance(state, SavedBuffer):
             module.set_extra_state(state["value"])
             continue
-        values = torch.empty(state["shape"], dtype=dtype_of(state))
+        values = torch.empty(state.shape, dtype=state.torch_dtype)
         if values.numel() > 0:
             reader.read(state, 0, values)
         module.set_extra_state(values)
