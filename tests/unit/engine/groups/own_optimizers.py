@@ -29,23 +29,13 @@ class Own(torch.optim.Optimizer):
         return gradient
 
 
-def own(name: str, change: Any = None, begin: Any = None, *, keeps: Any = None, **defaults: Any) -> type[Own]:
-    """One of that name, by `change(weight, gradient, group, state)` and `begin(optimizer, weights)`.
-
-    Args:
-        keeps: (weights) -> its own attributes, from the start.
-    """
+def own(name: str, change: Any = None, begin: Any = None, **defaults: Any) -> type[Own]:
+    """One of that name, by `change(weight, gradient, group, state)` and `begin(optimizer, weights)`."""
     members: dict[str, Any] = {} if change is None else {"change": staticmethod(change)}
     if begin is not None:
         members["begin"] = begin
-    if defaults or keeps is not None:
-
-        def init(self: Own, params: Any, lr: float = 0.01) -> None:
-            Own.__init__(self, params, lr, **defaults)
-            if keeps is not None:
-                vars(self).update(keeps([weight for group in self.param_groups for weight in group["params"]]))
-
-        members["__init__"] = init
+    if defaults:
+        members["__init__"] = lambda self, params, lr=0.01: Own.__init__(self, params, lr, **defaults)
     return type(name, (Own,), members)
 
 
