@@ -107,11 +107,6 @@ def caught(call: Callable[[], None]) -> BaseException:
     pytest.fail("nothing was raised")
 
 
-def test_the_error_of_a_users_own_collective_is_told_apart_too():
-    assert not Failure.from_error(OWN[4], rank=0).from_peers
-    assert Failure.from_error(OTHERS[0], rank=0).from_peers
-
-
 # A process that gets no more files, threads or memory is told apart from one that has lost others, with what to do.
 
 

@@ -52,10 +52,3 @@ def test_nothing_of_an_engine_holds_its_world_in_a_circle():
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_a_stamp_holds_the_order_of_the_collectives_so_far():
-    mine = collectives()
-    progress = StepStamps(mine)
-    mine.gather_now("a", torch.zeros(2), torch.zeros(2))
-    assert progress.stamp([]).tolist()[3] == mine.order > 0

@@ -216,6 +216,19 @@ def test_an_evaluation_in_mid_step_counts_outside_it_changes_nothing_and_leaves_
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_step_that_was_given_up_does_not_count_in_the_next(world, stage):
+    engine = engine_on(world, zero={"stage": stage})
+    train(engine, 0, 1)
+    ordinary = engine.ledger.last_step
+    engine.backward(engine(inputs(0, world.rank)))
+    engine.zero_grad()
+    train(engine, 2)
+    assert engine.ledger.last_step.calls == ordinary.calls
+    assert engine.ledger.last_step.nbytes == ordinary.nbytes
+
+
 def test_ranks_whose_collectives_came_in_another_order_are_told_at_the_step(world):
     """Two at once, so that nobody waits in vain."""
     engine = engine_on(world)

@@ -1,5 +1,6 @@
 """The stage changes between two steps, and nothing of what is trained does. With threads as ranks."""
 
+import gc
 import re
 import weakref
 from collections.abc import Callable
@@ -84,6 +85,19 @@ def test_the_stage_changes_in_mid_run_and_the_bits_do_not(kind, size):
         assert_same_counts(changed[rank][2], wanted[rank][2])
         assert changed[rank][3] == [by_stage[stage][rank][3] for stage in ROUND]
     assert_same_state(joined([each[1] for each in changed]), joined([each[1] for each in wanted]))
+
+
+def test_of_buckets_as_they_were_nothing_is_left():
+    def on_a_rank(world: zerotrain.World) -> int:
+        engine = build(world, Kind(), 1)
+        train(engine, 0)
+        storages = [weakref.ref(bucket) for bucket in engine.schedule.buckets]
+        engine.set_stage(3)
+        train(engine, 1)
+        gc.collect()
+        return sum(each() is not None for each in storages)
+
+    assert run_threads(on_a_rank, 2)[0] == [0, 0]
 
 
 def held_storages(engine: zerotrain.ZeroEngine) -> int:

@@ -28,12 +28,6 @@ def test_a_bucket_of_aligned_parameters_is_dense_and_one_with_odd_ones_is_not():
     assert not BucketLayout.pack([(5,), (64,)], 2).is_dense
 
 
-def test_an_empty_parameter_gets_a_place_without_elements():
-    layout = BucketLayout.pack([(0,)], 2)
-    assert layout.numel == 0
-    assert layout.padded_numel == 2 * ALIGN_NUMEL
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_spans_cut_every_shard_at_the_border_without_loss(world_size):
     layout = BucketLayout.pack([(100,), (200,), (7,)], world_size)

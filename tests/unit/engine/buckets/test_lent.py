@@ -134,6 +134,32 @@ def test_what_replaces_weights_or_keeps_gradients_trains_as_in_plain_pytorch(upd
 # ---- a step by itself
 
 
+def test_two_weights_that_exchange_memory_have_each_others_values_in_their_own():
+    memory = torch.arange(8.0)
+    left, right = memory[:4].detach(), memory[4:].detach()
+
+    class Exchanges(Habit):
+        def step(self, closure: Any = None) -> None:
+            left.data, right.data = right.data, left.data
+
+    step_on_lent(Exchanges([left, right]), [(left, torch.zeros(4)), (right, torch.zeros(4))])
+    assert memory.tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert (left.data_ptr(), right.data_ptr()) == (memory.data_ptr(), memory[4:].data_ptr())
+
+
+def test_a_square_weight_that_is_transposed_where_it_lies_becomes_its_transpose():
+    memory = torch.arange(9.0)
+    weight = memory.view(3, 3).detach()
+
+    class Transposes(Habit):
+        def step(self, closure: Any = None) -> None:
+            weight.data = weight.data.t()
+
+    step_on_lent(Transposes([weight]), [(weight, torch.zeros(3, 3))])
+    assert memory.tolist() == [0, 3, 6, 1, 4, 7, 2, 5, 8]
+    assert weight.stride() == (3, 1)
+
+
 def test_after_a_step_that_fails_weights_are_where_they_were_with_what_they_had_become():
     memory = torch.zeros(4)
     weight = memory.detach()

@@ -9,7 +9,7 @@ from torch import nn
 from tests.unit.engine.parts import CPU, OneBucket, alone, on_ranks
 from zerotrain.comm.world import Shards, World
 from zerotrain.engine.buckets.weights import BucketWeights
-from zerotrain.engine.model.live_parameter import Owner, UnreadyParameter, live_class, settle
+from zerotrain.engine.model.live_parameter import Owner, live_class, settle
 from zerotrain.errors import EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 
@@ -64,20 +64,6 @@ def test_a_reshard_frees_the_memory_of_sharded_parameters_alone(stage):
     weights.start_gather()
     weights.finish_gather()
     assert values_of(bucket) == COUNTING
-
-
-@pytest.mark.parametrize("kind", [nn.Parameter, Marked])
-def test_until_it_is_full_a_parameter_is_of_another_class_and_then_of_its_own_again(kind):
-    bucket = OneBucket(alone(), stage=3, kind=kind)
-    weights = bucket.weights()
-    assert {type(parameter) for parameter in bucket.parameters} == {live_class(kind)}
-    assert issubclass(live_class(kind), kind)
-    weights.reshard()
-    assert all(isinstance(parameter, UnreadyParameter) for parameter in bucket.parameters)
-    weights.start_gather()
-    assert all(isinstance(parameter, UnreadyParameter) for parameter in bucket.parameters)
-    weights.finish_gather()
-    assert {type(parameter) for parameter in bucket.parameters} == {live_class(kind)}
 
 
 class Completing(Owner):

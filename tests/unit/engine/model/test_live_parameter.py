@@ -8,13 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zerotrain.engine.model.live_parameter import (
-    LiveParameter,
-    UnreadyParameter,
-    live_class,
-    register_last_hook,
-    settle,
-)
+from zerotrain.engine.model.live_parameter import LiveParameter, UnreadyParameter, live_class, settle
 from zerotrain.errors import EngineStateError
 
 
@@ -153,13 +147,3 @@ def test_while_the_engine_has_its_gradient_it_says_so_and_otherwise_it_has_that_
 
 def set_to_none(parameter: nn.Parameter) -> None:
     parameter.grad = None
-
-
-def test_a_hook_behind_which_nothing_may_come_stays_the_last():
-    parameter, _ = live([])
-    order: list[str] = []
-    parameter.register_post_accumulate_grad_hook(lambda _: order.append("first"))
-    register_last_hook(parameter, lambda _: order.append("last"))
-    parameter.register_post_accumulate_grad_hook(lambda _: order.append("second"))
-    parameter.sum().backward()
-    assert order == ["first", "second", "last"]

@@ -611,6 +611,35 @@ def test_its_state_goes_on_in_another():
     assert scales(second, [False, False]) == [2.0, 4.0]
 
 
+def train(initial_scale: float, max_grad_norm: float | None) -> tuple[str, list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    engine = zerotrain.build_engine(
+        model,
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
+        precision=zerotrain.PrecisionConfig("fp16", initial_scale=initial_scale),
+        max_grad_norm=max_grad_norm,
+    )
+    norms = []
+    for _ in range(3):
+        # Gradients around 1: with none of these scales does one reach what fp16 cannot hold.
+        engine.backward((engine(torch.ones(4, 16)).float() - 1).sum())
+        norms.append(engine.step().grad_norm)
+    return engine.weights_sha256(), norms
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_a_scale_that_causes_no_overflow_changes_no_bit_of_weights_and_norm(max_grad_norm):
+    assert train(1.0, max_grad_norm) == train(2.0, max_grad_norm) == train(2.0**10, max_grad_norm)
+
+
+def test_in_16_bits_a_floating_input_of_any_dtype_is_cast():
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        engine = zerotrain.build_engine(nn.Linear(4, 4), optimizer=SGD, precision=precision)
+        for given in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            assert engine(torch.ones(1, 4, dtype=given)).dtype == dtype
+
+
 def test_in_fp32_an_input_of_another_dtype_is_refused_as_plain_pytorch_does():
     engine = zerotrain.build_engine(nn.Linear(4, 4), optimizer=SGD)
     with pytest.raises(RuntimeError, match="dtype"):

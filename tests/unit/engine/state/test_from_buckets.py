@@ -11,9 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zerotrain
-from tests.unit.engine.parts import Plain, alone, assert_same, assert_weights, engine_on, inputs, on_ranks, train
+from tests.unit.engine.parts import (
+    Linears,
+    Plain,
+    alone,
+    assert_same,
+    assert_weights,
+    engine_on,
+    inputs,
+    on_ranks,
+    train,
+)
 from zerotrain.comm.world import World
 from zerotrain.errors import EngineStateError
 from zerotrain.testing.fake_wire import run_threads
@@ -100,6 +111,45 @@ def test_while_a_gradient_waits_what_trains_cannot_change():
         engine.freeze("output.bias")
     engine.step()
     engine.freeze("output.bias")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_of_the_state_that_moved_a_rank_keeps_its_part_alone(world, stage):
+    """A view of the whole bucket would keep all of it."""
+    engine = engine_on(world, optimizer=MOMENTUM, zero={"stage": stage})
+    train(engine, 0)
+    engine.freeze("output.bias")
+    kept = [each for bucket in engine.schedule.trained for each in bucket.update.state.state_tensors()]
+    assert kept
+    assert [each.untyped_storage().nbytes() for each in kept] == [each.nbytes for each in kept]
+
+
+class Norms(Linears):
+    """With a parameter that lies transposed in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input.weight = nn.Parameter(torch.randn(3, 8).t())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_transposed_parameter_keeps_its_strides_and_its_state(stage):
+    def on_a_rank(world: World) -> tuple[dict[str, torch.Tensor], tuple[int, ...]]:
+        engine = engine_on(world, Norms, optimizer=MOMENTUM, zero={"stage": stage})
+        train(engine, 0, 1)
+        engine.freeze("blocks.2.*")
+        train(engine, 2)
+        with engine.forward_scope():
+            stride = engine.module.input.weight.detach().stride()
+        return engine.full_state_dict(), stride
+
+    plain = Plain(2, Norms, MOMENTUM)
+    plain.train(0, 1)
+    plain.model.blocks[2].requires_grad_(False)
+    weights, stride = run_threads(on_a_rank, 2)[0][0]
+    assert stride == (1, 8)
+    assert_same(weights, plain.train(2))
 
 
 class Followed(Plain):
