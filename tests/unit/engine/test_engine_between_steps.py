@@ -215,7 +215,6 @@ def test_an_evaluation_in_mid_step_counts_outside_it_changes_nothing_and_leaves_
     assert calls["gather"] - ordinary["gather"] == (2 if stage == 3 else 0)  # what was kept for the backward
 
 
-@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_a_step_that_was_given_up_does_not_count_in_the_next(world, stage):
@@ -229,6 +228,7 @@ def test_a_step_that_was_given_up_does_not_count_in_the_next(world, stage):
     assert engine.ledger.last_step.nbytes == ordinary.nbytes
 
 
+@on_ranks(2)
 def test_ranks_whose_collectives_came_in_another_order_are_told_at_the_step(world):
     """Two at once, so that nobody waits in vain."""
     engine = engine_on(world)
