@@ -5,5 +5,5 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["zerotrain*"]), "zerotrain.conf"],
     package_dir={"zerotrain.conf": "conf"},
-    package_data={"zerotrain.conf": ["*.yaml", "*/*.yaml"], "zerotrain.report": ["page.css", "page.js"]},
+    package_data={"zerotrain.conf": ["*.yaml", "*/*.yaml"], "zerotrain.report": ["page.*"]},
 )

@@ -4,8 +4,10 @@
     def test_a_dropped_step_leaves_nothing() -> None: ...
 
 The first argument is the page, and the section where it has several; then the case and its promise. Another test of the
-same case leaves out the promise. `under="CASE"` puts a row below that of another case. `of=("NAME", ...)` on a module
-names cases of the module's table, or parameters of its tests. A test says when a page is out of date.
+same case leaves out the promise, and `@pytest.mark.case(*CASE)` repeats a constant of the module or of tests/cases.py.
+`under="CASE"` puts a row below that of another case. `of=("NAME", ...)` on a module names cases of the module's table,
+or parameters of its tests; of a longer table, CASE_ROWS is the page and lines of `case | promise | NAME; ...`, or `...
+case` below the last one without dots. A test says when a page is out of date.
 """
 
 import ast
@@ -13,9 +15,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = REPOSITORY / "docs/reference/cases"
+SHARED = ast.parse((REPOSITORY / "tests/cases.py").read_text())
 TABLE = re.compile(r"(?P<head>\| [^\n]*\n\|---[^\n]*\n)(?:\|[^\n]*\n)*")
 
 
@@ -45,12 +49,38 @@ class Marker:
     under: str | None = None
 
 
+class Constants(ast.NodeTransformer):
+    """The values that a module, or tests/cases.py, gives names to, in place of the names."""
+
+    def __init__(self, module: ast.Module) -> None:
+        assigned = [node for node in (*SHARED.body, *module.body) if isinstance(node, ast.Assign)]
+        self.by_name = {node.targets[0].id: node.value for node in assigned if isinstance(node.targets[0], ast.Name)}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.visit(self.by_name[node.id]) if node.id in self.by_name else node
+
+    def visit_Tuple(self, node: ast.Tuple) -> ast.Tuple:
+        elements: list[ast.expr] = []
+        for element in node.elts:
+            if isinstance(element, ast.Starred):
+                elements += self.visit(element.value).elts
+            else:
+                elements.append(self.visit(element))
+        return ast.Tuple(elements, ast.Load())
+
+    def value(self, node: ast.expr) -> Any:
+        """The literal that an expression stands for."""
+        return ast.literal_eval(self.visit(node))
+
+
 def markers_in(path: Path) -> Iterator[Marker]:
     """The markers on the tests of a file, and on the file itself."""
     text = path.read_text()
-    if "mark.case(" not in text:
+    if "mark.case(" not in text and "CASE_ROWS" not in text:
         return
-    for node in ast.walk(ast.parse(text)):
+    module = ast.parse(text)
+    constants = Constants(module)
+    for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef):
             marks, name = node.decorator_list, node.name
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
@@ -59,10 +89,20 @@ def markers_in(path: Path) -> Iterator[Marker]:
             continue
         for mark in marks:
             if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.case":
-                named = {each.arg: ast.literal_eval(each.value) for each in mark.keywords if each.arg}
+                named = {each.arg: constants.value(each.value) for each in mark.keywords if each.arg}
                 of = named.pop("of", (name,))
                 tests = [f"{path.name}::{each}" for each in of]
-                yield Marker((path.name, mark.lineno), tests, *map(ast.literal_eval, mark.args), **named)
+                given = constants.value(ast.Tuple(mark.args, ast.Load()))
+                yield Marker((path.name, mark.lineno), tests, *given, **named)
+    if rows := constants.by_name.get("CASE_ROWS"):
+        topic, table = constants.value(rows)
+        above = None
+        for number, row in enumerate(table.strip().replace("\n    ", " ").splitlines()):
+            case, promise, names = row.removeprefix("... ").split(" | ")
+            above = above if row.startswith("... ") else case
+            under = None if case == above else above
+            tests = [f"{path.name}::{name}" for name in names.split("; ")]
+            yield Marker((path.name, rows.lineno + number), tests, topic, case, promise, under)
 
 
 def all_cases() -> list[Case]:

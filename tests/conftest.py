@@ -1,7 +1,9 @@
 """One CPU thread, as each rank has: the bits of a matrix product depend on the number of threads. And no network."""
 
 import fcntl
+import functools
 import gc
+import importlib
 import os
 import pickle
 import shutil
@@ -118,3 +120,15 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     zygote.close()
     if own is not None:
         own.close()
+
+
+@pytest.fixture(scope="session")
+def launch(zygote: Zygote) -> Callable[..., Any]:
+    """`commands.by_hand`, where a test is not about the start."""
+    return functools.partial(importlib.import_module("commands").by_hand, zygote=zygote)
+
+
+@pytest.fixture(scope="session")
+def torchrun(zygote: Zygote) -> Callable[..., Any]:
+    """`commands.by_torchrun`, where a test is not about the start."""
+    return functools.partial(importlib.import_module("commands").by_torchrun, zygote=zygote)

@@ -93,13 +93,7 @@ RUNS = (
     Lure("a command of the shell", model=system()),
     CALLBACKS,
     Lure("by another module's os", model={**system(), "_target_": "zerotrain.inspect.os.system"}),
-    Lure("by posix", model={**system(), "_target_": "posix.system"}),
-    Lure("subprocess", model={"_target_": "subprocess.check_call", "args": ["touch", "CANARY"]}),
-    Lure("eval", model={"_target_": "builtins.eval", "_args_": ["__import__('os').system('touch CANARY')"]}),
     Lure("a file opened for writing", model={"_target_": "builtins.open", "file": "CANARY", "mode": "w"}),
-    Lure(
-        "pathlib", model={"_target_": "pathlib.Path.touch", "self": {"_target_": "pathlib.Path", "_args_": ["CANARY"]}}
-    ),
     Lure(
         "a folder of torch.hub",
         model={"_target_": "torch.hub.load", "repo_or_dir": "FOLDER", "model": "evil", "source": "local"},
@@ -110,33 +104,15 @@ RUNS = (
         model={"_target_": "torch.load", "f": "FOLDER/evil.pt", "weights_only": False},
         files={"evil.pt": PICKLE},
     ),
-    Lure(
-        "torch.load by a module of torch.nn",
-        model={"_target_": "torch.nn.modules.module.torch.load", "f": "FOLDER/evil.pt", "weights_only": False},
-        files={"evil.pt": PICKLE},
-    ),
-    Lure("torch.nn's own import of a module", model={"_target_": "torch.nn.modules.module.importlib.import_module"}),
     Lure("TorchScript", model={"_target_": "torch.jit.load", "f": "FOLDER/evil.pt"}, files={"evil.pt": PICKLE}),
-    Lure("C++ that is compiled", model={"_target_": "torch.utils.cpp_extension.load_inline", "name": "x"}),
-    Lure("a package of torch.nn that is no layer", model={"_target_": "torch.nn.parallel.DistributedDataParallel"}),
     Lure("a module in the folder", model={"_target_": "model.Evil"}, files={"model.py": PYTHON}),
     Lure("a module that is installed, and does something when imported", model={"_target_": "canary_on_import.Model"}),
     Lure("the same as a module of its package", model={"_target_": "zerotrain.models.canary_on_import.Model"}),
     Lure("pickle of the standard library", model={"_target_": "pickle.loads", "_args_": ["cos\nsystem\n(S'x'\ntR."]}),
     Lure("a function of ours that erases", model={"_target_": "shutil.rmtree", "path": "FOLDER"}),
-    Lure(
-        "a function of ours that writes",
-        model={
-            "_target_": "zerotrain.checkpoint.others.safetensors_and_torch.write_text",
-            "path": "CANARY",
-            "text": "x",
-        },
-    ),
-    Lure("a method of a class of ours", model={"_target_": "zerotrain.models.GPT.load_state_dict"}),
     Lure("instantiate of hydra", model={"_target_": "hydra.utils.instantiate", "config": system()}),
     Lure("an argument of a model", model=gpt(dropout=system())),
     Lure("positional arguments", model=gpt(_args_=[system()])),
-    Lure("a list within a dict of an argument", model=gpt(dropout={"a": [[{"b": system(_partial_=True)}]]})),
     Lure("an argument that is not recursive", model=gpt(dropout=system(), _recursive_=False)),
     Lure("layers of torch around it", model={"_target_": "torch.nn.Sequential", "_args_": [system()]}),
     Lure("the data", changed={"data": system()}),
@@ -151,8 +127,6 @@ RUNS = (
     Lure("an argument of the optimizer", changed={"optimizer.lr": system()}, codes=UNREAD),
     Lure("the schedule", changed={"scheduler": system(_partial_=True)}, codes=UNREAD),
     Lure("a name that is a list", model={"_target_": ["os.system"], "command": TOUCH}),
-    Lure("a name that is none", model={"_target_": None, "command": TOUCH}),
-    Lure("a name of dots", model={"_target_": "..os.system", "command": TOUCH}),
     Lure("a name with escapes", model={"_target_": "os.\x1b]0;x\x07\n\u202esystem", "command": TOUCH}),
     Lure("a name of a million characters", model={"_target_": "os." * 300_000, "command": TOUCH}),
     Lure("a name that is resolved", model={"_target_": "${oc.env:SECRET}", "command": TOUCH}),
@@ -214,7 +188,7 @@ RUNS = (
         says=NO_TOKENIZER,
     ),
 )
-"""Checkpoints, with hashes that fit; those of `EXPORTS` as exported folders too."""
+"""Checkpoints, with hashes that fit; those of `EXPORTS` as exported folders. More names: unit/saved/test_trust.py."""
 
 EXPORTS = ("a command of the shell", "a file opened for writing", "a module in the folder", "an argument of a model")
 EXPORTS += ("the data", "what makes batches", "the optimizer", "a name that is resolved", "a variable as an argument")

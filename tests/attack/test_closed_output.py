@@ -56,33 +56,12 @@ COMMANDS: dict[str, tuple[str | None, tuple[str, ...], int]] = {
     "launch.py --cfg job": (None, ("--cfg", "job"), 0),
     "launch.py": (None, (*TEXT_RUN, "hydra.run.dir=another"), 0),
     "launch.py -m": (None, ("-m", *TEXT_RUN, "seed=1,2", "hydra.sweep.dir=sweep"), 0),
-    "evaluate": (
-        "zerotrain",
-        (
-            "evaluate",
-            "run",
-        ),
-        0,
-    ),
+    "evaluate": ("zerotrain", ("evaluate", "run"), 0),
     "evaluate on ranks": ("zerotrain", ("evaluate", "run", "launch.nproc_per_node=2"), 0),
-    "evaluate --help": (
-        "zerotrain",
-        (
-            "evaluate",
-            "--help",
-        ),
-        0,
-    ),
+    "evaluate --help": ("zerotrain", ("evaluate", "--help"), 0),
     "export": ("zerotrain", ("export", "run", "--out", "exported"), 0),
     "prepare": ("zerotrain", ("prepare", "data.path=text.txt", "--out", "tokens"), 0),
-    "inspect": (
-        "zerotrain",
-        (
-            "inspect",
-            "run",
-        ),
-        -13,
-    ),
+    "inspect": ("zerotrain", ("inspect", "run"), -13),
     "inspect --diff": ("zerotrain", ("inspect", "--diff", *2 * ("run/checkpoints/step-00000003",)), -13),
     "generate": ("zerotrain", ("generate", "run", "--prompt", "a", "--max-tokens", "5"), -13),
 }

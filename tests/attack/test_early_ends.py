@@ -4,15 +4,9 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import TINY, result_of
-
-from zerotrain.testing.ranks import HANG_S
+from commands import MISBEHAVING, TINY, TWO_RANKS, result_of
 
 RUN = (*TINY, "hydra.run.dir=run")
-MISBEHAVING = (*RUN, "model._target_=misbehaving.MisbehavingMLP")
-TWO_RANKS = "launch.nproc_per_node=2"
-PATIENT = f"launch.timeout_s={10 * HANG_S}"
-"""A rank that waits in a collective for one that is gone would hang."""
 
 
 @pytest.mark.parametrize("ending", ["os._exit", "sys.exit"])
@@ -44,28 +38,20 @@ ENDS = {
 def test_a_rank_that_ends_before_its_work_is_done_is_named_with_what_it_did(
     launch, tmp_path: Path, action: str, rank: int
 ):
-    settings = (f"+model.action={action}", f"+model.rank={rank}", TWO_RANKS, PATIENT)
+    settings = (f"+model.action={action}", f"+model.rank={rank}", TWO_RANKS)
     command = launch(*MISBEHAVING, *settings, folder=tmp_path)
-    assert command.wait() == 1
-    assert command.stderr.splitlines() == [
-        f"rank {rank} {ENDS[action]}",
-        f"  its log: {tmp_path / f'run/ranks/{rank}.log'}",
-    ]
-    result = result_of(tmp_path / "run")
-    assert (result["status"], result["error"].splitlines()[0]) == ("failed", f"rank {rank} {ENDS[action]}")
-    assert command.wait_until_gone() == []
+    command.require_failed(told := f"rank {rank} {ENDS[action]}\n  its log: {tmp_path / f'run/ranks/{rank}.log'}")
+    assert command.stderr == f"{told}\n"
 
 
 def test_one_rank_alone_that_ends_with_exit_code_0_has_not_completed(launch, tmp_path: Path):
     command = launch(*MISBEHAVING, "+model.action=exit of C", "+model.rank=0", folder=tmp_path)
-    assert command.wait() == 1
-    assert command.stderr.startswith(f"rank 0 {ENDS['exit of C']}")
-    assert result_of(tmp_path / "run")["status"] == "failed"
+    command.require_failed(f"rank 0 {ENDS['exit of C']}")
 
 
 @pytest.mark.parametrize("action", ["exit of C", "sys.exit"])
 def test_under_torchrun_too(torchrun, tmp_path: Path, action: str):
-    command = torchrun(*MISBEHAVING, f"+model.action={action}", PATIENT, folder=tmp_path)
+    command = torchrun(*MISBEHAVING, f"+model.action={action}", folder=tmp_path)
     assert command.wait() == 1
     what = ENDS[action].replace("ended with exit code 0", "was killed or exited without an error message")
     result = result_of(tmp_path / "run")
@@ -77,9 +63,8 @@ def test_under_torchrun_too(torchrun, tmp_path: Path, action: str):
 @pytest.mark.parametrize("start", ["launch", "torchrun"])
 def test_a_rank_that_was_stopped_is_said_not_to_answer_and_is_ended_soon(request, tmp_path: Path, start: str):
     ranks = (TWO_RANKS,) if start == "launch" else ()
-    command = request.getfixturevalue(start)(
-        *MISBEHAVING, "+model.action=stop", "launch.timeout_s=6", *ranks, folder=tmp_path
-    )
+    settings = (*MISBEHAVING[:-1], "+model.action=stop", "launch.timeout_s=6", *ranks)
+    command = request.getfixturevalue(start)(*settings, folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/0.log", "step 1/3")
     started_s = time.monotonic()
     assert command.wait() == 1

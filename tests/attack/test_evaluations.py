@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from commands import ON_TWO_RANKS, TINY, Command
 
+from tests.cases import EVALUATION
 from tests.zygote.client import Zygote
 
 SETTINGS = (
@@ -47,9 +48,7 @@ def evaluated(zygote: Zygote, folder: Path, *arguments: str, start: tuple[str, .
     "of a mix, with labels of which others count in each item, while it is under way and when it "
     "was killed; by torchrun",
     "likewise on 1, 3 and 4 ranks, and on 2 by torchrun",
-    under=(
-        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
-    ),
+    under=EVALUATION,
 )
 def test_any_number_of_ranks_has_the_loss_of_a_run_that_is_under_way_and_was_killed(
     launch, zygote: Zygote, tmp_path: Path
@@ -84,9 +83,7 @@ def test_any_number_of_ranks_has_the_loss_of_a_run_that_is_under_way_and_was_kil
     "checkpoints",
     "a rank fails or is killed; Ctrl-C, SIGTERM",
     "the first cause and its log, exit code 1; all end at once, nothing stays",
-    under=(
-        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
-    ),
+    under=EVALUATION,
 )
 def test_a_rank_that_fails_is_the_first_cause_and_a_signal_ends_all_at_once(
     launch, zygote: Zygote, tmp_path: Path

@@ -10,27 +10,10 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import lures
 import pytest
 import torch
 from commands import REPOSITORY, TINY
-from lures import (
-    ADAPTERS,
-    CALLBACKS,
-    CODES,
-    DATA,
-    EXPORTS,
-    MODELS,
-    OBJECTS,
-    PICKLE,
-    RUNS,
-    SECRET,
-    TOKENIZERS,
-    WEIGHTS,
-    ZIPPED,
-    Lure,
-    gpt,
-    pickled,
-)
 
 from tests.zygote.client import Ending, Zygote
 from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
@@ -41,7 +24,7 @@ from zerotrain.saved.saved import ABOUT
 
 PYTHON = "open({canary!r}, 'w').close()\n"
 SHORT = ("--prompt", "a", "--max-tokens", "1")
-OFFLINE = {"HF_HUB_OFFLINE": "1", "SECRET": SECRET}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "SECRET": lures.SECRET}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text("def main(): return 1\n" * 60)
     data = {"_target_": "zerotrain.data.TextDataset", "path": str(folder / "text.txt"), "seq_len": 16}
     config = Config(
-        model=gpt(),
+        model=lures.gpt(),
         data=data,
         optimizer={"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1},
         scheduler={"_target_": "zerotrain.training.constant", "_partial_": True},
@@ -79,12 +62,12 @@ class Trial:
             return {name: self.filled(each) for name, each in value.items()}
         return [self.filled(each) for each in value] if isinstance(value, list) else value
 
-    def lay(self, lure: Lure) -> None:
+    def lay(self, lure: lures.Lure) -> None:
         """Write its files."""
         for name, content in lure.files.items():
             path = self.lure / name
             path.parent.mkdir(exist_ok=True, parents=True)
-            if content in (PICKLE, ZIPPED, OBJECTS):
+            if content in (lures.PICKLE, lures.ZIPPED, lures.OBJECTS):
                 path.write_bytes(self._bytes(content))
             elif isinstance(content, bytes):
                 path.write_bytes(content)
@@ -92,21 +75,21 @@ class Trial:
                 path.write_text(self.filled(content if isinstance(content, str) else json.dumps(content)))
 
     def _bytes(self, content: bytes) -> bytes:
-        if content == PICKLE:
-            return pickled(str(self.canary))
-        if content == OBJECTS:
+        if content == lures.PICKLE:
+            return lures.pickled(str(self.canary))
+        if content == lures.OBJECTS:
             header = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }".ljust(117) + b"\n"
-            return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + pickled(str(self.canary))
+            return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + lures.pickled(str(self.canary))
         packed = io.BytesIO()
         torch.save({"weight": torch.zeros(2)}, packed)
         made = io.BytesIO()
         with zipfile.ZipFile(packed) as old, zipfile.ZipFile(made, "w") as new:
             for each in old.namelist():
                 is_pickle = each.endswith("data.pkl")
-                new.writestr(each, pickled(str(self.canary)) if is_pickle else old.read(each))
+                new.writestr(each, lures.pickled(str(self.canary)) if is_pickle else old.read(each))
         return made.getvalue()
 
-    def config(self, values: dict[str, Any], lure: Lure) -> None:
+    def config(self, values: dict[str, Any], lure: lures.Lure) -> None:
         """Change the config of a run."""
         if lure.model is not None:
             values["model"] = self.filled(lure.model)
@@ -127,7 +110,7 @@ class Trial:
         assert not self.canary.exists(), said
         assert "Traceback" not in said, said
         assert "started: " not in ending.err, said
-        assert SECRET not in ending.out + ending.err, said
+        assert lures.SECRET not in ending.out + ending.err, said
         return ending
 
     def require(self, ending: Ending, code: int, said: str) -> None:
@@ -147,9 +130,9 @@ def trial(tmp_path: Path, zygote: Zygote) -> Trial:
     return Trial(tmp_path, zygote)
 
 
-@pytest.mark.parametrize("lure", RUNS, ids=str)
+@pytest.mark.parametrize("lure", lures.RUNS, ids=str)
 @pytest.mark.thinned(2)
-def test_a_checkpoint_runs_nothing(lure: Lure, run: Path, trial: Trial) -> None:
+def test_a_checkpoint_runs_nothing(lure: lures.Lure, run: Path, trial: Trial) -> None:
     shutil.copytree(run, trial.lure, dirs_exist_ok=True)
     trial.lay(lure)
     [folder] = (trial.lure / "checkpoints").iterdir()
@@ -164,11 +147,11 @@ def test_a_checkpoint_runs_nothing(lure: Lure, run: Path, trial: Trial) -> None:
     }
     for name, arguments in commands.items():
         ending = trial.command("zerotrain", name, *arguments)
-        trial.require(ending, (CODES | lure.codes)[name], lure.says.get(name, lure.said))
+        trial.require(ending, (lures.CODES | lure.codes)[name], lure.says.get(name, lure.said))
 
 
-@pytest.mark.parametrize("lure", [lure for lure in RUNS if lure.name in EXPORTS], ids=str)
-def test_an_exported_folder_runs_nothing(lure: Lure, run: Path, trial: Trial) -> None:
+@pytest.mark.parametrize("lure", [lure for lure in lures.RUNS if lure.name in lures.EXPORTS], ids=str)
+def test_an_exported_folder_runs_nothing(lure: lures.Lure, run: Path, trial: Trial) -> None:
     trial.lure.rmdir()
     assert export([str(run), "--out", str(trial.lure)]) == 0
     trial.lay(lure)
@@ -176,11 +159,13 @@ def test_an_exported_folder_runs_nothing(lure: Lure, run: Path, trial: Trial) ->
     trial.config(about["config"], lure)
     (trial.lure / ABOUT).write_text(json.dumps(about))
     for name, arguments in (("generate", SHORT), ("evaluate", ())):
-        trial.require(trial.command("zerotrain", name, trial.lure, *arguments), (CODES | lure.codes)[name], lure.said)
+        trial.require(
+            trial.command("zerotrain", name, trial.lure, *arguments), (lures.CODES | lure.codes)[name], lure.said
+        )
 
 
-@pytest.mark.parametrize("lure", [*MODELS, *ADAPTERS], ids=str)
-def test_a_model_of_hugging_face_runs_nothing(lure: Lure, trial: Trial) -> None:
+@pytest.mark.parametrize("lure", [*lures.MODELS, *lures.ADAPTERS], ids=str)
+def test_a_model_of_hugging_face_runs_nothing(lure: lures.Lure, trial: Trial) -> None:
     pytest.importorskip("peft")
     trial.lay(lure)
     tokenizer = {
@@ -191,13 +176,13 @@ def test_a_model_of_hugging_face_runs_nothing(lure: Lure, trial: Trial) -> None:
     (trial.lure / "tokenizer.json").write_text(json.dumps(tokenizer))
     (trial.lure / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     trial.require(trial.command("zerotrain", "generate", trial.lure, *SHORT), 2, lure.said)
-    if lure in MODELS:
+    if lure in lures.MODELS:
         settings = ("data=synthetic", "model=huggingface", f"model.name_or_path={trial.lure}", "launch.device=cpu")
         trial.require(trial.command(None, *settings, "hydra.run.dir=out"), 2, lure.said)
 
 
-@pytest.mark.parametrize("lure", TOKENIZERS, ids=str)
-def test_a_tokenizer_runs_nothing(lure: Lure, trial: Trial) -> None:
+@pytest.mark.parametrize("lure", lures.TOKENIZERS, ids=str)
+def test_a_tokenizer_runs_nothing(lure: lures.Lure, trial: Trial) -> None:
     pytest.importorskip("transformers")
     trial.lay(lure)
     (trial.folder / "text.txt").write_text("def main(): return 1\n" * 60)
@@ -207,8 +192,10 @@ def test_a_tokenizer_runs_nothing(lure: Lure, trial: Trial) -> None:
     trial.require(launched, 2, lure.said)
 
 
-@pytest.mark.parametrize(("lure", "settings"), DATA, ids=lambda given: str(given) if isinstance(given, Lure) else "")
-def test_data_runs_nothing(lure: Lure, settings: tuple[str, ...], trial: Trial) -> None:
+@pytest.mark.parametrize(
+    ("lure", "settings"), lures.DATA, ids=lambda given: str(given) if isinstance(given, lures.Lure) else ""
+)
+def test_data_runs_nothing(lure: lures.Lure, settings: tuple[str, ...], trial: Trial) -> None:
     if "data=huggingface" in settings:
         pytest.importorskip("datasets")
     trial.lay(lure)
@@ -219,8 +206,8 @@ def test_data_runs_nothing(lure: Lure, settings: tuple[str, ...], trial: Trial) 
     trial.require(launched, 2, lure.said)
 
 
-@pytest.mark.parametrize("lure", WEIGHTS, ids=str)
-def test_weights_to_start_from_run_nothing(lure: Lure, trial: Trial) -> None:
+@pytest.mark.parametrize("lure", lures.WEIGHTS, ids=str)
+def test_weights_to_start_from_run_nothing(lure: lures.Lure, trial: Trial) -> None:
     trial.lay(lure)
     started = trial.command(None, *TINY, f"checkpoint.init_from={trial.lure / 'w.pt'}", "hydra.run.dir=out")
     trial.require(started, 2, lure.said)
@@ -230,11 +217,11 @@ def test_a_run_that_goes_on_builds_what_the_user_has_named(run: Path, trial: Tri
     shutil.copytree(run, trial.lure, dirs_exist_ok=True)
     [folder] = (trial.lure / "checkpoints").iterdir()
     manifest = read_manifest(folder)
-    for lure in (*RUNS[:3], CALLBACKS):
+    for lure in (*lures.RUNS[:3], lures.CALLBACKS):
         trial.config(manifest.content["config"], lure)
     manifest.content["extra"]["trainer"] = {"_target_": "os.system", "command": f"touch {trial.canary}"}
     (folder / MANIFEST).write_text(manifest.text())
-    given = [f"+model.{name}={value}" for name, value in gpt().items() if name != "_target_"]
+    given = [f"+model.{name}={value}" for name, value in lures.gpt().items() if name != "_target_"]
     ending = trial.command(
         None, *TINY, "model._target_=zerotrain.models.GPT", *given, f"checkpoint.resume={trial.lure}"
     )

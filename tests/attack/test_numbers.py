@@ -7,14 +7,7 @@ import pytest
 from attacks import Attack, carry_out
 
 from tests.zygote.client import Zygote
-from zerotrain.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataSwitches,
-    LaunchConfig,
-    ModelSwitches,
-    OptimizerSwitches,
-)
+from zerotrain.config import schema
 from zerotrain.settings import OffloadConfig, settings_in
 
 VALUES: dict[str, Any] = {
@@ -28,9 +21,9 @@ VALUES: dict[str, Any] = {
     "[]": [],
     "null": None,
 }
-SWITCHES = {"model.": ModelSwitches(), "data.": DataSwitches(), "optimizer.": OptimizerSwitches()}
+SWITCHES = {"model.": schema.ModelSwitches(), "data.": schema.DataSwitches(), "optimizer.": schema.OptimizerSwitches()}
 SETTINGS = [
-    *settings_in(Config()),
+    *settings_in(schema.Config()),
     *(each for prefix, group in SWITCHES.items() for each in settings_in(group, prefix)),
 ]
 NUM_SETTINGS = len(SETTINGS)
@@ -40,9 +33,11 @@ NUM_SETTINGS = len(SETTINGS)
 @pytest.mark.thinned(3)
 def test_each_setting_that_excludes_a_value_refuses_it_in_a_line_of_its_own(typed: str, zygote: Zygote, tmp_path: Path):
     # A whole number given to a switch of the schema is one more way to write true and false.
-    switches = {name for name, setting, _ in settings_in(Config()) if setting.allows(True) and setting.allows(False)}
+    switches = {
+        name for name, setting, _ in settings_in(schema.Config()) if setting.allows(True) and setting.allows(False)
+    }
     # A number given to a setting that is a text is the text.
-    groups = {"checkpoint": CheckpointConfig, "launch": LaunchConfig, "offload": OffloadConfig}
+    groups = {"checkpoint": schema.CheckpointConfig, "launch": schema.LaunchConfig, "offload": OffloadConfig}
     hints = {f"{group}.{name}": hint for group, kind in groups.items() for name, hint in get_type_hints(kind).items()}
     texts = {name for name, hint in hints.items() if hint == str | None}
     taken = switches if isinstance(VALUES[typed], int) else set()

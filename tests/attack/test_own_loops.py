@@ -15,6 +15,9 @@ from zerotrain.comm import world
 
 JOIN_S = 15.0
 """In place of 20 s: what is waited for in vain here."""
+LOOP = "a loop of your own whose rank is killed, at any moment after all have come"
+KILLED_EARLY = ("hosts: Ranks of one host", LOOP)
+FEW_FILES = ("hosts: Ranks of one host", "and whose ranks may open too few files")
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -35,11 +38,7 @@ def prepare(place: Callable[[int], None], dies: int, rank: int) -> None:
         place(rank)
 
 
-@pytest.mark.case(
-    "hosts: Ranks of one host",
-    "a loop of your own whose rank is killed, at any moment after all have come",
-    "the others end within 30 s; a rank killed while they joined is named",
-)
+@pytest.mark.case(*KILLED_EARLY, "the others end within 30 s; a rank killed while they joined is named")
 @pytest.mark.parametrize(
     ("place", "size", "dies", "says"),
     [
@@ -60,10 +59,7 @@ def test_a_rank_that_is_killed_when_it_has_come_is_named_and_not_waited_for_as_a
     assert all(end.startswith(says) for end in ends), ends
 
 
-@pytest.mark.case(
-    "hosts: Ranks of one host",
-    "a loop of your own whose rank is killed, at any moment after all have come",
-)
+@pytest.mark.case(*KILLED_EARLY)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_rank_that_is_killed_at_any_moment_is_told_of_by_all_others(seed: int) -> None:
     drawn = random.Random(seed)
@@ -78,12 +74,7 @@ def test_a_rank_that_is_killed_at_any_moment_is_told_of_by_all_others(seed: int)
 REFUSED = "ConfigError: rank {}: a process may open "
 
 
-@pytest.mark.case(
-    "hosts: Ranks of one host",
-    "and whose ranks may open too few files",
-    "refused before they meet, with the limit; with just enough files they train",
-    under="a loop of your own whose rank is killed, at any moment after all have come",
-)
+@pytest.mark.case(*FEW_FILES, "refused before they meet, with the limit; with just enough files they train", under=LOOP)
 @pytest.mark.parametrize(("size", "spare"), [(2, 4), (2, 12), (2, 21), (3, 12), (3, 24)])
 def test_ranks_that_may_open_too_few_files_are_refused_before_they_meet(size: int, spare: int) -> None:
     ends = run_loop(size, Disturbance(spare_files=spare))
@@ -91,11 +82,7 @@ def test_ranks_that_may_open_too_few_files_are_refused_before_they_meet(size: in
     assert all("raise it: ulimit -n 1024" in end for end in ends)
 
 
-@pytest.mark.case(
-    "hosts: Ranks of one host",
-    "and whose ranks may open too few files",
-    under="a loop of your own whose rank is killed, at any moment after all have come",
-)
+@pytest.mark.case(*FEW_FILES, under=LOOP)
 @pytest.mark.parametrize(("size", "spare"), [(2, 23), (2, 24), (3, 26), (3, 27)])
 def test_ranks_that_may_open_just_enough_train(size: int, spare: int) -> None:
     assert run_loop(size, Disturbance(spare_files=spare)) == ["completed (exit code 0)"] * size

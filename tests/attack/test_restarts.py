@@ -3,16 +3,12 @@
 from pathlib import Path
 
 import pytest
-from commands import ON_TWO_RANKS, TINY, result_of
-
-MISBEHAVING = (*TINY, "model._target_=misbehaving.MisbehavingMLP")
-RUN = (*MISBEHAVING, "hydra.run.dir=run")
-TWO_RANKS = "launch.nproc_per_node=2"
+from commands import MISBEHAVING, ON_TWO_RANKS, TWO_RANKS, result_of
 
 
 @pytest.mark.case("stopping", "a rank is killed, with `launch.max_restarts`", "all start again, and the run completes")
 def test_a_killed_rank_is_started_again_and_the_run_completes(launch, tmp_path: Path):
-    command = launch(*RUN, "+model.action=kill once", "launch.max_restarts=3", TWO_RANKS, folder=tmp_path)
+    command = launch(*MISBEHAVING, "+model.action=kill once", "launch.max_restarts=3", TWO_RANKS, folder=tmp_path)
     assert command.wait() == 0, command.stderr
     assert command.stderr.splitlines() == [
         "rank 1 was killed by SIGKILL (kill -9, or the machine ran out of memory); restart 1 of 3 from the start",
@@ -31,7 +27,7 @@ def test_a_killed_rank_is_started_again_and_the_run_completes(launch, tmp_path: 
     "the run ends after two restarts without a newer checkpoint, with the first cause",
 )
 def test_ranks_that_fail_again_and_again_are_given_up(launch, tmp_path: Path):
-    command = launch(*RUN, "+model.action=raise", "+model.rank=0", "launch.max_restarts=9", folder=tmp_path)
+    command = launch(*MISBEHAVING, "+model.action=raise", "+model.rank=0", "launch.max_restarts=9", folder=tmp_path)
     assert command.wait() == 1
     cause, log = "rank 0 failed: ValueError: the third batch is unlucky", f"  its log: {tmp_path / 'run/ranks/0.log'}"
     given_up = "  gave up: the last 2 restarts wrote no newer checkpoint"
@@ -53,9 +49,8 @@ def test_ranks_that_fail_again_and_again_are_given_up(launch, tmp_path: Path):
 @pytest.mark.case("stopping", "`torchrun --max-restarts`", "all start again in the same folder")
 def test_torchrun_starts_all_ranks_again_in_the_same_folder(torchrun, tmp_path: Path):
     """Whose name has the time in it."""
-    command = torchrun(
-        *MISBEHAVING, "+model.action=kill once", folder=tmp_path, options=(*ON_TWO_RANKS, "--max-restarts=2")
-    )
+    settings = (*(each for each in MISBEHAVING if each != "hydra.run.dir=run"), "+model.action=kill once")
+    command = torchrun(*settings, folder=tmp_path, options=(*ON_TWO_RANKS, "--max-restarts=2"))
     assert command.wait() == 0, command.stderr
     [run_dir] = (tmp_path / "outputs").glob("*/*")
     result = result_of(run_dir)

@@ -7,14 +7,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from commands import TINY, Command, result_of
+from commands import TINY, TWO_RANKS, Command, result_of
 from omegaconf import OmegaConf
 
 from zerotrain.config.compose import from_values
 
 RUN = (*TINY, "hydra.run.dir=run")
 ASLEEP = (*RUN, "model._target_=misbehaving.MisbehavingMLP", "+model.action=sleep")
-TWO_RANKS = "launch.nproc_per_node=2"
 
 
 def files_in(folder: Path) -> dict[Path, bytes]:
@@ -119,30 +118,6 @@ def test_a_completed_run_is_overwritten_by_one_that_is_told_to(launch, tmp_path:
     assert from_values(OmegaConf.load(tmp_path / "run/config.yaml")).seed == 7
 
 
-def test_a_job_of_a_sweep_does_not_erase_an_earlier_one_even_with_leave_to_overwrite(launch, tmp_path: Path):
-    sweep = ("-m", *TINY, "seed=0,1", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=same", "launch.overwrite=true")
-    command = launch(*sweep, folder=tmp_path)
-    assert command.wait() == 1
-    assert command.stderr.splitlines()[0] == (
-        "job 1: hydra.sweep.subdir: got same, which job 0 uses too; each job needs a folder of its own; "
-        "the default is ${hydra:job.num}"
-    )
-    assert result_of(tmp_path / "sweep/same")["status"] == "completed"
-    assert from_values(OmegaConf.load(tmp_path / "sweep/same/config.yaml")).seed == 0
-    assert "weights: 1 of 2 jobs" in command.stdout
-
-
-def test_a_sweep_in_the_folder_of_another_takes_what_it_has_and_runs_the_rest(launch, tmp_path: Path):
-    commands = []
-    for stages in ("2", "3,2"):
-        commands.append(launch("-m", *TINY, f"zero.stage={stages}", "hydra.sweep.dir=sweep", folder=tmp_path))
-        commands[-1].wait()
-    assert [command.process.returncode for command in commands] == [0, 0]
-    assert "job 0 begins in 0_2: zero.stage=3\n" in commands[1].stdout
-    assert "job 1 is taken as it lies in 0: completed" in commands[1].stdout
-    assert "weights: 2 of 2 jobs have the same sha256" in commands[1].stdout
-
-
 @pytest.mark.parametrize("start", ["launch", "torchrun"])
 def test_a_run_whose_folder_is_deleted_says_so_and_ends(request, tmp_path: Path, start: str):
     ranks = (TWO_RANKS,) if start == "launch" else ()
@@ -158,15 +133,3 @@ def test_a_run_whose_folder_is_deleted_says_so_and_ends(request, tmp_path: Path,
     if start == "launch":  # torchrun has a report of its own
         assert lines == [gone]
     assert command.wait_until_gone() == []
-
-
-def test_a_folder_whose_name_is_no_name_is_refused_in_one_line(launch, tmp_path: Path):
-    names = {
-        "a${b}": "hydra.run.dir: got a${b}; there is no b",
-        r"a\${b}": "hydra.run.dir: Interpolation key 'b' not found; a folder's name cannot hold `${`",
-    }
-    for name, answer in names.items():
-        command = launch(*TINY, f"hydra.run.dir={name}", folder=tmp_path)
-        assert command.wait() == 2
-        [line] = command.stderr.splitlines()
-        assert line.startswith(answer)

@@ -1,6 +1,5 @@
 """A completed run is never trained anew: what would go on with it leaves it as it is, and unfinished ones go on."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -171,7 +170,7 @@ def test_a_file_named_checkpoints_is_found_before_any_rank_starts(zygote, tmp_pa
     assert (tmp_path / "run/checkpoints").read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", [".lock", "config.yaml", "metrics.jsonl", ".hydra/hydra.yaml", "ranks/0.error.json"])
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", ".hydra/hydra.yaml", "ranks/0.error.json"])
 def test_a_fifo_in_the_place_of_a_file_stops_nobody(zygote, tmp_path: Path, name: str):
     path = tmp_path / "run" / name
     path.parent.mkdir(parents=True)
@@ -179,20 +178,10 @@ def test_a_fifo_in_the_place_of_a_file_stops_nobody(zygote, tmp_path: Path, name
     ending = zygote.run([*TINY, "hydra.run.dir=run"], tmp_path, {})
     assert ending.code == 2
     [line] = ending.err.splitlines()
-    assert line.startswith(f"hydra.run.dir: got {tmp_path}/run, whe" if name != ".lock" else "hydra.run.dir: got ")
+    assert line.startswith(f"hydra.run.dir: got {tmp_path}/run, whe")
     assert f"{name} " in line
     assert "a FIFO, and must be a" in line
     assert path.is_fifo()
-
-
-def test_a_lock_that_is_a_link_empties_no_other_file(zygote, tmp_path: Path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "mine").write_text(json.dumps({"mine": 1}))
-    (tmp_path / "run/.lock").symlink_to(tmp_path / "mine")
-    ending = zygote.run([*TINY, "hydra.run.dir=run"], tmp_path, {})
-    assert ending.code == 2
-    assert len(ending.err.splitlines()) == 1
-    assert (tmp_path / "mine").read_text() == json.dumps({"mine": 1})
 
 
 def test_a_fifo_named_control_yaml_is_answered_and_no_rank_waits(zygote, tmp_path: Path):

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import TINY, Command, by_torchrun, result_of
-from test_stops import MISBEHAVING, PATIENT, TWO_RANKS
+from commands import MISBEHAVING, PATIENT, TINY, TWO_RANKS, Command, by_torchrun, result_of
 
 from tests.zygote.client import Zygote
 

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import TINY, Command, by_hand, result_of
+from commands import MISBEHAVING, PATIENT, TINY, TWO_RANKS, Command, by_hand, result_of
 
 from zerotrain.testing.ranks import HANG_S
 
-PATIENT = f"launch.timeout_s={10 * HANG_S}"
-"""A rank that waits in a collective for one that is gone would hang."""
 RUN = (*TINY, "hydra.run.dir=run", PATIENT)
 ENDLESS = (*RUN, "train.max_steps=10000000")
-MISBEHAVING = (*RUN, "model._target_=misbehaving.MisbehavingMLP")
 PAUSING = (*MISBEHAVING, "+model.action=pause", "train.max_steps=10000000")
-TWO_RANKS = "launch.nproc_per_node=2"
+SIGNALLED = ("stopping", "SIGTERM, SIGINT or SIGUSR1 to the launcher, to one rank, to all processes")
+STOPPED = ("hosts: Ranks of one host", "under the launcher; or again and again for a moment")
 
 
 def assert_stopped_in_order(command: Command, run_dir: Path, by: str) -> None:
@@ -33,11 +31,7 @@ def assert_stopped_in_order(command: Command, run_dir: Path, by: str) -> None:
 
 
 @pytest.mark.case("stopping", "in the first step, in an evaluation", "the step that runs ends, or the next")
-@pytest.mark.case(
-    "stopping",
-    "SIGTERM, SIGINT or SIGUSR1 to the launcher, to one rank, to all processes",
-    "all ranks end the same step, then the run",
-)
+@pytest.mark.case(*SIGNALLED, "all ranks end the same step, then the run")
 def test_sigterm_to_the_launcher_alone_in_the_first_step(launch, tmp_path: Path):
     command = launch(*PAUSING, "+model.at=1", TWO_RANKS, folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "pausing")
@@ -59,7 +53,7 @@ def test_ctrl_c_in_an_evaluation(launch, tmp_path: Path):
     assert_stopped_in_order(command, tmp_path / "run", "SIGINT")
 
 
-@pytest.mark.case("stopping", "SIGTERM, SIGINT or SIGUSR1 to the launcher, to one rank, to all processes")
+@pytest.mark.case(*SIGNALLED)
 @pytest.mark.case(
     "data: Order, position and loading",
     "a signal to stop to all processes, once or twice, `kill -9` of a rank or of the launcher, an "
@@ -74,7 +68,7 @@ def test_sigusr1_to_all_processes_also_to_those_that_read_data(launch, tmp_path:
     assert_stopped_in_order(command, tmp_path / "run", "SIGUSR1")
 
 
-@pytest.mark.case("stopping", "SIGTERM, SIGINT or SIGUSR1 to the launcher, to one rank, to all processes")
+@pytest.mark.case(*SIGNALLED)
 @pytest.mark.parametrize(
     ("action", "rank", "by", "code"), [("interrupt", 1, "SIGINT", 130), ("terminate", 0, "SIGTERM", 0)]
 )
@@ -175,12 +169,7 @@ def wanted(launch, once: Callable[[str, Callable[[], Any]], Any], tmp_path: Path
     return str(once("stops, alone", alone))
 
 
-@pytest.mark.case(
-    "hosts: Ranks of one host",
-    "under the launcher; or again and again for a moment",
-    "reported by name within `launch.timeout_s`; the same bits",
-    under="a rank is stopped",
-)
+@pytest.mark.case(*STOPPED, "reported by name within `launch.timeout_s`; the same bits", under="a rank is stopped")
 def test_a_rank_that_is_stopped_is_told_of_within_the_timeout_by_name(launch, tmp_path: Path) -> None:
     commands = {}
     for stage in (1, 3):
@@ -199,11 +188,7 @@ def test_a_rank_that_is_stopped_is_told_of_within_the_timeout_by_name(launch, tm
         assert command.wait_until_gone() == []
 
 
-@pytest.mark.case(
-    "hosts: Ranks of one host",
-    "under the launcher; or again and again for a moment",
-    under="a rank is stopped",
-)
+@pytest.mark.case(*STOPPED, under="a rank is stopped")
 def test_a_rank_that_is_stopped_again_and_again_for_a_moment_costs_no_bit(wanted: str, tmp_path: Path) -> None:
     command = by_hand(*LONGER, folder=tmp_path)
     deadline, num_stops = time.monotonic() + HANG_S, 0

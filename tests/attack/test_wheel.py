@@ -58,6 +58,7 @@ def test_what_readme_says_of_the_wheel_runs_outside_the_clone_with_the_packaged_
     [packaged] = (environment / "env/lib").glob("python*/site-packages/zerotrain/conf")
     shown = {path.relative_to(REPOSITORY / "conf"): path.read_text() for path in (REPOSITORY / "conf").rglob("*.yaml")}
     assert {path.relative_to(packaged): path.read_text() for path in packaged.rglob("*.yaml")} == shown
+    assert len({*packaged.parent.glob("report/page.*")}) == len({*REPOSITORY.glob("zerotrain/report/page.*")}) == 4
 
     mine = tmp_path / "my_conf/experiment/mine.yaml"
     mine.parent.mkdir(parents=True)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
+import calls
 import pytest
 import test_calls
 import test_parameters
@@ -26,7 +27,7 @@ def test_every_training_on_any_number_of_ranks(name: str, num_ranks: int) -> Non
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_the_hard_ways_to_call_a_model(num_ranks: int) -> None:
-    ways = product(test_calls.HARD, test_calls.HARD_STAGES)
+    ways = product(calls.HARD, test_calls.HARD_STAGES)
     test_calls.expect_reference([test_calls.Run(name, stage) for name, stage in ways], num_ranks)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
+import calls
 import pytest
 import test_calls
 import test_parameters
@@ -46,8 +47,8 @@ def test_half_precisions(num_ranks: int, num_micro_batches: int) -> None:
 
 
 def test_each_way_to_call_a_model() -> None:
-    stages_of = others_than(two_stages)
-    runs = [test_calls.Run(name, stage) for number, name in enumerate(test_calls.CALLS) for stage in stages_of(number)]
+    stages_of = others_than(test_calls.stages_of)
+    runs = [test_calls.Run(name, stage) for number, name in enumerate(calls.CALLS) for stage in stages_of(number)]
     test_calls.expect_reference(runs, 2)
 
 

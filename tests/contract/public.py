@@ -17,7 +17,10 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import hydra
+
 from tests.zygote.client import Zygote
+from zerotrain.config.compose import known_keys, register_schema
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("zerotrain", "zerotrain.checkpoint", "zerotrain.data", "zerotrain.models", "zerotrain.training")
@@ -50,6 +53,7 @@ def lines(zygote: Zygote) -> list[str]:
         "names of zerotrain.api": names_of_api,
         "methods and properties of an engine, a world and a trainer": methods,
         "config keys, with type and default": config_keys,
+        "settings that the default choices add": options,
         "config groups, with their choices": choices,
         "commands and their options": commands,
         "exit codes, as the commands tell them": exit_codes,
@@ -94,6 +98,15 @@ def config_keys() -> Iterator[str]:
     yield from _keys(schema.ModelSwitches(), "model.")
     yield from _keys(schema.DataSwitches(), "data.")
     yield from _keys(schema.OptimizerSwitches(), "optimizer.")
+
+
+def options() -> Iterator[str]:
+    """Each setting of the default config that the schema does not have, in order."""
+    register_schema()
+    with hydra.initialize_config_dir(config_dir=str(REPOSITORY / "conf"), version_base="1.3"):
+        composed = hydra.compose("train")
+    of_schema = {line.partition(":")[0] for line in config_keys()}
+    yield from (name for name in known_keys(composed) if "." in name and name not in of_schema)
 
 
 def choices() -> Iterator[str]:

@@ -22,6 +22,8 @@ from zerotrain.config.checks import value_problems
 from zerotrain.config.compose import register_schema, to_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+FRAME = REPOSITORY / "zerotrain/commands/frame.py"
+"""Declares the flags that several commands have."""
 DOCS = REPOSITORY / "docs"
 PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
 NUM_LINES = 150
@@ -135,7 +137,7 @@ class Shown:
             return self.compose(arguments[arguments.index("--") + 1 :])
         module = MODULES[arguments[0]] if module == "zerotrain" else module
         found = REPOSITORY / module.replace(".", "/")
-        sources = found.glob("*.py") if found.is_dir() else [found.with_suffix(".py")]
+        sources = [*found.glob("*.py")] if found.is_dir() else [found.with_suffix(".py"), FRAME]
         text = "".join(path.read_text() for path in sources)
         assert [flag for flag in arguments if flag.startswith("--") and f'"{flag.split("=")[0]}"' not in text] == []
         if module.startswith("zerotrain"):

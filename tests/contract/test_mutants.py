@@ -17,7 +17,7 @@ def problem_of(fault: Fault) -> str | None:
         return str(error)
     if not fault.why or not fault.tests:
         return "it says not why, or names no test"
-    for test in fault.tests:
+    for test in fault.tests.split():
         file, _, function = test.partition("::")
         if function and f"def {function}(" not in (REPOSITORY / "tests" / file).read_text():
             return f"there is no {test}"
@@ -56,7 +56,7 @@ def test_every_fault_can_be_planted_and_names_tests_that_are_there() -> None:
     ids=str,
 )
 def test_a_change_has_one_place_or_is_refused(change: Change, before: str, after: str | None) -> None:
-    fault = Fault("Room.end", change, "why", ("unit/test_errors.py",))
+    fault = Fault("Room.end", change, "why", "unit/test_errors.py")
     head = "import os  # stays\n\n\nclass Room:\n    @property\n    def end(self):\n"
     text = head + "\n".join(f"        {line}" for line in before.splitlines()) + "\n\n    # stays\n    b = 1\n"
     if after is None:
@@ -75,6 +75,6 @@ def test_a_change_has_one_place_or_is_refused(change: Change, before: str, after
     [("World.nothing", "there 0 times"), ("Nothing.end", "in 0 files"), ("main", "files, not in one: ")],
 )
 def test_a_fault_of_a_function_that_is_gone_or_is_there_twice_is_refused(function: str, problem: str) -> None:
-    fault = Fault(function, Drop("wait"), "why", ("unit/test_errors.py",))
+    fault = Fault(function, Drop("wait"), "why", "unit/test_errors.py")
     with pytest.raises(ValueError, match=problem):
         fault.planted_in((REPOSITORY / "zerotrain" / fault.file).read_text())

@@ -18,6 +18,7 @@ import pytest
 from commands import SHOWN_BY_HAND, SHOWN_SWEEP
 from omegaconf import OmegaConf
 
+from tests.contract.test_docs import blocks_of, files_of
 from tests.zygote.client import Zygote
 from zerotrain.config.compose import register_schema
 from zerotrain.testing.ranks import HANG_S
@@ -50,7 +51,7 @@ class Document:
 
     def blocks(self, *languages: str) -> list[str]:
         """The code blocks of these languages, in order."""
-        return re.findall(rf"^```(?:{'|'.join(languages)})\n(.*?)^```$", self.text, re.MULTILINE | re.DOTALL)
+        return blocks_of(REPOSITORY / self.name, *languages)
 
     @cached_property
     def commands(self) -> list[str]:
@@ -62,8 +63,7 @@ class Document:
     @cached_property
     def files(self) -> dict[str, str]:
         """What the reader is told to write: path -> text of each block that begins with `# path`."""
-        named = ((re.match(r"# ([\w/]+\.(?:py|yaml))\n", block), block) for block in self.blocks("python", "yaml"))
-        return {name[1]: block for name, block in named if name}
+        return files_of(REPOSITORY / self.name)
 
 
 README = Document("README.md")
@@ -143,12 +143,6 @@ def test_every_file_that_is_shown_is_used_by_a_command(document: Document):
     assert len(document.files) == len(document.blocks("python", "yaml")) > 0
     used = set(re.findall(r"\w+", " ".join(document.commands)))
     assert {Path(name).stem for name in document.files} <= used
-
-
-@each_document
-def test_every_link_leads_somewhere(document: Document):
-    links = re.findall(r"\]\(([^):#]+)(?:#[^)]*)?\)", document.text)  # test_docs.py looks for anchors
-    assert [link for link in links if not (REPOSITORY / document.name).parent.joinpath(link).exists()] == []
 
 
 def test_every_make_target_that_is_named_exists(checkout: Path):

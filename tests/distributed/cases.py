@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -158,6 +159,21 @@ def run_over(values: list[Any], fn: Any, size: int) -> list[list[Any]]:
     return [list(each) for each in zip(*by_rank, strict=True)]
 
 
+Answers = Callable[[Any], list[list[Any]]]
+
+
+def answers_of(values: Mapping[Any, Sequence[Any]], once: Any) -> Answers:
+    """`answers(fn)` is what each of two ranks returned for each value of a function: one start of them for all."""
+    jobs = [(fn, value) for fn in values for value in values[fn]]
+    results = once(jobs[0][0].__module__, lambda: run_over(jobs, call, 2))
+    return lambda wanted: [by_rank for (fn, _), by_rank in zip(jobs, results, strict=True) if fn is wanted]
+
+
+def call(job: tuple[Callable[[Any], Any], Any]) -> Any:
+    fn, value = job
+    return fn(value)
+
+
 def hashes_over_ranks(cases: list[Case], size: int) -> list[str]:
     """The hash of each case, on which all ranks agree."""
     by_case = run_over(cases, train_and_hash, size)
@@ -260,3 +276,17 @@ def sha256(weights: dict[str, torch.Tensor]) -> str:
 def resident_nbytes() -> int:
     """Of this process."""
     return int(psutil.Process().memory_info().rss)
+
+
+def trainer_of(engine: zerotrain.ZeroEngine, dataset: Any, run_dir: Path, **settings: Any) -> Any:
+    """A Trainer without evaluations on the way or output, where `settings` do not say otherwise."""
+    from rich.console import Console
+
+    from zerotrain.training import Trainer, constant  # takes each rank a moment
+
+    usual = {
+        "world": engine.world, "schedule": constant, "seed": 0, "micro_batch_size": 2, "gradient_accumulation_steps": 1,
+        "eval_every": 0, "eval_batches": 1, "log_every": 1, "sample_tokens": 0, "console": Console(quiet=True),
+        "run_facts": {"stage": engine.options.zero.stage, "overrides": [], "config_hash": ""},
+    }  # fmt: skip
+    return Trainer(engine=engine, dataset=dataset, run_dir=run_dir, **usual | settings)

@@ -37,6 +37,10 @@ TINY = (
     "train.sample_tokens=0",
 )
 """A run of a second, apart from starting Python."""
+TWO_RANKS = "launch.nproc_per_node=2"
+PATIENT = f"launch.timeout_s={10 * HANG_S}"
+"""A rank that waits in a collective for one that is gone would hang."""
+MISBEHAVING = (*TINY, "model._target_=misbehaving.MisbehavingMLP", "hydra.run.dir=run", PATIENT)
 SHOWN_BY_HAND = "python launch.py zero.stage=3 launch.nproc_per_node=2"
 SHOWN_SWEEP = "torchrun --nproc-per-node 2 launch.py -m zero.stage=2,3"
 """Commands of the README that test_launching.py runs as they stand there, but for TINY."""
@@ -75,6 +79,15 @@ class Command:
                 # What a failing test leaves behind must not disturb the next.
                 if self.process.poll() is None:
                     process.kill()
+
+    def require_failed(self, cause: str) -> None:
+        """Make sure that it fails with a cause, on stderr first and in the result of `run`, and leaves no process."""
+        assert self.wait() == 1, self.stderr
+        assert self.stderr.startswith(cause), self.stderr
+        result = result_of(self.folder / "run")
+        assert result["status"] == "failed", result["error"]
+        assert result["error"].startswith(cause)
+        assert self.wait_until_gone() == []
 
     @property
     def output_path(self) -> Path:

@@ -1,7 +1,6 @@
 """Callbacks on several ranks: the same moments on all, one rank's end, wishes that all follow, and no cost."""
 
 import functools
-import io
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,28 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from cases import OPTIMIZERS, make_model
-from commands import TINY, by_hand, result_of
-from rich.console import Console
+from cases import OPTIMIZERS, make_model, trainer_of
+from commands import TINY, result_of
 
 import zerotrain
-from tests.zygote.client import Zygote
 from zerotrain.data import SyntheticTokens
 from zerotrain.testing import RankError, run_ranks
-from zerotrain.training import Callback, Request, Trainer, constant
+from zerotrain.training import Callback, Request
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 
 MOMENTS = (
     "start", "before_step", "ask", "after_step", "log", "after_evaluation", "after_stage_change", "end", "state_dict",
 )  # fmt: skip
 NUM_RANKS = [1, 2, 3]
-RAISING = [
-    *((2, moment, rank) for moment, rank in zip(MOMENTS, (0, 1, 0, 1, 0, 1, 1, 1, 0), strict=True)),
-    *((3, "start", 1), (3, "ask", 2), (3, "log", 2)),
-    *((1, "before_step", 0), (1, "after_evaluation", 0), (1, "end", 0)),
-]
-"""Number of ranks, moment, and the rank that raises: each moment on another one than the first, but for state_dict,
-which is the first one's alone."""
+RAISING = [(2, "before_step", 1), (3, "log", 2), (2, "state_dict", 0)]
+"""Number of ranks, moment, and the rank that raises. All moments: unit/training/test_callback.py."""
 
 
 class Noting(Callback):
@@ -167,29 +159,23 @@ def trained(folder: Path, name: str, callbacks: dict[str, Callback], **changes: 
         max_grad_norm=1.0,
         world=world,
     )
-    given: dict[str, Any] = {
-        "max_steps": 4, "eval_every": 2, "eval_batches": 1, "log_every": 2, "sample_tokens": 0, "micro_batch_size": 2,
-        "gradient_accumulation_steps": 1, "seed": 0, "run_facts": {"stage": 2},
-    }  # fmt: skip
-    trainer = Trainer(
-        engine=engine,
-        world=world,
-        dataset=SyntheticTokens(seq_len=32, vocab_size=256, num_sequences=64),
-        schedule=constant,
-        run_dir=run_dir,
-        console=Console(file=io.StringIO(), width=80),
-        callbacks=callbacks,
-        **given | changes,
-    )
-    body = trainer.run()
+    dataset = SyntheticTokens(seq_len=32, vocab_size=256, num_sequences=64)
+    usual: dict[str, Any] = {"max_steps": 4, "eval_every": 2, "log_every": 2}
+    body = trainer_of(engine, dataset, run_dir, callbacks=callbacks, **usual | changes).run()
     return {"body": body, "noted": {name: vars(each) for name, each in callbacks.items()}}
+
+
+def on_ranks(
+    num_ranks: int, folder: Path, name: str, callbacks: dict[str, Callback], **changes: Any
+) -> list[dict[str, Any]]:
+    return run_ranks(functools.partial(trained, **changes), num_ranks, folder, name, callbacks)
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.thinned(3, first=2)
 def test_the_moments_of_all_ranks_are_the_same_and_those_of_the_first_are_its_own(tmp_path, num_ranks):
     callbacks = {"all": Noting(), "first": NotingFirst()}
-    ranks = run_ranks(functools.partial(trained, stages={2: 3}), num_ranks, tmp_path, "moments", callbacks)
+    ranks = on_ranks(num_ranks, tmp_path, "moments", callbacks, stages={2: 3})
     wanted = [
         ("start", 0), ("after_evaluation", 0), ("after_step", 1), ("stage 3", 2), ("after_step", 2),
         ("after_evaluation", 2), ("after_step", 3), ("after_step", 4), ("after_evaluation", 4), ("end", 4),
@@ -202,10 +188,9 @@ def test_the_moments_of_all_ranks_are_the_same_and_those_of_the_first_are_its_ow
 
 @pytest.mark.parametrize(("num_ranks", "moment", "at"), RAISING)
 def test_one_that_raises_on_one_rank_ends_all_and_is_named_there(tmp_path, num_ranks, moment, at):
-    run = functools.partial(trained, stages={2: 3}, checkpoint=CheckpointPolicy(at_end=True))
     said = rf"rank {at} failed:[^$]*CallbackError: callbacks\.bad: {moment}[^$]*RuntimeError: had enough of {moment}\n"
     with pytest.raises(RankError, match=said):
-        run_ranks(run, num_ranks, tmp_path, moment, {"bad": Raising(moment, at)})
+        on_ranks(num_ranks, tmp_path, moment, {"bad": Raising(moment, at)}, checkpoint=CheckpointPolicy(at_end=True))
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +198,7 @@ def plain_hashes(tmp_path_factory) -> Callable[[int], list[str]]:
     """The hash of the weights on each of so many ranks that have trained without a callback."""
 
     def train(num_ranks: int) -> list[str]:
-        ranks = run_ranks(trained, num_ranks, tmp_path_factory.mktemp("plain"), "plain", {})
+        ranks = on_ranks(num_ranks, tmp_path_factory.mktemp("plain"), "plain", {})
         return [rank["body"]["weights_sha256"] for rank in ranks]
 
     return functools.cache(train)
@@ -223,7 +208,7 @@ def plain_hashes(tmp_path_factory) -> Callable[[int], list[str]]:
 @pytest.mark.thinned(3, first=2)
 def test_a_stage_that_any_rank_asks_for_is_taken_by_all_and_the_bits_stay(tmp_path, num_ranks, plain_hashes):
     asking = Asking(num_ranks - 1, after_1=Request(stage=3), after_3=Request(stage=0))
-    ranks = run_ranks(trained, num_ranks, tmp_path, "asking", {"a": asking, "noting": Noting()})
+    ranks = on_ranks(num_ranks, tmp_path, "asking", {"a": asking, "noting": Noting()})
     [plain] = set(plain_hashes(num_ranks))
     assert {rank["body"]["weights_sha256"] for rank in ranks} == {plain}
     for rank in ranks:
@@ -237,7 +222,7 @@ def test_a_stage_that_any_rank_asks_for_is_taken_by_all_and_the_bits_stay(tmp_pa
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_a_stop_that_one_rank_asks_for_ends_all_after_the_same_step(tmp_path, num_ranks):
     asking = Asking(num_ranks - 1, after_2=Request(stop=True))
-    ranks = run_ranks(trained, num_ranks, tmp_path, "stop", {"other": Idle(), "enough": asking})
+    ranks = on_ranks(num_ranks, tmp_path, "stop", {"other": Idle(), "enough": asking})
     for rank in ranks:
         assert (rank["body"]["stopped_by"], rank["body"]["steps"]) == ("callbacks.enough", 2)
     assert (tmp_path / f"stop-{num_ranks}" / "checkpoints" / "step-00000002" / "manifest.json").exists()
@@ -245,7 +230,7 @@ def test_a_stop_that_one_rank_asks_for_ends_all_after_the_same_step(tmp_path, nu
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_one_that_is_slow_on_one_rank_changes_no_bit(tmp_path, num_ranks, plain_hashes):
-    slow = run_ranks(trained, num_ranks, tmp_path, "slow", {"slow": Slow(1), "noting": Noting()})
+    slow = on_ranks(num_ranks, tmp_path, "slow", {"slow": Slow(1), "noting": Noting()})
     assert [each["body"]["weights_sha256"] for each in slow] == plain_hashes(num_ranks)
 
 
@@ -253,16 +238,16 @@ def test_one_that_is_slow_on_one_rank_changes_no_bit(tmp_path, num_ranks, plain_
 def counted(tmp_path_factory) -> Path:
     """The checkpoint after two steps of two ranks that count them."""
     folder = tmp_path_factory.mktemp("counted")
-    saving = functools.partial(trained, checkpoint=CheckpointPolicy(every_steps=2, at_end=False))
-    run_ranks(saving, 2, folder, "first", {"counting": Counting()})
+    policy = CheckpointPolicy(every_steps=2, at_end=False)
+    on_ranks(2, folder, "first", {"counting": Counting()}, checkpoint=policy)
     return folder / "first-2" / "checkpoints" / "step-00000002"
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_a_run_goes_on_with_the_state_of_the_first_rank(tmp_path, num_ranks, counted):
     policy = CheckpointPolicy(resume=[counted], at_end=False)
-    again = functools.partial(trained, checkpoint=policy)
-    ranks = run_ranks(again, num_ranks, tmp_path, "again", {"new": Counting(), "counting": Counting()})
+    new = {"new": Counting(), "counting": Counting()}
+    ranks = on_ranks(num_ranks, tmp_path, "again", new, checkpoint=policy)
     for number, rank in enumerate(ranks):
         later = [3 + 100 * number, 4 + 100 * number]
         assert rank["noted"]["counting"]["steps"] == [1, 2, *later]
@@ -272,11 +257,11 @@ def test_a_run_goes_on_with_the_state_of_the_first_rank(tmp_path, num_ranks, cou
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_callbacks_cost_no_collective_and_no_byte_in_a_step(tmp_path, num_ranks):
     """Neither the user's nor the house's, in steps where nothing is due."""
-    rare = {"log_every": 100, "eval_every": 0, "max_steps": 5}
-    run = functools.partial(trained, **rare, checkpoint=CheckpointPolicy(every_s=3600, at_end=False))
+    rare: dict[str, Any] = {"log_every": 100, "eval_every": 0, "max_steps": 5}
+    rare["checkpoint"] = CheckpointPolicy(every_s=3600, at_end=False)
     idle = {f"idle{number}": Idle() for number in range(20)}
-    many = run_ranks(run, num_ranks, tmp_path, "many", {**idle, "ledgers": Ledgers()})
-    none = run_ranks(run, num_ranks, tmp_path, "none", {"ledgers": Ledgers()})
+    many = on_ranks(num_ranks, tmp_path, "many", {**idle, "ledgers": Ledgers()}, **rare)
+    none = on_ranks(num_ranks, tmp_path, "none", {"ledgers": Ledgers()}, **rare)
     for with_them, without in zip(many, none, strict=True):
         assert with_them["noted"]["ledgers"] == without["noted"]["ledgers"]
         # Those of a step by theory, and nothing between two steps but where the first step is logged.
@@ -318,7 +303,7 @@ class NoCallback:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_users_callback_is_named_on_the_command_line(tmp_path, num_ranks, zygote: Zygote):
+def test_a_users_callback_is_named_on_the_command_line(tmp_path, num_ranks, launch):
     (tmp_path / "mine.py").write_text(MODULE)
     arguments = (*TINY, f"launch.nproc_per_node={num_ranks}", "hydra.run.dir=run")
     given = (
@@ -326,13 +311,13 @@ def test_a_users_callback_is_named_on_the_command_line(tmp_path, num_ranks, zygo
         f"+callbacks.bad.rank={num_ranks - 1}",
         "+callbacks.first._target_=mine.First",
     )
-    command = by_hand(*arguments, *given, "+callbacks.bad.moment=never", folder=tmp_path, zygote=zygote)
+    command = launch(*arguments, *given, "+callbacks.bad.moment=never", folder=tmp_path)
     assert command.wait() == 0, command.stderr
     assert command.stdout.count("warning: callbacks.first: log after step") == 1
     for rank in range(num_ranks):
         assert f"callback starts on rank {rank}" in (tmp_path / f"run/ranks/{rank}.log").read_text()
     arguments = (*arguments, "launch.overwrite=true")
-    command = by_hand(*arguments, *given, "+callbacks.bad.moment=after_step", folder=tmp_path, zygote=zygote)
+    command = launch(*arguments, *given, "+callbacks.bad.moment=after_step", folder=tmp_path)
     assert command.wait() == 1
     said = "CallbackError: callbacks.bad: after_step after step 2: ValueError: no luck"
     assert f"rank {num_ranks - 1} failed: {said}" in command.stderr
@@ -356,9 +341,9 @@ def test_a_users_callback_is_named_on_the_command_line(tmp_path, num_ranks, zygo
     ],
     ids=str,
 )
-def test_a_callback_that_cannot_be_is_one_line_before_any_rank_starts(tmp_path, given, line, zygote: Zygote):
+def test_a_callback_that_cannot_be_is_one_line_before_any_rank_starts(tmp_path, given, line, launch):
     (tmp_path / "mine.py").write_text(MODULE)
-    command = by_hand(*TINY, given, "hydra.run.dir=run", folder=tmp_path, zygote=zygote)
+    command = launch(*TINY, given, "hydra.run.dir=run", folder=tmp_path)
     assert command.wait() == 2
     [said] = command.stderr.splitlines()
     assert said.startswith(line)

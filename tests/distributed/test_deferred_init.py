@@ -2,17 +2,15 @@
 
 import functools
 import hashlib
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from cases import OPTIMIZERS, place, run_over
+from cases import OPTIMIZERS, run_over
 from torch import nn
 
 import zerotrain
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.errors import ConfigError
 
 NUM_LAYERS, HIDDEN = 16, 768
 UNIT_NBYTES = 4 * HIDDEN * 2 * HIDDEN
@@ -104,50 +102,3 @@ def test_the_initial_bits_and_the_next_random_number_are_those_of_the_ordinary_w
     settings = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (3, "bf16")]
     for by_rank in run_over(settings, initial_sha256, 2):
         assert by_rank == [(digest.hexdigest(), next_number)] * 2
-
-
-def trained(stage: int) -> dict[str, torch.Tensor]:
-    """On each rank: three steps of a model whose values cannot all be computed again."""
-
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(200, 200) for _ in range(3))
-            self.by_row = nn.Parameter(torch.empty(200, 200))
-            self.register_buffer("table", torch.randn(200, 200))
-            with torch.no_grad():
-                for row in self.by_row:
-                    row.uniform_()
-                self.layers[1].weight.copy_(self.layers[0].weight).mul_(2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x).tanh()
-            return (x @ self.by_row * self.table[0]).square().mean()
-
-    torch.manual_seed(1)
-    with warnings.catch_warnings(action="ignore", category=UserWarning):
-        engine = zerotrain.build_engine(
-            Odd, optimizer=OPTIMIZERS["sgd"], zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=0.2)
-        )
-    for step in range(3):
-        inputs = torch.randn(4, 200, generator=torch.Generator().manual_seed(10 * step + place()[0]))
-        engine.backward(engine(inputs))
-        engine.step()
-    return engine.full_state_dict()
-
-
-def test_what_cannot_be_computed_again_trains_with_the_same_bits() -> None:
-    (expected, _), (got, _) = run_over([2, 3], trained, 2)
-    assert list(got) == list(expected)
-    assert all(torch.equal(got[name], value) for name, value in expected.items())
-
-
-@pytest.mark.case("models: Models and optimizers", "a model on the meta device", "refused")
-def test_a_model_on_the_meta_device_is_refused_with_what_to_give_instead() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(2, 2)
-    with pytest.raises(
-        ConfigError, match=r"weight of model Linear is on the meta device.*the function that builds the"
-    ):
-        zerotrain.build_engine(model, optimizer=OPTIMIZERS["sgd"])

@@ -3,7 +3,6 @@
 `make test-gpu` runs those for a GPU; nothing but torch and pytest is needed to start them.
 """
 
-import io
 import os
 import subprocess
 import sys
@@ -15,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from cases import SEQ_LEN, VOCAB, Case, batch, build, make_model, micro_batches, reference_weights, train
-from rich.console import Console
+from cases import SEQ_LEN, VOCAB, Case, batch, build, make_model, micro_batches, reference_weights, train, trainer_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.rank import Prepared, RankResult, own_device
@@ -31,7 +29,6 @@ from zerotrain.engine.buckets.update import scaled
 from zerotrain.settings import ZeroConfig
 from zerotrain.testing import run_ranks
 from zerotrain.testing.fake_wire import run_threads
-from zerotrain.training import Trainer, constant
 
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
@@ -162,24 +159,17 @@ def test_a_communicator_of_one_rank_changes_no_bits(precision: str, reduction: s
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 def test_a_run_trains_evaluates_and_traces_on_the_device(device: str, tmp_path: Path) -> None:
-    body = Trainer(
-        engine=build(Case(ZeroConfig(stage=3), precision="bf16"), make_model().to(device)),
-        world=World.current(torch.device(device)),
-        dataset=SyntheticTokens(seq_len=SEQ_LEN, vocab_size=VOCAB, num_sequences=64),
-        schedule=constant,
-        seed=0,
+    body = trainer_of(
+        build(Case(ZeroConfig(stage=3), precision="bf16"), make_model().to(device)),
+        SyntheticTokens(seq_len=SEQ_LEN, vocab_size=VOCAB, num_sequences=64),
+        tmp_path,
         max_steps=8,
         micro_batch_size=4,
         gradient_accumulation_steps=2,
         eval_every=4,
         eval_batches=2,
-        log_every=1,
-        sample_tokens=0,
-        run_dir=tmp_path,
-        run_facts={},
         profile=True,
         memory_snapshot=True,
-        console=Console(file=io.StringIO()),
     ).run()
     assert body["status"] == "completed"
     assert body["skipped_steps"] == 0

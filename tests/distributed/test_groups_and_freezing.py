@@ -1,6 +1,5 @@
 """Groups and freezing from a config: the bits of plain PyTorch at every stage, and over a resume at another."""
 
-import io
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -8,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import run_over, sha256
-from rich.console import Console
+from cases import run_over, sha256, trainer_of
 
 import zerotrain
 from zerotrain.config.schema import Config, TrainConfig, ZeroGroup
@@ -18,7 +16,7 @@ from zerotrain.data.batches import GlobalBatchSampler
 from zerotrain.models import GPT
 from zerotrain.run.factory import build_engine_of, frozen_steps
 from zerotrain.settings import OffloadConfig, PrecisionGroup
-from zerotrain.training import Trainer, warmup_cosine
+from zerotrain.training import warmup_cosine
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 
 SAVED, UNFROZEN, NUM_STEPS = (2, 4), 3, 5
@@ -89,24 +87,15 @@ def trained(job: Job) -> tuple[str, list[int]]:
         if step > 1:
             sent.append(engine.ledger.last_step.sent_nbytes)
 
-    result = Trainer(
-        engine=engine,
-        world=world,
-        dataset=dataset,
+    result = trainer_of(
+        engine,
+        dataset,
+        run_dir,
         schedule=schedule,
         stages={} if job.later_stage is None else {job.begun_at + 1: job.later_stage},
         frozen=frozen_steps(config, frozen, dataset.train, world.size),
-        seed=0,
         max_steps=NUM_STEPS,
         micro_batch_size=MICRO_BATCH,
-        gradient_accumulation_steps=1,
-        eval_every=0,
-        eval_batches=1,
-        log_every=10,
-        sample_tokens=0,
-        run_dir=run_dir,
-        run_facts={"stage": job.stage, "overrides": [], "config_hash": ""},
-        console=Console(file=io.StringIO(), width=80),
         begin=begin,
         checkpoint=CheckpointPolicy(
             every_steps=None if job.begun_at else SAVED[0],

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import run_over
-from commands import TINY, by_hand, result_of
+from commands import TINY, Command, result_of
 from torch import nn
 
 import zerotrain
@@ -27,14 +27,14 @@ from zerotrain.testing.ranks import HANG_S
 
 TIMEOUT_S = 5.0
 Engine = zerotrain.ZeroEngine
+Launch = Callable[..., Command]
 
 
 class Net(nn.Module):
-    def __init__(self, hidden_size: int = 8, buffer_size: int = 1) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.register_buffer("statistics", torch.zeros(buffer_size))
-        self.blocks = nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: torch.Tensor, *, without: int | None = None) -> torch.Tensor:
         for index, block in enumerate(self.blocks):
@@ -42,144 +42,75 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def build(
-    stage: int = 2,
-    *,
-    hidden_size: int = 8,
-    buffer_size: int = 1,
-    reverses: bool = False,
-    momentum: float = 0.0,
-    precision: Any = "fp32",
-    timeout_s: float = TIMEOUT_S,
-    **zero: Any,
-) -> Engine:
+def build(stage: int = 2, *, timeout_s: float = TIMEOUT_S, precision: Any = "fp32", **zero: Any) -> Engine:
     """An engine in groups of its own, which wait for `timeout_s` and can fail without harm to other cases."""
     gathers, reductions = (dist.new_group(timeout=timedelta(seconds=timeout_s)) for _ in range(2))
     rank, size = dist.get_rank(), dist.get_world_size()
     world = zerotrain.World(
         rank, size, rank, torch.device("cpu"), shards=Shards(rank, size, gathers, reductions), group=gathers
     )
-    settings = {"stage": stage, "bucket_mb": 3e-4, "prefetch": 0} | zero
-    optimizer = functools.partial(torch.optim.SGD, lr=0.5, momentum=momentum)
-    model = Net(hidden_size, buffer_size)
-    if reverses:
-        model.blocks._modules = dict(reversed(model.blocks._modules.items()))
     return zerotrain.build_engine(
-        model, optimizer=optimizer, zero=ZeroConfig(**settings), precision=precision, world=world
+        Net(),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.5),
+        zero=ZeroConfig(**{"stage": stage, "bucket_mb": 3e-4, "prefetch": 0} | zero),
+        precision=precision,
+        world=world,
     )
 
 
-def train(engine: Engine, *, num_steps: int = 1, num_micro_batches: int = 1, without: int | None = None) -> None:
+def train(engine: Engine, *, num_steps: int = 1, num_micro_batches: int = 1, without: int | None = None) -> Engine:
     for _ in range(num_steps):
         for _ in range(num_micro_batches - 1):
             with engine.no_sync():
                 engine.backward(engine(torch.ones(2, 8), without=without))
         engine.backward(engine(torch.ones(2, 8), without=without))
         engine.step()
+    return engine
 
 
-def fewer_micro_batches(stage: int, rank: int) -> None:
-    engine = build(stage)
-    train(engine)
-    train(engine, num_micro_batches=2 - rank)
-
-
-def another_branch(rank: int) -> None:
-    """Equally many gathers of equal size, but of different units."""
-    train(build(3), without=rank)
-
-
-def end_a_step_early(rank: int) -> None:
-    engine = build()
-    train(engine, num_steps=3 - rank)
-    engine.weights_sha256()
-
-
-def resume_a_step_behind(rank: int) -> None:
-    engine = build()
-    engine.stamps.num_steps = 7 - rank
-    train(engine)
-
-
-def schedule_a_step_behind(rank: int) -> None:
-    engine = build()
-    for group in engine.param_groups:
-        group["lr"] = 0.25 * (2 - rank)
-    train(engine)
+def freeze_on_rank_0(rank: int) -> None:
+    engine = train(build())
+    engine.freeze("blocks.0.*") if rank == 0 else train(engine)
 
 
 def sleep(rank: int) -> None:
-    engine = build()
-    train(engine)
+    engine = train(build())
     if rank == 1:
         time.sleep(2 * TIMEOUT_S)
     train(engine)
 
 
 CASES: dict[str, tuple[Callable[[int], object], list[list[str]]]] = {
-    "fewer micro-batches, sharded gradients": (
-        functools.partial(fewer_micro_batches, 2),
-        [
-            ["DisagreementError: rank 0, step 2, update", "backwards since the last step: 2 on rank 0, 1 on rank 1"],
-            ["DisagreementError: rank 1, step 2, update", "backwards since the last step: 2 on rank 0, 1 on rank 1"],
-        ],
-    ),
     "fewer micro-batches, sharded parameters": (
-        functools.partial(fewer_micro_batches, 3),
+        lambda rank: train(train(build(3)), num_micro_batches=2 - rank),
         [
             ["CommError: rank 0 failed in gather of blocks.", "(step 2, ", "rank 1 failed in reduction of blocks."],
             ["CommError: rank 1 failed in reduction of blocks.", "(step 2, ", "rank 0 failed in gather of blocks."],
         ],
     ),
-    "another branch": (
-        another_branch,
+    "another branch": (  # equally many gathers of equal size, but of different units
+        lambda rank: train(build(3), without=rank),
         [
             [f"CommError: rank 0 failed in gather of blocks.1 (step 1, forward) after {TIMEOUT_S:.0f}."],
             ["CommError: rank 1 failed in gather of blocks.0 (step 1, forward)", "rank 0 failed in gather of blocks.1"],
         ],
     ),
-    "another setting": (
-        lambda rank: build(bucket_mb=[0.5, 2.0][rank], prefetch=rank),
+    "other settings": (
+        lambda rank: build(
+            1 + rank, prefetch=rank, precision=zerotrain.PrecisionConfig("fp16", initial_scale=2.0**rank)
+        ),
         [
             [
-                "ConfigError: zero.bucket_mb: differs between the ranks: 0.5 on rank 0, 2.0 on rank 1; give all ranks",
-                "zero.prefetch: differs between the ranks: 0 on rank 0, 1 on rank 1",
+                "ConfigError: zero.stage: differs between the ranks: ",
+                "gradients replicated, optimizer sharded on rank 0",
+                "zero.prefetch: differs between the ranks: 0 on rank 0, 1 on rank 1; give all ranks",
+                "precision.initial_scale: differs between the ranks: 1.0 on rank 0, 2.0 on rank 1",
             ]
         ]
         * 2,
-    ),
-    "another stage": (
-        lambda rank: build(1 + rank),
-        [["zero.stage: differs", "gradients replicated, optimizer sharded on rank 0"]] * 2,
-    ),
-    "another model": (
-        lambda rank: build(hidden_size=8 + rank),
-        [["the model (buckets and their parameters): differs", "6 parameters, 216 elements", "on rank 1"]] * 2,
-    ),
-    "another order": (
-        lambda rank: build(reverses=rank == 1),
-        [["the model (buckets and their parameters): differs", "blocks.0", "on rank 0, ", "blocks.2", "on rank 1"]] * 2,
-    ),
-    "other buffers": (
-        lambda rank: build(buffer_size=1 + rank),
-        [
-            [
-                "the model (buffers, and parameters that are no floating-point numbers): differs",
-                "statistics (1,) torch.float32 on rank 0",
-            ]
-        ]
-        * 2,
-    ),
-    "other hyperparameters": (
-        lambda rank: build(0, momentum=0.5 * rank),
-        [["the optimizer (its parameter groups): differs", "momentum of group "]] * 2,
-    ),
-    "another loss scale": (
-        lambda rank: build(precision=zerotrain.PrecisionConfig("fp16", initial_scale=2.0**rank)),
-        [["precision.initial_scale: differs between the ranks: 1.0 on rank 0, 2.0 on rank 1"]] * 2,
     ),
     "a step behind at the end": (
-        end_a_step_early,
+        lambda rank: train(build(), num_steps=3 - rank).weights_sha256(),
         [
             [
                 "CommError: rank 0 failed in reduction of blocks",
@@ -189,13 +120,15 @@ CASES: dict[str, tuple[Callable[[int], object], list[list[str]]]] = {
             ["CommError: rank 1 failed in comparison of engine.weights_sha256 (step 3, idle)"],
         ],
     ),
-    "a step behind after a resume": (
-        resume_a_step_behind,
-        [["DisagreementError", "step 8, update", "number of the step: 8 on rank 0, 7 on rank 1"], ["step 7, update"]],
-    ),
-    "a step behind in the schedule": (
-        schedule_a_step_behind,
-        [["DisagreementError", "lr of group 'parameters': 0.5 on rank 0, 0.25 on rank 1"]] * 2,
+    "a call of one rank": (
+        freeze_on_rank_0,
+        [
+            [
+                "rank 0 failed in comparison of engine.freeze (step 2, idle)",
+                "All ranks must make the same calls in the same order",
+            ],
+            ["rank 1 failed in reduction of"],
+        ],
     ),
     "asleep": (
         sleep,
@@ -220,6 +153,9 @@ def message_of(name: str) -> str:
     "hosts: Ranks that do not do the same",
     "other settings, hyperparameters, buffers, micro-batches, branches, or a step behind",
     "all ranks end, and say where each was",
+)
+@pytest.mark.case(
+    "parameters", "a call between two steps that one rank makes alone", "`CommError` on all within the timeout"
 )
 @pytest.mark.waits
 def test_ranks_that_do_not_do_the_same_all_end_and_say_where_each_was() -> None:
@@ -320,15 +256,20 @@ def test_an_engine_that_is_deleted_in_the_midst_of_collectives_harms_no_other() 
     assert len(set(run_ranks(engines_that_go, 2, None))) == 1
 
 
-def timeouts_of_groups(_: None) -> list[float]:
+def closed_twice(_: None) -> tuple[list[float], float]:
+    """The timeouts of a world's groups; and a sum over the caller's own group, behind the end of the world."""
     world = zerotrain.World.current(torch.device("cpu"))
     groups = (world.shards.gather_group, world.shards.reduce_group)
-    return [group._get_backend(world.device).options._timeout.total_seconds() for group in groups]
+    timeouts = [group._get_backend(world.device).options._timeout.total_seconds() for group in groups]
+    world.close()
+    world.close()
+    ones = torch.ones(())
+    dist.all_reduce(ones)
+    return timeouts, ones.item()
 
 
-def test_reductions_wait_as_long_as_gathers() -> None:
-    (by_rank,) = run_over([None], timeouts_of_groups, 2)
-    assert by_rank == [[HANG_S, HANG_S]] * 2
+def test_reductions_wait_as_long_as_gathers_and_a_world_may_be_closed_twice() -> None:
+    assert run_ranks(closed_twice, 2, None) == [([HANG_S, HANG_S], 2.0)] * 2
 
 
 @pytest.mark.case(
@@ -337,9 +278,9 @@ def test_reductions_wait_as_long_as_gathers() -> None:
     "reported within `launch.timeout_s`, and ended",
 )
 @pytest.mark.waits
-def test_a_rank_that_sleeps_for_ever_is_told_of_within_the_timeout_and_ended(tmp_path: Path) -> None:
+def test_a_rank_that_sleeps_for_ever_is_told_of_within_the_timeout_and_ended(tmp_path: Path, launch: Launch) -> None:
     sleeping = (*TINY, "model._target_=misbehaving.MisbehavingMLP", "+model.action=sleep", "hydra.run.dir=run")
-    command = by_hand(*sleeping, "launch.timeout_s=5", "launch.nproc_per_node=2", folder=tmp_path)
+    command = launch(*sleeping, "launch.timeout_s=5", "launch.nproc_per_node=2", folder=tmp_path)
     assert command.wait() == 1
     cause, log = command.stderr.splitlines()
     assert re.fullmatch(
@@ -358,25 +299,19 @@ def test_a_rank_that_sleeps_for_ever_is_told_of_within_the_timeout_and_ended(tmp
     "it ends with the time that it was suspended, and with what to do",
 )
 @pytest.mark.waits
-def test_a_run_that_was_suspended_for_longer_than_the_timeout_says_so(tmp_path: Path) -> None:
+def test_a_run_that_was_suspended_for_longer_than_the_timeout_says_so(tmp_path: Path, launch: Launch) -> None:
     """Seen: a rank was told as one that did not answer, or the place where one had waited."""
-    endless = (*TINY, "train.max_steps=10000000", "launch.nproc_per_node=2", "launch.timeout_s=4", "hydra.run.dir=run")
-    command = by_hand(*endless, folder=tmp_path)
-    command.wait_for_text(tmp_path / "run/ranks/0.log", "step 1/")
+    asleep = ("model._target_=misbehaving.MisbehavingMLP", "+model.action=sleep", "launch.nproc_per_node=2")
+    command = launch(*TINY, *asleep, "launch.timeout_s=4", "hydra.run.dir=run", folder=tmp_path)
+    command.wait_for_text(tmp_path / "run/ranks/1.log", "asleep")
+    time.sleep(0.5)  # until rank 0 waits for it
     suspended = command.processes()
     assert len(suspended) > 2
-    for _ in range(8):  # where no rank waits for another just then, the run goes on
+    for signum in (signal.SIGSTOP, signal.SIGCONT):
         for process in suspended:
-            process.send_signal(signal.SIGSTOP)
-        time.sleep(7.0)
-        for process in suspended:
-            process.send_signal(signal.SIGCONT)
-        end_s = time.monotonic() + 15.0
-        while command.process.poll() is None and time.monotonic() < end_s:
-            time.sleep(0.1)
-        if command.process.poll() is not None:
-            break
-    assert command.wait(1.0) == 1
+            process.send_signal(signum)
+        time.sleep(7.0 if signum == signal.SIGSTOP else 0.0)
+    assert command.wait() == 1
     cause, _ = command.stderr.splitlines()
     assert re.fullmatch(
         r"the whole run was suspended for ([6-9]|1\d) s, which counts as waiting for other ranks: launch\.timeout_s "
@@ -403,9 +338,9 @@ SLEEPING = ("+data.after=200", "train.max_steps=1000", "train.eval_every=1000")
 
 @pytest.mark.case("data: Order, position and loading", "Rows that a worker process cannot hand over")
 @pytest.mark.waits
-def test_a_batch_that_a_worker_cannot_hand_over_ends_the_run_with_its_rows(tmp_path: Path) -> None:
+def test_a_batch_that_a_worker_cannot_hand_over_ends_the_run_with_its_rows(tmp_path: Path, launch: Launch) -> None:
     """Seen: the rank waited for ever, and the cause stood in its log alone, from a thread of multiprocessing."""
-    command = by_hand(*OF_ROWS, "+data.with_local=true", "data.num_workers=1", folder=tmp_path)
+    command = launch(*OF_ROWS, "+data.with_local=true", "data.num_workers=1", folder=tmp_path)
     assert command.wait(60) == 1
     cause, _ = command.stderr.splitlines()
     assert re.fullmatch(
@@ -423,9 +358,11 @@ def test_a_batch_that_a_worker_cannot_hand_over_ends_the_run_with_its_rows(tmp_p
 )
 @pytest.mark.waits
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_ranks_that_all_read_rows_which_do_not_end_are_given_up(tmp_path: Path, num_workers: int) -> None:
+def test_ranks_that_all_read_rows_which_do_not_end_are_given_up(
+    tmp_path: Path, launch: Launch, num_workers: int
+) -> None:
     """Seen: no rank waits for another one, so that nothing was overdue."""
-    command = by_hand(*OF_ROWS, *SLEEPING, "launch.timeout_s=12", f"data.num_workers={num_workers}", folder=tmp_path)
+    command = launch(*OF_ROWS, *SLEEPING, "launch.timeout_s=12", f"data.num_workers={num_workers}", folder=tmp_path)
     assert command.wait(60) == 1
     assert re.match(
         r"rank [01] failed: RowError: data\.train: row \d+ \(epoch \d+, step \d+\) cannot be read.* did not end within "
@@ -442,10 +379,12 @@ def test_ranks_that_all_read_rows_which_do_not_end_are_given_up(tmp_path: Path, 
 )
 @pytest.mark.waits
 @pytest.mark.parametrize("how", [["data.num_workers=0"], ["data.num_workers=1"], ["+data.draws=false"]], ids=str)
-def test_one_stop_ends_a_run_whose_rows_do_not_end_after_its_last_step(tmp_path: Path, how: list[str]) -> None:
+def test_one_stop_ends_a_run_whose_rows_do_not_end_after_its_last_step(
+    tmp_path: Path, launch: Launch, how: list[str]
+) -> None:
     """Seen: SIGTERM waited for the end of a step, which `launch.timeout_s` ended as a failure, without a save. The rows
     are read by the main thread, a process, or a thread."""
-    command = by_hand(*OF_ROWS, *SLEEPING, *how, folder=tmp_path)
+    command = launch(*OF_ROWS, *SLEEPING, *how, folder=tmp_path)
     for rank in range(2):
         command.wait_for_text(tmp_path / f"run/ranks/{rank}.log", "asleep")
     time.sleep(1.0)  # until both have trained what was read ahead
@@ -466,16 +405,18 @@ def test_one_stop_ends_a_run_whose_rows_do_not_end_after_its_last_step(tmp_path:
 @pytest.mark.case(
     "data: Order, position and loading", "Ranks whose data differs, or data that has changed since it was checked"
 )
-def test_a_run_is_refused_whose_data_differs_in_few_rows_at_its_start_and_where_it_goes_on(tmp_path: Path) -> None:
+def test_a_run_is_refused_whose_data_differs_in_few_rows_at_its_start_and_where_it_goes_on(
+    tmp_path: Path, launch: Launch
+) -> None:
     """Seen: 31 of 136 rows differed, of which none was the first, the middle or the last, and nothing was said."""
     data = [each for each in OF_ROWS if not each.startswith(("data", "train.max"))]
     flipped = (*data, "data=own", "data._target_=misbehaving.FlippedRows", "checkpoint.every=1")
-    command = by_hand(*flipped, "train.max_steps=1", folder=tmp_path)
+    command = launch(*flipped, "train.max_steps=1", folder=tmp_path)
     assert command.wait(60) == 2
     assert re.search(r"data: (the ranks differ|it has changed .*): items of train: \w{16} of 136 rows", command.stderr)
     (tmp_path / "seed").write_text("1")
-    assert by_hand(*flipped, "train.max_steps=1", folder=tmp_path).wait(60) == 0
+    assert launch(*flipped, "train.max_steps=1", folder=tmp_path).wait(60) == 0
     (tmp_path / "seed").write_text("2")
-    command = by_hand(*flipped, "train.max_steps=2", "checkpoint.resume=auto", folder=tmp_path)
+    command = launch(*flipped, "train.max_steps=2", "checkpoint.resume=auto", folder=tmp_path)
     assert command.wait(60) == 2
     assert "data: the saved run read other rows, so this one cannot go on at its row 4: items of" in command.stderr

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from cases import place, run_over, three_stages
-from commands import by_hand, result_of
+from commands import result_of
 from torch import nn
 from torch.nn import functional as F
 
 import zerotrain
-from tests.zygote.client import Zygote
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.sharding.units import find_units, walk
 
@@ -72,25 +71,29 @@ def checkpointed_llama() -> nn.Module:
     return model
 
 
+def three(name: str) -> list[str]:
+    return [f"{name}.{number}" for number in range(3)]
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "GPT-2": (
         hugging_face("GPT2LMHeadModel", n_embd=32, n_layer=3, n_head=2, n_positions=16, vocab_size=VOCAB),
-        ["transformer.h.0", "transformer.h.1", "transformer.h.2"],
+        three("transformer.h"),
     ),
     "GPT-NeoX": (
         hugging_face("GPTNeoXForCausalLM", **SIZES, vocab_size=VOCAB, max_position_embeddings=16),
-        ["gpt_neox.layers.0", "gpt_neox.layers.1", "gpt_neox.layers.2"],
+        three("gpt_neox.layers"),
     ),
-    "Llama": (hugging_face("LlamaForCausalLM", **DECODER), ["model.layers.0", "model.layers.1", "model.layers.2"]),
-    "Llama, checkpointed": (checkpointed_llama, ["model.layers.0", "model.layers.1", "model.layers.2"]),
+    "Llama": (hugging_face("LlamaForCausalLM", **DECODER), three("model.layers")),
+    "Llama, checkpointed": (checkpointed_llama, three("model.layers")),
     "Qwen": (
         hugging_face("Qwen3ForCausalLM", **DECODER, head_dim=16, tie_word_embeddings=True),
-        ["model.layers.0", "model.layers.1", "model.layers.2"],
+        three("model.layers"),
     ),
-    "Mistral": (hugging_face("MistralForCausalLM", **DECODER), ["model.layers.0", "model.layers.1", "model.layers.2"]),
+    "Mistral": (hugging_face("MistralForCausalLM", **DECODER), three("model.layers")),
     "Mixtral": (  # 16 experts, of which 12 tokens cannot reach all in every layer
         hugging_face("MixtralForCausalLM", **DECODER, num_local_experts=16, num_experts_per_tok=1),
-        ["model.layers.0", "model.layers.1", "model.layers.2"],
+        three("model.layers"),
     ),
     "T5": (
         hugging_face("T5ForConditionalGeneration", d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2,
@@ -99,11 +102,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     ),
     "BERT": (
         hugging_face("BertForMaskedLM", **SIZES, vocab_size=VOCAB, max_position_embeddings=16),
-        ["bert.encoder.layer.0", "bert.encoder.layer.1", "bert.encoder.layer.2"],
+        three("bert.encoder.layer"),
     ),
     "ViT": (
         hugging_face("ViTForImageClassification", **SIZES, image_size=8, patch_size=4, num_labels=5),
-        ["vit.layers.0", "vit.layers.1", "vit.layers.2"],
+        three("vit.layers"),
     ),
     "ConvNet": (ConvNet, ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]),
 }  # fmt: skip
@@ -256,7 +259,7 @@ def save_pretrained(folder: Path) -> None:
 @pytest.mark.case(
     "models: Models and optimizers", "LoRA on a pretrained folder from the command line", "runs at stage 3"
 )
-def test_a_pretrained_model_is_fine_tuned_with_adapters_from_the_command_line(tmp_path: Path, zygote: Zygote) -> None:
+def test_a_pretrained_model_is_fine_tuned_with_adapters_from_the_command_line(tmp_path: Path, launch) -> None:
     pytest.importorskip("peft")
     save_pretrained(tmp_path / "tiny")
     (tmp_path / "text.txt").write_text("a b c d e f g h i j " * 200)
@@ -265,7 +268,7 @@ def test_a_pretrained_model_is_fine_tuned_with_adapters_from_the_command_line(tm
     data = ("data=tokenized", "data.path=text.txt", "data.seq_len=16", "data.cache_dir=cache")
     loop = ("train.max_steps=10", "train.micro_batch_size=4", "train.eval_batches=1", "train.sample_tokens=4")
     settings = (*run, *model, *data, *loop, "scheduler=constant", "hydra.run.dir=run")
-    command = by_hand(*settings, folder=tmp_path, zygote=zygote)
+    command = launch(*settings, folder=tmp_path)
     assert command.wait() == 0, command.stderr
     result = result_of(tmp_path / "run")
     first, *_ = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -13,7 +13,6 @@ import pytest
 from commands import SHOWN_BY_HAND, SHOWN_SWEEP, TINY, Command, by_hand, by_torchrun, free_port, is_free, result_of
 from omegaconf import OmegaConf
 
-from tests.zygote.client import Zygote
 from zerotrain.config.compose import config_hash, from_values
 
 STAGE_3 = ("zero.stage=3", "zero.bucket_mb=0.01")
@@ -89,12 +88,12 @@ def test_under_torchrun_one_rank_composes_and_all_compute_the_same_bits(hand_run
     assert result_of(run_dir)["config_hash"] == result_of(hand_run[1])["config_hash"]
 
 
-def test_two_machines_run_one_job_at_the_stage_that_rank_0_chooses(hand_run, tmp_path: Path, zygote: Zygote):
+def test_two_machines_run_one_job_at_the_stage_that_rank_0_chooses(hand_run, tmp_path: Path, torchrun):
     run_dir = tmp_path / "folder that nobody made" / "run"
     rendezvous = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}")
     options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-id=job", *rendezvous)
     arguments = (*TINY, "zero.stage=auto", f"hydra.run.dir={run_dir}")
-    commands = [by_torchrun(*arguments, folder=tmp_path, options=options, zygote=zygote) for _ in range(2)]
+    commands = [torchrun(*arguments, folder=tmp_path, options=options) for _ in range(2)]
     assert [command.wait() for command in commands] == [0, 0], [command.stderr for command in commands]
     assert sorted(command.stdout.count("run folder: ") for command in commands) == [0, 1]
     assert {path.name for path in (run_dir / "ranks").iterdir()} == {"0.log", "1.log"}
@@ -109,10 +108,10 @@ def task_of_slurm(rank: int, job: int) -> dict[str, str]:
     return {"SLURM_JOB_ID": f"{job}", "SLURM_STEP_ID": "0", **step, **own}
 
 
-def test_the_tasks_of_a_slurm_step_are_the_ranks_of_one_job(hand_run, tmp_path: Path, zygote: Zygote):
+def test_the_tasks_of_a_slurm_step_are_the_ranks_of_one_job(hand_run, tmp_path: Path, launch):
     """They trained a model each, without a word (2026-11-24)."""
     job = next(port for port in range(23_000, 30_000) if is_free(port)) - 20_000
-    start = functools.partial(by_hand, *TINY, *STAGE_3, folder=tmp_path, zygote=zygote)
+    start = functools.partial(launch, *TINY, *STAGE_3, folder=tmp_path)
     commands = [start(**task_of_slurm(rank, job)) for rank in range(2)]
     assert [command.wait() for command in commands] == [0, 0], [command.stderr for command in commands]
     [run_dir] = (tmp_path / "outputs").iterdir()
@@ -123,9 +122,9 @@ def test_the_tasks_of_a_slurm_step_are_the_ranks_of_one_job(hand_run, tmp_path: 
     assert result_of(run_dir)["weights_sha256"] == result_of(hand_run[1])["weights_sha256"]
 
 
-def test_a_sweep_goes_on_after_a_failed_job_and_compares_the_weights(hand_run, tmp_path: Path, zygote: Zygote):
+def test_a_sweep_goes_on_after_a_failed_job_and_compares_the_weights(hand_run, tmp_path: Path, launch):
     sweep = ("-m", "zero.stage=0,7,1", "launch.nproc_per_node=2", "hydra.sweep.dir=sweep")
-    command = by_hand(*sweep, *TINY, folder=tmp_path, zygote=zygote)
+    command = launch(*sweep, *TINY, folder=tmp_path)
     assert command.wait() == 1
     results = [result_of(tmp_path / "sweep" / job) for job in ("0", "1", "2")]
     assert [result["status"] for result in results] == ["completed", "failed", "completed"]
@@ -139,10 +138,10 @@ def test_a_sweep_goes_on_after_a_failed_job_and_compares_the_weights(hand_run, t
 
 
 @pytest.mark.slow
-def test_under_torchrun_the_first_rank_drives_a_sweep_with_as_many_ranks(hand_run, tmp_path: Path, zygote: Zygote):
+def test_under_torchrun_the_first_rank_drives_a_sweep_with_as_many_ranks(hand_run, tmp_path: Path, torchrun):
     _, *options, _, is_sweep, stages = shlex.split(SHOWN_SWEEP)
     arguments = (is_sweep, stages, *TINY, "hydra.sweep.dir=sweep")
-    command = by_torchrun(*arguments, folder=tmp_path, options=tuple(options), zygote=zygote)
+    command = torchrun(*arguments, folder=tmp_path, options=tuple(options))
     assert command.wait() == 0, command.stderr
     results = [result_of(tmp_path / "sweep" / job) for job in ("0", "1")]
     assert [(result["status"], result["world_size"], result["stage"]) for result in results] == [
@@ -185,19 +184,18 @@ def test_one_rank_runs_a_class_from_the_working_folder_and_warns_of_settings_wit
     assert (tmp_path / "compiler").read_text() == "False\n" * 2  # torch's, in the parent and in the rank
 
 
-def test_under_torchrun_what_is_asked_for_is_printed_once(tmp_path: Path, zygote: Zygote):
-    commands = [by_torchrun(option, folder=tmp_path, zygote=zygote) for option in ("--help", "--cfg=job")]
+def test_under_torchrun_what_is_asked_for_is_printed_once(tmp_path: Path, torchrun):
+    commands = [torchrun(option, folder=tmp_path) for option in ("--help", "--cfg=job")]
     assert [command.wait() for command in commands] == [0, 0], [command.stderr for command in commands]
     assert [command.stdout.count("bucket_mb: auto") for command in commands] == [1, 1]
     assert not (tmp_path / "outputs").exists()
 
 
-def test_a_sweep_over_several_machines_is_refused_by_one_rank_and_ends_on_all(tmp_path: Path, zygote: Zygote):
+def test_a_sweep_over_several_machines_is_refused_by_one_rank_and_ends_on_all(tmp_path: Path, launch):
     ranks = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     port = str(free_port())
     commands = [
-        by_hand("-m", "zero.stage=0,1", folder=tmp_path, zygote=zygote, RANK=rank, MASTER_PORT=port, **ranks)
-        for rank in ("0", "1")
+        launch("-m", "zero.stage=0,1", folder=tmp_path, RANK=rank, MASTER_PORT=port, **ranks) for rank in ("0", "1")
     ]
     assert [command.wait() for command in commands] == [2, 2]
     assert [command.stderr.splitlines() for command in commands] == [

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
+from cases import trainer_of
 
 import zerotrain
 from tests.unit.training.losses import KINDS, ROWS, Kind, Rows
 from zerotrain.testing import run_ranks
-from zerotrain.training import Trainer, constant
 from zerotrain.training.callbacks.evaluation import evaluate
 
 LR, NUM_STEPS = 0.5, 3
@@ -31,22 +30,13 @@ def trained(
         )
         run_dir = folder / f"{name} {world.rank}"
         run_dir.mkdir(parents=True)
-        Trainer(
-            engine=engine,
-            world=world,
-            dataset=Rows(name),
-            schedule=constant,
-            seed=0,
+        trainer_of(
+            engine,
+            Rows(name),
+            run_dir,
             max_steps=NUM_STEPS,
             micro_batch_size=ROWS // (len(engine.virtual_ranks) * world.size * num_micro_batches),
             gradient_accumulation_steps=num_micro_batches,
-            eval_every=0,
-            eval_batches=1,
-            log_every=1,
-            sample_tokens=0,
-            run_dir=run_dir,
-            run_facts={"stage": 2, "overrides": [], "config_hash": ""},
-            console=Console(quiet=True),
             collate_fn=kind.collate,
             loss_over=kind.loss_over,
         ).run()

@@ -13,98 +13,45 @@ from typing import Any
 
 import pytest
 import torch
+import uneven
 from cases import be_late, place, run_over, three_stages
 from torch import nn
 from torch.nn import functional
-from uneven import (
-    EveryBlockOnAnotherRank,
-    ExpertsAlone,
-    FirstAndLastBlock,
-    Mixture,
-    OneLinearOfOneRank,
-    SkippedBlocks,
-)
 
 import zerotrain
 
-pytestmark = [
-    pytest.mark.case("parameters", "tied inside a unit", "same bits", of=("tied inside a unit",)),
-    pytest.mark.case(
-        "parameters",
-        "tied across units; a vocabulary of 4N + 1 *",
-        "same bits; the parameter is held once, in the root",
-        of=("tied across units, vocabulary of 4N + 1",),
-    ),
-    pytest.mark.case("parameters", "complete layers frozen", "same bits", of=("frozen layers",)),
-    pytest.mark.case(
-        "parameters", "frozen, and read without calling its module", "same bits", of=("frozen and read without a call",)
-    ),
-    pytest.mark.case("parameters", "only biases train", "same bits", of=("biases alone",)),
-    pytest.mark.case("parameters", "LoRA-style adapters in plain torch", "same bits", of=("adapters",)),
-    pytest.mark.case(
-        "parameters",
-        "integer, boolean and complex parameters and buffers",
-        "kept in their dtype, with rank 0's values at the start; same bits",
-        of=("integer, boolean and complex ones",),
-    ),
-    pytest.mark.case(
-        "parameters",
-        "zero-sized, 0-dim, one element, transposed, channels-last, (7, 15), (17, 257); smaller than "
-        "the number of ranks *",
-        "same bits; shape and strides stay",
-        of=("odd shapes",),
-    ),
-    pytest.mark.case(
-        "parameters",
-        "used by no rank, by one rank alone, in every other step, twice in a forward *",
-        "same bits; without use the gradient is zeros, see below",
-        of=("unused, of one rank, of every other step",),
-    ),
-    pytest.mark.case(
-        "parameters",
-        "other parts used on each rank: a linear of one block, something in every block, in the first "
-        "and the last block *",
-        "same bits",
-        of=(
-            "one linear of ten blocks unused on rank 0",
-            "in every block something unused on another rank",
-            "unused in the first and the last block",
-        ),
-    ),
-    pytest.mark.case(
-        "parameters",
-        "experts chosen differently by each rank, in blocks or as the complete model *",
-        "same bits; a ModuleList called `experts` is no unit, its parameters go with the module around it",
-        of=(
-            "a mixture of experts",
-            "a mixture of experts alone",
-        ),
-    ),
-    pytest.mark.case(
-        "parameters",
-        "complete blocks skipped on one rank, as layer drop does *",
-        "same bits on gloo; at stage 3 if no more blocks in a row than `zero.prefetch`: otherwise the "
-        "ranks wait for each other, and end with `CommError`",
-        of=("blocks skipped on one rank",),
-    ),
-    pytest.mark.case(
-        "parameters",
-        "several parameter groups, an empty one",
-        "same bits; an empty group warns",
-        of=("groups of one's own",),
-    ),
-    pytest.mark.case("parameters", "a group added late *", "same bits", of=("a group added late",)),
-    pytest.mark.case("parameters", "frozen in mid-run", "same bits", of=("frozen in mid-run",)),
-    pytest.mark.case(
-        "parameters", "unfrozen in mid-run", "same bits; new to the optimizer", of=("unfrozen in mid-run",)
-    ),
-    pytest.mark.case(
-        "parameters",
-        "frozen and unfrozen again *",
-        "same bits; the optimizer's state of it is lost",
-        of=("frozen and unfrozen again",),
-    ),
-]
+CASE_ROWS = (
+    "parameters",
+    """
+tied inside a unit | same bits | tied inside a unit
+tied across units; a vocabulary of 4N + 1 * | same bits; the parameter is held once, in the root | tied across
+    units, vocabulary of 4N + 1
+complete layers frozen | same bits | frozen layers
+frozen, and read without calling its module | same bits | frozen and read without a call
+only biases train | same bits | biases alone
+LoRA-style adapters in plain torch | same bits | adapters
+integer, boolean and complex parameters and buffers | kept in their dtype, with rank 0's values at the start; same
+    bits | integer, boolean and complex ones
+zero-sized, 0-dim, one element, transposed, channels-last, (7, 15), (17, 257); smaller than the number of ranks * |
+    same bits; shape and strides stay | odd shapes
+used by no rank, by one rank alone, in every other step, twice in a forward * | same bits; without use the gradient
+    is zeros, see below | unused, of one rank, of every other step
+other parts used on each rank: a linear of one block, something in every block, in the first and the last block * |
+    same bits | one linear of ten blocks unused on rank 0; in every block something unused on another rank; unused
+    in the first and the last block
+experts chosen differently by each rank, in blocks or as the complete model * | same bits; a ModuleList called
+    `experts` is no unit, its parameters go with the module around it | a mixture of experts; a mixture of experts
+    alone
+complete blocks skipped on one rank, as layer drop does * | same bits on gloo; at stage 3 if no more blocks in a row
+    than `zero.prefetch`: otherwise the ranks wait for each other, and end with `CommError` | blocks skipped on one
+    rank
+several parameter groups, an empty one | same bits; an empty group warns | groups of one's own
+a group added late * | same bits | a group added late
+frozen in mid-run | same bits | frozen in mid-run
+unfrozen in mid-run | same bits; new to the optimizer | unfrozen in mid-run
+frozen and unfrozen again * | same bits; the optimizer's state of it is lost | frozen and unfrozen again
+""",
+)
 
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=False)
@@ -280,14 +227,14 @@ CASES = {
     "integer, boolean and complex ones": Case(lambda num_ranks: Stack(Tables)),
     "odd shapes": Case(lambda num_ranks: Stack(Shapes)),
     "unused, of one rank, of every other step": Case(lambda num_ranks: Stack(Sometimes), tells_place=True),
-    "one linear of ten blocks unused on rank 0": Case(lambda num_ranks: OneLinearOfOneRank(), tells_place=True),
+    "one linear of ten blocks unused on rank 0": Case(lambda num_ranks: uneven.OneLinearOfOneRank(), tells_place=True),
     "in every block something unused on another rank": Case(
-        lambda num_ranks: EveryBlockOnAnotherRank(), tells_place=True
+        lambda num_ranks: uneven.EveryBlockOnAnotherRank(), tells_place=True
     ),
-    "unused in the first and the last block": Case(lambda num_ranks: FirstAndLastBlock(), tells_place=True),
-    "blocks skipped on one rank": Case(lambda num_ranks: SkippedBlocks(), tells_place=True),
-    "a mixture of experts": Case(lambda num_ranks: Mixture(), tells_place=True),
-    "a mixture of experts alone": Case(lambda num_ranks: ExpertsAlone(), tells_place=True),
+    "unused in the first and the last block": Case(lambda num_ranks: uneven.FirstAndLastBlock(), tells_place=True),
+    "blocks skipped on one rank": Case(lambda num_ranks: uneven.SkippedBlocks(), tells_place=True),
+    "a mixture of experts": Case(lambda num_ranks: uneven.Mixture(), tells_place=True),
+    "a mixture of experts alone": Case(lambda num_ranks: uneven.ExpertsAlone(), tells_place=True),
     "groups of one's own": Case(
         groups=[
             {"params": ["*.bias", "*norm*"], "weight_decay": 0.0},
@@ -487,6 +434,10 @@ def test_every_case_trains_to_the_bits_of_plain_pytorch_at_every_stage() -> None
     assert differing([Run(case, stage) for number, case in enumerate(cases) for stage in three_stages(number)], 2) == []
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host",
+    "every stage, precision and size of buckets; 2, 3, 4, 6, 9 ranks; accumulation, a late rank",
+)
 def test_hard_cases_on_3_ranks_one_of_them_late_with_accumulation_and_in_bf16() -> None:
     """At stage 3 in both precisions, at the others in turns; tests/bits has the rest."""
     assert differing(HARD_RUNS, 3) == []

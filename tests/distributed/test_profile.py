@@ -4,13 +4,11 @@ import gc
 import json
 from pathlib import Path
 
-import torch
-from cases import OPTIMIZERS, make_model
+from cases import OPTIMIZERS, make_model, trainer_of
 
 import zerotrain
 from zerotrain.data import SyntheticTokens
 from zerotrain.testing import run_ranks
-from zerotrain.training import Trainer, constant
 from zerotrain.training.callbacks.profile import NUM_STEPS_BEFORE, NUM_TRACED_STEPS
 
 NUM_STEPS = NUM_STEPS_BEFORE + NUM_TRACED_STEPS
@@ -18,34 +16,19 @@ BLOCKS = [f"blocks.{index}" for index in range(3)]
 
 
 def train(stages: tuple[int, ...], folder: Path) -> None:
-    world = zerotrain.World.current(torch.device("cpu"))
     for stage in stages:
         run_dir = folder / f"stage{stage}"
         run_dir.mkdir(exist_ok=True)
-        Trainer(
-            engine=zerotrain.build_engine(
-                make_model(),
-                optimizer=OPTIMIZERS["adamw"],
-                zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=0.2),
-                max_grad_norm=1.0,
-                activation_checkpointing=True,
-                world=world,
-            ),
-            world=world,
-            dataset=SyntheticTokens(seq_len=32, vocab_size=256, num_sequences=64),
-            schedule=constant,
-            seed=0,
-            max_steps=NUM_STEPS,
-            micro_batch_size=2,
-            gradient_accumulation_steps=1,
-            eval_every=0,
-            eval_batches=1,
-            log_every=1,
-            sample_tokens=0,
-            run_dir=run_dir,
-            run_facts={},
-            profile=True,
-        ).run()
+        engine = zerotrain.build_engine(
+            make_model(),
+            optimizer=OPTIMIZERS["adamw"],
+            zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=0.2),
+            max_grad_norm=1.0,
+            activation_checkpointing=True,
+        )
+        dataset = SyntheticTokens(seq_len=32, vocab_size=256, num_sequences=64)
+        trainer_of(engine, dataset, run_dir, max_steps=NUM_STEPS, profile=True).run()
+        del engine
         gc.collect()  # the trace, which what ended after it must not have written to
 
 

@@ -2,24 +2,19 @@
 
 import traceback
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import refusals
 import torch
-import torch.distributed as dist
 from cases import place, run_over
 
 import zerotrain
 from zerotrain.checkpoint.manifest import read_manifest
 from zerotrain.checkpoint.verification import differences
-from zerotrain.comm import whereabouts
-from zerotrain.comm.world import Shards
 from zerotrain.testing.ranks import run_ranks
 
-TIMEOUT_S = 5.0
 NUM_STEPS_BEHIND = 10
 
 
@@ -106,6 +101,11 @@ def require_bits_after_refusals(placement: int, shares: Sequence[int], folder: P
     "other names, settings, stages or paths by rank; a wrong call on one rank alone, or on all",
     "refused on all ranks with the arguments of each, and nothing changes",
 )
+@pytest.mark.case(
+    "calls: Calls",
+    "An exception in the optimizer, on all ranks",
+    "the step's gradients are forgotten; the engine goes on",
+)
 @pytest.mark.parametrize("placement", [ALL[0], *(pytest.param(each, marks=pytest.mark.slow) for each in ALL[1:])])
 def test_after_each_refusal_training_goes_on_with_the_bits_of_a_run_that_was_never_refused(
     placement: int, tmp_path: Path
@@ -140,45 +140,6 @@ def test_each_public_call_of_an_engine_is_refused_here_or_refuses_nothing() -> N
     assert public - READS == tried
     assert public >= READS
     assert set(refusals.RIGHT) <= {case.split(",")[0] for case in refusals.STATES}
-
-
-# ---- a call that one rank makes alone
-
-
-def alone(name: str) -> str:
-    """On each rank: what it is told where rank 0 makes a call and the others train on."""
-    whereabouts.GRACE_S = 0.5
-    rank, size = place()
-    gathers, reductions = (dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)) for _ in range(2))
-    shards = Shards(rank, size, gathers, reductions)
-    world = zerotrain.World(rank, size, rank, torch.device("cpu"), shards=shards, group=gathers)
-    engine = refusals.build(2, world, 1)
-    refusals.one_step(engine)
-    with pytest.raises(zerotrain.CommError) as error:
-        getattr(engine, name)(*ALONE[name]) if rank == 0 else refusals.one_step(engine)
-    return str(error.value)
-
-
-ALONE: dict[str, tuple[Any, ...]] = {
-    "freeze": ("blocks.0.*",),
-    "set_stage": (3,),
-    "load_state_dict": ({},),
-    "load": ("/no",),
-    "save": ("/no",),
-    "weights_sha256": (),
-}
-
-
-@pytest.mark.case(
-    "parameters", "a call between two steps that one rank makes alone", "`CommError` on all within the timeout"
-)
-@pytest.mark.waits
-def test_a_call_that_one_rank_makes_alone_ends_with_a_sentence_on_all() -> None:
-    """Long before the ranks' own time is up."""
-    for name, (lone, other) in zip(ALONE, run_over(list(ALONE), alone, 2), strict=True):
-        assert f"rank 0 failed in comparison of engine.{name} (step 2, idle)" in lone
-        assert "rank 1 failed in reduction of" in other
-        assert "All ranks must make the same calls in the same order" in lone
 
 
 # ---- a build that fails on one rank alone

@@ -1,30 +1,26 @@
 """A run that goes on at another stage and on another number of ranks is the run that never stopped."""
 
 import functools
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from test_training import SEQ_LEN, TEXT, RaggedLabels
+from cases import trainer_of
+from test_training import TEXT, on_ragged_text
 
 import zerotrain
-from zerotrain.data import TextDataset
-from zerotrain.models import GPT
 from zerotrain.testing import run_ranks
-from zerotrain.training import Trainer, warmup_cosine
+from zerotrain.training import warmup_cosine
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 
-VIRTUAL_RANKS = 4
 OPTIMIZERS = {
     "fp32": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
     "bf16": zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=0.01),
     "fp16": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
 }
-PLACEMENTS = [(0, 1), (3, 2), (1, 4), (2, 1), (3, 4)]
+PLACEMENTS = [(3, 4), (1, 4), (3, 2), (0, 1), (2, 1)]
 
 
 def trained(folder: Path, stage: int, bucket_mb: float, resume: bool) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -35,39 +31,22 @@ def trained(folder: Path, stage: int, bucket_mb: float, resume: bool) -> list[tu
 def run(folder: Path, precision: str, stage: int, bucket_mb: float, resume: bool) -> tuple[str, list[dict[str, Any]]]:
     world = zerotrain.World.current(torch.device("cpu"))
     torch.manual_seed(0 if not resume else 17 + world.rank)
-    dataset = TextDataset(str(folder / "text.txt"), seq_len=SEQ_LEN, cache_dir=str(folder))
-    dataset.train = RaggedLabels(dataset.train)
-    engine = zerotrain.build_engine(
-        GPT(vocab_size=256, max_seq_len=SEQ_LEN, num_layers=2, num_heads=2, hidden_size=32, dropout=0.1),
-        optimizer=OPTIMIZERS[precision],
-        zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=bucket_mb),
-        precision=precision,
-        max_grad_norm=0.5,
-        virtual_ranks=VIRTUAL_RANKS,
-        world=world,
-    )
+    settings = {"precision": precision, "bucket_mb": bucket_mb, "world": world}
+    engine, dataset = on_ragged_text(folder, stage, OPTIMIZERS[precision], **settings)
     first = folder / f"first-{precision}"
     run_dir = folder / f"{resume}-{world.size}-{stage}-{precision}" if resume else first
     if world.rank == 0:
         run_dir.mkdir()
     world.sum(torch.zeros(()))
     to_try = [first / "checkpoints" / "step-00000003"] if resume else []
-    body = Trainer(
-        engine=engine,
-        world=world,
-        dataset=dataset,
+    body = trainer_of(
+        engine,
+        dataset,
+        run_dir,
         schedule=functools.partial(warmup_cosine, warmup_steps=1),
-        seed=0,
         max_steps=6,
-        micro_batch_size=2,
         gradient_accumulation_steps=2,
         eval_every=2,
-        eval_batches=1,
-        log_every=1,
-        sample_tokens=0,
-        run_dir=run_dir,
-        run_facts={"stage": stage, "overrides": [], "config_hash": ""},
-        console=Console(file=io.StringIO(), width=80),
         checkpoint=CheckpointPolicy(every_steps=3, at_end=False, resume=to_try),
     ).run()
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
@@ -90,7 +69,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     "weights, losses, norms and lines of metrics.jsonl of the run that never stopped",
 )
 @pytest.mark.parametrize(("stage", "num_ranks"), PLACEMENTS)
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 def test_a_run_goes_on_at_any_stage_and_on_any_number_of_ranks(whole, stage: int, num_ranks: int) -> None:
     folder, wanted = whole
     assert run_ranks(trained, num_ranks, folder, stage, 0.02, True)[0] == wanted

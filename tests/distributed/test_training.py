@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import trainer_of
 from rich.console import Console
 from torch.utils.data import Dataset
 
@@ -18,8 +19,8 @@ import zerotrain
 from zerotrain.data import TextDataset
 from zerotrain.models import GPT
 from zerotrain.testing import run_ranks
-from zerotrain.training import Trainer, warmup_cosine
 from zerotrain.training import clock as metrics
+from zerotrain.training import warmup_cosine
 from zerotrain.training.callbacks.sample import generate
 
 GLOBAL_BATCH_SIZE = 12
@@ -48,6 +49,18 @@ def make_gpt() -> GPT:
     return GPT(vocab_size=256, max_seq_len=SEQ_LEN, num_layers=2, num_heads=2, hidden_size=32)
 
 
+def on_ragged_text(
+    folder: Path, stage: int, optimizer: Any, **settings: Any
+) -> tuple[zerotrain.ZeroEngine, TextDataset]:
+    """An engine of four virtual ranks with dropout and clipping, and a text of whose sequences few labels count."""
+    dataset = TextDataset(str(folder / "text.txt"), seq_len=SEQ_LEN, cache_dir=str(folder))
+    dataset.train = RaggedLabels(dataset.train)
+    zero = zerotrain.ZeroConfig(stage=stage, bucket_mb=settings.pop("bucket_mb", 0.1))
+    model = GPT(vocab_size=256, max_seq_len=SEQ_LEN, num_layers=2, num_heads=2, hidden_size=32, dropout=0.1)
+    own = {"zero": zero, "max_grad_norm": 0.5, "virtual_ranks": 4}
+    return zerotrain.build_engine(model, optimizer=optimizer, **own, **settings), dataset
+
+
 def run_stages(stages: tuple[int, ...], *arguments: Any) -> list[dict[str, Any]]:
     return [run_stage(stage, *arguments) for stage in stages]
 
@@ -69,21 +82,17 @@ def run_stage(stage: int, folder: Path, num_micro_batches: int, ragged: bool) ->
     screen = io.StringIO()
     run_dir = folder / f"stage{stage}-rank{world.rank}"
     run_dir.mkdir()
-    body = Trainer(
-        engine=engine,
-        world=world,
-        dataset=dataset,
+    body = trainer_of(
+        engine,
+        dataset,
+        run_dir,
         schedule=functools.partial(warmup_cosine, warmup_steps=2),
-        seed=0,
         max_steps=NUM_STEPS,
         micro_batch_size=GLOBAL_BATCH_SIZE // (world.size * num_micro_batches),
         gradient_accumulation_steps=num_micro_batches,
         eval_every=3,
         eval_batches=100,
-        log_every=1,
         sample_tokens=10,
-        run_dir=run_dir,
-        run_facts={"stage": stage, "overrides": [], "config_hash": ""},
         console=Console(file=screen, width=80),
     ).run()
     lines = [json.loads(line) for file in run_dir.glob("metrics.jsonl") for line in file.read_text().splitlines()]
@@ -120,8 +129,15 @@ def test_the_losses_and_tokens_of_a_run_do_not_depend_on_the_ranks_and_micro_bat
         assert run["body"]["tokens_per_s"] == alone["body"]["tokens_per_s"]
 
 
-def test_every_stage_ends_with_the_same_weights_losses_and_text(tmp_path: Path) -> None:
+def test_every_stage_ends_with_the_same_weights_losses_and_text_and_only_the_first_rank_writes(
+    tmp_path: Path,
+) -> None:
     first_rank, second_rank = train(tmp_path / "runs", 2, 2, ragged=True)
+    for run in first_rank:
+        assert run["files"] == ["metrics.jsonl", "result.json", "steps.jsonl"]
+        assert "train loss" in run["screen"]
+    for run in second_rank:
+        assert (run["files"], run["screen"]) == ([], "")
     for run in first_rank[1:]:
         assert run["body"]["weights_sha256"] == first_rank[0]["body"]["weights_sha256"]
         assert run["losses"] == first_rank[0]["losses"]
@@ -131,74 +147,11 @@ def test_every_stage_ends_with_the_same_weights_losses_and_text(tmp_path: Path) 
     ]
 
 
-def over_eight_steps(step: int, max_steps: int) -> float:
-    """A schedule of eight steps, however many the run has."""
-    return warmup_cosine(step, 8, warmup_steps=2)
-
-
-def run_in_parts(stage: int, folder: Path, parts: tuple[int, ...]) -> tuple[str, list[float]]:
-    """The weights and losses of one engine trained by one Trainer after another, each up to the next of `parts`."""
-    world = zerotrain.World.current(torch.device("cpu"))
-    dataset = TextDataset(str(folder / "text.txt"), seq_len=24, cache_dir=str(folder))
-    torch.manual_seed(0)
-    engine = zerotrain.build_engine(
-        GPT(vocab_size=256, max_seq_len=24, num_layers=2, num_heads=2, hidden_size=32),
-        optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
-        zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=0.1),
-        max_grad_norm=1.0,
-        world=world,
-    )
-    run_dir = folder / f"stage{stage}-{len(parts)}-rank{world.rank}"
-    run_dir.mkdir()
-    for first_step, max_steps in zip((0, *parts), parts, strict=False):
-        body = Trainer(
-            engine=engine,
-            world=world,
-            dataset=dataset,
-            schedule=over_eight_steps,
-            seed=0,
-            max_steps=max_steps,
-            micro_batch_size=3,
-            gradient_accumulation_steps=2,
-            eval_every=4,
-            eval_batches=2,
-            log_every=1,
-            sample_tokens=0,
-            run_dir=run_dir,
-            run_facts={},
-            console=Console(quiet=True),
-            first_step=first_step,
-        ).run()
-    lines = [json.loads(line) for file in run_dir.glob("metrics.jsonl") for line in file.read_text().splitlines()]
-    return body["weights_sha256"], [line.get("train_loss", line.get("val_loss")) for line in lines]
-
-
-def parts_and_one_go(folder: Path) -> list[tuple[tuple[str, list[float]], tuple[str, list[float]]]]:
-    return [(run_in_parts(stage, folder, (4, 8)), run_in_parts(stage, folder, (8,))) for stage in range(4)]
-
-
-def test_a_trainer_that_goes_on_at_step_four_ends_with_the_bits_and_losses_of_one_go(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
-    for by_stage in run_ranks(parts_and_one_go, 2, tmp_path):
-        for in_parts, in_one_go in by_stage:
-            assert in_parts == in_one_go
-
-
 def sample(run: dict[str, Any]) -> str:
     """The generated text, between its two rules."""
     found = re.search(r"of the validation text ─+\n(.*)\n─+\n", run["screen"], re.DOTALL)
     assert found is not None
     return found[1]
-
-
-def test_only_the_first_rank_writes_and_shows(tmp_path: Path) -> None:
-    first_rank, second_rank = train(tmp_path / "runs", 2, 1, ragged=False)
-    for run in first_rank:
-        assert run["files"] == ["metrics.jsonl", "result.json", "steps.jsonl"]
-        assert "train loss" in run["screen"]
-    for run in second_rank:
-        assert run["files"] == []
-        assert run["screen"] == ""
 
 
 # ---- text

@@ -1,6 +1,5 @@
 """Metrics of training on several ranks: the digits of one process, after a resume too, and nothing in other steps."""
 
-import io
 import json
 import math
 from functools import partial
@@ -10,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import run_over
-from rich.console import Console
+from cases import run_over, trainer_of
 from torch.utils.data import Dataset
 
 import zerotrain
 from zerotrain.comm.world import World
 from zerotrain.data import GlobalBatchSampler
 from zerotrain.models import GPT
-from zerotrain.training import Accuracy, Callback, Metric, Perplexity, TorchMetric, Trainer, constant
+from zerotrain.training import Accuracy, Callback, Metric, Perplexity, TorchMetric
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 
 torchmetrics = pytest.importorskip("torchmetrics")
@@ -90,11 +88,10 @@ def trained(
     )
     run_dir = folder / name
     run_dir.mkdir(exist_ok=True)
-    body = Trainer(
-        engine=engine, world=world, dataset=SimpleNamespace(train=Masked(), validation=Masked()), schedule=constant,
-        seed=3, max_steps=max_steps, micro_batch_size=PER_MICRO_BATCH, gradient_accumulation_steps=ACCUMULATED,
-        eval_every=0, eval_batches=1, log_every=LOG_EVERY, sample_tokens=0, run_dir=run_dir, run_facts={"stage": stage},
-        console=Console(file=io.StringIO()), callbacks={"sums": sums, **(metrics_of(of) if of else {})},
+    body = trainer_of(
+        engine, SimpleNamespace(train=Masked(), validation=Masked()), run_dir, seed=3, max_steps=max_steps,
+        micro_batch_size=PER_MICRO_BATCH, gradient_accumulation_steps=ACCUMULATED, log_every=LOG_EVERY,
+        callbacks={"sums": sums, **(metrics_of(of) if of else {})},
         checkpoint=CheckpointPolicy(every_steps=5, at_end=False, resume=[resume] if resume else []),
     ).run()  # fmt: skip
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())

@@ -1,23 +1,19 @@
 """A run of the Trainer ends with the same weights on any number of ranks that share as many virtual ranks."""
 
 import functools
-import io
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from test_training import SEQ_LEN, TEXT, RaggedLabels
+from cases import trainer_of
+from test_training import TEXT, on_ragged_text
 
 import zerotrain
-from zerotrain.data import TextDataset
-from zerotrain.models import GPT
 from zerotrain.testing import run_ranks
-from zerotrain.training import Trainer, warmup_cosine
+from zerotrain.training import warmup_cosine
 
-VIRTUAL_RANKS = 4
 MUON = zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=0.01)
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
 KINDS = list(product(("fp32", "bf16"), (False, True)))
@@ -33,40 +29,22 @@ def run(folder: Path, stage: int, precision: str, muon: bool) -> str:
     """With dropout, two micro-batches for each virtual rank, and sequences in which few labels count."""
     world = zerotrain.World.current(torch.device("cpu"))
     torch.manual_seed(world.rank)  # what was drawn before must not matter
-    dataset = TextDataset(str(folder / "text.txt"), seq_len=SEQ_LEN, cache_dir=str(folder))
-    dataset.train = RaggedLabels(dataset.train)
-    engine = zerotrain.build_engine(
-        GPT(vocab_size=256, max_seq_len=SEQ_LEN, num_layers=2, num_heads=2, hidden_size=32, dropout=0.1),
-        optimizer=MUON if muon else ADAMW,
-        zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=0.1),
-        precision=precision,
-        max_grad_norm=0.5,
-        virtual_ranks=VIRTUAL_RANKS,
-        activation_checkpointing=stage == 3,
-        world=world,
-    )
+    settings = {"precision": precision, "activation_checkpointing": stage == 3, "world": world}
+    engine, dataset = on_ragged_text(folder, stage, MUON if muon else ADAMW, **settings)
     with torch.no_grad():
         torch.manual_seed(0)
         weights = {name: torch.randn(p.shape) / 30 for name, p in engine.module.named_parameters()}
     engine.load_state_dict(weights, strict=False)
     run_dir = folder / f"{world.size}-{world.rank}-{stage}-{precision}-{muon}"
     run_dir.mkdir()
-    body = Trainer(
-        engine=engine,
-        world=world,
-        dataset=dataset,
+    body = trainer_of(
+        engine,
+        dataset,
+        run_dir,
         schedule=functools.partial(warmup_cosine, warmup_steps=1),
-        seed=0,
         max_steps=4,
-        micro_batch_size=2,
         gradient_accumulation_steps=2,
         eval_every=3 - world.size % 2,
-        eval_batches=1,
-        log_every=1,
-        sample_tokens=0,
-        run_dir=run_dir,
-        run_facts={"stage": stage, "overrides": [], "config_hash": ""},
-        console=Console(file=io.StringIO(), width=80),
     ).run()
     of_rank_0 = folder / f"{world.size}-0-{stage}-{precision}-{muon}"
     lines = (of_rank_0 / "steps.jsonl").read_text().splitlines(keepends=True)[1:]  # but for where it was computed

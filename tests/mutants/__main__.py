@@ -10,14 +10,16 @@ import argparse
 import os
 import shutil
 import sys
-import tempfile
-from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
+from multiprocessing import Manager, get_context
 from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 
-from tests.mutants.fault import REPOSITORY, Fault
+from tests.mutants.fault import REPOSITORY
 from tests.mutants.faults import FAULTS
-from tests.mutants.run import Ending, Tests, endings
+from tests.mutants.run import Ending, run_tests
 from zerotrain.testing.ranks import HANG_S
 
 NUM_AT_ONCE = os.cpu_count() or 1
@@ -25,21 +27,32 @@ NOT_COPIED = (".*", "__pycache__", "*.egg-info", "outputs", "build", "images")
 FAILED, PASSED = 1, 0
 
 
-def plant(fault: Fault, tree: Path) -> Callable[[], None]:
-    """Plant a fault; what is returned takes it away.
+def planted(name: str, trees: "SimpleQueue[Path]") -> tuple[str, Ending]:
+    """Run the tests of a fault with it, in a tree that is free.
 
     Its file has another time, by which Python knows the bytecode of the sound one as not of this: a fault may have the
     size and, within a second, the time of what it replaces.
     """
+    fault, tree = FAULTS[name], trees.get()
     path = tree / "zerotrain" / fault.file
-    sound, of_sound = path.read_text(), path.stat()
-
-    def write(text: str, later_s: int) -> None:
+    text, of_sound = path.read_text(), path.stat()
+    path.write_text(fault.planted_in(text))
+    os.utime(path, ns=(of_sound.st_atime_ns, of_sound.st_mtime_ns + 60 * 10**9))
+    try:
+        return name, run_tests(fault.tests.split(), tree)
+    finally:
         path.write_text(text)
-        os.utime(path, ns=(of_sound.st_atime_ns, of_sound.st_mtime_ns + later_s * 10**9))
+        os.utime(path, ns=(of_sound.st_atime_ns, of_sound.st_mtime_ns))
+        trees.put(tree)
 
-    write(fault.planted_in(sound), 60)
-    return partial(write, sound, 0)
+
+def sound(tests: list[str], trees: "SimpleQueue[Path]") -> Ending:
+    """Run tests without any fault."""
+    tree = trees.get()
+    try:
+        return run_tests(tests, tree, 10 * HANG_S, keeps_bytecode=True)
+    finally:
+        trees.put(tree)
 
 
 def verdict(ending: Ending) -> str:
@@ -53,31 +66,27 @@ def verdict(ending: Ending) -> str:
     return f"process ended with {ending.code}" if ending.code < 0 else f"BROKEN: {ending.failed}"
 
 
-def sound(tests: list[str]) -> Tests:
-    return Tests(
-        "without any fault", tests, prepare=lambda tree: lambda: None, keeps_bytecode=True, limit_s=10 * HANG_S
-    )
-
-
 def main(prefixes: list[str]) -> int:
     chosen = {name: each for name, each in FAULTS.items() if not prefixes or name.startswith(tuple(prefixes))}
-    with tempfile.TemporaryDirectory() as folder:
-        trees = [Path(folder) / f"tree{number}" for number in range(NUM_AT_ONCE)]
-        for tree in trees:
+    context = get_context("fork")
+    with TemporaryDirectory() as folder, Manager() as manager, ProcessPoolExecutor(NUM_AT_ONCE, context) as pool:
+        trees = manager.Queue()
+        for number in range(NUM_AT_ONCE):
+            tree = Path(folder) / f"tree{number}"
             shutil.copytree(REPOSITORY, tree, ignore=shutil.ignore_patterns(*NOT_COPIED))
-        tests = sorted({test for fault in chosen.values() for test in fault.tests})
-        shares = [tests[number::NUM_AT_ONCE] for number in range(NUM_AT_ONCE)]
-        for ending in endings([sound(share) for share in shares if share], trees):
+            trees.put(tree)
+        tests = sorted({test for fault in chosen.values() for test in fault.tests.split()})
+        shares = [tests[number::NUM_AT_ONCE] for number in range(min(NUM_AT_ONCE, len(tests)))]
+        for ending in pool.map(sound, shares, repeat(trees)):
             if ending.code != PASSED:
                 print(f"without any fault the tests do not pass: {ending.failed}")
                 return 2
         print("| fault | what goes wrong | function | killed by | s |\n|---|---|---|---|---|", flush=True)
         bad = []
-        planted = [Tests(name, list(fault.tests), partial(plant, fault)) for name, fault in chosen.items()]
-        for ending in endings(planted, trees):
-            fault, found = chosen[ending.name], verdict(ending)
-            bad += [ending.name] if found.startswith(("SURVIVED", "BROKEN")) else []
-            print(f"| {ending.name} | {fault.why} | {fault.function} | {found} | {ending.took_s:.0f} |", flush=True)
+        for name, ending in pool.map(planted, chosen, repeat(trees)):
+            fault, found = chosen[name], verdict(ending)
+            bad += [name] if found.startswith(("SURVIVED", "BROKEN")) else []
+            print(f"| {name} | {fault.why} | {fault.function} | {found} | {ending.took_s:.0f} |", flush=True)
     print(f"\n{len(chosen)} faults, {len(chosen) - len(bad)} killed; not killed: {', '.join(bad) or 'none'}")
     return 1 if bad else 0
 

@@ -21,8 +21,8 @@ class Fault:
     change: Change
     why: str
     """Tells the harm."""
-    tests: tuple[str, ...]
-    """Within tests/: files, or "file::test". At least one must fail."""
+    tests: str
+    """Files within tests/, or "file::test", with blanks between. At least one must fail."""
 
     @property
     def file(self) -> str:

@@ -7,8 +7,8 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -19,7 +19,7 @@ from yaml import YAMLError
 
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.comm.world import num_gpus_for
-from zerotrain.commands.frame import RUN, TRUST, WEIGHTS, exit_code, is_averaged, parser_of
+from zerotrain.commands.frame import add_run, exit_code, is_averaged, parser_of
 from zerotrain.config import checks
 from zerotrain.config.compose import first_paragraph, from_values, known_keys, literal
 from zerotrain.config.schema import CheckpointConfig, Config
@@ -62,15 +62,36 @@ Exit code 0; 1: a rank failed; 2: an argument is wrong or the weights are damage
 """
 
 
-BUILT = (*checks.OPEN_GROUPS, "callbacks")
 GROUPS = tuple(field.name for field in fields(Config) if field.name != "seed")
 OPEN_GROUPS = ("model", "data")
 """Those whose settings their classes decide."""
-AT_WORK: tuple[str, ...] = ("seed", "zero.", "precision.", "model.", "data.", "train.eval_batches")
-AT_WORK += ("train.micro_batch_size", "train.deterministic", "launch.device", "launch.nproc_per_node")
-AT_WORK += ("train.loss_over", "launch.threads_per_rank", "launch.timeout_s")
-"""How names of settings begin that an evaluation has a use for, but for those of `IDLE`."""
 IDLE = ("zero.schedule", "data.num_workers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """What the config of a run is used for again."""
+
+    name: str
+    built: tuple[str, ...]
+    """The groups whose classes are built."""
+    settings: tuple[str, ...]
+    """How names of settings begin that it has a use for, but for those of `IDLE`."""
+
+    def has_use_for(self, setting: str) -> bool:
+        """Whether the setting of this name changes anything."""
+        return setting not in IDLE and setting.startswith(self.settings)
+
+
+EVALUATION = Use(
+    name="an evaluation",
+    built=(*checks.OPEN_GROUPS, "callbacks"),
+    settings=(
+        *("seed", "zero.", "precision.", "model.", "data.", "train.eval_batches", "train.micro_batch_size"),
+        *("train.deterministic", "train.loss_over", "launch.device", "launch.nproc_per_node"),
+        *("launch.threads_per_rank", "launch.timeout_s"),
+    ),
+)
 
 
 class _Loss(TypedDict):
@@ -91,10 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     open_fork_server()
     parser = parser_of("evaluate", __doc__, EXAMPLES)
-    parser.add_argument("path", **RUN)
-    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="a setting to change")
-    parser.add_argument("--weights", **WEIGHTS)
-    parser.add_argument("--trust-code", **TRUST)
+    add_run(parser, has_settings=True, has_weights=True)
     parser.add_argument("--metrics", metavar="NAMES", help="such as accuracy,perplexity, in place of those of the run")
     options = parser.parse_intermixed_args(arguments)
     names = None if options.metrics is None else [name for name in options.metrics.split(",") if name]
@@ -167,12 +185,7 @@ def evaluate(
         config = _evaluation_config(run)
         config.callbacks, left_out = _metrics_of(config, metrics, trust_code)
         warnings += [f"callbacks.{printable(name)} {LEFT_OUT}" for name in left_out]
-        config = with_settings(config, settings)
-        if not trust_code:
-            changes: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)
-            require_trusted(config, BUILT, run.path, overrides=changes)
-        if problems := checks.class_problems(config) + checks.callback_problems(config):
-            raise ConfigError(*problems)
+        config = with_settings(config, settings, run.path, EVALUATION, trust_code=trust_code)
         num_local, num_ranks = _num_ranks(config, ranks)
         config.launch.device, why = device_for(config.launch.device, num_local, num_gpus_for(num_local))
         try:
@@ -185,11 +198,7 @@ def evaluate(
                 for warning in warnings:
                     print(f"warning: {warning}", file=sys.stderr)
             if ranks is None and num_ranks > 1:
-                with _folder_of_ranks() as folder:
-                    job = Job(config=config, run_dir=folder, overrides=[], evaluates=request)
-                    job.ranks_dir.mkdir()
-                    run_ranks(Attempts(job), num_ranks)
-                    result: Any = read_json(folder / evaluating.LOSS_NAME, _Loss, max_nbytes=MAX_LOSS_NBYTES)
+                result = _by_ranks(config, request, num_ranks)
             else:
                 with _threads(num_threads_per_rank(config, num_local)), _errors_in_one_line(config, run.path):
                     result = evaluating.run(config, **request)
@@ -250,7 +259,7 @@ def _errors_in_one_line(config: Config, path: Path) -> Iterator[None]:
     except ZeroTrainError:
         raise
     except Exception as error:
-        if names_others(config, BUILT):
+        if names_others(config, EVALUATION.built):
             raise
         raise ConfigError(f"{path} cannot be evaluated: {type(error).__name__}: {first_paragraph(error)}") from error
 
@@ -279,17 +288,16 @@ def kept_in_own_cache(values: Any) -> Any:
     return [kept_in_own_cache(value) for value in values] if isinstance(values, list) else values
 
 
-def with_settings(
-    config: Config, settings: Sequence[str], *, doing: str = "an evaluation", at_work: tuple[str, ...] = AT_WORK
-) -> Config:
-    """A config with some settings changed.
+def with_settings(config: Config, settings: Sequence[str], path: Path, use: Use, *, trust_code: bool) -> Config:
+    """The config of a run with some settings changed.
 
     Args:
-        doing: what is done with it, for messages.
-        at_work: how names of settings begin that it has a use for, but for those of `IDLE`.
+        path: of the run.
+        trust_code: see `OfRun.trusts_code`. A class that one of `settings` names is trusted.
 
     Raises:
-        ConfigError: a line for each that is none, has a value that it cannot have, or changes no evaluation.
+        ConfigError: a line for each that is none, has a value that it cannot have, or has no effect; a class is not
+            trusted, or cannot be built of its arguments.
     """
     values = OmegaConf.create(literal(asdict(config)))
     keys = known_keys(values)
@@ -299,15 +307,15 @@ def with_settings(
         plain = name.lstrip("+~")
         group = name.partition(".")[0]
         if plain != name:
-            problems.append(f"{setting}: {doing} can only change settings; give {plain}=VALUE, such as {plain}=null")
+            problems.append(f"{setting}: {use.name} can only change settings; give {plain}=VALUE, such as {plain}=null")
         elif name in GROUPS:
             settings_of = [key for key in keys if key.startswith(f"{name}.")]
             problems.append(f"{setting}: {name} is a group; give one of its settings: {', '.join(settings_of)}")
         elif not is_setting or (name not in keys and group not in OPEN_GROUPS):
-            meant = [key for key in keys if _is_at_work(key, at_work)]
+            meant = [key for key in keys if use.has_use_for(key)]
             problems.append(f"{setting}: is no setting with a value of this run{did_you_mean(name, meant)}")
-        elif not _is_at_work(name, at_work):
-            problems.append(f"{setting}: has no effect on {doing}; leave it out")
+        elif not use.has_use_for(name):
+            problems.append(f"{setting}: has no effect on {use.name}; leave it out")
         else:
             try:
                 values.merge_with_dotlist([setting])
@@ -320,15 +328,15 @@ def with_settings(
                 )
     if problems:
         raise ConfigError(*problems)
-    changed = from_values(OmegaConf.to_container(values, resolve=True))
-    if wrong := checks.value_problems(changed) + unchosen_problems(changed):
-        raise ConfigError(*wrong)
-    return changed
-
-
-def _is_at_work(name: str, at_work: tuple[str, ...]) -> bool:
-    """Whether there is a use for a setting."""
-    return name not in IDLE and name.startswith(at_work)
+    config = from_values(OmegaConf.to_container(values, resolve=True))
+    if problems := checks.value_problems(config) + unchosen_problems(config):
+        raise ConfigError(*problems)
+    if not trust_code:
+        named: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)
+        require_trusted(config, use.built, path, overrides=named)
+    if problems := checks.class_problems(config) + checks.callback_problems(config):
+        raise ConfigError(*problems)
+    return config
 
 
 def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]:
@@ -354,15 +362,17 @@ def _checked(config: Config, run: OfRun, averaged: bool, num_local: int, num_ran
     return data
 
 
-@contextmanager
-def _folder_of_ranks() -> Iterator[Path]:
-    """A folder for the logs of ranks, which stays where one has failed: what is told of it names its log."""
-    folder, stays = Path(tempfile.mkdtemp(prefix="zerotrain_evaluate_")), False
-    try:
-        yield folder
-    except RunError:
-        stays = True
-        raise
-    finally:
-        if not stays:
-            shutil.rmtree(folder, ignore_errors=True)
+def _by_ranks(config: Config, request: dict[str, Any], num_ranks: int) -> Any:
+    """The result of `evaluating.run` by ranks that are started for it. The folder of their logs stays where one has
+    failed: what is told of it names its log."""
+    folder = Path(tempfile.mkdtemp(prefix="zerotrain_evaluate_"))
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        job = Job(config=config, run_dir=folder, overrides=[], evaluates=request)
+        job.ranks_dir.mkdir()
+        try:
+            run_ranks(Attempts(job), num_ranks)
+        except RunError:
+            stack.pop_all()
+            raise
+        return read_json(folder / evaluating.LOSS_NAME, _Loss, max_nbytes=MAX_LOSS_NBYTES)

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 import torch
 
 from zerotrain.checkpoint.folder import CHECKPOINTS, LOCK, PartialFolder
 from zerotrain.checkpoint.others.safetensors_and_torch import write_safetensors, write_text
 from zerotrain.commands import export_formats as formats
-from zerotrain.commands.frame import TRUST, WEIGHTS, exit_code, is_averaged, parser_of
+from zerotrain.commands.frame import WEIGHTS, add_run, exit_code, is_averaged, parser_of
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.lock import sync_file, sync_folder
@@ -37,7 +37,7 @@ FILES = "files"
 
 
 class _About(TypedDict):
-    files: NotRequired[list[FilePath]]
+    files: list[FilePath]
 
 
 MAX_ABOUT_NBYTES = 64 * 2**20
@@ -176,10 +176,6 @@ def _files_of_export(folder: Path, final_path: Path | None = None) -> list[Path]
         about = read_json(folder / ABOUT, _About, max_nbytes=MAX_ABOUT_NBYTES)
     except (OSError, UntrustedFileError) as error:
         raise ConfigError(f"--overwrite: {final_path / ABOUT} does not list the files of an export: {error}") from None
-    if FILES not in about:
-        raise ConfigError(
-            f"--overwrite: {final_path} was exported by an older zerotrain, which did not note its files; {_GO_ON}"
-        )
     own = [folder / name for name in (*about[FILES], ABOUT)]
     try:
         foreign = _foreign(folder, own)
@@ -270,7 +266,6 @@ class ExportOptions:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     parser = parser_of("export", __doc__, EXAMPLES)
-    parser.add_argument("path", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to make")
     parser.add_argument("--dtype", metavar="NAME", help="dtype of all floating-point weights: fp32, bf16 or fp16")
     parser.add_argument("--merge", action="store_true", help="add the adapters to the weights")
@@ -281,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--shard-mb", type=float, default=5000.0, metavar="MB", help="largest size of a file, default 5000"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
-    parser.add_argument("--trust-code", **TRUST)
+    add_run(parser, metavar="RUN_OR_CHECKPOINT", help=None)
     options = vars(parser.parse_args(arguments))
 
     def work() -> int:

@@ -10,17 +10,12 @@ from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.untrusted import printable
 from zerotrain.launching import exits
 
-RUN: dict[str, Any] = {"type": Path, "metavar": "RUN", "help": "a run, a checkpoint or an export"}
-TRUST: dict[str, Any] = {
-    "action": "store_true",
-    "help": "also build classes that are not of zerotrain or torch: their code runs",
-}
 WEIGHTS: dict[str, Any] = {
     "default": "trained",
     "metavar": "NAME",
     "help": "trained, the default, or ema: their moving average, of a run with callbacks=ema",
 }
-"""The arguments "path", "--trust-code" and "--weights" of the commands that have them."""
+"""The argument --weights."""
 
 
 def is_averaged(weights: str) -> bool:
@@ -41,6 +36,26 @@ def parser_of(verb: str, description: str | None, examples: str = "") -> Argumen
         description=description,
         epilog=examples,
         formatter_class=RawDescriptionHelpFormatter,
+    )
+
+
+def add_run(parser: ArgumentParser, *, has_settings: bool = False, has_weights: bool = False, **how: Any) -> None:
+    """Add what names a run and what is to be done with its classes, settings and weights: `RUN --trust-code
+    [SETTING=VALUE ...] [--weights NAME]`.
+
+    Args:
+        how: of `add_argument`, where RUN has another name, or other words.
+    """
+    words = {"metavar": "RUN", "help": "a run, a checkpoint or an export"} | how
+    parser.add_argument("path", type=Path, **words)
+    if has_settings:
+        parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="a setting to change")
+    if has_weights:
+        parser.add_argument("--weights", **WEIGHTS)
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="also build classes that are not of zerotrain or torch: their code runs",
     )
 
 

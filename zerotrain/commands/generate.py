@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerotrain.commands.frame import RUN, TRUST, WEIGHTS, exit_code, is_averaged, parser_of
+from zerotrain.commands.frame import add_run, exit_code, is_averaged, parser_of
 from zerotrain.errors import ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.saved.text_model import TextModel, text_model
@@ -46,14 +46,12 @@ class Sampling:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     parser = parser_of("generate", __doc__, EXAMPLES)
-    parser.add_argument("path", **RUN)
     parser.add_argument("--prompt", metavar="TEXT", help="the text to continue; without it, each line of the input")
     parser.add_argument("--max-tokens", type=int, default=200, help="default 200")
     parser.add_argument("--temperature", type=float, default=0.8, help="default 0.8; 0: the likeliest token")
     parser.add_argument("--top-k", type=int, default=50, help="choose among the likeliest K tokens, default 50")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text, default 0")
-    parser.add_argument("--weights", **WEIGHTS)
-    parser.add_argument("--trust-code", **TRUST)
+    add_run(parser, has_weights=True)
     options = vars(parser.parse_args(arguments))
     path, prompt, trust_code = options.pop("path"), options.pop("prompt"), options.pop("trust_code")
     weights = options.pop("weights")

@@ -5,11 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from zerotrain.commands.frame import exit_code, parser_of
-from zerotrain.commands.train import CONF
-from zerotrain.config.checks import checked_config
-from zerotrain.config.explain import composition_problems
+from zerotrain.commands.train import CONF, composed_config
 from zerotrain.errors import ConfigError
-from zerotrain.launching.command import composing
 
 TARGET = "zerotrain.data.TextDataset"
 EXAMPLES = """\
@@ -83,15 +80,7 @@ def _data(settings: list[str], config_dir: Path | None) -> dict[str, Any]:
     """The `data` of a run with these settings. A ConfigError where one of them is wrong, or the data is no text."""
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError(f"--config-dir: got {config_dir}; there is no such folder in {Path.cwd()}")
-    folders = [folder for folder in (config_dir, CONF) if folder is not None]
-    with composing(folders) as compose:
-        try:
-            config, problems = checked_config(compose(settings))
-        except Exception as error:
-            causes = composition_problems(settings, compose, is_sweep=False, folders=folders)
-            raise ConfigError(*(causes or [str(error).splitlines()[0]])) from error
-    if problems:
-        raise ConfigError(*problems)
+    config = composed_config(settings, [folder for folder in (config_dir, CONF) if folder is not None])
     if config.data.get("_target_") != TARGET:
         raise ConfigError(
             f"data._target_: got {config.data.get('_target_')}, which needs no preparing; choose "

@@ -12,17 +12,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from omegaconf import OmegaConf
 from rich.console import Console
 
 from zerotrain.checkpoint.folder import CHECKPOINTS, candidates, newest_first
 from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
-from zerotrain.commands.evaluate import kept_in_own_cache, with_settings
-from zerotrain.commands.frame import TRUST, exit_code, parser_of
-from zerotrain.config.checks import class_problems
-from zerotrain.config.schema import Config
+from zerotrain.commands.evaluate import Use, kept_in_own_cache, with_settings
+from zerotrain.commands.frame import add_run, exit_code, parser_of
 from zerotrain.config.words import words_of_config
-from zerotrain.engine.results import TrainStepResult
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.lock import whole
@@ -32,11 +28,10 @@ from zerotrain.launching import exits
 from zerotrain.launching.job import num_threads_per_rank
 from zerotrain.launching.resuming import first_readable
 from zerotrain.replay.record import Record, read_record
-from zerotrain.replay.report import StepReport, batch_of, print_around, print_report, report_of
+from zerotrain.replay.report import batch_of, print_around, print_report, report_of
 from zerotrain.replay.steps import ReplayedSteps, of_replay, opened_steps
 from zerotrain.run.factory import join_ranks
 from zerotrain.saved.saved import NO_CONFIG, config_from
-from zerotrain.saved.trust import require_trusted
 from zerotrain.training.callbacks.record import environment
 from zerotrain.training.result import without_non_finite
 from zerotrain.training.sameness import choose_kernels
@@ -55,8 +50,11 @@ offload, data, or the threads.
 Exit code 0: all steps are as the run recorded them; 1: one differs, which is named; 2: an argument is wrong, or there
 is nothing to go on from, one line a problem; 130: Ctrl-C.
 """
-AT_WORK = ("zero.", "offload.", "data.", "launch.device", "launch.threads_per_rank", "launch.timeout_s")
-BUILT = ("model", "data", "optimizer", "scheduler")
+REPLAY = Use(
+    name="a replay",
+    built=("model", "data", "optimizer", "scheduler"),
+    settings=("zero.", "offload.", "data.", "launch.device", "launch.threads_per_rank", "launch.timeout_s"),
+)
 REPLAY_NAME = "replay.json"
 OURS = {"replay": "zerotrain"}
 """The begin of its content."""
@@ -81,8 +79,6 @@ class ReplayArguments:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     parser = parser_of("replay", __doc__, EXAMPLES)
-    parser.add_argument("path", type=Path, metavar="RUN", help="a run, or a checkpoint of one")
-    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="a setting to change")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=int, metavar="N", help="the step to look at, from 1")
     which.add_argument("--worst", action="store_true", help="the first step not finite, or the largest spike")
@@ -90,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--around", type=int, default=0, metavar="K", help="K steps before and after it, a line each")
     parser.add_argument("--save-batch", type=Path, metavar="FILE", help="write the worst micro-batch, as safetensors")
     parser.add_argument("--out", type=Path, default=Path(REPLAY_NAME), metavar="FILE", help=f"{REPLAY_NAME} by default")
-    parser.add_argument("--trust-code", **TRUST)
+    add_run(parser, has_settings=True, help="a run, or a checkpoint of one")
     options = vars(parser.parse_intermixed_args(arguments))
     del options["worst"]
     return exit_code(lambda: _run(ReplayArguments(**options)))
@@ -118,7 +114,7 @@ def replay(
     """Compute a step of a run again, print what it was made of, and return that for JSON.
 
     Args:
-        keep_batch: gets the worst micro-batch, if `asked.save_batch` is there.
+        keep_batch: gets the worst micro-batch, if `options.save_batch` is there.
 
     Raises:
         ConfigError: an argument is wrong, or the run cannot be built here.
@@ -147,7 +143,9 @@ def replay(
             raise ConfigError(f"{folder} {NO_CONFIG}")
         left_out = [f"callbacks.{name}" for name in config.callback_targets]
         virtual_ranks = config.train.virtual_ranks
-        config = _replay_config(config, options, folder)
+        config = of_replay(config)
+        config.data = kept_in_own_cache(config.data)
+        config = with_settings(config, options.settings, folder, REPLAY, trust_code=options.trust_code)
         torch.set_num_threads(num_threads_per_rank(config, 1))
         choose_kernels(deterministic=config.train.deterministic, tf32=config.precision.tf32)
         with tempfile.TemporaryDirectory() as scratch, join_ranks(config) as world:
@@ -155,69 +153,48 @@ def replay(
             steps = opened_steps(config, world, checkpoints, Path(scratch), console, start.get("data"))
             if step > steps.max_steps:
                 raise ConfigError(f"--step: got {step}; the run has {steps.max_steps} steps; give one of them")
-            computed = _compute(steps, options, record, step, keep_batch)
+            lines = _go_on(steps, record, step - 1)
+            report = report_of(steps, each_row=options.rows)
+            if options.save_batch is not None:
+                keep_batch(batch_of(steps, report.worst.virtual_rank, report.worst.micro_batch))
+            lines += _go_on(steps, record, min(step + options.around, steps.max_steps))
+            different: dict[str, Any] = next((line for line in lines if line["differs"]), {"differs": None})
             causes = []
-            if computed.first_that_differs is not None:
-                causes = record.causes(computed.first_that_differs["step"], environment(world.device), settings)
+            if different["differs"]:
+                causes = record.causes(different["step"], environment(world.device), settings)
                 causes += [
                     f"{setting}, which was given here" for setting in options.settings if setting.startswith("data.")
                 ]
                 causes += [f"{name} is left out in a replay" for name in left_out]
-    print_report(console, computed.report, steps.began_at, record, computed.differs, causes)
-    if computed.around:
-        print_around(console, computed.around, step)
-    about = {"from_step": steps.began_at, "recorded": step in record.steps, "causes": causes}
-    return without_non_finite(computed.body() | about)
+    print_report(console, report, steps.began_at, record, different["differs"], causes)
+    around = [line for line in lines if options.around and abs(line["step"] - step) <= options.around]
+    if around:
+        print_around(console, around, step)
+    [line] = (line for line in lines if line["step"] == step)
+    body = report.body() | line | {"differs": different["differs"], "from_step": steps.began_at, "causes": causes}
+    body |= {"recorded": step in record.steps} | ({"around": around} if around else {})
+    return without_non_finite(body)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Computation:
-    """All that was found by computing a step again."""
-
-    report: StepReport
-    outcome: TrainStepResult
-    first_that_differs: dict[str, Any] | None
-    """The first of all steps that differs from the record."""
-    around: list[dict[str, Any]]
-
-    @property
-    def differs(self) -> str | None:
-        """How the first step that differs from the record does."""
-        return None if self.first_that_differs is None else str(self.first_that_differs["differs"])
-
-    def body(self) -> dict[str, Any]:
-        """For JSON."""
-        outcome = self.outcome
-        return (
-            self.report.body()
-            | {"loss": outcome.mean_loss, "grad_norm": outcome.grad_norm, "clip_coefficient": outcome.clip_coefficient}
-            | {"skipped": outcome.skipped, "loss_scale": outcome.loss_scale, "update": outcome.update_hash}
-            | {"differs": self.differs}
-            | ({"around": self.around} if self.around else {})
-        )
-
-
-def _compute(
-    steps: ReplayedSteps,
-    options: ReplayArguments,
-    record: Record,
-    step: int,
-    keep_batch: Callable[[dict[str, torch.Tensor]], Any],
-) -> _Computation:
-    """Go on to a step, and to those after it that are asked for."""
-    lines = _go_on(steps, record, step - 1)
-    report = report_of(steps, each_row=options.rows)
-    if options.save_batch is not None:
-        keep_batch(batch_of(steps, report.worst.virtual_rank, report.worst.micro_batch))
-    [(_, outcome)] = steps.train(step)
-    lines.append(_line_of(steps, record, step, outcome))
-    lines += _go_on(steps, record, min(step + options.around, steps.max_steps))
-    return _Computation(
-        report=report,
-        outcome=outcome,
-        first_that_differs=next((line for line in lines if line["differs"]), None),
-        around=[line for line in lines if options.around and abs(line["step"] - step) <= options.around],
-    )
+def _go_on(steps: ReplayedSteps, record: Record, until: int) -> list[dict[str, Any]]:
+    """Go on to a step; what each step on the way came to, beside the record."""
+    lines = []
+    for step, outcome in steps.train(until):
+        differs = record.difference(step, outcome)
+        line = {
+            "step": step,
+            "loss": outcome.mean_loss,
+            "grad_norm": outcome.grad_norm,
+            "clip_coefficient": outcome.clip_coefficient,
+            "skipped": outcome.skipped,
+            "loss_scale": outcome.loss_scale,
+            "update": outcome.update_hash,
+            "lr": max(float(group["lr"]) for group in steps.engine.param_groups),
+            "as_recorded": None if step not in record.steps else differs is None,
+            "differs": differs,
+        }
+        lines.append(line)
+    return lines
 
 
 def _safetensors() -> Any:
@@ -262,22 +239,20 @@ def _checkpoints_before(path: Path, step: int, *, has_start: bool) -> list[Path]
     Raises:
         ConfigError: there is nothing to go on from.
     """
-    if os.path.isfile(path / MANIFEST):
-        checkpoints = [path]
-    elif path.is_dir():
-        checkpoints = newest_first(path / CHECKPOINTS)
-    else:
-        candidates(path)  # which says why there is none
-        checkpoints = []
-    earlier = {checkpoint: at for checkpoint in checkpoints if (at := _step_in(checkpoint)) is None or at < step}
-    if any(at is not None for at in earlier.values()) or (has_start and not earlier):
-        return list(earlier)
-    if has_start and not os.path.isfile(path / MANIFEST):
+    is_checkpoint = os.path.isfile(path / MANIFEST)
+    if not is_checkpoint and not path.is_dir():
+        return candidates(path)  # which says why there is none
+    checkpoints = [path] if is_checkpoint else newest_first(path / CHECKPOINTS)
+    steps = {checkpoint: _step_in(checkpoint) for checkpoint in checkpoints}
+    earlier = [checkpoint for checkpoint, at in steps.items() if at is None or at < step]
+    readable = [at for at in steps.values() if at is not None]
+    if any(at < step for at in readable):
+        return earlier
+    if has_start and not (is_checkpoint and earlier):
         return []
-    steps = sorted(at for checkpoint in checkpoints if (at := _step_in(checkpoint)) is not None)
-    if not checkpoints or not steps:
-        return candidates(path) if not earlier else list(earlier)
-    raise ConfigError(f"--step: got {step}; the oldest checkpoint is of step {steps[0]}; give a step after it")
+    if not readable:
+        return earlier or candidates(path)
+    raise ConfigError(f"--step: got {step}; the oldest checkpoint is of step {min(readable)}; give a step after it")
 
 
 def _step_in(checkpoint: Path) -> int | None:
@@ -286,35 +261,3 @@ def _step_in(checkpoint: Path) -> int | None:
         return read_manifest(checkpoint).step
     except CheckpointError:
         return None
-
-
-def _replay_config(config: Config, options: ReplayArguments, folder: Path) -> Config:
-    """The run's config for one rank, with the user's settings, all of whose classes are trusted."""
-    config = of_replay(config)
-    config.data = kept_in_own_cache(config.data)
-    config = with_settings(config, options.settings, doing="a replay", at_work=AT_WORK)
-    if not options.trust_code:
-        changes: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(options.settings)), resolve=False)
-        require_trusted(config, BUILT, folder, overrides=changes)
-    if problems := class_problems(config):
-        raise ConfigError(*problems)
-    return config
-
-
-def _go_on(steps: ReplayedSteps, record: Record, until: int) -> list[dict[str, Any]]:
-    """Go on to a step; what each step on the way came to, beside the record."""
-    return [_line_of(steps, record, step, outcome) for step, outcome in steps.train(until)]
-
-
-def _line_of(steps: ReplayedSteps, record: Record, step: int, outcome: TrainStepResult) -> dict[str, Any]:
-    differs = record.difference(step, outcome)
-    return {
-        "step": step,
-        "loss": outcome.mean_loss,
-        "grad_norm": outcome.grad_norm,
-        "clip_coefficient": outcome.clip_coefficient,
-        "skipped": outcome.skipped,
-        "lr": max(float(group["lr"]) for group in steps.engine.param_groups),
-        "as_recorded": None if step not in record.steps else differs is None,
-        "differs": differs,
-    }

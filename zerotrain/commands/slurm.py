@@ -6,10 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from zerotrain.commands.frame import exit_code, parser_of
-from zerotrain.commands.train import CONF
-from zerotrain.config.explain import composition_problems
+from zerotrain.commands.train import composed_config
 from zerotrain.errors import ConfigError
-from zerotrain.launching.command import composing
 
 DEFAULTS = {"--job-name": "zerotrain", "--open-mode": "append", "--requeue": None, "--signal": "USR1@120"}
 """Options of sbatch, unless others are given: what a job that is queued again prints goes behind what it has printed,
@@ -52,11 +50,7 @@ def slurm(words: Sequence[str]) -> int:
     place = words.index("--") if "--" in words else len(words)
     options, settings = [word for word in words[:place] if word != SUBMIT], list(words[place + 1 :])
     if not any(setting.startswith("-") for setting in settings):  # those with options are not composed
-        # A job may wait for hours until it is refused.
-        with composing([CONF]) as compose:
-            problems = composition_problems(settings, compose, is_sweep=False, folders=[CONF])
-        if problems:
-            raise ConfigError(*problems)
+        composed_config(settings)  # a job may wait for hours until it is refused
     text = batch_file(options, settings)
     if SUBMIT not in words[:place]:
         print(text, end="", flush=True)

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from rich.text import Text
 from torch import nn
 
 from zerotrain.data.batches import RowsToRead
-from zerotrain.data.fetch import ids_of, with_tensors
+from zerotrain.data.fetch import ids_of, tensors_in
 from zerotrain.data.mix import MixedRows
 from zerotrain.data.windows import TokenWindows
 from zerotrain.device.memory import give_back_freed
@@ -31,87 +32,51 @@ from zerotrain.training.sameness import seed_leaf
 # output is not has made it. In the backward the same holds of the gradient of its output and that of its input.
 
 
-class FirstNonFinite:
-    """Watches a model; use as a context manager around one forward and backward."""
+@contextmanager
+def watching_for_nonfinite(model: nn.Module) -> Iterator[list[str]]:
+    """Watch a model around one forward and backward. The list gets a sentence on the first value that is not finite:
+    the module that has made it, and what from."""
+    sentences: list[str] = []
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._hooks: list[Any] = []
-        self._sentence: str | None = None
+    def watch(name: str, module: nn.Module, inputs: Any, keyword_inputs: Any, outputs: Any) -> None:
+        called = f"{name} ({type(module).__name__})"
+        for parameter, values in module.named_parameters(recurse=False):  # at stage 3 they are whole in here alone
+            if not _is_finite(values):
+                sentences.append(f"{name}.{parameter}, which was not finite before the step; replay an earlier one")
+        arguments, results = _floats((inputs, keyword_inputs)), _floats(outputs)
+        if not all(map(_is_finite, arguments)):
+            sentences.append(f"the input of {called} in the forward, from outside it: {_listed(arguments)}")
+        elif not all(map(_is_finite, results)):
+            sentences.append(f"{called} in the forward, from the input {_listed(arguments) or 'of tokens'}")
+        behind = partial(watch_gradient, f"what comes behind {called} in the backward; the gradient of its output")
+        inside = partial(watch_gradient, f"{called} in the backward; the gradient of its input")
+        for tensor in results:
+            if tensor.requires_grad:
+                tensor.register_hook(behind)
+        for tensor in arguments:
+            if tensor.requires_grad and all(tensor is not result for result in results):
+                tensor.register_hook(inside)
 
-    def __enter__(self) -> "FirstNonFinite":
-        for name, module in self._model.named_modules():
-            if next(module.children(), None) is None:
-                hook = module.register_forward_hook(self._hook(name, module), with_kwargs=True)
-                self._hooks.append(hook)
-        return self
+    def watch_gradient(whose: str, gradient: torch.Tensor) -> None:
+        if not sentences and not _is_finite(gradient):
+            sentences.append(f"{whose}: {_listed([gradient])}")
 
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
+    modules = [(name, module) for name, module in model.named_modules() if next(module.children(), None) is None]
+    hooks = [module.register_forward_hook(partial(watch, name), with_kwargs=True) for name, module in modules]
+    try:
+        yield sentences
+    finally:
+        for hook in hooks:
             hook.remove()
 
-    def sentence(self, parameter: str, loss_scale: float) -> str:
-        """The sentence that names the module.
 
-        Args:
-            parameter: the first in the backward whose gradient was not finite.
-        """
-        scaled = f", with a loss scale of {loss_scale:g}" if loss_scale != 1.0 else ""
-        if self._sentence is not None:
-            return self._sentence + scaled
-        return (
-            f"no module, but what lies between them: the first in the backward is the gradient of {parameter}{scaled}"
-        )
-
-    def _hook(self, name: str, module: nn.Module) -> Any:
-        called = f"{name} ({type(module).__name__})"
-
-        def hook(_: nn.Module, inputs: Any, keyword_inputs: Any, outputs: Any) -> None:
-            for own, values in module.named_parameters(recurse=False):  # at stage 3 they are whole in here alone
-                if not _finite(values):
-                    self._note(f"{name}.{own}, which was not finite before the step; replay an earlier one")
-            arguments, results = list(_floats((inputs, keyword_inputs))), list(_floats(outputs))
-            if not all(_finite(tensor) for tensor in arguments):
-                self._note(f"the input of {called} in the forward, from outside it: {_listed(arguments)}")
-            elif not all(_finite(tensor) for tensor in results):
-                self._note(f"{called} in the forward, from the input {_listed(arguments) or 'of tokens'}")
-            for tensor in results:
-                if tensor.requires_grad:
-                    tensor.register_hook(self._gradient_hook(called, is_output=True))
-            for tensor in arguments:
-                if tensor.requires_grad and all(tensor is not other for other in results):
-                    tensor.register_hook(self._gradient_hook(called, is_output=False))
-
-        return hook
-
-    def _gradient_hook(self, called: str, *, is_output: bool) -> Any:
-        def hook(gradient: torch.Tensor) -> None:
-            if not _finite(gradient):
-                what = f"what comes behind {called}" if is_output else called
-                self._note(f"{what} in the backward; the gradient of its {'output' if is_output else 'input'}: "
-                           f"{_listed([gradient])}")  # fmt: skip
-
-        return hook
-
-    def _note(self, sentence: str) -> None:
-        if self._sentence is None:
-            self._sentence = sentence
-
-
-def _finite(values: torch.Tensor) -> bool:
+def _is_finite(values: torch.Tensor) -> bool:
     return bool(values.isfinite().all())
 
 
-def _floats(values: Any) -> Iterator[torch.Tensor]:
+def _floats(values: Any) -> list[torch.Tensor]:
     """The floating-point tensors in any structure."""
-    tensors: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    with_tensors(values, note)
-    yield from (tensor for tensor in tensors if tensor.is_floating_point())
+    return [tensor for tensor in tensors_in(values) if tensor.is_floating_point()]
 
 
 def _listed(tensors: list[torch.Tensor]) -> str:
@@ -221,9 +186,11 @@ def report_of(steps: ReplayedSteps, *, each_row: bool) -> StepReport:
         report.rows.append(RowPart(row=row, epoch=epoch, source=source, text=text, alone=alone))
     if worst.badness[0]:
         inputs, _ = steps.feed.leaf(worst.virtual_rank)
-        with FirstNonFinite(steps.engine.module) as watcher:
-            worst_part = _compute_part(steps, inputs[worst.micro_batch], worst.virtual_rank, worst.micro_batch)
-        report.nonfinite = watcher.sentence(worst_part.largest, steps.engine.loss_scale)
+        with watching_for_nonfinite(steps.engine.module) as sentences:
+            part = _compute_part(steps, inputs[worst.micro_batch], worst.virtual_rank, worst.micro_batch)
+        between = f"no module, but what lies between them: the first in the backward is the gradient of {part.largest}"
+        scale = steps.engine.loss_scale
+        report.nonfinite = [*sentences, between][0] + (f", with a loss scale of {scale:g}" if scale != 1.0 else "")
     return report
 
 
@@ -238,7 +205,7 @@ def batch_of(steps: ReplayedSteps, virtual_rank: int, micro_batch: int) -> dict[
 def _compute_part(steps: ReplayedSteps, inputs: Any, virtual_rank: int, micro_batch: int) -> Part:
     """Forward and backward of a micro-batch alone, with the seeds that it has in the step."""
     losses: list[torch.Tensor] = []
-    seed_each = partial(seed_leaf, steps.seed, steps.num_done)
+    seed_each = partial(seed_leaf, steps.config.seed, steps.num_done)
     gradients = steps.engine.leaf(
         virtual_rank,
         [inputs],
@@ -285,14 +252,7 @@ def _outline(dataset: Any, inputs: Any) -> str:
     if ids is not None and ids.dtype == torch.int64 and callable(getattr(dataset, "decode", None)):
         text = printable(dataset.decode(ids.flatten()), keep="")
         return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
-    outlines: list[str] = []
-
-    def outline(tensor: torch.Tensor) -> torch.Tensor:
-        outlines.append(outlined(tensor))
-        return tensor
-
-    with_tensors(inputs, outline)
-    return ", ".join(outlines)
+    return _listed(tensors_in(inputs))
 
 
 # The result of a replay, as tables and lines.
@@ -315,16 +275,9 @@ def print_report(
     heads = ("virtual rank", "micro-batch", "loss", "gradient", "largest in", "")
     table = Table(*heads, title=f"step {report.step}", box=box.SIMPLE_HEAD)
     for part in report.parts:
-        # The bar is as long as the gradient is large.
-        if not math.isfinite(part.grad_norm):
-            bar = "!" * BAR
-        elif not math.isfinite(worst.grad_norm):
-            bar = ""
-        else:
-            bar = "█" * round(BAR * part.grad_norm / (worst.grad_norm or 1.0))
-        mark = "bold" if part is worst else ""
+        place = (str(part.virtual_rank), str(part.micro_batch))
         table.add_row(
-            str(part.virtual_rank), str(part.micro_batch), *_numbers(part), Text(part.largest), bar, style=mark
+            *place, *_numbers(part), Text(part.largest), _bar(part, worst), style="bold" if part is worst else ""
         )
     console.print(table)
     rows = Table(title="rows of the micro-batch that stands out", box=box.SIMPLE_HEAD)
@@ -332,7 +285,7 @@ def print_report(
     for name in ("row", "where", *alone, "text"):
         rows.add_column(name, overflow="fold")  # a path has no spaces to break it at
     for row in report.rows:
-        numbers = _numbers(row.alone) if row.alone else []
+        numbers = _numbers(row.alone) if row.alone else ()
         rows.add_row(str(row.row), Text(printable(row.source, keep="")), *numbers, Text(row.text))
     console.print(rows)
     lines = [] if report.nonfinite is None else [f"first not finite: {report.nonfinite}"]
@@ -363,8 +316,15 @@ def print_around(console: Console, steps: Sequence[Mapping[str, Any]], step: int
     console.print(table)
 
 
-def _numbers(part: Part) -> list[str]:
-    return [_number(part.loss), _number(part.grad_norm)]
+def _bar(part: Part, worst: Part) -> str:
+    """A bar as long as the gradient is large."""
+    if not math.isfinite(part.grad_norm):
+        return "!" * BAR
+    return "█" * round(BAR * part.grad_norm / (worst.grad_norm or 1.0)) if math.isfinite(worst.grad_norm) else ""
+
+
+def _numbers(part: Part) -> tuple[str, str]:
+    return _number(part.loss), _number(part.grad_norm)
 
 
 def _number(value: float) -> str:

@@ -29,7 +29,7 @@ class ReplayedSteps:
     engine: ZeroEngine
     dataset: Any
     feed: TrainingFeed
-    seed: int
+    config: Config
     max_steps: int
     schedule: Any
     freezing: RunFreezing
@@ -47,7 +47,7 @@ class ReplayedSteps:
             while self.num_done < until:
                 set_rates(self.engine.param_groups, self.schedule(self.num_done - self.skipped, self.max_steps))
                 micro_batches, weights, _ = self.feed.next_step(loader)
-                seed_each = partial(seed_leaf, self.seed, self.num_done)
+                seed_each = partial(seed_leaf, self.config.seed, self.num_done)
                 outcome = self.engine.train_step(micro_batches, weights=weights, before_each=seed_each)
                 self.feed.step_done()
                 self.skipped += outcome.skipped
@@ -114,7 +114,7 @@ def opened_steps(
         engine=engine,
         dataset=dataset,
         feed=feed,
-        seed=config.seed,
+        config=config,
         max_steps=config.train.max_steps,
         schedule=build("scheduler", config.scheduler),
         freezing=freezing,

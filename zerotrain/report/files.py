@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from zerotrain.errors import ConfigError
 from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import only_regular, printable
 from zerotrain.report.page import HEAD, page_of
-from zerotrain.report.rows import Report, Row, equal_weights, spreads
+from zerotrain.report.rows import FIGURES, Report, Row, equal_weights, spreads
 
 CSV_NAME, JSON_NAME, PAGE_NAME = "sweep.csv", "sweep.json", "report.html"
 HEADS = {CSV_NAME: b"job,folder,status,", JSON_NAME: b'{"report": "zerotrain"', PAGE_NAME: HEAD}
@@ -66,13 +66,8 @@ def json_of(report: Report) -> bytes:
         "counts": report.counts,
         "weights": {sha256: [row.job for row in rows] for sha256, rows in equal_weights(report.rows).items()},
         "seeds": [
-            {
-                "jobs": [row.job for row in spread.rows],
-                "mean": spread.mean,
-                "deviation": spread.deviation,
-                "least": spread.least,
-                "most": spread.most,
-            }
+            {"jobs": [row.job for row in spread.rows]}
+            | {name: getattr(spread, name) for name in ("mean", "deviation", "least", "most")}
             for spread in spreads(report)
         ],
         "jobs": [row_body(row, report) for row in report.rows],
@@ -135,26 +130,23 @@ def print_table(report: Report, console: Console) -> None:
     """Print a row for each job, the errors of those that failed, and whether the weights agree."""
     rows = report.rows
     shared = set.intersection(*(set(row.overrides) for row in rows)) if rows else set()
+    ranks = ["-" if row["ranks"] is None else f"{row['ranks']:.0f}" for row in rows]
+    overrides = [[override for override in row.overrides if override not in shared] for row in rows]
+    columns: dict[str, Iterable[str]] = {"job": [row.job for row in rows], "overrides": map(" ".join, overrides)}
+    if len({*ranks} - {"-"}) > 1:
+        others = ([word for word in words if not word.startswith(OF_RANKS)] for words in overrides)
+        columns |= {"overrides": map(" ".join, others), "ranks": ranks}
+    columns["status"] = [row.status for row in rows]
+    for name in ("final_val_loss", "tokens_per_s", "step_ms_median"):
+        figure = FIGURES[name]
+        columns[figure.head] = ["-" if (value := row[name]) is None else figure.form(value) for row in rows]
+    columns["weights"] = [(row.weights_sha256 or "-")[:SHORT_HASH] for row in rows]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    ranks_differ = len({row["ranks"] for row in rows} - {None}) > 1
-    ranks = ["ranks"] if ranks_differ else []
-    for name in ("job", "overrides", *ranks, "status", "val loss", "tokens/s", "ms/step", "weights"):
-        is_text = name in ("overrides", "status")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "overrides", overflow="fold")
-    for row in rows:
-        differing = [override for override in row.overrides if override not in shared]
-        if ranks_differ:
-            differing = [override for override in differing if not override.startswith(OF_RANKS)]
-        table.add_row(
-            Text(row.job),
-            Text(" ".join(differing)),
-            *([_number(row["ranks"], ".0f")] if ranks_differ else []),
-            row.status,
-            _number(row["final_val_loss"], ".4f"),
-            _number(row["tokens_per_s"], ",.0f"),
-            _number(row["step_ms_median"], ".1f"),
-            Text((row.weights_sha256 or "-")[:SHORT_HASH]),
-        )
+    for head in columns:
+        is_text = head in ("overrides", "status")
+        table.add_column(head, justify="left" if is_text else "right", no_wrap=head != "overrides", overflow="fold")
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*map(Text, cells))
     console.print(table)
     errors = [f"job {row.job} {row.status}: {row.error}" for row in rows if row.error]
     for line in [*errors, _agreement(rows)]:
@@ -171,7 +163,3 @@ def _agreement(rows: Sequence[Row]) -> str:
     parts = [f"{sha256[:SHORT_HASH]} x {len(equal)}" for sha256, equal in groups.items()]
     rest = [f"{len(parts) - MAX_GROUPS} more"] if len(parts) > MAX_GROUPS else []
     return f"weights: {len(groups)} different sha256 in {len(rows)} jobs: {', '.join([*parts[:MAX_GROUPS], *rest])}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)

@@ -1,25 +1,24 @@
 """A row for each job: what the terminal, the csv, the json and the page show are the same rows."""
 
-import hashlib
 import math
 import os
 import re
 import shlex
 import statistics
-from array import array
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
+
+import numpy as np
 
 from zerotrain.files.lock import LOCK_NAME, is_held
 from zerotrain.files.untrusted import UntrustedFileError, only_regular, parse_json, parse_yaml, printable, read_regular
 from zerotrain.report.journal import DIVERGED, FAILED, REFUSED, RUNNING, JobEvent, SweepJournal, outcome
-from zerotrain.report.values import at, cell, first_line, in_order, number, numbers_at, shortened
+from zerotrain.report.values import at, cell, first_line, in_bytes, in_order, number, short_names, shortened, value_text
 from zerotrain.training.result import METRICS_NAME, RESULT_NAME, RunResult, read_result, value_in
 
 # The losses of a run over its steps, out of metrics.jsonl: some hundred points, however long the file is.
@@ -40,22 +39,17 @@ class _PlottedLine(TypedDict, total=False):
     val_loss: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """A loss over the steps of a run. All are of one length; nan is what is not known, and a loss that is no number."""
-
-    step: "array[float]"
-    tokens: "array[float]"
-    train_s: "array[float]"
-    loss: "array[float]"
-
-    def over(self, axis: str, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
-        """(x, loss) of the points, or of as many at equal distances, over one of `AXES`."""
-        pairs = zip(getattr(self, axis), self.loss, strict=True)
-        return thinned([pair for pair in pairs if math.isfinite(pair[0])], max_points)
+Curve: TypeAlias = "np.recarray[Any, Any]"
+"""A loss over the steps of a run: `step`, `tokens`, `train_s` and `loss` of each point. nan is what is not known, and a
+loss that is no number."""
+_POINT = [(name, float) for name in (*AXES, "loss")]
+NO_CURVE: Curve = np.empty(0, _POINT).view(np.recarray)
 
 
-NO_CURVE = Curve(step=array("d"), tokens=array("d"), train_s=array("d"), loss=array("d"))
+def points_over(curve: Curve, axis: str, max_points: int) -> list[tuple[float, float]]:
+    """(x, loss) of the points, or of as many at equal distances, over one of `AXES`."""
+    pairs = zip(curve[axis].tolist(), curve.loss.tolist(), strict=True)
+    return thinned([pair for pair in pairs if math.isfinite(pair[0])], max_points)
 
 
 def read_curves(path: Path) -> tuple[Curve, Curve]:
@@ -68,8 +62,12 @@ def read_curves(path: Path) -> tuple[Curve, Curve]:
                     lines.append(line)
     except OSError:
         pass
-    train, val = (list(_points(thinned(lines, MAX_POINTS), kind)) for kind, lines in kinds.items())
-    return _curve(train), _curve([_place_by_step(point, train) for point in val])
+    points = [list(_points(thinned(lines, MAX_POINTS), kind)) for kind, lines in kinds.items()]
+    train, val = (np.array(pairs, _POINT).view(np.recarray) for pairs in points)
+    if len(train):  # an evaluation notes no tokens and no seconds: it has those of the training at its step
+        for axis in AXES[1:]:
+            val[axis] = np.interp(val.step, [0.0, *train.step], [0.0, *train[axis]])
+    return train, val
 
 
 def thinned(items: list[Any], most: int) -> list[Any]:
@@ -106,23 +104,6 @@ def _points(lines: list[bytes], kind: str) -> Iterator[tuple[float, ...]]:
             yield point
 
 
-def _place_by_step(point: tuple[float, ...], train: list[tuple[float, ...]]) -> tuple[float, ...]:
-    """A point of an evaluation, whose line has no tokens and no seconds, with those of the training at its step."""
-    step, loss = point[0], point[3]
-    index = bisect_left(train, step, key=lambda other: other[0])
-    if index == len(train):
-        return (step, train[-1][1], train[-1][2], loss) if train else point
-    lower = train[index - 1] if index else (0.0, 0.0, 0.0)
-    upper = train[index]
-    part = (step - lower[0]) / (upper[0] - lower[0]) if upper[0] > lower[0] else 1.0
-    return (step, *(lower[axis] + part * (upper[axis] - lower[axis]) for axis in (1, 2)), loss)
-
-
-def _curve(points: list[tuple[float, ...]]) -> Curve:
-    step, tokens, train_s, loss = (array("d", (point[axis] for point in points)) for axis in range(4))
-    return Curve(step=step, tokens=tokens, train_s=train_s, loss=loss)
-
-
 # The folders of jobs, as they were left: each is read within limits, and what cannot be read is said in its place.
 
 
@@ -155,8 +136,8 @@ class JobFiles:
     """The body of result.json; where there is none, what the journal of the sweep says in its form."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Those of config.yaml by their dotted names; none where it cannot be read."""
-    train: Curve = NO_CURVE
-    val: Curve = NO_CURVE
+    train: Curve = field(default_factory=NO_CURVE.copy)
+    val: Curve = field(default_factory=NO_CURVE.copy)
 
 
 def run_dirs_in(folder: Path) -> list[Path]:
@@ -200,10 +181,10 @@ def _read_job(folder: Path, name: str, event: JobEvent | None) -> JobFiles:
     if event is not None and not event.is_within:  # no other folder is looked into
         return _job_of_event(folder, event)
     run_dir = folder / name
-    train, val = _curves(run_dir / METRICS_NAME, *_version_of(run_dir / METRICS_NAME))
+    train, val = _read_if_changed(read_curves, run_dir / METRICS_NAME)
     try:
-        result = _result(run_dir / RESULT_NAME, *_version_of(run_dir / RESULT_NAME))
-        event_status = DIVERGED if val.loss else None if event is None else event.status
+        result = _read_if_changed(read_result, run_dir / RESULT_NAME)
+        event_status = DIVERGED if len(val) else None if event is None else event.status
         job = JobFiles(name="", folder=run_dir, status=outcome(result, event_status), result=result)
     except (OSError, UntrustedFileError) as error:
         job = JobFiles(name="", folder=run_dir) if event is None else _job_of_event(folder, event)
@@ -228,24 +209,19 @@ def _job_of_event(folder: Path, event: JobEvent) -> JobFiles:
     )
 
 
-def _version_of(path: Path) -> tuple[int, int]:
+def _read_if_changed(read: Callable[[Path], Any], path: Path) -> Any:
+    """What a file holds; it is read again once it has changed: a sweep writes its report after each job."""
     try:
         status = path.stat()
+        version = status.st_mtime_ns, status.st_size
     except (OSError, ValueError):
-        return 0, 0
-    return status.st_mtime_ns, status.st_size
+        version = 0, 0
+    return _read_version(read, path, version)
 
 
-@lru_cache(maxsize=1024)
-def _curves(path: Path, mtime_ns: int, size: int) -> tuple[Curve, Curve]:
-    """The curves of a file; it is read again once it has changed: a sweep writes its report after each job."""
-    return read_curves(path)
-
-
-@lru_cache(maxsize=1024)
-def _result(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
-    """The body of a result.json; it is read again once it has changed."""
-    return read_result(path)
+@lru_cache(maxsize=2048)
+def _read_version(read: Callable[[Path], Any], path: Path, version: tuple[int, int]) -> Any:
+    return read(path)
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -253,10 +229,7 @@ def _settings(path: Path) -> dict[str, Any]:
         content = read_regular(path, max_nbytes=MAX_CONFIG_NBYTES)
     except (OSError, UntrustedFileError):
         return {}
-    settings: dict[str, Any] = {}
-    for section in _SECTION.split(content):
-        settings |= _section(section)
-    return settings
+    return {name: value for section in _SECTION.split(content) for name, value in _section(section).items()}
 
 
 @lru_cache(maxsize=1024)
@@ -281,6 +254,50 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 KINDS = ("parameters", "gradients", "optimizer", "offloaded")
 """Kinds of bytes that a rank holds at rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A number of each job: a column of sweep.csv, and of the page's table where it has a head."""
+
+    keys: tuple[str, ...] = ()
+    """Its place in result.json; none: it is computed."""
+    head: str = ""
+    form: Callable[[float], str] = "{:,.0f}".format
+    better: int = 0
+    """-1: the least is the best; 1: the most is; 0: none is."""
+    headline: str = ""
+    """Words for the best one at the top of the page."""
+
+
+_LOSS: Callable[[float], str] = "{:.4f}".format
+FIGURES = {
+    "ranks": Figure(keys=("world_size",)),
+    "stage": Figure(keys=("stage",)),
+    "steps": Figure(keys=("steps",)),
+    "final_val_loss": Figure(keys=("final_val_loss",), head="val loss", form=_LOSS, better=-1),
+    "final_train_loss": Figure(keys=("final_train_loss",), head="train loss", form=_LOSS),
+    "tokens_per_s": Figure(keys=("tokens_per_s",), head="tokens/s", better=1, headline="Most tokens/s"),
+    "samples_per_s": Figure(keys=("samples_per_s",), head="samples/s", better=1),
+    "step_ms_median": Figure(keys=("step_ms_median",), head="ms/step", form="{:,.1f}".format, better=-1),
+    **{
+        name: Figure(keys=(name,))
+        for name in ("data_wait_ms", "comm_wait_ms", "update_ms", "save_pause_ms", "train_s", "mfu")
+    },
+    "held_nbytes": Figure(head="memory", form=in_bytes, better=-1, headline="Least memory held"),
+    "peak_nbytes": Figure(keys=("memory_bytes", "peak"), head="peak", form=in_bytes),
+    **{f"{kind}_nbytes": Figure(keys=("memory_bytes", kind)) for kind in KINDS},
+    **{f"theory_{kind}_nbytes": Figure(keys=("memory_bytes", "theory", kind)) for kind in KINDS},
+    "sent_nbytes": Figure(
+        keys=("comm_bytes_per_step", "sent"),
+        head="sent/step",
+        form=in_bytes,
+        better=-1,
+        headline="Least sent per step",
+    ),
+    "theory_sent_nbytes": Figure(keys=("comm_bytes_per_step", "theory")),
+}
+"""The columns by name: losses in nats, times in ms and s, bytes of rank 0."""
 OF_A_RESUMED_RUN = "checkpoint.resume"
 """The setting that lets a job go on, and tells no job from another."""
 MAX_LABEL = 60
@@ -305,7 +322,7 @@ class Row:
     error: str | None
     """The first line of the error."""
     figures: dict[str, float | None]
-    """Numbers of result.json by the name of their column, see `_figures`."""
+    """Numbers by the name of their column, see `FIGURES`."""
     weights_sha256: str | None
     config_hash: str | None
     but_for_seed: str | None
@@ -347,17 +364,18 @@ class Report:
     def ranked(self) -> list[Row]:
         """The completed jobs with a loss, the best first."""
         rows = [row for row in self.rows if row.status == "completed" and row[self.loss] is not None]
-        return sorted(rows, key=lambda row: row[self.loss] or 0.0, reverse=self.rises and self.loss == self.objective)
+        return sorted(rows, key=self.loss_of, reverse=self.rises and self.loss == self.objective)
+
+    def loss_of(self, row: Row) -> float:
+        """The number that a ranked job is compared by."""
+        return row[self.loss] or 0.0
 
     @cached_property
     def telling(self) -> list[str]:
         """The settings that tell the completed jobs from each other; of fewer than two, all that differ."""
-        settings_of_jobs = [{name: repr(row.settings.get(name)) for name in self.settings} for row in self.ranked]
-        return [
-            name
-            for name in self.settings
-            if len(settings_of_jobs) < 2 or len({settings[name] for settings in settings_of_jobs}) > 1
-        ]
+        if len(self.ranked) < 2:
+            return self.settings
+        return [name for name in self.settings if len({repr(row.settings.get(name)) for row in self.ranked}) > 1]
 
     def only(self, folder: Path, events: Sequence[JobEvent]) -> "Report":
         """The report of those jobs alone that some events are about, with the numbers that these give them.
@@ -391,6 +409,28 @@ class Report:
         return dict(Counter(row.status for row in self.rows).most_common())
 
 
+NUM_NAMED = 12
+"""Jobs of a list that are named one by one."""
+
+
+def jobs_named(rows: Sequence[Row]) -> str:
+    """Such as job 2, or jobs 0-3, 7."""
+    return f"{'jobs' if len(rows) > 1 else 'job'} {names_of(rows)}"
+
+
+def names_of(rows: Sequence[Row]) -> str:
+    """Jobs in few words: 0-3, 7; of many the first ones and how many more."""
+    pieces = [shortened(row.job, 40) for row in rows]
+    if all(name.isascii() and name.isdigit() and len(name) < 10 for name in pieces):
+        numbers = sorted(map(int, pieces))
+        starts = [number for number in numbers if number - 1 not in numbers]
+        ends = [number for number in numbers if number + 1 not in numbers]
+        runs = zip(starts, ends, strict=True)
+        pieces = [str(start) if start == end else f"{start}\N{EN DASH}{end}" for start, end in runs]
+    num_hidden = len(pieces) - NUM_NAMED
+    return ", ".join(pieces[:NUM_NAMED]) + (f" and {num_hidden} more" if num_hidden > 0 else "")
+
+
 def read_report(folder: Path) -> Report:
     """The report of a sweep's folder, or of a run's."""
     return report_of(read_jobs(folder), title="/".join(folder.absolute().parts[-2:]))
@@ -410,61 +450,31 @@ def report_of(jobs: Sequence[JobFiles], title: str) -> Report:
     )
 
 
-def short_names(names: Iterable[str]) -> dict[str, str]:
-    """Each dotted name with its last part, or as many as tell it from the others; a class is called by its group."""
-    names = list(names)
-    plain = {name: name.removesuffix("._target_").split(".") for name in names}
-    short = {}
-    for name, parts in plain.items():
-        other_parts = [other for other_name, other in plain.items() if other_name != name]
-        num = next(
-            (num for num in range(1, len(parts)) if all(o[-num:] != parts[-num:] for o in other_parts)), len(parts)
-        )
-        short[name] = shortened(".".join(parts[-num:]), MAX_LABEL)
-    return short
-
-
-def value_text(name: str, value: Any) -> str:
-    """The value of a setting, in short: of a class its name alone."""
-    text = cell(value)
-    return text.rpartition(".")[2] or text if name.endswith("_target_") else text
-
-
 def _objective(jobs: Sequence[JobFiles]) -> tuple[str | None, bool]:
     """The first objective of the sweep, and whether the most of it is the best."""
-    objectives = {
-        (
-            str(_first_item(job.settings.get("sweep.objective"))),
-            _first_item(job.settings.get("sweep.direction")) == "maximize",
-        )
-        for job in jobs
-        if job.settings.get("sweep.objective")
-    }
+    objectives = set()
+    for settings in (job.settings for job in jobs if job.settings.get("sweep.objective")):
+        names, directions = settings["sweep.objective"], settings.get("sweep.direction")
+        first = [value[0] if isinstance(value, list) and value else value for value in (names, directions)]
+        objectives.add((str(first[0]), first[1] == "maximize"))
     if len(objectives) != 1:
         return None, False
     [(name, rises)] = objectives
     return (name, rises) if name == printable(name, keep="") and len(name) <= MAX_LABEL else (None, False)
 
 
-def _first_item(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and value else value
-
-
 def _row(job: JobFiles, names: Sequence[str], objective: str | None) -> Row:
     result = job.result
-    values = job.settings or _settings_given(result["overrides"])
-    settings = {}
-    for name in names:
-        if name in values:
-            value = values[name]
-            is_plain = value is None or isinstance(value, bool) or number(value) is not None
-            settings[name] = value if is_plain else cell(value)
+    values = job.settings or _settings_of_command(result["overrides"])
+    settings = {name: values[name] for name in names if name in values}
+    for name, value in settings.items():
+        if not (value is None or isinstance(value, bool) or number(value) is not None):
+            settings[name] = cell(value)
     overrides = [override for override in result["overrides"] or [] if not override.startswith(f"{OF_A_RESUMED_RUN}=")]
     but_for_seed = None
     if "seed" in job.settings:
         left_out = ("seed", OF_A_RESUMED_RUN)
-        pairs = sorted((name, repr(value)) for name, value in job.settings.items() if name not in left_out)
-        but_for_seed = hashlib.sha256(repr(pairs).encode()).hexdigest()
+        but_for_seed = repr(sorted((name, repr(value)) for name, value in job.settings.items() if name not in left_out))
     return Row(
         job=printable(job.name, keep=""),
         folder=job.folder,
@@ -483,25 +493,19 @@ def _row(job: JobFiles, names: Sequence[str], objective: str | None) -> Row:
 
 
 def _figures(result: dict[str, Any], objective: str | None) -> dict[str, float | None]:
-    """The columns of numbers: losses in nats, times in ms and s, bytes of rank 0, and the objective."""
-    memory, theory = numbers_at(result, "memory_bytes"), numbers_at(result, "memory_bytes", "theory")
-    figures: dict[str, Any] = {
-        "ranks": result["world_size"] or None,
-        **{name: number(result[name]) for name in ("stage", "steps", "final_train_loss", "final_val_loss")},
-        **{name: number(result[name]) for name in ("tokens_per_s", "samples_per_s", "step_ms_median")},
-        **{name: number(result[name]) for name in ("data_wait_ms", "comm_wait_ms", "update_ms")},
-        **{name: number(result[name]) for name in ("save_pause_ms", "train_s", "mfu")},
-        "sent_nbytes": number(at(result, "comm_bytes_per_step", "sent")),
-        "theory_sent_nbytes": number(at(result, "comm_bytes_per_step", "theory")),
-        **{f"{kind}_nbytes": memory.get(kind) for kind in KINDS},
-        **{f"theory_{kind}_nbytes": theory.get(kind) for kind in KINDS},
-        "peak_nbytes": memory.get("peak"),
-    }
+    """The numbers of `FIGURES`, and the objective."""
+    figures = {name: number(at(result, *figure.keys)) for name, figure in FIGURES.items()}
+    for name, value in figures.items():
+        if name.endswith("nbytes") and value is not None and value < 0:
+            figures[name] = None
+    figures["ranks"] = figures["ranks"] or None
+    held = [nbytes for kind in KINDS if (nbytes := figures[f"{kind}_nbytes"]) is not None]
+    figures["held_nbytes"] = sum(held) if held else None
     if objective is not None and COLUMN.get(objective, objective) not in figures:
+        figures[objective] = None
         with suppress(LookupError):
-            figures[objective] = None
             figures[objective] = number(value_in(result, objective))
-    return {name: None if name.endswith("nbytes") and value and value < 0 else value for name, value in figures.items()}
+    return figures
 
 
 def _differing(jobs: Sequence[JobFiles]) -> list[str]:
@@ -509,37 +513,29 @@ def _differing(jobs: Sequence[JobFiles]) -> list[str]:
     values: dict[str, set[str]] = {}
     counts: Counter[str] = Counter()
     for job in jobs:
-        for name, value in (job.settings or _settings_given(job.result["overrides"])).items():
+        for name, value in (job.settings or _settings_of_command(job.result["overrides"])).items():
             values.setdefault(name, set()).add(repr(value))
             counts[name] += bool(job.settings)
     num_known = sum(bool(job.settings) for job in jobs)
     differing = [name for name, texts in values.items() if len(texts) > 1 or 0 < counts[name] < num_known]
-    names = [name for job in jobs for name in _settings_given(job.result["overrides"])]
+    names = [name for job in jobs for name in _settings_of_command(job.result["overrides"])]
     from_commands = [name for name in dict.fromkeys(names) if name in differing]
     return [name for name in dict.fromkeys([*from_commands, *differing]) if name != OF_A_RESUMED_RUN]
 
 
-def _settings_given(overrides: Sequence[str] | None) -> dict[str, Any]:
-    """The settings of a command line, as texts or as the numbers that they are."""
-    pairs = (override.lstrip("+~").partition("=") for override in overrides or [])
-    return {shortened(name, MAX_NAME): _parse_value(value) for name, is_one, value in pairs if is_one}
+def _settings_of_command(overrides: Sequence[str] | None) -> dict[str, Any]:
+    """The settings of a command line, as the values that they are or as texts."""
+    settings: dict[str, Any] = {}
+    for override in overrides or ():
+        name, is_setting, value = override.lstrip("+~").partition("=")
+        if is_setting:
+            settings[shortened(name, MAX_NAME)] = value
+            with suppress(UntrustedFileError):
+                settings[shortened(name, MAX_NAME)] = parse_json(value, Any)
+    return settings
 
 
-def _parse_value(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text) if len(text) < MAX_LABEL else text
-        except ValueError:
-            continue
-    return {"true": True, "false": False, "null": None}.get(text, text)
-
-
-# Groups of jobs that have something in common: equal weights, settings that differ in the seed alone, and effects of
-# a setting.
-
-
-NUM_BINS = 4
-"""Parts of equal counts into which the values of a setting are divided, where it has more."""
+# Groups of jobs that have something in common: equal weights, and settings that differ in the seed alone.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -571,52 +567,8 @@ def spreads(report: Report) -> list[Spread]:
             groups.setdefault(row.but_for_seed, []).append(row)
     results = []
     for rows in groups.values():
-        losses = [float(row[report.loss] or 0.0) for row in rows]
+        losses = [report.loss_of(row) for row in rows]
         if len({row.settings.get("seed") for row in rows}) > 1:
             mean, deviation = statistics.fmean(losses), statistics.stdev(losses)
             results.append(Spread(rows=rows, mean=mean, deviation=deviation, least=min(losses), most=max(losses)))
     return sorted(results, key=lambda spread: spread.mean)
-
-
-def explained(report: Report, name: str) -> float | None:
-    """The part of the variance of the loss, 0 to 1, that one setting alone explains: the correlation ratio over at most
-    `NUM_BINS` bins of its values, corrected for their number (epsilon squared, Kelley 1935). None where the completed
-    jobs are too few, or all have one loss or one value."""
-    pairs = [(row.settings[name], float(row[report.loss] or 0.0)) for row in report.ranked if name in row.settings]
-    losses = [loss for _, loss in pairs]
-    bins = _bins([value for value, _ in pairs])
-    num, num_bins = len(pairs), len(set(bins))
-    if num - num_bins < NUM_BINS or num_bins < 2:
-        return None
-    total = statistics.pvariance(losses) * num
-    within = 0.0
-    for own_bin in set(bins):
-        own = [loss for loss, bin_ in zip(losses, bins, strict=True) if bin_ == own_bin]
-        within += statistics.pvariance(own) * len(own)
-    if not total > 0 or not math.isfinite(total):
-        return None
-    return max(0.0, 1 - within / total * (num - 1) / (num - num_bins))
-
-
-def _bins(values: list[Any]) -> list[int]:
-    """The number of each value's bin."""
-    different = sorted_values(values)
-    places = {repr(value): place for place, value in enumerate(different)}
-    if len(different) <= NUM_BINS:
-        return [places[repr(value)] for value in values]
-    order = sorted(range(len(values)), key=lambda index: places[repr(values[index])])
-    bins: dict[str, int] = {}
-    for rank, index in enumerate(order):
-        bins.setdefault(repr(values[index]), rank * NUM_BINS // len(values))
-    return [bins[repr(value)] for value in values]
-
-
-def sorted_values(values: list[Any]) -> list[Any]:
-    """The different values: numbers by size, then all else by its text."""
-    different = {repr(value): value for value in values}.values()
-    return sorted(different, key=lambda value: (not is_number(value), value if is_number(value) else 0, repr(value)))
-
-
-def is_number(value: Any) -> bool:
-    """Whether a setting's value is a number, and not true or false."""
-    return type(value) in (int, float)

@@ -1,6 +1,7 @@
 """Values out of files of others, as numbers and as texts that people read."""
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from zerotrain.files.untrusted import printable
@@ -8,7 +9,7 @@ from zerotrain.training.report import in_unit
 
 MAX_NUMBER = 1e18
 MAX_CELL = 60
-"""Characters of a setting's value that are shown."""
+"""Characters of a setting's value, or of its name in short, that are shown."""
 
 
 def number(value: Any) -> float | None:
@@ -24,13 +25,6 @@ def at(value: Any, *names: str) -> Any:
     return value
 
 
-def numbers_at(value: Any, *names: str) -> dict[str, float]:
-    """The numbers of an inner dict, by name."""
-    inner = at(value, *names)
-    numbers = {name: number(item) for name, item in inner.items()} if isinstance(inner, dict) else {}
-    return {name: item for name, item in numbers.items() if item is not None}
-
-
 def cell(value: Any) -> str:
     """The value of a setting, short and printable: true, 0.003, [0.9, 0.95], GPT for a class."""
     if value is None:
@@ -41,6 +35,31 @@ def cell(value: Any) -> str:
         return f"{value:g}" if abs(value) < MAX_NUMBER else repr(value)
     text = value if isinstance(value, str) else str(value)[: 4 * MAX_CELL]
     return shortened(text, MAX_CELL)
+
+
+def value_text(name: str, value: Any) -> str:
+    """The value of a setting, in short: of a class its name alone."""
+    text = cell(value)
+    return text.rpartition(".")[2] or text if name.endswith("_target_") else text
+
+
+def is_number(value: Any) -> bool:
+    """Whether a setting's value is a number, and not true or false."""
+    return type(value) in (int, float)
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Each dotted name with its last part, or as many as tell it from the others; a class is called by its group."""
+    names = list(names)
+    plain = {name: name.removesuffix("._target_").split(".") for name in names}
+    short = {}
+    for name, parts in plain.items():
+        other_parts = [other for other_name, other in plain.items() if other_name != name]
+        num = next(
+            (num for num in range(1, len(parts)) if all(o[-num:] != parts[-num:] for o in other_parts)), len(parts)
+        )
+        short[name] = shortened(".".join(parts[-num:]), MAX_CELL)
+    return short
 
 
 def shortened(text: str, most: int) -> str:

@@ -25,7 +25,6 @@ from zerotrain.data.tokenizer import TextTokenizer
 
 
 def make_store(folder: Path) -> None:
-
     tokens = np.random.default_rng(0).integers(0, 500, 5000).astype("<u2")
     (folder / "000000.bin").write_bytes(tokens[:3000].tobytes())
     (folder / "000001.bin").write_bytes(tokens[3000:].tobytes())
@@ -42,7 +41,6 @@ def read_store(folder: Path) -> Any:
 
 
 def make_kept(folder: Path) -> None:
-
     source = folder / "source.txt"
     source.write_bytes(b"to be or not to be\n" * 200)
     kept_store(folder / "kept", [source], "a recipe", _write_store)
@@ -54,7 +52,6 @@ def _write_store(folder: Path, sources_sha256: str) -> None:
 
 def read_kept(folder: Path) -> Any:
     """A seal that does not fit has the store made anew."""
-
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         sealed_recipe(folder / "kept")
@@ -72,12 +69,10 @@ def make_begun(folder: Path) -> None:
 
 
 def _begun(folder: Path) -> Any:
-
     return StoreWriter(folder, np.dtype("uint8"), "made of it")
 
 
 def _write_documents(writer: Any, first: int, last: int) -> None:
-
     for number in range(first, last):
         writer.start_document()
         writer.write(np.full(100 + number, number, "uint8"))
@@ -98,7 +93,6 @@ def make_scan(folder: Path) -> None:
 
 
 def read_scan(folder: Path) -> Any:
-
     store = TokenStore.open(folder / "store")
     (folder / "scan.json").rename(folder / f"scan-{scan._key(store)}.json")
     scan.require_known(store, vocab_size=500, source="data.path=store", cache_folder=folder)
@@ -111,7 +105,6 @@ def make_jsonl(folder: Path) -> None:
 
 
 def read_jsonl(folder: Path) -> Any:
-
     return b"|".join(each.text for each in read_pieces(folder / "texts.jsonl", field="text"))
 
 

@@ -16,7 +16,7 @@ from tests.attack.fuzz.common import require_printable
 from zerotrain.commands import evaluate
 from zerotrain.commands import export as destination
 from zerotrain.commands.ended import ended
-from zerotrain.commands.replay import BUILT
+from zerotrain.commands.replay import REPLAY
 from zerotrain.config.compose import save_config
 from zerotrain.config.schema import CheckpointConfig, Config, ZeroGroup
 from zerotrain.data import prepare as prepare_lock
@@ -37,7 +37,7 @@ from zerotrain.replay.steps import _other_data, of_replay
 from zerotrain.report.files import csv_of, json_of, print_table
 from zerotrain.report.journal import JOURNAL_NAME, JobEvent, SweepJournal, note_earlier_results
 from zerotrain.report.page import page_of
-from zerotrain.report.rows import AXES, read_curves, read_report
+from zerotrain.report.rows import AXES, points_over, read_curves, read_report
 from zerotrain.saved import text_model
 from zerotrain.saved.saved import config_from
 from zerotrain.saved.trust import require_trusted
@@ -50,7 +50,6 @@ from zerotrain.training.result import RunResult, keep_lines
 
 
 def make_result(folder: Path) -> None:
-
     (folder / "0").mkdir()
     result = RunResult(world_size=2, overrides=["zero.stage=1"], status="completed", final_val_loss=2.5, steps=9)
     result.weights_sha256, result.tokens_per_s, result.step_ms_median = "a" * 64, 120.5, 3.2
@@ -62,7 +61,6 @@ def make_result(folder: Path) -> None:
 
 def read_result(folder: Path) -> Any:
     """By the table and the page of a sweep, by what goes on with the folder, and by the end of a job."""
-
     said = io.StringIO()
     told = read_report(folder)
     results = told.only(folder, SweepJournal(folder).events())
@@ -90,18 +88,15 @@ def read_journal(folder: Path) -> Any:
 
 
 def make_job(folder: Path) -> None:
-
     job = Job(config=Config(model={"a": 1}), run_dir=folder / "run", overrides=["a=1"], evaluates={"step": 1})
     (folder / "job.json").write_text(job.to_json())
 
 
 def read_job(folder: Path) -> Any:
-
     return Job.from_json((folder / "job.json").read_bytes())
 
 
 def make_ranks(folder: Path) -> None:
-
     failure = Failure(rank=1, cause="failed: x", time_s=3.0, saw_alive={0: "step 3"}, unheard=(0,), where="gather")
     failure.write(folder)
     state = json.dumps(asdict(RankState(0, "training", step=3, pid=0, host="h"))).ljust(1024)
@@ -109,7 +104,6 @@ def make_ranks(folder: Path) -> None:
 
 
 def read_ranks(folder: Path) -> Any:
-
     found = first_failure(folder), read_states(folder), seen_alive(folder, 1)
     if found[0] is not None:
         require_printable([str(found[0].as_error(folder)).replace("\n", " ")])
@@ -124,7 +118,6 @@ def make_lock(folder: Path) -> None:
 
 
 def read_lock(folder: Path) -> Any:
-
     holders = holder(folder / folder_lock.LOCK_NAME), holder(folder / prepare_lock.LOCK_NAME)
     require_printable(holders)
     return *holders, sources._holds_run(folder)
@@ -151,7 +144,7 @@ def read_metrics(folder: Path) -> Any:
     """By a report, by a resume, by the line of a sweep, and by a tracker."""
     for curve in read_curves(folder / "metrics.jsonl"):
         for axis in AXES:
-            curve.over(axis)
+            points_over(curve, axis, 100)
     status_line._last_measured(folder / "metrics.jsonl")
     for step, metrics in curves._lines_of(folder / "metrics.jsonl"):
         assert type(step) is int
@@ -210,7 +203,7 @@ def read_steps(folder: Path) -> Any:
     lines.append(_other_data(start.get("data") or {}, {"rows": 3}) or "")
     require_printable(printable(each, keep="") for each in lines)
     if config is not None:
-        require_trusted(config, BUILT, folder)
+        require_trusted(config, REPLAY.built, folder)
         of_replay(config)
     return record.last_step, lines, config
 

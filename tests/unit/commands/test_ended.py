@@ -32,12 +32,6 @@ def test_a_run_that_has_ended_in_order(tmp_path: Path, capsys, stopped_by, failu
     assert ended(tmp_path, capsys) == told
 
 
-def test_a_result_of_an_earlier_version_has_the_code_of_its_status(tmp_path: Path, capsys):
-    for status, code in (("completed", 0), ("failed", 1), ("stopped", 0)):
-        RunResult(world_size=2, status=status).write(tmp_path)
-        assert ended(tmp_path, capsys)[0] == code
-
-
 def test_a_run_without_a_result_or_with_another_file_in_its_place_is_to_be_tried_again(tmp_path: Path, capsys):
     assert ended(tmp_path / "nowhere", capsys)[0] == 1
     (tmp_path / "result.json").write_text('{"status": "\x1b[31m"}')

@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from tests.cases import EVALUATION, WRONG_RUN
 from zerotrain.checkpoint.folder import remove_old
 from zerotrain.commands import evaluate, generate
 from zerotrain.commands.export import main as export
@@ -61,17 +64,19 @@ class Bytes(Drawn):
         self.features, self.output = torch.randn(256, 8), nn.Linear(8, 256)
 
 
-def test_the_folder_of_ranks_goes_unless_one_has_failed_whose_log_it_has() -> None:
-    with evaluate._folder_of_ranks() as folder:
-        (folder / "ranks").mkdir()
-    assert not folder.exists()
-    with pytest.raises(ConfigError), evaluate._folder_of_ranks() as refused:
-        raise ConfigError("a setting")
-    assert not refused.exists()
-    with pytest.raises(RunError), evaluate._folder_of_ranks() as failed:
-        raise RunError("rank 1 failed")
-    assert failed.is_dir()
-    failed.rmdir()
+@pytest.mark.parametrize("error", [None, ConfigError("a setting"), RunError("rank 1 failed")], ids=repr)
+def test_the_folder_of_ranks_goes_unless_one_has_failed_whose_log_it_has(error, tmp_path: Path, monkeypatch) -> None:
+    def run_ranks(attempts: Any, num_ranks: int) -> None:
+        assert attempts.job.ranks_dir.is_dir()
+        (attempts.job.run_dir / "loss.json").write_text('{"metrics": {"val_loss": 1.0}}')
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(evaluate, "run_ranks", run_ranks)
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        assert evaluate._by_ranks(Config(), {}, 2) == {"metrics": {"val_loss": 1.0}}
+    assert len([*tmp_path.iterdir()]) == isinstance(error, RunError)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
@@ -80,12 +85,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]
 
 
 @pytest.mark.case(
-    "checkpoints",
-    "of a model that draws buffers which are not saved",
-    "those of the run",
-    under=(
-        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
-    ),
+    "checkpoints", "of a model that draws buffers which are not saved", "those of the run", under=EVALUATION
 )
 def test_what_the_model_draws_when_it_is_built_is_what_the_run_drew(run: tuple[Path, float]) -> None:
     """Buffers that are not saved were others, and so was the loss (2026-11-22)."""
@@ -159,14 +159,7 @@ def test_it_leaves_the_number_of_threads_as_it_was(run: tuple[Path, float]) -> N
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.case(
-    "checkpoints",
-    "half-written, damaged, cut, of another model or of no run, adapters alone, removed by its "
-    "run meanwhile, no tokenizer, no such setting or one without an effect",
-    under=(
-        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
-    ),
-)
+@pytest.mark.case("checkpoints", WRONG_RUN, under=EVALUATION)
 def test_a_setting_without_an_effect_is_told_and_so_are_groups(run: tuple[Path, float], capsys) -> None:
     for setting in ("train.max_steps=3", "zero.schedule={0: 1}", "optimizer.lr=1", "checkpoint.init_from=x"):
         assert refused(capsys, run[0], setting) == [f"{setting}: has no effect on an evaluation; leave it out"]
@@ -203,11 +196,11 @@ def test_text_is_prepared_where_the_user_says_and_never_where_a_file_does(tmp_pa
 
 def test_what_a_file_says_is_never_resolved_and_what_the_user_says_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINE", "of the environment")
-    config = Config(
-        model={"_target_": "torch.nn.Linear", "own": "${oc.env:MINE}"}, data={"path": None, "cache_dir": None}
-    )
-    changed = evaluate.with_settings(config, ["data.path=${model.own}", "data.cache_dir=${oc.env:MINE}"])
-    assert changed.model["own"] == changed.data["path"] == "${oc.env:MINE}"
+    data = {"_target_": "zerotrain.data.TextDataset", "path": "${oc.env:MINE}", "seq_len": 8, "cache_dir": None}
+    config = Config(model={"_target_": f"{__name__}.Drawn"}, data=data, optimizer=ADAMW, scheduler=COSINE)
+    settings = ["data.tokenizer=${data.path}", "data.cache_dir=${oc.env:MINE}"]
+    changed = evaluate.with_settings(config, settings, Path("run"), evaluate.EVALUATION, trust_code=True)
+    assert changed.data["path"] == changed.data["tokenizer"] == "${oc.env:MINE}"
     assert changed.data["cache_dir"] == "of the environment"
 
 
@@ -220,12 +213,7 @@ def test_a_class_of_the_user_is_built_where_he_trusts_it_or_names_it(run: tuple[
 
 
 @pytest.mark.case(
-    "checkpoints",
-    "data that has changed since",
-    "a warning, unless other data was asked for",
-    under=(
-        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
-    ),
+    "checkpoints", "data that has changed since", "a warning, unless other data was asked for", under=EVALUATION
 )
 def test_other_data_than_the_runs_is_told_unless_it_was_asked_for(
     run: tuple[Path, float], tmp_path: Path, capsys
@@ -240,14 +228,7 @@ def test_other_data_than_the_runs_is_told_unless_it_was_asked_for(
         assert ("warning: the data differs from that of the run" in capsys.readouterr().err) == is_told
 
 
-@pytest.mark.case(
-    "checkpoints",
-    "half-written, damaged, cut, of another model or of no run, adapters alone, removed by its "
-    "run meanwhile, no tokenizer, no such setting or one without an effect",
-    under=(
-        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
-    ),
-)
+@pytest.mark.case("checkpoints", WRONG_RUN, under=EVALUATION)
 def test_an_exported_folder_that_does_not_say_what_it_is_of_is_told(run: tuple[Path, float], tmp_path, capsys) -> None:
     path = tmp_path / "exported"
     assert export([str(run[0]), "--out", str(path)]) == 0
@@ -263,14 +244,7 @@ def test_an_exported_folder_that_does_not_say_what_it_is_of_is_told(run: tuple[P
     assert "has no checkpoint in it" in refused(capsys, path)[0]
 
 
-@pytest.mark.case(
-    "checkpoints",
-    "half-written, damaged, cut, of another model or of no run, adapters alone, removed by its "
-    "run meanwhile, no tokenizer, no such setting or one without an effect",
-    under=(
-        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
-    ),
-)
+@pytest.mark.case("checkpoints", WRONG_RUN, under=EVALUATION)
 def test_weights_of_another_model_are_told_before_any_rank_starts(run: tuple[Path, float], tmp_path, capsys) -> None:
     for line in refused(capsys, run[0], f"model._target_={__name__}.Wider", "launch.nproc_per_node=2"):
         assert "does not fit the engine: output." in line
@@ -326,14 +300,7 @@ def test_a_setting_that_cannot_be_read_is_one_line(run: tuple[Path, float], sett
     assert len(line) < 2100
 
 
-@pytest.mark.case(
-    "checkpoints",
-    "half-written, damaged, cut, of another model or of no run, adapters alone, removed by its "
-    "run meanwhile, no tokenizer, no such setting or one without an effect",
-    under=(
-        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
-    ),
-)
+@pytest.mark.case("checkpoints", WRONG_RUN, under=EVALUATION)
 def test_a_checkpoint_that_its_run_removes_meanwhile_is_told(run: tuple[Path, float], tmp_path, capsys, monkeypatch):
     [checkpoint] = (run[0] / "checkpoints").iterdir()
 

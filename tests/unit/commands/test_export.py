@@ -23,6 +23,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zerotrain
+from tests.cases import EXPORT
 from tests.unit.checkpoint.runs import KINDS, build, train
 from tests.unit.commands.my_model import loss_of, make_model
 from zerotrain.checkpoint.folder import PartialFolder
@@ -63,12 +64,7 @@ def hard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torc
     return path, run_threads(save, 4)[0][0]
 
 
-@pytest.mark.case(
-    "checkpoints",
-    "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
-    "integers, buffers; one file or several",
-    "opened by safetensors, the same bits; the first name of a tied one",
-)
+@pytest.mark.case("checkpoints", EXPORT, "opened by safetensors, the same bits; the first name of a tied one")
 @pytest.mark.parametrize("megabytes", ["5000", "0.002"], ids=["one file", "parts"])
 def test_the_weights_of_four_ranks_are_opened_by_safetensors(hard, megabytes: str, tmp_path: Path) -> None:
     path, weights = hard
@@ -86,11 +82,7 @@ def test_the_weights_of_four_ranks_are_opened_by_safetensors(hard, megabytes: st
         assert {path.name for path in out.glob("*.safetensors")} == set(told["weight_map"].values())
 
 
-@pytest.mark.case(
-    "checkpoints",
-    "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
-    "integers, buffers; one file or several",
-)
+@pytest.mark.case("checkpoints", EXPORT)
 def test_a_dtype_is_rounded_to_and_integers_stay(hard, tmp_path: Path) -> None:
     path, weights = hard
     found = tensors_in(exported(path, tmp_path / "out", "--dtype", "bf16"))
@@ -114,15 +106,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return engine.save(tmp_path_factory.mktemp("large") / "checkpoint")
 
 
-@pytest.mark.case(
-    "checkpoints",
-    "memory",
-    "one tensor at a time",
-    under=(
-        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
-        "integers, buffers; one file or several"
-    ),
-)
+@pytest.mark.case("checkpoints", "memory", "one tensor at a time", under=EXPORT)
 @pytest.mark.parametrize("options", [(), ("--optimizer",), ("--dcp",)], ids=["weights", "optimizer", "dcp"])
 def test_one_tensor_at_a_time_is_held(hard, large: Path, options: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
     resident = []
@@ -142,13 +126,7 @@ def test_one_tensor_at_a_time_is_held(hard, large: Path, options: tuple[str, ...
 
 
 @pytest.mark.case(
-    "checkpoints",
-    "`--optimizer`",
-    "torch's AdamW makes the engine's next step, bit for bit",
-    under=(
-        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
-        "integers, buffers; one file or several"
-    ),
+    "checkpoints", "`--optimizer`", "torch's AdamW makes the engine's next step, bit for bit", under=EXPORT
 )
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_optimizers_state_in_adamw_of_torch_makes_the_next_step_of_the_engine(stage: int, tmp_path: Path) -> None:
@@ -201,14 +179,7 @@ def seeded() -> torch.nn.Module:
         return make_model()
 
 
-@pytest.mark.case(
-    "checkpoints",
-    "`--dcp`",
-    under=(
-        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
-        "integers, buffers; one file or several"
-    ),
-)
+@pytest.mark.case("checkpoints", "`--dcp`", under=EXPORT)
 @pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
 def test_plain_torch_loads_the_folder_of_dcp(hard, tmp_path: Path) -> None:
     path, weights = hard
@@ -249,10 +220,7 @@ def test_what_went_out_comes_in_unchanged(hard, stage: int, options: tuple[str, 
     "checkpoints",
     "onto something that is there; damaged; cut off; no such dtype",
     "one line, exit code 2; nothing replaced, nothing left",
-    under=(
-        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
-        "integers, buffers; one file or several"
-    ),
+    under=EXPORT,
 )
 def test_nothing_is_replaced_unless_asked_and_then_an_export_alone(hard, tmp_path: Path, capsys) -> None:
     path, _ = hard
@@ -285,13 +253,6 @@ def test_a_disk_that_fails_at_the_last_moment_leaves_the_export_that_was_there(h
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_name_that_cannot_be_made_is_the_users_to_mend(hard, tmp_path, capsys):
-    (tmp_path / "file").touch()
-    assert refused([str(hard[0]), "--out", str(tmp_path / "file/out")], capsys).endswith(
-        "/file/out cannot be written: File exists"
-    )
-
-
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     capsys.readouterr()
     assert main(arguments) == 2
@@ -299,14 +260,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
-@pytest.mark.case(
-    "checkpoints",
-    "onto something that is there; damaged; cut off; no such dtype",
-    under=(
-        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
-        "integers, buffers; one file or several"
-    ),
-)
+@pytest.mark.case("checkpoints", "onto something that is there; damaged; cut off; no such dtype", under=EXPORT)
 @pytest.mark.parametrize(
     ("path", "options", "said"),
     [
@@ -315,6 +269,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("checkpoint", ("--merge",), "has no adapters to merge"),
         ("checkpoint", ("--shard-mb", "0"), "--shard-mb: got 0.0; it must be"),
         ("checkpoint", ("--dcp", "--dtype", "bf16"), "--dcp: writes weights and optimizer state as they are"),
+        ("checkpoint", ("--out", "/dev/null/out"), "/dev/null/out cannot be written: File exists"),
         (".checkpoint.partial-0123456789abcdef", (), "is of a save that was cut off"),
         ("half", (), "half has no checkpoint: only a save that was cut off is there"),
     ],
@@ -327,14 +282,7 @@ def test_what_cannot_be_is_one_line(hard, path, options, said, capsys, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.case(
-    "checkpoints",
-    "onto something that is there; damaged; cut off; no such dtype",
-    under=(
-        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
-        "integers, buffers; one file or several"
-    ),
-)
+@pytest.mark.case("checkpoints", "onto something that is there; damaged; cut off; no such dtype", under=EXPORT)
 def test_damage_is_told_with_file_and_tensor_and_leaves_nothing(tmp_path: Path, capsys) -> None:
     def save(world: zerotrain.World) -> None:
         build(world, KINDS["hard parameters, AdamW"], 3).save(tmp_path / "checkpoint")
@@ -349,11 +297,6 @@ def test_damage_is_told_with_file_and_tensor_and_leaves_nothing(tmp_path: Path, 
         assert f"{file} is not what was written" in said
         assert "weight of " in said
         assert [each.name for each in tmp_path.iterdir()] == ["checkpoint"]
-
-
-def test_an_export_tells_what_it_is_of(hard, tmp_path: Path) -> None:
-    told = json.loads((exported(hard[0], tmp_path / "out") / ABOUT).read_text())
-    assert (told["checkpoint"], told["step"]) == (str(hard[0]), 2)
 
 
 @pytest.mark.parametrize("options", [("--optimizer", "--shard-mb", "0.002"), ("--dcp",)], ids=["optimizer", "dcp"])
@@ -449,57 +392,38 @@ def test_an_export_notes_its_files_and_is_replaced_with_none_left(run: Path, tmp
     assert said_by(out)[FILES] == names
     exported(run, out, "--overwrite", "--dcp")
     assert sorted(contents(out)) == sorted([*said_by(out)[FILES], ABOUT])  # type: ignore[misc]
+    assert said_by(out)["checkpoint"] == str(run / "checkpoints/step-00000000")
     exported(run, out, "--overwrite")
     assert sorted(contents(out)) == ["model.safetensors", ABOUT]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "run"]
 
 
-def a_file(out: Path) -> None:
-    (out / "thesis.txt").write_text("years")
-
-
-def a_hidden_file_deep_inside(out: Path) -> None:
-    (out / "mine" / "deep").mkdir(parents=True)
-    (out / "mine" / "deep" / ".notes").write_text("years")
-
-
-def an_empty_folder(out: Path) -> None:
-    (out / "mine").mkdir()
-
-
-def a_link_to_a_folder(out: Path) -> None:
-    (out / "mine").symlink_to(out.parent / "run")
-
-
-def a_link_in_place_of_a_file_of_the_export(out: Path) -> None:
+def put_link(out: Path) -> None:
     (out / "model.safetensors").rename(out.parent / "weights")
     (out / "model.safetensors").symlink_to(out.parent / "weights")
 
 
-def a_folder_in_place_of_a_file_of_the_export(out: Path) -> None:
+def put_folder(out: Path) -> None:
     (out / "model.safetensors").unlink()
     (out / "model.safetensors").mkdir()
     (out / "model.safetensors" / "thesis.txt").write_text("years")
 
 
-def a_fifo(out: Path) -> None:
-    os.mkfifo(out / "fifo")
-
-
 @pytest.mark.parametrize(
     ("put", "name"),
     [
-        (a_file, "thesis.txt"),
-        (a_hidden_file_deep_inside, "mine"),
-        (an_empty_folder, "mine"),
-        (a_link_to_a_folder, "mine"),
-        (a_link_in_place_of_a_file_of_the_export, "model.safetensors"),
-        (a_folder_in_place_of_a_file_of_the_export, "model.safetensors"),
-        (a_fifo, "fifo"),
+        (lambda out: (out / "thesis.txt").write_text("years"), "thesis.txt"),
+        (lambda out: (out / "mine/deep").mkdir(parents=True) or (out / "mine/deep/.notes").touch(), "mine"),
+        (lambda out: (out / "mine").mkdir(), "mine"),
+        (lambda out: (out / "mine").symlink_to(out.parent / "run"), "mine"),
+        (lambda out: os.mkfifo(out / "fifo"), "fifo"),
+        (put_link, "model.safetensors"),
+        (put_folder, "model.safetensors"),
     ],
+    ids=["file", "file deep inside", "folder", "link", "fifo", "link for a file of ours", "folder for a file of ours"],
 )
 def test_what_a_user_has_put_there_is_named_and_stays(
-    put: Callable[[Path], None], name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    put: Callable[[Path], object], name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = exported(run, tmp_path / "out")
     put(out)
@@ -518,7 +442,7 @@ def test_a_file_that_comes_while_the_new_export_is_written_stays(
     write = zerotrain.commands.export.write_safetensors
 
     def written(*given: object, **options: object) -> int:
-        a_file(out)
+        (out / "thesis.txt").write_text("years")
         return write(*given, **options)
 
     monkeypatch.setattr(zerotrain.commands.export, "write_safetensors", written)
@@ -530,7 +454,7 @@ def test_a_file_that_comes_while_the_new_export_is_written_stays(
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        (None, "was exported by an older zerotrain, which did not note its files; give a new name"),
+        (None, "does not list the files of an export"),
         (
             ["../thesis.txt"],
             "does not list the files of an export: files[0]: got ../thesis.txt; it must be the name of a file",
@@ -608,22 +532,6 @@ def test_a_run_that_lies_in_an_earlier_export_is_not_replaced(
     before = contents(tmp_path)
     refused([str(out / "run"), "--out", str(tmp_path / name), "--overwrite"], capsys)
     assert contents(tmp_path) == before
-
-
-@pytest.mark.slow
-def test_a_mount_hides_no_run(run: Path, tmp_path: Path) -> None:
-    isolated = ["unshare", "--map-root-user", "--mount"]
-    if shutil.which("unshare") is None or subprocess.run([*isolated, "true"], capture_output=True).returncode:
-        pytest.skip("needs a mount namespace of its own")
-    (tmp_path / "mounted").mkdir()
-    check = (
-        "import sys; from pathlib import Path; from zerotrain.commands.export import require_apart\n"
-        f"require_apart(Path({str(tmp_path / 'mounted/out')!r}), Path({str(run / 'checkpoints/step-00000000')!r}), [])"
-    )
-    for mounted in (run, run / "checkpoints"):
-        mount = ["sh", "-c", 'mount --bind "$1" "$2" && exec "$3" -c "$4"', "sh", str(mounted)]
-        command = [*isolated, *mount, str(tmp_path / "mounted"), sys.executable, check]
-        assert ", the folder to export" in subprocess.run(command, capture_output=True, text=True).stderr
 
 
 def test_the_model_and_the_tokenizer_that_are_read_are_not_replaced(tmp_path: Path) -> None:

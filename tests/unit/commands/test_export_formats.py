@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import zerotrain
+from tests.cases import EVALUATION, EXPORT, GENERATION, WRONG_RUN
 from tests.unit.commands.test_export import ONE_SEED_AT_A_TIME, exported, refused, tensors_in, told_of_small_files
 from tests.unit.data.tokenizers_made import END, saved
 from zerotrain.commands import evaluate, generate
-from zerotrain.commands.export_formats import adapters, is_of_adapter, merged, name_of_hugging_face, plain
+from zerotrain.commands.export_formats import adapters, is_of_adapter, merged
 from zerotrain.config.compose import from_values
 from zerotrain.models import HuggingFaceModel
 from zerotrain.models.gpt import mean_cross_entropy
@@ -100,10 +101,7 @@ def trained(arguments: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
     "checkpoints",
     "of a model of Hugging Face, with or without adapters, merged or not",
     "opened by transformers and peft, equal logits; in again unchanged",
-    under=(
-        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
-        "integers, buffers; one file or several"
-    ),
+    under=EXPORT,
 )
 def test_transformers_opens_what_was_exported_and_gives_equal_logits(llama, tmp_path: Path) -> None:
     run, arguments, weights = llama
@@ -126,24 +124,6 @@ def test_a_dtype_is_what_transformers_opens_it_in(llama, tmp_path: Path) -> None
     assert opened.dtype == torch.bfloat16
     rounded = trained(arguments, weights).bfloat16()
     assert all(torch.equal(value, opened.state_dict()[name]) for name, value in rounded.state_dict().items())
-
-
-@pytest.mark.case(
-    "checkpoints",
-    "of a model of Hugging Face, with or without adapters, merged or not",
-    under=(
-        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
-        "integers, buffers; one file or several"
-    ),
-)
-def test_out_and_in_again_is_unchanged(llama, tmp_path: Path) -> None:
-    run, arguments, weights = llama
-    out = exported(run, tmp_path / "out")
-    engine = engine_of({**arguments, "config": LLAMA | {"hidden_act": "silu"}}, stage=2)
-    engine.load_weights(out)
-    again = engine.full_state_dict()
-    assert again.keys() == weights.keys()
-    assert all(torch.equal(again[name], weights[name]) for name in weights)
 
 
 @pytest.mark.case("checkpoints", "an export loaded again; a Llama of transformers loaded and exported")
@@ -175,14 +155,7 @@ def test_a_llama_of_others_goes_in_and_out_unchanged(form: str, tmp_path: Path) 
     assert torch.equal(logits_of(opened), logits_of(theirs))
 
 
-@pytest.mark.case(
-    "checkpoints",
-    "of a model of Hugging Face, with or without adapters, merged or not",
-    under=(
-        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
-        "integers, buffers; one file or several"
-    ),
-)
+@pytest.mark.case("checkpoints", "of a model of Hugging Face, with or without adapters, merged or not", under=EXPORT)
 def test_adapters_are_opened_by_peft(trained_adapters, tmp_path: Path) -> None:
     run, arguments, weights = trained_adapters
     out = exported(run, tmp_path / "out")
@@ -193,14 +166,7 @@ def test_adapters_are_opened_by_peft(trained_adapters, tmp_path: Path) -> None:
     assert torch.equal(logits_of(peft.AutoPeftModelForCausalLM.from_pretrained(out)), wanted)
 
 
-@pytest.mark.case(
-    "checkpoints",
-    "of a model of Hugging Face, with or without adapters, merged or not",
-    under=(
-        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
-        "integers, buffers; one file or several"
-    ),
-)
+@pytest.mark.case("checkpoints", "of a model of Hugging Face, with or without adapters, merged or not", under=EXPORT)
 def test_adapters_are_merged_as_by_peft(trained_adapters, tmp_path: Path) -> None:
     run, arguments, weights = trained_adapters
     opened = transformers.AutoModelForCausalLM.from_pretrained(exported(run, tmp_path / "out", "--merge"))
@@ -223,11 +189,7 @@ def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.case(
-    "checkpoints",
-    "`python -m zerotrain generate`, of bytes or a tokenizer, of a run, an interrupted one, an "
-    "exported folder of any form, adapters merged or not",
-)
+@pytest.mark.case("checkpoints", GENERATION)
 def test_text_is_the_same_from_a_run_and_from_what_was_exported(llama, tmp_path: Path, capsys) -> None:
     run, _, _ = llama
     options = ("--prompt", "def main", "--max-tokens", "12", "--seed", "3")
@@ -246,11 +208,7 @@ def test_text_is_the_same_from_a_run_and_from_what_was_exported(llama, tmp_path:
         (tmp_path / "tokenizer").rename(run.parent / "tokenizer")
 
 
-@pytest.mark.case(
-    "checkpoints",
-    "`python -m zerotrain generate`, of bytes or a tokenizer, of a run, an interrupted one, an "
-    "exported folder of any form, adapters merged or not",
-)
+@pytest.mark.case("checkpoints", GENERATION)
 def test_adapters_and_what_they_were_merged_to_go_on_as_the_run(trained_adapters, tmp_path: Path, capsys) -> None:
     run, _, _ = trained_adapters
     options = ("--prompt", "def", "--max-tokens", "8", "--temperature", "0")
@@ -260,11 +218,7 @@ def test_adapters_and_what_they_were_merged_to_go_on_as_the_run(trained_adapters
 
 
 @pytest.mark.case(
-    "checkpoints",
-    "of an exported folder, plain, in parts, of DCP, of a Llama; of merged adapters",
-    under=(
-        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
-    ),
+    "checkpoints", "of an exported folder, plain, in parts, of DCP, of a Llama; of merged adapters", under=EVALUATION
 )
 def test_an_exported_folder_has_the_loss_of_the_run(llama, trained_adapters, tmp_path: Path, capsys) -> None:
     (tmp_path / "text.txt").write_text("def main(): return 1\n" * 200)
@@ -281,14 +235,7 @@ def test_an_exported_folder_has_the_loss_of_the_run(llama, trained_adapters, tmp
     assert line.endswith("alone has only adapters; give the run, or an export that was written with --merge")
 
 
-@pytest.mark.case(
-    "checkpoints",
-    "half-written, damaged, cut, of another model or of no run, adapters alone, removed by its "
-    "run meanwhile, no tokenizer, no such setting or one without an effect",
-    under=(
-        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
-    ),
-)
+@pytest.mark.case("checkpoints", WRONG_RUN, under=EVALUATION)
 def test_a_folder_without_a_tokenizer_is_refused(trained_adapters, capsys) -> None:
     _, arguments, _ = trained_adapters
     assert generate.main([arguments["name_or_path"], "--prompt", "a"]) == 2
@@ -410,9 +357,3 @@ def test_files_of_adapters_hold_them_alone_under_the_names_of_peft() -> None:
     layer = "base_model.model.h.0.default.attn"  # a module of this name is no adapter's
     assert list(found) == [f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"]
     assert all(map(is_of_adapter, found))
-
-
-def test_a_dtype_is_for_numbers_with_a_point_alone() -> None:
-    found = plain(saved_of(adapted()), torch.float16, name_of_hugging_face)
-    assert found["base_model.model.ids"].dtype == torch.int64
-    assert {each.dtype for name, each in found.items() if not name.endswith("ids")} == {torch.float16}

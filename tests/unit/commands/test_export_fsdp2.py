@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zerotrain
+from tests.cases import EXPORT, WEIGHTS
 from tests.unit.commands.my_model import loss_of, make_model, tokens_of
 from tests.unit.commands.test_export import ONE_SEED_AT_A_TIME, exported
 from tests.zygote.client import Zygote
@@ -66,10 +67,7 @@ def gone_on(
     "checkpoints",
     "`--dcp`",
     "FSDP2 goes on to the losses of the run that stayed, within fp32 rounding; plain torch loads the same bits",
-    under=(
-        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
-        "integers, buffers; one file or several"
-    ),
+    under=EXPORT,
 )
 def test_fsdp2_goes_on_from_an_exported_folder_to_the_losses_of_the_run_that_stayed(gone_on) -> None:
     _, went, stayed = gone_on
@@ -79,15 +77,7 @@ def test_fsdp2_goes_on_from_an_exported_folder_to_the_losses_of_the_run_that_sta
     assert max(abs(torch.tensor(went[0]) - torch.tensor(untrained))) > 0.1  # or this would show nothing
 
 
-@pytest.mark.case(
-    "checkpoints",
-    "a folder that FSDP2 has saved",
-    "the same logits",
-    under=(
-        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
-        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
-    ),
-)
+@pytest.mark.case("checkpoints", "a folder that FSDP2 has saved", "the same logits", under=WEIGHTS)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_fsdp2_has_saved_is_taken_and_gives_equal_logits(gone_on, stage: int) -> None:
     saved, _, _ = gone_on

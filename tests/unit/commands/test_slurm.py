@@ -49,17 +49,6 @@ def test_what_is_wrong_is_one_line_and_nothing_is_submitted(
     assert err.startswith(line)
 
 
-def test_an_sbatch_that_cannot_be_run_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys):
-    (tmp_path / "sbatch").write_text("no program")
-    (tmp_path / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["--submit", "--ntasks=1"]) == 2
-    said = (
-        "--submit: sbatch cannot be run on this machine: Exec format error; leave --submit out, and hand the file to "
-    )
-    assert capsys.readouterr().err == f"{said}sbatch on another\n"
-
-
 @pytest.mark.parametrize("code", [0, 7])
 def test_sbatch_gets_the_file_and_its_refusal_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int):
     sbatch = tmp_path / "sbatch"

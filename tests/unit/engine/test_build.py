@@ -159,6 +159,7 @@ def test_ranks_that_are_given_different_things_are_all_told_so(what: str) -> Non
         assert "on ranks 0, 2" in said
 
 
+@pytest.mark.case("models: Models and optimizers", "a model on the meta device", "refused")
 def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(ConfigError, match="no trainable floating-point parameter"):
         engine_on(alone(), lambda: Linears().requires_grad_(False))

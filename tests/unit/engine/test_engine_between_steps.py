@@ -119,6 +119,7 @@ def test_a_loss_of_a_step_that_was_given_up_is_not_blamed_for_the_next():
         engine.step()
 
 
+@pytest.mark.case("calls: Calls", "A backward after the step that changed its weights", "refused")
 def test_a_loss_from_before_the_last_step_is_refused_and_one_from_before_a_skipped_step_is_not():
     engine = engine_on(alone())
     old = [engine(inputs(0, 0)) for _ in range(2)]

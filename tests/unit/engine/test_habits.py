@@ -96,6 +96,11 @@ def test_a_model_that_is_more_than_modules_is_refused_with_what_to_give(name):
         zerotrain.build_engine(make(), optimizer=SGD)
 
 
+@pytest.mark.case(
+    "calls: Calls",
+    "A loss that is not one number; a second engine of a model that has one, with blocks or without",
+    "refused",
+)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_second_engine_is_refused_also_of_a_model_without_blocks(stage):
     model = nn.Sequential(nn.Linear(3, 2))

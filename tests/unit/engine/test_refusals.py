@@ -197,6 +197,11 @@ def test_a_change_that_fails_leaves_all_as_it_was_or_each_later_call_tells_of_it
     assert {broken} in [set(each) for each in said]
 
 
+@pytest.mark.case(
+    "parameters",
+    "`requires_grad` changed without a call of the engine",
+    "refused in the next backward, with the call to make",
+)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_all_frozen_by_hand_is_told_with_the_call_to_make(stage):
     """The loss has no graph then, which the engine took for one under torch.no_grad()."""

@@ -104,8 +104,7 @@ def replayed(tmp_path: Path, *arguments: object) -> tuple[int, dict[str, Any]]:
 def step_of_row(runs: dict[str, Path], tmp_path: Path, row: int, precision: str = "fp32") -> dict[str, Any]:
     for step in range(1, STEPS + 1):
         code, body = replayed(tmp_path, runs[precision], "--step", step, "--rows")
-        assert code == 0
-        assert body["recorded"]
+        assert (code, body["replay"], body["step"], body["recorded"]) == (0, "zerotrain", step, True)
         if row in body["worst"]["rows"]:
             return body
     raise AssertionError(f"row {row} is in no micro-batch that stands out")
@@ -261,9 +260,6 @@ def test_a_row_that_has_changed_is_the_cause_that_is_left(
             ["--step", "2", "--save-batch", "/nowhere/b"],
             "--save-batch: got /nowhere/b, which cannot be written: No such file or directory; give a file in a folder",
         ),
-        (["--step", "2", "--save-batch", "/proc/b"], "--save-batch: got /proc/b, which cannot be written: "),
-        (["--step", "2", "--save-batch", "/"], "--save-batch: got /, "),
-        (["--step", "2", "--save-batch", f"/tmp/{'b' * 300}"], "--save-batch: got /tmp/bbb"),
         (
             ["--step", "2", "--save-batch", __file__],
             f"--save-batch: got {__file__}, which is there already; give a new",
@@ -300,12 +296,6 @@ def test_a_file_of_a_user_stays_and_what_cannot_be_written_is_refused_before_a_s
         assert line.startswith(f"{option}: got {path}, which ")
     assert theirs.read_text() == '{"replay": 1}'
     assert {each.name for each in tmp_path.iterdir()} == {"theirs.json", "link"}
-
-
-def test_what_an_earlier_replay_has_written_is_replaced(runs: dict[str, Path], tmp_path: Path) -> None:
-    for step in (1, 2):
-        code, body = replayed(tmp_path, runs["fp32"], "--step", step)
-        assert (code, body["replay"], body["step"]) == (0, "zerotrain", step)
 
 
 @pytest.mark.parametrize(

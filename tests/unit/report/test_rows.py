@@ -10,27 +10,21 @@ import pytest
 
 from tests.unit.report.folders import journal, refused, write_job
 from zerotrain.report import rows as curves
-from zerotrain.report.rows import (
-    equal_weights,
-    explained,
-    read_curves,
-    read_report,
-    run_dirs_in,
-    short_names,
-    spreads,
-    thinned,
-)
+from zerotrain.report.plots import explained
+from zerotrain.report.rows import equal_weights, points_over, read_curves, read_report, run_dirs_in, spreads, thinned
+from zerotrain.report.values import short_names
 
 
 def test_settings_that_differ_are_told_by_their_dotted_names_those_of_command_lines_first(tmp_path: Path):
     write_job(tmp_path / "0", ["optimizer.lr=0.1"])
     path = write_job(tmp_path / "1", ["optimizer.lr=0.2"]) / "config.yaml"
-    path.write_text(path.read_text().replace("stage: 2", "stage: 3"))
+    changed = path.read_text().replace("stage: 2", "stage: 3").replace("num_layers: 4", "num_layers: 4\n  dropout: 0.5")
+    path.write_text(changed)
     told = read_report(tmp_path)
-    assert told.settings == ["optimizer.lr", "zero.stage"]
+    assert told.settings == ["optimizer.lr", "zero.stage", "model.dropout"]
     assert [row.settings for row in told.rows] == [
         {"optimizer.lr": 0.1, "zero.stage": 2},
-        {"optimizer.lr": 0.2, "zero.stage": 3},
+        {"optimizer.lr": 0.2, "zero.stage": 3, "model.dropout": 0.5},
     ]
 
 
@@ -41,15 +35,6 @@ def test_a_job_without_a_config_is_told_by_its_command_line(tmp_path: Path):
     told = read_report(tmp_path)
     assert [row.settings for row in told.rows] == [{"zero.stage": 1}, {"zero.stage": 2}, {"zero.stage": 5}]
     assert (told.rows[2].status, told.rows[2]["ranks"]) == ("failed", None)
-
-
-def test_a_setting_that_only_some_jobs_have_differs(tmp_path: Path):
-    write_job(tmp_path / "0")
-    path = write_job(tmp_path / "1") / "config.yaml"
-    path.write_text(path.read_text().replace("num_layers: 4", "num_layers: 4\n  dropout: 0.5"))
-    told = read_report(tmp_path)
-    assert told.settings == ["model.dropout"]
-    assert [row.settings for row in told.rows] == [{}, {"model.dropout": 0.5}]
 
 
 def test_going_on_tells_no_job_from_another_and_is_in_no_command(tmp_path: Path):
@@ -272,8 +257,8 @@ def test_a_loss_that_is_no_number_is_nan_and_in_its_place(tmp_path: Path):
     train, _ = read_curves(written(tmp_path, {"step": 1, "train_loss": 3.0}, {"step": 2, "train_loss": None}))
     assert train.loss[0] == 3.0
     assert math.isnan(train.loss[-1])
-    assert train.over("tokens") == []
-    assert [step for step, _ in train.over("step")] == [1, 2]
+    assert points_over(train, "tokens", 9) == []
+    assert [step for step, _ in points_over(train, "step", 9)] == [1, 2]
 
 
 def test_steps_that_come_a_second_time_are_left_out(tmp_path: Path):
@@ -344,16 +329,12 @@ def test_jobs_that_differ_in_the_seed_alone_have_a_mean_and_a_spread(tmp_path: P
     for place, ((lr, seed), loss) in enumerate(losses.items()):
         write_job(tmp_path / str(place), [f"optimizer.lr={lr}", f"seed={seed}"], final_val_loss=loss)
     write_job(tmp_path / "6", ["optimizer.lr=0.1", "seed=3"], status="failed", error="x")
+    for job in "78":
+        write_job(tmp_path / job, ["optimizer.lr=0.4"])
     best, other = spreads(read_report(tmp_path))
     assert [[row.job for row in each.rows] for each in (best, other)] == [["3", "4"], ["0", "1", "2"]]
     assert (other.mean, other.least, other.most) == (3.5, 3.0, 4.0)
     assert other.deviation == pytest.approx(statistics.stdev([3.0, 3.5, 4.0]))
-
-
-def test_two_jobs_of_one_seed_have_no_spread(tmp_path: Path):
-    write_job(tmp_path / "0", final_val_loss=1.0)
-    write_job(tmp_path / "1", final_val_loss=2.0)
-    assert spreads(read_report(tmp_path)) == []
 
 
 def test_groups_of_equal_weights_come_the_largest_first(tmp_path: Path):

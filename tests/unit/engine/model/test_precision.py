@@ -207,6 +207,11 @@ class Notes(nn.Module):
         return F.mse_loss(self.rest(self.exact).squeeze(-1), targets[0])
 
 
+@pytest.mark.case(
+    "precision",
+    "inputs and outputs in dicts, dataclasses, named tuples",
+    "rounded where they meet weights; gathered in time at stage 3",
+)
 def test_arguments_in_any_structure_reach_the_model_and_what_is_kept_in_fp32_as_they_are():
     torch.manual_seed(0)
     model = Notes()
@@ -501,6 +506,9 @@ def test_in_fp32_all_is_kept_anyway_and_nothing_is_cast():
     assert model.seen == [torch.float32, torch.float32, torch.int64]
 
 
+@pytest.mark.case(
+    "precision", "that keeps nothing, or everything", "refused", under="A model, or one parameter, in fp64"
+)
 def test_a_pattern_that_matches_nothing_is_refused_in_every_precision():
     for precision in ("fp32", "bf16", "fp16"):
         with pytest.raises(

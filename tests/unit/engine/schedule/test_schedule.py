@@ -212,6 +212,7 @@ def test_a_rank_that_skips_blocks_issues_what_the_others_do_in_the_same_order(pr
     assert_same(training, Setup(2, 3, overlap, more={"prefetch": prefetch}))
 
 
+@pytest.mark.case("calls: Calls", "Parts of the model alone")
 def test_a_part_of_the_model_that_is_called_between_engine_calls_is_refused_where_weights_are_sharded():
     engine = build(Three, zerotrain.World.current(torch.device("cpu")), stage=3, bucket_mb=ONE_EACH)
     with pytest.raises(zerotrain.EngineStateError, match="was called between engine calls"):

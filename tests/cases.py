@@ -1,0 +1,21 @@
+"""Names for long cases that several tests prove, in `@pytest.mark.case`; docs/cases.py reads them here."""
+
+EVALUATION = (
+    "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
+)
+EXPORT = (
+    "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+    "integers, buffers; one file or several"
+)
+GENERATION = (
+    "`python -m zerotrain generate`, of bytes or a tokenizer, of a run, an interrupted one, an "
+    "exported folder of any form, adapters merged or not"
+)
+WEIGHTS = (
+    "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+    "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+)
+WRONG_RUN = (
+    "half-written, damaged, cut, of another model or of no run, adapters alone, removed by its "
+    "run meanwhile, no tokenizer, no such setting or one without an effect"
+)
