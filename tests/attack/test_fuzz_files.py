@@ -22,7 +22,6 @@ FOUND: dict[str, tuple[int, ...]] = {
     "index of Hugging Face": (29, 33, 103, 1020074),
     "index of Hugging Face, by transformers": (29, 33, 34, 51, 135, 140, 151, 189),
     "index.json of a store": (151, 188, 100053, 100059, 1020016),
-    "preparing.json": (1, 31, 125),
     "tokenizer.json": (103, 20099, 1001074),
     "job.json": (95, 133),
     ".lock": (43, 81),

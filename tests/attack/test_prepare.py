@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import REPOSITORY, TINY, result_of
+from commands import REPOSITORY
 
 from tests.unit.data.tokenizers_made import END, sample, saved
 from tests.zygote.client import Forked, Zygote
@@ -67,44 +67,35 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (*folder.glob("*.bin"), folder / "index.json")}
 
 
-@pytest.mark.case("data: Text", "killed anywhere while preparing", "goes on there, to the same bits")
+@pytest.mark.case(
+    "data: Text", "killed anywhere while preparing", "goes on behind the last finished shard, to the same bits"
+)
 @pytest.mark.parametrize("given", ["bytes", "tokens"])
 def test_who_is_killed_anywhere_goes_on_there_and_comes_to_the_same_bits(
     given: str, texts: Path, tokenizer: str, tmp_path: Path, begin: Begin
 ):
     starts = []
 
-    def make(out: Path) -> Forked:
+    def make(out: Path, *, slow: bool = False) -> Forked:
         starts.append(f"start{len(starts)}")
-        options = {"tokenizer": tokenizer} if given == "tokens" else {}
-        return begin(starts[-1], path=str(texts), out=str(out), shard_tokens=100_000, **options)
-
-    def tokens_noted() -> int:
-        with open(killed / "preparing.json") as file:
-            return int(json.load(file)["tokens"])
-
-    def goes_on() -> list[str]:
-        printed = "".join((tmp_path / f"{start}.err").read_text() for start in starts)
-        return [line for line in printed.splitlines() if "goes on at" in line]
-
-    def has_come_to(tokens: float, start: int) -> bool:
-        return len(goes_on()) == start and (killed / "preparing.json").exists() and tokens_noted() >= tokens
+        options = {"tokenizer": tokenizer, "shard_tokens": 30_000} if given == "tokens" else {"shard_tokens": 60_000}
+        return begin(starts[-1], path=str(texts), out=str(out), slow=slow, **options)
 
     assert make(tmp_path / "undisturbed").wait() == 0
     undisturbed = files_of(tmp_path / "undisturbed")
-    total = sum(shard["tokens"] for shard in json.loads(undisturbed["index.json"])["shards"])
     killed = tmp_path / "killed"
-    for start, part in enumerate((0.0, 0.1, 0.5, 0.9)):
-        process = make(killed)
-        wait_until(lambda: has_come_to(part * total, start))  # noqa: B023
+    for num_files in (1, 6, 10, 14):  # shards and notes, also those that have no name yet
+        process = make(killed, slow=True)
+        wait_until(lambda: len(list(killed.glob("0*"))) >= num_files)  # noqa: B023
         os.kill(process.pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
         assert not (killed / "seal.json").exists()
     assert make(killed).wait() == 0
     assert files_of(killed) == undisturbed
     assert {path.name for path in killed.iterdir()} == {*undisturbed, "lock", "seal.json"}
-    assert len(goes_on()) == 4
-    assert goes_on()[-1] != goes_on()[0]
+    printed = "".join((tmp_path / f"{start}.err").read_text() for start in starts)
+    goes_on = [line for line in printed.splitlines() if "goes on at" in line]
+    assert len(goes_on) == 3
 
 
 @pytest.mark.case(
@@ -113,9 +104,9 @@ def test_who_is_killed_anywhere_goes_on_there_and_comes_to_the_same_bits(
     "one works, the others say for whom they wait; a dead one is taken over from",
 )
 def test_of_two_at_once_one_waits_and_takes_over_where_the_other_was_killed(texts: Path, tmp_path: Path, begin: Begin):
-    first = begin("first", path=str(texts), hangs=True)
-    wait_until(lambda: list((tmp_path / "cache").glob("*/preparing.json")) != [])
-    second, third = (begin(name, path=str(texts)) for name in ("second", "third"))
+    first = begin("first", path=str(texts), shard_tokens=100_000, hangs=True)
+    wait_until(lambda: list((tmp_path / "cache").glob("*/*.note")) != [])
+    second, third = (begin(name, path=str(texts), shard_tokens=100_000) for name in ("second", "third"))
 
     def printed(name: str) -> str:
         return (tmp_path / f"{name}.err").read_text()
@@ -126,7 +117,8 @@ def test_of_two_at_once_one_waits_and_takes_over_where_the_other_was_killed(text
     assert [first.wait(), second.wait(), third.wait()] == [-signal.SIGKILL, 0, 0]
     assert len([name for name in ("second", "third") if "goes on at" in printed(name)]) == 1
     [store] = (tmp_path / "cache").iterdir()
-    assert (store / "000000.bin").read_bytes().startswith((texts / "a.txt").read_bytes() + b"\n")
+    tokens = b"".join(path.read_bytes() for path in sorted(store.glob("0*.bin")))
+    assert tokens.startswith((texts / "a.txt").read_bytes() + b"\n")
 
 
 DISKS = r"""
@@ -136,7 +128,7 @@ from io import StringIO
 from zerotrain.data import prepare
 from zerotrain.commands.prepare import main
 
-prepare.NOTE_S, prepare.BATCH_NBYTES, prepare.PIECE_NBYTES = 0.0, 1 << 15, 0
+prepare.SHARD_TOKENS, prepare.BATCH_NBYTES, prepare.PIECE_NBYTES = 100_000, 1 << 15, 0
 
 def run(*arguments):
     with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
@@ -208,32 +200,3 @@ def test_a_long_line_takes_little_memory_and_small_files_little_time(tokenizer: 
     printed = json.loads((tmp_path / "make.out").read_text())
     assert printed["documents"] == 2001
     assert printed["grown_mb"] < 350
-
-
-@pytest.mark.case(
-    "data: Text",
-    "machines without a common folder",
-    "each prepares before the ranks meet, as long as it takes; a machine that cannot is named on all ranks",
-)
-def test_machines_without_a_common_folder_prepare_each_for_itself_before_the_ranks_meet(torchrun, texts, tmp_path):
-    """A collective that waited for one that tokenised ended the run after launch.timeout_s."""
-    store = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}")
-    options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-id=job", *store)
-    data = ("data=text", "data._target_=misbehaving.SlowText", f"data.path={texts}", "data.cache_dir=cache")
-    run = [each for each in TINY if not each.startswith("data")]
-    machines = [tmp_path / name for name in ("one", "other")]
-    for folder in machines:
-        folder.mkdir()
-    commands = [
-        torchrun(
-            *run, *data, "data.seq_len=16", "launch.timeout_s=12", f"hydra.run.dir={tmp_path / 'run'}",
-            folder=folder, options=options,
-        )
-        for folder in machines
-    ]  # fmt: skip
-    assert [command.wait() for command in commands] == [0, 0], [command.stderr for command in commands]
-    assert result_of(tmp_path / "run")["status"] == "completed"
-    for folder in machines:
-        assert [path.name for path in (folder / "cache").glob("*/seal.json")] == ["seal.json"]
-    said = "".join(command.stderr for command in commands)
-    assert "rank 0 waits for the machine of rank 1 to prepare its data (10 s)" in said

@@ -325,7 +325,6 @@ OF_ROWS = (
     *(each for each in TINY if not each.startswith("data")),
     "data=own",
     "data._target_=misbehaving.MisbehavingRows",
-    "data.collate_fn={_target_: misbehaving.with_locals, _partial_: true}",
     "model.vocab_size=null",
     "train.max_steps=20",
     "hydra.run.dir=run",
@@ -334,22 +333,6 @@ OF_ROWS = (
 
 
 SLEEPING = ("+data.after=200", "train.max_steps=1000", "train.eval_every=1000")
-
-
-@pytest.mark.case("data: Order, position and loading", "Rows that a worker process cannot hand over")
-@pytest.mark.waits
-def test_a_batch_that_a_worker_cannot_hand_over_ends_the_run_with_its_rows(tmp_path: Path, launch: Launch) -> None:
-    """Seen: the rank waited for ever, and the cause stood in its log alone, from a thread of multiprocessing."""
-    command = launch(*OF_ROWS, "+data.with_local=true", "data.num_workers=1", folder=tmp_path)
-    assert command.wait(60) == 1
-    cause, _ = command.stderr.splitlines()
-    assert re.fullmatch(
-        r"rank [01] failed: RowError: data\.train: rows [\d, ]*\b5\b[\d, ]* \(epoch 0, step \d+\) cannot be sent by a "
-        r"worker process: (AttributeError|.*PicklingError): .*lambda.*",
-        cause,
-    )
-    assert result_of(tmp_path / "run")["status"] == "failed"
-    assert command.wait_until_gone() == []
 
 
 @pytest.mark.case(

@@ -35,7 +35,9 @@ def launcher(name: str) -> tuple[str, ...]:
 
 
 def journal_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "sweep/sweep.jsonl").read_text().splitlines()]
+    """Its events, but for the places of jobs that are yet to begin."""
+    events = [json.loads(line) for line in (folder / "sweep/sweep.jsonl").read_text().splitlines()]
+    return [event for event in events if event["event"] != "placed"]
 
 
 def case_of(event: dict[str, Any]) -> str:

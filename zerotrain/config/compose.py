@@ -6,13 +6,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.plugins import Plugins
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from zerotrain.config.schema import Config
 from zerotrain.config.words import did_you_mean, interpolation_problems, we_call_it
@@ -23,10 +24,48 @@ _INTERPOLATION = re.compile(r"(\\*)\$\{")
 """With the backslashes before it: each would be taken for an escape."""
 
 
+@dataclass
+class OptunaConfig:
+    """The settings of `hydra/sweeper=optuna`, by the names that hydra-optuna-sweeper has for them."""
+
+    _target_: str = "hydra_plugins.zerotrain.OptunaSweeper"
+    _recursive_: bool = False
+    defaults: list[Any] = field(default_factory=lambda: ["_self_", {"sampler": "tpe"}])
+    sampler: Any = MISSING
+    direction: Any = None
+    """Null: that of `sweep`."""
+    storage: Any = None
+    """The address of a database; null: study.db in the folder of the sweep."""
+    study_name: str | None = None
+    n_trials: int = 20
+    n_jobs: int = 2
+    """Trials at a time."""
+    params: dict[str, str] | None = None
+    """The settings with several values, beside those of the command line."""
+
+
+_SAMPLERS: dict[str, dict[str, Any]] = {
+    "TPE": {"seed": None, "n_startup_trials": 10, "n_ei_candidates": 24, "multivariate": None},
+    "Random": {"seed": None},
+    "CmaEs": {"seed": None, "x0": None, "sigma0": None, "consider_pruned_trials": False, "use_separable_cma": False},
+    "NSGAII": {
+        "seed": None, "population_size": 50, "mutation_prob": None, "crossover_prob": 0.9, "swapping_prob": 0.5
+    },
+    "Grid": {"_partial_": True},
+}  # fmt: skip
+
+
 def register_schema() -> None:
     """Make the schema known to Hydra as `schema`, the first entry of the defaults list: it checks names and types. And
-    `${slurm_job:OTHERWISE}`, which is slurm-123_4 in a job of Slurm: a job that is queued again finds its folder."""
-    ConfigStore.instance().store(name="schema", node=Config)
+    `hydra/sweeper=optuna` with its samplers. And `${slurm_job:OTHERWISE}`, which is slurm-123_4 in a job of Slurm: a
+    job that is queued again finds its folder."""
+    Plugins.instance()  # finds those installed, of which hydra-optuna-sweeper would take the place of ours later
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    store.store(group="hydra/sweeper", name="optuna", node=OptunaConfig)
+    for name, arguments in _SAMPLERS.items():
+        target = {"_target_": f"optuna.samplers.{name}Sampler"}
+        store.store(group="hydra/sweeper/sampler", name=name.lower(), node=target | arguments)
     OmegaConf.register_new_resolver("slurm_job", _slurm_name, use_cache=True, replace=True)
 
 

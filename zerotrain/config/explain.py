@@ -101,10 +101,10 @@ Compose = Callable[[list[str]], DictConfig]
 
 _PLUGINS = {
     "hydra/launcher": ("joblib", "ray", "rq", "submitit_local", "submitit_slurm"),
-    "hydra/sweeper": ("ax", "nevergrad", "optuna"),
+    "hydra/sweeper": ("ax", "nevergrad"),
 }
 """Choices from packages of their own, such as hydra-ray-launcher."""
-_OF_EXTRA = ("joblib", "submitit_local", "submitit_slurm", "optuna")
+_OF_EXTRA = ("joblib", "submitit_local", "submitit_slurm")
 """Choices of an extra of ours: it also names compatible versions of packages."""
 
 

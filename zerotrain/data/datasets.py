@@ -9,9 +9,9 @@ from torch.utils.data import Dataset
 
 from zerotrain.data.batches import require_at_least
 from zerotrain.data.formats import TokenPaths, find_token_paths, open_files, place_on_disk
-from zerotrain.data.prepare import NUM_BYTE_VALUES, cache_folder, prepare_in_cache, recipe_of
+from zerotrain.data.prepare import NUM_BYTE_VALUES, prepare_in_cache, recipe_of
 from zerotrain.data.store import TokenStore
-from zerotrain.data.windows import describe_tokens, fingerprint_tokens, require_known, split, whole
+from zerotrain.data.windows import describe_tokens, fingerprint_tokens, split, whole
 
 # SyntheticTokens: sequences made up on the spot, for benchmarks and tests that want no files.
 
@@ -178,20 +178,19 @@ class TokenFiles:
     Args:
         path: a file, a folder or a glob pattern, see `zerotrain.data.formats`.
         seq_len: tokens of a sequence.
-        vocab_size: tokens the model knows; every token in the files must be below. None for as many as the store says
-            it has.
+        vocab_size: tokens the model knows; a row with a token that is not below is refused when it is read. None for
+            as many as the store says it has.
         dtype: of a token in files that do not say it themselves: uint8, uint16, uint32 or uint64.
         validation_path: validation tokens, named as `path`. Without it, and without files in `path` that are called
             `val`, they are split off.
         validation_fraction: part split off for validation where it has no files of its own, between 0 and 1; 0: none.
-        cache_dir: the folder that keeps the facts about the files; None for `$XDG_CACHE_HOME/zerotrain` or
-            `~/.cache/zerotrain`.
+        cache_dir: of no effect; the settings of older runs have it.
 
     Raises:
         FileNotFoundError: a file is not there.
         OSError: a file cannot be read.
-        ValueError: a file is empty, damaged, too short, of another format or holds a token that is too large, is for
-            training and validation, or an argument is out of range.
+        ValueError: a file is empty, damaged, too short or of another format, is for training and validation, or an
+            argument is out of range.
     """
 
     def __init__(
@@ -215,8 +214,7 @@ class TokenFiles:
                 f"data.vocab_size=null takes the size from a store, and {source} is no store; give that of the "
                 "tokenizer"
             )
-        self.vocab_size, folder = known_size, cache_folder(cache_dir)
-        require_known(store, vocab_size=self.vocab_size, source=source, cache_folder=folder)
+        self.vocab_size = known_size
         name, files = _validation_files(validation_path, paths, source)
         if not files:
             self.train, self.validation = self._parts = split(
@@ -225,7 +223,6 @@ class TokenFiles:
             return
         validation = _open(files, dtype=dtype, vocab_size=vocab_size, source=name)
         _require_apart(store, validation, name)
-        require_known(validation, vocab_size=self.vocab_size, source=name, cache_folder=folder)
         self.train, self.validation = self._parts = (
             whole(store, seq_len=seq_len, vocab_size=self.vocab_size, source=source),
             whole(validation, seq_len=seq_len, vocab_size=self.vocab_size, source=name),

@@ -92,10 +92,13 @@ def tokens_known(model: Any) -> int | None:
 
 
 def unknown_token(batch: Any, vocab_size: int) -> tuple[int, int] | None:
-    """(the number of its item, the token) of one that a language model does not know, of a batch of rows of tokens;
-    None where it knows all."""
+    """(the number of its item, the token) of one that a language model does not know, of a batch of rows of tokens in
+    the host's memory; None where it knows all."""
     for part, may_be_ignored in ((ids_of(batch), False), (labels_of(batch), True)):
         if part is None or part.dtype not in (torch.int32, torch.int64) or not part.ndim or not part.numel():
+            continue
+        smallest, largest = part.aminmax()
+        if smallest >= 0 and largest < vocab_size:  # a tenth of the time of what follows
             continue
         outside = (part < 0) | (part >= vocab_size)
         places = (outside & (part != IGNORED_LABEL) if may_be_ignored else outside).nonzero()

@@ -24,104 +24,6 @@ import numpy as np
 from zerotrain.data.store import INDEX_NAME, Shard, TokenStore
 from zerotrain.files.untrusted import printable
 
-# Files that are neither text nor tokens are known by their first bytes. Any bytes can be learnt: without a look an
-# archive, or a database, would be.
-
-
-_UNPACK = "unpack it, and give what was in it"
-_AS_TEXT = "write its text to .txt, .jsonl or .parquet files"
-_NPY_MAGIC = b"\x93NUMPY"
-_TAR_HEADER_NBYTES = 512
-_TAR_CHECKSUM = slice(148, 156)
-
-
-@dataclass(frozen=True)
-class Container:
-    """A kind of file that is neither."""
-
-    name: str
-    """With its article."""
-    for_text: str
-    """Remedy if its text is wanted."""
-    for_tokens: str = "give a .npy, or a .bin of tokens and nothing else"
-    """Remedy if its tokens are wanted."""
-
-
-_TAR = Container("a tar archive", _UNPACK, "unpack it")
-_GZIP = Container("a gzip file", "unpack it, or give it a name that ends in .gz", "unpack it")
-_ARROW = Container("an arrow file", "data=huggingface reads a folder that save_to_disk() has written")
-_PICKLE = Container("a pickle", _AS_TEXT)
-_KINDS = {
-    b"\x1f\x8b": _GZIP,
-    b"\x28\xb5\x2f\xfd": Container("a zstd file", "unpack it, or give it a name that ends in .zst", "unpack it"),
-    b"BZh91AY&SY": Container("a bzip2 file", _UNPACK, "unpack it"),
-    b"\xfd7zXZ": Container("an xz file", _UNPACK, "unpack it"),
-    b"\x04\x22\x4d\x18": Container("an lz4 file", _UNPACK, "unpack it"),
-    b"7z\xbc\xaf\x27\x1c": Container("a 7z archive", _UNPACK, "unpack it"),
-    b"Rar!\x1a\x07": Container("a rar archive", _UNPACK, "unpack it"),
-    b"PK\x03\x04": Container("a zip file (.npz and .pt are such)", _UNPACK),
-    b"PK\x05\x06": Container("an empty zip file", _UNPACK),
-    b"PAR1": Container("a parquet file", "give it a name that ends in .parquet", "data=text reads its text"),
-    b"ARROW1": _ARROW,
-    b"FEA1": _ARROW,
-    b"Obj\x01": Container("an Avro file", _AS_TEXT),
-    b"\x89HDF": Container("an HDF5 file", _AS_TEXT),
-    _NPY_MAGIC: Container("a .npy file", "data=tokens reads tokens of it"),
-    b"MMIDIDX": Container(
-        "the index of a Megatron dataset without the .bin beside it",
-        "data=tokens reads the two of them",
-        "put it there",
-    ),
-    b"TNTIDX": Container(
-        "the index of an old Megatron dataset", _AS_TEXT, "make it anew with a Megatron that writes MMIDIDX"
-    ),
-    b"SQLite format 3\0": Container("an SQLite database", _AS_TEXT),
-    b"\x80\x04\x95": _PICKLE,
-    b"\x80\x05\x95": _PICKLE,
-    b"%PDF-": Container("a PDF file", _AS_TEXT),
-    b"{\\rtf": Container("an RTF file", _AS_TEXT),
-    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": Container("an old Office file", _AS_TEXT),
-}
-_UTF_16 = Container("text in UTF-16", "write it in UTF-8: iconv -f UTF-16 -t UTF-8")
-_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
-
-
-def container_of(beginning: bytes) -> Container | None:
-    """The kind of a file that begins so; None if it may be text or tokens.
-
-    Args:
-        beginning: its first bytes, 512 or more to know a tar archive.
-    """
-    if _is_tar(beginning):
-        return _TAR
-    # save_to_disk() may have written it: the sign of a message, and the length of its schema.
-    if beginning.startswith(b"\xff\xff\xff\xff") and 0 < int.from_bytes(beginning[4:8], "little") < 1 << 24:
-        return _ARROW
-    kind = next((kind for magic, kind in _KINDS.items() if beginning.startswith(magic)), None)
-    if kind is _GZIP:
-        with suppress(zlib.error):
-            if _is_tar(zlib.decompressobj(wbits=31).decompress(beginning, _TAR_HEADER_NBYTES)):
-                return _TAR
-    return kind
-
-
-def container_of_text(beginning: bytes) -> Container | None:
-    """As `container_of`, of a file of text: with encodings that hold other bytes."""
-    return _UTF_16 if beginning.startswith(_BYTE_ORDER_MARKS) else container_of(beginning)
-
-
-def _is_tar(beginning: bytes) -> bool:
-    """Old ones have no magic, but all have a sum of the bytes of their first header."""
-    header = beginning[:_TAR_HEADER_NBYTES]
-    if len(header) < _TAR_HEADER_NBYTES:
-        return False
-    try:
-        checksum = int(header[_TAR_CHECKSUM].strip(b" \0"), 8)
-    except ValueError:
-        return False
-    return checksum == sum(header) - sum(header[_TAR_CHECKSUM]) + 8 * ord(" ") and checksum > 8 * ord(" ")
-
-
 # The real content of a file that should hold only tokens is guessed. Without a look, text, or tokens of another
 # size, would be learnt.
 
@@ -183,9 +85,8 @@ def _is_text(sample: bytes) -> bool:
 
 PLAIN_DTYPES = ("uint8", "uint16", "uint32", "uint64")
 _LLM_C_HEADER_NBYTES = 1024
-_LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
+_LLM_C = {struct.pack("<i", 20240520): (1, "<u2"), struct.pack("<i", 20240801): (7, "<u4")}
 """Magic: version and dtype."""
-_LLM_C_QUESTIONS = 20240522
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, code of the dtype, number of sequences, number of documents; then for each sequence its tokens,
@@ -242,16 +143,13 @@ def _token_file(path: Path, plain: np.dtype, vocab_size: int | None, name: str) 
         raise ValueError(f"{name} cannot be read; give it read permission or choose another file")
     with path.open("rb") as file:
         beginning = file.read(_SAMPLE_NBYTES)
-    if beginning.startswith(_NPY_MAGIC):
-        return _read_npy(path, name)
-    magic = int.from_bytes(beginning[:4], "little")
-    if len(beginning) >= _LLM_C_HEADER_NBYTES and (magic in _LLM_C or magic == _LLM_C_QUESTIONS):
-        return _read_llm_c(path, beginning, name)
-    index = path.with_suffix(".idx")
+    kind, index = kind_of(beginning), path.with_suffix(".idx")
+    if kind is not None and kind.read is not None:
+        return kind.read(path, beginning, name)
     if path.suffix == ".bin" and is_megatron_index(index):
         return _read_megatron(path, index, name)
-    if (container := container_of(beginning)) is not None:
-        raise ValueError(f"{name} is {container.name}; {container.for_tokens}")
+    if kind is not None:
+        raise ValueError(f"{name} is {kind.name}; {kind.for_tokens}")
     if (content := _guess_content(beginning, plain, vocab_size)) is not None:
         raise ValueError(f"{name} looks like {content}")
     nbytes = path.stat().st_size
@@ -263,7 +161,7 @@ def _token_file(path: Path, plain: np.dtype, vocab_size: int | None, name: str) 
     return TokenFile(Shard(path, nbytes // plain.itemsize), plain)
 
 
-def _read_npy(path: Path, name: str) -> TokenFile:
+def _read_npy(path: Path, _: bytes, name: str) -> TokenFile:
     try:
         array = np.load(path, mmap_mode="r")  # reads the header alone
     except Exception as error:  # its header is Python: TokenError, SyntaxError, TypeError, MemoryError
@@ -277,10 +175,8 @@ def _read_npy(path: Path, name: str) -> TokenFile:
     return TokenFile(Shard(path, len(array), first_byte=array.offset), array.dtype)
 
 
-def _read_llm_c(path: Path, header: bytes, name: str) -> TokenFile:
-    magic, version, tokens = (int(field) for field in np.frombuffer(header, dtype="<i4", count=3))
-    if magic == _LLM_C_QUESTIONS:
-        raise ValueError(f"{name} is an llm.c file of multiple-choice questions; give a file of tokens")
+def _read_llm_c(path: Path, beginning: bytes, name: str) -> TokenFile:
+    magic, (version, tokens) = beginning[:4], struct.unpack("<2i", beginning[4:12].ljust(8, b"\0"))
     supported_version, dtype = _LLM_C[magic]
     if version != supported_version:
         raise ValueError(
@@ -349,6 +245,108 @@ def _read_megatron_documents(
     if (starts[1:] < starts[:-1]).any() or starts[-1] > tokens:
         raise ValueError(f"{index} does not list documents in the order of their tokens; write it anew")
     return starts
+
+
+# Kinds of files that their first bytes tell. Any bytes can be learnt: without a look an archive, or a database, would
+# be.
+
+
+_UNPACK = "unpack it, and give what was in it"
+_AS_TEXT = "write its text to .txt, .jsonl or .parquet files"
+_READS_TOKENS = "data=tokens reads tokens of it"
+_TAR_HEADER_NBYTES = 512
+_TAR_CHECKSUM = slice(148, 156)
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """A kind of file that is neither text nor tokens and nothing else."""
+
+    name: str
+    """With its article."""
+    for_text: str
+    """Remedy if its text is wanted."""
+    for_tokens: str = "give a .npy, or a .bin of tokens and nothing else"
+    """Remedy if its tokens are wanted, and it cannot be read."""
+    read: Callable[[Path, bytes, str], TokenFile] | None = None
+    """Reads its tokens: of (its path, its first bytes, its name in messages)."""
+
+
+_TAR = FileKind("a tar archive", _UNPACK, "unpack it")
+_GZIP = FileKind("a gzip file", "unpack it, or give it a name that ends in .gz", "unpack it")
+_ARROW = FileKind("an arrow file", "data=huggingface reads a folder that save_to_disk() has written")
+_PICKLE = FileKind("a pickle", _AS_TEXT)
+_KINDS = {
+    b"\x1f\x8b": _GZIP,
+    b"\x28\xb5\x2f\xfd": FileKind("a zstd file", "unpack it, or give it a name that ends in .zst", "unpack it"),
+    b"BZh91AY&SY": FileKind("a bzip2 file", _UNPACK, "unpack it"),
+    b"\xfd7zXZ": FileKind("an xz file", _UNPACK, "unpack it"),
+    b"\x04\x22\x4d\x18": FileKind("an lz4 file", _UNPACK, "unpack it"),
+    b"7z\xbc\xaf\x27\x1c": FileKind("a 7z archive", _UNPACK, "unpack it"),
+    b"Rar!\x1a\x07": FileKind("a rar archive", _UNPACK, "unpack it"),
+    b"PK\x03\x04": FileKind("a zip file (.npz and .pt are such)", _UNPACK),
+    b"PK\x05\x06": FileKind("an empty zip file", _UNPACK),
+    b"PAR1": FileKind("a parquet file", "give it a name that ends in .parquet", "data=text reads its text"),
+    b"ARROW1": _ARROW,
+    b"FEA1": _ARROW,
+    b"Obj\x01": FileKind("an Avro file", _AS_TEXT),
+    b"\x89HDF": FileKind("an HDF5 file", _AS_TEXT),
+    b"\x93NUMPY": FileKind("a .npy file", _READS_TOKENS, read=_read_npy),
+    **dict.fromkeys(_LLM_C, FileKind("an llm.c file", _READS_TOKENS, read=_read_llm_c)),
+    struct.pack("<i", 20240522): FileKind(
+        "an llm.c file of multiple-choice questions", _AS_TEXT, "give a file of tokens"
+    ),
+    _MEGATRON_MAGIC: FileKind(
+        "the index of a Megatron dataset without the .bin beside it",
+        "data=tokens reads the two of them",
+        "put it there",
+    ),
+    b"TNTIDX": FileKind(
+        "the index of an old Megatron dataset", _AS_TEXT, "make it anew with a Megatron that writes MMIDIDX"
+    ),
+    b"SQLite format 3\0": FileKind("an SQLite database", _AS_TEXT),
+    b"\x80\x04\x95": _PICKLE,
+    b"\x80\x05\x95": _PICKLE,
+    b"%PDF-": FileKind("a PDF file", _AS_TEXT),
+    b"{\\rtf": FileKind("an RTF file", _AS_TEXT),
+    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": FileKind("an old Office file", _AS_TEXT),
+}
+_UTF_16 = FileKind("text in UTF-16", "write it in UTF-8: iconv -f UTF-16 -t UTF-8")
+_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+def kind_of(beginning: bytes) -> FileKind | None:
+    """The kind of a file that begins so; None if it may be text or tokens and nothing else.
+
+    Args:
+        beginning: its first bytes, 512 or more to know a tar archive.
+    """
+    if _is_tar(beginning):
+        return _TAR
+    # save_to_disk() may have written it: the sign of a message, and the length of its schema.
+    if beginning.startswith(b"\xff\xff\xff\xff") and 0 < int.from_bytes(beginning[4:8], "little") < 1 << 24:
+        return _ARROW
+    kind = next((kind for magic, kind in _KINDS.items() if beginning.startswith(magic)), None)
+    if kind is _GZIP:
+        with suppress(zlib.error):
+            if _is_tar(zlib.decompressobj(wbits=31).decompress(beginning, _TAR_HEADER_NBYTES)):
+                return _TAR
+    return kind
+
+
+def kind_of_text(beginning: bytes) -> FileKind | None:
+    """As `kind_of`, of a file of text: with encodings that hold other bytes."""
+    return _UTF_16 if beginning.startswith(_BYTE_ORDER_MARKS) else kind_of(beginning)
+
+
+def _is_tar(beginning: bytes) -> bool:
+    """Old ones have no magic, but all have a sum of the bytes of their first header."""
+    header = beginning[:_TAR_HEADER_NBYTES]
+    try:
+        checksum = int(header[_TAR_CHECKSUM].strip(b" \0"), 8)
+    except ValueError:  # also where it is too short
+        return False
+    return checksum == sum(header) - sum(header[_TAR_CHECKSUM]) + 8 * ord(" ") and checksum > 8 * ord(" ")
 
 
 # The files of tokens that a path names, and those of them that are for validation.

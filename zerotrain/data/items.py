@@ -2,6 +2,7 @@
 
 import inspect
 import numbers
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -182,13 +183,12 @@ def require_next_tokens(batches: Sequence[Any], name: str, *, model: str, vocab_
         ValueError: they are not.
     """
     pairs = [_ids_and_labels(batch, f"{name}[{index}]", model) for index, batch in enumerate(batches)]
-    for index, (ids, labels) in enumerate(pairs):
-        tokens = torch.cat([ids.flatten().long(), labels[labels != IGNORED_LABEL]]).tolist()
-        unknown = [token for token in tokens if token < 0 or (vocab_size is not None and token >= vocab_size)]
-        if unknown:
+    for index, pair in enumerate(pairs):
+        unknown = fetch.unknown_token(pair, sys.maxsize if vocab_size is None else vocab_size)
+        if unknown is not None:
             allowed = "from 0 on" if vocab_size is None else f"from 0 to {vocab_size - 1}"
             raise ValueError(
-                f"{name}[{index}] has the token {unknown[0]}, but {model} knows the tokens {allowed}; ignored labels "
+                f"{name}[{index}] has the token {unknown[1]}, but {model} knows the tokens {allowed}; ignored labels "
                 f"are {IGNORED_LABEL}"
             )
     if pairs and pairs[0][0].ndim == 2 and _labels_repeat_ids(pairs):

@@ -17,11 +17,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from zerotrain.data.store import INDEX_NAME, Shard, TokenStore, write_index
 from zerotrain.data.text_files import Sources, TextPiece, find_sources, is_plain, read_pieces
 from zerotrain.data.tokenizer import PIECE_NBYTES, Cut, DocumentEnd, ExactPlace, TextTokenizer, cut_anywhere
 from zerotrain.files.lock import can_lock, holder, lock, note_holder, open_lock, whole
-from zerotrain.files.untrusted import Natural, UntrustedFileError, duration, read_json, require_kind
+from zerotrain.files.untrusted import Natural, UntrustedFileError, duration, parse_json, read_json, read_regular
 
 # One process at a time fills a folder. The others wait as long as it takes, and name the process that they wait for.
 
@@ -51,9 +52,10 @@ def sole_writer(folder: Path, *, private: bool) -> Iterator[None]:
     """
     while True:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
-        with open_lock(folder / LOCK_NAME) as file:
+        path = folder / LOCK_NAME
+        with open_lock(path) as file:
             _wait(file, folder)
-            if not _is_at(file, folder / LOCK_NAME):
+            if not path.exists() or not os.path.samefile(file.fileno(), path):
                 continue  # the holder has removed the folder as abandoned
             with _naming_folder(folder):
                 note_holder(file)
@@ -70,18 +72,6 @@ def _naming_folder(folder: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(folder)
         raise
-
-
-def try_lock(folder: Path) -> BinaryIO | None:
-    """The locked file of a folder that is there; None where another process has it."""
-    try:
-        file = open_lock(folder / LOCK_NAME, make=False)
-    except OSError:
-        return None
-    if can_lock(file):
-        return file
-    file.close()
-    return None
 
 
 def _wait(file: BinaryIO, folder: Path) -> None:
@@ -103,184 +93,148 @@ def _wait(file: BinaryIO, folder: Path) -> None:
         print(f"warning: {folder} cannot be locked ({problem}); prepare nothing else there", file=sys.stderr)
 
 
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+# A store as it is written: shard by shard. A shard gets its name once all of it is on the disk, and then a note, which
+# says where in the sources its tokens end: an ended process is continued behind the last shard with a note.
 
 
-# A store as it is written. The part on the disk is noted every few seconds, so that an ended process is continued.
-
-
-SHARD_TOKENS = 1 << 27
-"""Tokens of every shard but the last: borders of shards do not depend on interruptions of the writing."""
-NOTE_S = 5.0
-"""Seconds of work that are lost at most where the process is killed."""
-NOTES_NAME = "preparing.json"
+SHARD_TOKENS = 1 << 25
+"""Tokens of every shard but the last: borders of shards do not depend on interruptions of the writing. As many are
+tokenised again at most where the process is killed, 20 s of work at 1.6 million tokens a second."""
+NOTES = "[0-9]*.note"
 MAX_JSON_NBYTES = 1 << 16
-STARTS_NAME = "starts.part"
-"""File with the starts of documents, until the index is written."""
 
 
-@dataclass
-class WriterState:
-    """Contents of an unfinished store on the disk, and the place in the sources where writing resumes."""
+@dataclass(frozen=True)
+class SourcePlace:
+    """A place in the sources from which they can be read on, and the contents of the store up to there."""
 
-    made_of: str
-    """A hash of the sources and of how they become tokens."""
     file: Natural = 0
     """The number of the source."""
     offset: Natural = 0
     """In the source, see `text_files.read_pieces`."""
+    nbytes_read: Natural = 0
+    """Bytes of all sources before it, as they lie on the disk."""
     tokens: Natural = 0
-    documents: Natural = 0
     begins: bool = False
     """The next token is the first of a document."""
     nulls: Natural = 0
     """Rows that were left out, since their text is null."""
 
 
-def _hash_state(state: WriterState) -> str:
-    return _hash(json.dumps(asdict(state), sort_keys=True))
-
-
 class StoreWriter:
-    """Writes the tokens of documents to a folder, after what an earlier writer has left there of the same.
+    """Writes the tokens of documents to a folder, behind the finished shards that an earlier writer has left there.
 
     Args:
         folder: is there, and nobody else writes to it.
         dtype: of the tokens.
-        made_of: a hash of the sources and the recipe; an unfinished store with another hash is removed.
+        made_of: a hash of the sources and the recipe; shards with another hash are removed.
 
     Raises:
         OSError: the folder cannot be written; `filename` names something in it.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype, made_of: str) -> None:
-        self._folder, self._dtype = folder, np.dtype(dtype).newbyteorder("<")
-        self._noted_s = time.monotonic()
-        self._shard: BinaryIO | None = None
-        with _naming_folder(self._folder):
-            self.state = self._read_notes(made_of) or WriterState(made_of)
-            self._cut_back()
-            self._starts = (folder / STARTS_NAME).open("ab")
+        self._folder, self._dtype, self._made_of = folder, np.dtype(dtype).newbyteorder("<"), made_of
+        self.resumed_at, self._num_finished = SourcePlace(), 0
+        with _naming_folder(folder):
+            while (place := self._finished_place(self._num_finished)) is not None:
+                self.resumed_at, self._num_finished = place, self._num_finished + 1
+            remove_store(folder, num_finished=self._num_finished)
+        self._place = place = self.resumed_at
+        self.tokens, self.nulls, self._begins = place.tokens, place.nulls, place.begins
+        self._shard, self._starts = np.empty(SHARD_TOKENS, self._dtype), list[int]()
 
     def start_document(self) -> None:
         """The next token written begins a document; a document without tokens is not counted."""
-        self.state.begins = True
+        self._begins = True
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append tokens, (num_tokens,)."""
-        with _naming_folder(self._folder):
-            if self.state.begins and len(tokens):
-                self._starts.write(np.array([self.state.tokens], "<u8").tobytes())
-                self.state.documents, self.state.begins = self.state.documents + 1, False
-            while len(tokens):
-                room = SHARD_TOKENS - self.state.tokens % SHARD_TOKENS
-                if self._shard is None:
-                    self._shard = (self._folder / _shard_name(self.state.tokens // SHARD_TOKENS)).open("ab")
-                self._shard.write(tokens[:room].astype(self._dtype, copy=False).tobytes())
-                self.state.tokens += min(room, len(tokens))
-                tokens = tokens[room:]
-                if self.state.tokens % SHARD_TOKENS == 0:
-                    self._close_shard()
+        """Append tokens, (num_tokens,). Those that finished shards have already, behind the place where writing was
+        resumed, are passed over."""
+        if self._begins and len(tokens):
+            self._begins = False
+            if self.tokens >= self._num_finished * SHARD_TOKENS:
+                self._starts.append(self.tokens)
+        while len(tokens):
+            at = self.tokens - self._num_finished * SHARD_TOKENS
+            count = min(len(tokens), SHARD_TOKENS - at if at >= 0 else -at)
+            if at >= 0:
+                self._shard[at : at + count] = tokens[:count]
+            self.tokens, tokens = self.tokens + count, tokens[count:]
+            if at + count == SHARD_TOKENS:
+                self._finish_shard(SHARD_TOKENS)
 
-    def note(self, file: int, offset: int, *, at_once: bool = False) -> None:
-        """Note that all before this place of the sources is written, and sync it to the disk: if `NOTE_S` have passed,
-        or now."""
-        if not at_once and time.monotonic() < self._noted_s + NOTE_S:
-            return
-        with _naming_folder(self._folder):
-            for output in filter(None, (self._shard, self._starts)):
-                output.flush()
-                os.fsync(output.fileno())
-            self.state.file, self.state.offset = file, offset
-            fields = asdict(self.state) | {"hash": _hash_state(self.state)}
-            with whole(self._folder / NOTES_NAME, lasting=True) as notes:
-                notes.write(json.dumps(fields).encode())
-        self._noted_s = time.monotonic()
+    def note(self, file: int, offset: int, nbytes_read: int) -> None:
+        """Note a place of the sources before which all is written: writing is resumed there at the earliest, once the
+        shard of its last token is finished."""
+        self._place = SourcePlace(file, offset, nbytes_read, self.tokens, self._begins, self.nulls)
 
-    def complete(self, *, vocab_size: int, tokenizer: str | None, with_documents: bool) -> None:
+    def complete(self, *, vocab_size: int, tokenizer: str | None) -> None:
         """Make the folder a store. The notes stay until `forget_notes`."""
+        num_left = self.tokens - self._num_finished * SHARD_TOKENS
+        if num_left > 0:
+            self._finish_shard(num_left)
+        starts = np.concatenate([self._read_note(number)[1] for number in range(self._num_finished)])
+        sizes = [min(SHARD_TOKENS, self.tokens - first) for first in range(0, self.tokens, SHARD_TOKENS)]
         with _naming_folder(self._folder):
-            self.close()
-            starts = None
-            if with_documents and self.state.documents:
-                starts = np.memmap(self._folder / STARTS_NAME, "<u8", "r")
-            names = [_shard_name(number) for number in range(-(-self.state.tokens // SHARD_TOKENS))]
-            shards = [(name, (self._folder / name).stat().st_size // self._dtype.itemsize) for name in names]
             write_index(
                 self._folder,
                 dtype=self._dtype.name,
-                shards=shards,
+                shards=[(f"{number:06}.bin", tokens) for number, tokens in enumerate(sizes)],
                 vocab_size=vocab_size,
                 tokenizer=tokenizer,
-                documents=starts,
+                documents=starts if len(starts) > 1 else None,
             )
 
-    def close(self) -> None:
-        """Close the files."""
+    def _finish_shard(self, num_tokens: int) -> None:
+        place = json.dumps(asdict(self._place)).encode()
+        note = place + b"\n" + np.array(self._starts, "<u8").tobytes()
+        parts: dict[str, bytes | memoryview] = {
+            "bin": self._shard[:num_tokens].data,
+            "note": self._digest(note) + b"\n" + note,
+        }
         with _naming_folder(self._folder):
-            self._close_shard()
-            self._starts.close()
+            for suffix, part in parts.items():
+                with whole(self._folder / f"{self._num_finished:06}.{suffix}", lasting=True) as file:
+                    file.write(part)
+        self._num_finished, self._starts = self._num_finished + 1, []
 
-    def _close_shard(self) -> None:
-        if self._shard is not None:
-            closing, self._shard = self._shard, None
-            with closing:
-                closing.flush()
-                os.fsync(closing.fileno())
-
-    def _read_notes(self, made_of: str) -> WriterState | None:
-        """The notes of an earlier writer; None if writing cannot resume there."""
+    def _finished_place(self, number: int) -> SourcePlace | None:
+        """The noted place of a whole shard; None if there is none."""
         try:
-            notes = read_json(self._folder / NOTES_NAME, dict[str, Any], max_nbytes=MAX_JSON_NBYTES)
-            state: WriterState = require_kind(notes, WriterState)
-            if notes.get("hash") != _hash_state(state):
-                return None
-            last_shard, rest = divmod(state.tokens, SHARD_TOKENS)
-            needed = {_shard_name(number): SHARD_TOKENS * self._dtype.itemsize for number in range(last_shard)}
-            needed |= {_shard_name(last_shard): rest * self._dtype.itemsize} if rest else {}
-            needed[STARTS_NAME] = state.documents * 8
-            is_there = all((self._folder / name).stat().st_size >= nbytes for name, nbytes in needed.items())
-            return state if is_there and state.made_of == made_of else None
-        except (FileNotFoundError, UntrustedFileError):
+            place, _ = self._read_note(number)
+            nbytes = (self._folder / f"{number:06}.bin").stat().st_size
+        except (FileNotFoundError, ValueError):
             return None
+        return place if nbytes == SHARD_TOKENS * self._dtype.itemsize else None
 
-    def _cut_back(self) -> None:
-        """Remove the tokens that were not noted."""
-        for cut_off in self._folder.glob("*.tmp"):
-            cut_off.unlink()
-        num_tokens = self.state.tokens
-        if num_tokens == 0 and self.state.file == 0 == self.state.offset:
-            remove_store(self._folder)
-        for shard in self._folder.glob("*.bin"):
-            number = int(shard.stem) if shard.stem.isdigit() else -1
-            if number * SHARD_TOKENS >= num_tokens or number < 0:
-                shard.unlink()
-            else:
-                os.truncate(shard, min(SHARD_TOKENS, num_tokens - number * SHARD_TOKENS) * self._dtype.itemsize)
-        if self.state.documents:
-            os.truncate(self._folder / STARTS_NAME, self.state.documents * 8)
+    def _read_note(self, number: int) -> tuple[SourcePlace, np.ndarray]:
+        """(the noted place of a shard, the starts of documents in it). A ValueError if the note is damaged, or of
+        another text."""
+        path, max_nbytes = self._folder / f"{number:06}.note", MAX_JSON_NBYTES + 8 * SHARD_TOKENS
+        digest, _, note = read_regular(path, max_nbytes=max_nbytes).partition(b"\n")
+        if digest != self._digest(note):
+            raise ValueError(f"{path} is damaged, or of another text")
+        place, _, starts = note.partition(b"\n")
+        return parse_json(place, SourcePlace), np.frombuffer(starts, "<u8")
+
+    def _digest(self, note: bytes) -> bytes:
+        return hashlib.sha256(self._made_of.encode() + note).hexdigest().encode()
 
 
 def forget_notes(folder: Path) -> None:
     """Remove the notes, which a store that is complete does not need."""
-    for name in (STARTS_NAME, NOTES_NAME):
-        (folder / name).unlink(missing_ok=True)
+    for note in folder.glob(NOTES):
+        note.unlink()
 
 
-def remove_store(folder: Path) -> None:
-    """Remove the files of a store, the index first, and of one that was begun."""
-    (folder / INDEX_NAME).unlink(missing_ok=True)
-    for pattern in (NOTES_NAME, STARTS_NAME, "*.bin", "*.tmp"):
+def remove_store(folder: Path, *, num_finished: int = 0) -> None:
+    """Remove the files of a store, seal and index first, but for so many finished shards and their notes."""
+    finished = {f"{number:06}.{suffix}" for number in range(num_finished) for suffix in ("bin", "note")}
+    for pattern in (SEAL_NAME, INDEX_NAME, NOTES, "*.bin", "*.tmp"):
         for file in folder.glob(pattern):
-            file.unlink()
-
-
-def _shard_name(number: int) -> str:
-    return f"{number:06}.bin"
+            if file.name not in finished:
+                file.unlink()
 
 
 SEAL_NAME = "seal.json"
@@ -337,10 +291,9 @@ def kept_store(
         reason = misfit(folder, sources, recipe)
         if reason is None:  # another process has made it meanwhile
             return folder
-        if (folder / SEAL_NAME).exists() or ((folder / INDEX_NAME).exists() and not (folder / NOTES_NAME).exists()):
+        if (folder / SEAL_NAME).exists() or ((folder / INDEX_NAME).exists() and not [*folder.glob(NOTES)]):
             print(f"{folder} is made anew: {reason}", file=sys.stderr, flush=True)
             remove_store(folder)
-            (folder / SEAL_NAME).unlink(missing_ok=True)
         marks = _marks(sources)  # before they are read
         try:
             sources_sha256 = sha256_of(sources)
@@ -357,10 +310,11 @@ def kept_store(
     return folder
 
 
-def sealed_recipe(folder: Path) -> str | None:
-    """How the tokens in a folder were made of their sources; None where nothing there says so."""
+def read_seal(folder: Path) -> Seal | None:
+    """The seal of the store in a folder; None if there is none, or it cannot be read."""
     try:
-        return str(read_json(folder / SEAL_NAME, Seal, max_nbytes=MAX_JSON_NBYTES).recipe)
+        seal: Seal = read_json(folder / SEAL_NAME, Seal, max_nbytes=MAX_JSON_NBYTES)
+        return seal
     except (OSError, UntrustedFileError):
         return None
 
@@ -374,18 +328,12 @@ def remove_abandoned(cache: Path, *, superseded: str, keep: str) -> None:
         keep: the name of the one that is of use.
     """
     for folder in cache.iterdir() if cache.is_dir() else ():
-        if (
-            folder.name == keep
-            or not folder.is_dir()
-            or (folder / SEAL_NAME).exists()
-            or _STORE_NAME.fullmatch(folder.name) is None
-        ):
+        if folder.name == keep or not _STORE_NAME.fullmatch(folder.name) or (folder / SEAL_NAME).exists():
             continue
-        with suppress(OSError):  # another user's
+        with suppress(OSError), open_lock(folder / LOCK_NAME, make=False) as file:  # or it is another user's
             is_old = time.time() - folder.stat().st_mtime > ABANDONED_S
-            if (is_old or folder.name.startswith(superseded)) and (lock := try_lock(folder)) is not None:
-                with lock:
-                    shutil.rmtree(folder)
+            if (is_old or folder.name.startswith(superseded)) and can_lock(file):
+                shutil.rmtree(folder)
 
 
 def sha256_of(files: Sequence[Path]) -> str:
@@ -407,13 +355,10 @@ def sha256_of(files: Sequence[Path]) -> str:
 
 def misfit(folder: Path, sources: Sequence[Path], recipe: str) -> str | None:
     """Why a store is not to be used; None where it is."""
-    try:
-        seal: Seal = read_json(folder / SEAL_NAME, Seal, max_nbytes=MAX_JSON_NBYTES)
-        store_files = _store_files(folder)
-    except FileNotFoundError:
-        return "nothing in it says what it holds"
-    except (UntrustedFileError, OSError):
-        return f"what it holds cannot be read from {SEAL_NAME}"
+    seal, store_files = read_seal(folder), _store_files(folder)
+    if seal is None:
+        is_there = (folder / SEAL_NAME).exists()
+        return f"what it holds cannot be read from {SEAL_NAME}" if is_there else "nothing in it says what it holds"
     if seal.recipe != recipe:
         return "it was made with other settings"
     if not store_files[-1].exists():
@@ -462,11 +407,7 @@ def _stamp(marks: list[tuple[int, ...]]) -> str:
 def _require_unchanged(sources: Sequence[Path], marks: list[tuple[int, ...]], folder: Path) -> None:
     """Remove the store, with a ValueError, if a source is no longer as it was before it was read."""
     for source, mark in zip(sources, marks, strict=True):
-        try:
-            is_same = _mark(source.stat()) == mark
-        except FileNotFoundError:
-            is_same = False
-        if not is_same:
+        if not source.exists() or _mark(source.stat()) != mark:
             remove_store(folder)
             raise ValueError(
                 f"data.path: {source} was written to while it was read; start again once nothing writes to it, or give "
@@ -485,7 +426,6 @@ def _write_seal(folder: Path, seal: Seal) -> None:
 QUIET_S = 2.0
 """Work that is done by then says nothing."""
 LINE_S = 10.0
-_REDRAW_S = 0.5
 
 
 class Progress:
@@ -493,52 +433,55 @@ class Progress:
 
     Args:
         nbytes: to read in all.
+        nbytes_read: those that were read before.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes, self._begun_at, self._started_s = nbytes, 0, time.monotonic()
-        self._is_terminal = sys.stderr.isatty()
+    def __init__(self, nbytes: int, nbytes_read: int) -> None:
+        from rich import console, progress  # not of those that every run needs
+
+        terminal = console.Console(stderr=True)
+        self._is_terminal = terminal.is_terminal and not terminal.is_dumb_terminal
+        self._display = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            console=terminal,
+            refresh_per_second=2,
+            disable=not self._is_terminal,
+        )
+        self._task = self._display.add_task("", total=nbytes, completed=nbytes_read)
+        self._started_s = time.monotonic()
         self._next_s = self._started_s + (QUIET_S if self._is_terminal else LINE_S)
         self._line = ""
+        if nbytes_read:
+            print(f"preparing: goes on at {_mb(nbytes_read)} of {_mb(nbytes)} MB", file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._line and self._is_terminal:
-            print(file=sys.stderr)
-        elif self._line and kind is None:
-            self._print(self._line)
+        self._display.stop()
+        if self._line and not self._is_terminal and kind is None:
+            print(self._line, file=sys.stderr, flush=True)
 
-    def start(self, reached: int) -> None:
-        """Some of the bytes were read before."""
-        self._begun_at = reached
-        if reached:
-            self._print(f"preparing: goes on at {_mb(reached)} of {_mb(self._nbytes)} MB")
-
-    def reached(self, nbytes: int, tokens: int) -> None:
+    def advance(self, nbytes: int, tokens: int) -> None:
         """Note how many bytes are read, and how many tokens made."""
-        now_s = time.monotonic()
-        took_s = max(1e-3, now_s - self._started_s)
-        if took_s >= QUIET_S:
-            rate = (nbytes - self._begun_at) / took_s
-            left_s = max(0, self._nbytes - nbytes) / max(rate, 1.0)
-            self._line = (
-                f"preparing: {_mb(nbytes)} of {_mb(self._nbytes)} MB, {tokens:,} tokens, {rate / 1e6:.1f} MB/s, "
-                f"{duration(left_s)} left"
-            )
-            if now_s >= self._next_s:
-                self._next_s = now_s + (_REDRAW_S if self._is_terminal else LINE_S)
-                self._print(self._line)
-
-    def _print(self, line: str) -> None:
-        if self._is_terminal:
-            print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        self._display.update(self._task, completed=nbytes)
+        now_s, task = time.monotonic(), self._display.tasks[0]
+        if now_s < self._started_s + QUIET_S:
+            return
+        self._line = (
+            f"preparing: {_mb(nbytes)} of {_mb(task.total or 0)} MB, {tokens:,} tokens, "
+            f"{(task.speed or 0) / 1e6:.1f} MB/s, {duration(task.time_remaining or 0)} left"
+        )
+        self._display.update(self._task, description=self._line)
+        if now_s >= self._next_s:
+            self._next_s = now_s + LINE_S
+            if self._is_terminal:
+                self._display.start()
+            else:
+                print(self._line, file=sys.stderr, flush=True)
 
 
-def _mb(nbytes: int) -> str:
+def _mb(nbytes: float) -> str:
     return f"{nbytes / 1e6:,.1f}" if nbytes < 1e8 else f"{nbytes / 1e6:,.0f}"
 
 
@@ -625,35 +568,29 @@ def write_store(recipe: Recipe, folder: Path, made_of: str) -> None:
         ValueError: a file is broken or has no text where the recipe says.
         ImportError: a package that reads a kind of file is not installed.
     """
-    sources, made_of = recipe.sources, f"{recipe.fingerprint} {made_of}"
-    offsets = np.concatenate([[0], np.cumsum([file.stat().st_size for file in sources.files])])
-    with closing(StoreWriter(folder, recipe.dtype, made_of)) as writer, Progress(int(offsets[-1])) as progress:
-        state = writer.state
-        progress.start(int(offsets[state.file]) + state.offset)
-        for batch, encoded in _encode_batches(recipe, state.file, state.offset):
+    sources = recipe.sources
+    first_bytes = [0, *accumulate(file.stat().st_size for file in sources.files)]
+    writer = StoreWriter(folder, recipe.dtype, f"{recipe.fingerprint} {made_of}")
+    resumed_at = writer.resumed_at
+    with Progress(first_bytes[-1], resumed_at.nbytes_read) as progress:
+        for batch, encoded in _encode_batches(recipe, resumed_at.file, resumed_at.offset):
             for (_, piece), tokens in zip(batch, encoded, strict=True):
-                if piece.is_null:
-                    state.nulls += 1
-                    continue
+                writer.nulls += piece.is_null
                 if piece.starts:
                     writer.start_document()
                 writer.write(tokens)
             number, last_piece = batch[-1]
+            nbytes_read = first_bytes[number] + last_piece.reached
             if last_piece.resume_at is not None or last_piece.ends:
                 at_end = last_piece.resume_at is None
-                writer.note(number + at_end, last_piece.resume_at or 0)
-            progress.reached(int(offsets[number]) + last_piece.reached, state.tokens)
-        writer.note(len(sources.files), 0, at_once=True)
-        if state.tokens:
-            writer.complete(
-                vocab_size=recipe.vocab_size,
-                tokenizer=None if recipe.tokenizer is None else recipe.tokenizer.fingerprint(),
-                with_documents=state.documents > 1,
-            )
-    if state.nulls:
-        print(f"{sources.path}: leaves out {state.nulls:,} rows whose text is null", file=sys.stderr, flush=True)
-    if not state.tokens:
+                writer.note(number + at_end, last_piece.resume_at or 0, nbytes_read)
+            progress.advance(nbytes_read, writer.tokens)
+    if writer.nulls:
+        print(f"{sources.path}: leaves out {writer.nulls:,} rows whose text is null", file=sys.stderr, flush=True)
+    if not writer.tokens:
         raise ValueError(f"{sources.path} holds no text; give a file, folder or pattern with at least one document")
+    tokenizer = None if recipe.tokenizer is None else recipe.tokenizer.fingerprint()
+    writer.complete(vocab_size=recipe.vocab_size, tokenizer=tokenizer)
 
 
 def _encode_batches(
@@ -754,7 +691,8 @@ def prepare_in_folder(recipe: Recipe, folder: Path) -> TokenStore:
         names = set() if not folder.exists() else {entry.name for entry in folder.iterdir()}
         if names and LOCK_NAME not in names:
             raise ValueError(f"--out={folder} holds other files; give a folder that is empty, or that is not there yet")
-        if sealed_recipe(folder) not in (recipe.fingerprint, None):
+        seal = read_seal(folder)
+        if seal is not None and seal.recipe != recipe.fingerprint:
             raise ValueError(f"--out={folder} holds tokens that were made with other settings; give another folder")
         write = partial(_write, recipe)
         return TokenStore.open(kept_store(folder, recipe.sources.files, recipe.fingerprint, write, private=False))

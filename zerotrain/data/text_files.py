@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zerotrain.data.formats import container_of_text, place_on_disk
+from zerotrain.data.formats import kind_of_text, place_on_disk
 from zerotrain.data.tokenizer import Cut, cut_anywhere, cut_text
 from zerotrain.files.lock import Holder, read_note
 from zerotrain.files.terminal import package
@@ -255,8 +255,8 @@ def why_left(path: Path) -> str | None:
     if is_parquet(path) or not os.access(path, os.R_OK):
         return None
     sample = beginning(path, SNIFFED_NBYTES)
-    if (container := container_of_text(sample)) is not None:
-        return f"{BINARY}: {container.name}; {container.for_text}"
+    if (kind := kind_of_text(sample)) is not None:
+        return f"{BINARY}: {kind.name}; {kind.for_text}"
     return BINARY if b"\0" in sample else None
 
 
@@ -272,9 +272,9 @@ def require_text(path: Path, source: str) -> None:
     if is_parquet(path) or not os.access(path, os.R_OK):
         return
     sample = beginning(path, SNIFFED_NBYTES)
-    if (container := container_of_text(sample)) is not None:
+    if (kind := kind_of_text(sample)) is not None:
         verb = "holds" if path.suffix.lower() in COMPRESSED else "is"
-        raise ValueError(f"{source} {verb} {container.name}; {container.for_text}")
+        raise ValueError(f"{source} {verb} {kind.name}; {kind.for_text}")
     if len(sample) >= _MIN_NBYTES and sample.count(0) > _MAX_ZEROS * len(sample):
         raise ValueError(
             f"{source} is binary: of its first {len(sample):,} bytes {sample.count(0):,} are zero; data=tokens reads "
@@ -334,7 +334,7 @@ def _is_saved_dataset(path: Path) -> bool:
 
 STDLIB_SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
 """Other people's packages, and tests, which only some distributions of Python install."""
-_OWN_FILES = (("multirun.yaml",), ("ranks", "config.yaml"), ("lock", "seal.json"), ("lock", "preparing.json"))
+_OWN_FILES = (("multirun.yaml",), ("ranks", "config.yaml"), ("lock", "seal.json"))
 _OF_RUNS = "of runs and caches"
 
 
@@ -433,8 +433,9 @@ def _holds_run(folder: Path) -> bool:
     """Whether a folder is that of a run, on this machine or another, of a sweep, or of prepared tokens."""
     if any(all((folder / name).exists() for name in names) for names in _OWN_FILES):
         return True
-    # A run's lock is there before anything else of it; other programs' locks say something else.
-    return read_note(folder / ".lock", Holder) is not None
+    # The lock of a run, or of tokens that are prepared, is there before anything else; other programs' locks say
+    # something else.
+    return any(read_note(folder / name, Holder) is not None for name in (".lock", "lock"))
 
 
 def _walk(folder: str, is_own: Callable[[Path], bool], sources: Sources) -> Iterator[Path]:

@@ -1,26 +1,17 @@
-"""Windows of tokens: the rows of a store, their split into training and validation, and a check of all tokens."""
+"""Windows of tokens: the rows of a store, and their split into training and validation."""
 
 import hashlib
-import json
 import math
-import os
-import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from zerotrain.data.store import TokenStore
-from zerotrain.files.lock import lock, open_lock
-from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, read_regular
 
 # The places of a dataset's rows: windows of seq_len tokens, one beside the other, in runs of a store's tokens.
 #
@@ -231,11 +222,15 @@ class TokenWindows(Dataset[Batch]):
             raise IndexError(f"sequence {outside[0]} of {len(self)}")
         starts, lengths = self.layout.parts(rows)
         read = self.store.read_parts(starts, lengths)
-        if len(unknown := np.flatnonzero((read < 0) | (read >= self.vocab_size))):
-            part = int(np.searchsorted(np.cumsum(lengths), unknown[0], side="right"))
-            position = int(starts[part] + unknown[0] - lengths[:part].sum())
-            raise unknown_token(
-                self.store, int(read[unknown[0]]), position, vocab_size=self.vocab_size, source=self.source
+        if read.max(initial=0) >= self.vocab_size or read.min(initial=0) < 0:
+            number = int(np.flatnonzero((read < 0) | (read >= self.vocab_size))[0])
+            part = int(np.searchsorted(np.cumsum(lengths), number, side="right"))
+            token, where = int(read[number]), self.store.where(int(starts[part] + number - lengths[:part].sum()))
+            if token < 0:
+                raise ValueError(f"{self.source} holds {token} ({where}); tokens are numbers from 0 on")
+            raise ValueError(
+                f"{self.source} holds the token {token} ({where}); tokens must be below data.vocab_size="
+                f"{self.vocab_size}: set data.vocab_size to the tokenizer's, at least {token + 1}"
             )
         tokens = read.reshape(len(rows), self.seq_len + 1)
         # Two copies: a user who masks labels in place must not change the ids beside them.
@@ -293,16 +288,6 @@ def split(
         TokenWindows(store, rows, seq_len, vocab_size, source, words) for rows in sides
     )
     return train_windows, validation_windows
-
-
-def unknown_token(store: TokenStore, token: int, position: int, *, vocab_size: int, source: str) -> ValueError:
-    """The error of a token that is beyond the vocabulary, with its file and its number there."""
-    if token < 0:
-        return ValueError(f"{source} holds {token} ({store.where(position)}); tokens are numbers from 0 on")
-    return ValueError(
-        f"{source} holds the token {token} ({store.where(position)}); tokens must be below data.vocab_size="
-        f"{vocab_size}: set data.vocab_size to the tokenizer's, at least {token + 1}"
-    )
 
 
 # Facts about a dataset of tokens: one line for people, and values that must be equal on all machines.
@@ -388,142 +373,3 @@ def _hash_of_rows(train: TokenWindows, validation: TokenWindows) -> str:
             hashed.update(array.data)
         hashed.update(b"\n")
     return hashed.hexdigest()[:16]
-
-
-PIECE_TOKENS = 1 << 23
-"""Looked at by one thread of `_NUM_THREADS`, then by another."""
-_READ_TOKENS = 1 << 19
-"""Read at a time: so many stay in the processor's cache."""
-_NUM_THREADS = min(4, os.cpu_count() or 1)
-_MAX_FACTS_NBYTES = 10_000
-_SAY_AFTER_S = 5.0
-_SAY_EVERY_S = 10.0
-
-
-@dataclass(frozen=True)
-class Extremes:
-    """The smallest and the largest token of a store, and the first place of each."""
-
-    smallest: int
-    smallest_at: Natural
-    largest: int
-    largest_at: Natural
-
-
-def require_known(store: TokenStore, *, vocab_size: int, source: str, cache_folder: Path) -> None:
-    """Check that every token of a store is in 0..vocab_size - 1.
-
-    Reads all files, unless their dtype has no other numbers, or the cache has their extremes: the smallest and
-    the largest token are kept in `cache_folder`, under a name made of the files' paths, sizes, times of change,
-    inodes and dtype. One process reads; others of the same machine wait for its result.
-
-    Args:
-        source: the setting that names the tokens, as the user wrote it ("data.path=corpus.bin").
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a token is not; with its file and its number there.
-    """
-    limits = np.iinfo(store.dtype)
-    if store.tokens == 0 or (limits.min >= 0 and limits.max < vocab_size):
-        return
-    extremes = _load_extremes(store, source, cache_folder)
-    for token, position in ((extremes.smallest, extremes.smallest_at), (extremes.largest, extremes.largest_at)):
-        if not 0 <= token < vocab_size:
-            raise unknown_token(store, token, position, vocab_size=vocab_size, source=source)
-
-
-def _load_extremes(store: TokenStore, source: str, cache_folder: Path) -> Extremes:
-    path = cache_folder / f"scan-{_key(store)}.json"
-    try:
-        cache_folder.mkdir(parents=True, exist_ok=True)
-        file = open_lock(path, mode=0o600)
-    except OSError as error:  # a folder that cannot be written may still have the facts
-        with suppress(OSError, UntrustedFileError):
-            return _parse_extremes(read_regular(path, max_nbytes=_MAX_FACTS_NBYTES))
-        print(
-            f"{source}: the facts about its files cannot be kept in data.cache_dir={cache_folder} ({error.strerror}); "
-            "each process of the run reads all of them again",
-            file=sys.stderr,
-            flush=True,
-        )
-        return _find_extremes(store, source)
-    with file:
-        _lock_or_wait(file, source)
-        with suppress(UntrustedFileError):  # empty, or half written: by a process that was ended
-            return _parse_extremes(file.read(_MAX_FACTS_NBYTES))
-        extremes = _find_extremes(store, source)
-        with suppress(OSError):  # a full disk: found again the next time
-            file.seek(0)
-            file.write(json.dumps(asdict(extremes)).encode())
-            file.truncate()
-            file.flush()
-        return extremes
-
-
-def _parse_extremes(text: bytes) -> Extremes:
-    extremes: Extremes = parse_json(text, Extremes)
-    return extremes
-
-
-def _lock_or_wait(file: BinaryIO, source: str) -> None:
-    """Lock a file until it is closed, where files can be locked."""
-    try:
-        lock(file)
-    except BlockingIOError:
-        print(f"{source}: waits for another process that reads its files", file=sys.stderr, flush=True)
-        lock(file, wait=True)
-    except OSError:
-        pass
-
-
-def _key(store: TokenStore) -> str:
-    lines = [store.dtype.str]
-    for shard in store.shards:
-        status = os.stat(shard.path)
-        times = status.st_mtime_ns, status.st_ctime_ns  # any program can set the first
-        marks = (status.st_size, *times, status.st_ino, shard.first_byte, shard.tokens)
-        lines.append(f"{os.path.abspath(shard.path)}\0{marks}")
-    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()[:16]
-
-
-def _find_extremes(store: TokenStore, source: str) -> Extremes:
-    """Read all tokens, with a line every few seconds if that takes long."""
-    started_s = time.monotonic()
-    next_s = started_s + _SAY_AFTER_S
-    starts = range(0, store.tokens, PIECE_TOKENS)
-    pieces: list[Extremes] = []
-    pool = ThreadPoolExecutor(_NUM_THREADS)
-    try:
-        for number, piece in enumerate(pool.map(lambda start: _extremes_of_piece(store, start), starts)):
-            pieces.append(piece)
-            now_s = time.monotonic()
-            if now_s >= next_s:
-                next_s = now_s + _SAY_EVERY_S
-                read_gb, total_gb = (tokens * store.dtype.itemsize / 1e9 for tokens in (starts[number], store.tokens))
-                print(
-                    f"{source}: looks once for tokens beyond the vocabulary, {read_gb:.1f} of {total_gb:.1f} GB, "
-                    f"{read_gb / (now_s - started_s):.1f} GB/s",
-                    file=sys.stderr,
-                    flush=True,
-                )
-    finally:
-        pool.shutdown(cancel_futures=True)  # after an error, or Ctrl-C, the rest is not read
-    return _join_extremes(pieces)
-
-
-def _extremes_of_piece(store: TokenStore, start: int) -> Extremes:
-    end = min(store.tokens, start + PIECE_TOKENS)
-    parts: list[Extremes] = []
-    for at in range(start, end, _READ_TOKENS):
-        tokens = store.read(at, min(end, at + _READ_TOKENS))
-        low, high = int(tokens.argmin()), int(tokens.argmax())
-        parts.append(Extremes(int(tokens[low]), at + low, int(tokens[high]), at + high))
-    return _join_extremes(parts)
-
-
-def _join_extremes(parts: Sequence[Extremes]) -> Extremes:
-    """The extremes of parts of a store, in order."""
-    low = min(parts, key=lambda part: part.smallest)  # the first of equal ones
-    high = max(parts, key=lambda part: part.largest)
-    return Extremes(low.smallest, low.smallest_at, high.largest, high.largest_at)

@@ -33,8 +33,7 @@ from zerotrain.files.terminal import code_of, outlast_readers, with_output_writt
 from zerotrain.files.untrusted import printable
 from zerotrain.launching import exits
 from zerotrain.launching.imports import importing
-from zerotrain.launching.sweep.sweep import StudyError, StudyIsFullError
-from zerotrain.launching.sweep.telling import driven_sweep, find_latest, report
+from zerotrain.launching.sweep.telling import find_latest, report
 
 PRIMARY_CONFIG = "train"
 _OF_PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
@@ -285,7 +284,7 @@ def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> 
             return exits.CONFIG_PROBLEM
         find_latest(sys.argv)
         with composed_once(conf):
-            _run_to_its_end(main)
+            main()
         code = exits.COMPLETED
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would cut off the table of the sweep
@@ -293,12 +292,9 @@ def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> 
         code = exits.of_signal(signal.SIGINT)
     except SystemExit as ending:
         code = code_of(ending)
-    except StudyError as error:
+    except ZeroTrainError as error:
         print(error, file=sys.stderr)
-        code = exits.FAILED
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        code = exits.CONFIG_PROBLEM
+        code = exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED
     except Exception as error:  # jobs raise nothing else
         problems = problems_with(error, conf)
         of_disk = [str(error)] if isinstance(error, OSError) else []
@@ -306,14 +302,3 @@ def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> 
             print(problem, file=sys.stderr)
         code = exits.CONFIG_PROBLEM if problems else exits.FAILED
     return with_output_written(report(code))
-
-
-def _run_to_its_end(main: Callable[[], None]) -> None:
-    """Run Hydra; again, where other drivers of a study have left fewer trials than were its own to run."""
-    while True:
-        try:
-            return main()
-        except StudyIsFullError:
-            has_folder = any(argument.startswith("hydra.sweep.dir=") for argument in sys.argv)
-            if (current := driven_sweep()) is not None and not has_folder:  # the default has the time in it
-                sys.argv.insert(1, f"hydra.sweep.dir={quote(str(current[0].folder))}")

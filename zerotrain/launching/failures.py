@@ -33,6 +33,16 @@ _TOLD_TO_STOP = tuple(
     for code in (-signum, exits.of_signal(signum))
 )
 """Exit codes of stopped ranks: because another rank had failed, or by the user."""
+_PRECEDENCE = {
+    "own error": 0,
+    "death": 1,
+    "stop of one rank": 2,
+    "suspension": 3,
+    "no answer": 4,
+    "loss of others": 5,
+    "death after a stop": 6,
+}
+"""The kinds of causes, the one that counts most first. Of one kind the earliest counts."""
 _MAX_NBYTES = 2**20
 """Largest size of a file with a rank's failure."""
 _OF_WAITS = ("unheard", "where", "waited_s")
@@ -130,9 +140,7 @@ class Failure:
 def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_user: bool = False) -> Failure | None:
     """The first cause of a run's end; None where no rank has failed.
 
-    The order of the causes: a rank's own error; the death of a process; a signal to stop for one rank; a suspension of
-    the run, or a rank there without an answer; a loss of others, as the other ranks noticed it. The earliest comes
-    first within each of these.
+    Several causes have the order of `_PRECEDENCE`.
 
     Args:
         ended: the exit code of each process that has failed, by rank; negative where a signal has ended it,
@@ -171,19 +179,27 @@ def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_us
     noticed_s = min((failure.time_s for failure in noticed), default=math.inf)
     by_user = by_user or (ended is None and not _stopped_alone(stops, noticed))
     from_peers = noticed if by_user else [failure for failure in failures if failure.from_peers]
-    ranked = (
-        [failure for failure in failures if not failure.from_peers],
-        [process for rank, process in processes.items() if rank not in told_to_stop | outlived],
+    causes = {
+        "own error": [failure for failure in failures if not failure.from_peers],
+        "death": [process for rank, process in processes.items() if rank not in told_to_stop | outlived],
         # A later signal was sent because of the loss.
-        [] if by_user else [_stop_failure(state) for state in stops.values() if state.stopped_s <= noticed_s],
-        _suspension(from_peers, [state for state, _ in states]) or _unanswered(from_peers, hosts),
-        from_peers,
-        [process for rank, process in processes.items() if not (by_user and rank in told_to_stop)],
-    )
-    earliest = next((min(group, key=lambda failure: failure.time_s) for group in ranked if group), None)
-    if earliest is None or earliest.subject or earliest.rank not in hosts:
-        return earliest
-    return replace(earliest, subject=f"rank {earliest.rank} on {hosts[earliest.rank]}")
+        "stop of one rank": [
+            _stop_failure(state) for state in stops.values() if state.stopped_s <= noticed_s and not by_user
+        ],
+        "suspension": _suspension(from_peers, [state for state, _ in states]),
+        "no answer": _unanswered(from_peers, hosts),
+        "loss of others": from_peers,
+        "death after a stop": [
+            process for rank, process in processes.items() if not (by_user and rank in told_to_stop)
+        ],
+    }
+    ranked = [(_PRECEDENCE[kind], failure.time_s, failure) for kind, group in causes.items() for failure in group]
+    if not ranked:
+        return None
+    first = min(ranked, key=lambda cause: cause[:2])[2]
+    if first.subject or first.rank not in hosts:
+        return first
+    return replace(first, subject=f"rank {first.rank} on {hosts[first.rank]}")
 
 
 def _ranks_beside(rank: int, hosts: Mapping[int, str]) -> list[int]:

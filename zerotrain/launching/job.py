@@ -20,7 +20,7 @@ from zerotrain.config.compose import config_hash, first_paragraph, from_values, 
 from zerotrain.config.schema import Config
 from zerotrain.device.processes import num_cores
 from zerotrain.errors import ConfigError
-from zerotrain.files.lock import LOCK_NAME, holder, lock, note_holder, open_lock, read_note, whole
+from zerotrain.files.lock import LOCK_NAME, holder, lock, note_holder, open_lock, whole
 from zerotrain.files.untrusted import Natural, NotRegularError, UntrustedFileError, parse_json, read_json
 from zerotrain.launching import exits
 from zerotrain.training.result import METRICS_NAME, RESULT_NAME, STEPS_NAME, RunResult, read_result
@@ -35,10 +35,6 @@ _OF_THE_FOLDER = (
 """Errors of a folder as such: a setting can mend them, unlike a full disk."""
 
 
-class _LockNote(TypedDict):
-    job: str
-
-
 _INSTANT_S = 0.02
 """A report locks the folder to see whether a run is under way, for far less than this."""
 
@@ -48,12 +44,9 @@ class FolderInUseError(ConfigError):
 
 
 @contextmanager
-def locked(run_dir: Path, **note: str) -> Iterator[None]:
+def locked(run_dir: Path) -> Iterator[None]:
     """Keep other runs out of a folder; two at once trained one's config and reported the other's success (2026-11-21).
     The file stays: nobody is to lock a file about to be removed.
-
-    Args:
-        note: what the lock says of its holder beside its process.
 
     Raises:
         FolderInUseError: another run is under way there.
@@ -73,14 +66,8 @@ def locked(run_dir: Path, **note: str) -> Iterator[None]:
             ) from None
         if problem is not None:
             print(f"warning: {run_dir} cannot be locked ({problem}); start no other run there", file=sys.stderr)
-        note_holder(file, **note)
+        note_holder(file)
         yield
-
-
-def holding_job(run_dir: Path) -> str | None:
-    """The job of a sweep by the note of the last holder of a folder's lock; None if none."""
-    note = read_note(run_dir / LOCK_NAME, _LockNote)
-    return None if note is None else str(note["job"])
 
 
 def await_free(run_dir: Path) -> None:

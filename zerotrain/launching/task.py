@@ -32,19 +32,10 @@ from zerotrain.launching import exits, resuming
 from zerotrain.launching.failures import RunError, name_full_disk
 from zerotrain.launching.job import Job, locked, write_ending, write_refusal
 from zerotrain.launching.spawn import open_fork_server, run_ranks
-from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member, Value, devices_of_own, number_by_trial
+from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member, Value, devices_of_own
 from zerotrain.launching.sweep.telling import join_sweep
-from zerotrain.launching.torchrun import job_exchange, run_here
+from zerotrain.preflight import choice
 from zerotrain.preflight.check import check, length_given
-from zerotrain.preflight.choice import (
-    Choice,
-    as_chosen,
-    choose,
-    chosen_named,
-    values_in,
-    with_least_memory,
-    with_values,
-)
 from zerotrain.preflight.plan import PLAN_NAME, Memory, Planner, print_plan
 from zerotrain.preflight.rehearsal import StagePlan
 from zerotrain.preflight.room import Ranks, file_problems, in_memory, is_on_host
@@ -188,7 +179,7 @@ def require_sound(
 def _locate(problem: str) -> str:
     hydra = HydraConfig.get()
     folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
-    choices = {group: choice for group, choice in hydra.runtime.choices.items() if not group.startswith("hydra/")}
+    choices = {group: name for group, name in hydra.runtime.choices.items() if not group.startswith("hydra/")}
     return with_place(problem, dict(reversed(choices.items())), folders, given_settings(hydra))
 
 
@@ -227,10 +218,11 @@ def choose_autos(raw: Config, config: Config, ranks: Ranks, run_dir: Path) -> tu
     if not names and not config.plan.compare:
         return config, None
     memory = _memory(config, ranks)
-    if autos_of(as_chosen(raw, run_dir, ranks.num_ranks)):
+    if autos_of(choice.as_chosen(raw, run_dir, ranks.num_ranks)):
         return _choose_now(raw, config, ranks, memory, run_dir)
     if names:
-        print(f"auto: {chosen_named(values_in(config, names))}, as {PLAN_NAME} of the run's folder has it", flush=True)
+        values = choice.chosen_named(choice.values_in(config, names))
+        print(f"auto: {values}, as {PLAN_NAME} of the run's folder has it", flush=True)
     stage = config.zero.stages[0]
     plan = _in_a_child(lambda: asdict(Planner(config, ranks, memory, run_dir).stage(config, stage)))
     return config, asdict(_usage(StagePlan(**plan), stage, memory))
@@ -240,15 +232,15 @@ def _choose_now(
     raw: Config, config: Config, ranks: Ranks, memory: Memory, run_dir: Path
 ) -> tuple[Config, dict[str, Any]]:
     """`choose_autos`, where no earlier run in the folder has chosen."""
-    fields = _in_a_child(lambda: asdict(choose(raw, config, Planner(config, ranks, memory, run_dir))))
-    choice = Choice.from_fields(fields)
-    if not choice.plan.fits:
-        raise ConfigError(choice.why)
-    print_plan(Console(), choice.plan, config)
-    print(choice.why, flush=True)
-    choice.write(run_dir, raw)
-    config, plan = with_values(config, choice.values), choice.plan.stages[choice.plan.stage]
-    alternatives = {str(stage): nbytes for stage, nbytes in choice.alternatives.items()}
+    fields = _in_a_child(lambda: asdict(choice.choose(raw, config, Planner(config, ranks, memory, run_dir))))
+    chosen = choice.Choice.from_fields(fields)
+    if not chosen.plan.fits:
+        raise ConfigError(chosen.why)
+    print_plan(Console(), chosen.plan, config)
+    print(chosen.why, flush=True)
+    chosen.write(run_dir, raw)
+    config, plan = choice.with_values(config, chosen.values), chosen.plan.stages[chosen.plan.stage]
+    alternatives = {str(stage): nbytes for stage, nbytes in chosen.alternatives.items()}
     of_choice = {"memory": round(memory.device), "alternatives": alternatives}
     return config, asdict(_usage(plan, config.zero.stages[0], memory)) | of_choice
 
@@ -331,7 +323,7 @@ def _run_in_sweep(composed: DictConfig, hydra_dir: Path, hydra: Any) -> Value:
     sweep = join_sweep(Path(hydra.sweep.dir).absolute())
     subdir = OmegaConf.to_container(hydra, resolve=False)["sweep"]["subdir"]  # type: ignore[index, call-overload]
     if sweep.study is not None:
-        hydra_dir = number_by_trial(sweep.study, hydra_dir, hydra, subdir == BY_NUMBER)
+        hydra_dir = sweep.study.number_by_trial(hydra, hydra_dir, subdir == BY_NUMBER)
     read, overrides = read_config(composed), given_settings(hydra)
     member = Member(sweep, hydra.job.num, overrides, read.config)
     member.require_hope()
@@ -445,10 +437,12 @@ def _run(
             config, problems = settings_of(read, run_dir, ranks)
             result = None if problems or restarts else resuming.completed_already(config, run_dir)
             started, raw = all_ranks(config, ranks), deepcopy(config)
-            config = with_least_memory(as_chosen(config, run_dir, started.num_ranks))
+            config = choice.with_least_memory(choice.as_chosen(config, run_dir, started.num_ranks))
             data_checked, resume_from = (None, []) if result else require_sound(raw, config, problems, run_dir, ranks)
             config, of_plan = (config, None) if result else choose_autos(raw, config, started, run_dir)
         if ranks is not None:
+            from zerotrain.launching.torchrun import job_exchange
+
             job_exchange(ranks).require_same_commands(config.launch.start_timeout_s)
     except Exception as error:
         with suppress(OSError):  # the cause matters more than a disk that is full
@@ -493,24 +487,26 @@ def _plan(read: ReadConfig, run_dir: Path) -> int:
     """Print a plan in place of a run; return the exit code."""
     require_alone(read.config)
     config, problems = settings_of(read, run_dir, None)
-    raw, config = deepcopy(config), with_least_memory(config)
+    raw, config = deepcopy(config), choice.with_least_memory(config)
     require_sound(raw, config, problems, run_dir, None)
     ranks = all_ranks(config, None)
     _warn(without_effect(raw, ranks.num_ranks))
     planner = Planner(config, ranks, _memory(config, ranks), run_dir)
-    choice = choose(raw, config, planner) if autos_of(raw) else None
-    plan = planner.run(config) if choice is None else choice.plan
+    chosen = choice.choose(raw, config, planner) if autos_of(raw) else None
+    plan = planner.run(config) if chosen is None else chosen.plan
     print_plan(Console(), plan, config)
-    if choice is None:
+    if chosen is None:
         plan.write(run_dir)
     else:
-        print(choice.why)
-        choice.write(run_dir, raw)
+        print(chosen.why)
+        chosen.write(run_dir, raw)
     print(f"plan: {shown_from(Path.cwd(), run_dir) / PLAN_NAME}", flush=True)
     return exits.COMPLETED if plan.fits else exits.DOES_NOT_FIT
 
 
 def _run_under_torchrun(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
+    from zerotrain.launching.torchrun import job_exchange, run_here  # a plain run needs none of it
+
     job_exchange(ranks).publish(job)
     try:
         job_exchange(ranks).prepare_data(job)

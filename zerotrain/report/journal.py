@@ -25,7 +25,7 @@ JOURNAL_NAME = "sweep.jsonl"
 RESULT_NAME = "result.json"
 COMPLETED, DIVERGED, FAILED, STOPPED, RUNNING = "completed", "diverged", "failed", "stopped", "running"
 PRUNED = "pruned"
-BEGUN, ENDED, TAKEN, REFUSED = "begun", "ended", "taken", "refused"
+PLACED, BEGUN, ENDED, TAKEN, REFUSED = "placed", "begun", "ended", "taken", "refused"
 _OF_TRAINING = re.compile(rf"(^| ){TrainingError.__name__}: ")
 """In the error of a run that train.on_nonfinite has ended."""
 _MAX_NBYTES = 2**20
@@ -45,8 +45,9 @@ class _JobResult(TypedDict):
 class JobEvent:
     """One line."""
 
-    event: Annotated[str, untrusted.one_of(BEGUN, ENDED, TAKEN, REFUSED)]
-    """begun, ended, taken (left as it is, with its status) or refused (for its settings)."""
+    event: Annotated[str, untrusted.one_of(PLACED, BEGUN, ENDED, TAKEN, REFUSED)]
+    """placed (its process has locked the folder, and checks its settings), begun, ended, taken (left as it is, with its
+    status) or refused (for its settings)."""
     job: untrusted.Natural
     """Number of the job in the sweep that the driver runs."""
     folder: str
@@ -60,8 +61,8 @@ class JobEvent:
     """Null of a job that has begun."""
     error: str | None = None
     final_val_loss: float | None = None
-    value: float | None = None
-    """The first of the sweep's objectives."""
+    value: float | list[float] | None = None
+    """The sweep's objective; a list where it has several."""
     trackers: dict[str, str] = field(default_factory=dict)
     """The ids of an ended job's run at its trackers, by their names."""
     pid: untrusted.Natural = field(default_factory=os.getpid)
@@ -124,8 +125,8 @@ class Book:
         self._journal, self._file = journal, file
 
     def events(self) -> list[JobEvent]:
-        """All that it says by now."""
-        return self._journal.events()
+        """All that it says by now, also of jobs that are yet to begin."""
+        return self._journal.events(placed=True)
 
     def append(self, event: JobEvent) -> None:
         """Add a line. A disk that is full keeps no job from running: its result.json says the same."""
@@ -187,11 +188,12 @@ class SweepJournal:
         with self.held() as book:
             book.append(event)
 
-    def events(self, start: int = 0) -> list[JobEvent]:
+    def events(self, start: int = 0, *, placed: bool = False) -> list[JobEvent]:
         """The events by now, in order; lines that are none of its own are left out.
 
         Args:
             start: bytes of it to leave out.
+            placed: whether jobs that are yet to begin are told too.
         """
         with self._reads:
             if self.nbytes < self._num_read:  # another file
@@ -204,7 +206,7 @@ class SweepJournal:
                     self._num_read += len(line)
                     with suppress(untrusted.UntrustedFileError):
                         self._events.append((self._num_read, untrusted.parse_json(line, JobEvent)))
-            return [event for end, event in self._events if end > start]
+            return [event for end, event in self._events if end > start and (placed or event.event != PLACED)]
 
 
 def note_earlier_results(folder: Path) -> None:

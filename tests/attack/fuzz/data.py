@@ -5,9 +5,9 @@ import gzip
 import io
 import json
 import struct
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -16,9 +16,9 @@ import zstandard
 
 from tests.attack.fuzz.common import require_printable
 from tests.unit.data.tokenizers_made import saved
-from zerotrain.data import windows as scan
+from zerotrain.data import prepare
 from zerotrain.data.formats import open_files
-from zerotrain.data.prepare import StoreWriter, kept_store, sealed_recipe
+from zerotrain.data.prepare import StoreWriter, kept_store, read_seal
 from zerotrain.data.store import TokenStore, write_index
 from zerotrain.data.text_files import read_pieces, require_no_dataset, require_text
 from zerotrain.data.tokenizer import TextTokenizer
@@ -54,49 +54,34 @@ def read_kept(folder: Path) -> Any:
     """A seal that does not fit has the store made anew."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        sealed_recipe(folder / "kept")
+        read_seal(folder / "kept")
         kept = kept_store(folder / "kept", [folder / "source.txt"], "a recipe", _write_store)
     require_printable(said.getvalue().splitlines())
     return read_store(kept)
 
 
 def make_begun(folder: Path) -> None:
-    """A store that was begun and noted, not completed."""
-    writer = _begun(folder)
-    _write_documents(writer, 0, 3)
-    writer.note(1, 17, at_once=True)
-    writer.close()
+    """A store that was begun: two shards are finished."""
+    _write_documents(folder)
 
 
-def _begun(folder: Path) -> Any:
-    return StoreWriter(folder, np.dtype("uint8"), "made of it")
-
-
-def _write_documents(writer: Any, first: int, last: int) -> None:
-    for number in range(first, last):
-        writer.start_document()
-        writer.write(np.full(100 + number, number, "uint8"))
+def _write_documents(folder: Path) -> StoreWriter:
+    """Goes on behind the finished shards."""
+    with mock.patch.object(prepare, "SHARD_TOKENS", 130):
+        writer = StoreWriter(folder, np.dtype("uint8"), "made of it")
+        for number in range(writer.resumed_at.file, 5):
+            writer.start_document()
+            writer.write(np.full(60 + number, number, "uint8"))
+            writer.note(number + 1, 0, 60 * number)
+        return writer
 
 
 def read_begun(folder: Path) -> Any:
     """Goes on with it, or begins anew: the store is the same."""
-    writer = _begun(folder)
-    _write_documents(writer, writer.state.documents, 5)
-    writer.complete(vocab_size=256, tokenizer=None, with_documents=True)
+    writer = _write_documents(folder)
+    with mock.patch.object(prepare, "SHARD_TOKENS", 130):
+        writer.complete(vocab_size=256, tokenizer=None)
     return read_store(folder)
-
-
-def make_scan(folder: Path) -> None:
-    (folder / "store").mkdir()
-    make_store(folder / "store")
-    (folder / "scan.json").write_text(json.dumps(asdict(scan._find_extremes(TokenStore.open(folder / "store"), "it"))))
-
-
-def read_scan(folder: Path) -> Any:
-    store = TokenStore.open(folder / "store")
-    (folder / "scan.json").rename(folder / f"scan-{scan._key(store)}.json")
-    scan.require_known(store, vocab_size=500, source="data.path=store", cache_folder=folder)
-    return "known"
 
 
 def make_jsonl(folder: Path) -> None:

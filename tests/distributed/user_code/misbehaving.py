@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from zerotrain.data import TextDataset
 from zerotrain.models import MLP
 
 
@@ -98,11 +97,10 @@ class PacedMLP(MLP):
 
 
 class Rows:
-    """Rows of tokens, of which row 5 holds a local function, or the reading of one does not end after so many in a
-    process and those that it forks."""
+    """Rows of tokens, of which the reading of one does not end after so many in a process and those that it forks."""
 
-    def __init__(self, with_local: bool = False, after: float = math.inf, draws: bool = True) -> None:
-        self.with_local, self.num_left, self.draws = with_local, after, draws
+    def __init__(self, after: float = math.inf, draws: bool = True) -> None:
+        self.num_left, self.draws = after, draws
 
     def __len__(self) -> int:
         return 64
@@ -113,7 +111,7 @@ class Rows:
             print("asleep", flush=True)
             time.sleep(3600)
         tokens = torch.full((16,), row % 7)
-        return {"ids": tokens, "labels": tokens + 1, "local": (lambda: row) if self.with_local and row == 5 else None}
+        return {"ids": tokens, "labels": tokens + 1}
 
 
 class MisbehavingRows:
@@ -136,19 +134,3 @@ class FlippedRows:
         tokens = torch.arange(136 * 16).reshape(136, 16) % 31
         self.validation = [{"ids": row, "labels": row + 1} for row in tokens]
         self.train = [{"ids": row, "labels": 31 - row if at in flipped else row + 1} for at, row in enumerate(tokens)]
-
-
-def with_locals(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """A batch, which holds a local function where an item has one."""
-    batch: dict[str, Any] = {name: torch.stack([item[name] for item in items]) for name in ("ids", "labels")}
-    found = [item["local"] for item in items if item["local"] is not None]
-    return batch | {"local": found[0]} if found else batch
-
-
-class SlowText(TextDataset):
-    """Text that takes longer to prepare than `launch.timeout_s` of its test, the first time on a machine."""
-
-    def __init__(self, path: str, **arguments: Any) -> None:
-        if not os.path.exists(arguments["cache_dir"]):
-            time.sleep(15.0)
-        super().__init__(path, **arguments)

@@ -70,17 +70,29 @@ FAULTS = {
         "a run ends steps before the row that cannot be read",
         "unit/data/test_loader.py::test_each_way_to_read_gives_the_same_bits",
     ),
-    "text-starts-not-cut-back": Fault(
-        "StoreWriter._cut_back",
-        Drop("truncate", nth=1),
-        "documents that were not noted before a kill are there twice",
+    "text-starts-of-finished-shards": Fault(
+        "StoreWriter.write",
+        Swap("self.tokens >= self._num_finished * SHARD_TOKENS", "True"),
+        "documents of a finished shard are there twice behind a kill",
         "unit/data/test_prepare.py::test_what_was_ended_anywhere_goes_on_and_comes_to_the_same_bits",
+    ),
+    "text-shard-cut-short": Fault(
+        "StoreWriter._finished_place",
+        Swap("nbytes == SHARD_TOKENS * self._dtype.itemsize", "True"),
+        "a shard that was cut short since is filled up with nothing",
+        "unit/data/test_prepare.py::test_behind_a_shard_that_is_not_as_it_was_noted_nothing_is_gone_on_from",
     ),
     "text-file-read-again": Fault(
         "write_store",
         Without("at_end"),
         "killed just behind a file, preparing reads it again, and its tokens stand there twice",
-        "unit/data/test_prepare.py::test_killed_behind_any_piece_it_goes_on_with_the_next_and_reads_none_twice",
+        "unit/data/test_prepare.py::test_killed_behind_any_piece_it_repeats_the_unfinished_shard_alone",
+    ),
+    "tokens-beyond-the-vocabulary": Fault(
+        "TokenWindows.rows",
+        Swap("read.max(initial=0) >= self.vocab_size", "False"),
+        "a token that the model does not know ends a run in its embedding, without a file or a row",
+        "unit/data/test_datasets.py::test_a_token_beyond_the_vocabulary_is_refused_with_its_place_when_it_is_read",
     ),
     "feeds-store-of-other-settings": Fault(
         "misfit",

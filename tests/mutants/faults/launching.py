@@ -38,13 +38,25 @@ FAULTS = {
         "Attempts.begin_next",
         Swap("self.job.restarts >= allowed", "self.job.restarts > allowed"),
         "a run is started again once more than it may be",
-        "unit/launching/test_resuming.py::test_progress_between_them_allows_more_up_to_the_number_that_was_set",
+        "unit/launching/test_resuming.py::test_restarts_end_at_their_number_and_without_progress",
     ),
     "sweep-shares-a-folder": Fault(
         "_require_unclaimed",
         Always(False),
         "the second job of a folder erases the first",
         "unit/launching/sweep/test_member.py::test_a_folder_that_the_user_has_named_is_for_one_job",
+    ),
+    "sweep-asks-for-trials-without-end": Fault(
+        "Study.ask",
+        Swap("min(num, self.num_left)", "num"),
+        "two drivers of a study run more trials than the user wants",
+        "unit/launching/sweep/test_study.py::test_a_study_never_has_more_trials_than_wanted",
+    ),
+    "sweep-obeys-the-file-of-a-study": Fault(
+        "Study.ask",
+        Swap("self.space", "trial.params", nth=1),
+        "a trial that somebody wrote into study.db gives a job a class to run",
+        "unit/launching/sweep/test_study.py::test_a_trial_in_the_file_gives_a_job_no_setting_that_is_not_varied",
     ),
     "sweep-succeeds-with-a-failed-job": Fault(
         "telling.report",

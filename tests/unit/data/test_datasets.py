@@ -10,6 +10,7 @@ import torch
 
 from zerotrain.data import SyntheticTokens, TextDataset, TokenFiles
 from zerotrain.data import prepare as prepared_module
+from zerotrain.data.fetch import RowError, fetch_rows
 from zerotrain.data.formats import open_files
 from zerotrain.data.store import write_index
 
@@ -27,15 +28,19 @@ def test_sequences_count_by_their_stride_around_the_vocabulary():
         assert tokens.max() < 50
 
 
-def test_a_sequence_is_the_same_whenever_it_is_made():
+def test_a_sequence_is_the_same_whenever_it_is_made_and_its_labels_may_be_masked_in_place():
     first, second = SyntheticTokens(**SETTINGS), SyntheticTokens(**SETTINGS | {"num_sequences": 300})
-    assert torch.equal(first.train[7][0], second.train[7][0])
-
-
-def test_masking_labels_in_place_leaves_the_ids_alone():
-    ids, labels = SyntheticTokens(**SETTINGS).train[7]
+    ids, labels = first.train[7]
     labels[:] = -100
-    assert ids.min() >= 0
+    assert torch.equal(ids, second.train[7][0])
+
+
+@pytest.mark.parametrize(("name", "minimum"), [("seq_len", 1), ("vocab_size", 2), ("num_sequences", 1)])
+def test_a_wrong_argument_or_number_of_made_up_sequences_is_refused(name, minimum):
+    with pytest.raises(ValueError, match=f"data.{name}={minimum - 1} is too small; it must be at least {minimum}"):
+        SyntheticTokens(**SETTINGS | {name: minimum - 1})
+    with pytest.raises(IndexError, match="sequence 200 of 200"):
+        SyntheticTokens(**SETTINGS).train[200]
 
 
 def test_validation_has_other_sequences():
@@ -43,17 +48,6 @@ def test_validation_has_other_sequences():
     assert (len(dataset.train), len(dataset.validation)) == (200, 20)
     starts = {int(dataset.train[index][0][0]) for index in range(200)}
     assert not starts & {int(dataset.validation[index][0][0]) for index in range(20)}
-
-
-def test_there_is_no_sequence_beyond_the_last():
-    with pytest.raises(IndexError, match="sequence 200 of 200"):
-        SyntheticTokens(**SETTINGS).train[200]
-
-
-@pytest.mark.parametrize(("name", "minimum"), [("seq_len", 1), ("vocab_size", 2), ("num_sequences", 1)])
-def test_a_wrong_argument_of_random_tokens_is_refused_by_name(name, minimum):
-    with pytest.raises(ValueError, match=f"data.{name}={minimum - 1} is too small; it must be at least {minimum}"):
-        SyntheticTokens(**SETTINGS | {name: minimum - 1})
 
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
@@ -111,21 +105,6 @@ def test_a_single_file_of_bytes_is_read_where_it_lies(text_file, cache):
     assert not cache.exists()
 
 
-def test_a_second_use_reads_the_store_of_the_first(folder, cache):
-    first = TextDataset(str(folder), seq_len=8, cache_dir=str(cache))
-    written = first.store.shards[0].path.stat()
-    second = TextDataset(str(folder), seq_len=12, cache_dir=str(cache))
-    assert second.store.shards[0].path.stat().st_ino == written.st_ino
-    assert len(list(cache.iterdir())) == 1
-
-
-def test_a_changed_source_is_read_anew(folder, cache):
-    TextDataset(str(folder), seq_len=4, cache_dir=str(cache))
-    (folder / "a").write_text("A" * 50)
-    after = TextDataset(str(folder), seq_len=4, cache_dir=str(cache))
-    assert text_of(after) == "A" * 50 + JOINED[50:]
-
-
 def test_who_makes_a_store_at_the_same_time_waits_for_the_first(folder, cache, monkeypatch):
     writes = []
     write = prepared_module.write_store
@@ -159,14 +138,10 @@ def test_a_cache_that_cannot_be_written_is_refused_by_name(folder, text_file):
         TextDataset(str(folder), seq_len=8, cache_dir=str(text_file))
 
 
-def test_encoding_and_decoding_give_the_text_back(text_file, cache):
-    dataset = TextDataset(str(text_file), seq_len=8, cache_dir=str(cache))
+def test_text_is_encoded_and_decoded_and_what_is_no_text_is_shown(text_file, cache):
+    dataset = TextDataset(str(text_file), seq_len=8, vocab_size=300, cache_dir=str(cache))
     assert dataset.decode(dataset.encode("grün €")) == "grün €"
     assert dataset.encode("a\n").tolist() == [97, 10]
-
-
-def test_decoding_shows_what_is_no_text(text_file, cache):
-    dataset = TextDataset(str(text_file), seq_len=8, vocab_size=300, cache_dir=str(cache))
     assert dataset.decode(torch.tensor([104, 0xFF, 105, 299])) == "h\ufffdi"
 
 
@@ -307,27 +282,19 @@ def test_a_file_is_read_as_uint16_and_split(tmp_path):
     "`train.bin` and `val.bin`; `fineweb_train_*.bin` and `fineweb_val_*.bin` in one folder or glob",
     "the first are trained on, the others are validation",
 )
-def test_a_folder_gives_train_and_val(tmp_path):
+@pytest.mark.parametrize("validation", ["val.bin", "a file of its own", "split off"])
+def test_validation_is_a_file_or_is_split_off(tmp_path, validation):
     write_tokens(tmp_path / "train.bin", 1000)
-    write_tokens(tmp_path / "val.bin", 100, first=40_000)
-    (tmp_path / "meta.pkl").write_bytes(b"\x80\x04")
     write_tokens(tmp_path / "other.bin", 10)
-    dataset = token_files(tmp_path)
-    assert (len(dataset.train), len(dataset.validation)) == (111, 11)
-    assert dataset.validation[0][0].tolist() == list(range(40_000, 40_009))
-
-
-def test_a_validation_file_of_its_own_leaves_all_of_path_to_training(tmp_path):
-    train, validation = write_tokens(tmp_path / "a.bin", 1000), write_tokens(tmp_path / "b.bin", 100, first=7)
-    dataset = token_files(train, validation_path=validation)
-    assert (len(dataset.train), len(dataset.validation)) == (111, 11)
-    assert dataset.validation[0][0][0] == 7
-
-
-def test_a_folder_without_val_is_split(tmp_path):
-    write_tokens(tmp_path / "train.bin", 1000)
-    dataset = token_files(tmp_path)
-    assert (len(dataset.train), len(dataset.validation)) == (99, 11)
+    (tmp_path / "meta.pkl").write_bytes(b"\x80\x04")
+    given = {}
+    if validation != "split off":
+        path = write_tokens(tmp_path / ("val.bin" if validation == "val.bin" else "b.bin"), 100, first=40_000)
+        given = {} if validation == "val.bin" else {"validation_path": path}
+    dataset = token_files(tmp_path, **given)
+    assert (len(dataset.train), len(dataset.validation)) == (99 if validation == "split off" else 111, 11)
+    if given or validation == "val.bin":
+        assert dataset.validation[0][0].tolist() == list(range(40_000, 40_009))
 
 
 def as_plain(dtype):
@@ -578,9 +545,6 @@ def test_damaged_files_are_refused(tmp_path):
     os.truncate(tmp_path / "a.npy", 500)
     with pytest.raises(ValueError, match=r"a.npy is a damaged .npy file"):
         token_files(tmp_path / "a.npy")
-    np.save(tmp_path / "a.npy", np.array([3, -5, 4] * 50, "i4"))
-    with pytest.raises(ValueError, match=r"a.npy holds -5 \(.*a.npy, token 1\); tokens are numbers from 0 on"):
-        token_files(tmp_path / "a.npy")
 
 
 @pytest.mark.case("data: Files of tokens", "A header, an array or an index that does not fit its file")
@@ -603,15 +567,6 @@ def test_a_megatron_index_that_does_not_fit_is_refused(tmp_path):
     index.write_bytes(content[:-24] + np.array([1, 0, 2], "<i8").tobytes())
     with pytest.raises(ValueError, match=r"a.idx does not list documents in the order of their tokens"):
         token_files(path)
-
-
-def test_files_of_two_dtypes_are_not_one_row(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    write_tokens(folder / "a.bin", 100)
-    np.save(folder / "b.npy", numbered(100).astype("u4"))
-    with pytest.raises(ValueError, match=r"data.path=.*: .*b.npy holds uint32 and .*a.bin uint16; all files must"):
-        token_files(folder)
 
 
 @pytest.mark.case(
@@ -642,94 +597,31 @@ def test_validation_must_not_be_training(tmp_path, case):
 @pytest.mark.case(
     "data: Files of tokens",
     "A token beyond the vocabulary, anywhere",
-    "refused before any rank starts, with its file and number; looked for once",
+    "refused when it is read, with its rows, file and number, before the model gets it",
 )
-def test_a_token_beyond_the_vocabulary_is_refused_with_its_place(tmp_path):
-    """Behind the first 2**24 tokens it was found when its window was drawn, and neither file nor place said (B5)."""
-    tokens = np.zeros(2**24 + 1000, "<u2")
-    tokens[[2**24 + 100, 2**24 + 300]] = 60_000
-    tokens.tofile(tmp_path / "all.bin")
-    with pytest.raises(
-        ValueError,
-        match=r"data.path=(.*all.bin) holds the token 60000 \(\1, token 16777316\); tokens must be below "
-        r"data.vocab_size=50257: set data.vocab_size to the tokenizer's, at least 60001",
-    ):
-        token_files(tmp_path / "all.bin")
-    token_files(tmp_path / "all.bin", vocab_size=60_001)
-    path = write_tokens(tmp_path / "val.bin", 1000)
-    with pytest.raises(ValueError, match=r"data.validation_path=.*val.bin holds the token 999 .*least 1000"):
-        token_files(write_tokens(tmp_path / "a.bin", 900), validation_path=path, vocab_size=999)
-
-
-@pytest.mark.parametrize("dtype", ["<u4", "<i4"])
-def test_of_several_unknown_tokens_the_first_is_told(dtype, tmp_path, monkeypatch):
-    """However they lie in the pieces that are looked at."""
-    monkeypatch.setattr("zerotrain.data.windows._READ_TOKENS", 10)
-    monkeypatch.setattr("zerotrain.data.windows.PIECE_TOKENS", 40)
-    unknown = 60_000 if dtype == "<u4" else -3
-    tokens = np.arange(900, dtype=dtype)
-    tokens[[105, 108, 115, 185, 300]] = unknown
-    np.save(tmp_path / "all.npy", tokens)
-    with pytest.raises(ValueError, match=rf"holds (the token )?{unknown} \(.*all.npy, token 105\)"):
-        token_files(tmp_path / "all.npy")
-
-
-@pytest.mark.case("data: Files of tokens", "A token beyond the vocabulary, anywhere")
-def test_what_is_found_in_a_file_is_kept_and_found_anew_when_it_changes(tmp_path, cache_folder, monkeypatch, capsys):
-    read = []
-    monkeypatch.setattr("zerotrain.data.windows._extremes_of_piece", counting(read))
-    path = Path(write_tokens(tmp_path / "a.bin", 1000))
-    for _ in range(2):
-        token_files(path)
-    assert len(read) == 1
-    kept = list(cache_folder.iterdir())
-    with pytest.raises(ValueError, match="holds the token 999"):
-        token_files(path, vocab_size=500)
-    token_files(path, vocab_size=70_000)  # no uint16 is beyond
-    assert len(read) == 1
-    os.utime(path, ns=(0, 0))
-    token_files(path)
-    assert len(read) == 2
-    kept[0].write_bytes(b"{")  # by a process that was ended
-    os.rename(path, tmp_path / "b.bin")
-    token_files(tmp_path / "b.bin")
-    assert len(read) == 3
-    for file in cache_folder.iterdir():
-        file.write_bytes(b"{")
-    token_files(tmp_path / "b.bin")
-    token_files(tmp_path / "b.bin")
-    assert len(read) == 4
-    (tmp_path / "file").touch()
-    token_files(tmp_path / "b.bin", cache_dir=str(tmp_path / "file"))
-    assert len(read) == 5
-    assert "cannot be kept in data.cache_dir=" in capsys.readouterr().err
-
-
-def test_what_is_found_in_a_file_does_not_count_for_another_of_the_same_size_and_time(tmp_path):
-    path = Path(write_tokens(tmp_path / "a.bin", 1000))
-    token_files(path)
-    before = path.stat()
-    with path.open("r+b") as file:
-        file.write(np.array([60_000], "<u2").tobytes())
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(ValueError, match=r"holds the token 60000 \(.*a.bin, token 0\)"):
-        token_files(path)
-
-
-def counting(read: list):
-    from zerotrain.data.windows import _extremes_of_piece
-
-    def count(store, start):
-        read.append(start)
-        return _extremes_of_piece(store, start)
-
-    return count
-
-
-def test_a_long_look_at_the_files_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("zerotrain.data.windows._SAY_AFTER_S", 0.0)
-    token_files(write_tokens(tmp_path / "a.bin", 1000))
-    assert "a.bin: looks once for tokens beyond the vocabulary, 0.0 of 0.0 GB" in capsys.readouterr().err
+@pytest.mark.parametrize("dtype", ["<u2", "<u4", "<i4", ">i8"])
+def test_a_token_beyond_the_vocabulary_is_refused_with_its_place_when_it_is_read(dtype, tmp_path):
+    """Files were read whole before a run to find it."""
+    tokens = np.zeros(1000, dtype)
+    is_signed = np.dtype(dtype).kind == "i"
+    tokens[[105, 108, 300]] = -3 if is_signed else 60_000
+    path, named = tmp_path / "all.npy", r"data.path=(.*all.npy) holds"
+    np.save(path, tokens)
+    dataset = token_files(path)
+    dataset.train.rows([10, 13])
+    said = f"{named} -3" if is_signed else f"{named} the token 60000"
+    with pytest.raises(RowError, match=rf"^data.train: rows 1, 11 \(epoch 0, step 7\) .*: {said} \(\1, token 105\)"):
+        fetch_rows(dataset.train, [1, 11], seed=0, epochs=[0, 0], step=7)
+    if not is_signed:
+        with pytest.raises(ValueError, match=r"; tokens must be below data.vocab_size=50257: set .* at least 60001$"):
+            dataset.train[11]
+        assert token_files(path, vocab_size=60_001).train[11][0].max() == 60_000
+    validation = token_files(write_tokens(tmp_path / "a.bin", 900), validation_path=str(path)).validation
+    with pytest.raises(ValueError, match=r"data.validation_path=.*all.npy holds .* token 108"):
+        validation[12]
+    plain = token_files(write_tokens(tmp_path / "plain.bin", 1000), vocab_size=500)
+    with pytest.raises(ValueError, match=r"plain.bin holds the token 500 \(.*plain.bin, token 500\)"):
+        plain.train[55]
 
 
 def test_a_file_of_20_gb_is_opened_without_reading_it(tmp_path):
@@ -747,48 +639,34 @@ def test_a_file_of_20_gb_is_opened_without_reading_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("path", "given", "message"),
     [
-        (b"", "has 0 bytes; a file of uint16 tokens has a multiple of 2, and at least one token"),
-        (b"abc", "has 3 bytes; a file of uint16 tokens has a multiple of 2, and at least one token"),
-        (b"ab" * 20, "holds 20 tokens; with data.seq_len=9 and data.validation_fraction=0.1 it needs at least 92"),
+        ("all.bin", {"dtype": "int16"}, "data.dtype=int16 is none of uint8, uint16, uint32, uint64"),
+        ("all.bin", {"vocab_size": None}, "data.vocab_size=null takes the size from a store, and data.path=.*is no"),
+        ("all.bin", {"seq_len": 0}, "data.seq_len=0 is too small"),
+        ("all.bin", {"validation_path": "no.bin"}, "data.validation_path=no.bin does not exist"),
+        ("all.bin", {"validation_path": "5.bin"}, "data.validation_path=5.bin holds 5 tokens; data.seq_len=9 needs"),
+        ("empty.bin", {}, "data.path=empty.bin has 0 bytes; a file of uint16 tokens has a multiple of 2, and at least"),
+        ("odd.bin", {}, "data.path=odd.bin has 3 bytes; a file of uint16 tokens has a multiple of 2, and at least"),
+        ("short.bin", {}, "holds 20 tokens; with data.seq_len=9 and data.validation_fraction=0.1 it needs at least 92"),
+        ("no.bin", {}, "data.path=no.bin does not exist; give a file of tokens"),
+        ("void", {}, "data.path=void is a folder without .bin or .npy files"),
+        ("void/*.bin", {}, r"data.path=void/\*.bin matches no file"),
+        ("/dev/null", {}, "data.path=/dev/null is neither a file nor a folder"),
+        ("mixed", {}, "data.path=mixed: mixed/b.npy holds uint32 and mixed/a.bin uint16; all files must"),
     ],
-    ids=["empty", "odd", "short"],
 )
-def test_a_broken_file_is_refused(tmp_path, content, message):
-    (tmp_path / "all.bin").write_bytes(content)
-    with pytest.raises(ValueError, match=f"data.path=.*all.bin {message}"):
-        token_files(tmp_path / "all.bin")
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"data.path=.*no.bin does not exist; give a file of tokens"):
-        token_files(tmp_path / "no.bin")
-    with pytest.raises(FileNotFoundError, match=f"data.path={tmp_path} is a folder without .bin or .npy files"):
-        token_files(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"data.path=.*\*.bin matches no file"):
-        token_files(tmp_path / "*.bin")
-    path = write_tokens(tmp_path / "all.bin", 1000)
-    with pytest.raises(FileNotFoundError, match=r"data.validation_path=no.bin does not exist"):
-        token_files(path, validation_path="no.bin")
-    with pytest.raises(FileNotFoundError, match=r"data.path=/dev/null is neither a file nor a folder"):
-        token_files("/dev/null")
-
-
-def test_wrong_settings_are_refused(tmp_path):
-    path = write_tokens(tmp_path / "all.bin", 1000)
-    with pytest.raises(ValueError, match=r"data.dtype=int16 is none of uint8, uint16, uint32, uint64"):
-        token_files(path, dtype="int16")
-    with pytest.raises(ValueError, match=r"data.vocab_size=null takes the size from a store, and data.path=.*is no"):
-        token_files(path, vocab_size=None)
-    with pytest.raises(ValueError, match=r"data.seq_len=0 is too small"):
-        token_files(path, seq_len=0)
-
-
-def test_a_broken_validation_file_is_named_as_such(tmp_path):
-    path, validation = write_tokens(tmp_path / "a.bin", 1000), write_tokens(tmp_path / "b.bin", 5)
-    with pytest.raises(ValueError, match=f"data.validation_path={validation} holds 5 tokens; data.seq_len=9 needs"):
-        token_files(path, validation_path=validation)
+def test_files_and_settings_that_are_wrong_are_refused(tmp_path, monkeypatch, path, given, message):
+    monkeypatch.chdir(tmp_path)
+    for name, num_tokens in {"all.bin": 1000, "5.bin": 5, "short.bin": 20, "empty.bin": 0}.items():
+        write_tokens(Path(name), num_tokens)
+    Path("odd.bin").write_bytes(b"abc")
+    Path("void").mkdir()
+    Path("mixed").mkdir()
+    write_tokens(Path("mixed/a.bin"), 100)
+    np.save("mixed/b.npy", numbered(100).astype("u4"))
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        token_files(path, **given)
 
 
 def test_a_summary_says_what_there_is(tmp_path):

@@ -113,10 +113,7 @@ def test_items_of_any_structure_are_taken_by_a_model_with_such_arguments(item: A
             (*PAIR, TOKENS),
             r"^data\.train\[0\] gives 3 parts without names, but Model\.forward takes \(ids, labels\): too",
         ),
-        (
-            TOKENS,
-            r"^data\.train\[0\] gives 1 part without names and no labels, but Model\.forward takes \(ids, labels\): ",
-        ),
+        (TOKENS, r"^data\.train\[0\] gives 1 part without names and no labels, but Model\.forward takes \(ids, "),
         ({"input_ids": TOKENS, "labels": TOKENS}, r"gives input_ids, labels, but Model.* (missing|unexpected)"),
         ({"ids": TOKENS}, r"gives ids and no labels, but Model\.forward takes \(ids, labels\): it returns the loss"),
     ],

@@ -24,6 +24,11 @@ from zerotrain.data.loader import NUM_STEPS_AHEAD, ReadAhead, StepLoader, read_i
 from zerotrain.testing.ranks import HANG_S
 
 CPU = torch.device("cpu")
+READERS: dict[str, dict[str, Any]] = {
+    "main thread": {"num_steps_ahead": 0},
+    "thread": {},
+    "workers": {"num_workers": 2},
+}
 
 
 class Items:
@@ -60,14 +65,8 @@ class Whole(Items):
 
 
 def sampler(**changes: int) -> GlobalBatchSampler:
-    settings: dict[str, Any] = {
-        "num_sequences": 50,
-        "micro_batch_size": 3,
-        "num_micro_batches": 2,
-        "rank": 0,
-        "num_ranks": 1,
-    }
-    return GlobalBatchSampler(**settings | {"seed": 5} | changes)
+    settings: dict[str, Any] = {"num_sequences": 50, "micro_batch_size": 3, "num_micro_batches": 2, "seed": 5}
+    return GlobalBatchSampler(**settings | {"rank": 0, "num_ranks": 1} | changes)
 
 
 def loader(dataset: Any, *, num_steps: int = 12, **how: Any) -> StepLoader:
@@ -162,9 +161,7 @@ def fail_at(wanted: int) -> Callable[[int], None]:
     "An exception in a dataset, in a thread or a process",
     "comes in its step, with row, epoch, step and traceback",
 )
-@pytest.mark.parametrize(
-    "how", [{"num_steps_ahead": 0}, {}, {"num_workers": 2}], ids=["main thread", "thread", "workers"]
-)
+@pytest.mark.parametrize("how", READERS.values(), ids=READERS)
 def test_an_exception_comes_in_its_step_with_row_epoch_and_step_and_its_traceback(how: dict[str, Any]) -> None:
     row = sampler().rank_rows(4)[2]
     with loader(Items(fail_at(row)), first_step=10, **how) as steps:
@@ -285,20 +282,13 @@ def end_python(row: int) -> None:
         sys.exit(3)
 
 
-@pytest.mark.parametrize("how", [{"num_steps_ahead": 0}, {}, {"num_workers": 1}], ids=["main", "thread", "workers"])
+@pytest.mark.parametrize("how", READERS.values(), ids=READERS)
 def test_a_dataset_that_ends_python_is_told_with_its_row(how: dict[str, Any]) -> None:
     with pytest.raises(RowError, match=r"^data.train: row 7 \(epoch 0, step \d+\) cannot be read: SystemExit: 3$"):
         sha256_of_steps(Items(end_python), **how)
 
 
 # ---- waits
-
-
-READERS = {
-    "main thread": {"num_steps_ahead": 0},
-    "thread": {"num_workers": 0},
-    "workers": {"num_workers": 2},
-}
 
 
 @pytest.mark.case(

@@ -1,39 +1,29 @@
 """The tokens that are made of documents: each one's own, whatever it is cut into, with what stands between them."""
 
-import fcntl
+import gzip
 import json
 import os
+import re
 import shutil
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.unit.data.tokenizers_made import END, KINDS, REPOSITORY, made, sample, saved
-from zerotrain.data import TextDataset
-from zerotrain.data import prepare as cache_module
-from zerotrain.data import prepare as prepare_lock
+from tests.unit.data.tokenizers_made import END, KINDS, made, sample, saved
+from zerotrain.data import TextDataset, prepare
 from zerotrain.data import tokenizer as pieces
-from zerotrain.data.prepare import (
-    LOCK_NAME,
-    NOTES_NAME,
-    Recipe,
-    StoreWriter,
-    WriterState,
-    forget_notes,
-    sole_writer,
-    try_lock,
-    write_store,
-)
+from zerotrain.data.prepare import LOCK_NAME, Recipe, StoreWriter, forget_notes, sole_writer, write_store
 from zerotrain.data.store import TokenStore
 from zerotrain.data.text_files import find_sources, read_pieces
 from zerotrain.data.tokenizer import TextTokenizer
+from zerotrain.files.lock import is_held, lock, note_holder, open_lock
 
 # What is kept of a text is what is read again, or is made anew with a line that says why.
 
@@ -115,9 +105,9 @@ def test_a_store_that_does_not_fit_is_made_anew_with_a_line_that_says_why(source
 
 def test_what_was_read_whole_once_is_not_read_again_until_it_was_touched(source, cache, capfd, monkeypatch):
     read: list[str] = []
-    sha256_of = cache_module.sha256_of
+    sha256_of = prepare.sha256_of
     monkeypatch.setattr(
-        cache_module, "sha256_of", lambda files: read.extend(file.name for file in files) or sha256_of(files)
+        prepare, "sha256_of", lambda files: read.extend(file.name for file in files) or sha256_of(files)
     )
     kept = store(source, cache)
     read.clear()
@@ -134,16 +124,16 @@ def test_what_was_read_whole_once_is_not_read_again_until_it_was_touched(source,
 
 
 def test_a_hash_goes_over_all_pieces_of_all_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_module, "PIECE_NBYTES", 10)
+    monkeypatch.setattr(prepare, "HASHED_NBYTES", 10)
     content = os.urandom(35)
     path = tmp_path / "file"
     hashes = set()
     for place in range(35):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        hashes.add(cache_module.sha256_of([path]))
+        hashes.add(prepare.sha256_of([path]))
     path.write_bytes(content)
-    assert len(hashes | {cache_module.sha256_of([path])}) == 36
-    assert cache_module.sha256_of([path, path]) != cache_module.sha256_of([path])
+    assert len(hashes | {prepare.sha256_of([path])}) == 36
+    assert prepare.sha256_of([path, path]) != prepare.sha256_of([path])
 
 
 def test_nobody_else_may_read_what_was_made_of_a_text(source, cache):
@@ -159,7 +149,7 @@ def begun(cache: Path, name: str, *, days_old: float) -> Path:
     """A store that somebody has begun."""
     folder = cache / name
     folder.mkdir(parents=True)
-    for file in ("lock", "000000.bin", "preparing.json"):
+    for file in ("lock", "000000.bin", "000000.note"):
         (folder / file).write_text("{}")
     changed_s = time.time() - days_old * 86400
     os.utime(folder, (changed_s, changed_s))
@@ -175,8 +165,8 @@ def test_what_was_begun_and_is_of_no_use_any_more_is_removed(source, cache):
     of_yesterday = begun(cache, f"tokens-{'2' * 16}-{recipe}-{'0' * 16}", days_old=1)
     not_ours = {begun(cache, name, days_old=99) for name in ("my own", "text-2026-11-23")}
     under_way = begun(cache, f"text-{paths}-{recipe}-{'3' * 16}", days_old=0)
-    with (under_way / "lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open_lock(under_way / "lock") as file:
+        lock(file)
         store(source, cache)
         assert set(cache.iterdir()) == {kept, of_yesterday, *not_ours, under_way}
     store(source, cache)
@@ -221,7 +211,7 @@ def test_a_text_that_changes_while_it_is_prepared_is_never_taken_for_current(
     source, cache, capfd, monkeypatch, change: str, moment: str
 ):
     """The stamp was taken behind the writing: it was the changed file's, and fitted ever after."""
-    sha256_of = cache_module.sha256_of
+    sha256_of = prepare.sha256_of
 
     def meanwhile(files):
         reads_text = files[-1] == source
@@ -233,7 +223,7 @@ def test_a_text_that_changes_while_it_is_prepared_is_never_taken_for_current(
         return digest
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache_module, "sha256_of", meanwhile)
+        patch.setattr(prepare, "sha256_of", meanwhile)
         with pytest.raises(ValueError, match=f"data.path: {source} was written to while it was read; .* again") as told:
             store(source, cache)
     assert "\n" not in str(told.value)
@@ -258,7 +248,7 @@ def test_a_store_of_another_recipe_is_made_anew(
         (folder / "index.json").write_text("{}")
 
     for recipe in ("one", "one", "another", "another"):
-        cache_module.kept_store(tmp_path / "store", [source], recipe, write)
+        prepare.kept_store(tmp_path / "store", [source], recipe, write)
     assert len(written) == 2
     assert "is made anew: it was made with other settings" in capsys.readouterr().err
 
@@ -281,13 +271,11 @@ def test_who_has_waited_for_a_folder_that_was_removed_locks_the_one_that_is_ther
         assert not inside.wait(0.3)
         shutil.rmtree(folder)  # as one that is abandoned
     assert inside.wait(20.0)
-    assert (folder / LOCK_NAME).is_file()
-    assert try_lock(folder) is None
+    assert is_held(folder / LOCK_NAME)
     done.set()
     writer.join(20.0)
-    free = try_lock(folder)
-    assert free is not None
-    free.close()
+    assert (folder / LOCK_NAME).is_file()
+    assert not is_held(folder / LOCK_NAME)
 
 
 PARAGRAPHS = sample()[:60_000].split("\n\n")
@@ -430,114 +418,199 @@ def test_a_stretch_that_cannot_be_cut_is_told_before_it_takes_memory(tmp_path, c
     assert "a.txt: 0 MB cannot be cut without changing a token; they are tokenised at once" in (capsys.readouterr().err)
 
 
-def test_shards_are_cut_at_the_same_tokens_and_nothing_is_lost_between_them(texts, tmp_path, monkeypatch):
-    tokenizer = saved("bytes, GPT-2", tmp_path / "tokenizer", eos_token=END)
-    whole = store_of(texts, tmp_path / "whole", tokenizer)
-    monkeypatch.setattr("zerotrain.data.prepare.SHARD_TOKENS", 1000)
-    cut = store_of(texts, tmp_path / "cut", tokenizer)
-    assert [shard.tokens for shard in cut.shards[:-1]] == [1000] * (whole.tokens // 1000)
-    assert np.array_equal(cut.read(0, cut.tokens), whole.read(0, whole.tokens))
-    assert np.array_equal(cut.documents, whole.documents)
-
-
 class Killed(BaseException):
     """What no code catches."""
 
 
-@pytest.mark.case("data: Text", "killed anywhere while preparing")
-@pytest.mark.parametrize("tokenizer", [None, "Llama 2"])
-def test_what_was_ended_anywhere_goes_on_and_comes_to_the_same_bits(tokenizer, texts, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(pieces, "PIECE_NBYTES", 900)
-    monkeypatch.setattr("zerotrain.data.prepare.BATCH_NBYTES", 2500)
-    monkeypatch.setattr("zerotrain.data.prepare.PIECE_NBYTES", 0)
-    monkeypatch.setattr("zerotrain.data.prepare.SHARD_TOKENS", 7000)
-    monkeypatch.setattr("zerotrain.data.prepare.NOTE_S", 0.0)
-    folder = None if tokenizer is None else saved(tokenizer, tmp_path / "tokenizer", eos_token=END)
-    made_of = None if folder is None else TextTokenizer(folder)
-    recipe = Recipe(find_sources(str(texts)), made_of)
-    undisturbed = store_of(texts, tmp_path / "undisturbed", folder)
-    said = f"leaves out {(texts / 'b.jsonl').read_text().count(NULL)} rows whose text is null"
-    assert said in capsys.readouterr().err
-    ended = tmp_path / "ended"
-    ended.mkdir()
-    tokens_of, left, places = Recipe.tokens_of, [0], set()
+def kill_at(patch: pytest.MonkeyPatch, num_batches: int) -> None:
+    """The process ends once so many batches are tokenised."""
+    left, tokens_of = [num_batches], Recipe.tokens_of
 
-    def tokens_or_end(self, batch):
+    def tokens_or_end(self: Recipe, batch: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
             raise Killed
         return tokens_of(self, batch)
 
-    monkeypatch.setattr(Recipe, "tokens_of", tokens_or_end)
+    patch.setattr(Recipe, "tokens_of", tokens_or_end)
+
+
+@pytest.mark.case("data: Text", "killed anywhere while preparing")
+@pytest.mark.parametrize("tokenizer", [None, "Llama 2"])
+def test_what_was_ended_anywhere_goes_on_and_comes_to_the_same_bits(tokenizer, texts, tmp_path, monkeypatch, capsys):
+    folder = None if tokenizer is None else saved(tokenizer, tmp_path / "tokenizer", eos_token=END)
+    in_one_shard = store_of(texts, tmp_path / "one shard", folder)
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 900)
+    monkeypatch.setattr(prepare, "BATCH_NBYTES", 2500)
+    monkeypatch.setattr(prepare, "PIECE_NBYTES", 0)
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 3001)
+    recipe = Recipe(find_sources(str(texts)), None if folder is None else TextTokenizer(folder))
+    undisturbed = store_of(texts, tmp_path / "undisturbed", folder)
+    assert [shard.tokens for shard in undisturbed.shards[:-1]] == [3001] * (in_one_shard.tokens // 3001)
+    assert documents_of(undisturbed) == documents_of(in_one_shard)
+    said = f"leaves out {(texts / 'b.jsonl').read_text().count(NULL)} rows whose text is null"
+    assert said in capsys.readouterr().err
+    ended = tmp_path / "ended"
+    ended.mkdir()
+    numbers_finished = set()
     for attempt in range(100):
-        left[0] = 3 + attempt // 4  # more and more: it goes on behind a row only, and one is long
-        try:
+        with monkeypatch.context() as patch, suppress(Killed):
+            kill_at(patch, 3 + attempt // 4)  # more and more: it goes on behind a row only, and one is long
             write_store(recipe, ended, "sources")
             break
-        except Killed:
-            places.add((ended / "preparing.json").read_text())
-            with (ended / "000000.bin").open("ab") as file:  # written, and not noted
-                file.write(b"cut off")
-    assert len(places) >= 5
+        number = len(list(ended.glob("*.note")))
+        numbers_finished.add(number)
+        (ended / f"{number:06}.bin").write_bytes(b"without a note")
+        (ended / f"{number:06}.bin.0123.tmp").write_bytes(b"cut off")
+    assert len(numbers_finished) >= 5
     assert said in capsys.readouterr().err
-    again = TokenStore.open(ended)
-    assert [shard.tokens for shard in again.shards] == [shard.tokens for shard in undisturbed.shards]
-    for name in sorted(path.name for path in (tmp_path / "undisturbed").iterdir()):
-        assert name == "preparing.json" or (ended / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+    assert files_of(ended) == files_of(tmp_path / "undisturbed")
 
 
-def test_what_was_begun_of_other_text_is_begun_anew(texts, tmp_path, monkeypatch):
-    recipe = Recipe(find_sources(str(texts)), None)
-    out = tmp_path / "out"
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def small_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two long documents and three short ones, one of them null, which are read in pieces of 32 bytes."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    rows = '{"text": "bee"}\n\n{"text": null}\n{"text": "b"}\n'
+    for name, text in {"a.txt": "a" * 70, "b.jsonl": rows, "c.txt": "c" * 70}.items():
+        (texts / name).write_text(text)
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 32)
+    monkeypatch.setattr(prepare, "_MAX_PIECES", 1)
+    monkeypatch.setattr(prepare, "_BATCHES_UNDER_WAY", 1)
+    return texts
+
+
+@pytest.mark.parametrize("shard_tokens", [30, 71])
+@pytest.mark.parametrize("is_done", [False, True])
+def test_killed_before_or_behind_any_file_gets_its_name_it_comes_to_the_same_bits(
+    small_texts: Path, tmp_path: Path, monkeypatch, shard_tokens: int, is_done: bool
+):
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", shard_tokens)
+    recipe = Recipe(find_sources(str(small_texts)), None)
+    (tmp_path / "undisturbed").mkdir()
+    write_store(recipe, tmp_path / "undisturbed", "sources")
+    replace, left = os.replace, [0]
+
+    def replace_or_end(*paths: Path) -> None:
+        left[0] -= 1
+        if left[0] >= 0 or is_done:
+            replace(*paths)
+        if left[0] < 0:
+            raise Killed
+
+    for killed_at in range(1000):
+        out = tmp_path / f"killed at {killed_at}"
+        out.mkdir()
+        left[0] = killed_at
+        with monkeypatch.context() as patch, suppress(Killed):
+            patch.setattr(os, "replace", replace_or_end)
+            write_store(recipe, out, "sources")
+            break
+        write_store(recipe, out, "sources")
+        assert files_of(out) == files_of(tmp_path / "undisturbed")
+    assert killed_at == 2 * -(-148 // shard_tokens) + 2  # shards, notes, documents and index
+
+
+@pytest.mark.parametrize("end", ["newline", "none"])
+def test_killed_behind_any_piece_it_repeats_the_unfinished_shard_alone(
+    small_texts: Path, tmp_path: Path, monkeypatch, end: str
+):
+    """Killed just behind a file it read that file again, and its tokens stood there twice."""
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 24)  # the third ends in the first row of b.jsonl
+    recipe = Recipe(find_sources(str(small_texts)), None, end)
+    # Behind the last piece of a file stands the next file.
+    ends = [(number + (piece.resume_at is None), piece.resume_at or 0) for number, piece in recipe.pieces(0, 0)]
+    tokens = np.cumsum([len(recipe.tokens_of([piece])[0]) for _, piece in recipe.pieces(0, 0)]).tolist()
+    (tmp_path / "undisturbed").mkdir()
+    write_store(recipe, tmp_path / "undisturbed", "sources")
+    pieces_from, begun_at = Recipe.pieces, []
+
+    def noted_pieces(self: Recipe, file: int, offset: int) -> Any:
+        begun_at.append((file, offset))
+        return pieces_from(self, file, offset)
+
+    monkeypatch.setattr(Recipe, "pieces", noted_pieces)
+    for killed_at in range(len(ends)):
+        out = tmp_path / f"killed at {killed_at}"
+        out.mkdir()
+        with monkeypatch.context() as patch:
+            kill_at(patch, killed_at)
+            with pytest.raises(Killed):
+                write_store(recipe, out, "sources")
+        num_finished = len(list(out.glob("*.note")))
+        assert num_finished == ([0, *tokens][killed_at]) // 24
+        write_store(recipe, out, "sources")
+        before = [place for place, total in zip(ends, tokens, strict=True) if total < num_finished * 24]
+        assert begun_at[-1] == (before[-1] if before else (0, 0))
+        assert files_of(out) == files_of(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".txt.gz"])
+def test_it_goes_on_at_so_many_bytes_of_the_files_as_they_lie_on_the_disk(suffix, tmp_path, monkeypatch, capsys):
+    """Rows of .parquet, and bytes of what was compressed, counted as bytes of the files."""
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 10_000)
+    monkeypatch.setattr(prepare, "BATCH_NBYTES", 20_000)
+    monkeypatch.setattr(prepare, "PIECE_NBYTES", 0)
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 300_000)
+    rows, path = [os.urandom(500).hex() for _ in range(400)], tmp_path / f"a{suffix}"
+    if suffix == ".parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pytest.importorskip("pyarrow").table({"text": rows}), path)
+    else:
+        path.write_bytes(gzip.compress("".join(rows).encode()))
+    recipe, out = Recipe(find_sources(str(path)), None), tmp_path / "out"
     out.mkdir()
+    with monkeypatch.context() as patch:
+        kill_at(patch, 18)
+        with pytest.raises(Killed):
+            write_store(recipe, out, "sources")
+    assert capsys.readouterr().err == ""
     write_store(recipe, out, "sources")
-    (out / "000000.bin").write_bytes(bytes((out / "000000.bin").stat().st_size))
-    write_store(recipe, out, "sources, rewritten")
-    store = TokenStore.open(out)
-    assert store.read(0, 20).tobytes() == (texts / "a.txt").read_bytes()[:20]
+    goes_on = re.fullmatch(r"preparing: goes on at (0\.\d) of (0\.\d) MB\n", capsys.readouterr().err)
+    assert goes_on
+    assert 0.5 < float(goes_on[1]) / float(goes_on[2]) <= 1.0
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_how_far_it_is_is_told(is_terminal: bool, texts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare, "QUIET_S", 0.0)
+    monkeypatch.setattr(prepare, "LINE_S", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    store_of(texts, tmp_path / "out")
+    said = capsys.readouterr().err
+    assert re.search(r"preparing: 0\.\d of 0\.\d MB, [\d,]+ tokens, \d+\.\d MB/s, \d+ s left", said)
+    assert ("\x1b" in said) == is_terminal
 
 
 @pytest.mark.case("data: Text", "several prepare the same")
-def test_who_waits_says_for_whom_and_a_dead_holder_frees_the_lock(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(prepare_lock, "REMINDER_S", 0.2)
-    program = (
-        "import sys, time; from pathlib import Path; from zerotrain.data.prepare import sole_writer\n"
-        "with sole_writer(Path(sys.argv[1]), private=True):\n    print('mine', flush=True); time.sleep(3600)\n"
-    )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path / "store")],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert holder.stdout.readline() == "mine\n"
-    polls = []
+def test_who_waits_says_for_whom_until_the_lock_is_free(tmp_path, monkeypatch, capfd):
+    """That a killed process frees it: test_lock.py, and in attack/test_prepare.py with all of it."""
+    monkeypatch.setattr(prepare, "REMINDER_S", 0.2)
+    (tmp_path / "store").mkdir()
+    holder = open_lock(tmp_path / "store/lock")
+    lock(holder)
+    note_holder(holder)
+    polls, real_sleep = [], time.sleep
 
     def poll(seconds: float) -> None:
         polls.append(seconds)
         if len(polls) == 5:
-            holder.kill()
-            holder.wait()
-        os.sched_yield()
+            holder.close()
         real_sleep(seconds)
 
-    real_sleep = prepare_lock.time.sleep
-    monkeypatch.setattr(prepare_lock.time, "sleep", poll)
+    monkeypatch.setattr(time, "sleep", poll)
     with sole_writer(tmp_path / "store", private=True):
         pass
-    holder.stdout.close()
     said = capfd.readouterr().err.splitlines()
     assert said
-    assert all(line.startswith(f"waits for pid {holder.pid} on ") and "prepares" in line for line in said)
-
-
-def test_a_lock_that_is_a_link_empties_no_other_file(tmp_path):
-    (tmp_path / "mine").write_text("kept")
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store/lock").symlink_to("../mine")
-    with pytest.raises(OSError, match="Too many levels"), sole_writer(tmp_path / "store", private=True):
-        raise AssertionError
-    assert (tmp_path / "mine").read_text() == "kept"
+    assert all(line.startswith(f"waits for pid {os.getpid()} on ") and "prepares" in line for line in said)
 
 
 def test_rows_without_any_text_are_refused_with_how_many_there_were(tmp_path, capsys):
@@ -548,59 +621,70 @@ def test_rows_without_any_text_are_refused_with_how_many_there_were(tmp_path, ca
     assert "texts: leaves out 2 rows whose text is null\n" in capsys.readouterr().err
 
 
-# What was noted of a store under way: damaged, or of another kind, it is not gone on from.
+# What was noted of a shard: damaged, or of another text, it is not gone on behind.
 
 
-DOCUMENTS = [np.full(100 + number, number, "uint8") for number in range(5)]
-
-
-def begin_store(folder: Path) -> StoreWriter:
-    return StoreWriter(folder, np.dtype("uint8"), "made of it")
-
-
-def write(writer: StoreWriter, documents: list[np.ndarray]) -> None:
-    for each in documents:
+def write_documents(folder: Path, numbers: range, made_of: str = "made of this") -> StoreWriter:
+    """Documents of 65 tokens, in shards of 100, of sources of which each is one document."""
+    writer = StoreWriter(folder, np.dtype(np.uint16), made_of)
+    for number in numbers:
         writer.start_document()
-        writer.write(each)
+        writer.write(np.arange(65) + number)
+        writer.note(number + 1, 0, 65 * number)
+    return writer
 
 
-@pytest.fixture
-def noted(tmp_path: Path) -> Path:
-    """The folder of a store of which three documents are noted."""
-    writer = begin_store(tmp_path)
-    write(writer, DOCUMENTS[:3])
-    writer.note(0, 17, at_once=True)
-    writer.close()
-    return tmp_path
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
 
 
-def test_what_was_noted_is_gone_on_from(noted: Path) -> None:
-    writer = begin_store(noted)
-    assert (writer.state.documents, writer.state.offset, writer.state.tokens) == (3, 17, 303)
-    write(writer, DOCUMENTS[3:])
-    writer.complete(vocab_size=256, tokenizer=None, with_documents=True)
-    store = TokenStore.open(noted)
-    assert store.read(0, store.tokens).tolist() == np.concatenate(DOCUMENTS).tolist()
+def replaced_byte(at: int) -> Callable[[Path], object]:
+    def replace(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[at] ^= 1
+        path.write_bytes(content)
+
+    return replace
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"offset": 18}, {"file": 1}, {"documents": 1}, {"tokens": 100}, {"begins": True}, {"begins": 0},
-        {"offset": -17}, {"offset": "17"}, {"offset": 17.0}, {"offset": 10**30}, {"tokens": 10**15}, {"hash": None},
-        {"made_of": ["made of it"]}, {"file": None},
-    ],
-)  # fmt: skip
-def test_what_was_changed_since_is_begun_anew(change: dict[str, Any], noted: Path) -> None:
-    content = json.loads((noted / NOTES_NAME).read_text())
-    (noted / NOTES_NAME).write_text(json.dumps(content | change))
-    assert begin_store(noted).state == WriterState("made of it")
+NOTE_HARMS: dict[str, Callable[[Path], object]] = {
+    "the shard cut": lambda note: cut(note.with_suffix(".bin")),
+    "the shard gone": lambda note: note.with_suffix(".bin").unlink(),
+    "a longer shard": lambda note: note.with_suffix(".bin").write_bytes(bytes(202)),
+    "the note cut": cut,
+    "the note gone": Path.unlink,
+    "an empty note": lambda note: note.write_bytes(b""),
+    "no note": lambda note: note.write_bytes(os.urandom(200)),
+    "another hash": replaced_byte(0),
+    "another place": replaced_byte(65 + 9),
+    "other starts": replaced_byte(-1),
+}
 
 
-@pytest.mark.parametrize("content", [b"", b"[" * 9999, b"{}", b"3", b"\xff", b'{"made_of": "made of it"}'])
-def test_what_is_no_note_is_begun_anew(content: bytes, noted: Path) -> None:
-    (noted / NOTES_NAME).write_bytes(content)
-    assert begin_store(noted).state == WriterState("made of it")
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("harm", NOTE_HARMS)
+def test_behind_a_shard_that_is_not_as_it_was_noted_nothing_is_gone_on_from(
+    harm: str, number: int, tmp_path: Path, monkeypatch
+):
+    """Cut short, a file would be filled up with zeros."""
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 100)
+    write_documents(tmp_path, range(4))
+    resumed_at = [(0, 0), (1, 65), (3, 195)]  # without a shard, behind the first, behind the second
+    at = StoreWriter(tmp_path, np.dtype(np.uint16), "made of this").resumed_at
+    assert (at.file, at.tokens) == resumed_at[2]
+    NOTE_HARMS[harm](tmp_path / f"{number:06}.note")
+    at = StoreWriter(tmp_path, np.dtype(np.uint16), "made of this").resumed_at
+    assert (at.file, at.tokens) == resumed_at[number]
+    assert {path.stem for path in tmp_path.iterdir()} == {f"{left:06}" for left in range(number)}
+    write_documents(tmp_path, range(at.file, 4)).complete(vocab_size=70, tokenizer=None)
+    assert documents_of(TokenStore.open(tmp_path)) == [list(range(first, first + 65)) for first in range(4)]
+
+
+def test_shards_of_another_text_are_removed(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 100)
+    write_documents(tmp_path, range(4))
+    assert StoreWriter(tmp_path, np.dtype(np.uint16), "made of that").resumed_at == prepare.SourcePlace()
+    assert list(tmp_path.iterdir()) == []
 
 
 # What is noted, and what an index names, lies on the disk by then: a power cut leaves no hole in a store.
@@ -627,10 +711,8 @@ class Disk:
     def replace(self, source: Path, target: Path) -> None:
         assert self._of(source) == os.path.getsize(source)
         said, folder = json.loads(Path(source).read_text()) if target.suffix == ".json" else {}, target.parent
-        if target.name == "preparing.json":
-            self.require(folder / "starts.part", 8 * said["documents"])
-            for number in range(-(-said["tokens"] // 100)):
-                self.require(folder / f"{number:06}.bin", 2 * min(100, said["tokens"] - 100 * number))
+        if target.suffix == ".note":
+            assert self.has_named(target.with_suffix(".bin"))
         if target.name == "index.json":
             self.require(folder / said["documents"], 8 * said["num_documents"])
             assert self.has_named(folder / said["documents"])
@@ -650,93 +732,15 @@ class Disk:
         return self._kept.get(os.stat(path).st_ino, 0)
 
 
-@pytest.mark.parametrize("num_notes", [0, 3])
-def test_whatever_is_told_of_tokens_lies_on_the_disk_by_then(tmp_path: Path, monkeypatch, num_notes: int):
+def test_whatever_is_told_of_tokens_lies_on_the_disk_by_then(tmp_path: Path, monkeypatch):
     """Without these fsyncs no test failed: a power cut left an index of tokens that the disk never got."""
-    monkeypatch.setattr("zerotrain.data.prepare.SHARD_TOKENS", 100)
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 100)
     disk = Disk(monkeypatch)
-    writer = StoreWriter(tmp_path, np.dtype(np.uint16), "made of this")
-    tokens = np.arange(130)
-    for number in range(4):
-        writer.start_document()
-        writer.write(tokens)
-        if number < num_notes:
-            writer.note(number, 0, at_once=True)
-    writer.complete(vocab_size=130, tokenizer=None, with_documents=True)
-    assert disk.named == [*["preparing.json"] * num_notes, "documents.bin", "index.json"]
+    write_documents(tmp_path, range(4)).complete(vocab_size=70, tokenizer=None)
+    shards = [f"{number:06}.{suffix}" for number in range(3) for suffix in ("bin", "note")]
+    assert disk.named == [*shards, "documents.bin", "index.json"]
     assert disk.has_named(tmp_path / "index.json")
     forget_notes(tmp_path)
     store = TokenStore.open(tmp_path)
-    assert store.read(0, store.tokens).tolist() == [*range(130)] * 4
     assert store.documents is not None
-    assert store.documents.tolist() == [0, 130, 260, 390]
-
-
-@pytest.mark.parametrize("name", ["000000.bin", "000001.bin", "starts.part"])
-@pytest.mark.parametrize("harm", ["cut", "gone"])
-def test_where_less_lies_there_than_was_noted_all_is_made_anew(name: str, harm: str, tmp_path: Path, monkeypatch):
-    """Cut short, a file would be filled up with zeros."""
-    monkeypatch.setattr("zerotrain.data.prepare.SHARD_TOKENS", 100)
-    writer = StoreWriter(tmp_path, np.dtype(np.uint16), "made of this")
-    for number in range(2):
-        writer.start_document()
-        writer.write(np.arange(65))
-        writer.note(number + 1, 0, at_once=True)
-    writer.close()
-    again = StoreWriter(tmp_path, np.dtype(np.uint16), "made of this")
-    assert (again.state.file, again.state.tokens, again.state.documents) == (2, 130, 2)
-    again.close()
-    if harm == "gone":
-        (tmp_path / name).unlink()
-    else:
-        os.truncate(tmp_path / name, (tmp_path / name).stat().st_size - 1)
-    anew = StoreWriter(tmp_path, np.dtype(np.uint16), "made of this")
-    assert (anew.state.file, anew.state.tokens, anew.state.documents) == (0, 0, 0)
-    anew.close()
-    assert [path.stat().st_size for path in tmp_path.iterdir()] == [0]
-
-
-@pytest.mark.parametrize("end", ["newline", "none"])
-def test_killed_behind_any_piece_it_goes_on_with_the_next_and_reads_none_twice(tmp_path: Path, monkeypatch, end: str):
-    """Killed just behind a file it read that file again, and its tokens stood there twice."""
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for name, text in {"a.txt": "a" * 70, "b.jsonl": '{"text": "bee"}\n\n{"text": "b"}\n', "c.txt": "c" * 70}.items():
-        (texts / name).write_text(text)
-    monkeypatch.setattr("zerotrain.data.tokenizer.PIECE_NBYTES", 32)
-    monkeypatch.setattr("zerotrain.data.prepare._MAX_PIECES", 1)
-    monkeypatch.setattr("zerotrain.data.prepare.NOTE_S", 0.0)
-    recipe = Recipe(find_sources(str(texts)), None, end)
-    places: list[Any] = [(number, piece.resume_at) for number, piece in recipe.pieces(0, 0)]
-    # Behind the last piece of a file stands the next file; a place in it where one may not go on is left out.
-    starts = [(0, 0)] + [(number + (after is None), after or 0) for number, after in places]
-    assert len(starts) == 9
-    wanted = tmp_path / "wanted"
-    wanted.mkdir()
-    write_store(recipe, wanted, "sources")
-    tokens_of, pieces, begun = Recipe.tokens_of, Recipe.pieces, []
-
-    def pieces_from(self: Recipe, file: int, offset: int) -> Any:
-        begun.append((file, offset))
-        return pieces(self, file, offset)
-
-    monkeypatch.setattr(Recipe, "pieces", pieces_from)
-    for killed_at in range(len(places)):
-        left = [killed_at]
-
-        def tokens_or_end(self: Recipe, batch: Any, left: list[int] = left) -> Any:
-            left[0] -= 1
-            if left[0] < 0:
-                raise Killed
-            return tokens_of(self, batch)
-
-        out = tmp_path / f"killed at {killed_at}"
-        out.mkdir()
-        with monkeypatch.context() as patch:
-            patch.setattr(Recipe, "tokens_of", tokens_or_end)
-            with pytest.raises(Killed):
-                write_store(recipe, out, "sources")
-        write_store(recipe, out, "sources")
-        assert begun[-1] == starts[killed_at]
-        for name in ("000000.bin", "documents.bin", "index.json"):
-            assert (out / name).read_bytes() == (wanted / name).read_bytes()
+    assert store.documents.tolist() == [0, 65, 130, 195]

@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import pickle
+import re
 import sqlite3
 import sys
 import sysconfig
@@ -43,26 +44,27 @@ def names(sources: Sources, folder: Path) -> list[str]:
     return [str(source.relative_to(folder)) for source in sources.files]
 
 
-def test_a_folder_gives_its_text_files_sorted_without_hidden_empty_and_binary_ones(folder):
-    assert names(find_sources(str(folder)), folder) == ["a.md", "b.txt", "deep/er/c.py"]
-
-
-def test_a_file_gives_itself_whatever_it_holds(folder):
-    assert names(find_sources(str(folder / "picture.bin")), folder) == ["picture.bin"]
-
-
-def test_a_pattern_gives_the_files_that_match_at_any_depth(folder):
-    assert names(find_sources(f"{folder}/**/*.py"), folder) == ["deep/er/c.py"]
-
-
-def test_a_file_whose_name_looks_like_a_pattern_is_that_file(folder):
-    (folder / "a[1].txt").write_text("brackets")
-    assert names(find_sources(f"{folder}/a[1].txt"), folder) == ["a[1].txt"]
-
-
-def test_a_tilde_is_the_home_folder(folder, monkeypatch):
+@pytest.mark.case(
+    "data: Text",
+    "a glob beside a folder; links to a file that is read",
+    "the glob skips the files that the folder skips; a file is read once; one line says what was read and skipped",
+)
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("", ["a.md", "b.txt", "deep/er/c.py"]),
+        ("*", ["a.md", "b.txt"]),
+        ("**/*.py", ["deep/er/c.py"]),
+        ("picture.bin", ["picture.bin"]),  # named by the user
+        ("deep/a[1].txt", ["deep/a[1].txt"]),  # a file of exactly this name comes before a pattern
+    ],
+)
+def test_a_folder_a_pattern_and_a_file_give_text_files_in_sorted_order(folder, monkeypatch, path, expected):
+    if path.startswith("deep"):
+        (folder / path).write_text("brackets")
     monkeypatch.setenv("HOME", str(folder))
-    assert names(find_sources("~/b.txt"), folder) == ["b.txt"]
+    for beginning in (str(folder), "~"):
+        assert names(find_sources(f"{beginning}/{path}"), folder) == expected
 
 
 def test_nothing_given_is_the_standard_library_without_tests_and_other_packages():
@@ -76,37 +78,21 @@ def test_nothing_given_is_the_standard_library_without_tests_and_other_packages(
     assert sources == sorted(sources)
 
 
-def test_a_missing_path_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"data.path=.*nothing.txt does not exist; give a file, a folder or"):
-        find_sources(str(tmp_path / "nothing.txt"))
-
-
-def test_what_is_neither_a_file_nor_a_folder_is_not_said_to_be_missing(tmp_path):
-    os.mkfifo(tmp_path / "text.txt")
-    for path in (tmp_path / "text.txt", "/dev/zero"):
-        with pytest.raises(FileNotFoundError, match=r"data.path=.* is neither a file nor a folder; give a file"):
-            find_sources(str(path))
-
-
-def test_a_pattern_without_a_match_is_refused(folder):
-    with pytest.raises(FileNotFoundError, match=r"\*\.rs matches no file"):
-        find_sources(f"{folder}/*.rs")
-
-
-def test_an_empty_file_or_folder_is_refused(folder):
-    (folder / "void").mkdir()
-    for path in (folder / "empty.txt", folder / "void"):
-        with pytest.raises(ValueError, match=f"data.path={path} holds no text; give a file, folder or pattern"):
-            find_sources(str(path))
-
-
-@pytest.mark.case(
-    "data: Text",
-    "a glob beside a folder; links to a file that is read",
-    "the glob skips the files that the folder skips; a file is read once; one line says what was read and skipped",
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("nothing.txt", "does not exist; give a file, a folder or"),
+        ("fifo.txt", "is neither a file nor a folder; give a file"),
+        ("*.rs", "matches no file"),
+        ("empty.txt", "holds no text; give a file, folder or pattern"),
+        ("void", "holds no text; give a file, folder or pattern"),
+    ],
 )
-def test_a_pattern_takes_what_a_folder_takes(folder):
-    assert names(find_sources(f"{folder}/*"), folder) == ["a.md", "b.txt"]
+def test_what_gives_no_file_with_text_is_refused(folder, path, problem):
+    (folder / "void").mkdir()
+    os.mkfifo(folder / "fifo.txt")
+    with pytest.raises((FileNotFoundError, ValueError), match=re.escape(f"data.path={folder / path} {problem}")):
+        find_sources(str(folder / path))
 
 
 @pytest.mark.case("data: Text", "a glob beside a folder; links to a file that is read")
@@ -201,7 +187,7 @@ LINES = "\n".join(json.dumps({"id": 1, "text": text}) for text in [*DOCUMENTS[:3
 WRITERS: dict[str, Callable[[Path], object]] = {
     "a.jsonl": lambda path: path.write_text(LINES + "\n\n"),
     "a.ndjson": lambda path: path.write_bytes(b"\xef\xbb\xbf" + LINES.encode()),
-    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES.encode())),
+    "A.JSONL.GZ": lambda path: path.write_bytes(gzip.compress(LINES.encode())),
     "a.jsonl.zst": lambda path: zst(path, LINES.encode()),
     "a.parquet": lambda path: parquet(path, [*DOCUMENTS[:3], None, DOCUMENTS[3], DOCUMENTS[4]]),
 }
@@ -232,14 +218,6 @@ def test_a_line_behind_which_reading_went_on_is_told_by_its_number_too(tmp_path:
 def _until_broken(path: Path):
     with contextlib.suppress(ValueError):
         yield from read_pieces(path, field="text")
-
-
-@pytest.mark.parametrize("name", ["A.JSONL", "A.JSONL.GZ"])
-def test_the_case_of_a_name_tells_nothing(tmp_path: Path, name: str):
-    path = tmp_path / name
-    rows = b'{"text": "The cat"}\n'
-    path.write_bytes(gzip.compress(rows) if name.endswith("GZ") else rows)
-    assert documents_of(path) == ["The cat"]
 
 
 def documents_of(path: Path, start: int = 0) -> list[str]:
@@ -491,11 +469,7 @@ def test_text_that_begins_like_something_else_is_text(tmp_path, start: str):
     path = tmp_path / "a.txt"
     path.write_text(start + TEXT)
     assert find_sources(str(path)).files == find_sources(str(tmp_path)).files == [path]
-
-
-def test_a_log_with_a_zero_byte_is_text_where_it_is_named(tmp_path):
-    path = tmp_path / "a.log"
-    path.write_bytes(TEXT.encode() + b"\0\0\n")
+    path.write_bytes(TEXT.encode() + b"\0\0\n")  # as a log that was cut off
     assert find_sources(str(path)).files == [path]
 
 
@@ -525,9 +499,10 @@ def test_rows_of_json_are_not_learnt_with_their_brackets(tmp_path, name: str, wa
 
 @pytest.mark.parametrize("content", ["[1, 2, 3]", '[{"a": 1}]', '{"a": [1, 2]}', "[" * 5000, "{", '{"text": 1}', "[]"])
 def test_other_json_is_text_as_source_code_is_but_an_array_that_is_named(tmp_path, content: str):
-    path = tmp_path / "a.json"
+    path, state = tmp_path / "a.json", tmp_path / "state.json"
     path.write_text(content)
-    assert find_sources(str(tmp_path)).files == [path]
+    state.write_text('{"a": 1}')  # not beside what save_to_disk() writes
+    assert find_sources(str(tmp_path)).files == [path, state]
     if content.startswith("["):
         with pytest.raises(ValueError, match=r"a.json is a JSON array, and its brackets would be trained on"):
             find_sources(str(path))
@@ -547,9 +522,3 @@ def test_what_save_to_disk_has_written_is_refused_with_what_reads_it(tmp_path, g
     (train / "data-00000-of-00001.arrow").write_bytes(b"\xff\xff\xff\xff\x70\0\0\0" + bytes(500))
     with pytest.raises(ValueError, match=r"saved(/train)? was written by save_to_disk\(\) .* choose data=huggingface"):
         find_sources(str(tmp_path / given))
-
-
-def test_a_file_called_state_json_alone_is_text(tmp_path):
-    for name in ("state.json", "dataset_dict.json"):
-        (tmp_path / name).write_text('{"a": 1}')
-    assert len(find_sources(str(tmp_path)).files) == 2

@@ -18,10 +18,6 @@ def test_a_device_is_asked_by_its_kind_and_no_gpu_is_needed_to_know_it(name: str
     assert device_of(torch.device(name)) is device
 
 
-def test_there_are_as_many_gpus_as_torch_can_use() -> None:
-    assert num_gpus() == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
-
-
 def test_only_values_in_the_memory_of_the_host_lie_there() -> None:
     assert lies_on_host(torch.zeros(2))
     assert not lies_on_host(torch.zeros(2, device="meta"))
@@ -113,6 +109,33 @@ def test_who_waits_for_an_event_settles_it() -> None:
 
 
 def test_the_host_has_no_memory_of_its_own_and_no_history_of_it() -> None:
-    assert isinstance(CPU, Cpu)
-    assert (CPU.own_nbytes, CPU.memory_history(), CPU.is_host) == (0, None, True)
+    assert (CPU.own_nbytes, CPU.kernels_nbytes, CPU.memory_history(), CPU.is_host) == (0, 0, None, True)
     assert CPU.name == f"CPU, threads of each: {torch.get_num_threads()}"
+    assert num_gpus() == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+# What cuBLAS keeps of a GPU's memory, by the settings that torch reads; no GPU is asked.
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("given", "capability", "nbytes"),
+    [
+        (None, (9, 0), 64 * MIB),
+        (None, (8, 0), 2 * (8 * MIB + 128 * 1024)),
+        (":4096:8", (8, 0), 64 * MIB),
+        (":4096:2:16:8", (9, 0), 2 * (8 * MIB + 128 * 1024)),
+        (":0:0", (9, 0), 0),
+    ],
+)
+def test_the_workspaces_of_cublas_are_those_of_two_threads(
+    given: str | None, capability: tuple[int, int], nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if given is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    else:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+    assert device_of(torch.device("cuda", 0)).kernels_nbytes == nbytes

@@ -34,30 +34,38 @@ def test_no_failure_has_no_first_cause(tmp_path: Path):
     assert first_failure(tmp_path) is None
 
 
-def test_the_earliest_error_is_the_first_cause(tmp_path: Path):
-    for rank in (2, 0, 1):
-        Failure.from_error(ValueError(f"rank {rank}"), rank).write(tmp_path)
-    failure = first_failure(tmp_path)
-    assert failure is not None
-    assert (failure.rank, failure.cause) == (2, "failed: ValueError: rank 2")
+KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM
+MINE = ValueError("mine")
 
 
-@pytest.mark.parametrize("loss", [LOST_PEER, CommError("timed out"), dist.DistBackendError("NCCL error")], ids=repr)
-def test_losing_a_rank_is_not_the_first_cause_even_if_it_was_noticed_first(tmp_path: Path, loss):
-    Failure.from_error(loss, 0).write(tmp_path)
-    Failure.from_error(ValueError("mine"), 1).write(tmp_path)
-    assert first_failure(tmp_path).rank == 1
-
-
-def test_ranks_that_disagree_are_a_cause_and_not_the_loss_of_a_rank(tmp_path: Path):
-    Failure.from_error(CommError("timed out"), 0).write(tmp_path)
-    Failure.from_error(DisagreementError("2 on rank 0, 1 on rank 1"), 1).write(tmp_path)
-    assert first_failure(tmp_path).cause == "failed: DisagreementError: 2 on rank 0, 1 on rank 1"
-
-
-def test_an_error_of_the_users_own_that_mentions_gloo_is_not_the_loss_of_a_rank(tmp_path: Path):
-    Failure.from_error(ValueError("no path /gloo/ here"), 1).write(tmp_path)
-    assert first_failure(tmp_path).cause.startswith("failed: ValueError")
+@pytest.mark.parametrize(
+    ("errors", "ended", "rank", "says"),
+    [
+        ({2: ValueError("two"), 0: ValueError("zero")}, None, 2, "failed: ValueError: two"),  # the earliest
+        ({0: LOST_PEER, 1: MINE}, None, 1, "failed: ValueError: mine"),
+        ({0: CommError("timed out"), 1: MINE}, None, 1, "failed: ValueError: mine"),
+        ({0: dist.DistBackendError("NCCL error"), 1: MINE}, None, 1, "failed: ValueError: mine"),
+        (
+            {0: CommError("timed out"), 1: DisagreementError("2 on rank 0, 1 on rank 1")},
+            None,
+            1,
+            "failed: DisagreementError: 2 on rank 0, 1 on rank 1",
+        ),
+        ({1: ValueError("no path /gloo/ here")}, None, 1, "failed: ValueError: no path /gloo/ here"),
+        ({0: LOST_PEER}, {0: 1, 1: KILLED, 2: TERMINATED}, 1, "was killed by SIGKILL (kill -9, or "),
+        ({1: MINE}, {0: KILLED, 1: 1}, 1, "failed: ValueError: mine"),  # the other was ended because of it
+        ({1: LOST_PEER}, {0: TERMINATED, 1: 1}, 1, "lost another rank: RuntimeError: "),
+        ({1: LOST_PEER}, {0: 130, 1: 1}, 1, "lost another rank: RuntimeError: "),
+        ({}, {3: 7}, 3, "ended with exit code 7"),
+    ],
+)
+def test_the_first_cause_is_named(
+    tmp_path: Path, errors: dict[int, Exception], ended: dict[int, int] | None, rank: int, says: str
+):
+    for failing, error in errors.items():
+        Failure.from_error(error, failing).write(tmp_path)
+    failure = first_failure(tmp_path, ended)
+    assert (failure.rank, failure.cause[: len(says)]) == (rank, says)
 
 
 @pytest.mark.case("hosts: Ranks of one host", "a rank gets no more files, threads or memory")
@@ -79,28 +87,6 @@ def test_a_rank_that_gets_no_more_files_or_threads_is_the_cause_and_has_not_lost
     assert (failure.rank, failure.from_peers) == (1, False)
     assert failure.cause.startswith("failed: ")
     assert says in failure.cause
-
-
-def test_a_killed_rank_comes_before_what_the_others_noticed_of_it(tmp_path: Path):
-    Failure.from_error(LOST_PEER, 0).write(tmp_path)
-    failure = first_failure(tmp_path, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGTERM})
-    assert failure.rank == 1
-    assert "was killed by SIGKILL" in failure.cause
-
-
-def test_an_error_comes_before_ranks_that_were_ended_because_of_it(tmp_path: Path):
-    Failure.from_error(ValueError("mine"), 1).write(tmp_path)
-    assert first_failure(tmp_path, {0: -signal.SIGKILL, 1: 1}).rank == 1
-
-
-@pytest.mark.parametrize("exitcode", [-signal.SIGTERM, 130])
-def test_a_rank_that_was_told_to_stop_is_not_the_first_cause(tmp_path: Path, exitcode):
-    Failure.from_error(LOST_PEER, 1).write(tmp_path)
-    assert first_failure(tmp_path, {0: exitcode, 1: 1}).rank == 1
-
-
-def test_a_rank_that_just_exits_is_told_with_its_exit_code(tmp_path: Path):
-    assert first_failure(tmp_path, {3: 7}).cause == "ended with exit code 7"
 
 
 def test_the_user_reads_the_cause_and_the_path_of_the_log(tmp_path: Path):

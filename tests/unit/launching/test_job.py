@@ -13,7 +13,7 @@ from zerotrain.config.compose import from_values
 from zerotrain.config.schema import Config, LaunchConfig
 from zerotrain.errors import ConfigError
 from zerotrain.files.lock import LOCK_NAME, is_held
-from zerotrain.launching.job import Job, holding_job, locked, num_threads_per_rank, write_ending
+from zerotrain.launching.job import Job, locked, num_threads_per_rank, write_ending
 from zerotrain.training.result import RunResult
 
 # One run at a time in a folder, whatever lies in the place of its lock.
@@ -25,27 +25,9 @@ def test_a_folder_is_locked_once_and_free_again(tmp_path: Path):
         with pytest.raises(ConfigError, match=said), locked(tmp_path / "run"):
             raise AssertionError
         assert json.loads((tmp_path / "run" / LOCK_NAME).read_text())["pid"] == os.getpid()
+        assert is_held(tmp_path / "run" / LOCK_NAME)
     with locked(tmp_path / "run"):
         pass
-
-
-def test_a_lock_says_which_job_of_a_sweep_has_the_folder(tmp_path: Path):
-    assert holding_job(tmp_path) is None
-    assert not is_held(tmp_path / LOCK_NAME)
-    with locked(tmp_path, job="0123 launch.nproc_per_node=2"):
-        assert holding_job(tmp_path) == "0123 launch.nproc_per_node=2"
-        assert is_held(tmp_path / LOCK_NAME)
-        with pytest.raises(ConfigError, match=f"pid {os.getpid()} on"), locked(tmp_path):
-            raise AssertionError
-    assert not is_held(tmp_path / LOCK_NAME)
-    with locked(tmp_path):
-        assert holding_job(tmp_path) is None
-
-
-@pytest.mark.parametrize("content", ["", "x", "[]", '{"job": 1}', '{"jobs": "1"}', "[" * 5000])
-def test_a_lock_of_anybody_says_nothing(tmp_path: Path, content: str):
-    (tmp_path / LOCK_NAME).write_text(content)
-    assert holding_job(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -116,17 +98,12 @@ def test_what_a_killed_rank_was_about_to_write_goes_when_the_run_is_started_agai
     assert (job.run_dir / "mine.tmp").exists()
 
 
-def test_another_machine_completes_the_folder_without_taking_from_it(job: Job):
-    job.open_folder()
+def test_another_machine_makes_what_is_missing_of_the_folder_and_takes_nothing(job: Job):
+    job.complete_folder()
+    assert from_values(OmegaConf.load(job.config_path)) == job.config
     (job.ranks_dir / "0.log").write_text("running")
     job.complete_folder()
     assert (job.ranks_dir / "0.log").read_text() == "running"
-
-
-def test_another_machine_makes_the_folder_that_nobody_has_opened_there(job: Job):
-    job.complete_folder()
-    assert job.ranks_dir.is_dir()
-    assert from_values(OmegaConf.load(job.run_dir / "config.yaml")) == job.config
 
 
 def test_an_ending_keeps_what_rank_0_had_written(job: Job):
@@ -149,12 +126,9 @@ def test_an_ending_is_written_even_if_rank_0_never_wrote_any(job: Job):
     assert (written["world_size"], written["stage"], written["restarts"]) == (2, 2, 0)
 
 
-def test_cores_are_shared_out_among_ranks_and_each_has_one():
+def test_cores_are_shared_out_among_ranks_and_a_number_that_was_set_is_kept():
     assert num_threads_per_rank(Config(), num_local_ranks=1) >= num_threads_per_rank(Config(), num_local_ranks=2)
     assert num_threads_per_rank(Config(), num_local_ranks=10_000) == 1
-
-
-def test_a_number_of_threads_that_was_set_is_kept():
     assert num_threads_per_rank(Config(launch=LaunchConfig(threads_per_rank=3)), num_local_ranks=2) == 3
 
 

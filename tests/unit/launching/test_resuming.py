@@ -12,15 +12,12 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from zerotrain.checkpoint.folder import CHECKPOINTS
 from zerotrain.checkpoint.manifest import MANIFEST
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.compose import config_hash, register_schema, save_config, slurm_job
 from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, TrainConfig
 from zerotrain.errors import ConfigError
 from zerotrain.launching import resuming
-from zerotrain.launching import resuming as scheduled
-from zerotrain.launching import resuming as started
 from zerotrain.launching.failures import RunError
 from zerotrain.launching.job import Job, write_refusal
 from zerotrain.launching.resuming import (
@@ -75,17 +72,11 @@ def files_in(folder: Path) -> dict[Path, bytes | None]:
 
 def test_a_folder_with_checkpoints_is_neither_erased_nor_written_among(tmp_path: Path):
     assert folder_problems(config_with(None), tmp_path) == []
-    checkpoint(tmp_path, 3)
+    (tmp_path / "checkpoints/step-00000003").mkdir(parents=True)  # with its name alone a save would meet it
     [problem] = folder_problems(config_with(None), tmp_path)
-    assert "checkpoint.resume=auto goes on" in problem
-    assert str(tmp_path) in problem
+    assert f"{tmp_path} holds checkpoints; checkpoint.resume=auto goes on" in problem
     assert folder_problems(config_with(None, overwrite=True), tmp_path) == []
     assert folder_problems(config_with("auto"), tmp_path) == []
-
-
-def test_a_folder_with_the_name_of_a_checkpoint_is_found_before_a_save_meets_it(tmp_path: Path):
-    (tmp_path / "checkpoints/step-00000003").mkdir(parents=True)
-    assert "holds checkpoints" in folder_problems(config_with(None), tmp_path)[0]
 
 
 @pytest.mark.parametrize("resume", ["auto", "checkpoints/step-00000003", "."])
@@ -320,62 +311,43 @@ def attempts(tmp_path: Path):
     return begin
 
 
-def save(run_dir: Path, step: int) -> None:
-    folder = run_dir / f"checkpoints/step-{step:08}"
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").touch()
-
-
-def test_without_restarts_the_failure_is_the_end(attempts):
-    with pytest.raises(RunError) as raised:
-        attempts(0).begin_next(FAILED)
-    assert raised.value is FAILED
-
-
 def test_each_restart_is_told_with_the_first_cause_and_where_it_goes_on(attempts, tmp_path: Path):
     tried = attempts(3)
     assert tried.begin_next(FAILED) == f"{CAUSE}; restart 1 of 3 from the start\n{LOG}"
-    save(tmp_path, 200)
+    checkpoint(tmp_path, 200)
     assert tried.begin_next(FAILED) == f"{CAUSE}; restart 2 of 3 from step 200\n{LOG}"
     assert tried.job.restarts == 2
 
 
+IN_VAIN = "  gave up: the last 2 restarts wrote no newer checkpoint"
+
+
 @pytest.mark.case("stopping", "ranks fail again and again")
-@pytest.mark.parametrize("saved", [False, True])
-def test_two_restarts_in_a_row_without_a_newer_checkpoint_are_the_last(attempts, tmp_path: Path, saved: bool):
-    if saved:
-        save(tmp_path, 100)  # of an earlier run: no progress of this one
-    tried = attempts(9)
-    tried.begin_next(FAILED)
-    tried.begin_next(FAILED)
+@pytest.mark.parametrize(
+    ("allowed", "saved_before", "saved", "says"),
+    [
+        (0, None, [], LOG),
+        (9, None, [None, None], IN_VAIN),
+        (9, 100, [None, None], IN_VAIN),  # of an earlier run: no progress of this one
+        (9, None, [100, None, None], IN_VAIN),
+        (4, None, [None, 10, None, 30], "  given up: launch.max_restarts=4"),
+    ],
+)
+def test_restarts_end_at_their_number_and_without_progress(
+    attempts, tmp_path: Path, allowed: int, saved_before: int | None, saved: list[int | None], says: str
+):
+    """The steps saved are those of each restart."""
+    if saved_before is not None:
+        checkpoint(tmp_path, saved_before)
+    tried = attempts(allowed)
+    for step in saved:
+        tried.begin_next(FAILED)
+        if step is not None:
+            checkpoint(tmp_path, step)
     with pytest.raises(RunError) as raised:
         tried.begin_next(FAILED)
-    assert str(raised.value).splitlines() == [
-        CAUSE,
-        LOG,
-        "  gave up: the last 2 restarts wrote no newer checkpoint",
-    ]
-
-
-def test_progress_between_them_allows_more_up_to_the_number_that_was_set(attempts, tmp_path: Path):
-    tried = attempts(4)
-    for number in range(4):
-        tried.begin_next(FAILED)
-        if number % 2:
-            save(tmp_path, 10 * number)
-    with pytest.raises(RunError, match=r"given up: launch\.max_restarts=4"):
-        tried.begin_next(FAILED)
-
-
-def test_progress_once_is_none_of_the_restarts_behind_it(attempts, tmp_path: Path):
-    tried = attempts(9)
-    tried.begin_next(FAILED)
-    save(tmp_path, 100)
-    for _ in range(2):
-        tried.begin_next(FAILED)
-    with pytest.raises(RunError, match="gave up: the last 2 restarts wrote no newer checkpoint"):
-        tried.begin_next(FAILED)
-    assert tried.job.restarts == 3
+    lines = str(raised.value).splitlines()
+    assert (lines[:2], lines[-1], tried.job.restarts) == ([CAUSE, LOG], says, len(saved))
 
 
 def test_a_run_without_its_folder_is_not_started_again(attempts, tmp_path: Path):
@@ -389,7 +361,7 @@ def test_a_run_without_its_folder_is_not_started_again(attempts, tmp_path: Path)
 def test_what_is_whole_counts_by_the_number_of_its_step(tmp_path: Path):
     assert newest_step(tmp_path) is None
     for step in (900, 100000000, 1000):
-        save(tmp_path, step)
+        checkpoint(tmp_path, step)
     (tmp_path / "checkpoints/step-200000000").mkdir()  # without a manifest: it was being written
     (tmp_path / "checkpoints/mine").mkdir()
     (tmp_path / "checkpoints/mine/manifest.json").touch()
@@ -399,8 +371,8 @@ def test_what_is_whole_counts_by_the_number_of_its_step(tmp_path: Path):
 def test_a_restart_resumes_from_its_own_folder_once_something_is_saved_there(tmp_path: Path):
     job = Job(config=Config(), run_dir=tmp_path, overrides=[], resume_from=["elsewhere"])
     assert going_on(job) is job
-    save(tmp_path, 10)
-    save(tmp_path, 20)
+    checkpoint(tmp_path, 10)
+    checkpoint(tmp_path, 20)
     assert going_on(job).resume_from == [str(tmp_path / f"checkpoints/step-000000{step}") for step in (20, 10)]
     assert job.resume_from == ["elsewhere"]
 
@@ -459,27 +431,21 @@ def test_a_run_has_as_many_virtual_ranks_as_before(given, saved, num_ranks, take
         assert said == []
 
 
-@pytest.mark.parametrize(("given", "taken"), [(None, 7), (2, 2)])
-def test_a_rank_has_as_many_threads_as_before_on_the_cpu(given, taken):
+@pytest.mark.parametrize(
+    ("given", "saved", "taken"),
+    [(None, 7, 7), (2, 7, 2), (None, 10_000, 10_000), (None, -1, None), (None, 10_001, None)],
+)
+def test_a_rank_has_as_many_threads_as_before_on_the_cpu(given: int | None, saved: int, taken: int | None):
     config = Config(launch=LaunchConfig(threads_per_rank=given, device="cpu"))
-    said = resuming.take_from(Saved(5, 1, threads=7), config, 1, 1)
-    assert config.launch.threads_per_rank == taken
-    assert ["launch.threads_per_rank=7, as in the checkpoint" in line for line in said] == [True] * (given is None)
-
-
-@pytest.mark.parametrize(("saved", "is_taken"), [(-1, False), (10_000, True), (10_001, False)])
-def test_a_number_of_threads_that_no_run_had_is_not_taken(saved, is_taken):
-    config = Config(launch=LaunchConfig(device="cpu"))
     said = resuming.take_from(Saved(5, 1, threads=saved), config, 1, 1)
-    assert (config.launch.threads_per_rank, bool(said)) == (saved if is_taken else None, is_taken)
+    assert config.launch.threads_per_rank == taken
+    told = f"launch.threads_per_rank={saved}, as in the checkpoint"
+    assert [line.startswith(told) for line in said] == [True] * (given is None and taken is not None)
 
 
-def test_a_checkpoint_beyond_the_last_step_is_refused():
+def test_a_checkpoint_beyond_the_last_step_is_refused_where_that_is_known():
     with pytest.raises(ConfigError, match=r"train.max_steps: got 4; it must be 5 or more"):
         resuming.take_from(Saved(5, 1), Config(train=TrainConfig(max_steps=4)), 1, 1)
-
-
-def test_how_far_a_run_of_epochs_goes_is_told_by_the_data():
     config = Config(train=TrainConfig(max_steps=None, num_epochs=1.0))
     assert resuming.take_from(Saved(5, 1), config, 1, 1) == []
 
@@ -633,9 +599,7 @@ def test_a_job_that_is_queued_again_goes_on_in_its_folder_and_erases_nothing(
     config = Config()
     config.checkpoint.resume, config.launch.overwrite = resume, True
     if saved:
-        folder = tmp_path / CHECKPOINTS / "step-00000003"
-        folder.mkdir(parents=True)
-        (folder / "manifest.json").touch()
+        checkpoint(tmp_path, 3)
     line = go_on_if_queued_again(config, tmp_path, {} if restarts is None else {"SLURM_RESTART_COUNT": restarts})
     assert (config.checkpoint.resume, config.launch.overwrite) == after
     assert (line is None) == after[1]
@@ -652,7 +616,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    monkeypatch.setattr(scheduled, "_HEAD_START_S", 0.0)
+    monkeypatch.setattr(resuming, "_HEAD_START_S", 0.0)
     before = signal.getsignal(signal.SIGTERM)
     yield tmp_path
     signal.signal(signal.SIGTERM, before)
@@ -751,7 +715,7 @@ def as_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torchrun has started this process, on one host or two."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setattr("sys.argv", [PROGRAM])
-    monkeypatch.setattr(started, "_command_of", lambda _: ["torchrun", "--nnodes=1:2", PROGRAM])
+    monkeypatch.setattr(resuming, "_command_of", lambda _: ["torchrun", "--nnodes=1:2", PROGRAM])
 
 
 @pytest.mark.usefixtures("as_torchrun")
@@ -763,7 +727,7 @@ def test_on_hosts_that_come_and_go_a_run_goes_on_by_itself_and_hosts_can_join(mo
     )
     [warning] = doubtful_start(0, RANKS)
     assert warning.startswith("--nnodes=1:2 without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: by torch's default a host")
-    monkeypatch.setenv(started.OPENS_A_STORE, "1")
+    monkeypatch.setenv(resuming.OPENS_A_STORE, "1")
     assert doubtful_start(0, RANKS) == []
     assert doubtful_start(2, RANKS) == ["launch.max_restarts has no effect under torchrun; give it --max-restarts"]
 

@@ -48,21 +48,16 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     return told
 
 
-def test_ranks_are_forked_from_the_launcher_unless_a_thread_forbids_it(facts: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_forked_rank_has_what_a_new_python_has_and_draws_numbers_of_its_own(
+    facts: dict[str, list[dict[str, Any]]],
+) -> None:
+    """A thread forbids the fork: the ranks are new Pythons then."""
     assert {each["program"] for each in facts["forked"]} == {str(commands.REPOSITORY / "launch.py")}
     assert {each["program"] for each in facts["new"]} == {"-m"}
-
-
-@pytest.mark.parametrize("rank", range(2))
-def test_a_forked_rank_has_what_a_new_python_has(facts: dict[str, list[dict[str, Any]]], rank: int) -> None:
-    forked, new = facts["forked"][rank]["same"], facts["new"][rank]["same"]
-    assert forked == new
-    assert forked["handlers"]["SIGHUP"] == str(signal.SIG_IGN)
-    assert forked["files of the launcher"] == []
-    assert forked["threads"] == 1
-
-
-def test_forked_ranks_draw_numbers_of_their_own(facts: dict[str, list[dict[str, Any]]]) -> None:
+    for forked, new in zip(facts["forked"], facts["new"], strict=True):
+        assert forked["same"] == new["same"]
+        assert forked["same"]["handlers"]["SIGHUP"] == str(signal.SIG_IGN)
+        assert (forked["same"]["files of the launcher"], forked["same"]["threads"]) == ([], 1)
     drawn = [number for each in facts["forked"] for number in each["drawn"]]
     assert len(set(drawn)) == len(drawn) == 4
 

@@ -17,7 +17,6 @@ from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import Config
 from zerotrain.errors import CommError, ConfigError
 from zerotrain.launching import exits, torchrun
-from zerotrain.launching import torchrun as preparing
 from zerotrain.launching.failures import Failure
 from zerotrain.launching.job import Job
 from zerotrain.launching.resuming import with_run_dir
@@ -52,8 +51,8 @@ def everywhere(folder: Path, prepare: Callable[[int], object], timeout_s: float 
 def test_one_rank_of_each_other_machine_prepares_and_all_wait_for_longer_than_a_collective_may(
     tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.setattr(preparing, "REMINDER_S", 0.3)
-    monkeypatch.setattr(preparing, "_BEAT_S", 0.05)
+    monkeypatch.setattr(torchrun, "REMINDER_S", 0.3)
+    monkeypatch.setattr(torchrun, "_BEAT_S", 0.05)
     prepared = []
 
     def prepare(rank: int) -> None:
@@ -81,7 +80,7 @@ def test_a_machine_that_cannot_is_told_on_all_ranks(tmp_path):
 
 @pytest.mark.case("data: Text", "machines without a common folder")
 def test_a_machine_of_which_nothing_is_heard_any_more_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(preparing, "_BEAT_S", 60.0)  # nothing after the first
+    monkeypatch.setattr(torchrun, "_BEAT_S", 60.0)  # nothing after the first
 
     came = everywhere(tmp_path, lambda rank: time.sleep(2.0), timeout_s=0.5)
     for rank in (0, 1, 3):
@@ -135,9 +134,20 @@ def result_in(run_dir: Path) -> tuple[str, str]:
     return result["status"], result["error"].splitlines()[0]
 
 
-def test_a_rank_stopped_by_ctrl_c_says_so_and_ends_as_a_shell_expects(end_of, tmp_path: Path):
-    assert end_of(KeyboardInterrupt()) == ["sleep", "exit 130"]
-    assert result_in(tmp_path) == ("stopped", "stopped by a signal")
+@pytest.mark.parametrize(
+    ("error", "does", "result"),
+    [
+        (KeyboardInterrupt(), ["sleep", "exit 130"], ("stopped", "stopped by a signal")),
+        (ValueError("mine"), ["exit 1"], ("failed", "rank 1 failed: ValueError: mine")),
+        # Torchrun takes the first process to end for the root cause.
+        (CommError("rank 0 is gone"), ["sleep", "exit 1"], ("failed", "rank 1 lost another rank: rank 0 is gone")),
+    ],
+)
+def test_a_rank_lets_the_rank_of_the_cause_end_first_and_says_why_it_ends(
+    end_of, tmp_path: Path, error: BaseException, does: list[str], result: tuple[str, str]
+):
+    assert end_of(error) == does
+    assert result_in(tmp_path) == result
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["FIFO", "folder"])
@@ -154,17 +164,6 @@ def test_a_rank_ends_whatever_lies_in_the_place_of_its_notes(end_of, tmp_path: P
     assert end_of(FailingError()) == ["exit 1"]
     assert result_in(tmp_path) == ("failed", "rank 1 failed: FailingError: mine")
     assert "rank 1 failed: FailingError: mine" in capfd.readouterr().err
-
-
-def test_a_rank_that_failed_ends_at_once(end_of, tmp_path: Path):
-    assert end_of(ValueError("mine")) == ["exit 1"]
-    assert result_in(tmp_path) == ("failed", "rank 1 failed: ValueError: mine")
-
-
-def test_a_rank_that_lost_another_lets_that_one_end_first(end_of, tmp_path: Path):
-    """Torchrun takes the first process to end for the root cause."""
-    assert end_of(CommError("rank 0 is gone")) == ["sleep", "exit 1"]
-    assert result_in(tmp_path) == ("failed", "rank 1 lost another rank: rank 0 is gone")
 
 
 @pytest.fixture
@@ -204,6 +203,11 @@ def test_a_rank_of_another_command_line_refuses_the_job_on_all(exchange):
     assert said == [told, told]
 
 
+@pytest.mark.case(
+    "data: Text",
+    "machines without a common folder",
+    "each prepares before the ranks meet, as long as it takes; a machine that cannot is named on all ranks",
+)
 def test_a_rank_of_another_machine_prepares_its_data_and_rank_0_waits_for_it(exchange, tmp_path: Path):
     """It did so while rank 0 waited in its first collective, which has a limit."""
     texts, cache = tmp_path / "texts", tmp_path / "cache"
@@ -251,7 +255,7 @@ def test_without_a_job_there_is_none_and_without_rank_0_the_wait_ends(exchange, 
     second = exchange(1, "launch.start_timeout_s=0.2")
     with pytest.raises(CommError, match=r"rank 0 did not come within 0\.2 s \(launch\.start_timeout_s\); start all "):
         second.receive()
-    exchange(0, "--help").withdraw(exits.COMPLETED)
+    threading.Timer(0.3, exchange(0, "--help").withdraw, (exits.COMPLETED,)).start()
     assert second.receive() is None
 
 
@@ -263,30 +267,20 @@ def test_without_a_job_there_is_none_and_without_rank_0_the_wait_ends(exchange, 
         (exits.of_signal(2), CommError, "rank 0 ended before it sent the other ranks a job; its terminal says why"),
     ],
 )
-def test_what_rank_0_has_refused_or_failed_at_is_no_success_of_the_others(
-    exchange, code: int, kind: type[Exception], told: str
+def test_what_rank_0_has_refused_or_failed_at_is_no_success_of_the_others_and_it_waits_until_they_have_heard(
+    exchange, monkeypatch, code: int, kind: type[Exception], told: str
 ):
     """They ended with exit code 0, and torchrun's agent of their machine waited for rank 0's (2026-11-23)."""
-    second, first = exchange(1), exchange(0, "zero.stage=9")
-    withdrawing = threading.Thread(target=first.withdraw, args=(code,))
-    withdrawing.start()
-    with pytest.raises(kind) as ended:
-        second.receive()
-    assert str(ended.value) == told
-    withdrawing.join(30.0)
-    assert not withdrawing.is_alive()
-
-
-@pytest.mark.parametrize("code", [exits.CONFIG_PROBLEM, exits.FAILED])
-def test_rank_0_keeps_the_store_until_all_have_heard_that_there_is_no_job(exchange, monkeypatch, code: int):
     monkeypatch.setattr(torchrun, "_HEARING_S", 1e6)
-    second, first = exchange(1), exchange(0)
+    second, first = exchange(1), exchange(0, "zero.stage=9")
     withdrawing = threading.Thread(target=first.withdraw, args=(code,), daemon=True)
     withdrawing.start()
     withdrawing.join(0.5)
-    assert withdrawing.is_alive()
-    with pytest.raises((ConfigError, CommError)):
+    assert withdrawing.is_alive() == (code != exits.of_signal(2))
+    monkeypatch.setattr(torchrun, "_HEARING_S", 0.2)
+    with pytest.raises(kind) as ended:
         second.receive()
+    assert str(ended.value) == told
     withdrawing.join(30.0)
     assert not withdrawing.is_alive()
 

@@ -15,23 +15,15 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_line_goes_to_both():
+def test_a_line_goes_to_both_and_whole_where_it_comes_in_pieces():
     terminal, file = io.StringIO(), io.StringIO()
-    print("hello", file=TerminalAndFile(terminal, file))
-    assert terminal.getvalue() == file.getvalue() == "hello\n"
-
-
-def test_a_line_printed_in_pieces_arrives_whole():
-    file = io.StringIO()
-    both = TerminalAndFile(io.StringIO(), file)
+    both = TerminalAndFile(terminal, file)
     print("loss", end=" ", file=both)
+    assert file.getvalue() == ""
     print(2.5, file=both)
-    assert file.getvalue() == "loss 2.5\n"
-
-
-def test_a_terminal_stays_a_terminal_and_a_pipe_a_pipe():
+    assert terminal.getvalue() == file.getvalue() == "loss 2.5\n"
     assert TerminalAndFile(Terminal(), io.StringIO()).isatty()
-    assert not TerminalAndFile(io.StringIO(), io.StringIO()).isatty()
+    assert not both.isatty()
 
 
 def test_colours_stay_on_the_terminal():

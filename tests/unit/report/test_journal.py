@@ -46,6 +46,14 @@ def test_a_line_that_a_killed_process_has_left_half_spoils_no_other(tmp_path: Pa
     assert [each.job for each in SweepJournal(tmp_path).events()] == [0, 2]
 
 
+def test_a_job_that_is_yet_to_begin_is_told_to_the_other_processes_alone(tmp_path: Path):
+    journal = SweepJournal(tmp_path)
+    journal.append(event(0, event="placed"))
+    assert journal.events() == []
+    with journal.held() as book:
+        assert [each.event for each in book.events()] == ["placed"]
+
+
 @pytest.mark.parametrize("line", ["", "null", "[]", "\xff", "{" * 9000, '{"event": "begun"}', "\r"])
 def test_lines_of_somebody_else_are_left_out(tmp_path: Path, line: str):
     (tmp_path / JOURNAL_NAME).write_bytes(line.encode("latin-1") + b"\n")

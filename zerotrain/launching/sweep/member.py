@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import read_write
-
 from zerotrain.checkpoint.folder import CHECKPOINTS, named_as_steps
 from zerotrain.config.compose import config_hash
 from zerotrain.config.schema import EVALUATES, Config
@@ -21,9 +19,9 @@ from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.lock import LOCK_NAME, is_held, lock, open_lock
 from zerotrain.files.untrusted import UntrustedFileError
 from zerotrain.launching import exits
-from zerotrain.launching.job import CONFIG_NAME, FolderInUseError, await_free, holding_job, locked
+from zerotrain.launching.job import CONFIG_NAME, FolderInUseError, await_free, locked
 from zerotrain.launching.resuming import holds
-from zerotrain.launching.sweep.sweep import Study, Sweep
+from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.launching.sweep.telling import driven_sweep
 from zerotrain.report import journal
 from zerotrain.training.callbacks.loggers import SWEEP_VARIABLE, ids_in
@@ -69,30 +67,27 @@ def take_place(job: WantedPlace, book: journal.Book, stack: ExitStack) -> JobPla
     Raises:
         ConfigError: another job has the folder that the user has named for it, or that cannot be written.
     """
-    place = _find_place(job, book, stack)
+    place = _find_place(job, book.events(), stack)
     if place.run_dir != job.hydra_dir:
         with suppress(OSError):  # Hydra has made it; it stays where it holds something
             job.hydra_dir.rmdir()
     return place
 
 
-def _find_place(job: WantedPlace, book: journal.Book, stack: ExitStack) -> JobPlace:
-    hydra_dir, note = job.hydra_dir, " ".join([job.identity.hash or "-", *job.identity.values])
+def _find_place(job: WantedPlace, events: list[journal.JobEvent], stack: ExitStack) -> JobPlace:
     erases = job.config is not None and job.config.launch.overwrite
     if erases or not job.may_move:
         _require_unclaimed(job)
-    if job.identity.hash is not None:
-        # Another process runs the job from the moment it has the folder: the journal and the config there come later.
-        locks = {hydra_dir / LOCK_NAME, *job.sweep.folder.glob(f"*/{LOCK_NAME}")}
-        for path in sorted(locks):
-            if is_held(path) and holding_job(path.parent) == note:
-                return JobPlace(run_dir=path.parent, runs_elsewhere=True)
-    for run_dir, event in [(hydra_dir, None)] if erases else list(_candidates(job, book.events())):
+    for last in {event.folder: event for event in events if event.event != journal.TAKEN}.values():  # of each folder
+        # Its process has noted the job there as soon as it had the lock.
+        run_dir = job.sweep.folder / last.folder
+        if last.is_within and last.is_of(job.identity) and is_held(run_dir / LOCK_NAME):
+            return JobPlace(run_dir=run_dir, runs_elsewhere=True)
+    said = [event for event in events if event.event != journal.PLACED]
+    for run_dir, event in [(job.hydra_dir, None)] if erases else list(_candidates(job, said)):
         try:
-            stack.enter_context(locked(run_dir, job=note))
+            stack.enter_context(locked(run_dir))
         except FolderInUseError:
-            if event is not None or holding_job(run_dir) == note:
-                return JobPlace(run_dir=run_dir, runs_elsewhere=True)
             if not job.may_move:
                 raise
             continue
@@ -101,10 +96,10 @@ def _find_place(job: WantedPlace, book: journal.Book, stack: ExitStack) -> JobPl
             return place
         stack.close()
     for number in itertools.count(2):
-        run_dir = hydra_dir.with_name(f"{hydra_dir.name}_{number}")
+        run_dir = job.hydra_dir.with_name(f"{job.hydra_dir.name}_{number}")
         with suppress(FileExistsError):
             run_dir.mkdir()
-            stack.enter_context(locked(run_dir, job=note))
+            stack.enter_context(locked(run_dir))
             break
     return JobPlace(run_dir=run_dir)
 
@@ -222,6 +217,8 @@ class Member:
         while True:
             with self.sweep.journal.held() as book:
                 place = take_place(job, book, stack)
+                if place.result is None and not place.runs_elsewhere:
+                    book.append(self._event(journal.PLACED, place.run_dir))
             if not place.runs_elsewhere or not self.sweep.waits:
                 self.run_dir = place.run_dir
                 return place
@@ -235,7 +232,7 @@ class Member:
         events = [event for event in self.sweep.journal.events() if self.sweep.folder / event.folder == place.run_dir]
         status = journal.outcome(place.result, events[-1].status if events else None)
         value, _ = self._value(place.result, status)
-        self._say(journal.TAKEN, place.run_dir, status, loss=place.result["final_val_loss"], value=value)
+        self._say(journal.TAKEN, place.run_dir, status, final_val_loss=place.result["final_val_loss"], value=value)
         return value
 
     @property
@@ -275,7 +272,9 @@ class Member:
         status = journal.outcome(result, journal.DIVERGED if has_diverged else None)
         value, problem = self._value(result, status)
         error = problem if status == journal.COMPLETED else result["error"] or problem
-        self._say(journal.ENDED, self.run_dir, status, error=error, loss=result["final_val_loss"], value=value)
+        self._say(
+            journal.ENDED, self.run_dir, status, error=error, final_val_loss=result["final_val_loss"], value=value
+        )
         return value
 
     def end_failed(self, error: ZeroTrainError, hydra_dir: Path) -> None:
@@ -303,43 +302,22 @@ class Member:
             return None, None
         return (numbers[0] if len(numbers) == 1 else numbers), None
 
-    def _say(
-        self,
-        event: str,
-        run_dir: Path,
-        status: str | None = None,
-        error: str | None = None,
-        loss: float | None = None,
-        value: Value = None,
-    ) -> None:
-        self.sweep.journal.append(
-            journal.JobEvent(
-                event=event,
-                job=self._number,
-                folder=Path(os.path.relpath(run_dir, self.sweep.folder)).as_posix(),
-                hash=self._hash,
-                overrides=self._overrides,
-                status=status,
-                error=error,
-                final_val_loss=loss,
-                value=value[0] if isinstance(value, list) else value,
-                trackers=ids_in(run_dir) if event == journal.ENDED else {},
-            )
+    def _event(self, event: str, run_dir: Path, status: str | None = None, **fields: Any) -> journal.JobEvent:
+        return journal.JobEvent(
+            event=event,
+            job=self._number,
+            folder=Path(os.path.relpath(run_dir, self.sweep.folder)).as_posix(),
+            hash=self._hash,
+            overrides=self._overrides,
+            status=status,
+            trackers=ids_in(run_dir) if event == journal.ENDED else {},
+            **fields,
         )
+
+    def _say(self, event: str, run_dir: Path, status: str | None = None, **fields: Any) -> None:
+        self.sweep.journal.append(self._event(event, run_dir, status, **fields))
         if self.sweep.is_driven_here and (current := driven_sweep()) is not None:
             current[1].look()
-
-
-def number_by_trial(study: Study, hydra_dir: Path, hydra: Any, by_number: bool) -> Path:
-    """The folder of a job with the number of its trial: trials are counted on, while Hydra begins again with 0."""
-    with read_write(hydra):
-        hydra.job.num = study.trials[hydra.job.num]
-        if by_number and hydra_dir.name != str(hydra.job.num):
-            with suppress(OSError):  # Hydra has made it; it stays where it holds something
-                hydra_dir.rmdir()
-            hydra_dir = hydra_dir.with_name(str(hydra.job.num))
-            hydra.runtime.output_dir = str(hydra_dir)
-    return hydra_dir
 
 
 # Devices for jobs side by side on one machine: each has its own, and gives them back when it ends or is killed.

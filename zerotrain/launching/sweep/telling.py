@@ -26,7 +26,7 @@ from zerotrain.files import untrusted
 from zerotrain.files.terminal import LastingStream
 from zerotrain.files.untrusted import printable
 from zerotrain.launching import exits
-from zerotrain.launching.sweep.sweep import MAX_JOBS, Sweep, begin_study, has_study, settings_of, swept_in
+from zerotrain.launching.sweep.sweep import MAX_JOBS, Sweep, has_study, settings_of, swept_in
 from zerotrain.report import journal
 from zerotrain.settings import settings_in
 
@@ -307,8 +307,6 @@ class SweepFolder(Callback):
                 journal.note_earlier_results(folder)
             sweep = Sweep.from_config(config)
         if sweep is not None:
-            for _, teller in _driven:  # of a study that begins again
-                teller.close()
             self.sweep = _with_study(sweep, config)
             _driven.append((self.sweep, Teller(self.sweep)))
 
@@ -324,7 +322,11 @@ def _with_study(sweep: Sweep, config: DictConfig) -> Sweep:
     try:
         if problems := list(_problems(config, sweep.total)):
             raise ConfigError(*problems)
-        return replace(sweep, study=begin_study(config, sweep)) if has_study(config) else sweep
+        if not has_study(config):
+            return sweep
+        from zerotrain.launching.sweep.study import Study
+
+        return replace(sweep, study=Study.begin(config, sweep))
     except (ConfigError, ImportError) as error:
         problem = str(error)
     except Exception as error:  # of whatever database it is

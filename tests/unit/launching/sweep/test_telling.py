@@ -13,10 +13,9 @@ import pytest
 from tests.unit.report.folders import write_job, write_result
 from zerotrain.launching import exits
 from zerotrain.launching.job import locked
-from zerotrain.launching.sweep import telling as driver
-from zerotrain.launching.sweep import telling as kept_report
-from zerotrain.launching.sweep import telling as table
-from zerotrain.launching.sweep.sweep import Study, Sweep
+from zerotrain.launching.sweep import telling
+from zerotrain.launching.sweep.study import Study
+from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.launching.sweep.telling import KeptReport, StatusLine, Teller
 from zerotrain.report.files import HEADS, PAGE_NAME
 from zerotrain.report.journal import JobEvent, SweepJournal
@@ -75,7 +74,7 @@ def test_the_report_is_written_after_each_job_and_its_page_not_so_often(tmp_path
     assert rows_in(tmp_path) == [("0", "completed"), ("1", "failed")]
     assert "the third batch is unlucky" in (tmp_path / "sweep.csv").read_text()
     assert (tmp_path / PAGE_NAME).read_text() == page
-    monkeypatch.setattr(kept_report, "_PAGE_EVERY_S", 0.0)
+    monkeypatch.setattr(telling, "_PAGE_EVERY_S", 0.0)
     kept.look()
     assert "the third batch is unlucky" in (tmp_path / PAGE_NAME).read_text()
     state = {name: (tmp_path / name).stat().st_mtime_ns for name in HEADS}
@@ -170,12 +169,6 @@ def rows_of(sweep: Sweep) -> list[Row]:
     return read_report(sweep.folder).only(sweep.folder, sweep.events_to_count()).rows
 
 
-def test_jobs_come_in_the_order_of_their_numbers(tmp_path: Path):
-    for job in (10, 2, 0, 1):
-        write(tmp_path, job)
-    assert [row.job for row in rows_of(sweep_in(tmp_path))] == ["0", "1", "2", "10"]
-
-
 @pytest.mark.parametrize(
     ("fields", "diverged", "code", "expected"),
     [
@@ -192,14 +185,14 @@ def test_the_exit_code_is_that_of_a_failure_if_any_job_failed(
 ):
     write(tmp_path, 0, **fields)
     sweep = sweep_in(tmp_path, diverged=diverged)
-    monkeypatch.setattr(driver, "_driven", [(sweep, Teller(sweep))])
-    assert table.report(code) == expected
+    monkeypatch.setattr(telling, "_driven", [(sweep, Teller(sweep))])
+    assert telling.report(code) == expected
     assert ("diverged" if "final_train_loss" in fields else fields["status"]) in capsys.readouterr().out
 
 
 def test_a_process_that_drove_no_sweep_prints_no_table(monkeypatch, capsys):
-    monkeypatch.setattr(driver, "_driven", [])
-    assert table.report(exits.FAILED) == exits.FAILED
+    monkeypatch.setattr(telling, "_driven", [])
+    assert telling.report(exits.FAILED) == exits.FAILED
     assert capsys.readouterr().out == ""
 
 
@@ -208,8 +201,8 @@ def test_a_job_that_a_callback_has_ended_is_done(tmp_path: Path, monkeypatch, ca
     write(tmp_path, 0)
     write(tmp_path, 1, status="stopped", stopped_by=by, final_val_loss=1.5)
     sweep = sweep_in(tmp_path, total=2)
-    monkeypatch.setattr(driver, "_driven", [(sweep, Teller(sweep))])
-    assert table.report(exits.COMPLETED) == exits.COMPLETED
+    monkeypatch.setattr(telling, "_driven", [(sweep, Teller(sweep))])
+    assert telling.report(exits.COMPLETED) == exits.COMPLETED
     printed = capsys.readouterr().out
     assert ("to go on: " in printed) == goes_on
     assert [row.status for row in rows_of(sweep)] == ["completed", "stopped" if goes_on else "completed"]
@@ -221,18 +214,9 @@ def test_of_an_earlier_sweep_no_job_is_shown_but_those_that_this_one_has_met(tmp
     sweep = Sweep(folder=tmp_path, start=SweepJournal(tmp_path).nbytes)
     assert rows_of(sweep) == []
     sweep.journal.append(JobEvent(event="taken", job=7, folder="1", hash="b", overrides=[], status="completed"))
-    write(tmp_path, 2)
-    assert [row.job for row in rows_of(sweep)] == ["2", "7 in 1"]
-
-
-def test_what_a_result_says_counts_more_than_the_journal(tmp_path: Path):
-    write(tmp_path, 0, event="begun")
-    write(tmp_path, 1, status="failed", error="the third batch is unlucky", said="completed")
-    write(tmp_path, 2, status="completed", final_train_loss=None, final_val_loss=None, said="completed")
-    write(
-        tmp_path, 3, status="failed", error="rank 0 failed: TrainingError: the gradient was not finite", said="failed"
-    )
-    assert [row.status for row in rows_of(sweep_in(tmp_path))] == ["completed", "failed", "diverged", "diverged"]
+    for job in (10, 2):
+        write(tmp_path, job)
+    assert [row.job for row in rows_of(sweep)] == ["2", "7 in 1", "10"]
 
 
 def test_a_job_without_a_result_runs_or_its_process_is_gone(tmp_path: Path):
@@ -245,28 +229,6 @@ def test_a_job_without_a_result_runs_or_its_process_is_gone(tmp_path: Path):
     assert [row.status for row in rows] == ["running", "failed"]
     assert rows[0].error is None
     assert "its process is gone" in str(rows[1].error)
-
-
-def test_a_refusal_is_not_hidden_by_the_result_of_the_job_that_has_the_folder(tmp_path: Path):
-    write(tmp_path, 0)
-    refused = JobEvent(
-        event="refused", job=1, folder="0", hash="b", overrides=[], status="failed", error="which job 0 uses"
-    )
-    SweepJournal(tmp_path).append(refused)
-    rows = rows_of(sweep_in(tmp_path))
-    assert [(row.job, row.status, row.error) for row in rows] == [
-        ("0", "completed", None),
-        ("1 in 0", "failed", "which job 0 uses"),
-    ]
-
-
-def test_no_other_folder_is_looked_into(tmp_path: Path):
-    (tmp_path / "sweep").mkdir()
-    write(tmp_path, 0)
-    outside = JobEvent(event="taken", job=1, folder="../0", hash="b", overrides=[], status="completed")
-    SweepJournal(tmp_path / "sweep").append(outside)
-    [row] = rows_of(sweep_in(tmp_path / "sweep"))
-    assert (row.status, row.weights_sha256) == ("completed", None)
 
 
 def test_two_jobs_of_a_sweep_that_are_the_same_have_a_row_each(tmp_path: Path):
@@ -282,14 +244,8 @@ def test_the_best_job_is_told_by_the_objective_and_pruned_ones_are_counted(tmp_p
     teller = Teller(sweep)
     values = [("completed", 0.5), ("completed", 0.75), ("pruned", 0.9), ("completed", 0.6)]
     for job, (status, value) in enumerate(values):
-        given = {
-            "job": job,
-            "folder": str(job),
-            "hash": None,
-            "overrides": [],
-            "error": "x" if status == "pruned" else None,
-        }
-        sweep.journal.append(JobEvent(event="ended", status=status, value=value, final_val_loss=9.0 - job, **given))
+        error = "x" if status == "pruned" else None
+        say(tmp_path, "ended", job, status=status, value=value, final_val_loss=9.0 - job, error=error)
     teller.close()
     told = capfd.readouterr()
     assert told.out.splitlines() == [
@@ -321,6 +277,6 @@ def test_a_study_that_has_all_its_trials_has_nothing_to_go_on_with(tmp_path: Pat
     for total, goes_on in ((2, False), (3, True)):
         study = Study(url="sqlite:///study.db", name="sweep", num_trials=total)
         sweep = sweep_in(tmp_path, total=total, study=study)
-        monkeypatch.setattr(driver, "_driven", [(sweep, Teller(sweep))])
-        assert table.report(exits.COMPLETED) == exits.FAILED
+        monkeypatch.setattr(telling, "_driven", [(sweep, Teller(sweep))])
+        assert telling.report(exits.COMPLETED) == exits.FAILED
         assert ("to go on: " in capsys.readouterr().out) == goes_on

@@ -3,8 +3,8 @@
 import contextlib
 import copy
 import functools
-import gc
 import os
+import pickle
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,18 +14,19 @@ import hydra
 import optuna
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from zerotrain.commands import train  # makes the schema known to Hydra
 from zerotrain.errors import ConfigError
-from zerotrain.launching.sweep import sweep as study
-from zerotrain.launching.sweep import telling as driver
-from zerotrain.launching.sweep.sweep import Sweep
+from zerotrain.launching.sweep import telling
+from zerotrain.launching.sweep.study import OptunaSweeper, Study, StudyError, distribution
 from zerotrain.launching.sweep.telling import SweepFolder
 from zerotrain.report.journal import JobEvent, SweepJournal
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
-Begin = Callable[..., DictConfig]
+Begin = Callable[..., Any]
 SEARCHED = "hydra.sweeper.params={optimizer.lr:'interval(0,1)'}"
 
 
@@ -37,49 +38,40 @@ def composed(*groups: str) -> DictConfig:
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Begin]:
-    """Begins a sweep in `sweep` of the test's folder, as Hydra does; returns the config that the sweeper is made of."""
+    """Begins a sweep in `sweep` of the test's folder, as Hydra does; returns its study."""
 
-    def begun(*overrides: str, sweeper: str = "optuna", groups: tuple[str, ...] = ()) -> DictConfig:
+    def begun(*overrides: str, sweeper: str = "optuna", groups: tuple[str, ...] = ()) -> Study | None:
         config = copy.deepcopy(composed(f"hydra/sweeper={sweeper}", *groups))
         OmegaConf.set_struct(config, False)
         OmegaConf.set_readonly(config.hydra, False)
-        for each in OverridesParser.create().parse_overrides(
-            [f"hydra.sweep.dir={tmp_path}/sweep", SEARCHED, *overrides]
+        for override in OverridesParser.create().parse_overrides(
+            [f"hydra.sweep.dir={tmp_path}/sweep", *([SEARCHED] if sweeper == "optuna" else []), *overrides]
         ):
-            OmegaConf.update(config, each.key_or_group, each.value(), merge=False)
-        config.hydra.overrides.hydra = list(overrides)
+            OmegaConf.update(config, override.key_or_group, override.value(), merge=False)
         SweepFolder().on_multirun_start(config)
-        return config
+        return telling.driven_sweep()[0].study
 
     yield begun
-    driver._driven.clear()
-    study._held.clear()
+    telling._driven.clear()
 
 
-def end_driver() -> None:
+def end_driver(study: Study) -> None:
     """As the end of a process does."""
-    study._held.clear()
-    gc.collect()
+    study._own_lock.close()
 
 
-def sweeps_study(config: DictConfig, **arguments: Any) -> optuna.Study:
-    """The study as the sweeper has it."""
-    sweeper = config.hydra.sweeper
-    return optuna.create_study(
-        study_name=sweeper.study_name, storage=sweeper.storage, directions=["minimize"],
-        load_if_exists=True, **arguments,
-    )  # fmt: skip
+def trials_in(folder: Path, name: str = "sweep") -> list[optuna.trial.FrozenTrial]:
+    return optuna.load_study(study_name=name, storage=f"sqlite:///{folder}/sweep/study.db").trials
 
 
 def states_in(folder: Path, name: str = "sweep") -> list[str]:
-    found = optuna.load_study(study_name=name, storage=f"sqlite:///{folder}/sweep/study.db")
-    return [each.state.name for each in found.trials]
+    return [trial.state.name for trial in trials_in(folder, name)]
 
 
-def ask(of: optuna.Study) -> optuna.Trial:
-    trial = of.ask()
-    trial.suggest_float("optimizer.lr", 0.0, 1.0)
-    return trial
+def end_job(folder: Path, number: int, status: str = "completed", value: Any = None) -> None:
+    """A line in the journal about a job that has ended."""
+    event = JobEvent(event="ended", job=number, folder=str(number), hash=None, overrides=[], status=status, value=value)
+    SweepJournal(folder / "sweep").append(event)
 
 
 REFUSED = {
@@ -115,6 +107,15 @@ REFUSED = {
     "hydra.sweeper.storage={_target_:a.b}": "hydra.sweeper.storage: got an object; it must be a URL",
     "hydra.sweeper.storage=nonsense": "hydra.sweeper.storage: got nonsense, which Optuna cannot open: ",
     "hydra.sweeper.n_trials=0": "hydra.sweeper.n_trials: got 0; it must be 1 or more",
+    "hydra.sweep.dir=a?b": "hydra.sweep.dir: got a?b; no URL of study.db can have a ?; give another",
+    "hydra.sweeper.n_jobs=0": "hydra.sweeper.n_jobs: got 0; it must be 1 or more",
+    "hydra.sweeper.params={seed:'range('}": "hydra.sweeper.params: ",
+    "hydra.sweeper.params={seed:'interval(2,1)'}": "seed=interval(2,1): ",
+    "hydra.sweeper.params={seed:'tag(log,interval(0,1))'}": "seed=tag(log,interval(0,1)): ",
+    "hydra.sweeper.sampler._target_=optuna.samplers.Best": "hydra.sweeper.sampler._target_: got optuna.samplers.Best; ",
+    "hydra.sweeper.sampler={_target_:optuna.samplers.GridSampler,_partial_:true}": (
+        "optimizer.lr=interval(0,1): a grid has points; give choice() or range()"
+    ),
     "sweep.pruner=median": "sweep.pruner: got median; it must be a class of optuna.pruners",
     "sweep.pruner={_target_:optuna.pruners.Medium}": "sweep.pruner._target_: got optuna.pruners.Medium; ",
     "sweep.pruner={_target_:optuna.pruners.NopPruner,speed:1}": "sweep.pruner.speed: optuna.pruners.NopPruner takes no",
@@ -138,9 +139,8 @@ def test_what_cannot_be_is_one_line_before_the_first_job(
     with pytest.raises(SystemExit) as ending:
         begin(*settings, **names)
     [line] = capsys.readouterr().err.splitlines()
-    assert ending.value.code == 2
-    assert line.startswith(said)
-    assert driver.driven_sweep() is None
+    assert (ending.value.code, line[: len(said)]) == (2, said)
+    assert telling.driven_sweep() is None
 
 
 @pytest.mark.parametrize(
@@ -220,116 +220,162 @@ def test_a_file_that_is_no_study_of_this_is_one_line_and_stays(
     assert before == (path.read_bytes() if path.is_file() else None)
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("seed=1,2", CategoricalDistribution([1, 2])),
+        ("seed='a b',null,true", CategoricalDistribution(["'a b'", "null", True])),
+        ("seed=shuffle(range(1,4))", CategoricalDistribution([1, 2, 3])),
+        ("seed=range(1,9,step=2)", IntDistribution(1, 9, step=2)),
+        ("seed=range(0,1,step=0.25)", FloatDistribution(0, 1, step=0.25)),
+        ("seed=int(interval(1,8))", IntDistribution(1, 8)),
+        ("seed=tag(log,int(interval(1,8)))", IntDistribution(1, 8, log=True)),
+        ("seed=interval(0.5,1)", FloatDistribution(0.5, 1.0)),
+        ("seed=tag(log,interval(1e-4,1))", FloatDistribution(1e-4, 1.0, log=True)),
+    ],
+)
+def test_the_values_of_a_setting_are_what_hydra_s_grammar_says(line: str, expected: Any):
+    assert distribution(OverridesParser.create().parse_override(line)) == expected
+
+
+def test_the_choices_of_a_group_that_match_a_glob_are_values(begin: Begin):
+    for sweeper in ("optuna", "basic"):
+        composed(f"hydra/sweeper={sweeper}")
+    with hydra.initialize_config_dir(config_dir=str(train.CONF), version_base="1.3"):  # as within a command
+        study = begin("hydra.sweeper.params={model:'glob(gpt2*)'}")
+        begin("hydra.overrides.task=['model=glob(gpt2*)']", sweeper="basic")
+    assert study.space == {"model": CategoricalDistribution(["gpt2", "gpt2_large", "gpt2_medium"])}
+    assert telling.driven_sweep()[0].total == 3
+
+
+def test_hydra_makes_the_sweeper_and_a_job_gets_the_study_without_its_database(begin: Begin, tmp_path: Path):
+    study = begin("hydra.sweeper.n_trials=2", "hydra.overrides.task=['seed=7']")
+    sweeper = Plugins.instance()._instantiate(composed("hydra/sweeper=optuna").hydra.sweeper)
+    assert type(sweeper) is OptunaSweeper
+    [[lr, seed]] = study.ask(1)
+    assert (lr, seed) == (f"optimizer.lr={trials_in(tmp_path)[0].params['optimizer.lr']}", "seed=7")
+    of_job = pickle.loads(pickle.dumps(study))
+    assert (of_job.url, of_job.name, of_job.trials) == (f"sqlite:///{tmp_path}/sweep/study.db", "sweep", [0])
+    assert of_job._study is None
+
+
+def test_a_job_has_the_number_of_its_trial_and_its_folder(tmp_path: Path):
+    study = Study(url="sqlite:///study.db", name="sweep", num_trials=9, trials=[7])
+    of_job = OmegaConf.create({"job": {"num": 0}, "runtime": {"output_dir": str(tmp_path / "0")}})
+    (tmp_path / "0").mkdir()
+    assert study.number_by_trial(of_job, tmp_path / "0", True) == tmp_path / "7"
+    assert (of_job.job.num, of_job.runtime.output_dir) == (7, str(tmp_path / "7"))
+    assert not (tmp_path / "0").exists()
+
+
 def test_trials_of_a_driver_that_is_gone_wait_and_keep_their_values(begin: Begin, tmp_path: Path):
-    config = begin("hydra.sweeper.n_trials=4")
-    first = sweeps_study(config)
-    done, running = ask(first), ask(first)
-    first.tell(done, 1.0)
-    assert driver.driven_sweep()[0].study.trials == [0, 1]
+    first = begin("hydra.sweeper.n_trials=4")
+    first.ask(1)
+    end_job(tmp_path, 0, value=1.0)
+    first.tell()
+    asked = first.ask(1)
+    assert first.trials == [0, 1]
 
-    config = begin("hydra.sweeper.n_trials=4")  # the first one holds its lock: as a second driver of the same study
+    second = begin("hydra.sweeper.n_trials=4")  # beside the first, whose lock is held
     assert states_in(tmp_path) == ["COMPLETE", "RUNNING"]
-    assert config.hydra.sweeper.n_trials == 2
+    assert second.num_left == 2
 
-    end_driver()
-    config = begin("hydra.sweeper.n_trials=4")
+    end_driver(first)
+    third = begin("hydra.sweeper.n_trials=4")
     assert states_in(tmp_path) == ["COMPLETE", "WAITING"]
-    assert config.hydra.sweeper.n_trials == 3
-    again = ask(sweeps_study(config))
-    assert (again.number, again.params) == (1, running.params)
-    assert driver.driven_sweep()[0].study.trials == [1]
+    assert third.num_left == 3
+    assert third.ask(1) == asked
+    assert third.trials == [1]
     assert states_in(tmp_path) == ["COMPLETE", "RUNNING"]
 
 
 def test_a_misspelt_setting_and_values_of_another_kind_do_not_spoil_a_study(begin: Begin, tmp_path: Path):
-    misspelt = sweeps_study(begin("hydra.sweeper.n_trials=2")).ask()
-    misspelt.suggest_float("optimizer.lrr", 0.0, 1.0)
-    end_driver()
-    config = begin("hydra.sweeper.n_trials=2")
-    assert states_in(tmp_path) == ["FAIL"]
-    assert config.hydra.sweeper.n_trials == 2
-    begun = sweeps_study(config)
-    first, second = ask(begun), begun.ask()
-    assert [first.number, second.number] == [1, 2]
+    misspelt = begin("hydra.sweeper.n_trials=2", "hydra.sweeper.params={optimizer.lrr:'interval(0,1)'}")
+    misspelt.ask(1)
+    end_driver(misspelt)
+    study = begin("hydra.sweeper.n_trials=2")
+    assert [setting.partition("=")[0] for [setting] in study.ask(9)] == ["optimizer.lr"] * 2
+    end_driver(study)
+    other = begin("hydra.sweeper.n_trials=3", "hydra.sweeper.params={optimizer.lr:'choice(1,2)'}")
     with pytest.raises(ConfigError, match=r"optimizer\.lr: the study has other values for it \(.*\); give it those, "):
-        second.suggest_categorical("optimizer.lr", [1, 2])
-    with pytest.raises(study.StudyIsFullError):
-        begun.ask()
+        other.ask(3)
 
 
-def test_a_trial_in_the_file_gives_a_job_no_setting_that_the_sweep_does_not_vary(begin: Begin, tmp_path: Path):
+def test_a_trial_in_the_file_gives_a_job_no_setting_that_is_not_varied(begin: Begin, tmp_path: Path):
     (tmp_path / "sweep").mkdir()
     written = optuna.create_study(study_name="sweep", storage=f"sqlite:///{tmp_path}/sweep/study.db")
-    of_class = optuna.distributions.CategoricalDistribution(["os.system"])
-    for params in ({"model._target_": of_class}, {}):
-        waiting = {"state": optuna.trial.TrialState.WAITING, "distributions": params}
-        written.add_trial(optuna.trial.create_trial(params=dict.fromkeys(params, "os.system"), **waiting))
-    config = begin("hydra.sweeper.n_trials=1")
-    assert states_in(tmp_path) == ["FAIL", "WAITING"]
-    assert ask(sweeps_study(config)).params.keys() == {"optimizer.lr"}
+    of_class = {"model._target_": CategoricalDistribution(["os.system"])}
+    waiting = {"state": optuna.trial.TrialState.WAITING, "distributions": of_class}
+    written.add_trial(optuna.trial.create_trial(params={"model._target_": "os.system"}, **waiting))
+    written.enqueue_trial({"model._target_": "os.system", "optimizer.lr": 0.5})
+    [[setting], enqueued] = begin("hydra.sweeper.n_trials=2").ask(2)
+    assert setting.startswith("optimizer.lr=")
+    assert enqueued == ("optimizer.lr=0.5",)
 
 
 def test_a_trial_of_another_program_stays_as_it_is(begin: Begin, tmp_path: Path):
     (tmp_path / "sweep").mkdir()
     optuna.create_study(study_name="sweep", storage=f"sqlite:///{tmp_path}/sweep/study.db").ask()
-    assert begin("hydra.sweeper.n_trials=3").hydra.sweeper.n_trials == 2
+    assert begin("hydra.sweeper.n_trials=3").num_left == 2
     assert states_in(tmp_path) == ["RUNNING"]
 
 
-def test_a_study_never_has_more_trials_than_wanted_and_gives_back_half_a_batch(
-    begin: Begin, capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
-    begun = sweeps_study(begin("hydra.sweeper.n_trials=3"))
-    begun.tell(ask(begun), 1.0)
-    begun.tell(ask(begun), 1.0)
-    ask(begun)
-    with pytest.raises(study.StudyIsFullError):
-        ask(begun)
-    assert states_in(tmp_path) == ["COMPLETE", "COMPLETE", "WAITING"]
-    assert begin("hydra.sweeper.n_trials=3").hydra.sweeper.n_trials == 1
-    ask(begun)
+def test_a_study_never_has_more_trials_than_wanted(begin: Begin, capsys: pytest.CaptureFixture[str]):
+    first, second = begin("hydra.sweeper.n_trials=3"), begin("hydra.sweeper.n_trials=3")
+    assert [len(first.ask(2)), len(second.ask(2)), len(first.ask(2))] == [2, 1, 0]
     capsys.readouterr()
-    assert begin("hydra.sweeper.n_trials=3").hydra.sweeper.n_trials == 0
+    assert begin("hydra.sweeper.n_trials=1").num_left == 0
     assert capsys.readouterr().out == "the study has its 3 trials; a larger hydra.sweeper.n_trials asks for more\n"
-    assert begin("hydra.sweeper.n_trials=1").hydra.sweeper.n_trials == 0
 
 
 def test_a_fixed_seed_moves_on_with_each_start(begin: Begin):
-    seeds = [begin("hydra.sweeper.sampler.seed=7").hydra.sweeper.sampler.seed for _ in range(3)]
-    assert seeds == [7, 8, 9]
-    assert begin().hydra.sweeper.sampler.seed is None
+    seeded = ("hydra.sweeper.sampler.seed=7", "hydra.sweeper.n_trials=9")
+    assert len({begin(*seeded).ask(1)[0] for _ in range(3)}) == 3
 
 
-def test_a_grid_has_as_many_trials_as_points_and_one_that_waited_keeps_its_point(begin: Begin):
-    params = "hydra.sweeper.params={seed:'choice(1,2,3)',zero.stage:'range(0,2)'}"
+@pytest.mark.parametrize("name", ["cmaes", "nsgaii", "random", "tpe"])
+def test_each_sampler_chooses(begin: Begin, name: str):
+    study = begin(groups=(f"hydra/sweeper/sampler={name}",))
+    assert len(set(study.ask(3))) == 3
+
+
+def test_a_grid_has_as_many_trials_as_points_and_one_that_waited_keeps_its_point(begin: Begin, tmp_path: Path):
+    params = "hydra.sweeper.params={seed:'shuffle(1,2,3)',zero.stage:'range(0,2)'}"
     grid = functools.partial(begin, params, groups=("hydra/sweeper/sampler=grid",))
-    config = grid()
-    assert config.hydra.sweeper.n_trials == 6
-    sampler = optuna.samplers.GridSampler({"seed": [1, 2, 3]})
-    begun = sweeps_study(config, sampler=sampler)
-    begun.ask().suggest_categorical("seed", [1, 2, 3])
-    place = begun.trials[0].system_attrs["grid_id"]
-    end_driver()
-    again = sweeps_study(grid(), sampler=sampler)
-    for _ in range(3):
-        again.ask().suggest_categorical("seed", [1, 2, 3])
-    assert again.trials[0].system_attrs["grid_id"] == place
-    assert {each.params["seed"] for each in again.trials} == {1, 2, 3}
+    first = grid()
+    assert first.num_trials == 6
+    asked = first.ask(2)
+    end_driver(first)
+    second = grid()
+    again = second.ask(2)
+    assert again == asked
+    for number in range(2):
+        end_job(tmp_path, number, value=1.0)
+    second.tell()
+    rest = second.ask(9)
+    assert len({*again, *rest}) == 6
+    for number in range(2, 6):
+        end_job(tmp_path, number, value=1.0)
+    second.tell()
+    assert states_in(tmp_path) == ["COMPLETE"] * 6
 
 
-def test_a_job_that_the_journal_calls_pruned_is_a_pruned_trial(begin: Begin, tmp_path: Path):
-    begun = sweeps_study(begin())
-    for number, status in enumerate(["completed", "pruned"]):
-        ask(begun)
-        told = {"job": number, "folder": str(number), "hash": None, "overrides": []}
-        SweepJournal(tmp_path / "sweep").append(JobEvent(event="ended", status=status, **told))
-        begun.tell(number, 2.0 - number)
-    assert states_in(tmp_path) == ["COMPLETE", "PRUNED"]
-    assert begun.best_trial.number == 0
+def test_the_fate_of_a_job_is_the_journal_s(begin: Begin, tmp_path: Path):
+    study = begin()
+    with pytest.raises(StudyError, match="no trial of the study has completed, so that it has no best one"):
+        study.write_best(tmp_path)
+    study.ask(5)
+    for number, (status, value) in enumerate([("completed", 2.0), ("pruned", 1.0), ("failed", None), ("stopped", 3.0)]):
+        end_job(tmp_path, number, status, value)
+    study.tell()
+    assert states_in(tmp_path) == ["COMPLETE", "PRUNED", "FAIL", "COMPLETE", "FAIL"]
+    study.write_best(tmp_path)
+    best = OmegaConf.to_container(OmegaConf.load(tmp_path / "optimization_results.yaml"))
+    assert best == {"name": "optuna", "best_params": trials_in(tmp_path)[0].params, "best_value": 2.0}
 
 
 def test_a_study_keeps_its_trials_and_its_objective(begin: Begin, capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    ask(sweeps_study(begin("sweep.again=all")))
+    begin("sweep.again=all").ask(1)
     for given in ("sweep.again=all", "sweep.objective=final_train_loss"):
         with pytest.raises(SystemExit):
             begin(given)
@@ -342,21 +388,24 @@ def test_a_study_keeps_its_trials_and_its_objective(begin: Begin, capsys: pytest
 
 
 def test_several_objectives_have_a_direction_each(begin: Begin, tmp_path: Path):
-    config = begin("sweep.objective=[val_loss,tokens_per_s]", "sweep.direction=[minimize,maximize]")
-    assert list(config.hydra.sweeper.direction) == ["minimize", "maximize"]
-    found = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path}/sweep/study.db")
-    assert [each.name for each in found.directions] == ["MINIMIZE", "MAXIMIZE"]
+    study = begin("sweep.objective=[val_loss,tokens_per_s]", "sweep.direction=[minimize,maximize]")
+    study.ask(3)
+    for number, values in enumerate([[2.0, 10.0], [1.0, 9.0], [2.0, 8.0]]):
+        end_job(tmp_path, number, value=values)
+    study.tell()
+    study.write_best(tmp_path)
+    best = OmegaConf.load(tmp_path / "optimization_results.yaml")
+    assert [list(solution["values"]) for solution in best.solutions] == [[2.0, 10.0], [1.0, 9.0]]
 
 
 def test_a_storage_of_the_users_has_a_study_for_each_folder(begin: Begin, tmp_path: Path):
     url = f"sqlite:///{tmp_path}/all.db"
-    config = begin(f"hydra.sweeper.storage={url}")
-    assert config.hydra.sweeper.study_name == f"{tmp_path}/sweep"
-    assert [each.study_name for each in optuna.get_all_study_summaries(url)] == [f"{tmp_path}/sweep"]
+    assert begin(f"hydra.sweeper.storage={url}").name == f"{tmp_path}/sweep"
+    assert [summary.study_name for summary in optuna.get_all_study_summaries(url)] == [f"{tmp_path}/sweep"]
 
 
 def test_a_sweep_without_optuna_has_no_study(begin: Begin, tmp_path: Path):
-    begin("sweep.objective=tokens_per_s", "sweep.direction=maximize", sweeper="basic")
-    sweep: Sweep = driver.driven_sweep()[0]
-    assert (sweep.study, sweep.objectives, sweep.directions) == (None, ("tokens_per_s",), ("maximize",))
+    assert begin("sweep.objective=tokens_per_s", "sweep.direction=maximize", sweeper="basic") is None
+    sweep = telling.driven_sweep()[0]
+    assert (sweep.objectives, sweep.directions) == (("tokens_per_s",), ("maximize",))
     assert not (tmp_path / "sweep/study.db").exists()

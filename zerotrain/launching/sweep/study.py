@@ -1,0 +1,339 @@
+"""The study of a sweep whose jobs Optuna chooses, and its sweeper: it asks for trials, and tells the journal's word
+on their jobs. Imports neither Optuna nor torch before a sweep has a study."""
+
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO
+
+from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep, Transformer
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, read_write
+
+from zerotrain.config.checks import target_problems
+from zerotrain.config.compose import first_paragraph
+from zerotrain.errors import ConfigError, ZeroTrainError
+from zerotrain.files.lock import can_lock, lock, open_lock
+from zerotrain.files.terminal import package
+from zerotrain.launching.sweep.sweep import Sweep, overrides_in
+from zerotrain.report import journal
+
+STUDY_NAME = "study.db"
+BEST_NAME = "optimization_results.yaml"
+DRIVERS = ".drivers"
+"""Folder of a lock for each driver, below that of the sweep: it tells whether the driver of a running trial is
+there."""
+_PLUGIN = "hydra_plugins.zerotrain"
+_DRIVER = "zerotrain.driver"
+"""Attribute of a trial: the file of its driver's lock."""
+_OBJECTIVES, _STARTS = "zerotrain.objective", "zerotrain.starts"
+"""Attributes of the study: its objectives, and how often it was begun."""
+
+
+class StudyError(ZeroTrainError):
+    """The study has nothing to show."""
+
+
+@dataclass(kw_only=True)
+class Study:
+    """The study of a sweep. A process that runs a job gets its address and the numbers of its trials alone."""
+
+    url: str
+    name: str
+    num_trials: int
+    """In all."""
+    trials: list[int] = field(default_factory=list)
+    """The number of the trial of each job, by Hydra's number of the job."""
+    space: dict[str, Any] = field(default_factory=dict)
+    """The distribution of each setting that Optuna chooses."""
+    fixed: tuple[str, ...] = ()
+    """The settings that all jobs have."""
+    _study: Any = None
+    _journal: Any = None
+    _own_lock: Any = None
+    """The lock of this process as a driver, in an open file."""
+    _asked: list[Any] = field(default_factory=list)
+    """The trials whose jobs run."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("url", "name", "num_trials", "trials")}
+
+    @classmethod
+    def begin(cls, config: DictConfig, sweep: Sweep) -> "Study":
+        """Open the study of a sweep, or make it.
+
+        Trials without a process any more wait again: with the same values, so their jobs are found and go on.
+
+        Args:
+            config: as Hydra tells it to its callbacks.
+
+        Raises:
+            ConfigError: the study cannot be opened, or is one of something else.
+        """
+        from zerotrain.training.callbacks import early_stopping  # imports torch, as the jobs are about to
+
+        package("optuna", extra="sweeps", needed_by="hydra/sweeper=optuna")
+        if problems := list(_problems(config, list(sweep.directions))):
+            raise ConfigError(*problems)
+        try:
+            sweeper, overrides = config.hydra.sweeper, overrides_in(config)
+        except HydraException as error:
+            raise ConfigError(f"hydra.sweeper.params: {first_paragraph(error)}") from error
+        swept = {name: override for name, override in overrides.items() if override.is_sweep_override()}
+        study = cls(
+            url=sweeper.storage or f"{early_stopping.SQLITE}{sweep.folder / STUDY_NAME}",
+            name=sweeper.study_name or ("sweep" if sweeper.storage is None else str(sweep.folder)),
+            num_trials=sweep.total or 0,
+            space={name: distribution(override) for name, override in swept.items()},
+            fixed=tuple(str(override.input_line) for name, override in overrides.items() if name not in swept),
+            _journal=sweep.journal,
+        )
+        with sweep.journal.held():  # two drivers would make two studies
+            storage = early_stopping.open_storage(study.url)
+            study._study = _open_study(storage, study, sweep)
+            study._own_lock = _lock_as_driver(sweep.folder)
+            for trial in study._study.get_trials(deepcopy=False):
+                if trial.state.name == "RUNNING" and _is_left_alone(trial):
+                    storage.set_trial_state_values(trial._trial_id, type(trial.state).WAITING)
+            starts = int(study._study.user_attrs.get(_STARTS, 0))
+            study._study.set_user_attr(_STARTS, starts + 1)
+            study._study.sampler = _sampler(sweeper.sampler, starts, swept)
+            if not study.num_left:
+                num_trials = len(study._study.get_trials(deepcopy=False))
+                print(f"the study has its {num_trials} trials; a larger hydra.sweeper.n_trials asks for more")
+        register_sweeper()
+        return study
+
+    @property
+    def num_left(self) -> int:
+        """Trials that no driver has asked for."""
+        states = [trial.state.name for trial in self._study.get_trials(deepcopy=False)]
+        return max(0, self.num_trials - len(states) + states.count("WAITING"))
+
+    def ask(self, num: int) -> list[tuple[str, ...]]:
+        """The settings of so many further jobs; fewer where fewer trials are left.
+
+        Raises:
+            ConfigError: the study has a setting with values of another kind.
+        """
+        self._asked = []
+        with self._journal.held():  # two drivers would ask for more trials than are left
+            for _ in range(min(num, self.num_left)):
+                trial = self._study.ask()
+                trial.set_user_attr(_DRIVER, str(self._own_lock.name))
+                self._asked.append(trial)
+                for name, values in self.space.items():
+                    _choose_value(trial, name, values)
+        self.trials += [trial.number for trial in self._asked]
+        return [(*(f"{name}={trial.params[name]}" for name in self.space), *self.fixed) for trial in self._asked]
+
+    def tell(self) -> None:
+        """Tell Optuna the fate of the jobs of the last `ask`, by the journal. A job without a value has failed."""
+        from optuna.trial import TrialState
+
+        events = {event.job: event for event in self._journal.events() if event.event != journal.BEGUN}
+        for trial in self._asked:
+            event = events.get(trial.number)
+            ending: dict[str, Any] = {"state": TrialState.FAIL}
+            if event is not None and event.status == journal.PRUNED:
+                ending = {"state": TrialState.PRUNED}
+            elif event is not None and event.value is not None:
+                ending = {"values": event.value}
+            with suppress(RuntimeError):  # of a grid without further points, which stops `Study.optimize`
+                self._study.tell(trial, skip_if_finished=True, **ending)
+
+    def write_best(self, folder: Path) -> None:
+        """Write the best trial into a folder; of several objectives all trials that no other one beats.
+
+        Raises:
+            StudyError: no trial has completed.
+        """
+        trials = self._study.best_trials
+        if not trials:
+            raise StudyError("no trial of the study has completed, so that it has no best one")
+        best: dict[str, Any] = {"best_params": trials[0].params, "best_value": trials[0].values[0]}
+        if len(self._study.directions) > 1:
+            best = {"solutions": [{"params": trial.params, "values": trial.values} for trial in trials]}
+        OmegaConf.save(OmegaConf.create({"name": "optuna"} | best), folder / BEST_NAME)
+
+    def number_by_trial(self, hydra: Any, hydra_dir: Path, is_by_number: bool) -> Path:
+        """The folder of a job with the number of its trial: trials are counted on, while Hydra begins again with 0."""
+        with read_write(hydra):
+            hydra.job.num = self.trials[hydra.job.num]
+            if is_by_number and hydra_dir.name != str(hydra.job.num):
+                with suppress(OSError):  # Hydra has made it; it stays where it holds something
+                    hydra_dir.rmdir()
+                hydra_dir = hydra_dir.with_name(str(hydra.job.num))
+                hydra.runtime.output_dir = str(hydra_dir)
+        return hydra_dir
+
+
+class OptunaSweeper(Sweeper):
+    """Hydra's sweeper of `hydra/sweeper=optuna`: in turns, as many jobs as are to run side by side."""
+
+    __module__ = _PLUGIN
+
+    def __init__(self, n_jobs: int, **settings: Any) -> None:
+        self._num_at_once = n_jobs
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """See `Sweeper.setup`."""
+        self._launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+        sweeps = (getattr(callback, "sweep", None) for callback in hydra_context.callbacks.callbacks)
+        [self._sweep] = [sweep for sweep in sweeps if isinstance(sweep, Sweep)]
+
+    def sweep(self, arguments: list[str]) -> None:
+        """See `Sweeper.sweep`."""
+        study = self._sweep.study
+        assert study is not None
+        while jobs := study.ask(self._num_at_once):
+            self._launcher.launch(jobs, initial_job_idx=len(study.trials) - len(jobs))
+            study.tell()
+        study.write_best(self._sweep.folder)
+
+
+def register_sweeper() -> None:
+    """Make the sweeper known to Hydra, which takes a plugin by name, and from the package hydra_plugins alone."""
+    sys.modules.setdefault(_PLUGIN.partition(".")[0], ModuleType("hydra_plugins"))  # of no plugin that is installed
+    sys.modules[_PLUGIN] = sys.modules[__name__]
+    Plugins.instance().register(OptunaSweeper)
+
+
+def distribution(override: Override) -> Any:
+    """The distribution of Optuna for a setting with several values.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from optuna import distributions
+
+    value: Any = override.value()
+    try:
+        if override.is_choice_sweep() or (isinstance(value, RangeSweep) and value.shuffle):
+            return distributions.CategoricalDistribution(_points(override))
+        kinds: tuple[Any, ...] = (distributions.FloatDistribution, distributions.IntDistribution)
+        if isinstance(value, RangeSweep):
+            has_integers = all(isinstance(number, int) for number in (value.start, value.stop, value.step))
+            return kinds[has_integers](value.start, value.stop, step=value.step)
+        has_integers = isinstance(value.start, int) and isinstance(value.end, int)
+        return kinds[has_integers](value.start, value.end, log="log" in value.tags)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{override.input_line}: {error}") from error
+
+
+def _sampler(values: DictConfig, starts: int, swept: dict[str, Override]) -> Any:
+    """The sampler of a study that was begun so often before."""
+    from zerotrain.run.factory import build  # imports torch
+
+    arguments: Any = OmegaConf.to_container(values)
+    if problems := list(target_problems(arguments, name="hydra.sweeper.sampler")):
+        raise ConfigError(*problems)
+    if arguments.get("seed") is not None:  # or it would choose the same values again
+        arguments["seed"] += starts
+    sampler = build("hydra.sweeper.sampler", arguments)
+    if isinstance(sampler, functools.partial):  # a grid, which gets its points
+        sampler = sampler({name: _points(override) for name, override in swept.items()})
+    return sampler
+
+
+def _points(override: Override) -> list[Any]:
+    """The values of a setting, in an order that stays, also where `shuffle` is given."""
+    value: Any = override.value()
+    if not override.is_discrete_sweep():
+        raise ConfigError(f"{override.input_line}: a grid has points; give choice() or range()")
+    if override.is_range_sweep():
+        return list(value.range())
+    choices = value.list if isinstance(value, ChoiceSweep) else override.sweep_iterator()
+    return [Transformer.encode(choice) for choice in choices]
+
+
+def _choose_value(trial: Any, name: str, values: Any) -> None:
+    try:
+        trial._suggest(name, values)  # as `Study.ask` does, but for a trial that has its driver by now
+    except ValueError as error:
+        cause = str(error).rstrip(".")
+        raise ConfigError(
+            f"{name}: the study has other values for it ({cause}); give it those, another hydra.sweep.dir or "
+            "another hydra.sweeper.study_name"
+        ) from error
+
+
+def _problems(config: DictConfig, directions: list[str]) -> Iterator[str]:
+    sweeper = config.hydra.sweeper
+    names = list(sweeper.direction) if OmegaConf.is_list(sweeper.direction) else [sweeper.direction]
+    if names not in ([None], directions):
+        got, has = ("[" + ",".join(group) + "]" if len(group) > 1 else group[0] for group in (names, directions))
+        yield (
+            f"hydra.sweeper.direction: got {got}, but sweep.direction={has}; give sweep.direction={got} and "
+            "leave this one out"
+        )
+    if OmegaConf.is_config(sweeper.storage):
+        yield "hydra.sweeper.storage: got an object; it must be a URL, or null for study.db"
+    if "?" in config.hydra.sweep.dir and sweeper.storage is None:
+        yield f"hydra.sweep.dir: got {config.hydra.sweep.dir}; no URL of {STUDY_NAME} can have a ?; give another"
+    for name in ("n_trials", "n_jobs"):
+        if sweeper[name] < 1:
+            yield f"hydra.sweeper.{name}: got {sweeper[name]}; it must be 1 or more"
+
+
+def _open_study(storage: Any, wanted: Study, sweep: Sweep) -> Any:
+    """The study of this name, made where there is none. A ConfigError where it is about something else: its trials
+    would be compared with others."""
+    import optuna
+
+    from zerotrain.training.callbacks.early_stopping import without_password
+
+    directions: list[Any] = list(sweep.directions)
+    objectives = list(sweep.objectives)
+    try:
+        study = optuna.load_study(study_name=wanted.name, storage=storage)
+    except KeyError:
+        study = optuna.create_study(study_name=wanted.name, storage=storage, directions=directions)
+        study.set_user_attr(_OBJECTIVES, objectives)
+    study_directions = [direction.name.lower() for direction in study.directions]
+    study_objectives = study.user_attrs.get(_OBJECTIVES, objectives)
+    if study_directions != directions or study_objectives != objectives:
+        wants, has = (
+            " and ".join(f"{direction} {name}" for direction, name in zip(*pair, strict=False))
+            for pair in ((directions, objectives), (study_directions, study_objectives))
+        )
+        raise ConfigError(
+            f"sweep.objective: got {wants}, but the study {wanted.name} in {without_password(wanted.url)} is to {has}; "
+            "give that, or another hydra.sweeper.study_name"
+        )
+    if sweep.again == "all" and (num_trials := len(study.get_trials(deepcopy=False))):
+        raise ConfigError(
+            f"sweep.again: got all, but the study {wanted.name} has {num_trials} trials, which it keeps; give another "
+            "hydra.sweeper.study_name, or another hydra.sweep.dir"
+        )
+    return study
+
+
+def _lock_as_driver(folder: Path) -> BinaryIO:
+    """A lock of this process's own, until it ends. Locks of ended processes are removed."""
+    drivers = folder / DRIVERS
+    drivers.mkdir(exist_ok=True)
+    for path in drivers.iterdir():
+        with suppress(OSError), open_lock(path, make=False) as file:
+            if can_lock(file):
+                path.unlink()
+    own = open_lock(drivers / f"{os.getpid()}_{os.urandom(4).hex()}")
+    lock(own)
+    return own
+
+
+def _is_left_alone(trial: Any) -> bool:
+    """Whether the driver of a trial has ended. False if nobody can tell: a trial of another program, or on another
+    machine."""
+    path = Path(str(trial.user_attrs.get(_DRIVER, "")))
+    return path.is_absolute() and path.parent.is_dir() and not path.exists()
