@@ -279,18 +279,15 @@ def weights_sha256(buckets: Iterable[Bucket], collectives: Collectives) -> str:
             held = homes[name]
             by_name = {managed.names[0]: value for managed, value in full_weights(held, collectives)}
         if collectives.world.rank == 0:
-            digest.update(_in_memory_order(by_name[name]).numpy().data)
+            # A dense tensor's elements as they lie in memory: no copy where they are fp32 on the CPU.
+            value = by_name[name].as_strided((by_name[name].numel(),), (1,))
+            digest.update(value.to(device="cpu", dtype=torch.float32).numpy().data)
     by_name.clear()
     if held is not None:
         held.forget()
     agreed = torch.tensor(list(digest.digest()), dtype=torch.uint8, device=collectives.world.device)
     collectives.broadcast(agreed, name="the hash of the weights")
     return bytes(agreed.tolist()).hex()
-
-
-def _in_memory_order(value: torch.Tensor) -> torch.Tensor:
-    """(numel,) fp32 on the CPU, not a copy where it is that: the elements of a dense tensor as they lie in memory."""
-    return value.as_strided((value.numel(),), (1,)).to(device="cpu", dtype=torch.float32)
 
 
 # The part of an engine that a rank saves: of each bucket its own range, whatever the stage; the rest of a manifest.

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
@@ -17,7 +18,7 @@ from rich.console import Console
 from zerotrain.checkpoint import folder as folders
 from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
 from zerotrain.comm.world import World
-from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.engine import ZeroEngine, take_up
 from zerotrain.engine.groups.hyperparameters import OF_THIS_MACHINE, Hyperparameters, restored, saved_group
 from zerotrain.engine.options import dotted
 from zerotrain.engine.results import TrainStepResult
@@ -273,7 +274,7 @@ class RunCheckpoints(Callback):
         Raises:
             CheckpointError: there are some, and none can be taken up. On every rank.
         """
-        checkpoint, problems = folders.first_whole(self._policy.resume, self._engine.checkpoints.take_up)
+        checkpoint, problems = folders.first_whole(self._policy.resume, partial(take_up, self._engine))
         if checkpoint is None:
             if problems:
                 raise CheckpointError("\n".join(problems))
