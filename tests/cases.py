@@ -11,10 +11,7 @@ GENERATION = (
     "`python -m zerotrain generate`, of bytes or a tokenizer, of a run, an interrupted one, an "
     "exported folder of any form, adapters merged or not"
 )
-WEIGHTS = (
-    "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
-    "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
-)
+WEIGHTS = "weights out of a safetensors file"
 WRONG_RUN = (
     "half-written, damaged, cut, of another model or of no run, adapters alone, removed by its "
     "run meanwhile, no tokenizer, no such setting or one without an effect"

@@ -1,9 +1,10 @@
 """Every error zerotrain raises on purpose; each says what was given, what is allowed and what to do."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from zerotrain.files.untrusted import listed as listed
 from zerotrain.files.untrusted import printable
 
 # Arguments in messages. A reader who calls Python knows compile=True; the reader of a run knows model.compile=true.
@@ -126,9 +127,3 @@ class DisagreementError(CommError):
 class OffloadError(ZeroTrainError):
     """The host's memory or the disk that state is offloaded to has no room, or does not give back what it was given.
     The step that met it cannot be repeated; the checkpoints are as they were."""
-
-
-def listed(names: Sequence[str], most: int = 3, *, conjunction: str = "and") -> str:
-    """Names for a message: the first of them, and how many more there are."""
-    rest = f" {conjunction} {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest

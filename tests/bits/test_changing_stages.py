@@ -7,21 +7,13 @@ from typing import Any
 import pytest
 
 from tests.bits.training import FINE_MB, Block, Net, Setup, Training, assert_same
-from tests.unit.training.callbacks.test_stages import (
-    HELD,
-    KINDS,
-    lines_of,
-    sums,
-    tied_model,
-    trainer_of,
-    without_changes,
-)
+from tests.unit.training.callbacks.test_stages import HELD, KINDS, lines_of, tied_model, trainer_of, without_changes
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 
 ROUND = {0: 0, 5: 1, 10: 2, 15: 3, 20: 1, 25: 0}
 NUM_STEPS = 30
-__all__ = ["sums", "tied_model"]  # the fixtures of the runs
+__all__ = ["tied_model"]  # a fixture of the runs
 
 
 @pytest.mark.case(

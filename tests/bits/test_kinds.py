@@ -251,20 +251,3 @@ def test_what_trains_cannot_change_between_two_virtual_ranks(stage: int) -> None
         engine.step()
 
     run_threads(on_a_rank, 2)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_batch_norm_is_refused_with_a_sentence(num_ranks: int) -> None:
-    class Normed(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(8)
-
-    def on_a_rank(world: zerotrain.World) -> None:
-        with pytest.raises(
-            zerotrain.ConfigError,
-            match="norm is a BatchNorm1d, whose running statistics follow the ranks; take as many",
-        ):
-            build(Training(make=Normed), Setup(num_ranks), world)
-
-    run_threads(on_a_rank, num_ranks)

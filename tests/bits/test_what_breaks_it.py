@@ -2,7 +2,6 @@
 docs/reference/bits.md."""
 
 import functools
-import io
 import os
 import random
 import subprocess
@@ -17,17 +16,16 @@ import numpy as np
 import pytest
 import torch
 from cases import Case, run_over, train_and_hash
-from rich.console import Console
 
 import zerotrain
 from tests.bits.training import Net, Place, Setup, Training, batch, build, in_plain_pytorch, on_ranks
+from tests.unit.training.runs import SEQ_LEN, VOCAB_SIZE, trainer_of
 from zerotrain.data import SyntheticTokens
 from zerotrain.models import GPT
 from zerotrain.testing.fake_wire import run_threads
-from zerotrain.training import Trainer, constant
 
-SEQ_LEN, VOCAB = 16, 32
-MODEL = functools.partial(GPT, vocab_size=VOCAB, max_seq_len=SEQ_LEN, num_layers=2, num_heads=2, hidden_size=32)
+SHAPE = {"vocab_size": VOCAB_SIZE, "max_seq_len": SEQ_LEN, "num_layers": 2, "num_heads": 2, "hidden_size": 32}
+MODEL = functools.partial(GPT, **SHAPE)
 
 
 @contextmanager
@@ -54,7 +52,6 @@ def run(
     **settings: Any,
 ) -> str:
     """The hash of the weights after a run of the Trainer on one rank: 16 sequences a step."""
-    world = zerotrain.World.current(torch.device("cpu"))
     with threads(num_threads):
         torch.manual_seed(initial_seed)
         engine = zerotrain.build_engine(
@@ -64,24 +61,11 @@ def run(
             precision=precision,
             virtual_ranks=virtual_ranks,
             max_grad_norm=0.5,
-            world=world,
         )
-        given = {"seed": 0, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "eval_every": 0} | settings
-        body = Trainer(
-            engine=engine,
-            world=world,
-            dataset=SyntheticTokens(seq_len=SEQ_LEN, vocab_size=VOCAB, num_sequences=num_sequences),
-            schedule=constant,
-            max_steps=3,
-            eval_batches=1,
-            log_every=0,
-            sample_tokens=0,
-            run_dir=folder,
-            run_facts={},
-            console=Console(file=io.StringIO()),
-            **given,
-        ).run()
-    return body["weights_sha256"]
+        data = SyntheticTokens(seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE, num_sequences=num_sequences)
+        size = {"micro_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3, "eval_batches": 1}
+        body = trainer_of(engine, folder, dataset=data, **size | settings).run()
+    return str(body["weights_sha256"])
 
 
 BF16 = {"precision": "bf16"}
@@ -89,10 +73,7 @@ FP16 = {"precision": zerotrain.PrecisionConfig("fp16", initial_scale=1024.0)}
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "CPU threads of a rank": ({}, {"num_threads": 2}),
     "micro-batch size, of as large a batch": ({}, {"micro_batch_size": 4, "gradient_accumulation_steps": 1}),
-    "accumulation, of as large a batch": (
-        {},
-        {"micro_batch_size": 2, "gradient_accumulation_steps": 1, "virtual_ranks": 8},
-    ),
+    "accumulation, of as large a batch": ({}, {"gradient_accumulation_steps": 1, "virtual_ranks": 8}),
     "virtual ranks, of as large a batch": (
         {"virtual_ranks": 2, "gradient_accumulation_steps": 4},
         {"virtual_ranks": 1, "gradient_accumulation_steps": 8},
@@ -123,7 +104,7 @@ class Drawing(GPT):
     """With noise that no seed of ours reaches."""
 
     def __init__(self, draw: Any) -> None:
-        super().__init__(vocab_size=VOCAB, max_seq_len=SEQ_LEN, num_layers=2, num_heads=2, hidden_size=32)
+        super().__init__(**SHAPE)
         self.draw = draw
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
@@ -159,7 +140,7 @@ class Unordered(GPT):
 MODELS: dict[str, Any] = {
     "draws from a generator of its own": functools.partial(Drawing, np.random.default_rng().random),
     "looks at the clock": functools.partial(Drawing, lambda: time.perf_counter_ns() % 1000 / 1000),
-    "adds in no fixed order": functools.partial(Unordered, **MODEL.keywords),
+    "adds in no fixed order": functools.partial(Unordered, **SHAPE),
 }
 
 

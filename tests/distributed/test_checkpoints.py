@@ -110,10 +110,10 @@ def begun_with(path: str) -> tuple[list[str], list[int]]:
 
 def damage(checkpoint: Path, role: str) -> None:
     """Flip a byte in the midst of what was kept of a block as `role`."""
-    piece = read_manifest(checkpoint).parameters["blocks.3.weight"]["tensors"][role]["pieces"][0]
-    file = checkpoint / f"rank-{piece['file']:05d}.safetensors"
+    piece = read_manifest(checkpoint).parameters["blocks.3.weight"].tensors[role].pieces[0]
+    file = checkpoint / f"rank-{piece.file:05d}.safetensors"
     content = bytearray(file.read_bytes())
-    content[piece["byte"] + 2 * MIB] ^= 1
+    content[piece.byte + 2 * MIB] ^= 1
     file.write_bytes(content)
 
 

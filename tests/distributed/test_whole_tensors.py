@@ -10,7 +10,6 @@ from cases import add_to, place, run_over, sha256
 from torch import nn
 
 import zerotrain
-from zerotrain.engine.sharded_model import volume_of
 from zerotrain.engine.state.named import pieces
 from zerotrain.settings import ZeroConfig
 
@@ -146,7 +145,7 @@ def what_a_step_takes(zero: ZeroConfig) -> dict[str, Any]:
         "calls": traffic.calls["exchange"],
         "sent": traffic.nbytes["exchange"],
         "theory": engine.theoretical_sent_nbytes(1),
-        "theory_without": volume_of(engine.schedule, engine.world.size).sent_nbytes(engine.plan, 1, True),
+        "theory_without": engine._volume.sent_nbytes(engine.plan, 1, True),
         "buckets_with_matrices": sum(number > 0 for number in num_matrices),
         "numel": sum(rows * columns for rows, columns in shapes),
         "num_parameters": engine.num_parameters,

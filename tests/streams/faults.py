@@ -49,20 +49,10 @@ OF_GATHER, OF_REDUCTION = "self.kind == 'gather' or work.wait()", "self.kind == 
 FAULTS = {
     # a wait left out
     "gather-not-waited-for": Planted(
-        Works,
-        "_wait",
-        "work.wait()",
-        OF_GATHER,
-        "stage 3",
-        "gathers does in all_gather is read by compute",
+        Works, "_wait", "work.wait()", OF_GATHER, "stage 3", "gathers does in all_gather is read by compute"
     ),
     "gather-not-waited-for-at-stage-1": Planted(
-        Works,
-        "_wait",
-        "work.wait()",
-        OF_GATHER,
-        "stage 1",
-        "gathers does in all_gather is read by compute",
+        Works, "_wait", "work.wait()", OF_GATHER, "stage 1", "gathers does in all_gather is read by compute"
     ),
     "reduction-not-waited-for": Planted(
         Works, "_wait", "work.wait()", OF_REDUCTION, "stage 2", "NCCL's stream of reductions does in reduce_scatter is"
@@ -85,12 +75,7 @@ FAULTS = {
         _Stored, "on_device", "arriving.wait()", "pass", "activations", "does in copy_ is read by compute"
     ),
     "copy-on-write-left-out": Planted(
-        BucketWeights,
-        "about_to_change",
-        "before()",
-        "pass",
-        "save",
-        "compute does in _fused_adamw_ is read by stream",
+        BucketWeights, "about_to_change", "before()", "pass", "save", "compute does in _fused_adamw_ is read by stream"
     ),
     # a buffer or a window given back early
     "gradient-given-back-at-issue": Planted(
@@ -183,20 +168,10 @@ FAULTS = {
     ),
     # a copy begun before its source is written
     "stored-before-it-is-computed": Planted(
-        HostTier,
-        "_store",
-        "events=(self.read(),)",
-        "events=()",
-        "offload",
-        "compute does in _fused_adamw_ is read by",
+        HostTier, "_store", "events=(self.read(),)", "events=()", "offload", "compute does in _fused_adamw_ is read by"
     ),
     "gradient-crosses-before-it-is-scaled": Planted(
-        Crossing,
-        "bring",
-        "events=(self._device.event(),)",
-        "events=()",
-        "update on the host",
-        "is read by stream",
+        Crossing, "bring", "events=(self._device.event(),)", "events=()", "update on the host", "is read by stream"
     ),
     "fetched-before-it-is-stored": Planted(
         HostTier, "_fetch", "events=(stored, unused)", "events=(unused,)", "activations", "does in copy_ is read by"

@@ -47,7 +47,7 @@ def one_step(
 
 
 @pytest.mark.parametrize(("stage", "reduction"), [(0, "native"), (1, "fp32"), (3, "native"), (3, "ordered")])
-def test_a_bucket_more_is_a_few_kernels_more_and_the_host_waits_once_a_step(stage: int, reduction: str) -> None:
+def test_a_bucket_more_is_a_few_kernels_more_and_the_host_waits_once_a_step(stage, reduction):
     few, kernels_of_few, _ = one_step(stage, reduction=reduction, one_bucket=True)
     many, kernels_of_many, syncs = one_step(stage, reduction=reduction)
     assert (few, many) == (1, NUM_BLOCKS)
@@ -58,9 +58,7 @@ def test_a_bucket_more_is_a_few_kernels_more_and_the_host_waits_once_a_step(stag
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("reduction", ["native", "ordered"])
-def test_when_the_host_waits_the_device_has_its_update_to_do(
-    reduction: str, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_the_host_waits_the_device_has_its_update_to_do(reduction, stage, monkeypatch):
     """All that comes behind the wait are gathers of what was updated."""
     told: list[int] = []
     waits = SimulatedEvent.synchronize
@@ -86,7 +84,7 @@ def test_when_the_host_waits_the_device_has_its_update_to_do(
 
 
 @pytest.mark.parametrize("reduction", ["native", "ordered"])
-def test_no_kernel_comes_with_more_elements(reduction: str) -> None:
+def test_no_kernel_comes_with_more_elements(reduction):
     narrow, wide = (
         one_step(2, width=width, num_blocks=2, one_bucket=True, reduction=reduction) for width in (512, 768)
     )
@@ -94,7 +92,7 @@ def test_no_kernel_comes_with_more_elements(reduction: str) -> None:
 
 
 @pytest.mark.parametrize(("exact", "most"), [(False, 3), (True, 8)])
-def test_the_norm_of_a_bucket_takes_few_kernels_however_large_it_is(exact: bool, most: int) -> None:
+def test_the_norm_of_a_bucket_takes_few_kernels_however_large_it_is(exact, most):
     def on_a_rank(_: World) -> int:
         shard = torch.ones(2**20)
         before = clocks().kernels.total()
@@ -105,6 +103,6 @@ def test_the_norm_of_a_bucket_takes_few_kernels_however_large_it_is(exact: bool,
     assert kernels == most
 
 
-def test_windows_are_waited_for_by_streams_and_not_by_the_host() -> None:
+def test_windows_are_waited_for_by_streams_and_not_by_the_host():
     _, _, syncs = one_step(3, offload=OffloadConfig(optimizer="cpu", parameters="cpu"))
     assert syncs == {"event": 1}  # the numbers of the norm have come

@@ -27,7 +27,7 @@ def copy_to_host(*, after: bool = True, settles: bool = True) -> None:
     copied.wait()
 
 
-def test_a_copy_is_ordered_by_events_from_its_source_to_who_reads_it() -> None:
+def test_a_copy_is_ordered_by_events_from_its_source_to_who_reads_it():
     assert faults(copy_to_host) == []
     assert "what compute does in fill_ is read by stream" in faults(lambda: copy_to_host(after=False))[-1]
     (early,) = faults(lambda: copy_to_host(settles=False))
@@ -35,7 +35,7 @@ def test_a_copy_is_ordered_by_events_from_its_source_to_who_reads_it() -> None:
 
 
 @pytest.mark.parametrize(("start", "is_fault"), [(0, True), (64, False)])
-def test_other_bytes_of_the_same_memory_are_not_the_same(start: int, is_fault: bool) -> None:
+def test_other_bytes_of_the_same_memory_are_not_the_same(start, is_fault):
     def work() -> None:
         stream, memory = GPU.stream(), torch.zeros(128)
         stream.wait(GPU.event())
@@ -49,7 +49,7 @@ def test_other_bytes_of_the_same_memory_are_not_the_same(start: int, is_fault: b
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_memory_that_is_let_go_of_while_another_stream_reads_it_is_told_unless_it_was_recorded(recorded: bool) -> None:
+def test_memory_that_is_let_go_of_while_another_stream_reads_it_is_told_unless_it_was_recorded(recorded):
     def work() -> None:
         stream, target = GPU.stream(), GPU.host_bytes(NBYTES)
         memory = GPU.bytes_for(NBYTES, stream) if recorded else torch.ones(NBYTES, dtype=torch.uint8)
@@ -61,7 +61,7 @@ def test_memory_that_is_let_go_of_while_another_stream_reads_it_is_told_unless_i
     assert [fault[: len(expected[0])] for fault in faults(work)] == expected
 
 
-def test_a_thread_knows_what_it_was_started_with_and_who_joins_it_what_it_has_seen() -> None:
+def test_a_thread_knows_what_it_was_started_with_and_who_joins_it_what_it_has_seen():
     def work(*, joins: bool = True) -> None:
         stream, on_host, memory = GPU.stream(), GPU.host_bytes(NBYTES), torch.ones(NBYTES, dtype=torch.uint8)
         done = GPU.event()
@@ -77,7 +77,7 @@ def test_a_thread_knows_what_it_was_started_with_and_who_joins_it_what_it_has_se
     assert "in copy_ is written by compute in zero_, in no order" in faults(lambda: work(joins=False))[0]
 
 
-def test_kernels_and_waits_of_the_host_are_counted_and_views_and_empty_memory_are_none() -> None:
+def test_kernels_and_waits_of_the_host_are_counted_and_views_and_empty_memory_are_none():
     def work(world: World) -> None:
         values = torch.ones(8).view(2, 4)
         torch.empty(3)
@@ -93,7 +93,7 @@ def test_kernels_and_waits_of_the_host_are_counted_and_views_and_empty_memory_ar
     assert known.faults == []
 
 
-def test_outside_of_a_run_torch_is_as_it_was() -> None:
+def test_outside_of_a_run_torch_is_as_it_was():
     run_on_streams(lambda _world: clocks(), 1)
     assert torch.cuda.Stream.__module__ == "torch.cuda.streams"
     assert type(threading.Condition()) is threading.Condition

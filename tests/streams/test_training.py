@@ -109,23 +109,19 @@ TRAININGS: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", TRAININGS)
 @pytest.mark.thinned(2)
-def test_all_that_is_done_to_the_same_bytes_is_ordered(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_that_is_done_to_the_same_bytes_is_ordered(name, tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch)
     assert run_on_streams(lambda world: TRAININGS[name](world, tmp_path, disk)).faults == []
 
 
 @pytest.mark.parametrize("name", ["stage 3, ordered", "ordered", "update on the host"])
-def test_the_code_of_a_gpu_comes_to_the_bits_of_a_cpu(name: str) -> None:
+def test_the_code_of_a_gpu_comes_to_the_bits_of_a_cpu(name):
     on_gpu = run_on_streams(TRAININGS[name]).results[0]
     on_cpu = run_threads(TRAININGS[name], 2)[0][0]
     assert torch.equal(on_gpu, on_cpu)
 
 
-def test_the_host_updates_a_bucket_while_the_gradient_of_the_next_is_on_its_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_host_updates_a_bucket_while_the_gradient_of_the_next_is_on_its_way(monkeypatch):
     told, bring = list[str](), Crossing.bring
 
     def noted(self: Crossing, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -157,7 +153,7 @@ class Failing(torch.optim.AdamW):
         super().step()
 
 
-def test_an_update_on_the_host_that_fails_leaves_no_copy_under_way_and_no_loan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_on_the_host_that_fails_leaves_no_copy_under_way_and_no_loan(monkeypatch):
     def failing(world: World) -> int:
         optimizer = functools.partial(Failing, lr=0.01, foreach=False)
         engine = build(world, 3, bucket_mb=0.01, **BY_HOST | {"optimizer": optimizer})
@@ -195,7 +191,7 @@ def factor(is_finite: bool) -> float:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_that_is_skipped_on_a_gpu_changes_nothing(name: str) -> None:
+def test_a_step_that_is_skipped_on_a_gpu_changes_nothing(name):
     """The GPU is told the update before anybody knows; the weights are those of plain PyTorch without these steps."""
 
     def on_a_rank(world: World) -> torch.Tensor:
@@ -219,7 +215,7 @@ def test_a_step_that_is_skipped_on_a_gpu_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.thinned(2)
-def test_a_gpu_skips_as_a_cpu_does(number: int, precision: str) -> None:
+def test_a_gpu_skips_as_a_cpu_does(number, precision):
     """Also where the norm, taken in fp32, is infinite and the gradient is finite; with clipping and a loss scale."""
 
     def on_a_rank(world: World) -> tuple[list[Any], str]:
@@ -243,7 +239,7 @@ def test_a_gpu_skips_as_a_cpu_does(number: int, precision: str) -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.thinned(2)
-def test_a_planted_fault_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_found(name, tmp_path, monkeypatch):
     fault, disk = FAULTS[name], SlowDisk(monkeypatch)
     with fault.planted():
         found = run_on_streams(lambda world: TRAININGS[fault.training](world, tmp_path, disk), fault.size).faults

@@ -76,8 +76,8 @@ class PartialFolder:
             OSError: it cannot be written.
         """
         for file in manifest.files:
-            path = self.path / file["name"]
-            if not path.is_file() or path.stat().st_size != file["nbytes"]:
+            path = self.path / file.name
+            if not path.is_file() or path.stat().st_size != file.nbytes:
                 raise CheckpointError(
                     f"{path} is missing or incomplete on the machine of rank 0: all machines of a run must reach one "
                     "folder under this name"

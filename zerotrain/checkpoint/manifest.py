@@ -5,19 +5,20 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, Any
 
 import torch
-from msgspec import Meta
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from zerotrain.errors import CheckpointError
 from zerotrain.files import untrusted
+from zerotrain.files.match import StoredTensor, row_by_row
 from zerotrain.files.untrusted import FileName, Name, Natural, Shape, UntrustedFileError, one_of, require_kind, shown
 
 # A file as blocks of 1 MiB, each with a hash: made while the file is written, compared while it is read.
@@ -120,35 +121,51 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }  # fmt: skip
 """By what the manifest calls them."""
-PLACES = ("file", "byte", "start", "stop")
 WEIGHT = "weight"
 AVERAGE = "weight_average"
 """The role of a weight's moving average. Training parameters have it if the run keeps one."""
+BUFFER = "buffer"
+"""A role, as `WEIGHT` is; what an optimizer keeps has the optimizer's own names, such as exp_avg."""
+EXTRA_STATE = "extra_state"
+"""The entry of the manifest with what modules keep beside their tensors, and the role of the tensors among it."""
 
-_Dtype = Annotated[str, one_of(*DTYPES)]
 
+class Piece(Struct, frozen=True):
+    """Neighbouring elements of one tensor, and where they lie."""
 
-class _ManifestPiece(TypedDict):
     file: Natural
+    """Index in the manifest's files."""
     byte: Natural
+    """From the start of the file."""
     start: Natural
     stop: Natural
+    """Elements of the tensor, in the order of its memory."""
 
 
-class _Tensor(TypedDict):
-    dtype: _Dtype
-    pieces: list[_ManifestPiece]
-    shape: NotRequired[Shape]
+class SavedTensor(Struct, kw_only=True):
+    """A tensor of a parameter: its weight, an average, or what the optimizer keeps."""
+
+    dtype: Annotated[str, one_of(*DTYPES)]
+    pieces: list[Piece]
+    shape: Shape | None = None
+    """Shape of its own, where the optimizer updates the parameter whole; None: a number for each element."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
 
 
-class _Buffer(TypedDict):
-    dtype: _Dtype
-    pieces: list[_ManifestPiece]
+class SavedBuffer(SavedTensor, kw_only=True):
+    """A buffer, or a tensor that a module keeps beside its own."""
+
     shape: Shape
 
 
-class _Parameter(TypedDict):
+class SavedParameter(Struct):
+    """A parameter of the model, under its first name."""
+
     names: list[Name]
+    """All of them, if it is tied."""
     shape: Shape
     stride: list[Natural]
     trains: bool
@@ -156,36 +173,54 @@ class _Parameter(TypedDict):
     generation: Natural
     is_updated_whole: bool
     counts: dict[str, Any]
-    tensors: dict[str, _Tensor]
+    """Values that the optimizer keeps once for all elements, by name."""
+    tensors: dict[str, SavedTensor]
+    """By role."""
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
 
 
-class _Settings(TypedDict):
+class SavedFile(Struct):
+    """A file of a rank."""
+
+    name: FileName
+    nbytes: Natural
+    hashes: list[str]
+    """Of its blocks."""
+
+
+class _Parts(Struct):
+    parameters: dict[str, SavedParameter]
+    buffers: dict[str, SavedBuffer]
+    files: list[SavedFile]
+    extra_state: dict[str, dict[str, Any]] = {}
+
+
+class _Settings(Struct):
     name: Name
-    lr: NotRequired[float | dict[str, Any]]
+    lr: float | dict[str, Any] = 0.0
 
 
-class _Group(TypedDict):
+class _Group(Struct):
     optimizer: Name
     first_lr: float
     hyperparameters: dict[str, Any]
 
 
-class _Scaler(TypedDict):
+class _Scaler(Struct):
     scale: float
     num_clean_steps: Natural
 
 
-class _Average(TypedDict):
+class _Average(Struct):
     num_updates: Natural
 
 
-class _File(TypedDict):
-    name: FileName
-    nbytes: Natural
-    hashes: list[str]
+class _Head(Struct):
+    """All the rest of a manifest."""
 
-
-class _Manifest(TypedDict):
     hash_function: Annotated[str, one_of(HASH)]
     block_nbytes: Annotated[int, Meta(ge=BLOCK_NBYTES, le=BLOCK_NBYTES)]
     versions: dict[str, Name]
@@ -199,13 +234,9 @@ class _Manifest(TypedDict):
     config_sha256: str | None
     config: Any
     extra: Any
-    own: NotRequired[list[Any]]
     groups: list[_Group]
-    parameters: dict[str, _Parameter]
-    buffers: dict[str, _Buffer]
-    extra_state: NotRequired[dict[str, dict[str, Any]]]
-    average: NotRequired[_Average | None]
-    files: list[_File]
+    own: list[Any] = []
+    average: _Average | None = None
 
 
 def _is_setting(value: Any) -> bool:
@@ -228,56 +259,62 @@ def _is_tensor(value: Mapping[str, Any]) -> bool:
     return True
 
 
-def require_whole(content: Any) -> None:
-    """Check all types and places of a manifest.
+def require_whole(manifest: "Manifest") -> None:
+    """Check the values and places of a manifest, whose parts are of their types.
 
     Raises:
-        UntrustedFileError: it cannot; the text names the place.
+        UntrustedFileError: they cannot be; the text names the place.
     """
-    require_kind(content, _Manifest)
-    states = content.get("extra_state", {})
-    for state in states.values():
-        require_kind(state, dict[str, Any] if "value" in state else _Buffer)
-    for name in (*content["buffers"], *states):
+    head: _Head = require_kind(manifest.content, _Head)
+    for name in (*manifest.buffers, *manifest.extra_state):
         require_kind(name, Name)
-    groups = [entry["hyperparameters"] for entry in content["groups"]]
+    groups = [group.hyperparameters for group in head.groups]
     for group in groups:
-        lr = require_kind(group, _Settings).get("lr", 0.0)
+        lr = require_kind(group, _Settings).lr
         if isinstance(lr, dict) and not _is_tensor(lr):
             raise UntrustedFileError(f"lr: got {shown(lr)}; it must be a number")
-    for settings in (*groups, *(parameter["counts"] for parameter in content["parameters"].values())):
+    for settings in (*groups, *(parameter.counts for parameter in manifest.parameters.values())):
         if bad := [name for name, value in settings.items() if not _is_setting(value)]:
             raise UntrustedFileError(
                 f"{shown(bad[0])}: got {shown(settings[bad[0]])}; it must be a number, a text, null, a tensor, a list "
                 "of these, or an object's class"
             )
-    for problem in (*_file_problems(content), *_parameter_problems(content), *_place_problems(content)):
+    for problem in (*_file_problems(manifest), *_parameter_problems(manifest, len(groups)), *_place_problems(manifest)):
         raise UntrustedFileError(problem)
 
 
-def _file_problems(content: Mapping[str, Any]) -> Iterator[str]:
-    files, num_ranks = content["files"], content["ranks"]
-    if len(files) != num_ranks or len({file["name"] for file in files}) != num_ranks or num_ranks == 0:
+def _file_problems(manifest: "Manifest") -> Iterator[str]:
+    files, num_ranks = manifest.files, manifest.num_ranks
+    if len(files) != num_ranks or len({file.name for file in files}) != num_ranks or num_ranks == 0:
         yield f"it names {len(files)} files, and must name another for each of {num_ranks} ranks, 1 or more"
     for file in files:
-        if len(file["hashes"]) != -(-file["nbytes"] // BLOCK_NBYTES):
-            yield f"{file['name']} has {file['nbytes']} bytes in it, and the hashes of {len(file['hashes'])} blocks"
+        if len(file.hashes) != -(-file.nbytes // BLOCK_NBYTES):
+            yield f"{file.name} has {file.nbytes} bytes in it, and the hashes of {len(file.hashes)} blocks"
 
 
-def _parameter_problems(content: Mapping[str, Any]) -> Iterator[str]:
+def _parameter_problems(manifest: "Manifest", num_groups: int) -> Iterator[str]:
     used_names: set[str] = set()
-    for name, parameter in content["parameters"].items():
-        names, group = parameter["names"], parameter["group"]
-        shape, stride = parameter["shape"], parameter["stride"]
+    for name, parameter in manifest.parameters.items():
+        names, group, shape, stride = parameter.names, parameter.group, parameter.shape, parameter.stride
         if names[:1] != [name] or len(set(names)) < len(names) or used_names & {*names}:
             yield f"parameters.{shown(name)} has the names {shown(names)}, another's or twice the same"
         used_names.update(names)
         if len(stride) != len(shape) or not is_dense(shape, stride):
-            yield f"parameters.{shown(name)} has shape {shown(shape)} and strides {shown(stride)}, which leave gaps"
-        if group is not None and not 0 <= group < len(content["groups"]):
-            yield f"parameters.{shown(name)} is of group {group}, and there are {len(content['groups'])}"
-        if group is None and parameter["trains"]:
+            lengths = shown(list(shape))
+            yield f"parameters.{shown(name)} has shape {lengths} and strides {shown(stride)}, which leave gaps"
+        if group is not None and not 0 <= group < num_groups:
+            yield f"parameters.{shown(name)} is of group {group}, and there are {num_groups}"
+        if group is None and parameter.trains:
             yield f"parameters.{shown(name)} trains, and is of no group"
+        for role in (WEIGHT, AVERAGE) if manifest.num_average_updates and parameter.trains else (WEIGHT,):
+            tensor = parameter.tensors.get(role)
+            if parameter.numel > 0 and (tensor is None or not tensor.torch_dtype.is_floating_point):
+                yield f"parameters.{shown(name)} has no {role} of floating-point numbers"
+        for role, tensor in parameter.tensors.items():
+            require_kind(role, Name)
+            own = tensor.shape is not None
+            if own != (parameter.is_updated_whole and role not in (WEIGHT, AVERAGE)):
+                yield f"{role} of {shown(name)} has {'a' if own else 'no'} shape of its own"
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -290,13 +327,15 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def _place_problems(content: Mapping[str, Any]) -> Iterator[str]:
+def _place_problems(manifest: "Manifest") -> Iterator[str]:
     """Lines where pieces lie outside the files or over each other, or have not each element of a tensor once."""
-    sizes, extents = [entry["nbytes"] for entry in content["files"]], []
-    for label, numel, tensor, is_of_each_rank in _tensors(content):
-        itemsize, num_placed, pieces = DTYPES[tensor["dtype"]].itemsize, 0, tensor["pieces"]
-        for piece in sorted(pieces, key=lambda item: item["start"]):
-            file, byte, start, stop = (piece[name] for name in PLACES)
+    sizes, extents = [file.nbytes for file in manifest.files], []
+    for name, role, tensor in manifest.tensors():
+        label, is_of_each_rank = f"{role} of {shown(name)}", role == BUFFER and isinstance(tensor, SavedBuffer)
+        numel = manifest.parameters[name].numel if tensor.shape is None else prod(tensor.shape)
+        itemsize, num_placed = tensor.torch_dtype.itemsize, 0
+        for piece in sorted(tensor.pieces, key=lambda item: item.start):
+            file, byte, start, stop = piece.file, piece.byte, piece.start, piece.stop
             end = byte + (stop - start) * itemsize
             if start > stop or file >= len(sizes) or end > sizes[file]:
                 yield f"{label} has elements {start} to {stop} at byte {byte} of file {file}, where they cannot lie"
@@ -307,8 +346,8 @@ def _place_problems(content: Mapping[str, Any]) -> Iterator[str]:
             if not is_of_each_rank and start != num_placed:
                 yield f"{label} has element {min(start, num_placed)} in no file, or in two places"
             num_placed = stop
-        if is_of_each_rank and pieces:
-            files = [piece["file"] for piece in pieces]
+        if is_of_each_rank and tensor.pieces:
+            files = [piece.file for piece in tensor.pieces]
             num_placed = numel if 0 in files and len(set(files)) == len(files) else -1
         if num_placed != numel:
             yield f"{label} must have {numel} elements, and {max(num_placed, 0)} are in the files"
@@ -318,48 +357,10 @@ def _place_problems(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"{label} and {other} lie in the same bytes of file {file}"
 
 
-def _tensors(content: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, Any], bool]]:
-    """(label, number of elements, tensor, whether each rank has one of its own) of each saved tensor."""
-    has_average = bool((content.get("average") or {}).get("num_updates"))
-    for name, parameter in content["parameters"].items():
-        numel, tensors = prod(parameter["shape"]), parameter["tensors"]
-        for role in (WEIGHT, AVERAGE) if has_average and parameter["trains"] else (WEIGHT,):
-            if numel > 0 and (role not in tensors or not DTYPES[tensors[role]["dtype"]].is_floating_point):
-                raise UntrustedFileError(f"parameters.{shown(name)} has no {role} of floating-point numbers")
-        for role, tensor in tensors.items():
-            require_kind(role, Name)
-            own = "shape" in tensor
-            if own != (parameter["is_updated_whole"] and role not in (WEIGHT, AVERAGE)):
-                raise UntrustedFileError(f"{role} of {shown(name)} has {'a' if own else 'no'} shape of its own")
-            yield f"{role} of {shown(name)}", prod(tensor["shape"]) if own else numel, tensor, False
-    for name, buffer in content["buffers"].items():
-        yield f"buffer {shown(name)}", prod(buffer["shape"]), buffer, True
-    for name, state in content.get("extra_state", {}).items():
-        if "pieces" in state:
-            yield f"extra state {shown(name)}", prod(state["shape"]), state, False
-
-
 MANIFEST = "manifest.json"
 MAX_NBYTES = 2**30
 """Limit for a manifest: hashes of 40 TB."""
-BUFFER = "buffer"
-"""A role, as `WEIGHT` is; what an optimizer keeps has the optimizer's own names, such as exp_avg."""
-EXTRA_STATE = "extra_state"
-"""The entry of the manifest with what modules keep beside their tensors, and the role of the tensors among it."""
 FORMAT, FORMAT_VERSION = "zerotrain checkpoint", 1
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Neighbouring elements of one tensor, and where they lie."""
-
-    file: int
-    """Index in the manifest's files."""
-    byte: int
-    """From the start of the file."""
-    start: int
-    stop: int
-    """Elements of the tensor, in the order of its memory."""
 
 
 class Manifest:
@@ -367,13 +368,20 @@ class Manifest:
 
     Args:
         content: as docs/reference/checkpoint_format.md has it, without its hash.
+
+    Raises:
+        UntrustedFileError: a part of it is not of its type; the text names the place.
     """
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content
-        self.files: list[dict[str, Any]] = content["files"]
-        self.parameters: dict[str, dict[str, Any]] = content["parameters"]
-        self.buffers: dict[str, dict[str, Any]] = content["buffers"]
+        parts: _Parts = require_kind(content, _Parts)
+        self.files, self.parameters, self.buffers = parts.files, parts.parameters, parts.buffers
+        self.extra_state: dict[str, dict[str, Any] | SavedBuffer] = {
+            name: state if "value" in state else require_kind(state, SavedBuffer)
+            for name, state in parts.extra_state.items()
+        }
+        """By name {"value": ...}, or a tensor."""
 
     @property
     def step(self) -> int:
@@ -388,20 +396,34 @@ class Manifest:
     def num_ranks(self) -> int:
         return int(self.content["ranks"])
 
-    def tensors(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """(name, role, {dtype, pieces, ...}) of each saved tensor."""
+    def tensors(self) -> Iterator[tuple[str, str, SavedTensor]]:
+        """(name, role, tensor) of each saved tensor."""
         for name, parameter in self.parameters.items():
-            for role, tensor in parameter["tensors"].items():
+            for role, tensor in parameter.tensors.items():
                 yield name, role, tensor
         for name, buffer in self.buffers.items():
             yield name, BUFFER, buffer
-        for name, state in self.content.get(EXTRA_STATE, {}).items():
-            if "pieces" in state:
+        for name, state in self.extra_state.items():
+            if isinstance(state, SavedBuffer):
                 yield name, EXTRA_STATE, state
 
-    def weight_role(self, name: str, *, averaged: bool) -> str:
-        """The role of a parameter's weight; with `averaged` of its average, if there is one."""
-        return AVERAGE if averaged and AVERAGE in self.parameters[name]["tensors"] else WEIGHT
+    def weights(self, *, averaged: bool = False) -> list[StoredTensor]:
+        """Its parameters, then the buffers of rank 0.
+
+        Args:
+            averaged: take the averages of the weights, where there are any.
+        """
+        stored = []
+        for parameter in self.parameters.values():
+            tensors, form = parameter.tensors, (tuple(parameter.shape), tuple(parameter.stride))
+            tensor = tensors.get(AVERAGE if averaged and AVERAGE in tensors else WEIGHT)
+            kind, dtype = ("", None) if tensor is None else (tensor.dtype, tensor.torch_dtype)
+            stored.append(StoredTensor(parameter.names, kind, dtype, *form, tensor))
+        for name, buffer in self.buffers.items():
+            own = replace(buffer, pieces=[piece for piece in buffer.pieces if piece.file == 0])
+            shape = tuple(buffer.shape)
+            stored.append(StoredTensor([name], buffer.dtype, buffer.torch_dtype, shape, row_by_row(shape), own))
+        return stored
 
     def require_average(self, folder: Path) -> None:
         """Check for an average of weights.
@@ -433,8 +455,8 @@ class Manifest:
     def _places(self) -> list[list[tuple[int, int, str]]]:
         places: list[list[tuple[int, int, str]]] = [[] for _ in self.files]
         for name, role, tensor in self.tensors():
-            for piece in pieces_of(tensor):
-                end = piece.byte + (piece.stop - piece.start) * dtype_of(tensor).itemsize
+            for piece in tensor.pieces:
+                end = piece.byte + (piece.stop - piece.start) * tensor.torch_dtype.itemsize
                 places[piece.file].append((piece.byte, end, f"{role} of {name}"))
         return places
 
@@ -442,21 +464,6 @@ class Manifest:
 def _canonical(content: dict[str, Any]) -> bytes:
     """The same bytes for the same content, however its JSON is spaced or ordered."""
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-
-
-def dtype_of(tensor: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of a tensor in the manifest."""
-    return DTYPES[tensor["dtype"]]
-
-
-def pieces_of(tensor: Mapping[str, Any]) -> list[Piece]:
-    """The pieces of a tensor in the manifest."""
-    return [Piece(*(piece[name] for name in PLACES)) for piece in tensor["pieces"]]
-
-
-def of_rank_0(buffer: Mapping[str, Any]) -> dict[str, Any]:
-    """A buffer in the manifest, with the pieces of rank 0 alone: each rank saves one of its own."""
-    return {**buffer, "pieces": [piece for piece in buffer["pieces"] if piece["file"] == 0]}
 
 
 def versions() -> dict[str, str]:
@@ -516,7 +523,8 @@ def parse_manifest(text: str, path: Path) -> Manifest:
     if content.pop("hash", None) != hash_of(_canonical(content)):
         raise CheckpointError(f"{path} is not what was written: it was edited or damaged, its hash does not fit")
     try:
-        require_whole(content)
+        manifest = Manifest(content)
+        require_whole(manifest)
     except UntrustedFileError as error:
         raise CheckpointError(f"{path} was edited: {error}") from None
-    return Manifest(content)
+    return manifest

@@ -7,7 +7,7 @@ https://huggingface.co/docs/safetensors/index#format
 import ctypes
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from zerotrain.checkpoint.manifest import BLOCK_NBYTES, BlockWriter, Manifest, Piece, dtype_of, hash_of, pieces_of
+from zerotrain.checkpoint.manifest import BLOCK_NBYTES, BlockWriter, Manifest, Piece, SavedTensor, hash_of
 from zerotrain.device.device import lies_on_host
 from zerotrain.errors import CheckpointError, listed
 from zerotrain.files.untrusted import FileName, Natural, only_regular
@@ -187,16 +187,15 @@ class Reader:
         self._open.clear()
         self._last.clear()
 
-    def read(self, tensor: Mapping[str, Any], start: int, target: torch.Tensor) -> None:
+    def read(self, tensor: SavedTensor, start: int, target: torch.Tensor) -> None:
         """Elements of a saved tensor from `start` on, from whichever pieces they lie in, into all of `target`.
 
         Args:
-            tensor: as the manifest has it.
             target: dense, of any shape, dtype and device.
         """
-        flat, dtype = target.detach().view(-1), dtype_of(tensor)
+        flat, dtype = target.detach().view(-1), tensor.torch_dtype
         position, stop = start, start + flat.numel()
-        for piece in sorted(pieces_of(tensor), key=lambda item: item.start):
+        for piece in sorted(tensor.pieces, key=lambda item: item.start):
             end = min(piece.stop, stop)
             if piece.start <= position < end:
                 self._read_piece(piece, dtype, position, flat[position - start : end - start])
@@ -236,7 +235,7 @@ class Reader:
 
     def _nbytes_of(self, file: int, index: int) -> int:
         """Size of a block; the last of a file may be shorter."""
-        return min(BLOCK_NBYTES, int(self._manifest.files[file]["nbytes"]) - index * BLOCK_NBYTES)
+        return min(BLOCK_NBYTES, self._manifest.files[file].nbytes - index * BLOCK_NBYTES)
 
     def _block(self, file: int, index: int) -> bytearray:
         """A block, for a part of it, or for its hash alone."""
@@ -264,8 +263,8 @@ class Reader:
                     f"{self._path(file)} is cut: it ends at byte {start + num_read} ({self._at(file, index)})"
                 )
             num_read += count
-        if (digest := hash_of(block)) != self._manifest.files[file]["hashes"][index]:
-            owners = [entry["name"] for entry in self._manifest.files if digest in entry["hashes"][index : index + 1]]
+        if (digest := hash_of(block)) != self._manifest.files[file].hashes[index]:
+            owners = [entry.name for entry in self._manifest.files if digest in entry.hashes[index : index + 1]]
             swap = f"; they are those of {owners[0]}: were the two swapped?" if owners else ""
             raise CheckpointError(
                 f"{self._path(file)} is not what was written: bytes {start} to {start + num_read} are others "
@@ -274,7 +273,7 @@ class Reader:
 
     def _descriptor(self, file: int) -> int:
         if file not in self._open:
-            path, expected = self._path(file), self._manifest.files[file]["nbytes"]
+            path, expected = self._path(file), self._manifest.files[file].nbytes
             try:
                 descriptor = only_regular(path, os.O_RDONLY)
             except FileNotFoundError:
@@ -289,7 +288,7 @@ class Reader:
         return self._open[file]
 
     def _path(self, file: int) -> Path:
-        return self._folder / str(self._manifest.files[file]["name"])
+        return self._folder / self._manifest.files[file].name
 
     def _at(self, file: int, index: int) -> str:
         return self._tensors_at(file, index * BLOCK_NBYTES, (index + 1) * BLOCK_NBYTES)

@@ -1,21 +1,21 @@
 """Whether the files of a checkpoint are what was written."""
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from mmap import mmap
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from zerotrain.checkpoint.folder import hold_newest
-from zerotrain.checkpoint.manifest import BLOCK_NBYTES, Manifest, dtype_of, of_rank_0, pieces_of, read_manifest
+from zerotrain.checkpoint.manifest import BLOCK_NBYTES, Manifest, SavedTensor, read_manifest
 from zerotrain.checkpoint.tensor_file import Reader
 from zerotrain.errors import CheckpointError
+from zerotrain.files.match import StoredTensor, row_by_row
 
 MAX_PROBLEMS_SHOWN = 10
 
@@ -46,12 +46,12 @@ def problems_in(
         roles: look only at blocks in which tensors of these lie, such as weight; None: at all.
     """
     problems: list[str] = []
-    blocks = {(file, index) for file, entry in enumerate(manifest.files) for index in range(len(entry["hashes"]))}
+    blocks = {(file, index) for file, entry in enumerate(manifest.files) for index in range(len(entry.hashes))}
     if roles is not None:
         blocks = set()
         for _, role, tensor in manifest.tensors():
-            for piece in pieces_of(tensor) if role in roles else ():
-                end = piece.byte + (piece.stop - piece.start) * dtype_of(tensor).itemsize
+            for piece in tensor.pieces if role in roles else ():
+                end = piece.byte + (piece.stop - piece.start) * tensor.torch_dtype.itemsize
                 blocks |= {(piece.file, index) for index in range(piece.byte // BLOCK_NBYTES, -(-end // BLOCK_NBYTES))}
     share = sorted(blocks)[len(blocks) * part // num_parts : len(blocks) * (part + 1) // num_parts]
     broken: set[int] = set()
@@ -96,17 +96,17 @@ def differences(one: tuple[Path, Manifest], other: tuple[Path, Manifest]) -> Ite
             if tensor is None or other_tensor is None:
                 yield f"{label}: only in {(other if tensor is None else one)[0]}"
                 continue
-            kind, other_kind = (f"{item['dtype']}, {_numel(item)} elements" for item in (tensor, other_tensor))
+            kind, other_kind = (f"{item.dtype}, {_numel(item)} elements" for item in (tensor, other_tensor))
             if kind != other_kind:
                 yield f"{label}: {kind} against {other_kind}"
             elif changes := _value_changes(tensor, reader, other_tensor, other_reader):
                 yield f"{label}: {changes}"
 
 
-def _value_changes(tensor: dict[str, Any], reader: Reader, other: dict[str, Any], other_reader: Reader) -> str | None:
+def _value_changes(tensor: SavedTensor, reader: Reader, other: SavedTensor, other_reader: Reader) -> str | None:
     numel, num_different, largest = _numel(tensor), 0, 0.0
     for start in range(0, numel, CHUNK_NUMEL):
-        ours = torch.empty(min(CHUNK_NUMEL, numel - start), dtype=dtype_of(tensor))
+        ours = torch.empty(min(CHUNK_NUMEL, numel - start), dtype=tensor.torch_dtype)
         theirs = torch.empty_like(ours)
         reader.read(tensor, start, ours)
         other_reader.read(other, start, theirs)
@@ -119,8 +119,8 @@ def _value_changes(tensor: dict[str, Any], reader: Reader, other: dict[str, Any]
     return f"{num_different} of {numel} elements, by up to {largest:.3g}" if num_different else None
 
 
-def _numel(tensor: Mapping[str, Any]) -> int:
-    return max((piece.stop for piece in pieces_of(tensor)), default=0)
+def _numel(tensor: SavedTensor) -> int:
+    return max((piece.stop for piece in tensor.pieces), default=0)
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
@@ -142,15 +142,14 @@ class CheckpointTensors:
     """Whether weights are their averages, where there are any."""
 
     @cached_property
+    def weights(self) -> dict[str, StoredTensor]:
+        """Each parameter, under its first name if tied, and each buffer."""
+        return {tensor.names[0]: tensor for tensor in self.manifest.weights(averaged=self.averaged)}
+
+    @cached_property
     def names(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of each parameter, under its first name if tied, and of each buffer."""
-        kinds = {}
-        for name, parameter in self.manifest.parameters.items():
-            weight = parameter["tensors"].get(self.manifest.weight_role(name, averaged=self.averaged))
-            kinds[name] = torch.float32 if weight is None else dtype_of(weight), tuple(parameter["shape"])
-        for name, buffer in self.manifest.buffers.items():
-            kinds[name] = dtype_of(buffer), tuple(buffer["shape"])
-        return kinds
+        """Dtype and shape of each of them."""
+        return {name: (tensor.dtype or torch.float32, tensor.shape) for name, tensor in self.weights.items()}
 
     def read(self, name: str, room: mmap | None = None) -> torch.Tensor:
         """A parameter, or rank 0's buffer: contiguous, in the model's shape, in the dtype it was saved in.
@@ -158,33 +157,30 @@ class CheckpointTensors:
         Args:
             room: memory for it, which the next one may use again; None: its own.
         """
-        if name in self.manifest.buffers:
-            buffer = self.manifest.buffers[name]
-            return self._flat(of_rank_0(buffer), prod(buffer["shape"]), room).view(buffer["shape"])
-        return self.of_role(name, self.manifest.weight_role(name, averaged=self.averaged), room)
+        tensor = self.weights[name]
+        return self._dense(tensor.place, tensor.shape, tensor.stride, room)
 
     def of_role(self, name: str, role: str, room: mmap | None = None) -> torch.Tensor:
         """A parameter's tensor in a role, such as exp_avg: contiguous, in the parameter's shape; if the optimizer
         updates the tensor whole, in the shape of that state."""
         parameter = self.manifest.parameters[name]
-        tensor = parameter["tensors"].get(role)
-        if tensor is None:  # of a parameter without elements nothing was written
-            return torch.empty(parameter["shape"])
-        if "shape" in tensor:
-            return self._flat(tensor, prod(tensor["shape"]), room).view(tensor["shape"])
-        flat = self._flat(tensor, prod(parameter["shape"]), room)
-        return flat.as_strided(parameter["shape"], parameter["stride"]).contiguous()
+        tensor = parameter.tensors.get(role)
+        if tensor is not None and tensor.shape is not None:
+            return self._dense(tensor, tensor.shape, row_by_row(tensor.shape), room)
+        return self._dense(tensor, parameter.shape, parameter.stride, room)
 
-    def _flat(self, tensor: Mapping[str, Any], numel: int, room: mmap | None) -> torch.Tensor:
-        dtype = dtype_of(tensor)
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
+    def _dense(
+        self, tensor: SavedTensor | None, shape: Sequence[int], stride: Sequence[int], room: mmap | None
+    ) -> torch.Tensor:
+        dtype, numel = torch.float32 if tensor is None else tensor.torch_dtype, prod(shape)
+        if tensor is None or numel == 0:  # of a parameter without elements nothing was written
+            return torch.empty(tuple(shape), dtype=dtype)
         if room is None:
             # Not from malloc, which may keep freed memory for tensors of at most its size: mixed sizes grew by 90 MB.
             room = mmap(-1, numel * dtype.itemsize)
         flat = torch.frombuffer(room, dtype=dtype, count=numel)
         self.reader.read(tensor, 0, flat)
-        return flat
+        return flat.as_strided(shape, stride).contiguous()
 
 
 @contextmanager

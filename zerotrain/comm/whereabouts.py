@@ -160,14 +160,11 @@ _WHERE_IN_GLOO = re.compile(r"^\[[^\]]*\] ?")
 
 def by_rank(values: Sequence[object]) -> str:
     """Each value and the ranks that have it, such as "2 on ranks 0, 2, 1 on rank 1"."""
-    ranks: dict[object, list[str]] = {}
+    ranks: dict[object, list[int]] = {}
     for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(str(rank))
-    parts = []
-    for value, on in ranks.items():
-        text = f"{value:.12g}" if isinstance(value, float) else str(value)
-        parts.append(f"{text} on {'ranks' if len(on) > 1 else 'rank'} {', '.join(on)}")
-    return ", ".join(parts)
+        ranks.setdefault(value, []).append(rank)
+    texts = ((f"{value:.12g}" if isinstance(value, float) else str(value), on) for value, on in ranks.items())
+    return ", ".join(f"{text} on {name_ranks(on)}" for text, on in texts)
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:

@@ -315,7 +315,7 @@ def export(path: str | os.PathLike[str], options: ExportOptions) -> Iterator[str
         of_model = run.require_config().model.get("name_or_path") if run.is_hugging_face else None
         sources = [name for name in (of_model, run.tokenizer_name) if name is not None and Path(name).is_dir()]
         require_apart(out, run.path, [Path(name).absolute() for name in sources])
-        trains = any(parameter["trains"] for parameter in run.saved.manifest.parameters.values())
+        trains = any(parameter.trains for parameter in run.saved.manifest.parameters.values())
         if (options.optimizer or options.dcp) and not trains:
             raise ConfigError(f"--optimizer: {run.saved.path} has no parameter that trains; leave it out")
         # The model of transformers, or that of peft around it; its folder may be gone.

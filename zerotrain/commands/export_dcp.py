@@ -49,7 +49,7 @@ def write_dcp(folder: Path, saved: CheckpointTensors) -> None:
     model: dict[str, Any] = {}
     layouts, largest = saved.names, 0
     for name, (dtype, shape) in layouts.items():
-        names = saved.manifest.parameters[name]["names"] if name in saved.manifest.parameters else [name]
+        names = saved.manifest.parameters[name].names if name in saved.manifest.parameters else [name]
         for alias in names:
             model[alias] = torch.empty(shape, dtype=dtype, device="meta")
             sources[f"model.{alias}"] = partial(saved.read, name)

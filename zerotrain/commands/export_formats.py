@@ -1,14 +1,14 @@
 """The parts of an export in the forms of others: weights by name, the optimizer's state, files of Hugging Face."""
 
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zerotrain.checkpoint.manifest import AVERAGE, WEIGHT, dtype_of
+from zerotrain.checkpoint.manifest import AVERAGE, WEIGHT, SavedParameter
+from zerotrain.checkpoint.manifest import DTYPES as SAVED_DTYPES
 from zerotrain.checkpoint.others.safetensors_and_torch import OutTensor
 from zerotrain.checkpoint.tensor_file import chunks
 from zerotrain.checkpoint.verification import CheckpointTensors
@@ -18,10 +18,10 @@ from zerotrain.files.untrusted import printable
 from zerotrain.saved.saved import SavedRun, has_tokenizer
 
 
-def trained(saved: CheckpointTensors) -> Iterator[tuple[str, dict[str, Any]]]:
+def trained(saved: CheckpointTensors) -> Iterator[tuple[str, SavedParameter]]:
     """The parameters of the groups, as the manifest has them."""
     for name, parameter in saved.manifest.parameters.items():
-        if parameter["trains"]:
+        if parameter.trains:
             yield name, parameter
 
 
@@ -37,28 +37,27 @@ def param_groups(saved: CheckpointTensors, name_of: Callable[[str], str] = str) 
         for name, value in group["hyperparameters"].items():
             if not (isinstance(value, dict) and "object" in value):
                 values[name] = _plain(value)
-        params = [name_of(name) for name, parameter in trained(saved) if parameter["group"] == number]
+        params = [name_of(name) for name, parameter in trained(saved) if parameter.group == number]
         groups.append({**values, "initial_lr": group["first_lr"], "params": params})
     return groups
 
 
-def counts_of(parameter: dict[str, Any]) -> dict[str, Any]:
+def counts_of(parameter: SavedParameter) -> dict[str, Any]:
     """State kept once for a parameter, such as its number of steps; none for one without elements, for which torch's
     optimizers would miss the other state."""
-    if prod(parameter["shape"]) == 0:
+    if parameter.numel == 0:
         return {}
-    counts = parameter["counts"].items()
     return {
-        name: torch.tensor(value["value"], dtype=dtype_of(value)) if isinstance(value, dict) else value
-        for name, value in counts
+        name: torch.tensor(value["value"], dtype=SAVED_DTYPES[value["dtype"]]) if isinstance(value, dict) else value
+        for name, value in parameter.counts.items()
     }
 
 
-def roles_of(parameter: dict[str, Any]) -> Iterator[tuple[str, torch.dtype, list[int]]]:
+def roles_of(parameter: SavedParameter) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
     """(role, dtype, shape) of what is kept of each element of a parameter, or of it as a whole."""
-    for role, tensor in parameter["tensors"].items():
+    for role, tensor in parameter.tensors.items():
         if role not in (WEIGHT, AVERAGE):
-            yield role, dtype_of(tensor), tensor.get("shape", parameter["shape"])
+            yield role, tensor.torch_dtype, parameter.shape if tensor.shape is None else tensor.shape
 
 
 def write_optimizer(path: Path, saved: CheckpointTensors, name_of: Callable[[str], str] = str) -> None:

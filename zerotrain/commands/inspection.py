@@ -9,12 +9,11 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
-from math import prod
 from pathlib import Path
 
 from zerotrain.checkpoint import folder as folders
 from zerotrain.checkpoint.folder import BEST, CHECKPOINTS, candidates, checkpoints_in
-from zerotrain.checkpoint.manifest import MANIFEST, Manifest, dtype_of, pieces_of, read_manifest
+from zerotrain.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from zerotrain.checkpoint.verification import differences, problems_in
 from zerotrain.commands.frame import exit_code, parser_of
 from zerotrain.errors import CheckpointError
@@ -54,7 +53,7 @@ def show(folder: Path) -> int:
         for problem in problems:
             _say(f"  {problem}")
         return 1
-    num_blocks = sum(len(file["hashes"]) for file in manifest.files)
+    num_blocks = sum(len(file.hashes) for file in manifest.files)
     _say(f"verified: the manifest and {num_blocks} blocks in {len(manifest.files)} files are what was written")
     return 0
 
@@ -119,7 +118,7 @@ def _line(path: Path) -> list[str]:
     try:
         manifest = read_manifest(path)
         saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime)
-        nbytes, ranks = sum(file["nbytes"] for file in manifest.files), manifest.num_ranks
+        nbytes, ranks = sum(file.nbytes for file in manifest.files), manifest.num_ranks
         placement = f"stage {manifest.content['stage']}, {ranks} {'ranks' if ranks > 1 else 'rank'}"
         _say(f"{saved:%Y-%m-%d %H:%M:%S}  {nbytes / MIB:.1f} MiB  {placement}", end="  ")
         problems = problems_in(path, manifest)
@@ -144,9 +143,9 @@ def compare(path: Path, other: Path) -> int:
 
 def _lines(folder: Path, manifest: Manifest) -> list[str]:
     content, versions = manifest.content, manifest.content["versions"]
-    nbytes = sum(file["nbytes"] for file in manifest.files)
-    numel = sum(prod(parameter["shape"]) for parameter in manifest.parameters.values())
-    trained = sum(prod(parameter["shape"]) for parameter in manifest.parameters.values() if parameter["trains"])
+    nbytes = sum(file.nbytes for file in manifest.files)
+    numel = sum(parameter.numel for parameter in manifest.parameters.values())
+    trained = sum(parameter.numel for parameter in manifest.parameters.values() if parameter.trains)
     lines = [
         f"{folder}: step {manifest.step}, saved by {manifest.num_ranks} ranks ({content['virtual_ranks']} virtual) at "
         f"stage {content['stage']} in {content['precision']}",
@@ -160,14 +159,13 @@ def _lines(folder: Path, manifest: Manifest) -> list[str]:
         lines.append(f"group {settings['name']!r}: {group['optimizer']}, lr {settings.get('lr')}")
     width = max((len(name) for name in (*manifest.parameters, *manifest.buffers)), default=0)
     for name, parameter in manifest.parameters.items():
-        tensors = ", ".join(f"{role} {tensor['dtype']}" for role, tensor in parameter["tensors"].items())
-        counts = "".join(f", {count} {_number(value)}" for count, value in parameter["counts"].items())
-        frozen = "" if parameter["trains"] else ", frozen"
-        lines.append(f"  {name:{width}}  {'x'.join(map(str, parameter['shape'])) or '()'}  {tensors}{counts}{frozen}")
+        tensors = ", ".join(f"{role} {tensor.dtype}" for role, tensor in parameter.tensors.items())
+        counts = "".join(f", {count} {_number(value)}" for count, value in parameter.counts.items())
+        frozen = "" if parameter.trains else ", frozen"
+        lines.append(f"  {name:{width}}  {'x'.join(map(str, parameter.shape)) or '()'}  {tensors}{counts}{frozen}")
     for name, buffer in manifest.buffers.items():
-        of_ranks = f", of {len(pieces_of(buffer))} ranks each its own" if len(pieces_of(buffer)) > 1 else ""
-        dtype = str(dtype_of(buffer)).removeprefix("torch.")
-        lines.append(f"  {name:{width}}  {'x'.join(map(str, buffer['shape'])) or '()'}  buffer {dtype}{of_ranks}")
+        of_ranks = f", of {len(buffer.pieces)} ranks each its own" if len(buffer.pieces) > 1 else ""
+        lines.append(f"  {name:{width}}  {'x'.join(map(str, buffer.shape)) or '()'}  buffer {buffer.dtype}{of_ranks}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""The facade: one object for a training, whose parts do the work; how it is built, saved and loaded."""
+"""The engine: one object for a training, its steps and what comes between them."""
 
 import os
 import time
@@ -19,29 +19,119 @@ from zerotrain.device.kinds import device_of
 from zerotrain.engine.groups.optimizers import OptimizerFactory
 from zerotrain.engine.model.deferred import InitialValues, deferred_init
 from zerotrain.engine.model.forward import makes_memory, outside_graphs, replace_forwards
+from zerotrain.engine.optimizer_step import written_to
 from zerotrain.engine.options import EngineOptions
-from zerotrain.engine.results import LoadedWeights, StageSwitch, StepResult, TrainStepResult
+from zerotrain.engine.results import LoadedWeights, StageSwitch
 from zerotrain.engine.schedule.schedule import Schedule
-from zerotrain.engine.sharded_model import Average, HalfLoaded, Offloaded, ShardedModel
+from zerotrain.engine.sharded_model import Average, HalfLoaded, ShardedModel
 from zerotrain.engine.state.fill import fill
+from zerotrain.engine.state.from_buckets import described_state
 from zerotrain.engine.state.from_checkpoint import added_groups, places_in, require_alike, restore, verified_manifest
 from zerotrain.engine.state.from_weights import StateDict, checked_weights
 from zerotrain.engine.state.named import full_state_dict, weights_sha256
 from zerotrain.engine.state.save import SaveArguments, SaveUnderWay, facts_of, prepare
 from zerotrain.engine.state.together import agreed, failing_together
-from zerotrain.engine.step import AfterEach, BeforeEach, EngineOptimizer, MicroBatch, Steps, Weight
+from zerotrain.engine.step import Steps
+from zerotrain.engine.usage import Usage
 from zerotrain.errors import CommError, ConfigError, EngineStateError
 from zerotrain.settings import EngineConfig
 from zerotrain.sharding.plan import Plan
 
-# The moving average of weights of an engine: begun, and used in place of the weights.
 
+class ZeroEngine(Steps, Usage):
+    """Trains a model at a ZeRO stage.
 
-class Averaging:
-    """Keeps an average of what a sharded model trains."""
+    All ranks make the same calls in the same order. Gradients are the mean over ranks of the sum over the backwards
+    since the last step; a caller who accumulates divides the loss, or gives `backward` a weight, as with plain PyTorch.
+
+    Args:
+        held: the model, in buckets.
+    """
 
     def __init__(self, held: ShardedModel) -> None:
-        self._held = held
+        super().__init__(held, held.options.loss_scaler())
+        self.module, self.world, self.precision = held.module, held.world, held.precision
+        self.collectives, self.ledger = held.collectives, held.ledger
+        self.max_grad_norm = held.options.config.max_grad_norm
+
+    # ---- what trains and where it lies
+
+    @makes_memory
+    def freeze(self, *named: str | nn.Parameter) -> None:
+        """Let parameters train no more: only their weights in the compute precision are kept.
+
+        Args:
+            named: names, patterns such as "blocks.0.*", or parameters; the same on all ranks, between two steps.
+
+        Raises:
+            ConfigError: one of them is nothing the model has, or nothing would be left to train.
+            EngineStateError: gradients of a step are waiting.
+        """
+        self.held.change("engine.freeze", lambda: self.held.groups.freeze(named))
+
+    @makes_memory
+    def unfreeze(self, *named: str | nn.Parameter) -> None:
+        """Let frozen parameters train, in the group they have, as new to the optimizer. Otherwise as `freeze`."""
+        self.held.change("engine.unfreeze", lambda: self.held.groups.unfreeze(named))
+
+    @makes_memory
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Let the frozen parameters of `group`, as in `build_engine`, train in a group of their own. As `unfreeze`."""
+        self.held.change("engine.add_param_group", lambda: self.held.groups.add(group))
+
+    @makes_memory
+    def set_stage(self, stage: int) -> StageSwitch:
+        """Let parameters, gradients and optimizer state lie from here on as another ZeRO stage has them; what is
+        computed stays the same, to the bit.
+
+        Collective, between steps. Buckets move one at a time, in memory: beside the larger of the two stages a rank
+        holds one bucket whole.
+
+        Args:
+            stage: 0 to 3, the same on all ranks.
+
+        Raises:
+            ConfigError: there is no such stage, or the ranks were given different ones. Nothing has changed then.
+            EngineStateError: gradients of a step are waiting.
+        """
+        held = self.held
+
+        def plan() -> tuple[EngineOptions, dict[str, object]]:
+            held.require_whole()
+            options = held.options.at_stage(stage)
+            described_state(held.schedule.buckets)  # raises where something of it cannot be moved
+            return options, {"weights written in place, as a hash": written_to(held.schedule.buckets)}
+
+        options = held.between_steps("engine.set_stage", "the stage cannot change", plan, argument=repr(stage))
+        if options.plan == held.options.plan:
+            return StageSwitch(stage, sent_nbytes=0, theory_sent_nbytes=0)
+        held.wait_until_save_ended()
+        theory = self._switch_nbytes(options.plan)
+        former_nbytes = held.ledger.outside_steps.sent_nbytes
+        held.move_to(options)
+        return StageSwitch(stage, held.ledger.outside_steps.sent_nbytes - former_nbytes, theory)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's hyperparameters; a schedule sets group["lr"] from group["initial_lr"]."""
+        return self.held.groups.hyperparameters
+
+    @property
+    def schedule(self) -> Schedule:
+        """Units and buckets, and where the model is among them. Another one after each change of what trains."""
+        return self.held.schedule
+
+    @property
+    def options(self) -> EngineOptions:
+        """All settings, as the stage of now has them."""
+        return self.held.options
+
+    @property
+    def plan(self) -> Plan:
+        """Placement of the model states: replicated or sharded."""
+        return self.held.options.plan
+
+    # ---- the average of weights
 
     @makes_memory
     def keep_average(self, *, decay: float = 0.999, every: int = 1, warmup: bool = True) -> None:
@@ -63,7 +153,7 @@ class Averaging:
             ConfigError: a value that it cannot have, other values by rank, or the engine keeps an average already.
             EngineStateError: gradients of a step are waiting.
         """
-        held = self._held
+        held = self.held
 
         def plan() -> tuple[Average, dict[str, object]]:
             if held.average is not None:
@@ -85,7 +175,7 @@ class Averaging:
         Raises:
             EngineStateError: there is no average, it is in use already, or gradients of a step are waiting.
         """
-        held = self._held
+        held = self.held
 
         def plan() -> tuple[Average, dict[str, object]]:
             held.require_whole()
@@ -111,8 +201,8 @@ class Averaging:
 
     @makes_memory
     def _swap(self, average: Average, *, gathers: bool = True) -> None:
-        schedule = self._held.schedule
-        with self._held.breaks_if_it_fails("engine.averaged"):
+        schedule = self.held.schedule
+        with self.held.breaks_if_it_fails("engine.averaged"):
             if gathers:
                 schedule.gathers.prepare_updated(schedule.trained)
             for bucket in schedule.trained:
@@ -122,22 +212,10 @@ class Averaging:
                 if gathers:
                     schedule.gathers.gather_updated(bucket)
             schedule.end_update()
-        self._held.weights_changed()
+        self.held.weights_changed()
         average.is_in_use = not average.is_in_use
 
-
-# Checkpoints and state dicts: a sharded model saved and loaded, together with how far its training has come.
-
-
-class Checkpoints:
-    """Brings out what an engine holds, and in.
-
-    Args:
-        steps: how far the training has come.
-    """
-
-    def __init__(self, held: ShardedModel, steps: Steps) -> None:
-        self._held, self._steps = held, steps
+    # ---- in and out
 
     @makes_memory
     def begin_save(
@@ -176,24 +254,24 @@ class Checkpoints:
         """
         started_s = time.perf_counter()
         progress = {
-            "step": self._steps.stamps.num_steps,
-            "skipped_in_a_row": self._steps.optimizer_step.num_skipped_in_a_row,
-            "average": None if self._held.average is None else {"num_updates": self._held.average.num_updates},
-            "loss_scaler": None if self._steps.loss_scaler is None else self._steps.loss_scaler.state_dict(),
+            "step": self.stamps.num_steps,
+            "skipped_in_a_row": self.optimizer_step.num_skipped_in_a_row,
+            "average": None if self.held.average is None else {"num_updates": self.held.average.num_updates},
+            "loss_scaler": None if self.loss_scaler is None else self.loss_scaler.state_dict(),
         }
         request = SaveArguments(
             path=path, extra=extra, config=config, own=own, staging_nbytes=staging_nbytes, progress=progress
         )
 
         def plan() -> tuple[None, dict[str, object]]:
-            self._held.require_whole()
+            self.held.require_whole()
             return None, facts_of(request)
 
-        self._held.between_steps("engine.save", "a checkpoint cannot be saved", plan)
-        writing = prepare(request, self._held.holdings, self._settle_last_save)
-        self._held.last_save = SaveUnderWay(writing)
-        self._held.last_save.pause_s = time.perf_counter() - started_s
-        return self._held.last_save
+        self.held.between_steps("engine.save", "a checkpoint cannot be saved", plan)
+        writing = prepare(request, self.held.holdings, self._settle_last_save)
+        self.held.last_save = SaveUnderWay(writing)
+        self.held.last_save.pause_s = time.perf_counter() - started_s
+        return self.held.last_save
 
     def save(self, path: str | os.PathLike[str], *, extra: Any = None, config: Any = None, own: Any = None) -> Path:
         """`begin_save(...).wait()`: needs some MiB beside what the run holds.
@@ -220,37 +298,10 @@ class Checkpoints:
                 Nothing has changed then.
             EngineStateError: gradients of a step are waiting.
         """
-        extra, dropped = self.take_up(path)
-        if dropped is not None and self._held.world.rank == 0:
-            warnings.warn(f"engine.load: {dropped}; call engine.keep_average() before", RuntimeWarning, stacklevel=4)
+        extra, dropped = take_up(self, path)
+        if dropped is not None and self.held.world.rank == 0:
+            warnings.warn(f"engine.load: {dropped}; call engine.keep_average() before", RuntimeWarning, stacklevel=3)
         return extra
-
-    @makes_memory
-    def take_up(self, path: str | os.PathLike[str]) -> tuple[Any, str | None]:
-        """Do as `load` does. Returns the `extra`; and a sentence about what of the checkpoint is dropped, if anything
-        is."""
-        folder = self._agreed_path("engine.load", "a checkpoint cannot be loaded", path)
-        self._held.wait_until_save_ended()
-        folder, manifest = verified_manifest(folder, self._held.holdings)
-        places, added = places_in(manifest), added_groups(manifest, self._held.groups)
-
-        def adopt() -> bool:
-            """Let train what trains in the checkpoint, in the groups it has."""
-            return bool(added or places != self._held.groups.places) and self._held.groups.adopt(places, added)
-
-        self._held.change("engine.load", adopt)
-        require_alike(folder, manifest, self._held.holdings)
-        with self._held.replaced(HalfLoaded(folder, with_optimizer=True), mends=True):
-            restore(folder, manifest, self._held.holdings, averages=self._held.average is not None)
-        saved = manifest.content
-        if self._held.average is not None:
-            self._held.average.num_updates = manifest.num_average_updates
-        self._steps.stamps.num_steps = int(saved["step"])
-        self._steps.optimizer_step.num_skipped_in_a_row = saved["skipped_in_a_row"]
-        if self._steps.loss_scaler is not None and saved["loss_scaler"] is not None:
-            self._steps.loss_scaler.load_state_dict(saved["loss_scaler"])
-        has_unkept = self._held.average is None and manifest.num_average_updates > 0
-        return saved["extra"], f"{folder} holds an average of weights, which is dropped" if has_unkept else None
 
     def own_of(self, path: str | os.PathLike[str]) -> Any:
         """The `own` that this rank gave to the save of a checkpoint; None if another number of ranks saved it, or none
@@ -259,7 +310,7 @@ class Checkpoints:
         Raises:
             CheckpointError: there is no checkpoint, or its manifest is not what was written.
         """
-        manifest, shards = read_manifest(Path(os.path.abspath(path))), self._held.world.shards
+        manifest, shards = read_manifest(Path(os.path.abspath(path))), self.held.world.shards
         own = manifest.content.get("own", [])
         return own[shards.rank] if len(own) == shards.size else None
 
@@ -287,14 +338,14 @@ class Checkpoints:
         path = self._agreed_path(
             "engine.load_weights", "weights cannot be loaded", path, strict=strict, averaged=averaged
         )
-        self._held.wait_until_save_ended()
-        with checked_weights(path, self._held.holdings, strict=strict, averaged=averaged) as source:
-            half, loaded = self._held.half_loaded, source.loaded
+        self.held.wait_until_save_ended()
+        with checked_weights(path, self.held.holdings, strict=strict, averaged=averaged) as source:
+            half, loaded = self.held.half_loaded, source.loaded
             failed_load = HalfLoaded(loaded.path, with_optimizer=half is not None and half.with_optimizer)
-            with self._held.replaced(
+            with self.held.replaced(
                 failed_load, mends=half is None or (loaded.is_whole and not failed_load.with_optimizer)
             ):
-                fill(source, self._held.schedule.buckets, self._held.collectives)
+                fill(source, self.held.schedule.buckets, self.held.collectives)
             return loaded
 
     # ---- without files
@@ -313,30 +364,30 @@ class Checkpoints:
             ConfigError: names are missing or unknown, or shapes are others; nothing has changed then.
             EngineStateError: gradients of a step are waiting.
         """
-        buckets, collectives = self._held.schedule.buckets, self._held.collectives
+        buckets, collectives = self.held.schedule.buckets, self.held.collectives
 
         def plan() -> tuple[StateDict, dict[str, object]]:
-            return StateDict(self._held.module, buckets, collectives, state, strict=strict), {}
+            return StateDict(self.held.module, buckets, collectives, state, strict=strict), {}
 
-        source = self._held.between_steps("engine.load_state_dict", "weights cannot be loaded", plan)
+        source = self.held.between_steps("engine.load_state_dict", "weights cannot be loaded", plan)
         source.agree()
         fill(source, buckets, collectives)
-        self._held.schedule.end_update()
-        self._held.weights_changed()
+        self.held.schedule.end_update()
+        self.held.weights_changed()
 
     @makes_memory
     def full_state_dict(self) -> dict[str, Any]:
         """The model's `state_dict()` as in plain PyTorch, hooks and extra state included: full fp32 parameters on the
         CPU, on rank 0; {} elsewhere. Collective: all ranks call it.
         """
-        buckets = agreed(self._held.collectives, "engine.full_state_dict", lambda: (self._held.schedule.buckets, {}))
-        return full_state_dict(self._held.module, buckets, self._held.collectives)
+        buckets = agreed(self.held.collectives, "engine.full_state_dict", lambda: (self.held.schedule.buckets, {}))
+        return full_state_dict(self.held.module, buckets, self.held.collectives)
 
     @makes_memory
     def weights_sha256(self) -> str:
         """SHA-256 over the full fp32 master weights in name order, the same on every rank. Collective."""
-        buckets = agreed(self._held.collectives, "engine.weights_sha256", lambda: (self._held.schedule.buckets, {}))
-        return weights_sha256(buckets, self._held.collectives)
+        buckets = agreed(self.held.collectives, "engine.weights_sha256", lambda: (self.held.schedule.buckets, {}))
+        return weights_sha256(buckets, self.held.collectives)
 
     def _agreed_path(self, call: str, what: str, path: str | os.PathLike[str], **other: object) -> Path:
         """A path that all ranks were given, absolute, between two steps; what is half loaded may be loaded anew."""
@@ -345,248 +396,12 @@ class Checkpoints:
             absolute = Path(os.path.abspath(path))
             return absolute, {"path": absolute} | other
 
-        return self._held.between_steps(call, what, plan)
+        return self.held.between_steps(call, what, plan)
 
     def _settle_last_save(self) -> None:
-        if (save := self._held.last_save) is not None:
-            self._held.last_save = None
+        if (save := self.held.last_save) is not None:
+            self.held.last_save = None
             save.settle()
-
-
-class ZeroEngine:
-    """Trains a model at a ZeRO stage.
-
-    All ranks make the same calls in the same order. Gradients are the mean over ranks of the sum over the backwards
-    since the last step; a caller who accumulates divides the loss, or gives `backward` a weight, as with plain PyTorch.
-
-    The parts do the work. The method of the same name there has the arguments and the errors in full.
-
-    Args:
-        held: the model, in buckets.
-    """
-
-    def __init__(self, held: ShardedModel) -> None:
-        self.held = held
-        self.steps = steps = Steps(held, held.options.loss_scaler())
-        self.checkpoints = Checkpoints(held, steps)
-        self.averaging = Averaging(held)
-        self.module, self.world, self.precision = held.module, held.world, held.precision
-        self.collectives, self.ledger = held.collectives, held.ledger
-        self.max_grad_norm = held.options.config.max_grad_norm
-        self.stamps, self.virtual_ranks, self.loss_scaler = steps.stamps, steps.virtual_ranks, steps.loss_scaler
-
-    # ---- a step, see `Steps`
-
-    def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Run the model; in 16 bits wider floating-point inputs are rounded where PyTorch wants one dtype beside
-        weights, and nowhere else. Returns what the model returns."""
-        return self.steps.call(*inputs, **named_inputs)
-
-    @contextmanager
-    def forward_scope(self) -> Iterator[None]:
-        """In here the model may be called by another name, such as `engine.module.encoder(inputs)`, on all ranks."""
-        with self.steps.forward_scope():
-            yield
-
-    def backward(self, loss: torch.Tensor, *, weight: float | torch.Tensor = 1.0, retain_graph: bool = False) -> None:
-        """Compute gradients of `weight * loss` and, outside `no_sync`, reduce them while they arrive."""
-        self.steps.backward(loss, weight=weight, retain_graph=retain_graph)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards in here do not complete the step's gradient. For all but the last micro-batch of a step."""
-        with self.steps.no_sync():
-            yield
-
-    def each_virtual_rank(self) -> Iterator[int]:
-        """This rank's virtual ranks, one after the other: the backwards between two are one leaf of the sum over all.
-        With one virtual rank per rank, the default, it may be left out."""
-        return self.steps.each_virtual_rank()
-
-    def zero_grad(self) -> None:
-        """Forget the gradients since the last step; what was reduced is waited for. All ranks call it."""
-        self.steps.zero_grad()
-
-    def step(self) -> StepResult:
-        """Clip, update the weights, and issue the gathers of them. A gradient that is not finite skips the update."""
-        return self.steps.step()
-
-    def train_step(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        weights: Sequence[Weight] | None = None,
-        before_each: BeforeEach = lambda virtual_rank, micro_batch: None,
-        after_each: AfterEach | None = None,
-        with_outputs: bool = False,
-    ) -> TrainStepResult:
-        """Forward and backward of each micro-batch, then one step."""
-        return self.steps.train_step(
-            micro_batches, weights=weights, before_each=before_each, after_each=after_each, with_outputs=with_outputs
-        )
-
-    def leaf(
-        self,
-        virtual_rank: int,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        weights: Sequence[Weight] | None = None,
-        before_each: BeforeEach = lambda virtual_rank, micro_batch: None,
-        after_each: AfterEach | None = None,
-    ) -> dict[str, torch.Tensor]:
-        """The gradient that a virtual rank puts into the sum over all, by parameter, computed alone. Trains nothing."""
-        return self.steps.leaf(
-            virtual_rank, micro_batches, weights=weights, before_each=before_each, after_each=after_each
-        )
-
-    @property
-    def signal(self) -> int:
-        """A whole number from 0 to 2**31 for all ranks, which rides on the exchange of the norm: see
-        `StepResult.signals`."""
-        return self.steps.signal
-
-    @signal.setter
-    def signal(self, signal: int) -> None:
-        self.steps.signal = signal
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor on the loss of the next backward; 1.0 but in fp16."""
-        return self.steps.loss_scale
-
-    @property
-    def optimizer(self) -> EngineOptimizer:
-        """For torch's learning rate schedulers, such as `CosineAnnealingLR(engine.optimizer, 10)`: a
-        `torch.optim.Optimizer` with the groups of `param_groups`. Its `step` is `engine.step`, its `zero_grad` is
-        `engine.zero_grad`; it has no state dict."""
-        return self.steps.optimizer
-
-    # ---- what trains and where it lies, see `ShardedModel`
-
-    def freeze(self, *named: str | nn.Parameter) -> None:
-        """Let parameters train no more, by names, patterns such as "blocks.0.*", or themselves."""
-        self.held.freeze(*named)
-
-    def unfreeze(self, *named: str | nn.Parameter) -> None:
-        """Let frozen parameters train, in the group they have, as new to the optimizer."""
-        self.held.unfreeze(*named)
-
-    def add_param_group(self, group: dict[str, Any]) -> None:
-        """Let the frozen parameters of `group`, as in `build_engine`, train in a group of their own."""
-        self.held.add_param_group(group)
-
-    def set_stage(self, stage: int) -> StageSwitch:
-        """Let the state lie from here on as another ZeRO stage has it; what is computed stays the same, to the bit."""
-        return self.held.set_stage(stage)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's hyperparameters; a schedule sets group["lr"] from group["initial_lr"]."""
-        return self.held.groups.hyperparameters
-
-    @property
-    def schedule(self) -> Schedule:
-        """Units and buckets, and where the model is among them. Another one after each change of what trains."""
-        return self.held.schedule
-
-    @property
-    def options(self) -> EngineOptions:
-        """All settings, as the stage of now has them."""
-        return self.held.options
-
-    @property
-    def plan(self) -> Plan:
-        """Placement of the model states: replicated or sharded."""
-        return self.held.options.plan
-
-    # ---- the average of weights, see `Averaging`
-
-    def keep_average(self, *, decay: float = 0.999, every: int = 1, warmup: bool = True) -> None:
-        """Keep an exponential moving average of the weights from here on. Call it before `load`."""
-        self.averaging.keep_average(decay=decay, every=every, warmup=warmup)
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Inside, the engine computes with the average in place of the weights. Afterwards they are back."""
-        with self.averaging.averaged():
-            yield
-
-    # ---- in and out, see `Checkpoints`
-
-    def save(self, path: str | os.PathLike[str], *, extra: Any = None, config: Any = None, own: Any = None) -> Path:
-        """`begin_save(...).wait()`: write a checkpoint. Returns the folder, absolute."""
-        return self.checkpoints.save(path, extra=extra, config=config, own=own)
-
-    def begin_save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        extra: Any = None,
-        config: Any = None,
-        own: Any = None,
-        staging_nbytes: int | None = None,
-    ) -> SaveUnderWay:
-        """Begin to write a checkpoint of all as it is now. Training goes on beside it."""
-        return self.checkpoints.begin_save(path, extra=extra, config=config, own=own, staging_nbytes=staging_nbytes)
-
-    def load(self, path: str | os.PathLike[str]) -> Any:
-        """Take up a checkpoint of this model and this optimizer, saved at any stage and on any number of ranks. Returns
-        the `extra` it was saved with."""
-        return self.checkpoints.load(path)
-
-    def own_of(self, path: str | os.PathLike[str]) -> Any:
-        """The `own` that this rank gave to the save of a checkpoint; None if another number of ranks saved it, or none
-        was given. Not collective."""
-        return self.checkpoints.own_of(path)
-
-    def load_weights(
-        self, path: str | os.PathLike[str], *, strict: bool = True, averaged: bool = False
-    ) -> LoadedWeights:
-        """Take weights and buffers alone from a file or folder, as `model.load_state_dict` does."""
-        return self.checkpoints.load_weights(path, strict=strict, averaged=averaged)
-
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Replace the model's weights and buffers by those that rank 0 gives; other ranks may give {}."""
-        self.checkpoints.load_state_dict(state, strict=strict)
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """The model's `state_dict()` as in plain PyTorch, in fp32 on the CPU of rank 0; {} elsewhere. Collective."""
-        return self.checkpoints.full_state_dict()
-
-    def weights_sha256(self) -> str:
-        """SHA-256 over the full fp32 master weights in name order, the same on every rank. Collective."""
-        return self.checkpoints.weights_sha256()
-
-    # ---- bytes, see `Usage`
-
-    def planned_nbytes(self) -> dict[str, int]:
-        """Bytes a rank is to hold at rest by ZeRO's formulas: {parameters, gradients, optimizer, offloaded}."""
-        return self.held.usage.planned_nbytes()
-
-    def sums_nbytes(self, num_micro_batches: int) -> int:
-        """Bytes that a rank holds beside those, while a step adds up micro-batches and virtual ranks."""
-        return self.held.usage.sums_nbytes(num_micro_batches)
-
-    def memory_bytes(self) -> dict[str, Any]:
-        """Bytes this rank holds now, by kind, and under "theory" what ZeRO's formulas give without padding."""
-        return self.held.usage.memory_bytes()
-
-    def offloaded(self, num_micro_batches: int) -> list[Offloaded]:
-        """This rank's bytes off the device, by tier, and their cost in a step of so many micro-batches."""
-        return self.held.usage.offloaded(num_micro_batches)
-
-    def theoretical_sent_nbytes(self, num_micro_batches: int) -> int:
-        """Bytes this rank sends in a step by ZeRO's count, without padding and without the norm's few bytes."""
-        return self.held.usage.theoretical_sent_nbytes(num_micro_batches)
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters, tied ones counted once."""
-        return self.held.usage.num_parameters
-
-    def group_sizes(self) -> list[tuple[int, int]]:
-        """(parameters, their elements) that train in each of the `param_groups`."""
-        return self.held.usage.group_sizes(len(self.param_groups))
 
     # ---- the model
 
@@ -609,6 +424,34 @@ class ZeroEngine:
             "an engine can be neither copied nor pickled, since it is a part of its process group: copy or pickle "
             "engine.module, or take what engine.full_state_dict() gives"
         )
+
+
+@makes_memory
+def take_up(engine: ZeroEngine, path: str | os.PathLike[str]) -> tuple[Any, str | None]:
+    """Do as `ZeroEngine.load` does. Returns the `extra`; and a sentence about what of the checkpoint is dropped, if
+    anything is."""
+    folder = engine._agreed_path("engine.load", "a checkpoint cannot be loaded", path)
+    engine.held.wait_until_save_ended()
+    folder, manifest = verified_manifest(folder, engine.held.holdings)
+    places, added = places_in(manifest), added_groups(manifest, engine.held.groups)
+
+    def adopt() -> bool:
+        """Let train what trains in the checkpoint, in the groups it has."""
+        return bool(added or places != engine.held.groups.places) and engine.held.groups.adopt(places, added)
+
+    engine.held.change("engine.load", adopt)
+    require_alike(folder, manifest, engine.held.holdings)
+    with engine.held.replaced(HalfLoaded(folder, with_optimizer=True), mends=True):
+        restore(folder, manifest, engine.held.holdings, averages=engine.held.average is not None)
+    saved = manifest.content
+    if engine.held.average is not None:
+        engine.held.average.num_updates = manifest.num_average_updates
+    engine.stamps.num_steps = int(saved["step"])
+    engine.optimizer_step.num_skipped_in_a_row = saved["skipped_in_a_row"]
+    if engine.loss_scaler is not None and saved["loss_scaler"] is not None:
+        engine.loss_scaler.load_state_dict(saved["loss_scaler"])
+    has_unkept = engine.held.average is None and manifest.num_average_updates > 0
+    return saved["extra"], f"{folder} holds an average of weights, which is dropped" if has_unkept else None
 
 
 @makes_memory

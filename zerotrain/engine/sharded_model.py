@@ -18,16 +18,14 @@ from zerotrain.engine.agreement import require_same
 from zerotrain.engine.buckets.home import Homes
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.build import Builder, share_unmanaged
-from zerotrain.engine.groups.optimizers import SAMPLE_SHAPE, OptimizerFactory, sampled_nbytes
+from zerotrain.engine.groups.optimizers import OptimizerFactory
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.model.checks import Newcomers, require_leaves, require_own_memory, require_plain, require_values
 from zerotrain.engine.model.deferred import InitialValues
-from zerotrain.engine.model.forward import makes_memory, offload_saved, round_at_entry
+from zerotrain.engine.model.forward import offload_saved, round_at_entry
 from zerotrain.engine.model.live_parameter import LiveParameter, UnreadyParameter, settle
 from zerotrain.engine.model.precision import cast_around_kept, dtypes_of
-from zerotrain.engine.optimizer_step import written_to
 from zerotrain.engine.options import EngineOptions
-from zerotrain.engine.results import StageSwitch
 from zerotrain.engine.schedule.hooks import complete_before_encoders, connect, next_node, require_no_engine
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.fill import Source
@@ -36,7 +34,6 @@ from zerotrain.engine.state.named import Holdings
 from zerotrain.engine.state.save import SaveUnderWay
 from zerotrain.engine.state.together import agreed, shared_error
 from zerotrain.errors import ConfigError, EngineStateError
-from zerotrain.sharding.plan import Plan, Volume
 from zerotrain.sharding.units import WalkedModel, cut_units, walk
 
 # How a moving average of weights follows them: by which share, at which steps.
@@ -99,215 +96,6 @@ def average_problems(*, decay: object, every: object, warmup: object) -> list[st
     if not isinstance(warmup, bool):
         problems.append(f"warmup={warmup}; it must be true or false")
     return problems
-
-
-# The bytes that an engine holds and sends on this rank, beside those of ZeRO's formulas.
-
-
-@dataclass(frozen=True)
-class Offloaded:
-    """A rank's bytes on one tier, and their cost in a step."""
-
-    where: str
-    """In words."""
-    nbytes: int
-    fetched_nbytes: int
-    """In a step."""
-    stored_nbytes: int
-    fetched_per_s: float
-    """Bytes a second of this rank, measured when the engine was built, on all ranks at once."""
-    stored_per_s: float
-    has_activations: bool
-    """Whether what forwards save goes there too, which the bytes do not count."""
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step's transfers, beside which it computes."""
-        return self.fetched_nbytes / self.fetched_per_s + self.stored_nbytes / self.stored_per_s
-
-
-@dataclass(frozen=True)
-class Usage:
-    """The bytes that an engine holds and sends, as its schedule is now."""
-
-    schedule: Schedule
-    options: EngineOptions
-    factory: OptimizerFactory
-    pools: ScratchPools
-    homes: Homes
-    num_shards: int
-    averages: bool = False
-    """Whether an average of weights is kept, which counts as state of the optimizer."""
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters, tied ones counted once."""
-        return sum(bucket.layout.numel for bucket in self.schedule.buckets)
-
-    def group_sizes(self, num_groups: int) -> list[tuple[int, int]]:
-        """(parameters, their elements) that train in each group."""
-        sizes = [(0, 0) for _ in range(num_groups)]
-        for bucket in self.schedule.trained:
-            for managed, slot in zip(bucket.spec.parameters, bucket.layout.slots, strict=True):
-                num_parameters, numel = sizes[managed.group]
-                sizes[managed.group] = (num_parameters + 1, numel + slot.numel)
-        return sizes
-
-    def planned_nbytes(self) -> dict[str, int]:
-        """Bytes a rank is to hold at rest by ZeRO's formulas: {parameters, gradients, optimizer} on the device, and
-        what of them is offloaded. Known before the first step, from a step of the optimizer on a sample, and to no byte
-        where it keeps factors of a matrix."""
-        trained, num_whole = self.schedule.trained, self._num_whole
-        num_by_elements = sum(bucket.layout.numel for bucket in trained) - num_whole
-        copies = sum(bucket.layout.numel * 4 for bucket in trained if bucket.update.state.separate_master_nbytes)
-        state = self._sampled_nbytes(num_whole, is_whole=True) + self._sampled_nbytes(num_by_elements, is_whole=False)
-        average = 4 * sum(bucket.layout.numel for bucket in trained) if self.averages else 0
-        return self._split(self._volume.memory_nbytes(self.schedule.plan, state + copies + average))
-
-    def sums_nbytes(self, num_micro_batches: int) -> int:
-        """Bytes that a rank holds beside those, while a step adds up micro-batches and virtual ranks.
-
-        For P elements and L virtual ranks on each rank these are log2(L) sums of P in fp32. With several micro-batches
-        there is one more (in fp32 at stages 0 and 1 none, where it is the gradient itself), or with
-        zero.accumulate='reduced' a shard of it (in fp32 none).
-
-        Args:
-            num_micro_batches: of a virtual rank.
-        """
-        leaves = of_micro_batches = shards = 0
-        for bucket in self.schedule.trained:
-            numel, precision = bucket.layout.padded_numel, bucket.gradient.precision
-            leaves += numel * precision.master.itemsize * (self.options.leaves_per_rank.bit_length() - 1)
-            if precision.separate_master or self.options.plan.shards_gradients:
-                of_micro_batches += numel * precision.master.itemsize
-            if precision.separate_master:
-                shards += bucket.layout.shard_numel * precision.master.itemsize
-        if num_micro_batches == 1:
-            return leaves
-        return leaves + (shards if self.options.reduces_each else of_micro_batches)
-
-    def memory_bytes(self) -> dict[str, Any]:
-        """Bytes this rank holds now, by kind, and under "theory" what ZeRO's formulas give without padding.
-
-        "offloaded" lies off the device, all others on it; "scratch" is what the buffers reused from step to step hold
-        beside the model state.
-        """
-        schedule, trained = self.schedule, self.schedule.trained
-        return {
-            "parameters": sum(bucket.weights.held_nbytes for bucket in schedule.buckets),
-            "gradients": sum(bucket.gradient.held_nbytes for bucket in trained),
-            "optimizer": sum(bucket.update.held_nbytes for bucket in trained),
-            "offloaded": self.homes.placed_nbytes,
-            "scratch": self.pools.held_nbytes
-            + self.homes.windows_nbytes
-            + sum(bucket.gradient.accumulator_nbytes for bucket in trained),
-            "theory": self._split(self._volume.memory_nbytes(schedule.plan, self._optimizer_nbytes())),
-        }
-
-    def offloaded(self, num_micro_batches: int) -> list[Offloaded]:
-        """This rank's bytes off the device, by tier, and their cost in a step.
-
-        Args:
-            num_micro_batches: of a step.
-        """
-        rows = []
-        for tier, rates in self.homes.rates.items():
-            fetched, stored = self.moved_nbytes(num_micro_batches, tier.name)
-            activations = self.homes.has_activations(tier)
-            rows.append(
-                Offloaded(tier.where, tier.placed_nbytes, fetched, stored, rates.fetched, rates.stored, activations)
-            )
-        return rows
-
-    def theoretical_sent_nbytes(self, num_micro_batches: int) -> int:
-        """Bytes this rank sends in a step by ZeRO's count, without padding and without the norm's few bytes; and
-        those of tensors that are updated whole, on their way to their owners and back."""
-        whole_tensors = sum(bucket.update.sent_nbytes for bucket in self.schedule.trained)
-        num_reductions = num_micro_batches if self.options.reduces_each else 1
-        reshards = self.options.zero.reshard_after_forward
-        return self._volume.sent_nbytes(self.options.plan, num_micro_batches, reshards, num_reductions) + whole_tensors
-
-    def switch_nbytes(self, plan: Plan) -> int:
-        """Bytes a rank sends so that everything lies as a plan has it: its share of what was sharded, and is held
-        whole."""
-        volume, old = self._volume, self.schedule.plan
-        gathered = 0
-        if old.shards_parameters and not plan.shards_parameters:
-            gathered += volume.trainable_nbytes + volume.frozen_nbytes
-        if old.shards_optimizer and not plan.shards_optimizer:
-            gathered += self._optimizer_nbytes()
-        return gathered * (self.num_shards - 1) // self.num_shards
-
-    @property
-    def _volume(self) -> Volume:
-        return volume_of(self.schedule, self.num_shards)
-
-    @property
-    def _num_whole(self) -> int:
-        """Elements that are updated whole."""
-        trained = self.schedule.trained
-        return sum(slot.numel for bucket in trained for slot in bucket.layout.slots[: bucket.spec.num_whole])
-
-    def _sampled_nbytes(self, numel: int, *, is_whole: bool) -> int:
-        """Bytes that the optimizer keeps of so many elements, as measured on a sample."""
-        if numel == 0:
-            return 0
-        return numel * sampled_nbytes(self.factory, is_whole=is_whole) // (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
-
-    def _optimizer_nbytes(self) -> int:
-        """Bytes of all ranks together, without padding: optimizer state, master weights if they are copies,
-        and the average of weights."""
-        trained, num_whole = self.schedule.trained, self._num_whole
-        numel = sum(bucket.layout.numel for bucket in trained)
-        # By elements, as measured on what this rank updates; of whole tensors, of which it may own none, on a sample.
-        updated = sum(span.target.numel() for bucket in trained for span in bucket.update.spans)
-        held = sum(bucket.update.state.element_state_nbytes() for bucket in trained)
-        state = (numel - num_whole) * (held // updated if updated else 0)
-        state += self._sampled_nbytes(num_whole, is_whole=True)
-        copies = [bucket for bucket in trained if bucket.update.state.separate_master_nbytes]
-        copies += [bucket for bucket in trained if bucket.update.state.average is not None]
-        return state + sum(bucket.layout.numel * bucket.update.master_weight.itemsize for bucket in copies)
-
-    def moved_nbytes(self, num_micro_batches: int, tier: str) -> tuple[int, int]:
-        """(fetched, stored) in a step, of what lies on a tier: the optimizer's, for the update and back; shards, for
-        each gather and behind the update."""
-        offload, trained = self.options.offload, self.schedule.trained
-        state = sum(bucket.update.home.nbytes for bucket in trained) if offload.optimizer == tier else 0
-        if offload.parameters != tier:
-            return state, state
-        num_gathers = 2 * num_micro_batches if self.options.zero.reshard_after_forward else 1
-        gathered = sum(bucket.weights.home.nbytes for bucket in self.schedule.buckets)
-        masters = sum(bucket.weights.home.nbytes for bucket in trained if not bucket.update.has_copy)
-        updated = sum(bucket.weights.home.nbytes for bucket in trained)
-        return state + num_gathers * gathered + masters, state + updated
-
-    def _split(self, theory: dict[str, int]) -> dict[str, int]:
-        """Bytes by kind, with those that lie off the device as a kind of their own."""
-        trained = self.schedule.trained
-        numel = sum(bucket.layout.numel for bucket in trained)
-        moved = sum(bucket.layout.numel for bucket in trained if bucket.update.home.nbytes)
-        shards_are_off = any(bucket.weights.home.nbytes for bucket in self.schedule.buckets)
-        offloaded = {
-            "parameters": theory["parameters"] if shards_are_off else 0,
-            "optimizer": theory["optimizer"] * moved // max(numel, 1),
-        }
-        on_device = {kind: nbytes - offloaded.get(kind, 0) for kind, nbytes in theory.items()}
-        return on_device | {"offloaded": sum(offloaded.values())}
-
-
-def volume_of(schedule: Schedule, num_shards: int) -> Volume:
-    """The bytes of all parameters, each in the dtype it is held in, and of gradients in that they are reduced in."""
-    nbytes = {True: 0, False: 0}
-    for bucket in schedule.buckets:
-        nbytes[bucket.spec.trainable] += bucket.layout.numel * bucket.spec.dtype.itemsize
-    return Volume(
-        trainable_nbytes=nbytes[True],
-        frozen_nbytes=nbytes[False],
-        num_shards=num_shards,
-        reduced_nbytes=sum(
-            bucket.layout.numel * bucket.gradient.reduction.wire_itemsize for bucket in schedule.trained
-        ),
-    )
 
 
 T = TypeVar("T")
@@ -446,66 +234,6 @@ class ShardedModel:
         """The contents of a checkpoint. The buckets are new after each change of what trains."""
         return Holdings(self.module, self.schedule.buckets, self.groups, self.options, self.collectives)
 
-    @property
-    def usage(self) -> Usage:
-        """Bytes held and sent, as they are now."""
-        averages = self.average is not None
-        num_shards = self.world.shards.size
-        return Usage(self.schedule, self.options, self.groups.factory, self.pools, self.homes, num_shards, averages)
-
-    # ---- what trains
-
-    @makes_memory
-    def freeze(self, *parameters: str | nn.Parameter) -> None:
-        """Let parameters train no more: only their weights in the compute precision are kept.
-
-        Args:
-            named: names, patterns such as "blocks.0.*", or parameters; the same on all ranks, between two steps.
-
-        Raises:
-            ConfigError: one of them is nothing the model has, or nothing would be left to train.
-            EngineStateError: gradients of a step are waiting.
-        """
-        self.change("engine.freeze", lambda: self.groups.freeze(parameters))
-
-    @makes_memory
-    def unfreeze(self, *parameters: str | nn.Parameter) -> None:
-        """Let frozen parameters train, in the group they have, as new to the optimizer. Otherwise as `freeze`."""
-        self.change("engine.unfreeze", lambda: self.groups.unfreeze(parameters))
-
-    @makes_memory
-    def add_param_group(self, group: dict[str, Any]) -> None:
-        """Let the frozen parameters of `group`, as in `build_engine`, train in a group of their own. As `unfreeze`."""
-        self.change("engine.add_param_group", lambda: self.groups.add(group))
-
-    @makes_memory
-    def set_stage(self, stage: int) -> StageSwitch:
-        """Let parameters, gradients and optimizer state lie from here on as another ZeRO stage has them; what is
-        computed stays the same, to the bit.
-
-        Collective, between steps. Buckets move one at a time, in memory: beside the larger of the two stages a rank
-        holds one bucket whole.
-
-        Args:
-            stage: 0 to 3, the same on all ranks.
-
-        Raises:
-            ConfigError: there is no such stage, or the ranks were given different ones. Nothing has changed then.
-            EngineStateError: gradients of a step are waiting.
-        """
-
-        def plan() -> tuple[EngineOptions, dict[str, object]]:
-            self.require_whole()
-            options = self.options.at_stage(stage)
-            described_state(self.schedule.buckets)  # raises where something of it cannot be moved
-            return options, {"weights written in place, as a hash": written_to(self.schedule.buckets)}
-
-        options = self.between_steps("engine.set_stage", "the stage cannot change", plan, argument=repr(stage))
-        if options.plan == self.options.plan:
-            return StageSwitch(stage, sent_nbytes=0, theory_sent_nbytes=0)
-        self.wait_until_save_ended()
-        return self._move_to(options)
-
     # ---- between two steps, on all ranks alike
 
     def require_no_gradient(self, what: str) -> None:
@@ -583,14 +311,12 @@ class ShardedModel:
             bucket.leave()
         self._connect(schedule)
 
-    def _move_to(self, options: EngineOptions) -> StageSwitch:
+    def move_to(self, options: EngineOptions) -> None:
         """Let everything lie where other options have it, between two steps. Collective."""
-        theory = self.usage.switch_nbytes(options.plan)
-        former_nbytes = self.ledger.outside_steps.sent_nbytes
         with self.breaks_if_it_fails("engine.set_stage"):
             self._disconnect()
             self.pools.clear()
-            if device_of(self.collectives.world.device).is_host:
+            if device_of(self.world.device).is_host:
                 set_heap(returns=True)  # buckets that go leave no holes; the new schedule sets it back
             give_back_freed()
             move = self._builder.under(options, self.schedule)
@@ -598,7 +324,6 @@ class ShardedModel:
             schedule = move()
             self.options = options
             self._connect(schedule)
-        return StageSwitch(options.zero.stage, self.ledger.outside_steps.sent_nbytes - former_nbytes, theory)
 
     @contextmanager
     def replaced(self, half_loaded: HalfLoaded, *, mends: bool) -> Iterator[None]:

@@ -4,7 +4,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cached_property
 from itertools import islice
 from numbers import Integral
 from typing import Any, NoReturn
@@ -41,19 +40,31 @@ def weighs_nothing(weight: Weight) -> bool:
     return is_known and bool(weight == 0)
 
 
-def require_micro_batches(micro_batches: Sequence[MicroBatch], weights: Sequence[Weight] | None) -> None:
-    """Make sure, before anything is computed, that each micro-batch is one, and has a weight.
+def shared_out(
+    micro_batches: Sequence[MicroBatch], weights: Sequence[Weight] | None, num_leaves: int
+) -> Iterator[list[tuple[MicroBatch, Weight]]]:
+    """The micro-batches of each virtual rank, with their weights; without any each has those of a mean.
 
     Raises:
-        EngineStateError: it is not so.
+        EngineStateError: before anything is computed; a micro-batch is none or has no weight, or the virtual ranks
+            cannot share them evenly.
     """
     if type(micro_batches) in (list, tuple):  # other sequences may load as they are asked
         for micro_batch in micro_batches:
             require_micro_batch(micro_batch)
-    if weights is not None and len(weights) != len(micro_batches):
+    per_leaf, left_over = divmod(len(micro_batches), num_leaves)
+    weights = [1.0 / max(1, per_leaf)] * len(micro_batches) if weights is None else list(weights)
+    if len(weights) != len(micro_batches):
         raise EngineStateError(
             f"train_step got {len(weights)} weights for {len(micro_batches)} micro-batches; give one for each"
         )
+    if left_over:
+        raise EngineStateError(
+            f"train_step got {len(micro_batches)} micro-batches, which this rank's {num_leaves} virtual ranks cannot "
+            "share; give each as many"
+        )
+    weighted = iter(zip(micro_batches, weights, strict=True))
+    return (list(islice(weighted, per_leaf)) for _ in range(num_leaves))
 
 
 def require_micro_batch(micro_batch: object) -> None:
@@ -65,11 +76,6 @@ def require_micro_batch(micro_batch: object) -> None:
     if isinstance(micro_batch, torch.Tensor) or not isinstance(micro_batch, Iterable):
         kind = "tensor" if isinstance(micro_batch, torch.Tensor) else type(micro_batch).__name__
         raise EngineStateError(f"train_step got a {kind} for a micro-batch; give it as a sequence: (tensor,)")
-
-
-def equal_weights(num_micro_batches: int) -> list[Weight]:
-    """Those of a mean over the micro-batches of a virtual rank."""
-    return [1.0 / max(1, num_micro_batches)] * num_micro_batches
 
 
 def call_model(model: Callable[..., Any], inputs: MicroBatch, **switches: bool) -> Any:
@@ -116,14 +122,26 @@ class EngineOptimizer(torch.optim.Optimizer):
     It updates nothing itself, and does not keep its engine alive.
 
     Args:
-        steps: the engine's `Steps`.
-        held: its `ShardedModel`. Schedulers of momentum look at the settings of its optimizers.
+        engine: a `ZeroEngine`. Schedulers of momentum look at the settings of its optimizers.
     """
 
-    def __init__(self, steps: Any, held: Any) -> None:
-        super().__init__([torch.zeros(0)], dict(held.groups.defaults))  # it must have a parameter, which is forgotten
-        self.param_groups = held.groups.hyperparameters
-        self._steps, self._held = weakref.ref(steps), weakref.ref(held)
+    def __init__(self, engine: Any) -> None:
+        groups = engine.held.groups
+        super().__init__([torch.zeros(0)], dict(groups.defaults))  # it must have a parameter, which is forgotten
+        self.param_groups = groups.hyperparameters
+        self._engine = weakref.ref(engine)
+
+    @property
+    def engine(self) -> Any:
+        """The engine, which has this optimizer alone.
+
+        Raises:
+            EngineStateError: it is gone.
+        """
+        engine = self._engine()
+        if engine is None:
+            raise EngineStateError("the engine of this optimizer is gone; keep it as long as you train")
+        return engine
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         """`engine.step()`.
@@ -133,17 +151,17 @@ class EngineOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise EngineStateError("step takes no closure here; call engine.backward(loss) before it")
-        result: StepResult = _living(self._steps).step()
+        result: StepResult = self.engine.step()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`engine.zero_grad()`: before a backward and after a step there is nothing to forget."""
-        _living(self._steps).zero_grad()
+        self.engine.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """`engine.add_param_group`."""
-        if hasattr(self, "_held"):
-            _living(self._held).add_param_group(param_group)
+        if hasattr(self, "_engine"):
+            self.engine.add_param_group(param_group)
         else:
             super().add_param_group(param_group)
 
@@ -171,14 +189,6 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._opt_called = True
 
 
-def _living(part: "weakref.ref[Any]") -> Any:
-    """A part of the engine, which has it alone."""
-    alive = part()
-    if alive is None:
-        raise EngineStateError("the engine of this optimizer is gone; keep it as long as you train")
-    return alive
-
-
 MAX_SIGNAL = 2**31
 
 
@@ -196,7 +206,7 @@ class Steps:
         self.virtual_ranks = range(held.world.shards.rank * leaves, (held.world.shards.rank + 1) * leaves)
         """Those that this rank runs."""
         self.optimizer_step = OptimizerStep(held.module, held.options, held.collectives, self.stamps, loss_scaler)
-        self._held = held
+        self.held = held
         self._wide_arguments = WideArguments(held.precision.compute)
         self._syncs = True
         self._in_last_leaf = leaves == 1
@@ -204,6 +214,7 @@ class Steps:
         self._loss: torch.Tensor | None = None
         """0-dim fp64, the mean of this rank's virtual ranks in a `train_step`."""
         self._signal = 0
+        self._optimizer: EngineOptimizer | None = None
         self._broken_off_by = ""
         """The exception, mostly Ctrl-C, that cut off a backward or a step and left a part of the gradient."""
 
@@ -224,19 +235,22 @@ class Steps:
         """Factor of the loss in the next backward; 1.0 but in fp16."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
-    @cached_property
+    @property
     @outside_graphs
     def optimizer(self) -> EngineOptimizer:
         """For torch's learning rate schedulers, such as `CosineAnnealingLR(engine.optimizer, 10)`: a
         `torch.optim.Optimizer` with the groups of `param_groups`. Its `step` is `engine.step`, its `zero_grad` is
         `engine.zero_grad`; it has no state dict."""
-        return EngineOptimizer(self, self._held)
+        if self._optimizer is None:
+            self._optimizer = EngineOptimizer(self)
+        return self._optimizer
 
     @outside_graphs
-    def call(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """See `ZeroEngine.__call__`."""
+    def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """Run the model; in 16 bits wider floating-point inputs are rounded where PyTorch wants one dtype beside
+        weights, and nowhere else. Returns what the model returns."""
         with self.forward_scope(), self._wide_arguments.around_forward((inputs, named_inputs)):
-            output = self._held.module(*inputs, **named_inputs)
+            output = self.held.module(*inputs, **named_inputs)
         if not torch.is_grad_enabled():
             self._warn_of_overflow()
         return output
@@ -245,22 +259,22 @@ class Steps:
     def forward_scope(self) -> Iterator[None]:
         """In here the model may be called by another name, such as `engine.module.encoder(inputs)`: on all ranks the
         same modules in the same order, with floats in the compute precision. A loss may use the outputs."""
-        self._held.require_usable()
+        self.held.require_usable()
         self._require_unbroken()
-        in_step, backward_follows = self._held.ledger.in_step, torch.is_grad_enabled()
-        self._held.ledger.in_step = backward_follows
+        in_step, backward_follows = self.held.ledger.in_step, torch.is_grad_enabled()
+        self.held.ledger.in_step = backward_follows
         returned = False
         try:
             with self._phase(Phase.FORWARD):
-                self._held.schedule.begin_forward()
+                self.held.schedule.begin_forward()
                 yield
                 returned = True
         except RuntimeError as error:
-            require_one_dtype(self._held.module, self._held.precision, error)
+            require_one_dtype(self.held.module, self.held.precision, error)
             raise
         finally:
-            self._held.schedule.gathers.end_forward(backward_follows=backward_follows and returned)
-            self._held.ledger.in_step = backward_follows or in_step
+            self.held.schedule.gathers.end_forward(backward_follows=backward_follows and returned)
+            self.held.ledger.in_step = backward_follows or in_step
 
     @outside_graphs
     def backward(self, loss: torch.Tensor, *, weight: float | torch.Tensor = 1.0, retain_graph: bool = False) -> None:
@@ -278,10 +292,10 @@ class Steps:
             EngineStateError: `loss` is not one number, or does not depend on the parameters since the last step.
         """
         self._require_unbroken()
-        self._held.schedule.require_unchanged()
-        if self._held.average is not None:
-            self._held.average.require_out_of_use("engine.backward was called")
-        require_graph(loss, self._held.first_node)
+        self.held.schedule.require_unchanged()
+        if self.held.average is not None:
+            self.held.average.require_out_of_use("engine.backward was called")
+        require_graph(loss, self.held.first_node)
         counts = not weighs_nothing(weight)
         factor, scaled = weight * self.loss_scale, loss
         if not (isinstance(factor, float) and factor == 1.0):
@@ -289,15 +303,15 @@ class Steps:
             # rank.
             with torch.enable_grad():
                 scaled = loss * torch.ones_like(loss).mul_(factor).detach()
-        self._held.ledger.in_step = True
+        self.held.ledger.in_step = True
         if counts:
             self._losses.append(loss.detach())
         self.stamps.num_backwards += 1
         with self._phase(Phase.BACKWARD), self._clean_after_error(), self._wide_arguments.around_backward():
             completes = self._syncs and self._in_last_leaf
-            self._held.schedule.begin_backward(
+            self.held.schedule.begin_backward(
                 Backward(
-                    reduces=completes or (self._held.options.reduces_each and self._in_last_leaf),
+                    reduces=completes or (self.held.options.reduces_each and self._in_last_leaf),
                     completes=completes,
                     in_last_leaf=self._in_last_leaf,
                     counts=counts,
@@ -305,7 +319,7 @@ class Steps:
                     loss_scale=self.loss_scale,
                 )
             )
-            at_root = loss.register_hook(self._held.schedule.root_reached)
+            at_root = loss.register_hook(self.held.schedule.root_reached)
             # Below the functions of torch, which would leave the mode of arguments.
             torch.autograd.graph._engine_run_backward(
                 (scaled,),
@@ -317,7 +331,7 @@ class Steps:
                 accumulate_grad=True,
             )
             at_root.remove()
-            self._held.schedule.end_backward()
+            self.held.schedule.end_backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -343,16 +357,16 @@ class Steps:
             self._in_last_leaf = number == self.virtual_ranks[-1]
             yield number
             if not self._in_last_leaf:
-                self._held.schedule.reductions.close_leaf()
+                self.held.schedule.reductions.close_leaf()
 
     @makes_memory
     def zero_grad(self) -> None:
         """Forget the gradients since the last step; what was reduced is waited for. All ranks call it."""
-        self._in_last_leaf = self._held.options.leaves_per_rank == 1
-        self._held.schedule.drop_gradients()
+        self._in_last_leaf = self.held.options.leaves_per_rank == 1
+        self.held.schedule.drop_gradients()
         self._broken_off_by = ""
         self.stamps.num_backwards = 0
-        self._held.ledger.drop_step()
+        self.held.ledger.drop_step()
         self._losses.clear()
         self._loss = None
 
@@ -361,7 +375,7 @@ class Steps:
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, Exception) and self._held.world.size > 1:  # ranks are elsewhere: wait for none
+            if not isinstance(error, Exception) and self.held.world.size > 1:  # ranks are elsewhere: wait for none
                 self._broken_off_by = type(error).__name__
             elif not isinstance(error, CommError):  # otherwise there is nobody to wait for
                 with suppress(Exception):  # of what is under way: the first cause is what the user reads
@@ -372,12 +386,12 @@ class Steps:
 
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
-        former = self._held.schedule.phase
-        self._held.schedule.phase = self.stamps.phase = phase
+        former = self.held.schedule.phase
+        self.held.schedule.phase = self.stamps.phase = phase
         try:
             yield
         finally:
-            self._held.schedule.phase = self.stamps.phase = former
+            self.held.schedule.phase = self.stamps.phase = former
 
     @makes_memory
     def step(self) -> StepResult:
@@ -393,7 +407,7 @@ class Steps:
             TrainingError: too many steps in a row were skipped, on every rank alike, or no smaller loss scale is left.
         """
         self._require_unbroken()
-        if not all(bucket.gradient.is_reduced for bucket in self._held.schedule.trained):
+        if not all(bucket.gradient.is_reduced for bucket in self.held.schedule.trained):
             leaves = len(self.virtual_ranks)
             raise EngineStateError(
                 "step came before a backward outside no_sync(): first call engine.backward(loss), for the last "
@@ -402,28 +416,28 @@ class Steps:
             )
         refusal = None
         try:
-            self._held.groups.require_usable()
+            self.held.groups.require_usable()
         except EngineStateError as error:  # raised once the ranks have compared their groups: others would wait
             refusal = error
-        with self._phase(Phase.UPDATE), self._clean_after_error(), self._held.ledger.updating():
-            groups, average = self._held.groups.hyperparameters, self._held.average
+        with self._phase(Phase.UPDATE), self._clean_after_error(), self.held.ledger.updating():
+            groups, average = self.held.groups.hyperparameters, self.held.average
             share = None if average is None else average.share(self.stamps.num_steps + 1)
             loss, self._loss = self._loss, None
             if loss is None:
-                loss = torch.full((), torch.nan, dtype=torch.float64, device=self._held.world.device)
+                loss = torch.full((), torch.nan, dtype=torch.float64, device=self.held.world.device)
             result, reason = self.optimizer_step.run(
-                self._held.schedule, groups, self._losses, loss, self._signal, share, refusal
+                self.held.schedule, groups, self._losses, loss, self._signal, share, refusal
             )
         self._warn_of_overflow()
         self._losses.clear()
-        self._in_last_leaf = self._held.options.leaves_per_rank == 1
+        self._in_last_leaf = self.held.options.leaves_per_rank == 1
         if not result.skipped:
-            self._held.weights_changed()
-            self._held.groups.count_step()
+            self.held.weights_changed()
+            self.held.groups.count_step()
             if average is not None and share is not None:
                 average.num_updates += 1
         self.stamps.close_step()
-        self._held.ledger.close_step()
+        self.held.ledger.close_step()
         self.optimizer.note_step()
         if reason is not None:
             raise TrainingError(reason)
@@ -457,22 +471,11 @@ class Steps:
         Raises:
             EngineStateError: the virtual ranks of this rank cannot share the micro-batches evenly.
         """
-        weights = None if weights is None else list(weights)
-        require_micro_batches(micro_batches, weights)
-        per_leaf, left_over = divmod(len(micro_batches), len(self.virtual_ranks))
-        if left_over:
-            raise EngineStateError(
-                f"train_step got {len(micro_batches)} micro-batches, which this rank's {len(self.virtual_ranks)} "
-                "virtual ranks cannot share; give each as many"
-            )
-        if weights is None:
-            weights = equal_weights(per_leaf) * len(self.virtual_ranks)
-        weighted = iter(zip(micro_batches, weights, strict=True))
-        total = torch.zeros((), dtype=torch.float64, device=self._held.world.device)
+        leaves = shared_out(micro_batches, weights, len(self.virtual_ranks))
+        total = torch.zeros((), dtype=torch.float64, device=self.held.world.device)
         with self._clean_after_error():
-            for number in self.each_virtual_rank():
-                leaf_batches = list(islice(weighted, per_leaf))
-                total += self._run_leaf(number, leaf_batches, before_each, after_each, with_outputs)
+            for number, weighted in zip(self.each_virtual_rank(), leaves, strict=True):
+                total += self._run_leaf(number, weighted, before_each, after_each, with_outputs)
         self._loss = total / len(self.virtual_ranks)
         return TrainStepResult(loss=self._loss, **vars(self.step()))
 
@@ -501,19 +504,16 @@ class Steps:
         Raises:
             EngineStateError: gradients of a step are waiting.
         """
-        weights = None if weights is None else list(weights)
-        require_micro_batches(micro_batches, weights)
-        self._held.require_no_gradient("a leaf cannot be computed")
-        if weights is None:
-            weights = equal_weights(len(micro_batches))
+        (weighted,) = shared_out(micro_batches, weights, 1)
+        self.held.require_no_gradient("a leaf cannot be computed")
         self._in_last_leaf = False
         num_backwards = self.stamps.num_backwards
         try:
             with self._clean_after_error():
-                self._run_leaf(virtual_rank, list(zip(micro_batches, weights, strict=True)), before_each, after_each)
+                self._run_leaf(virtual_rank, weighted, before_each, after_each)
                 return {
                     managed.names[0]: gradient
-                    for bucket in self._held.schedule.trained
+                    for bucket in self.held.schedule.trained
                     for managed, gradient in zip(bucket.spec.parameters, bucket.gradient.leaf_alone(), strict=True)
                 }
         finally:
@@ -529,14 +529,14 @@ class Steps:
         with_outputs: bool = False,
     ) -> torch.Tensor:
         """Forward and backward of a virtual rank's micro-batches. Returns the weighted sum of their losses, 0-dim."""
-        total = torch.zeros((), dtype=torch.float32, device=self._held.world.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.held.world.device)
         for index, (inputs, weight) in enumerate(weighted):
             before_each(number, index)
             require_micro_batch(inputs)
             if with_outputs:
-                loss, outputs = loss_and_outputs(self.call, inputs)
+                loss, outputs = loss_and_outputs(self, inputs)
             else:
-                loss, outputs = call_model(self.call, inputs), None
+                loss, outputs = call_model(self, inputs), None
             if after_each is not None:
                 with torch.no_grad():
                     after_each(number, index, loss.detach(), outputs)
@@ -551,7 +551,7 @@ class Steps:
     def _warn_of_overflow(self) -> None:
         if self._wide_arguments.take_overflow():
             warnings.warn(
-                f"a floating-point argument of the model has values that {self._held.precision.name} does not reach, "
+                f"a floating-point argument of the model has values that {self.held.precision.name} does not reach, "
                 "and became inf where it met 16-bit weights; scale it, keep the module that reads it in "
                 f"precision.keep_fp32, or use {argument('precision', 'bf16')}",
                 RuntimeWarning,

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
 from typing import Annotated, Any
@@ -42,6 +43,12 @@ def printable(text: str, max_length: int = _NUM_PRINTED, *, keep: str = "\n\t") 
         character if character.isprintable() or character in keep else character.encode("unicode_escape").decode()
         for character in text
     )
+
+
+def listed(names: Sequence[str], most: int = 3, *, conjunction: str = "and") -> str:
+    """Names for a message: the first of them, and how many more there are."""
+    rest = f" {conjunction} {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
 
 
 def duration(seconds: float) -> str:

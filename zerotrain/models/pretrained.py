@@ -2,17 +2,19 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
+from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils import cached_file
 
+from zerotrain.files.match import Misfits, StoredTensor, any_kind, match, model_tensors
 from zerotrain.files.untrusted import FileName, read_json, shown
 
 
-class _PretrainedIndex(TypedDict):
+class _PretrainedIndex(Struct):
     weight_map: dict[str, FileName]
 
 
@@ -51,7 +53,7 @@ def find_weights(name_or_path: str) -> dict[str, str] | None:
     """
     index = _find(name_or_path, "model.safetensors.index.json")
     if index is not None:
-        parts = read_json(index, _PretrainedIndex, max_nbytes=MAX_INDEX_NBYTES)["weight_map"]
+        parts = read_json(index, _PretrainedIndex, max_nbytes=MAX_INDEX_NBYTES).weight_map
         paths = {part: _find(name_or_path, part) for part in sorted(set(parts.values()))}
         missing = [part for part, path in paths.items() if path is None]
         if missing:
@@ -73,34 +75,28 @@ def _find(name_or_path: str, file: str) -> str | None:
 def require_shapes(model: nn.Module, files: Mapping[str, str]) -> None:
     """Compare the shapes of a model's files with the model after changes of its config; it may be on the meta device.
     ValueError where a tensor has another shape than the model's of the same name."""
-    targets, shapes = model.state_dict(keep_vars=True), _shapes(files)
-    for name in targets.keys() & shapes.keys():
-        shape, model_shape = shapes[name], tuple(targets[name].shape)
-        if shape != model_shape:
-            raise ValueError(
-                f"model.config: the weights do not fit; {name} has shape {shape} in the files and {model_shape} by "
-                "the config; leave out the fields that change it"
-            )
+    if wrong := _matched(model, files).wrong_shape:
+        raise ValueError(
+            f"model.config: the weights do not fit the model: {wrong[0]}; leave out the fields that change it"
+        )
 
 
 def load_weights(model: nn.Module, files: Mapping[str, str]) -> bool:
     """Copy tensors from files into the parameters and buffers of the same names. False, and nothing is copied, where
     names or shapes are not exactly those of the model. One name of tied tensors is enough."""
-    targets, shapes = model.state_dict(keep_vars=True), _shapes(files)
-    covered_ids = {id(targets[name]) for name in files if name in targets}
-    if any(id(tensor) not in covered_ids for tensor in targets.values()):
+    if _matched(model, files).problems():
         return False
-    if any(name not in targets or shapes[name] != tuple(targets[name].shape) for name in files):
-        return False
+    targets = model.state_dict(keep_vars=True)
     with torch.no_grad():
         for name, path in files.items():
             targets[name].copy_(torch.ops.zerotrain.read_tensor(path, name))
     return True
 
 
-def _shapes(files: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in set(files.values()):
+def _matched(model: nn.Module, files: Mapping[str, str]) -> Misfits:
+    tensors = []
+    for path in dict.fromkeys(files.values()):
         with _open_safetensors(path) as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes
+            for name in (name for name in files if files[name] == path):
+                tensors.append(StoredTensor([name], "", None, tuple(file.get_slice(name).get_shape())))
+    return match(tensors, model_tensors(model.state_dict(keep_vars=True).items()), kind=any_kind)

@@ -22,6 +22,7 @@ from zerotrain.device.kinds import rehearsing
 from zerotrain.engine import OptimizerFactory, ZeroEngine, build_optimizer, updates_whole
 from zerotrain.engine.buckets.home import OPTIMIZER_WINDOWS, Homes
 from zerotrain.engine.optimizer_step import update_all
+from zerotrain.engine.usage import moved_nbytes
 from zerotrain.errors import ConfigError
 from zerotrain.offload.tier import PAGE_NBYTES
 from zerotrain.preflight.unreal import MAX_KNOWN_NUMEL, OTHERS, SCRATCH, LiveMemory, Unreal, attention_of, nothing_known
@@ -442,7 +443,7 @@ class Rehearsal:
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             failed = mode.failed or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         at_peak = {} if failed else mode.at_peak
-        moved = [engine.held.usage.moved_nbytes(accumulated * leaves, where) for where in ("cpu", "disk")]
+        moved = [moved_nbytes(engine.held, accumulated * leaves, where) for where in ("cpu", "disk")]
         sent = peak = None
         if not failed:
             fetched, stored = (end - start for end, start in zip(self._saved_moved(), start_moved, strict=True))

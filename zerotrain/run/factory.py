@@ -219,7 +219,7 @@ def _require_same(manifest: Manifest, groups: ParamGroups) -> None:
         settings = settings.get(key) if isinstance(settings, dict) else None
     of_settings = set(settings) if isinstance(settings, dict) else set[str]()
     for name, (trains, number, _) in groups.places.items():
-        was = manifest.parameters.get(name, {}).get("group")
+        was = manifest.parameters[name].group if name in manifest.parameters else None
         if not trains or number is None or was is None or saved[was] == names[number]:
             continue
         if was >= len(names) and saved[was].removesuffix(" others") not in of_settings:

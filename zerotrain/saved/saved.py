@@ -7,9 +7,10 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 import torch
+from msgspec import Struct
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from torch import nn
 
@@ -21,6 +22,7 @@ from zerotrain.config.schema import Config
 from zerotrain.config.words import word
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
+from zerotrain.files.match import StoredTensor, match, model_tensors
 from zerotrain.files.untrusted import Natural, UntrustedFileError, one_of, read_json
 from zerotrain.preflight.choice import unchosen_problems
 from zerotrain.preflight.room import LiveParameters, watching_parameters
@@ -131,23 +133,17 @@ class OfRun:
         model = self.built("model", lambda config: build("model", config.model_target))
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{self.path}: model._target_ makes a {type(model).__name__}, and no torch.nn.Module")
-        targets = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if torch.is_tensor(tensor)}
-        missing = {id(target): name for name, target in reversed(targets.items())}
-        misfit = f"{self.path} does not fit the model that its config builds: "
+        own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if torch.is_tensor(tensor)}
+        tensors = []
         with torch.no_grad():
             for name, values in self.tensors():
-                target = targets.get(name)
-                if target is None:
-                    raise CheckpointError(f"{misfit}which has no {name}; was the class changed?")
-                if values.shape != target.shape:
-                    raise CheckpointError(
-                        f"{misfit}{name} is of shape {tuple(values.shape)}, and the model's of shape "
-                        f"{tuple(target.shape)}"
-                    )
-                target.copy_(values)
-                missing.pop(id(target), None)
-        if missing:
-            raise CheckpointError(f"{misfit}it has no {next(reversed(missing.values()))}; was the class changed?")
+                kind = str(values.dtype).removeprefix("torch.")
+                tensors.append(StoredTensor([name], kind, values.dtype, tuple(values.shape)))
+                if name in own and own[name].shape == values.shape:
+                    own[name].copy_(values)
+        if problems := match(tensors, model_tensors(own.items())).problems("; was the class changed?"):
+            misfit = f"{self.path} does not fit the model that its config builds: "
+            raise CheckpointError("\n".join(misfit + problem for problem in problems))
         return model.to(device).eval()
 
 
@@ -259,7 +255,7 @@ MAX_ABOUT_NBYTES = 1 << 26
 _Form = Annotated[str, one_of(MODEL, EXPORTED_MODEL, ADAPTERS, MERGED, DCP)]
 
 
-class _ExportAbout(TypedDict):
+class _ExportAbout(Struct):
     step: Natural
     form: _Form
     config: Any
@@ -278,21 +274,21 @@ def exported_run(folder: Path, *, trust_code: bool = False) -> OfRun | None:
         ConfigError: it does not say so, or has a config of another version.
     """
     try:
-        about = read_json(folder / ABOUT, _ExportAbout, max_nbytes=MAX_ABOUT_NBYTES)
+        about: _ExportAbout = read_json(folder / ABOUT, _ExportAbout, max_nbytes=MAX_ABOUT_NBYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise ConfigError(f"{folder / ABOUT} cannot be read: {error.strerror}") from error
     except UntrustedFileError:
         raise ConfigError(f"{folder / ABOUT} does not name the run that was exported; export it again") from None
-    form, fingerprint = str(about["form"]), about["data_fingerprint"]
+    fingerprint = about.data_fingerprint
     return OfRun(
         path=folder,
-        step=int(about["step"]),
-        config=config_from(about["config"], folder),
-        form=form,
+        step=about.step,
+        config=config_from(about.config, folder),
+        form=about.form,
         data_fingerprint=fingerprint if isinstance(fingerprint, dict) else None,
-        tensors=lambda: _tensors(folder, form),
+        tensors=lambda: _tensors(folder, about.form),
         trusts_code=trust_code,
     )
 

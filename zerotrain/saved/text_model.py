@@ -4,9 +4,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
+from msgspec import Struct
 
 from zerotrain.data.prepare import NUM_BYTE_VALUES
 from zerotrain.data.tokenizer import TextTokenizer
@@ -21,7 +22,7 @@ from zerotrain.training.callbacks.sample import stop_token_of
 NO_LIMIT = sys.maxsize
 
 
-class _Adapters(TypedDict):
+class _Adapters(Struct):
     base_model_name_or_path: str
 
 
@@ -115,7 +116,8 @@ def _base_of(path: Path) -> str:
     """The folder, or the name on the hub, of the config of a model: adapters alone name the model they are for."""
     if (path / "config.json").is_file():
         return str(path)
-    return read_json(path / "adapter_config.json", _Adapters, max_nbytes=MAX_NBYTES)["base_model_name_or_path"]
+    adapters: _Adapters = read_json(path / "adapter_config.json", _Adapters, max_nbytes=MAX_NBYTES)
+    return adapters.base_model_name_or_path
 
 
 def _run_tokens(run: OfRun) -> _Tokens:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -95,6 +95,20 @@ def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return None
 
 
+class TimedStep(NamedTuple):
+    """The time of one step, and its amounts of all ranks together."""
+
+    seconds: float
+    tokens: float
+    labels: float
+    wait_s: float
+    """Waiting for data."""
+    comm_wait_s: float
+    """Waiting of the host for other ranks."""
+    update_s: float
+    """Work of the host for the update."""
+
+
 class StepClock:
     """Seconds, tokens and labels of each training step. `with clock:` around a step, then `count`.
 
@@ -102,12 +116,9 @@ class StepClock:
     """
 
     def __init__(self) -> None:
-        self._durations_s: list[float] = []
-        self._num_tokens: list[float] = []
-        self._num_labels: list[float] = []
-        self._waits_s: list[float] = []
-        self._comm_waits_s: list[float] = []
-        self._updates_s: list[float] = []
+        self.last_s = 0.0
+        """Seconds of the last step."""
+        self._steps: list[TimedStep] = []
         self._started_s = 0.0
         self._earlier = dict.fromkeys(EARLIER, 0.0)
 
@@ -118,8 +129,7 @@ class StepClock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._durations_s.append(time.perf_counter() - self._started_s)
+        self.last_s = time.perf_counter() - self._started_s
 
     def count(
         self,
@@ -129,24 +139,18 @@ class StepClock:
         num_labels: float | None = None,
         traffic: Traffic = Traffic(),  # noqa: B008 -- never changed
     ) -> None:
-        """Note the tokens of the step just timed, of all ranks together, and how long of it was waiting for data.
+        """Note the step just timed, its tokens of all ranks together, and how long of it was waiting for data.
 
         Args:
             num_labels: that count in the loss; None: as many as tokens.
             traffic: of the step.
         """
-        self._num_tokens.append(num_tokens)
-        self._num_labels.append(num_tokens if num_labels is None else num_labels)
-        self._waits_s.append(wait_s)
-        self._comm_waits_s.append(traffic.waited_s)
-        self._updates_s.append(traffic.update_s)
+        labels = num_tokens if num_labels is None else num_labels
+        self._steps.append(TimedStep(self.last_s, num_tokens, labels, wait_s, traffic.waited_s, traffic.update_s))
 
     def state_dict(self) -> dict[str, float]:
         """The sums of the run's steps, for a run that resumes."""
-        counted = self._select(None, self._durations_s, self._num_tokens, self._waits_s, self._num_labels)
-        values = (self.train_s, float(len(counted[0])), *map(sum, counted))  # in the order of `EARLIER`
-        earlier = {"train_s": 0.0} | {name: self._earlier[name] for name in EARLIER[1:]}
-        return {name: earlier[name] + value for name, value in zip(EARLIER, values, strict=True)}
+        return {"train_s": self.train_s} | self._sums(None)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on from what `state_dict` gave."""
@@ -154,62 +158,44 @@ class StepClock:
         self._earlier["labels"] = float(state.get("labels", state["tokens"]))
 
     @property
-    def last_s(self) -> float:
-        """Seconds of the last step."""
-        return self._durations_s[-1]
-
-    @property
     def train_s(self) -> float:
         """Seconds of all steps of the run, the first ones too."""
-        return self._earlier["train_s"] + sum(self._durations_s)
+        return self._earlier["train_s"] + sum(step.seconds for step in self._steps)
 
-    def tokens_per_s(self, last_steps: int | None = None) -> float:
-        """Tokens per second over the last so many steps, or over the run without its first steps; nan before any."""
-        return self._mean("tokens", self._num_tokens, "seconds", self._durations_s, last_steps)
+    def figures(self, last_steps: int | None = None) -> dict[str, float]:
+        """The speed over the last so many steps, or over the run without its first steps; nan before any.
 
-    def labels_per_s(self, last_steps: int | None = None) -> float:
-        """Labels that count in the loss per second, over the same steps as `tokens_per_s`; nan before any."""
-        return self._mean("labels", self._num_labels, "seconds", self._durations_s, last_steps)
+        Returns:
+            `tokens_per_s`, `labels_per_s` (labels that count in the loss) and `steps_per_s`; the mean `data_wait_ms` of
+            a step, and `data_wait_share`, 0 to 1, of its time. These are of this sitting alone: `step_ms_median`, and
+            the means `comm_wait_ms`, for which the host waited for other ranks, and `update_ms`.
+        """
+        steps, sums = self._select(last_steps), self._sums(last_steps)
+        count, seconds = sums["steps"] or math.nan, sums["seconds"] or math.nan
+        return {
+            "tokens_per_s": sums["tokens"] / seconds,
+            "labels_per_s": sums["labels"] / seconds,
+            "steps_per_s": sums["steps"] / seconds,
+            "step_ms_median": 1e3 * statistics.median([step.seconds for step in steps] or [math.nan]),
+            "data_wait_ms": 1e3 * sums["waits_s"] / count,
+            "data_wait_share": sums["waits_s"] / seconds,
+            "comm_wait_ms": 1e3 * statistics.fmean([step.comm_wait_s for step in steps] or [math.nan]),
+            "update_ms": 1e3 * statistics.fmean([step.update_s for step in steps] or [math.nan]),
+        }
 
-    def steps_per_s(self, last_steps: int | None = None) -> float:
-        """Steps per second, over the same steps as `tokens_per_s`; nan before any."""
-        return self._mean("steps", [1.0] * len(self._durations_s), "seconds", self._durations_s, last_steps)
+    def _sums(self, last_steps: int | None) -> dict[str, float]:
+        """Sums over the last so many steps, or over those of the run that count, by the names of `EARLIER`."""
+        steps = self._select(last_steps)
+        sums = {
+            "steps": float(len(steps)),
+            "seconds": sum(step.seconds for step in steps),
+            "tokens": sum(step.tokens for step in steps),
+            "waits_s": sum(step.wait_s for step in steps),
+            "labels": sum(step.labels for step in steps),
+        }
+        return sums if last_steps else {name: self._earlier[name] + value for name, value in sums.items()}
 
-    def step_ms_median(self, last_steps: int | None = None) -> float:
-        """Median milliseconds of a step, over the same steps as `tokens_per_s`, but of this sitting; nan before any."""
-        [durations_s] = self._select(last_steps, self._durations_s)
-        return 1e3 * statistics.median(durations_s) if durations_s else math.nan
-
-    def data_wait_ms(self, last_steps: int | None = None) -> float:
-        """Mean milliseconds that a step waited for its data, over the same steps; nan before any."""
-        return 1e3 * self._mean("waits_s", self._waits_s, "steps", [1.0] * len(self._waits_s), last_steps)
-
-    def comm_wait_ms(self, last_steps: int | None = None) -> float:
-        """Mean milliseconds that the host waited for other ranks in a step, over the same steps but of this sitting;
-        nan before any."""
-        return 1e3 * _mean_of(*self._select(last_steps, self._comm_waits_s))
-
-    def update_ms(self, last_steps: int | None = None) -> float:
-        """Mean milliseconds of the host for the update of a step, likewise."""
-        return 1e3 * _mean_of(*self._select(last_steps, self._updates_s))
-
-    def data_wait_share(self) -> float:
-        """Part of the run's steps that was waiting for data, 0 to 1, over the same steps; nan before any."""
-        return self._mean("waits_s", self._waits_s, "seconds", self._durations_s, None)
-
-    def _mean(self, amount: str, amounts: list[float], unit: str, units: list[float], last_steps: int | None) -> float:
-        """Amounts per unit, of the last so many steps or of the run; their names are those of the earlier sums."""
-        of_amounts, of_units = map(sum, self._select(last_steps, amounts, units))
-        if last_steps is None:
-            of_amounts, of_units = of_amounts + self._earlier[amount], of_units + self._earlier[unit]
-        return of_amounts / of_units if of_units else math.nan
-
-    def _select(self, last_steps: int | None, *values: list[float]) -> list[list[float]]:
-        """The entries of the last so many steps, or of this sitting without its first steps."""
-        num_warmup = NUM_WARMUP_STEPS if len(self._durations_s) > NUM_WARMUP_STEPS else 0
-        start = num_warmup if last_steps is None else -last_steps
-        return [entries[start:] for entries in values]
-
-
-def _mean_of(values: list[float]) -> float:
-    return statistics.fmean(values) if values else math.nan
+    def _select(self, last_steps: int | None) -> list[TimedStep]:
+        """The last so many steps, or those of this sitting without its first ones."""
+        num_warmup = NUM_WARMUP_STEPS if len(self._steps) > NUM_WARMUP_STEPS else 0
+        return self._steps[-last_steps:] if last_steps else self._steps[num_warmup:]

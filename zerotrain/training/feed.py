@@ -58,20 +58,15 @@ class TrainingFeed:
         )
         self.sampler.rows_consumed = first_step * self.sampler.global_batch_size
 
-    @property
-    def epoch(self) -> float:
-        """How often the data has been read."""
-        return self.sampler.rows_consumed / self.sampler.num_sequences
-
-    @property
-    def num_samples(self) -> int:
-        """Rows that the run was trained on."""
-        return self.sampler.rows_consumed
-
-    @property
-    def num_tokens(self) -> int | None:
-        """Labels that the run was trained on; None if its sequences do not tell."""
-        return None if self.tokens_per_sequence is None else self.sampler.rows_consumed * self.tokens_per_sequence
+    def position(self) -> dict[str, float | None]:
+        """The data that the run was trained on: the `epoch`, `samples` (rows) and `tokens` (labels); None of those if
+        its sequences do not tell."""
+        num_rows, tokens = self.sampler.rows_consumed, self.tokens_per_sequence
+        return {
+            "epoch": num_rows / self.sampler.num_sequences,
+            "samples": num_rows,
+            "tokens": None if tokens is None else num_rows * tokens,
+        }
 
     def agree(
         self, state: Mapping[str, Any] | None, checked: Mapping[str, Any] | None, like: Mapping[str, Any] | None = None

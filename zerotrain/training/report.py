@@ -2,14 +2,14 @@
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from zerotrain.comm.world import World
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.files.untrusted import printable
@@ -19,9 +19,14 @@ MAX_LINE = 100_000
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 
 
+def unit_of(nbytes: float) -> tuple[str, float]:
+    """The unit in which a number of bytes is short, and its bytes."""
+    return next((unit for unit in UNITS if nbytes >= unit[1]), UNITS[-1])
+
+
 def in_unit(nbytes: float) -> str:
     """Such as 10.2 MB."""
-    unit, unit_nbytes = next((unit for unit in UNITS if nbytes >= unit[1]), UNITS[-1])
+    unit, unit_nbytes = unit_of(nbytes)
     return f"{nbytes / unit_nbytes:.4g} {unit}"
 
 
@@ -79,32 +84,28 @@ class PlannedUsage:
     alternatives: dict[str, int] = field(default_factory=dict)
     """The peak that was planned for each other stage, the best first; none unless the stage was chosen."""
 
-    def by_column(self) -> dict[str, int | None]:
-        """The bytes by column of the table."""
-        nbytes = asdict(self)
-        kinds = ("parameters", "gradients", "optimizer", "offloaded", "peak")
-        return {kind: nbytes[kind] for kind in kinds} | {"sent/step": self.sent}
+
+def gather_usages(engine: ZeroEngine, gradient_accumulation_steps: int) -> list[RankUsage]:
+    """The bytes that each rank holds now, between steps, and sent in the last step: in rank order, on every rank.
+    Collective.
+
+    Args:
+        gradient_accumulation_steps: micro-batches of a virtual rank.
+    """
+    memory, device = engine.memory_bytes(), device_of(engine.world.device)
+    usage = {f"{kind}_nbytes": memory[kind] for kind in memory["theory"]}
+    usage |= {f"theory_{kind}_nbytes": nbytes for kind, nbytes in memory["theory"].items()}
+    usage |= {
+        "sent_nbytes": engine.ledger.last_step.sent_nbytes,
+        "theory_sent_nbytes": engine.theoretical_sent_nbytes(gradient_accumulation_steps * len(engine.virtual_ranks)),
+        "peak_nbytes": device.peak_nbytes(),
+        "reserved_nbytes": device.reserved_nbytes(),
+    }
+    return [RankUsage(**of_rank) for of_rank in engine.collectives.gather_objects(usage, name="usage")]
 
 
-def measure_usage(*, engine: ZeroEngine, device: torch.device, num_micro_batches: int) -> RankUsage:
-    """The bytes that this rank holds now, between steps, and sent in the last step."""
-    memory = engine.memory_bytes()
-    held = {f"{kind}_nbytes": memory[kind] for kind in memory["theory"]}
-    return RankUsage(
-        **held,
-        **{f"theory_{kind}_nbytes": nbytes for kind, nbytes in memory["theory"].items()},
-        sent_nbytes=engine.ledger.last_step.sent_nbytes,
-        theory_sent_nbytes=engine.theoretical_sent_nbytes(num_micro_batches),
-        peak_nbytes=device_of(device).peak_nbytes(),
-        reserved_nbytes=device_of(device).reserved_nbytes(),
-    )
-
-
-def gather_usages(usage: RankUsage, world: World) -> list[RankUsage]:
-    """The usage of every rank, in rank order, on every rank. Collective."""
-    table = torch.zeros(world.size, len(fields(RankUsage)), dtype=torch.int64, device=world.device)
-    table[world.rank] = torch.tensor(list(asdict(usage).values()), device=world.device)
-    return [RankUsage(*row) for row in world.sum(table).tolist()]
+COLUMNS = {name: name for name in ("parameters", "gradients", "optimizer", "offloaded")} | {"sent/step": "sent"}
+"""Columns of the table, and how the fields of a `RankUsage` begin that each has measured and in theory."""
 
 
 def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUsage], device: torch.device) -> None:
@@ -112,43 +113,39 @@ def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUs
     rows for each, and a row of what was planned, where the run was. `usages` are those of all ranks at the end, in rank
     order."""
     planned = (result.memory_bytes or {}).get("planned")
-    of_plan = None if planned is None else PlannedUsage(**planned)
     caption = f"measured / theory; peak of {device_of(device).peak_of}"
     if reserved := max((usage.reserved_nbytes for usage in usages), default=0):
         caption += f", for which torch reserved {in_unit(reserved)}"
-    past_stages = [entry for entry in result.stages[:-1] if entry["ranks"]]
-    by_stage = [[RankUsage(**usage) for usage in entry["ranks"]] for entry in past_stages] + [list(usages)]
-    if past_stages:
-        ranges = [f"{entry['stage']} from step {entry['from_step']}" for entry in [*past_stages, result.stages[-1]]]
-        caption = f"stage {', '.join(ranges)}\n{caption}"
-    usages = [usage for stage_usages in by_stage for usage in stage_usages]
+    last: dict[str, Any] = result.stages[-1] if result.stages else {"stage": result.stage}
+    stages = [entry for entry in result.stages[:-1] if entry["ranks"]]
+    stages.append(last | {"ranks": [asdict(usage) for usage in usages]})
+    has_changed = len(stages) > 1
+    if has_changed:
+        ranges = ", ".join(f"{entry['stage']} from step {entry['from_step']}" for entry in stages)
+        caption = f"stage {ranges}\n{caption}"
+    rows: list[tuple[str, dict[str, tuple[int | None, ...]]]] = []
+    for entry in stages:
+        of_stage = f"{entry['stage']}, " if has_changed else ""
+        for rank, usage in enumerate(entry["ranks"]):
+            pairs = {name: (usage[f"{kind}_nbytes"], usage[f"theory_{kind}_nbytes"]) for name, kind in COLUMNS.items()}
+            rows.append((f"{of_stage}{rank}", {**pairs, "peak": (usage["peak_nbytes"],)}))
+        if planned is not None and planned["stage"] == entry["stage"]:
+            nbytes = {name: planned[kind] for name, kind in COLUMNS.items()} | {"peak": planned["peak"]}
+            rows.append((f"{of_stage}plan", {name: (number,) for name, number in nbytes.items()}))
     table = Table(title=_summary(result), caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
-    columns: dict[str, list[tuple[int, ...]]] = {
-        "parameters": [(usage.parameters_nbytes, usage.theory_parameters_nbytes) for usage in usages],
-        "gradients": [(usage.gradients_nbytes, usage.theory_gradients_nbytes) for usage in usages],
-        "optimizer": [(usage.optimizer_nbytes, usage.theory_optimizer_nbytes) for usage in usages],
-        "offloaded": [(usage.offloaded_nbytes, usage.theory_offloaded_nbytes) for usage in usages],
-        "sent/step": [(usage.sent_nbytes, usage.theory_sent_nbytes) for usage in usages],
-        "peak": [(usage.peak_nbytes,) for usage in usages],
-    }
-    if not any(map(any, columns["offloaded"])):
-        del columns["offloaded"]
-    else:  # most of the others are empty then
-        columns = {name: values for name, values in columns.items() if any(map(any, values))}
-    table.add_column("stage,\nrank" if past_stages else "rank", justify="right")
-    cells, planned_cells = [], list[str]()
-    for name, values in columns.items():
-        unit, unit_nbytes = next((unit for unit in UNITS if max(map(max, values)) >= unit[1]), UNITS[-1])
-        table.add_column(f"{name}\n{unit}", justify="right")
-        cells.append([" / ".join(f"{nbytes / unit_nbytes:.4g}" for nbytes in cell) for cell in values])
-        nbytes = None if of_plan is None else of_plan.by_column()[name]
-        planned_cells.append("?" if nbytes is None else f"{nbytes / unit_nbytes:.4g}")
-    rows, plans = zip(*cells, strict=True), {} if of_plan is None else {of_plan.stage: planned_cells}
-    for stage_usages, entry in zip(by_stage, [*past_stages, *result.stages[-1:]] or [{}], strict=True):
-        for rank in range(len(stage_usages)):
-            table.add_row(f"{entry['stage']}, {rank}" if past_stages else str(rank), *next(rows))
-        if (stage := entry.get("stage", result.stage)) in plans:
-            table.add_row(f"{stage}, plan" if past_stages else "plan", *plans[stage])
+    table.add_column("stage,\nrank" if has_changed else "rank", justify="right")
+    measured = [cells for label, cells in rows if not label.endswith("plan")]
+    most = {name: max(number or 0 for cells in measured for number in cells[name]) for name in (*COLUMNS, "peak")}
+    # Most of the other columns are empty if something is offloaded.
+    columns = [name for name, number in most.items() if number or not (most["offloaded"] or name == "offloaded")]
+    for name in columns:
+        table.add_column(f"{name}\n{unit_of(most[name])[0]}", justify="right")
+    for label, cells in rows:
+        texts = [
+            " / ".join("?" if number is None else f"{number / unit_of(most[name])[1]:.4g}" for number in cells[name])
+            for name in columns
+        ]
+        table.add_row(label, *texts)
     console.print(table)
 
 

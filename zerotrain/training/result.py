@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Annotated, Any, Protocol, TypedDict
 
 from msgspec import Meta
 
+from zerotrain.engine.options import dotted
 from zerotrain.files import untrusted
 from zerotrain.files.lock import whole
 
@@ -191,8 +192,7 @@ NUMBERS = (
     *(f"memory_bytes.theory.{part}" for part in ("parameters", "gradients", "optimizer", "offloaded")),
 )
 """Those of each result.json, by the names of objectives."""
-_OBJECT_TYPES = (dict[str, int] | None, dict[str, Any] | None)
-_OBJECTS = tuple(member.name for member in fields(RunResult) if member.type in _OBJECT_TYPES)
+_OBJECTS = ("comm_bytes_per_step", "memory_bytes")
 _MAX_TOLD = 40
 
 
@@ -222,25 +222,15 @@ def value_in(result: Mapping[str, Any], name: str) -> float | None:
 
 
 def _values(result: Mapping[str, Any]) -> dict[str, float | None]:
-    losses, metrics = result.get("val_loss_by_source"), result.get("val_metrics")
-    values = {"val_loss": _number(result.get(VAL_LOSS))}
-    values |= {f"val_loss/{name}": _number(value) for name, value in _items(losses)}
-    values |= {str(name): _number(value) for name, value in _items(metrics)}
-    values |= {name: _number(result.get(name)) for name in _NUMBERS}
-    for name in _OBJECTS:
-        for key, value in _items(result.get(name)):
-            inner = {f"{name}.{key}.{part}": _number(item) for part, item in _items(value)}
-            values |= inner if isinstance(value, dict) else {f"{name}.{key}": _number(value)}
-    return values
-
-
-def _items(value: Any) -> list[tuple[str, Any]]:
-    return list(value.items()) if isinstance(value, dict) else []
-
-
-def _number(value: Any) -> float | None:
-    is_one = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    return float(value) if is_one else None
+    values = {"val_loss": result.get(VAL_LOSS)}
+    values |= {f"val_loss/{name}": value for name, value in (result.get("val_loss_by_source") or {}).items()}
+    values |= {**(result.get("val_metrics") or {}), **{name: result.get(name) for name in _NUMBERS}}
+    values |= dotted({name: result.get(name) or {} for name in _OBJECTS})
+    numbers: dict[str, float | None] = dict.fromkeys(map(str, values))
+    for name, value in values.items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+            numbers[str(name)] = float(value)
+    return numbers
 
 
 # Destinations of metrics.
@@ -252,7 +242,7 @@ STEPS_NAME = "steps.jsonl"
 
 
 class _MetricsLine(TypedDict):
-    step: float
+    step: int
 
 
 class MetricSink(Protocol):
@@ -302,13 +292,20 @@ class MetricsFile:
         self._file.close()
 
 
-def keep_lines(source: Path, target: Path, *, until: int) -> None:
-    """Write the lines of a metrics.jsonl, or of a steps.jsonl, that belong to the first so many steps to another, or to
-    itself: a run that goes on from step 100 comes to the steps after it again. Nothing where there is no such file."""
-    if not source.exists():
-        return
-    with open(source, "rb", opener=untrusted.only_regular) as lines, whole(target) as output:
+def lines_of(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The lines of a metrics.jsonl, or of a steps.jsonl, each as it is and as what it holds. A line that is cut off is
+    left out."""
+    with open(path, "rb", opener=untrusted.only_regular) as lines:
         for line in lines:
-            with suppress(untrusted.UntrustedFileError):  # of a line that is cut off
-                if untrusted.parse_json(line, _MetricsLine)["step"] <= until:
-                    output.write(line)
+            with suppress(untrusted.UntrustedFileError):
+                content = untrusted.parse_json(line, dict[str, Any])
+                untrusted.require_kind(content, _MetricsLine)
+                yield line, content
+
+
+def keep_lines(source: Path, target: Path, *, until: int) -> None:
+    """Write the lines of `lines_of` that belong to the first so many steps to another file, or to the same: a run that
+    goes on from step 100 comes to the steps after it again. Nothing where there is no such file."""
+    if source.exists():
+        with whole(target) as output:
+            output.writelines(line for line, content in lines_of(source) if content["step"] <= until)

@@ -80,20 +80,24 @@ def _restore(generator: Any, state: Any) -> None:
         generator.bit_generator.state = _arrays(state)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return {"dtype": str(value.dtype), "values": value.tolist()}
-    return value.item() if isinstance(value, np.generic) else value
+def _plain(state: Any) -> Any:
+    """The state of a generator of numpy, for JSON."""
+
+    def describe(value: Any) -> Any:
+        is_array = isinstance(value, np.ndarray)
+        return {"dtype": str(value.dtype), "values": value.tolist()} if is_array else value.item()
+
+    return json.loads(json.dumps(state, default=describe))
 
 
-def _arrays(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"dtype", "values"}:
-        return np.array(value["values"], dtype=value["dtype"])
-    return {name: _arrays(item) for name, item in value.items()}
+def _arrays(state: Any) -> Any:
+    """The state of which `_plain` was made."""
+
+    def build(value: dict[str, Any]) -> Any:
+        is_array = value.keys() == {"dtype", "values"}
+        return np.array(value["values"], dtype=value["dtype"]) if is_array else value
+
+    return json.loads(json.dumps(state), object_hook=build)
 
 
 # All ranks read the same data, and it is the data that was checked before they started.

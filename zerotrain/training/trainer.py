@@ -39,12 +39,17 @@ from zerotrain.training.result import METRICS_NAME, STEPS_NAME, MetricSink, RunR
 from zerotrain.training.sameness import seed_leaf
 from zerotrain.training.schedule import set_rates
 
-# The settings of a training loop.
+_ALL_UNREAD_S = 5.0
+"""So long after one rank has given up its rows the others may."""
 
 
 @dataclass(kw_only=True)
-class TrainerSettings:
-    """Arguments of a `Trainer`; those of numbers have the names of the `train` settings."""
+class Trainer:
+    """Trains an engine's model on a dataset, and reports the result on rank 0.
+
+    The field names are those of the `train` settings. Every rank makes one and calls `run`. Callbacks do the work
+    beside the steps, see `zerotrain.training.trainer`.
+    """
 
     engine: ZeroEngine
     """Around a model with forward(ids, labels) -> mean loss and forward(ids) -> logits."""
@@ -113,85 +118,6 @@ class TrainerSettings:
     callbacks: Mapping[str, Callback] = field(default_factory=dict)
     """The user's own by name, the same on all ranks; they are called in this order."""
 
-
-# The callbacks of a run in their order: those of the house, and the user's own among them.
-
-
-def callbacks_of(
-    settings: TrainerSettings,
-    console: Console,
-    feed: TrainingFeed,
-    result: RunResult,
-    clock: StepClock,
-    checkpoints: RunCheckpoints,
-    metrics: TrainingMetrics,
-) -> CallbackList:
-    """All callbacks of a run. After a step they are called from first to last, at the end from last to first:
-
-    - the user's own come before the save of their state, and see a step logged and at its stage;
-    - an evaluation comes before the save of the same step, which it may ask for;
-    - the last step is saved before anything else ends; what the user's log at the end still finds the file open.
-    """
-    engine, world = settings.engine, settings.world
-    stages = RunStages(engine, world, result, console, settings.stages, settings.gradient_accumulation_steps)
-    head: list[Callback] = [
-        StepRecord(feed.sampler),
-        Sinks(settings.sinks),
-        metrics,
-        Measuring(
-            engine,
-            world,
-            feed,
-            result,
-            clock,
-            stages,
-            metrics,
-            model_flops=settings.model_flops,
-            log_every=settings.log_every,
-        ),
-        Sample(num_tokens=settings.sample_tokens, prompts=settings.sample_prompts, seed=settings.seed),
-        stages,
-        RunFreezing(engine, console, settings.frozen),
-        ShowStart(stages, feed.sampler, settings.validation_sets, num_eval_rows(settings.eval_batches)),
-        ShowProgress(),
-        Recording(trace=settings.profile, memory=settings.memory_snapshot),
-    ]
-    tail: list[Callback] = [
-        RunEvaluation(
-            console,
-            num_batches=settings.eval_batches,
-            every=settings.eval_every,
-            evaluated_at=settings.first_step or None,
-            engine=engine,
-            world=world,
-            dataset=settings.dataset.validation,
-            validation_sets=settings.validation_sets,
-            micro_batch_size=settings.micro_batch_size,
-            seed=settings.seed,
-            collate=settings.collate_fn,
-            loss_over=settings.loss_over,
-            metrics=metrics_in(settings.callbacks, OF_VALIDATION),
-        ),
-        *([] if settings.pruning is None else [settings.pruning]),
-        checkpoints.best,
-        checkpoints,
-        Control(settings.run_dir / CONTROL_NAME, world, console),
-    ]
-    return CallbackList(head, settings.callbacks, tail, world=world, console=console)
-
-
-_ALL_UNREAD_S = 5.0
-"""So long after one rank has given up its rows the others may."""
-
-
-@dataclass(kw_only=True)
-class Trainer(TrainerSettings):
-    """Trains an engine's model on a dataset, and reports the result on rank 0.
-
-    The field names are those of the `train` settings. Every rank makes one and calls `run`. Callbacks do the work
-    beside the steps, see `zerotrain.training.trainer`.
-    """
-
     def __post_init__(self) -> None:
         if not 0 <= self.skipped_before <= self.first_step <= self.max_steps:
             raise ValueError(
@@ -220,16 +146,50 @@ class Trainer(TrainerSettings):
         self.checkpoints = RunCheckpoints(
             self.engine, self.world, self.run_dir, policy=self.checkpoint, console=self.console, settings=self.settings
         )
-        self.metrics = TrainingMetrics(
-            self.callbacks,
-            self.world,
-            num_virtual_ranks=self.feed.sampler.num_virtual_ranks,
-            num_micro_batches=self.gradient_accumulation_steps,
-            model=self.engine.module,
+        self._metrics = TrainingMetrics(self.callbacks, self.engine, self.feed.sampler)
+        self._callbacks = self._list_callbacks()
+
+    def _list_callbacks(self) -> CallbackList:
+        """All callbacks of a run. After a step they are called from first to last, at the end from last to first:
+
+        - the user's own come before the save of their state, and see a step logged and at its stage;
+        - an evaluation comes before the save of the same step, which it may ask for;
+        - the last step is saved before anything else ends; what the user's log at the end still finds the file open.
+        """
+        sampler, stages = self.feed.sampler, RunStages(self.stages, self.gradient_accumulation_steps)
+        evaluation = RunEvaluation(
+            self.console,
+            num_batches=self.eval_batches,
+            every=self.eval_every,
+            evaluated_at=self.first_step or None,
+            engine=self.engine,
+            world=self.world,
+            dataset=self.dataset.validation,
+            validation_sets=self.validation_sets,
+            micro_batch_size=self.micro_batch_size,
+            seed=self.seed,
+            collate=self.collate_fn,
+            loss_over=self.loss_over,
+            metrics=metrics_in(self.callbacks, OF_VALIDATION),
         )
-        self._callbacks = callbacks_of(
-            self, self.console, self.feed, self.result, self.clock, self.checkpoints, self.metrics
-        )
+        head: list[Callback] = [
+            StepRecord(sampler),
+            Sinks(self.sinks),
+            self._metrics,
+            Measuring(
+                self.clock, self.feed, stages, self._metrics, model_flops=self.model_flops, log_every=self.log_every
+            ),
+            Sample(num_tokens=self.sample_tokens, prompts=self.sample_prompts, seed=self.seed),
+            stages,
+            RunFreezing(self.engine, self.console, self.frozen),
+            ShowStart(stages, sampler, self.validation_sets, num_eval_rows(self.eval_batches)),
+            ShowProgress(),
+            Recording(trace=self.profile, memory=self.memory_snapshot),
+        ]
+        pruning = [] if self.pruning is None else [self.pruning]
+        control = Control(self.run_dir / CONTROL_NAME, self.world, self.console)
+        tail = [evaluation, *pruning, self.checkpoints.best, self.checkpoints, control]
+        return CallbackList(head, self.callbacks, tail, world=self.world, console=self.console)
 
     def run(self) -> dict[str, Any]:
         """Train, evaluate, show a sample and the report; return the body of result.json. Collective.
@@ -334,7 +294,7 @@ class Trainer(TrainerSettings):
                         seed_each = partial(seed_leaf, self.seed, step)
                         wishes = Request(signal=stop.signum) | self._callbacks.ask(run)
                         self.engine.signal = wishes.encoded(self._callbacks.names)
-                        measuring = self.metrics.of_step(step + 1, micro_batches, self.feed.counts)
+                        measuring = self._metrics.of_step(step + 1, micro_batches, self.feed.counts)
                         outcome = self.engine.train_step(
                             micro_batches, weights=weights, before_each=seed_each, **measuring
                         )

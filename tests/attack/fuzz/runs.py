@@ -46,7 +46,7 @@ from zerotrain.training.callbacks import loggers as curves
 from zerotrain.training.callbacks import stages as control
 from zerotrain.training.callbacks.loggers import Tracker, ids_in
 from zerotrain.training.callbacks.record import environment
-from zerotrain.training.result import RunResult, keep_lines
+from zerotrain.training.result import RunResult, keep_lines, lines_of
 
 
 def make_result(folder: Path) -> None:
@@ -146,8 +146,8 @@ def read_metrics(folder: Path) -> Any:
         for axis in AXES:
             points_over(curve, axis, 100)
     status_line._last_measured(folder / "metrics.jsonl")
-    for step, metrics in curves._lines_of(folder / "metrics.jsonl"):
-        assert type(step) is int
+    for _, metrics in lines_of(folder / "metrics.jsonl"):
+        assert type(metrics["step"]) is int
         curves.numbers_of(metrics)
     keep_lines(folder / "metrics.jsonl", folder / "kept.jsonl", until=20)
     return (folder / "kept.jsonl").read_bytes()

@@ -125,8 +125,8 @@ FAULTS = {
         "unit/launching/test_job.py::test_what_is_no_file_is_refused_in_one_line",
     ),
     "export-in-the-order-of-memory": Fault(
-        "CheckpointTensors.of_role",
-        Swap("flat.as_strided(parameter['shape'], parameter['stride']).contiguous()", "flat.view(parameter['shape'])"),
+        "CheckpointTensors._dense",
+        Swap("flat.as_strided(shape, stride).contiguous()", "flat.view(shape)"),
         "a transposed parameter leaves with its elements in another order",
         "unit/commands/test_export.py::test_the_weights_of_four_ranks_are_opened_by_safetensors",
     ),

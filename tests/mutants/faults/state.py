@@ -114,7 +114,7 @@ FAULTS = {
     ),
     "checkpoint-counts-forgotten": Fault(
         "Checkpoint.keeps",
-        Swap("saved['counts'].items()", "()"),
+        Swap("saved.counts.items()", "()"),
         "the optimizer counts its steps anew, and its bias correction with them",
         "unit/checkpoint/test_placements.py::test_another_stage_number_of_ranks_and_size_of_buckets_goes_on_as_the_run_that_saved",
     ),

@@ -164,7 +164,7 @@ def counted(engine: zerotrain.ZeroEngine) -> dict[str, Any]:
     """What else of an engine a checkpoint brings back; the same on all ranks, but for counts of what a rank holds."""
     return {
         "step": engine.stamps.num_steps,
-        "skipped": engine.steps.optimizer_step.num_skipped_in_a_row,
+        "skipped": engine.optimizer_step.num_skipped_in_a_row,
         "scaler": engine.loss_scaler.state_dict() if engine.loss_scaler else None,
         "groups": [dict(group) for group in engine.param_groups],
         "first rates": [group["initial_lr"] for group in engine.param_groups],

@@ -4,16 +4,15 @@ calls to the system, leaves nothing that looks like a checkpoint and is none."""
 import errno
 import os
 import shutil
-import signal
-import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from tests.unit.checkpoint.runs import KINDS, build
+from tests.unit.checkpoint.slow_disk import fail, interrupt, kill, killed_in
+from tests.unit.engine.parts import alone
 from zerotrain.checkpoint import verify
 from zerotrain.checkpoint.folder import (
     PartialFolder,
@@ -25,6 +24,7 @@ from zerotrain.checkpoint.folder import (
     newest_first,
     partial_in,
     remove_all,
+    remove_dead,
     remove_half_links,
     remove_old,
     set_aside,
@@ -32,7 +32,6 @@ from zerotrain.checkpoint.folder import (
     step_name,
     step_of,
 )
-from zerotrain.comm.world import World
 from zerotrain.errors import CheckpointError
 
 CALLS = ("open", "fsync", "rename", "unlink", "rmdir")
@@ -41,8 +40,7 @@ CALLS = ("open", "fsync", "rename", "unlink", "rmdir")
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint, of which the others are copies."""
-    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    return build(world, KINDS["Muon and AdamW"], 0).save(tmp_path_factory.mktemp("saved") / "step-00000000")
+    return build(alone(), KINDS["Muon and AdamW"], 0).save(tmp_path_factory.mktemp("saved") / "step-00000000")
 
 
 @pytest.fixture
@@ -55,24 +53,6 @@ def run(saved: Path, tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / name
 
     return make
-
-
-def interrupt(monkeypatch: pytest.MonkeyPatch, at: int, act: Callable[[], object]) -> list[str]:
-    """Do something else at call number `at` to the system; returns the calls, as they are made."""
-    calls: list[str] = []
-
-    def wrapped(name: str, real: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            if len(calls) - 1 == at:
-                act()
-            return real(*args, **kwargs)
-
-        return call
-
-    for name in CALLS:
-        monkeypatch.setattr(os, name, wrapped(name, getattr(os, name)))
-    return calls
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -90,15 +70,15 @@ def test_a_name_sorts_by_step_and_longer_ones_still_do(run: Callable[..., Path])
 
 def test_what_is_no_whole_checkpoint_of_a_step_is_none(run: Callable[..., Path]) -> None:
     folder = run(100) / "checkpoints"
-    partial = PartialFolder(folder / "step-00000200")
-    (partial.path / "manifest.json").touch()
+    cut_off = PartialFolder(folder / "step-00000200")
+    (cut_off.path / "manifest.json").touch()
     (folder / "step-00000300").mkdir()
     for name in ("step-400", "step-000000500", "best", ".step-00000600.removed-0123456789abcdef", "step-00000700.old"):
         shutil.copytree(folder / "step-00000100", folder / name)
     (folder / "step-00000800").touch()
     assert steps_in(folder) == [100]
-    assert partial_in(folder) == [partial.path]
-    partial.remove()
+    assert partial_in(folder) == [cut_off.path]
+    cut_off.remove()
     assert checkpoints_in(folder / "nowhere") == checkpoints_in(folder / "step-00000800") == []
 
 
@@ -123,16 +103,8 @@ def test_of_those_in_a_folder_the_newest_that_is_whole_is_taken(run: Callable[..
     taken, problems = first_whole(newest_first(folder), verify)
     assert taken is not None
     assert (taken[0], taken[1].content) == (first, verify(first).content)
-    assert [path.name in problem for path, problem in zip((third, second), problems, strict=True)] == [True, True]
-
-
-def test_where_none_is_whole_each_says_why_and_of_none_nothing_is_said(run: Callable[..., Path]) -> None:
-    folder = run(100, 200) / "checkpoints"
-    for path in checkpoints_in(folder):
-        (path / "manifest.json").write_text("{}")
-    taken, problems = first_whole(newest_first(folder), verify)
-    assert taken is None
-    assert [str(path) in problem for path, problem in zip(newest_first(folder), problems, strict=True)] == [True, True]
+    assert [str(path) in problem for path, problem in zip((third, second), problems, strict=True)] == [True, True]
+    assert first_whole([third, second], verify) == (None, problems)
     assert first_whole(newest_first(folder / "none"), verify) == (None, [])
 
 
@@ -242,14 +214,6 @@ def test_a_link_that_names_no_checkpoint_beside_it_is_nobodys_best_and_stays(
     assert link_of(folder) == target
 
 
-def test_all_that_runs_have_left_goes_with_the_link(run: Callable[..., Path]) -> None:
-    folder = run(10) / "checkpoints"
-    set_best(folder / step_name(10), folder)
-    (folder / "mine").mkdir()
-    remove_all(folder)
-    assert [path.name for path in folder.iterdir()] == ["mine"]
-
-
 @pytest.mark.case(
     "checkpoints",
     "killed at any of its calls to the system",
@@ -258,29 +222,27 @@ def test_all_that_runs_have_left_goes_with_the_link(run: Callable[..., Path]) ->
 )
 def test_killed_at_any_call_the_link_names_the_one_of_before_or_the_new_one(run: Callable[..., Path]) -> None:
     folder = run(10, 20) / "checkpoints"
-    real, seen = {name: getattr(os, name) for name in ("symlink", "replace", "fsync")}, []
-    for name in real:
+    seen = []
+    for name in ("symlink", "replace", "fsync"):
         set_best(folder / step_name(10), folder)
-        child = os.fork()
-        if child == 0:
-            setattr(os, name, lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+
+        def set_other(monkeypatch: pytest.MonkeyPatch, name: str = name) -> None:
+            interrupt(monkeypatch, [name], 0, kill)
             set_best(folder / step_name(20), folder)
-            os._exit(0)
-        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+        assert killed_in(set_other)
         seen.append(link_of(folder))
     assert seen == [step_name(10), step_name(10), step_name(20)]
 
 
 def test_a_link_that_was_killed_before_it_got_its_name_goes_and_nothing_else(run: Callable[..., Path]) -> None:
     folder = run(10) / "checkpoints"
-    set_best(folder / step_name(10), folder)
-    child = os.fork()
-    if child == 0:
-        os.replace = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
-        set_best(None, folder)
+
+    def make(monkeypatch: pytest.MonkeyPatch) -> None:
+        interrupt(monkeypatch, ["replace"], 0, kill)
         set_best(folder / step_name(10), folder)
-        os._exit(0)
-    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+    assert killed_in(make)
     [left] = folder.glob("best.*")
     (folder / f"best.{'0' * 16}.tmp").write_text("of a user's")
     (folder / "best.tmp").symlink_to(step_name(10))
@@ -294,7 +256,7 @@ def test_a_link_that_was_killed_before_it_got_its_name_goes_and_nothing_else(run
 def num_calls(run: Callable[..., Path]) -> int:
     folder = run(1, 2, 3, name="counted") / "checkpoints"
     with pytest.MonkeyPatch.context() as monkeypatch:
-        calls = interrupt(monkeypatch, -1, lambda: None)
+        calls = interrupt(monkeypatch, CALLS, -1, lambda: None)
         remove_old(folder, keep=1, keep_every=None)
     return len(calls)
 
@@ -303,7 +265,7 @@ def test_the_hidden_names_are_on_the_disk_before_the_first_file_goes(
     run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = run(1, 2, 3) / "checkpoints"
-    calls = interrupt(monkeypatch, -1, lambda: None)
+    calls = interrupt(monkeypatch, CALLS, -1, lambda: None)
     remove_old(folder, keep=1, keep_every=None)
     assert {*calls} == {*CALLS}
     assert [call for call in calls if call in ("fsync", "rename")] == ["fsync", "rename", "rename", "fsync"]
@@ -321,13 +283,12 @@ def test_killed_at_any_call_it_leaves_whole_checkpoints_and_the_next_removal_fin
     seen = set()
     for at in range(num_calls):
         folder = run(1, 2, 3, name=f"run-{at}") / "checkpoints"
-        child = os.fork()
-        if child == 0:
-            with pytest.MonkeyPatch.context() as monkeypatch:
-                interrupt(monkeypatch, at, lambda: os.kill(os.getpid(), signal.SIGKILL))
-                remove_old(folder, keep=1, keep_every=None)
-            os._exit(0)
-        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+        def remove(monkeypatch: pytest.MonkeyPatch, at: int = at, folder: Path = folder) -> None:
+            interrupt(monkeypatch, CALLS, at, kill)
+            remove_old(folder, keep=1, keep_every=None)
+
+        assert killed_in(remove)
         for path in candidates(folder.parent):
             verify(path)
         seen.add((len(checkpoints_in(folder)), len(hidden_in(folder))))
@@ -345,13 +306,10 @@ def test_killed_at_any_call_it_leaves_whole_checkpoints_and_the_next_removal_fin
 def test_an_error_at_any_call_is_one_sentence_and_costs_no_checkpoint_that_stays(
     code: int, num_calls: int, run: Callable[..., Path]
 ) -> None:
-    def fail() -> None:
-        raise OSError(code, os.strerror(code))
-
     for at in range(num_calls):
         folder = run(1, 2, 3, name=f"run-{at}") / "checkpoints"
         with pytest.MonkeyPatch.context() as monkeypatch:
-            interrupt(monkeypatch, at, fail)
+            interrupt(monkeypatch, CALLS, at, lambda: fail(code))
             with pytest.raises(CheckpointError) as error:
                 remove_old(folder, keep=1, keep_every=None)
         said = str(error.value)
@@ -362,21 +320,6 @@ def test_an_error_at_any_call_is_one_sentence_and_costs_no_checkpoint_that_stays
         assert steps_in(folder)[-1] == 3
         remove_old(folder, keep=1, keep_every=None)
         assert [path.name for path in folder.iterdir()] == [step_name(3)]
-
-
-@pytest.mark.case("checkpoints", "an I/O error or a read-only disk at any of them")
-def test_a_disk_that_was_made_read_only_is_told(run: Callable[..., Path]) -> None:
-    folder = run(1, 2) / "checkpoints"
-    bound = subprocess.run(["mount", "--bind", str(folder), str(folder)], capture_output=True)
-    if bound.returncode != 0:
-        pytest.skip("needs root, to mount")
-    try:
-        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
-        with pytest.raises(CheckpointError, match="step-00000001: Read-only file system; training can go on"):
-            remove_old(folder, keep=1, keep_every=None)
-        assert steps_in(folder) == [1, 2]
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_one_that_is_broken_is_set_aside_and_its_step_can_be_saved_again(run: Callable[..., Path]) -> None:
@@ -407,12 +350,37 @@ def test_what_saves_have_left_is_removed_and_nothing_else(tmp_path: Path) -> Non
     folder = tmp_path / "checkpoints"
     ours = ["step-00000003", "step-00000004.aside-0123456789abcdef", ".step-00000005.partial-0123456789abcdef"]
     ours.append(".step-00000006.removed-0123456789abcdef")
-    others = ["best", "step-3", "step-00000007.old", ".step-00000005.partial-x"]
+    others = ["mine", "step-3", "step-00000007.old", ".step-00000005.partial-x"]
     for name in ours + others:
         (folder / name).mkdir(parents=True)
         (folder / name / "a").write_text("a")
     (folder / "step-00000008").symlink_to(tmp_path / "outside")
+    set_best(folder / "step-00000003", folder)
     remove_all(folder)
     assert sorted(path.name for path in folder.iterdir()) == sorted(others)
     assert (tmp_path / "outside").is_dir()
     remove_all(tmp_path / "none")
+
+
+@pytest.mark.parametrize("num_removed", range(4))
+def test_a_removal_of_a_dead_save_that_is_killed_anywhere_is_finished_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_removed: int
+) -> None:
+    """Its lock was removed among the first: the rest was nobody's, and stayed (`make chaos`, 2026-11-22)."""
+    dead = tmp_path / f".step-00000003.partial-{'0' * 16}"
+    dead.mkdir()
+    for name in ("lock", "rank-00000.safetensors", "described-00001.json", "manifest.json"):
+        (dead / name).touch()
+    listed, scanned = os.listdir, os.scandir  # in the worst order of the names, which a file system may have
+    monkeypatch.setattr(os, "listdir", lambda path: sorted(listed(path), key=lambda name: name != "lock"))
+    monkeypatch.setattr(
+        os, "scandir", lambda path: nullcontext(sorted(scanned(path), key=lambda entry: entry.name != "lock"))
+    )
+
+    def removal(monkeypatch: pytest.MonkeyPatch) -> None:
+        interrupt(monkeypatch, ["unlink"], num_removed, kill)
+        remove_dead(tmp_path)
+
+    assert killed_in(removal)
+    remove_dead(tmp_path)
+    assert listed(tmp_path) == []

@@ -1,6 +1,5 @@
 """Weights that somebody made to take a program's memory, time or place: one line each."""
 
-import collections
 import json
 import os
 import pickle
@@ -17,10 +16,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from zerotrain.checkpoint.others import safetensors_and_torch as torch_file
-from zerotrain.checkpoint.others.stored_weights import row_by_row
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.errors import CheckpointError
+from zerotrain.files.match import row_by_row
 
 MANY = 10**30
 
@@ -38,19 +37,12 @@ def entry(**fields: Any) -> dict[str, Any]:
 HEADERS: dict[str, tuple[Any, str]] = {
     "a length that torch cannot have": (entry(shape=[MANY, 0], data_offsets=[0, 0]), "shape: got .1000000.*lengths"),
     "lengths too long together": (entry(shape=[2**40, 2**40, 0]), "shape: got .*lengths"),
-    "a length below 0": (entry(shape=[-1]), "shape: got .-1.; it must be a list of lengths"),
-    "a length that is true": (entry(shape=[True]), "shape: got .True.; it must be a list of lengths"),
     "no shape": ({"x": {"dtype": "F32", "data_offsets": [0, 4]}}, "shape is missing"),
     "backwards": (entry(data_offsets=[4, 0]), "gives x a place where it cannot be"),
     "far behind": (entry(data_offsets=[MANY, MANY]), "data_offsets.*: .*it must be a whole number <="),
     "a dtype that is a list": (entry(dtype=["F32"]), "dtype: got a list; it must be a text"),
     "a tensor that is a number": ({"x": 3}, "got a whole number; it must be a mapping"),
-    "no JSON": (b"{" * 2 + b"}", "it is no JSON"),
     "lists in lists": (b'{"x":' + b"[" * 9999 + b"]" * 9999 + b"}", "more than 64 deep"),
-    "a number of 5,000 digits": (
-        b'{"x":{"dtype":"F32","shape":[' + b"9" * 5000 + b"]}}",
-        "a whole number of more than 300 digits",
-    ),
 }
 
 
@@ -73,7 +65,7 @@ def test_strides_are_those_of_torch_whatever_the_lengths() -> None:
     assert row_by_row((2**62, 0)) == (1, 1)
 
 
-@pytest.mark.parametrize("name", ["../model-0.safetensors", "/etc/passwd", "a/b", "..", "", "x\0", "\x1b[2J", 3, None])
+@pytest.mark.parametrize("name", ["../model-0.safetensors", "\x1b[2J", 3])
 def test_an_index_names_files_of_its_own_folder_alone(name: Any, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -85,38 +77,25 @@ def test_an_index_names_files_of_its_own_folder_alone(name: Any, tmp_path: Path)
         transformers.find_weights(str(folder))
 
 
-def doubled(depth: int) -> Any:
-    """A list that holds one twice, and so on: as many tensors as 2**depth, of some bytes of a file."""
-    content: Any = {"x": torch.ones(1)}
-    for _ in range(depth):
-        content = [content, content]
-    return content
-
-
-def in_itself() -> Any:
-    content: list[Any] = [torch.ones(1)]
-    content.append(content)
-    return content
-
-
-def beyond() -> Any:
-    return {"x": torch.ones(4).as_strided((2,), (1,), 2)}
-
-
 def test_lists_that_double_take_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_file, "MAX_TENSORS", 10_000)  # a million takes seconds
-    torch.save({"x": doubled(60)}, tmp_path / "pytorch_model.bin")
+    content: Any = {"x": torch.ones(1)}
+    for _ in range(60):  # as many tensors as 2**60, of some bytes of a file
+        content = [content, content]
+    torch.save({"x": content}, tmp_path / "pytorch_model.bin")
     refused(tmp_path, "holds more than 10,000 tensors, or lists that contain themselves")
 
 
 def test_a_list_that_holds_itself_is_read_once_around(tmp_path: Path) -> None:
-    torch.save({"x": in_itself()}, tmp_path / "pytorch_model.bin")
+    content: list[Any] = [torch.ones(1)]
+    content.append(content)
+    torch.save({"x": content}, tmp_path / "pytorch_model.bin")
     with closing(find_weights(tmp_path)) as weights:
         assert weights.tensors
 
 
 def test_a_view_beyond_its_numbers_is_refused(tmp_path: Path) -> None:
-    torch.save(beyond(), tmp_path / "pytorch_model.bin")
+    torch.save({"x": torch.ones(4).as_strided((2,), (1,), 2)}, tmp_path / "pytorch_model.bin")
     content = (tmp_path / "pytorch_model.bin").read_bytes()
     at = content.index(b"K\x02K\x02\x85")  # the offset 2, and the shape (2,)
     (tmp_path / "pytorch_model.bin").write_bytes(content[: at + 1] + b"\x63" + content[at + 2 :])
@@ -177,10 +156,3 @@ def test_names_out_of_a_file_are_escaped(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         raise CheckpointError("\n".join(weight_misfits(tmp_path, model)))
     assert all(line.isprintable() for line in str(caught.value).splitlines())
-
-
-def test_what_is_allowed_in_a_file_of_torch_is_read(tmp_path: Path) -> None:
-    model = collections.OrderedDict(x=torch.ones(3), y=torch.zeros(0))
-    torch.save({"model": model, "losses": [0.5] * 1000, 7: ("a", None)}, tmp_path / "pytorch_model.bin")
-    with closing(find_weights(tmp_path)) as weights:
-        assert [(each.part, each.names) for each in weights.tensors] == [("model", ["x"]), ("model", ["y"])]

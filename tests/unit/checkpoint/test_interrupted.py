@@ -4,21 +4,19 @@ half under the new name, and training can go on."""
 import errno
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import zerotrain
 from tests.unit.checkpoint.runs import KINDS, build, train
+from tests.unit.checkpoint.slow_disk import fail, interrupt, kill, killed_in
+from tests.unit.engine.parts import alone
 from zerotrain.checkpoint import verify
 from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.manifest import Manifest
-from zerotrain.comm.world import World
 from zerotrain.errors import CheckpointError
 from zerotrain.testing.fake_wire import run_threads
 
@@ -26,47 +24,16 @@ KIND = KINDS["Muon and AdamW"]
 CALLS = ("mkdir", "open", "write", "fsync", "rename", "unlink")
 
 
-class Interrupted:
-    """The calls a save makes to the system, of which number `at` does something else."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, act: Callable[[], object]) -> None:
-        self.num_calls = 0
-        self.names: list[str] = []
-        for name in CALLS:
-            monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name), at, act))
-
-    def _wrapped(self, name: str, real: Any, at: int, act: Callable[[], object]) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.num_calls += 1
-            self.names.append(name)
-            if self.num_calls - 1 == at:
-                act()
-            return real(*args, **kwargs)
-
-        return call
-
-
-def fail(code: int) -> Callable[[], None]:
-    def act() -> None:
-        raise OSError(code, os.strerror(code))
-
-    return act
-
-
-def alone() -> World:
-    return World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-
-
 @pytest.fixture(scope="module")
 def num_calls(tmp_path_factory: pytest.TempPathFactory) -> int:
     engine, folder = build(alone(), KIND, 2), tmp_path_factory.mktemp("counted")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        seen = Interrupted(monkeypatch, -1, lambda: None)
+        calls = interrupt(monkeypatch, CALLS, -1, lambda: None)
         engine.save(folder / "checkpoints" / "step")
-    assert seen.names.index("rename") < seen.names.index("unlink")
-    assert {*CALLS} == {*seen.names}
-    assert seen.num_calls >= 10
-    return seen.num_calls
+    assert calls.index("rename") < calls.index("unlink")
+    assert {*CALLS} == {*calls}
+    assert len(calls) >= 10
+    return len(calls)
 
 
 def partial_folders(parent: Path) -> list[Path]:
@@ -86,18 +53,17 @@ def test_killed_at_any_call_it_leaves_the_last_one_and_a_partial_folder_that_the
     phases = set()
     for at in range(num_calls):
         target = tmp_path / "checkpoints" / f"step-{at}"
-        child = os.fork()
-        if child == 0:  # a save makes no autograd graph, so a fork may run it
-            with pytest.MonkeyPatch.context() as monkeypatch:
-                Interrupted(monkeypatch, at, lambda: os.kill(os.getpid(), signal.SIGKILL))
-                engine.save(target)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
+
+        def save(monkeypatch: pytest.MonkeyPatch, at: int = at, target: Path = target) -> None:
+            interrupt(monkeypatch, CALLS, at, kill)
+            engine.save(target)  # makes no autograd graph, so a fork may run it
+
+        is_killed = killed_in(save)
         verify(good)
         if target.exists():
             verify(target)  # whole, or not there
         else:
-            assert os.WIFSIGNALED(status)
+            assert is_killed
         phases.add((target.exists(), bool(partial_folders(target.parent))))
         engine.save(tmp_path / "checkpoints" / "next")
         assert partial_folders(target.parent) == []
@@ -118,15 +84,15 @@ def test_all_of_it_is_on_the_disk_before_it_has_its_name_and_then_the_name_is(
     monkeypatch.setattr(os, "fsync", lambda file: (calls.append(("fsync", path_of(file))), fsync(file))[1])
     monkeypatch.setattr(os, "rename", lambda *paths: (calls.append(("rename", Path(paths[0]))), rename(*paths))[1])
     engine.save(tmp_path / "checkpoints" / "step")
-    (partial,) = [path for name, path in calls if name == "rename"]
-    order = [name if path.parent == partial else name + " of folder" for name, path in calls]
+    (folder,) = [path for name, path in calls if name == "rename"]
+    order = [name if path.parent == folder else name + " of folder" for name, path in calls]
     assert calls[0] == ("fsync", tmp_path)  # in which "checkpoints" was made
-    assert calls.index(("rename", partial)) == len(calls) - 2
+    assert calls.index(("rename", folder)) == len(calls) - 2
     assert calls[-1] == ("fsync", tmp_path / "checkpoints")
-    assert calls[-3] == ("fsync", partial)
+    assert calls[-3] == ("fsync", folder)
     for name in ("rank-00000.safetensors", "manifest.json"):
-        written = max(index for index, call in enumerate(calls) if call == ("write", partial / name))
-        assert ("fsync", partial / name) in calls[written:-3]
+        written = max(index for index, call in enumerate(calls) if call == ("write", folder / name))
+        assert ("fsync", folder / name) in calls[written:-3]
     assert order.count("fsync") == 2
 
 
@@ -142,7 +108,7 @@ def test_an_error_at_any_call_is_told_and_training_goes_on(num_calls: int, code:
     for at in range(num_calls):
         target = tmp_path / "checkpoints" / f"step-{at}"
         with pytest.MonkeyPatch.context() as monkeypatch:
-            Interrupted(monkeypatch, at, fail(code))
+            interrupt(monkeypatch, CALLS, at, lambda: fail(code))
             try:
                 engine.save(target)
             except CheckpointError as error:
@@ -153,36 +119,6 @@ def test_an_error_at_any_call_is_told_and_training_goes_on(num_calls: int, code:
     assert engine.weights_sha256() == before
     train(engine, 0)
     engine.save(tmp_path / "checkpoints" / "last")
-
-
-@pytest.mark.case("checkpoints", "no space or an I/O error at any of them, on any rank")
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_one_rank_that_fails_fails_the_save_on_all_with_its_cause(
-    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, file = os.write, f"rank-{failing:05d}.safetensors"
-
-    def write(descriptor: int, data: Any) -> int:
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-        if path.endswith(file) and "/.bad." in path:  # the rest of a folder's name is random
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(descriptor, data)
-
-    monkeypatch.setattr(os, "write", write)
-
-    def on_a_rank(world: zerotrain.World) -> str:
-        engine = build(world, KIND, 2)
-        engine.save(tmp_path / "good")
-        with pytest.raises(CheckpointError, match=rf"rank {failing}: \S+{file}: Input/output error; nothing was saved"):
-            engine.save(tmp_path / "bad")
-        train(engine, 0)
-        engine.save(tmp_path / "after")
-        return engine.weights_sha256()
-
-    results, _ = run_threads(on_a_rank, 3)
-    assert len({*results}) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "good"]
-    verify(tmp_path / "after")
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 import zerotrain
@@ -61,42 +60,6 @@ def test_the_files_of_all_stages_hold_the_same_and_each_element_lies_in_one(tmp_
         for other in files[1:]:
             assert other.keys() == files[0].keys()
             assert all(torch.equal(other[key], files[0][key]) for key in other)
-
-
-def test_the_library_finds_each_tensor_where_the_manifest_says(tmp_path: Path) -> None:
-    def save(world: zerotrain.World) -> None:
-        engine = build(world, KINDS["a frozen base in bf16 with adapters"], 3)
-        engine.module.register_buffer("odd_kind", torch.tensor([1 + 2j, 3j]))
-        train(engine, 0)
-        engine.save(tmp_path / "step")
-
-    run_threads(save, 2)
-    manifest = json.loads((tmp_path / "step" / "manifest.json").read_text())
-    num_read = 0
-    for name, parameter in manifest["parameters"].items():
-        for role, tensor in parameter["tensors"].items():
-            for piece in tensor["pieces"]:
-                path = tmp_path / "step" / manifest["files"][piece["file"]]["name"]
-                with safe_open(path, "pt") as file:
-                    values = file.get_tensor(f"{role}/{name}")
-                assert str(values.dtype) == f"torch.{tensor['dtype']}"
-                raw = path.read_bytes()[piece["byte"] : piece["byte"] + values.nbytes]
-                assert values.view(torch.uint8).numpy().tobytes() == raw
-                assert values.numel() == piece["stop"] - piece["start"]
-                num_read += 1
-    assert num_read > len(manifest["parameters"])
-    with safe_open(tmp_path / "step" / "rank-00000.safetensors", "pt") as file:
-        # A dtype that the format does not have: its bytes.
-        assert file.get_tensor("buffer/odd_kind").view(torch.complex64).tolist() == [1 + 2j, 3j]
-        assert file.metadata()["rank"] == "0"
-
-    def load(world: zerotrain.World) -> list[complex]:
-        engine = build(world, KINDS["a frozen base in bf16 with adapters"], 1, seed=1)
-        engine.module.register_buffer("odd_kind", torch.zeros(2, dtype=torch.complex64))
-        engine.load(tmp_path / "step")
-        return engine.module.odd_kind.tolist()
-
-    assert run_threads(load, 1)[0] == [[1 + 2j, 3j]]
 
 
 def test_what_a_manifest_tells_of_a_run(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_behind_a_damaged_block_the_one_before_it_is_read_anew(tmp_path: Path) -
     content = bytearray(file.read_bytes())
     content[2 * BLOCK_NBYTES] ^= 1
     file.write_bytes(content)
-    expected, weight = model.weight.detach()[0, 7:9].clone(), manifest.parameters["weight"]["tensors"]["weight"]
+    expected, weight = model.weight.detach()[0, 7:9].clone(), manifest.parameters["weight"].tensors["weight"]
     with Reader(tmp_path / "step", manifest) as reader:
         for _ in range(2):
             found = torch.empty(2)

@@ -26,19 +26,7 @@ def collectives(world: World) -> Collectives:
     return Collectives(world, ledger=Ledger(), ordered=True, overlap=True)
 
 
-def test_small_ones_give_every_rank_the_same_in_rank_order() -> None:
-    def on_a_rank(world: World) -> list[Any]:
-        mine, values = collectives(world), torch.tensor([float(world.rank)] * 2)
-        rows = mine.gather_small(values, name="norm").tolist()
-        said = mine.gather_objects(f"rank {world.rank}", name="state")
-        mine.broadcast(values, name="unit")
-        return [rows, said, values.tolist()]
-
-    expected = [[[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]], ["rank 0", "rank 1", "rank 2"], [0.0, 0.0]]
-    assert run_threads(on_a_rank, 3, late_rank=1)[0] == [expected] * 3
-
-
-def test_bytes_are_those_this_rank_sends() -> None:
+def test_bytes_are_those_this_rank_sends():
     """To each other rank what it has to say; of a broadcast rank 0 sends the values once."""
 
     def on_a_rank(world: World) -> dict[str, int]:
@@ -51,16 +39,7 @@ def test_bytes_are_those_this_rank_sends() -> None:
     assert results == [{"norm": 80, "broadcast": 12 * (rank == 0)} for rank in range(3)]
 
 
-def test_small_ones_have_their_place_in_the_order() -> None:
-    def on_a_rank(world: World) -> int:
-        mine = collectives(world)
-        mine.gather_small(torch.zeros(1), name="norm")
-        return mine.order
-
-    assert 0 not in run_threads(on_a_rank, 2)[0]
-
-
-def test_a_small_one_that_fails_is_told_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_one_that_fails_is_told_with_its_name(monkeypatch):
     monkeypatch.setattr(fake_wire, "TIMEOUT_S", 0.05)
 
     def on_a_rank(world: World) -> None:
@@ -72,9 +51,7 @@ def test_a_small_one_that_fails_is_told_with_its_name(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("call", ["broadcast", "gather_now"])
-def test_outside_of_steps_every_rank_waits_for_its_device_once_a_bucket(
-    call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outside_of_steps_every_rank_waits_for_its_device_once_a_bucket(call, monkeypatch):
     """On NCCL a collective's time counts from its issue: no rank may issue those that others are not near to."""
     settled: list[str] = []
 
@@ -336,5 +313,5 @@ def all_checks(way: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("way", "size"), [("posted", 2), ("posted", 4), *((way, 3) for way in WAYS)])
-def test_every_way_to_send_gives_sums_in_order_counts_its_bytes_and_ends_what_it_began(way: str, size: int) -> None:
+def test_every_way_to_send_gives_sums_in_order_counts_its_bytes_and_ends_what_it_began(way, size):
     assert run_ranks(all_checks, size, way) == [[]] * size

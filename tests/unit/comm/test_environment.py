@@ -139,7 +139,7 @@ def test_a_task_of_a_step_of_several_is_the_rank_of_its_number():
         ("a1,b[1-2]", "a1"),
     ],
 )
-def test_the_ranks_meet_on_the_first_node_of_the_step(nodes: str, first: str):
+def test_the_ranks_meet_on_the_first_node_of_the_step(nodes, first):
     assert variables_of_step(STEP | {"SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == first
 
 
@@ -177,7 +177,7 @@ def test_a_batch_script_a_step_of_one_task_and_a_process_without_slurm_are_no_ra
         ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID: got 'x'; it must be a whole number"),
     ],
 )
-def test_variables_that_contradict_each_other_are_named_in_one_line(changes: dict[str, str | None], problem: str):
+def test_variables_that_contradict_each_other_are_named_in_one_line(changes, problem):
     environment = {name: value for name, value in (STEP | changes).items() if value is not None}
     with pytest.raises(ConfigError) as refused:
         variables_of_step(environment)
@@ -194,7 +194,7 @@ def environment_kept() -> Iterator[dict[str, str]]:
         yield os.environ
 
 
-def test_what_is_set_of_torchruns_variables_comes_first_and_the_others_are_set(environment_kept: dict[str, str]):
+def test_what_is_set_of_torchruns_variables_comes_first_and_the_others_are_set(environment_kept):
     ranks = RankEnvironment.read()
     assert ranks == RankEnvironment(3, 5, 1, 2, address="localhost", port=39999, starter="srun")
     assert (environment_kept["RANK"], environment_kept["LOCAL_RANK"]) == ("3", "1")
@@ -208,7 +208,7 @@ def test_what_is_set_of_torchruns_variables_comes_first_and_the_others_are_set(e
     assert RankEnvironment.read() == RankEnvironment(4, 5, 1, 2, address="127.0.0.1", port=29500)
 
 
-def test_a_world_size_of_another_run_is_refused_and_a_process_that_leaves_is_no_rank(environment_kept: dict[str, str]):
+def test_a_world_size_of_another_run_is_refused_and_a_process_that_leaves_is_no_rank(environment_kept):
     environment_kept["WORLD_SIZE"] = "2"
     with pytest.raises(ConfigError, match=r"RANK: got 3; it must be below WORLD_SIZE=2; in a Slurm step srun tells"):
         RankEnvironment.read()

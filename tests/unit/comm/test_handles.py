@@ -46,11 +46,15 @@ class Written(Handle):
         self._tell("withdraw")
 
 
+def pool() -> ScratchPool:
+    return ScratchPool(dtype=torch.float32, device=CPU)
+
+
 def journal(*, overlap: bool = True) -> Journal:
     return Journal(Ledger(), Whereabouts(rank=0, size=1), overlap=overlap)
 
 
-def test_a_collective_is_prepared_once_issued_and_waited_for_once_and_then_complete() -> None:
+def test_a_collective_is_prepared_once_issued_and_waited_for_once_and_then_complete():
     handle = Written(journal())
     for _ in range(2):
         assert handle.is_done()  # nothing to wait for
@@ -69,7 +73,7 @@ def test_a_collective_is_prepared_once_issued_and_waited_for_once_and_then_compl
     assert handle.told == ["prepare", "issue", "wait", "complete"] * 2
 
 
-def test_it_is_done_when_it_says_so_and_must_be_finished_all_the_same() -> None:
+def test_it_is_done_when_it_says_so_and_must_be_finished_all_the_same():
     handle = Written(journal())
     handle.issue()
     handle.has_arrived = True
@@ -79,7 +83,7 @@ def test_it_is_done_when_it_says_so_and_must_be_finished_all_the_same() -> None:
     assert handle.told == ["issue", "wait", "complete"]
 
 
-def test_withdrawn_is_only_what_was_prepared() -> None:
+def test_withdrawn_is_only_what_was_prepared():
     handle = Written(journal())
     handle.withdraw()
     handle.prepare()
@@ -92,7 +96,7 @@ def test_withdrawn_is_only_what_was_prepared() -> None:
     assert handle.is_under_way
 
 
-def test_without_overlap_it_is_waited_for_at_once_but_complete_only_when_finished() -> None:
+def test_without_overlap_it_is_waited_for_at_once_but_complete_only_when_finished():
     handle = Written(journal(overlap=False))
     handle.issue()
     assert handle.told == ["issue", "wait"]
@@ -102,7 +106,7 @@ def test_without_overlap_it_is_waited_for_at_once_but_complete_only_when_finishe
     assert handle.told == ["issue", "wait", "complete"]
 
 
-def test_each_use_is_noted_once_with_its_bytes_whatever_else_is_called() -> None:
+def test_each_use_is_noted_once_with_its_bytes_whatever_else_is_called():
     mine = journal()
     handle = Written(mine)
     orders = [mine.order]
@@ -119,7 +123,7 @@ def test_each_use_is_noted_once_with_its_bytes_whatever_else_is_called() -> None
     assert mine.ledger.outside_steps.nbytes == {"gather": 20}
 
 
-def test_what_is_sent_to_nobody_has_its_place_in_the_order_and_is_not_counted() -> None:
+def test_what_is_sent_to_nobody_has_its_place_in_the_order_and_is_not_counted():
     class Local(Written):
         is_local = True
 
@@ -130,7 +134,7 @@ def test_what_is_sent_to_nobody_has_its_place_in_the_order_and_is_not_counted() 
 
 
 @pytest.mark.parametrize("where", ["prepare", "issue", "wait"])
-def test_a_failure_is_told_with_the_collective_and_what_the_backend_said(where: str) -> None:
+def test_a_failure_is_told_with_the_collective_and_what_the_backend_said(where):
     handle = Written(journal(), fails=where)
 
     def use() -> None:
@@ -142,7 +146,7 @@ def test_a_failure_is_told_with_the_collective_and_what_the_backend_said(where: 
         use()
 
 
-def test_a_reduction_that_is_finished_holds_its_input_no_longer() -> None:
+def test_a_reduction_that_is_finished_holds_its_input_no_longer():
     class Kept(Reduction):
         sent_nbytes = 0
 
@@ -155,8 +159,7 @@ def test_a_reduction_that_is_finished_holds_its_input_no_longer() -> None:
         def _is_done(self) -> bool:
             return True
 
-    pool = ScratchPool(dtype=torch.float32, device=torch.device("cpu"))
-    spec = ReductionSpec("unit", journal(), torch.zeros(2), pool, num_leaves=2)
+    spec = ReductionSpec("unit", journal(), torch.zeros(2), pool(), num_leaves=2)
     reduction = Kept(spec)
     full = torch.zeros(4)
     reduction.issue(full)
@@ -166,11 +169,7 @@ def test_a_reduction_that_is_finished_holds_its_input_no_longer() -> None:
     assert (Gather.kind, Reduction.kind) == ("gather", "reduction")
 
 
-def pool() -> ScratchPool:
-    return ScratchPool(dtype=torch.float32, device=torch.device("cpu"))
-
-
-def test_of_equal_buffers_the_one_that_was_cut_before_is_lent_again() -> None:
+def test_of_equal_buffers_the_one_that_was_cut_before_is_lent_again():
     buffers = pool()
     first, second = buffers.take(100), buffers.take(100)
     second.cuts["layout"] = "views"
@@ -179,7 +178,7 @@ def test_of_equal_buffers_the_one_that_was_cut_before_is_lent_again() -> None:
     assert buffers.take(100, "layout") is second
 
 
-def test_steps_that_repeat_hold_as_many_buffers_as_were_lent_at_once() -> None:
+def test_steps_that_repeat_hold_as_many_buffers_as_were_lent_at_once():
     buffers = pool()
     for _ in range(3):
         for numel in (100, 300, 200):
@@ -190,7 +189,7 @@ def test_steps_that_repeat_hold_as_many_buffers_as_were_lent_at_once() -> None:
     assert buffers.lent_nbytes == 0
 
 
-def test_the_smallest_buffer_that_fits_is_lent() -> None:
+def test_the_smallest_buffer_that_fits_is_lent():
     buffers = pool()
     large, small = buffers.take(300), buffers.take(100)
     buffers.give_back(large)
@@ -206,7 +205,7 @@ def mine() -> Collectives:
     return Collectives(alone(), ledger=Ledger(), ordered=True, overlap=True)
 
 
-def test_a_gather_is_a_copy_unless_the_shard_is_the_whole(mine: Collectives) -> None:
+def test_a_gather_is_a_copy_unless_the_shard_is_the_whole(mine):
     full, shard = torch.zeros(4), torch.ones(4)
     gather = mine.gather("unit", full, shard)
     gather.prepare()
@@ -218,20 +217,20 @@ def test_a_gather_is_a_copy_unless_the_shard_is_the_whole(mine: Collectives) -> 
     assert torch.equal(shard, torch.ones(4))
 
 
-def test_a_reduction_is_a_copy_unless_it_goes_where_it_is(mine: Collectives) -> None:
-    pool = ScratchPool(dtype=torch.float32, device=CPU)
+def test_a_reduction_is_a_copy_unless_it_goes_where_it_is(mine):
+    scratch = pool()
     out, full = torch.zeros(4), torch.arange(4.0)
     for target in (out, full):
-        reduction = mine.reduction("unit", target, pool)
+        reduction = mine.reduction("unit", target, scratch)
         reduction.prepare()
         reduction.withdraw()
         reduction.issue(full)
         reduction.finish()
         assert torch.equal(target, torch.arange(4.0))
-    assert pool.held_nbytes == 0
+    assert scratch.held_nbytes == 0
 
 
-def test_small_collectives_are_what_this_rank_has_to_say(mine: Collectives) -> None:
+def test_small_collectives_are_what_this_rank_has_to_say(mine):
     assert mine.gather_small(torch.tensor([1.0, 2.0]), name="norm").tolist() == [[1.0, 2.0]]
     value = object()  # which another rank could not be told
     assert mine.gather_objects(value, name="state") == [value]
@@ -240,13 +239,13 @@ def test_small_collectives_are_what_this_rank_has_to_say(mine: Collectives) -> N
     assert values.tolist() == [1.0, 1.0]
 
 
-def test_nothing_is_sent_so_nothing_is_counted(mine: Collectives) -> None:
+def test_nothing_is_sent_so_nothing_is_counted(mine):
     mine.gather_now("unit", torch.zeros(4), torch.ones(4))
     mine.gather_small(torch.zeros(1), name="norm")
     mine.broadcast(torch.zeros(1), name="unit")
     assert mine.ledger.outside_steps.calls == {}
 
 
-def test_an_exchange_with_nobody_is_a_fault(mine: Collectives) -> None:
+def test_an_exchange_with_nobody_is_a_fault(mine):
     with pytest.raises(ValueError, match="between one rank"):
         mine.exchange("unit", torch.zeros(0), torch.zeros(0), [0], [0])

@@ -30,32 +30,32 @@ def place(host: int, address: str, **more: str) -> RankHost:
 TWO = [place(0, "10.78.0.1"), place(1, "10.78.0.2")]
 
 
-def test_ranks_of_one_host_choose_nothing() -> None:
+def test_ranks_of_one_host_choose_nothing():
     one = [place(0, "127.0.0.1", fixed="127.0.0.1", fixed_by=f"{GLOO}=lo"), place(0, "127.0.0.1")]
     choose_interface(one, 0, AUTO)
     assert names_of_hosts(one) == ()
     assert GLOO not in os.environ
 
 
-def test_ranks_of_several_hosts_take_the_interface_of_the_route() -> None:
+def test_ranks_of_several_hosts_take_the_interface_of_the_route():
     choose_interface(TWO, 1, AUTO)
     assert (os.environ[GLOO], os.environ[NCCL]) == ("e1", "=e1")
     assert names_of_hosts(TWO) == ("n0", "n1")
 
 
 @pytest.mark.parametrize(("given", "taken"), [("eth9", ("eth9", "=eth9")), (None, (None, None))])
-def test_what_was_given_is_taken_and_null_leaves_the_choice_to_the_backends(given, taken) -> None:
+def test_what_was_given_is_taken_and_null_leaves_the_choice_to_the_backends(given, taken):
     choose_interface(TWO, 1, given)
     assert (os.environ.get(GLOO), os.environ.get(NCCL)) == taken
 
 
-def test_a_users_own_variable_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_own_variable_stays(monkeypatch):
     monkeypatch.setenv(GLOO, "mine")
     choose_interface(TWO, 1, AUTO)
     assert (os.environ[GLOO], os.environ[NCCL]) == ("mine", "=e1")
 
 
-def test_the_host_of_the_store_which_reaches_itself_by_its_loopback_takes_the_way_to_another() -> None:
+def test_the_host_of_the_store_which_reaches_itself_by_its_loopback_takes_the_way_to_another():
     """Many machines have their own name on 127.0.1.1."""
     [own] = {name for name, each in _route() if each}
     choose_interface([place(0, "127.0.1.1"), place(1, "192.0.2.1")], 0, AUTO)
@@ -77,7 +77,7 @@ def _route() -> list[tuple[str, str]]:
         ("World.from_environment(interface=None)", "use launch.interface=e1"),
     ],
 )
-def test_a_rank_that_would_listen_on_the_loopback_is_refused_on_all(fixed_by: str, remedy: str) -> None:
+def test_a_rank_that_would_listen_on_the_loopback_is_refused_on_all(fixed_by, remedy):
     places = [TWO[0], place(1, "10.78.0.2", fixed="127.0.0.1", fixed_by=fixed_by)]
     for rank in (0, 1):
         with pytest.raises(ConfigError) as refusal, words_of_config():
@@ -88,7 +88,7 @@ def test_a_rank_that_would_listen_on_the_loopback_is_refused_on_all(fixed_by: st
     assert GLOO not in os.environ
 
 
-def test_an_interface_that_is_not_there_is_refused_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
     says = r"launch\.interface=nope: .* has no such network .*; it has .*lo"
     with pytest.raises(ConfigError, match=says) as refusal, words_of_config():
         RankHost.of_this_process(2, "localhost", "gloo", "nope")
@@ -98,7 +98,7 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are(monkeypat
         RankHost.of_this_process(2, "localhost", "gloo", AUTO)
 
 
-def test_a_place_is_what_was_sent_and_nothing_else_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_is_what_was_sent_and_nothing_else_is_one(monkeypatch):
     monkeypatch.setenv(GLOO, "lo")
     here = RankHost.of_this_process(2, "127.0.0.1", "gloo", AUTO)
     assert RankHost.from_json(here.to_json().encode()) == here
@@ -110,7 +110,7 @@ def test_a_place_is_what_was_sent_and_nothing_else_is_one(monkeypatch: pytest.Mo
             RankHost.from_json(json.dumps(said | other).encode())
 
 
-def test_a_network_namespace_is_a_host_of_its_own() -> None:
+def test_a_network_namespace_is_a_host_of_its_own():
     command = ["unshare", "--map-root-user", "--net", "stat", "-L", "-c", "%i", "/proc/self/ns/net"]
     try:
         elsewhere = subprocess.run(command, capture_output=True, text=True)

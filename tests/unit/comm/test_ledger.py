@@ -30,13 +30,13 @@ def order_of(*noted: str) -> int:
     return journal.order
 
 
-def test_within_a_kind_names_order_and_number_tell_apart() -> None:
+def test_within_a_kind_names_order_and_number_tell_apart():
     orders = [(), ("g a",), ("g b",), ("g a", "g a"), ("g a", "g b"), ("g b", "g a"), ("r a",), ("r a", "r b", "r a")]
     assert len({order_of(*each) for each in orders if each != ("r a",)}) == len(orders) - 1
     assert order_of("g a", "g b") == order_of("g a", "g b")
 
 
-def test_what_was_noted_last_and_did_not_come_about_can_be_taken_back() -> None:
+def test_what_was_noted_last_and_did_not_come_about_can_be_taken_back():
     journal = Journal(Ledger(), Whereabouts(rank=0, size=1), overlap=True)
     orders = []
     for name in ("a", "b", "a" * 99):
@@ -47,12 +47,12 @@ def test_what_was_noted_last_and_did_not_come_about_can_be_taken_back() -> None:
         assert journal.order == before
 
 
-def test_between_kinds_the_order_does_not_tell_apart() -> None:
+def test_between_kinds_the_order_does_not_tell_apart():
     assert order_of("g a", "r x", "g b", "r y") == order_of("r x", "r y", "g a", "g b")
     assert order_of("g a", "r x", "g b", "r y") != order_of("g a", "r y", "g b", "r x")
 
 
-def test_after_any_number_of_collectives_the_order_is_a_number_that_fp64_holds() -> None:
+def test_after_any_number_of_collectives_the_order_is_a_number_that_fp64_holds():
     for kinds in ("g", "gr", "grec"):
         order = order_of(*(f"{kind} {kind}{index}" for index in range(1000) for kind in kinds))
         assert 0 < order < 2**ORDER_BITS
@@ -61,7 +61,7 @@ def test_after_any_number_of_collectives_the_order_is_a_number_that_fp64_holds()
     assert order != order_of(*(f"g unit{index}" for index in (1, 0, *range(2, 1000))))
 
 
-def test_a_step_counts_its_own_traffic_and_what_lies_outside_counts_apart() -> None:
+def test_a_step_counts_its_own_traffic_and_what_lies_outside_counts_apart():
     ledger = Ledger()
     ledger.record("broadcast", 100)
     ledger.in_step = True
@@ -75,7 +75,7 @@ def test_a_step_counts_its_own_traffic_and_what_lies_outside_counts_apart() -> N
     assert not ledger.in_step
 
 
-def test_the_wait_of_an_update_is_none_of_its_own_time() -> None:
+def test_the_wait_of_an_update_is_none_of_its_own_time():
     ledger = Ledger()
     ledger.waited(100.0)
     ledger.in_step = True
@@ -92,7 +92,7 @@ def test_the_wait_of_an_update_is_none_of_its_own_time() -> None:
     assert ledger.outside_steps.waited_s == 100.0
 
 
-def test_a_step_that_was_given_up_counts_as_outside_and_leaves_nothing_to_the_next() -> None:
+def test_a_step_that_was_given_up_counts_as_outside_and_leaves_nothing_to_the_next():
     ledger = Ledger()
     for given_up in (True, False):
         ledger.in_step = True
@@ -106,7 +106,7 @@ def test_a_step_that_was_given_up_counts_as_outside_and_leaves_nothing_to_the_ne
 # Notes that ranks leave each other in a real store.
 
 
-def test_notes_are_read_by_all_and_kept_apart_by_subject_and_a_store_that_is_gone_is_told() -> None:
+def test_notes_are_read_by_all_and_kept_apart_by_subject_and_a_store_that_is_gone_is_told():
     kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", kept.port, is_master=False)
     mine, other, apart = Notes(kept, "save/1"), Notes(store, "save/1"), Notes(store, "save/2")
@@ -171,9 +171,7 @@ class Late:
         return self.told
 
 
-def test_the_oldest_that_has_not_ended_is_told_of_with_its_place_some_seconds_before_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_oldest_that_has_not_ended_is_told_of_with_its_place_some_seconds_before_the_limit(monkeypatch):
     late = Late(monkeypatch)
     late.gather("blocks.1").work.has_ended = True
     stuck = late.gather()
@@ -188,7 +186,7 @@ def test_the_oldest_that_has_not_ended_is_told_of_with_its_place_some_seconds_be
     assert len(late.at(35.0)) == 1  # once
 
 
-def test_what_ends_after_it_was_told_of_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ends_after_it_was_told_of_is_taken_back(monkeypatch):
     late = Late(monkeypatch)
     stuck, behind = late.gather(), late.gather("blocks.3")
     late.at(31.0)
@@ -199,9 +197,7 @@ def test_what_ends_after_it_was_told_of_is_taken_back(monkeypatch: pytest.Monkey
     assert len(late.at(1e6)) == 4
 
 
-def test_a_collective_that_the_host_issues_and_waits_for_is_watched_until_the_device_has_ended_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_collective_that_the_host_issues_and_waits_for_is_watched_until_the_device_has_ended_it(monkeypatch):
     class Recorded(Event):
         has_ended = False
 
@@ -222,7 +218,7 @@ def test_a_collective_that_the_host_issues_and_waits_for_is_watched_until_the_de
     assert DONE.is_done()
 
 
-def test_an_error_of_the_device_is_left_to_the_thread_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_device_is_left_to_the_thread_that_trains(monkeypatch):
     late = Late(monkeypatch)
 
     def fails() -> bool:
@@ -232,7 +228,7 @@ def test_an_error_of_the_device_is_left_to_the_thread_that_trains(monkeypatch: p
     assert late.at(31.0) == []
 
 
-def test_the_thread_looks_by_itself_and_ends_with_what_it_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_looks_by_itself_and_ends_with_what_it_watches(monkeypatch):
     monkeypatch.setattr(overdues, "POLL_S", 0.01)
     told: list[CommError | None] = []
     watch = Overdue(Whereabouts(rank=0, size=2), 0.04, told.append)
@@ -247,7 +243,7 @@ def test_the_thread_looks_by_itself_and_ends_with_what_it_watches(monkeypatch: p
     assert not thread.is_alive()
 
 
-def test_the_run_folder_says_who_did_not_come_until_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_folder_says_who_did_not_come_until_it_has(tmp_path, monkeypatch):
     late = Late(monkeypatch, lambda error: leave_overdue(tmp_path, 0, error))
     stuck = late.gather()
     late.at(31.0)
@@ -260,9 +256,7 @@ def test_the_run_folder_says_who_did_not_come_until_it_has(tmp_path: Path, monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_own_failure_that_comes_after_counts_more_and_is_not_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_own_failure_that_comes_after_counts_more_and_is_not_taken_back(tmp_path, monkeypatch):
     late = Late(monkeypatch, lambda error: leave_overdue(tmp_path, 0, error))
     stuck = late.gather()
     late.at(31.0)
@@ -282,9 +276,7 @@ def unset(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         monkeypatch.delenv(name)
 
 
-def test_nccl_is_told_to_come_first_and_to_leave_its_record_beside_the_logs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_is_told_to_come_first_and_to_leave_its_record_beside_the_logs(tmp_path, monkeypatch):
     """Under the names that this torch reads."""
     told = {
         "TORCH_NCCL_HIGH_PRIORITY": "1",
@@ -302,9 +294,7 @@ def test_nccl_is_told_to_come_first_and_to_leave_its_record_beside_the_logs(
 
 
 @pytest.mark.parametrize("given", [None, *ALLOCATOR_VARIABLES])
-def test_torch_lets_the_memory_that_it_reserves_grow_unless_the_user_has_said_how(
-    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_lets_the_memory_that_it_reserves_grow_unless_the_user_has_said_how(given, tmp_path, monkeypatch):
     unset(monkeypatch, *ALLOCATOR_VARIABLES)
     if given is not None:
         monkeypatch.setenv(given, "max_split_size_mb:64")

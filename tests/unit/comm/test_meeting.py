@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterable
 
 import psutil
 import pytest
@@ -31,20 +32,29 @@ def the_same_meeting(monkeypatch):
     monkeypatch.setattr(stores, "_opened", {})
 
 
+def started(call: Callable[[int], None], ranks: Iterable[int]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def join_all(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join()
+
+
 def test_ranks_wait_until_all_have_come(ranks):
     stores: dict[int, dist.Store] = {}
 
     def come(rank: int) -> None:
         stores[rank] = meeting.meet(ranks(rank), ABOVE_ALL_WAITS_S).store
 
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in (2, 0)]
-    for thread in threads:
-        thread.start()
+    threads = started(come, (2, 0))
     time.sleep(0.1)
     assert stores == {}
     come(1)
-    for thread in threads:
-        thread.join()
+    join_all(threads)
     stores[0].set("said", "by rank 0")
     assert stores[2].get("said") == b"by rank 0"
 
@@ -59,11 +69,7 @@ def test_who_does_not_come_is_named_by_the_first_rank_that_is_there_and_the_wait
             meeting.meet(ranks(rank, 4), 0.5)
         failures.append(str(failure.value))
 
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    join_all(started(come, (1, 2)))
     assert len(failures) == 2
     lines = capfd.readouterr().err.splitlines()
     assert any(line.startswith("rank 1 waits for ranks 0, 3 (") and line.endswith(" of 0.5 s)") for line in lines)
@@ -94,11 +100,7 @@ def gave_up(ranks, makes) -> dict[int, CommError]:
             meeting.make_together(ranks(rank), makes[rank], 1.0)
         errors[rank] = failure.value
 
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in makes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    join_all(started(make, makes))
     return errors
 
 
@@ -145,11 +147,6 @@ def test_a_loop_of_ones_own_waits_no_longer_than_it_was_told(monkeypatch):
         zerotrain.World.from_environment(device="cpu")
     assert not dist.is_initialized()
     assert "RANK" in os.environ
-
-
-@pytest.fixture(autouse=True)
-def no_store_of_another_test(monkeypatch):
-    monkeypatch.setattr(stores, "_opened", {})
 
 
 def test_a_store_of_one_machine_is_reached_from_this_machine_alone():
@@ -210,8 +207,7 @@ def test_where_nobody_keeps_the_store_the_wait_ends_and_a_port_that_is_taken_is_
 
 
 @pytest.mark.case(
-    "hosts: Ranks of one host",
-    "a loop of your own whose rank is killed, at any moment after all have come",
+    "hosts: Ranks of one host", "a loop of your own whose rank is killed, at any moment after all have come"
 )
 def test_a_keeper_that_was_there_and_is_gone_is_told_of_and_not_waited_for(monkeypatch):
     """It was waited for as one that is late, for twice the timeout (2026-11-23)."""

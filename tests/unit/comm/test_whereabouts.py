@@ -85,9 +85,7 @@ def meet(where: str, error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("where", ["issue", "done", "wait", "sum", "barrier"])
 @pytest.mark.parametrize("error", [*OWN, *OTHERS], ids=lambda error: str(error)[:30])
-def test_an_error_is_told_as_a_loss_of_others_only_where_it_is_one(
-    where: str, error: RuntimeError, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_is_told_as_a_loss_of_others_only_where_it_is_one(where, error, monkeypatch):
     def happen() -> None:
         if where in ("sum", "barrier"):
             meet(where, error, monkeypatch)
@@ -109,11 +107,6 @@ def caught(call: Callable[[], None]) -> BaseException:
     pytest.fail("nothing was raised")
 
 
-def test_the_error_of_a_users_own_collective_is_told_apart_too() -> None:
-    assert not Failure.from_error(OWN[4], rank=0).from_peers
-    assert Failure.from_error(OTHERS[0], rank=0).from_peers
-
-
 # A process that gets no more files, threads or memory is told apart from one that has lost others, with what to do.
 
 
@@ -127,7 +120,7 @@ def files_allowed(number: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_the_files_that_a_rank_needs_are_those_it_has_open_and_some_for_each_rank() -> None:
+def test_the_files_that_a_rank_needs_are_those_it_has_open_and_some_for_each_rank():
     with files_allowed(30):
         assert files_problem(2, 10) == ""
         assert files_problem(2, 14) == (
@@ -137,7 +130,7 @@ def test_the_files_that_a_rank_needs_are_those_it_has_open_and_some_for_each_ran
         assert "each rank needs 35" in files_problem(3, 10, at_rank_0=True)
 
 
-def test_open_files_are_counted() -> None:
+def test_open_files_are_counted():
     before = num_open_files()
     with open(os.devnull):
         assert num_open_files() == before + 1
@@ -149,7 +142,7 @@ def open_too_many() -> None:
             opened.enter_context(open(os.devnull))
 
 
-def test_a_file_that_cannot_be_opened_is_told_with_the_limit() -> None:
+def test_a_file_that_cannot_be_opened_is_told_with_the_limit():
     with files_allowed(num_open_files()), pytest.raises(OSError, match="Too many open files") as raised:
         open_too_many()
     assert shortage(raised.value).endswith("files; raise it: ulimit -n 1024")
@@ -170,7 +163,7 @@ def test_a_file_that_cannot_be_opened_is_told_with_the_limit() -> None:
         (OSError(12, "Cannot allocate memory"), "ulimit -v"),
     ],
 )  # fmt: skip
-def test_threads_and_memory_are_told_likewise(error: Exception, says: str) -> None:
+def test_threads_and_memory_are_told_likewise(error, says):
     assert says in shortage(error)
 
 
@@ -183,7 +176,7 @@ def test_threads_and_memory_are_told_likewise(error: Exception, says: str) -> No
         ValueError("Too many open files"),
     ],
 )
-def test_what_is_no_shortage_says_nothing(error: Exception) -> None:
+def test_what_is_no_shortage_says_nothing(error):
     assert shortage(error) == ""
 
 
@@ -204,11 +197,11 @@ TIMED_OUT = RuntimeError("Timed out waiting 40000ms for recv operation to comple
         ([1, 2, 3], HOSTS, "rank 1 on n0, n1 (ranks 2, 3)"),
     ],
 )
-def test_ranks_are_named_with_their_hosts(ranks: list[int], hosts: tuple[str, ...], said: str) -> None:
+def test_ranks_are_named_with_their_hosts(ranks, hosts, said):
     assert name_ranks(ranks, hosts) == said
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch):
     """Its host was cut off: the others waited for it until TCP gave up, a quarter of an hour (2026-11-24)."""
     monkeypatch.setattr(whereabouts, "GRACE_S", 0.1)
     monkeypatch.setattr(whereabouts, "_STORE_S", 0.1)
@@ -232,7 +225,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monk
     assert error.unheard == (0, 1)  # rank 3 may have spoken, to nobody
 
 
-def test_ranks_that_have_left_their_words_are_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_have_left_their_words_are_not_silent(monkeypatch):
     monkeypatch.setattr(whereabouts, "GRACE_S", 0.1)
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
@@ -247,7 +240,7 @@ def test_ranks_that_have_left_their_words_are_not_silent(monkeypatch: pytest.Mon
 # A call has an end, though it has none of its own.
 
 
-def test_what_a_call_returns_and_raises_is_its_callers() -> None:
+def test_what_a_call_returns_and_raises_is_its_callers():
     assert within(60.0, lambda: None) is None
     assert within(60.0, lambda: threading.current_thread().daemon)
 
@@ -258,7 +251,7 @@ def test_what_a_call_returns_and_raises_is_its_callers() -> None:
         within(60.0, fail)
 
 
-def test_a_call_that_does_not_return_is_given_up_after_the_limit() -> None:
+def test_a_call_that_does_not_return_is_given_up_after_the_limit():
     over = threading.Event()
     with pytest.raises(TimeoutError, match=r"no answer within 0\.1 s"):
         within(0.1, over.wait)

@@ -19,14 +19,14 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_task_that_sees_one_gpu_takes_it_whatever_its_local_rank(one_gpu: pytest.MonkeyPatch) -> None:
+def test_a_task_that_sees_one_gpu_takes_it_whatever_its_local_rank(one_gpu):
     one_gpu.setenv("LOCAL_RANK", "3")
     assert choose_device("cuda", 3) == choose_device("auto", 3) == torch.device("cuda", 0)
     assert num_gpus_for(4) == 4
 
 
 @pytest.mark.parametrize("started_by", ["TORCHELASTIC_RUN_ID", "ZEROTRAIN_STORE", None])
-def test_ranks_that_one_process_starts_do_not_share_a_gpu(started_by: str | None, one_gpu: pytest.MonkeyPatch) -> None:
+def test_ranks_that_one_process_starts_do_not_share_a_gpu(started_by, one_gpu):
     if started_by is not None:  # otherwise this is the launcher itself
         one_gpu.setenv("LOCAL_RANK", "1")
         one_gpu.setenv(started_by, "x")
@@ -36,7 +36,7 @@ def test_ranks_that_one_process_starts_do_not_share_a_gpu(started_by: str | None
         choose_device("cuda", 1)
 
 
-def test_each_rank_has_its_own_where_there_are_several(one_gpu: pytest.MonkeyPatch) -> None:
+def test_each_rank_has_its_own_where_there_are_several(one_gpu):
     one_gpu.setenv("LOCAL_RANK", "3")
     one_gpu.setattr(worlds, "num_gpus", lambda: 4)
     assert choose_device("cuda", 3) == torch.device("cuda", 3)
@@ -53,7 +53,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_model_on_a_gpu_is_refused_where_the_group_is_gloos(two_ranks: pytest.MonkeyPatch) -> None:
+def test_a_model_on_a_gpu_is_refused_where_the_group_is_gloos(two_ranks):
     """It would send device memory as if it were the host's."""
     two_ranks.setattr(worlds, "backend_of", lambda _group, _device: "gloo")
     with pytest.raises(ConfigError, match="the process group is gloo and the model is on cuda:1, whose memory gloo"):
@@ -61,7 +61,7 @@ def test_a_model_on_a_gpu_is_refused_where_the_group_is_gloos(two_ranks: pytest.
 
 
 @pytest.mark.parametrize("current", [0, 1])
-def test_a_model_on_another_gpu_than_the_collectives_is_refused(current: int, two_ranks: pytest.MonkeyPatch) -> None:
+def test_a_model_on_another_gpu_than_the_collectives_is_refused(current, two_ranks):
     two_ranks.setattr(worlds, "backend_of", lambda _group, _device: "nccl")
     two_ranks.setattr(torch.cuda, "current_device", lambda: current)
     two_ranks.setattr(worlds.dist, "get_rank", lambda: 1)

@@ -113,13 +113,13 @@ def test_one_tensor_at_a_time_is_held(hard, large: Path, options: tuple[str, ...
     exported(hard[0], tmp_path / "first", *options)  # imports
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # or what the training has left is used
-    read = CheckpointTensors.of_role
+    read = CheckpointTensors._dense
 
     def noted(saved: CheckpointTensors, *given: Any) -> torch.Tensor:
         resident.append(psutil.Process().memory_info().rss)
         return read(saved, *given)
 
-    monkeypatch.setattr(CheckpointTensors, "of_role", noted)
+    monkeypatch.setattr(CheckpointTensors, "_dense", noted)
     exported(large, tmp_path / "out", *options)
     assert len(resident) == len(MEBIBYTES) * (2 if options else 1)
     assert max(resident) - resident[0] < 48 * 2**20  # of 144 MiB, and as many of the optimizer

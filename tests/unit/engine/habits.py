@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 import zerotrain
-from tests.unit.engine.parts import seeded
+from tests.unit.engine.parts import DTYPES, Losses, Plain, seeded
 from zerotrain.testing.fake_wire import run_threads
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 LOSS_SCALE = 256.0
 """In fp16."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MicroBatches = Callable[[int, int], list[tuple[tuple[torch.Tensor, ...], float]]]
 """(step, rank) -> the inputs of the model, which returns the loss, and the weight of each micro-batch."""
 EVERYWHERE = pytest.mark.parametrize(
@@ -56,49 +55,23 @@ def in_plain_pytorch(
     steps: int = 2,
     rounds_inputs: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Name -> fp32 weight after training in one process: each rank's gradient apart, what weighs 0 left out.
+    """The weights after training in one process; see `Plain`.
 
     Args:
-        cast: brings what is not computed in `precision` back to fp32.
         rounds_inputs: False: the model does, where it must.
     """
-    model = seeded(make)
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(DTYPES[precision])
-    cast(model)
-    copy_into(model, weights)
-    wire = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    optimizer, scale = SGD(weights.values()), LOSS_SCALE if precision == "fp16" else 1.0
-    for step in range(steps):
-        total = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        for rank in range(size):
-            mine = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-            for inputs, factor in micro_batches(step, rank):
-                model.zero_grad()
-                if rounds_inputs:
-                    inputs = [each.to(DTYPES[precision]) if each.is_floating_point() else each for each in inputs]
-                loss = model(*inputs)
-                if factor:
-                    (loss * (factor * scale)).backward()
-                for name, parameter in model.named_parameters():
-                    mine[name] += 0 if parameter.grad is None else parameter.grad.float()
-            for name, value in mine.items():
-                total[name] += value.to(wire[name]).float()
-        for name, weight in weights.items():
-            weight.grad = (total[name] / size).to(wire[name]).float() / scale
-        optimizer.step()
-        copy_into(model, weights)
-    return weights
+
+    def losses(model: nn.Module, step: int, rank: int) -> Losses:
+        for inputs, weight in micro_batches(step, rank):
+            if rounds_inputs:
+                inputs = [each.to(DTYPES[precision]) if each.is_floating_point() else each for each in inputs]
+            yield model(*inputs), weight
+
+    scale = LOSS_SCALE if precision == "fp16" else 1.0
+    return Plain(size, make, SGD, precision, losses=losses, cast=cast, scale=scale).train(*range(steps))
 
 
-def copy_into(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-
-
-def on_ranks(
+def in_our_engine(
     make: Callable[[], nn.Module], micro_batches: MicroBatches, size: int, stage: int, precision: str, steps: int = 2
 ) -> dict[str, torch.Tensor]:
     """The same with an engine on each rank, the last of which is late; and what each returned is a number."""

@@ -1,8 +1,10 @@
 """Parts of an engine on ranks that are threads: one bucket by itself, or an engine of a few small layers."""
 
+import copy
 import functools
+import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +24,10 @@ from zerotrain.settings import EngineConfig, PrecisionConfig, ZeroConfig
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout, FlatBuffer
 from zerotrain.sharding.units import ManagedParameter, Unit
+from zerotrain.testing.fake_wire import run_threads
 
 CPU = torch.device("cpu")
-WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SGD: Any = functools.partial(torch.optim.SGD, lr=0.5)
 _ONE_SEED_AT_A_TIME = threading.Lock()
 
@@ -55,7 +58,7 @@ class OneBucket:
             values = torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
             self.parameters.append(self.kind(values))
             start += values.numel()
-        wire = WIRE[self.precision]
+        wire = DTYPES[self.precision]
         managed = [ManagedParameter(p, [f"p{i}"], [], dtype=wire) for i, p in enumerate(self.parameters)]
         unit = Unit("unit", [nn.Module()], managed)
         self.spec = BucketSpec("unit", [unit], managed, trainable=True)
@@ -135,6 +138,29 @@ def train(engine: zerotrain.ZeroEngine, *steps: int) -> None:
         engine.step()
 
 
+def on_ranks(size: int | None = None, **nasty: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Runs a test on each of some threads that are ranks, as `world`.
+
+    Args:
+        size: None: the test's own parameter of that name.
+        nasty: see `run_threads`; a rank of -1 is the last.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**given: Any) -> None:
+            number = size or given["size"]
+            ranks = {name: rank % number for name, rank in nasty.items()}
+            run_threads(lambda world: test(world=world, **given), number, **ranks)
+
+        signature = inspect.signature(test)
+        own = [parameter for name, parameter in signature.parameters.items() if name != "world"]
+        run.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
 def sum_by_tree(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     """Neighbours in pairs, then the sums in pairs, and so on."""
     while len(leaves) > 1:
@@ -142,22 +168,67 @@ def sum_by_tree(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     return leaves[0]
 
 
-class Plain:
-    """The same training in plain PyTorch: the mean of each rank's own gradient, added by a tree."""
+Losses = Iterable[tuple[torch.Tensor, float]]
+"""Of the micro-batches of a rank, each with its weight."""
 
-    def __init__(self, size: int, make: Callable[[], nn.Module] = Linears, optimizer: Any = SGD) -> None:
-        self.size, self.model = size, seeded(make)
+
+def one_loss(model: nn.Module, step: int, rank: int) -> Losses:
+    yield model(inputs(step, rank).to(next(model.parameters()).dtype)), 1.0
+
+
+def copy_into(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+
+
+class Plain:
+    """The same training in plain PyTorch: the mean of each rank's own gradient, added by a tree.
+
+    In 16 bits a copy of the model computes, and gradients are rounded where they travel. What weighs 0 is left out.
+
+    Args:
+        losses: (model, step, rank) -> the losses of a step, each computed when the one before is done with.
+        cast: brings what is not computed in `precision` back to fp32.
+        scale: of losses, taken out of the mean.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        make: Callable[[], nn.Module] = Linears,
+        optimizer: Any = SGD,
+        precision: str = "fp32",
+        *,
+        losses: Callable[[nn.Module, int, int], Losses] = one_loss,
+        cast: Callable[[nn.Module], object] = lambda model: None,
+        scale: float = 1.0,
+    ) -> None:
+        self.size, self.model, self.losses, self.scale = size, seeded(make), losses, scale
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = optimizer(list(self.parameters.values()))
+        self.compute = self.model if precision == "fp32" else copy.deepcopy(self.model)
+        for parameter in self.compute.parameters() if precision != "fp32" else ():
+            parameter.data = parameter.data.to(DTYPES[precision])
+        cast(self.compute)
 
     def gradients(self, step: int) -> dict[str, torch.Tensor]:
-        leaves: dict[str, list[torch.Tensor]] = {name: [] for name in self.parameters}
+        computing = dict(self.compute.named_parameters())
+        if self.compute is not self.model:
+            copy_into(self.compute, self.parameters)
+        leaves: dict[str, list[torch.Tensor]] = {name: [] for name in computing}
         for rank in range(self.size):
-            self.model.zero_grad()
-            self.model(inputs(step, rank)).backward()
-            for name, parameter in self.parameters.items():
-                leaves[name].append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        return {name: sum_by_tree(each) / self.size for name, each in leaves.items()}
+            sums = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
+            for loss, weight in self.losses(self.compute, step, rank):
+                self.compute.zero_grad()
+                if weight:
+                    (loss * (weight * self.scale)).backward()
+                for name, parameter in computing.items():
+                    sums[name] += 0 if parameter.grad is None else parameter.grad
+            for name, parameter in computing.items():
+                leaves[name].append(sums[name].to(parameter.dtype).to(sums[name].dtype))
+        means = {name: sum_by_tree(each) / self.size for name, each in leaves.items()}
+        return {name: mean.to(computing[name].dtype).to(mean.dtype) / self.scale for name, mean in means.items()}
 
     def train(self, *steps: int) -> dict[str, torch.Tensor]:
         for step in steps:
@@ -165,6 +236,13 @@ class Plain:
                 self.parameters[name].grad = gradient if self.parameters[name].requires_grad else None
             self.optimizer.step()
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+
+def assert_weights(engine: zerotrain.ZeroEngine, expected: Callable[[], dict[str, torch.Tensor]]) -> None:
+    """Rank 0 compares the weights. Collective."""
+    got = engine.full_state_dict()
+    if engine.world.rank == 0:
+        assert_same(got, expected())
 
 
 def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -9,22 +9,12 @@ import torch
 
 import zerotrain
 from tests.bits.training import DTYPES
-from tests.unit.engine.parts import Linears, engine_on, inputs, seeded, sum_by_tree
-from tests.unit.engine.test_virtual_ranks import ADAMW, PartlyUnused, batch
+from tests.unit.engine.parts import Linears, engine_on, inputs, on_ranks, seeded, sum_by_tree
+from tests.unit.engine.test_virtual_ranks import ADAMW, PartlyUnused, batch, train
 from zerotrain.comm.world import World
 from zerotrain.testing.fake_wire import run_threads
 
 NUM_STEPS, NUM_MICRO_BATCHES, MAX_NORM, SCALE = 3, 3, 0.1, 1024.0
-
-
-def train(engine: zerotrain.ZeroEngine) -> None:
-    for step in range(NUM_STEPS):
-        for index in range(NUM_MICRO_BATCHES):
-            with nullcontext() if index == NUM_MICRO_BATCHES - 1 else engine.no_sync():
-                number = engine.world.rank
-                loss = engine(batch(step, number, index), number=number)
-                engine.backward(loss, weight=1 / NUM_MICRO_BATCHES)
-        engine.step()
 
 
 @functools.cache
@@ -84,10 +74,10 @@ IN_EVERY_PAIR = [
     "same weights at every stage, others than `local`'s. Refused with V > N",
 )
 @pytest.mark.parametrize(("accumulate", "reduction", "precision", "stage"), IN_EVERY_PAIR)
-def test_the_weights_are_those_of_the_definition(accumulate: str, reduction: str, precision: str, stage: int) -> None:
+def test_the_weights_are_those_of_the_definition(accumulate, reduction, precision, stage):
     def on_a_rank(world: World) -> dict[str, torch.Tensor]:
         engine = engine_of(world, precision, stage=stage, accumulate=accumulate, reduction=reduction)
-        train(engine)
+        train(engine, NUM_MICRO_BATCHES)
         assert engine.held.pools.lent_nbytes == 0
         return engine.full_state_dict()
 
@@ -99,10 +89,10 @@ def test_the_weights_are_those_of_the_definition(accumulate: str, reduction: str
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_reduced_sends_gradients_once_for_each_micro_batch_and_holds_no_sum_of_the_whole_model(stage: int) -> None:
+def test_reduced_sends_gradients_once_for_each_micro_batch_and_holds_no_sum_of_the_whole_model(stage):
     def on_a_rank(world: World, accumulate: str) -> tuple[int, int, dict[str, int], int, int]:
         engine = engine_of(world, "bf16", stage=stage, accumulate=accumulate, reduction="ordered")
-        train(engine)
+        train(engine, NUM_MICRO_BATCHES)
         step, theory = engine.ledger.last_step, engine.theoretical_sent_nbytes(NUM_MICRO_BATCHES)
         held = sum(bucket.gradient.accumulator_nbytes for bucket in engine.schedule.trained)
         padded = sum(bucket.layout.padded_numel for bucket in engine.schedule.trained)
@@ -118,7 +108,7 @@ def test_reduced_sends_gradients_once_for_each_micro_batch_and_holds_no_sum_of_t
         assert calls_each["gather"] == calls["gather"]
 
 
-def test_a_step_of_micro_batches_that_are_all_in_no_sync_is_refused_though_each_was_reduced() -> None:
+def test_a_step_of_micro_batches_that_are_all_in_no_sync_is_refused_though_each_was_reduced():
     def on_a_rank(world: World, stage: int) -> None:
         engine = engine_of(world, "fp32", stage=stage, accumulate="reduced")
         with engine.no_sync():
@@ -133,12 +123,10 @@ def test_a_step_of_micro_batches_that_are_all_in_no_sync_is_refused_though_each_
         run_threads(lambda world, stage=stage: on_a_rank(world, stage), 2)
 
 
-def test_reduced_is_refused_where_a_rank_runs_several_virtual_ranks() -> None:
-    def on_a_rank(world: World) -> None:
-        with pytest.raises(zerotrain.ConfigError, match=r"zero\.accumulate='reduced' adds micro-batches up over ranks"):
-            engine_on(world, zero={"accumulate": "reduced"}, virtual_ranks=4)
-
-    run_threads(on_a_rank, 2)
+@on_ranks(2)
+def test_reduced_is_refused_where_a_rank_runs_several_virtual_ranks(world):
+    with pytest.raises(zerotrain.ConfigError, match=r"zero\.accumulate='reduced' adds micro-batches up over ranks"):
+        engine_on(world, zero={"accumulate": "reduced"}, virtual_ranks=4)
 
 
 @pytest.mark.case(
@@ -148,7 +136,7 @@ def test_reduced_is_refused_where_a_rank_runs_several_virtual_ranks() -> None:
 )
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", DTYPES)
-def test_a_leaf_alone_is_what_its_rank_would_add_and_trains_nothing(precision: str, stage: int) -> None:
+def test_a_leaf_alone_is_what_its_rank_would_add_and_trains_nothing(precision, stage):
     """Of plain PyTorch; from whichever rank computes it; and a step after it has the bits of one without it."""
     dtype = DTYPES[precision]
     scale = SCALE if precision == "fp16" else 1.0
@@ -165,7 +153,7 @@ def test_a_leaf_alone_is_what_its_rank_would_add_and_trains_nothing(precision: s
             micro_batches = [{"x": batch(0, 5, index), "number": 5} for index in range(NUM_MICRO_BATCHES)]
             leaf = engine.leaf(5, micro_batches)
             assert all(torch.equal(gradient, leaf[name]) for name, gradient in engine.leaf(5, micro_batches).items())
-        train(engine)
+        train(engine, NUM_MICRO_BATCHES)
         return leaf, engine.full_state_dict()
 
     asked = run_threads(lambda world: on_a_rank(world, True), 2)[0]
@@ -178,15 +166,13 @@ def test_a_leaf_alone_is_what_its_rank_would_add_and_trains_nothing(precision: s
         assert torch.equal(asked[0][1][name], weight)
 
 
-def test_a_leaf_is_refused_while_a_gradient_waits() -> None:
-    def on_a_rank(world: World) -> None:
-        engine = engine_on(world, Linears)
-        engine.backward(engine(inputs(0, world.rank)))
-        with pytest.raises(zerotrain.EngineStateError, match="a leaf cannot be computed while a gradient waits"):
-            engine.leaf(0, [(inputs(0, 0),)])
-        engine.step()
-
-    run_threads(on_a_rank, 2)
+@on_ranks(2)
+def test_a_leaf_is_refused_while_a_gradient_waits(world):
+    engine = engine_on(world, Linears)
+    engine.backward(engine(inputs(0, world.rank)))
+    with pytest.raises(zerotrain.EngineStateError, match="a leaf cannot be computed while a gradient waits"):
+        engine.leaf(0, [(inputs(0, 0),)])
+    engine.step()
 
 
 @pytest.mark.case("ranks", "sums of micro-batches and virtual ranks", "as many bytes as the start of a run says")
@@ -194,7 +180,7 @@ def test_a_leaf_is_refused_while_a_gradient_waits() -> None:
     ("accumulate", "precision", "stage"),
     [(way, ("fp32", "bf16")[(stage + len(way)) % 2], stage) for way in ("local", "reduced") for stage in range(4)],
 )
-def test_the_sums_of_a_step_hold_what_the_formula_says(accumulate: str, precision: str, stage: int) -> None:
+def test_the_sums_of_a_step_hold_what_the_formula_says(accumulate, precision, stage):
     def on_a_rank(world: World, virtual_ranks: int) -> tuple[int, int]:
         zero = {"stage": stage, "accumulate": accumulate if virtual_ranks == 2 else "local"}
         engine = engine_on(world, Linears, optimizer=ADAMW, zero=zero, precision=precision, virtual_ranks=virtual_ranks)
@@ -215,10 +201,3 @@ def test_the_sums_of_a_step_hold_what_the_formula_says(accumulate: str, precisio
     for virtual_ranks in (2, 4, 8) if accumulate == "local" else (2,):
         held, formula = run_threads(lambda world, number=virtual_ranks: on_a_rank(world, number), 2)[0][0]
         assert held == formula, virtual_ranks
-
-
-def test_reduced_comes_to_other_bits_than_local() -> None:
-    for precision in ("fp32", "bf16"):
-        local = weights_of_plain_pytorch(3, precision, "local", "ordered")
-        reduced = weights_of_plain_pytorch(3, precision, "reduced", "ordered")
-        assert not all(torch.equal(local[name], weight) for name, weight in reduced.items())

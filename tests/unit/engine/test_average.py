@@ -1,7 +1,6 @@
 """The moving average of weights, beside the training: the bits of a few lines of plain PyTorch. Threads as ranks."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import zerotrain
 from tests.unit.checkpoint.runs import KINDS, Kind, build, train
-from tests.unit.engine.parts import alone
+from tests.unit.engine.parts import alone, on_ranks
 from zerotrain.errors import ConfigError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 
@@ -64,28 +63,28 @@ def assert_equal(found: State, wanted: State | None) -> None:
     assert [name for name in found if not torch.equal(found[name], wanted[name])] == []
 
 
-@pytest.mark.parametrize(("kind", "size"), [("Muon and AdamW, bf16", 3), ("fp16, a step skipped", 2)])
-def test_the_stage_changes_in_mid_run_and_its_bits_do_not(kind: str, size: int) -> None:
-    def on_a_rank(world: zerotrain.World) -> None:
-        engine, plain = build(world, KINDS[kind], 2), Plain(warmup=True)
-        engine.keep_average(decay=DECAY)
-        for step, stage in enumerate(ROUND):
-            followed(engine, plain, step, of_rank=world.rank)
-            engine.set_stage(stage)
-            found = of_engine(engine)
-            if world.rank == 0:
-                assert_equal(found, plain.average)
+def assert_average(engine: zerotrain.ZeroEngine, plain: Plain) -> None:
+    found = of_engine(engine)
+    if engine.world.rank == 0:
+        assert_equal(found, plain.average)
 
-    run_threads(on_a_rank, size)
+
+@pytest.mark.parametrize(("kind", "size"), [("Muon and AdamW, bf16", 3), ("fp16, a step skipped", 2)])
+@on_ranks()
+def test_the_stage_changes_in_mid_run_and_its_bits_do_not(world, kind, size):
+    engine, plain = build(world, KINDS[kind], 2), Plain(warmup=True)
+    engine.keep_average(decay=DECAY)
+    for step, stage in enumerate(ROUND):
+        followed(engine, plain, step, of_rank=world.rank)
+        engine.set_stage(stage)
+        assert_average(engine, plain)
 
 
 PLACES = [("Muon and AdamW", 3, 3, 0, 1), ("hard parameters, bf16, momentum", 0, 2, 2, 3)]
 
 
 @pytest.mark.parametrize(("kind", "stage", "size", "later", "other_size"), PLACES)
-def test_it_goes_on_from_a_checkpoint_at_any_stage_and_number_of_ranks(
-    kind: str, stage: int, size: int, later: int, other_size: int, tmp_path: Path
-) -> None:
+def test_it_goes_on_from_a_checkpoint_at_any_stage_and_number_of_ranks(kind, stage, size, later, other_size, tmp_path):
     saved: dict[str, Any] = {}
 
     def save(world: zerotrain.World) -> None:
@@ -105,39 +104,31 @@ def test_it_goes_on_from_a_checkpoint_at_any_stage_and_number_of_ranks(
         train(engine, 5)  # what it has averaged so far is gone
         engine.load(tmp_path / "saved")
         plain = Plain(warmup=True, num_updates=2, average=saved["average"])
-        found = of_engine(engine)
-        if world.rank == 0:
-            assert_equal(found, plain.average)
+        assert_average(engine, plain)
         followed(engine, plain, 2, 3)
-        found = of_engine(engine)
-        if world.rank == 0:
-            assert_equal(found, plain.average)
+        assert_average(engine, plain)
 
     run_threads(save, size)
     run_threads(resume, other_size)
 
 
-def test_without_one_in_the_checkpoint_it_begins_with_the_next_step(tmp_path: Path) -> None:
-    def on_a_rank(world: zerotrain.World) -> None:
-        engine = build(world, Kind(), 2)
-        train(engine, 0)
-        engine.save(tmp_path / "without")
-        engine, plain = build(world, Kind(), 3), Plain()
-        engine.keep_average(decay=DECAY, warmup=False)
-        train(engine, 5, 6)
-        engine.load(tmp_path / "without")
-        before = engine.weights_sha256()
-        with engine.averaged():
-            assert engine.weights_sha256() == before
-        followed(engine, plain, 1, 2)
-        found = of_engine(engine)
-        if world.rank == 0:
-            assert_equal(found, plain.average)
-
-    run_threads(on_a_rank, 2)
+@on_ranks(2)
+def test_without_one_in_the_checkpoint_it_begins_with_the_next_step(world, tmp_path):
+    engine = build(world, Kind(), 2)
+    train(engine, 0)
+    engine.save(tmp_path / "without")
+    engine, plain = build(world, Kind(), 3), Plain()
+    engine.keep_average(decay=DECAY, warmup=False)
+    train(engine, 5, 6)
+    engine.load(tmp_path / "without")
+    before = engine.weights_sha256()
+    with engine.averaged():
+        assert engine.weights_sha256() == before
+    followed(engine, plain, 1, 2)
+    assert_average(engine, plain)
 
 
-def test_without_one_in_the_engine_that_of_a_checkpoint_is_dropped_with_a_warning(tmp_path: Path) -> None:
+def test_without_one_in_the_engine_that_of_a_checkpoint_is_dropped_with_a_warning(tmp_path):
     def on_a_rank(world: zerotrain.World) -> None:
         engine = build(world, Kind(), 2)
         engine.keep_average()
@@ -162,32 +153,11 @@ def test_without_one_in_the_engine_that_of_a_checkpoint_is_dropped_with_a_warnin
     assert sizes[0] > 1.2 * sizes[1]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_what_begins_to_train_is_averaged_from_the_weight_it_had_and_what_is_frozen_is_its_weight(stage: int) -> None:
-    def on_a_rank(world: zerotrain.World) -> None:
-        engine, plain = build(world, KINDS["hard parameters, bf16, momentum"], stage), Plain()
-        engine.keep_average(decay=DECAY, warmup=False)
-        followed(engine, plain, 0, 1, of_rank=world.rank)
-        engine.unfreeze("blocks.1.weight")
-        followed(engine, plain, 2, 3, of_rank=world.rank)
-        engine.freeze("blocks.0.*")
-        if weights := parameters_of(engine):
-            plain.average |= {name: weights[name] for name in weights if name.startswith("blocks.0.")}
-        followed(engine, plain, 4, of_rank=world.rank)
-        found = of_engine(engine)
-        if world.rank == 0:
-            assert_equal(found, plain.average)
-
-    run_threads(on_a_rank, 2)
-
-
 @pytest.mark.parametrize(
     ("precision", "optimizer", "parameters", "update"),
     [("fp32", "cpu", "cpu", "device"), ("bf16", "disk", "disk", "device"), ("bf16", "cpu", "device", "host")],
 )
-def test_it_is_offloaded_with_the_state_of_the_optimizer(
-    precision: str, optimizer: str, parameters: str, update: str, tmp_path: Path
-) -> None:
+def test_it_is_offloaded_with_the_state_of_the_optimizer(precision, optimizer, parameters, update, tmp_path):
     offload = zerotrain.OffloadConfig(optimizer=optimizer, parameters=parameters, update=update, path=str(tmp_path))
     kind = Kind(precision=precision)
 
@@ -196,21 +166,15 @@ def test_it_is_offloaded_with_the_state_of_the_optimizer(
         engine.keep_average(decay=DECAY)
         followed(engine, plain, 0, 1, of_rank=world.rank)
         engine.set_stage(1)
-        found = of_engine(engine)
-        if world.rank == 0:
-            assert_equal(found, plain.average)
+        assert_average(engine, plain)
         engine.save(tmp_path / "saved")
         followed(engine, plain, 2, of_rank=world.rank)
-        found = of_engine(engine)
-        if world.rank == 0:
-            assert_equal(found, plain.average)
+        assert_average(engine, plain)
         expected = engine.weights_sha256()
         engine.load(tmp_path / "saved")
         engine.set_stage(3)
         train(engine, 2, of_rank=world.rank)
-        found = of_engine(engine)
-        if world.rank == 0:
-            assert_equal(found, plain.average)
+        assert_average(engine, plain)
         assert engine.weights_sha256() == expected
         for update in (bucket.update for bucket in engine.schedule.trained):
             average = update.state.average.nbytes if update.state.average is not None else 0
@@ -226,9 +190,7 @@ def test_it_is_offloaded_with_the_state_of_the_optimizer(
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("kind", ["hard parameters, AdamW", "a frozen base in bf16 with adapters"])
-def test_it_takes_four_bytes_of_each_element_a_rank_updates_and_nothing_is_sent_in_a_step(
-    kind: str, stage: int
-) -> None:
+def test_it_takes_four_bytes_of_each_element_a_rank_updates_and_nothing_is_sent_in_a_step(kind, stage):
     def on_a_rank(world: zerotrain.World, averages: bool) -> tuple[Any, ...]:
         engine = build(world, KINDS[kind], stage)
         if averages:
@@ -253,23 +215,19 @@ def test_it_takes_four_bytes_of_each_element_a_rank_updates_and_nothing_is_sent_
 
 
 @pytest.mark.parametrize("stage", [1])
-def test_every_so_many_steps(stage: int) -> None:
-    def on_a_rank(world: zerotrain.World) -> None:
-        engine, plain = build(world, Kind(), stage), Plain()
-        engine.keep_average(decay=DECAY, every=3, warmup=False)
-        train(engine, 0, 1)
-        followed(engine, plain, 2)
-        train(engine, 3, 4)
-        followed(engine, plain, 5)
-        train(engine, 6)
-        found = of_engine(engine)
-        if world.rank == 0:
-            assert_equal(found, plain.average)
-
-    run_threads(on_a_rank, 2)
+@on_ranks(2)
+def test_every_so_many_steps(world, stage):
+    engine, plain = build(world, Kind(), stage), Plain()
+    engine.keep_average(decay=DECAY, every=3, warmup=False)
+    train(engine, 0, 1)
+    followed(engine, plain, 2)
+    train(engine, 3, 4)
+    followed(engine, plain, 5)
+    train(engine, 6)
+    assert_average(engine, plain)
 
 
-def test_a_save_under_way_has_the_average_as_it_was_at_the_call(tmp_path: Path) -> None:
+def test_a_save_under_way_has_the_average_as_it_was_at_the_call(tmp_path):
     """Though steps and an evaluation come meanwhile; with as little room for copies as there can be."""
     found: State = {}
 
@@ -292,7 +250,7 @@ def test_a_save_under_way_has_the_average_as_it_was_at_the_call(tmp_path: Path) 
     assert found == {}
 
 
-def test_what_a_user_writes_into_the_weights_stays_there() -> None:
+def test_what_a_user_writes_into_the_weights_stays_there():
     def on_a_rank(world: zerotrain.World, evaluates: bool, stage: int) -> str:
         engine = build(world, Kind(precision="bf16"), stage)
         engine.keep_average()
@@ -315,7 +273,7 @@ def test_what_a_user_writes_into_the_weights_stays_there() -> None:
     "inside the model computes with the average, afterwards with the weights, to the bit, after an exception too",
 )
 @pytest.mark.parametrize("stage", range(4))
-def test_the_model_computes_with_it_and_after_an_exception_with_the_weights(stage: int) -> None:
+def test_the_model_computes_with_it_and_after_an_exception_with_the_weights(stage):
     tokens = torch.arange(9)
 
     def on_a_rank(world: zerotrain.World) -> None:
@@ -351,21 +309,19 @@ REFUSED = {
 }
 
 
-def test_nothing_changes_inside() -> None:
-    def on_a_rank(world: zerotrain.World) -> None:
-        engine = build(world, Kind(), 2)
-        engine.keep_average()
-        train(engine, 0, 1)
-        before = engine.weights_sha256()
-        with engine.averaged():
-            for what, call in REFUSED.items():
-                said = f"{what} inside `with engine.averaged()`, where the average is in use; leave it first"
-                with pytest.raises(EngineStateError, match=f"^{re.escape(said)}$"):
-                    call(engine)
-        assert engine.weights_sha256() == before
-        train(engine, 2)
-
-    run_threads(on_a_rank, 2)
+@on_ranks(2)
+def test_nothing_changes_inside(world):
+    engine = build(world, Kind(), 2)
+    engine.keep_average()
+    train(engine, 0, 1)
+    before = engine.weights_sha256()
+    with engine.averaged():
+        for what, call in REFUSED.items():
+            said = f"{what} inside `with engine.averaged()`, where the average is in use; leave it first"
+            with pytest.raises(EngineStateError, match=f"^{re.escape(said)}$"):
+                call(engine)
+    assert engine.weights_sha256() == before
+    train(engine, 2)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +334,7 @@ def test_nothing_changes_inside() -> None:
         ({"every": 1.5}, "every=1.5; it must be a whole number of steps, at least 1"),
     ],
 )
-def test_a_value_that_it_cannot_have_is_refused(given: dict[str, Any], said: str) -> None:
+def test_a_value_that_it_cannot_have_is_refused(given, said):
     engine = build(alone(), Kind(), 2)
     with pytest.raises(ConfigError, match=re.escape(said)):
         engine.keep_average(**given)
@@ -387,20 +343,18 @@ def test_a_value_that_it_cannot_have_is_refused(given: dict[str, Any], said: str
         engine.keep_average()
 
 
-def test_one_that_differs_by_rank_or_is_not_there_is_refused() -> None:
-    def on_a_rank(world: zerotrain.World) -> None:
-        engine = build(world, Kind(), 2)
-        with pytest.raises(EngineStateError, match="there is no average of weights; call"):
-            engine.averaged().__enter__()
-        said = "engine.keep_average: decay differs between the ranks: 0.5 on rank 0, 0.75 on rank 1; give all ranks the"
-        with pytest.raises(ConfigError, match=said):
-            engine.keep_average(decay=(0.5, 0.75)[world.rank])
-        engine.keep_average()
-
-    run_threads(on_a_rank, 2)
+@on_ranks(2)
+def test_one_that_differs_by_rank_or_is_not_there_is_refused(world):
+    engine = build(world, Kind(), 2)
+    with pytest.raises(EngineStateError, match="there is no average of weights; call"):
+        engine.averaged().__enter__()
+    said = "engine.keep_average: decay differs between the ranks: 0.5 on rank 0, 0.75 on rank 1; give all ranks the"
+    with pytest.raises(ConfigError, match=said):
+        engine.keep_average(decay=(0.5, 0.75)[world.rank])
+    engine.keep_average()
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numbers_of_numpy_are_numbers():
     def averaged(decay: Any, every: Any) -> str:
         engine = build(alone(), Kind(), 2)
         engine.keep_average(decay=decay, every=every, warmup=False)

@@ -80,7 +80,7 @@ def trained(world: World, stage: int, place: Any, compiled: Any) -> dict[str, to
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.thinned(2)
-def test_a_compiled_function_that_calls_the_engine_trains_as_one_that_is_not(place: Any, stage: int) -> None:
+def test_a_compiled_function_that_calls_the_engine_trains_as_one_that_is_not(place, stage):
     torch._dynamo.reset()
     plain = trained(alone(), stage, place, lambda function: function)
     for name, value in trained(alone(), stage, place, lambda f: torch.compile(f, backend="aot_eager")).items():
@@ -88,7 +88,7 @@ def test_a_compiled_function_that_calls_the_engine_trains_as_one_that_is_not(pla
 
 
 @pytest.mark.case("around_a_step", "`torch.compile` of the engine, or of a function that calls the engine")
-def test_where_the_graph_must_not_end_the_reason_is_told() -> None:
+def test_where_the_graph_must_not_end_the_reason_is_told():
     torch._dynamo.reset()
     engine = build(alone(), 3, "fp32")
     whole = torch.compile(lambda x: engine(x).square().mean(), fullgraph=True, backend="eager")

@@ -19,9 +19,7 @@ MOMENTUM: Any = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.thinned(2)
-def test_three_ranks_train_to_the_bits_of_plain_pytorch_and_issue_the_same_in_the_same_order(
-    stage: int, prefetch: int, nasty: dict[str, int]
-) -> None:
+def test_three_ranks_train_to_the_bits_of_plain_pytorch_and_issue_the_same_in_the_same_order(stage, prefetch, nasty):
     def on_a_rank(world: World) -> dict[str, torch.Tensor]:
         engine = engine_on(world, zero={"stage": stage, "prefetch": prefetch})
         train(engine, 0, 1)
@@ -33,7 +31,7 @@ def test_three_ranks_train_to_the_bits_of_plain_pytorch_and_issue_the_same_in_th
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_without_overlap_the_same_is_issued_in_the_same_order(stage: int) -> None:
+def test_without_overlap_the_same_is_issued_in_the_same_order(stage):
     def on_a_rank(world: World, overlap: bool) -> str:
         engine = engine_on(world, zero={"stage": stage, "overlap": overlap})
         train(engine, 0, 1)
@@ -50,7 +48,7 @@ class Deep(Linears):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_gradients_of_few_buckets_are_held_at_once_however_many_there_are(stage: int) -> None:
+def test_the_gradients_of_few_buckets_are_held_at_once_however_many_there_are(stage):
     def on_a_rank(world: World) -> float:
         engine = engine_on(world, Deep, zero={"stage": stage})
         train(engine, 0, 1)
@@ -62,7 +60,7 @@ def test_the_gradients_of_few_buckets_are_held_at_once_however_many_there_are(st
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_backward_is_ready_to_receive_for_few_buckets_at_once_however_many_there_are(stage: int) -> None:
+def test_a_backward_is_ready_to_receive_for_few_buckets_at_once_however_many_there_are(stage):
     engine, prepared = engine_on(alone(), Deep, zero={"stage": stage}), []
     numels = [bucket.layout.padded_numel for bucket in engine.schedule.trained]
 
@@ -81,9 +79,7 @@ def test_a_backward_is_ready_to_receive_for_few_buckets_at_once_however_many_the
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.01, 1e6])
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_norm_is_that_of_the_mean_over_ranks_and_clips_as_torch_does(
-    stage: int, max_grad_norm: float | None
-) -> None:
+def test_the_norm_is_that_of_the_mean_over_ranks_and_clips_as_torch_does(stage, max_grad_norm):
     def on_a_rank(world: World) -> tuple[zerotrain.StepResult, dict[str, torch.Tensor]]:
         engine = engine_on(world, zero={"stage": stage}, max_grad_norm=max_grad_norm)
         engine.backward(engine(inputs(0, world.rank)))
@@ -109,9 +105,7 @@ FP16 = zerotrain.PrecisionConfig("fp16", initial_scale=1024.0, growth_interval=2
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1e6])
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_loss_scale_is_in_the_backward_alone_not_in_norm_weights_or_clipping(
-    stage: int, max_grad_norm: float | None
-) -> None:
+def test_the_loss_scale_is_in_the_backward_alone_not_in_norm_weights_or_clipping(stage, max_grad_norm):
     def on_a_rank(world: World) -> tuple[list[zerotrain.StepResult], dict[str, torch.Tensor]]:
         engine = engine_on(world, Counted, precision=FP16, zero={"stage": stage}, max_grad_norm=max_grad_norm)
         results = []
@@ -131,7 +125,7 @@ def test_the_loss_scale_is_in_the_backward_alone_not_in_norm_weights_or_clipping
 @pytest.mark.parametrize("precision", ["fp32", FP16])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("bad_rank", [0, 1, 2])
-def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(stage: int, precision: Any, bad_rank: int) -> None:
+def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(stage, precision, bad_rank):
     def on_a_rank(world: World) -> list[Any]:
         engine = engine_on(world, Counted, precision=precision, zero={"stage": stage})
         seen: list[Any] = []

@@ -12,7 +12,7 @@ from torch import nn
 
 import zerotrain
 from tests.unit.engine.habits import build
-from tests.unit.engine.parts import Counted, Linears, alone, assert_same, engine_on, inputs, seeded, train
+from tests.unit.engine.parts import Counted, Linears, alone, assert_same, engine_on, inputs, on_ranks, seeded, train
 from zerotrain.comm.world import World
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import DisagreementError, EngineStateError
@@ -27,9 +27,7 @@ MOMENTUM: Any = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 @pytest.mark.parametrize("syncs_first", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_gradients_add_up_until_the_step_and_what_is_given_up_leaves_nothing(
-    stage: int, precision: str, syncs_first: bool, gives_up: str
-) -> None:
+def test_gradients_add_up_until_the_step_and_what_is_given_up_leaves_nothing(stage, precision, syncs_first, gives_up):
     def on_a_rank(world: World) -> list[Any]:
         engine = engine_on(world, Counted, precision=precision, zero={"stage": stage})
 
@@ -63,7 +61,7 @@ def test_gradients_add_up_until_the_step_and_what_is_given_up_leaves_nothing(
 )
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_ctrl_c_in_a_backward_leaves_nothing_silently(stage: int, size: int) -> None:
+def test_ctrl_c_in_a_backward_leaves_nothing_silently(stage, size):
     """As in a notebook, where the cell is run again. What was left came into the next step's gradient (2026-11-23)."""
 
     def on_a_rank(world: World) -> list[Any]:
@@ -85,7 +83,7 @@ def test_ctrl_c_in_a_backward_leaves_nothing_silently(stage: int, size: int) -> 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_backward_in_no_sync_that_reaches_no_parameter_changes_neither_the_step_nor_its_norm(stage: int) -> None:
+def test_a_backward_in_no_sync_that_reaches_no_parameter_changes_neither_the_step_nor_its_norm(stage):
     """The step failed, since the squares of the norm were forgotten when any backward began (2026-11-23)."""
 
     def on_a_rank(world: World) -> list[float]:
@@ -103,23 +101,14 @@ def test_a_backward_in_no_sync_that_reaches_no_parameter_changes_neither_the_ste
         assert norm == expected > 0
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_backward_in_no_sync_neither_reduces_nor_gets_ready_to(stage: int) -> None:
-    engine = engine_on(alone(), zero={"stage": stage})
-    with engine.no_sync():
-        engine.backward(engine(inputs(0, 0)))
-    assert not any(bucket.gradient.reduction.handle.is_prepared for bucket in engine.schedule.trained)
-    assert not any(bucket.gradient.is_reduced for bucket in engine.schedule.trained)
-
-
-def test_no_sync_ends_with_its_block_also_when_that_raises() -> None:
+def test_no_sync_ends_with_its_block_also_when_that_raises():
     engine = engine_on(alone())
     with pytest.raises(ZeroDivisionError), engine.no_sync():
         raise ZeroDivisionError
     train(engine, 0)
 
 
-def test_a_loss_of_a_step_that_was_given_up_is_not_blamed_for_the_next() -> None:
+def test_a_loss_of_a_step_that_was_given_up_is_not_blamed_for_the_next():
     engine = engine_on(alone(), max_skipped_steps=1)
     engine.backward(engine(inputs(0, 0)) * float("nan"))
     engine.zero_grad()
@@ -131,7 +120,7 @@ def test_a_loss_of_a_step_that_was_given_up_is_not_blamed_for_the_next() -> None
 
 
 @pytest.mark.case("calls: Calls", "A backward after the step that changed its weights", "refused")
-def test_a_loss_from_before_the_last_step_is_refused_and_one_from_before_a_skipped_step_is_not() -> None:
+def test_a_loss_from_before_the_last_step_is_refused_and_one_from_before_a_skipped_step_is_not():
     engine = engine_on(alone())
     old = [engine(inputs(0, 0)) for _ in range(2)]
     engine.backward(engine(inputs(0, 0)) * float("nan"))
@@ -143,7 +132,7 @@ def test_a_loss_from_before_the_last_step_is_refused_and_one_from_before_a_skipp
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_losses_that_are_kept_alive_hold_up_no_reduction_of_later_backwards(stage: int) -> None:
+def test_losses_that_are_kept_alive_hold_up_no_reduction_of_later_backwards(stage):
     def on_a_rank(world: World, keeps: bool) -> None:
         engine, kept = engine_on(world, zero={"stage": stage}), []
         for _ in range(3):
@@ -168,7 +157,7 @@ class ReadWhileFull(Linears):
         return super().forward(x + self.blocks[3].weight[:3, 0] if is_early else x)
 
 
-def test_a_gradient_that_comes_when_its_bucket_was_closed_is_told() -> None:
+def test_a_gradient_that_comes_when_its_bucket_was_closed_is_told():
     engine = engine_on(alone(), ReadWhileFull, zero={"stage": 3})
     engine(inputs(0, 0))
     loss = engine(inputs(0, 0), is_early=True)
@@ -179,7 +168,7 @@ def test_a_gradient_that_comes_when_its_bucket_was_closed_is_told() -> None:
 # ---- between the steps
 
 
-def test_behind_each_call_the_engine_is_idle_and_sharded_weights_refuse_to_be_read() -> None:
+def test_behind_each_call_the_engine_is_idle_and_sharded_weights_refuse_to_be_read():
     engine = engine_on(alone(), zero={"stage": 3})
     module: Any = engine.module
 
@@ -199,77 +188,68 @@ def test_behind_each_call_the_engine_is_idle_and_sharded_weights_refuse_to_be_re
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_evaluation_in_mid_step_counts_outside_it_changes_nothing_and_leaves_nothing_gathered(stage: int) -> None:
-    def on_a_rank(world: World) -> None:
-        engine, x = engine_on(world, zero={"stage": stage}), inputs(1, world.rank)
+@on_ranks(2)
+def test_an_evaluation_in_mid_step_counts_outside_it_changes_nothing_and_leaves_nothing_gathered(world, stage):
+    engine, x = engine_on(world, zero={"stage": stage}), inputs(1, world.rank)
 
-        def evaluated() -> tuple[torch.Tensor, int, int]:
-            outside = engine.ledger.outside_steps.sent_nbytes
-            with torch.no_grad():
-                loss = engine(x)
-            return loss, engine.ledger.outside_steps.sent_nbytes - outside, engine.memory_bytes()["parameters"]
+    def evaluated() -> tuple[torch.Tensor, int, int]:
+        outside = engine.ledger.outside_steps.sent_nbytes
+        with torch.no_grad():
+            loss = engine(x)
+        return loss, engine.ledger.outside_steps.sent_nbytes - outside, engine.memory_bytes()["parameters"]
 
-        train(engine, 0)
-        at_rest = engine.memory_bytes()["parameters"]
-        ordinary = engine.ledger.last_step.calls
-        before = evaluated()
-        loss = engine(x)
-        between = evaluated()
-        engine.backward(loss)
-        behind = evaluated()
-        engine.step()
-        assert torch.equal(before[0], loss.detach())
-        assert all(torch.equal(each[0], before[0]) and each[2] == at_rest for each in (before, between, behind))
-        assert behind[1] == before[1] >= between[1]
-        assert (before[1] > 0) == (stage == 3)
-        calls = engine.ledger.last_step.calls
-        assert (calls["reduce"], calls["norm"]) == (ordinary["reduce"], 1)
-        assert calls["gather"] - ordinary["gather"] == (2 if stage == 3 else 0)  # what was kept for the backward
-
-    run_threads(on_a_rank, 2)
+    train(engine, 0)
+    at_rest = engine.memory_bytes()["parameters"]
+    ordinary = engine.ledger.last_step.calls
+    before = evaluated()
+    loss = engine(x)
+    between = evaluated()
+    engine.backward(loss)
+    behind = evaluated()
+    engine.step()
+    assert torch.equal(before[0], loss.detach())
+    assert all(torch.equal(each[0], before[0]) and each[2] == at_rest for each in (before, between, behind))
+    assert behind[1] == before[1] >= between[1]
+    assert (before[1] > 0) == (stage == 3)
+    calls = engine.ledger.last_step.calls
+    assert (calls["reduce"], calls["norm"]) == (ordinary["reduce"], 1)
+    assert calls["gather"] - ordinary["gather"] == (2 if stage == 3 else 0)  # what was kept for the backward
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_that_was_given_up_does_not_count_in_the_next(stage: int) -> None:
-    def on_a_rank(world: World) -> None:
-        engine = engine_on(world, zero={"stage": stage})
-        train(engine, 0, 1)
-        ordinary = engine.ledger.last_step
-        engine.backward(engine(inputs(0, world.rank)))
-        engine.zero_grad()
-        train(engine, 2)
-        assert engine.ledger.last_step.calls == ordinary.calls
-        assert engine.ledger.last_step.nbytes == ordinary.nbytes
-
-    run_threads(on_a_rank, 2)
+@on_ranks(2)
+def test_a_step_that_was_given_up_does_not_count_in_the_next(world, stage):
+    engine = engine_on(world, zero={"stage": stage})
+    train(engine, 0, 1)
+    ordinary = engine.ledger.last_step
+    engine.backward(engine(inputs(0, world.rank)))
+    engine.zero_grad()
+    train(engine, 2)
+    assert engine.ledger.last_step.calls == ordinary.calls
+    assert engine.ledger.last_step.nbytes == ordinary.nbytes
 
 
-def test_ranks_whose_collectives_came_in_another_order_are_told_at_the_step() -> None:
+@on_ranks(2)
+def test_ranks_whose_collectives_came_in_another_order_are_told_at_the_step(world):
     """Two at once, so that nobody waits in vain."""
-
-    def on_a_rank(world: World) -> None:
-        engine = engine_on(world)
-        gathers = [engine.collectives.gather(name, torch.zeros(2), torch.zeros(1)) for name in ("a", "b")]
-        for gather in gathers if world.rank == 0 else reversed(gathers):
-            gather.issue()
-        for gather in gathers:
-            gather.finish()
-        with pytest.raises(DisagreementError, match="order of the collectives"):
-            train(engine, 0)
-
-    run_threads(on_a_rank, 2)
+    engine = engine_on(world)
+    gathers = [engine.collectives.gather(name, torch.zeros(2), torch.zeros(1)) for name in ("a", "b")]
+    for gather in gathers if world.rank == 0 else reversed(gathers):
+        gather.issue()
+    for gather in gathers:
+        gather.finish()
+    with pytest.raises(DisagreementError, match="order of the collectives"):
+        train(engine, 0)
 
 
-def test_ranks_with_another_number_of_backwards_are_told_at_the_step() -> None:
-    def on_a_rank(world: World) -> None:
-        engine = engine_on(world)
-        for _ in range(world.rank):
-            with engine.no_sync():
-                engine.backward(engine(inputs(0, 0)))
-        with pytest.raises(DisagreementError, match="backwards since the last step: 1 on rank 0, 2 on rank 1"):
-            train(engine, 0)
-
-    run_threads(on_a_rank, 2)
+@on_ranks(2)
+def test_ranks_with_another_number_of_backwards_are_told_at_the_step(world):
+    engine = engine_on(world)
+    for _ in range(world.rank):
+        with engine.no_sync():
+            engine.backward(engine(inputs(0, 0)))
+    with pytest.raises(DisagreementError, match="backwards since the last step: 1 on rank 0, 2 on rank 1"):
+        train(engine, 0)
 
 
 # Calls of the engine within `torch.inference_mode()` and `torch.no_grad()`: what they make is trained afterwards.
@@ -336,9 +316,7 @@ CASES += [(call, place % len(SETTINGS), torch.no_grad) for place, call in enumer
 )
 @pytest.mark.parametrize(("call", "settings", "mode"), CASES)
 @pytest.mark.thinned(2)
-def test_a_call_within_a_mode_without_gradients_comes_to_the_bits_of_one_outside(
-    call: str, settings: int, mode: Any, tmp_path: Path
-) -> None:
+def test_a_call_within_a_mode_without_gradients_comes_to_the_bits_of_one_outside(call, settings, mode, tmp_path):
     given = SETTINGS[settings]
     for folder in ("inside", "outside"):
         (tmp_path / folder).mkdir()
@@ -347,7 +325,7 @@ def test_a_call_within_a_mode_without_gradients_comes_to_the_bits_of_one_outside
     assert_same(inside[0][0], outside[0][0])
 
 
-def test_a_model_that_build_engine_builds_within_inference_mode_trains() -> None:
+def test_a_model_that_build_engine_builds_within_inference_mode_trains():
     def on_a_rank(world: World) -> dict[str, torch.Tensor]:
         with torch.inference_mode():
             engine = zerotrain.build_engine(lambda: seeded(Linears), optimizer=ADAMW, world=world)
@@ -359,15 +337,13 @@ def test_a_model_that_build_engine_builds_within_inference_mode_trains() -> None
     assert_same(run_threads(on_a_rank, 1)[0][0], expected.full_state_dict())
 
 
-def test_what_full_state_dict_gives_within_inference_mode_can_be_written_to() -> None:
-    def on_a_rank(world: World) -> None:
-        engine = engine_on(world)
-        with torch.inference_mode():
-            state = engine.full_state_dict()
-        for value in state.values():
-            value.zero_()
-
-    run_threads(on_a_rank, 2)
+@on_ranks(2)
+def test_what_full_state_dict_gives_within_inference_mode_can_be_written_to(world):
+    engine = engine_on(world)
+    with torch.inference_mode():
+        state = engine.full_state_dict()
+    for value in state.values():
+        value.zero_()
 
 
 # What ranks tell each other with the norm: in the same step on all, without a collective of its own.
@@ -379,7 +355,7 @@ LARGEST = 2**31
 @pytest.mark.case("stopping", "SIGTERM, SIGINT or SIGUSR1 to the launcher, to one rank, to all processes")
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_one_rank_has_in_a_step_all_are_told_in_that_step_and_only_then(stage: int, size: int) -> None:
+def test_what_one_rank_has_in_a_step_all_are_told_in_that_step_and_only_then(stage, size):
     teller = size - 1
 
     def four_steps(world: zerotrain.World) -> list[tuple[bool, tuple[int, ...]]]:

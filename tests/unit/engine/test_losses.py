@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zerotrain
-from tests.unit.engine.habits import EVERYWHERE, SGD, assert_same, in_plain_pytorch, on_ranks
+from tests.unit.engine.habits import EVERYWHERE, SGD, assert_same, in_our_engine, in_plain_pytorch
 from tests.unit.engine.parts import engine_on, seeded
 from zerotrain.testing.fake_wire import run_threads
 
@@ -57,13 +57,11 @@ def half_of_them_without_labels(step: int, rank: int) -> list[tuple[tuple[torch.
     "nothing of it reaches a gradient or a sum; same bits as without it",
 )
 @EVERYWHERE
-def test_a_micro_batch_of_weight_0_reaches_no_gradient_and_no_sum_though_its_loss_is_nan(
-    stage: int, size: int, precision: str
-) -> None:
+def test_a_micro_batch_of_weight_0_reaches_no_gradient_and_no_sum_though_its_loss_is_nan(stage, size, precision):
     for mean in ("torch's", "of those chosen", "summed"):
         make = functools.partial(Labelled, mean)
         expected = in_plain_pytorch(make, half_of_them_without_labels, size, precision)
-        assert_same(on_ranks(make, half_of_them_without_labels, size, stage, precision), expected)
+        assert_same(in_our_engine(make, half_of_them_without_labels, size, stage, precision), expected)
 
 
 # ---- what a model adds to its loss
@@ -104,12 +102,10 @@ def rows_of_text(step: int, rank: int) -> list[tuple[tuple[torch.Tensor, ...], f
 )
 @EVERYWHERE
 @pytest.mark.thinned(2, first=1)
-def test_the_balancing_loss_of_a_mixture_of_experts_is_trained_as_transformers_weighs_it(
-    stage: int, size: int, precision: str
-) -> None:
+def test_the_balancing_loss_of_a_mixture_of_experts_is_trained_as_transformers_weighs_it(stage, size, precision):
     pytest.importorskip("transformers")
     expected = in_plain_pytorch(OwnLoss, rows_of_text, size, precision)
-    got = on_ranks(mixtral, rows_of_text, size, stage, precision)
+    got = in_our_engine(mixtral, rows_of_text, size, stage, precision)
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=2e-2, atol=2e-3 if precision == "bf16" else 1e-6)
 
@@ -122,7 +118,7 @@ def test_the_balancing_loss_of_a_mixture_of_experts_is_trained_as_transformers_w
     "A dict for a micro-batch; a model that returns a dict or a tuple",
     "`train_step` takes named inputs; it says that it wants the loss, which `backward` takes from anywhere",
 )
-def test_train_step_takes_named_inputs_and_weights_in_a_tensor() -> None:
+def test_train_step_takes_named_inputs_and_weights_in_a_tensor():
     ids, labels = torch.randint(7, (2, 2, 6), generator=torch.Generator().manual_seed(0)).unbind()
     norms = []
     for micro_batch in ((ids, labels), {"ids": ids, "labels": labels}):
@@ -138,7 +134,7 @@ class GivesADict(Labelled):
 
 
 @pytest.mark.case("losses", "A dict for a micro-batch; a model that returns a dict or a tuple")
-def test_what_train_step_cannot_take_is_said() -> None:
+def test_what_train_step_cannot_take_is_said():
     ids = torch.randint(7, (2, 6))
     engine = zerotrain.build_engine(Labelled("torch's"), optimizer=SGD)
     with pytest.raises(zerotrain.EngineStateError, match=r"got a tensor for a micro-batch; give it as a sequence"):
@@ -172,9 +168,7 @@ def loss_in_plain_pytorch(virtual_ranks: range, weighted: bool) -> float:
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("size", "virtual"), [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (2, 8)])
-def test_the_loss_of_a_step_is_the_mean_over_the_virtual_ranks_of_each_rank(
-    size: int, virtual: int, weighted: bool
-) -> None:
+def test_the_loss_of_a_step_is_the_mean_over_the_virtual_ranks_of_each_rank(size, virtual, weighted):
     def on_a_rank(world: zerotrain.World) -> tuple[range, torch.Tensor]:
         make = functools.partial(Labelled, "torch's")
         engine = engine_on(world, make, optimizer=SGD, virtual_ranks=virtual)

@@ -7,17 +7,8 @@ import torch
 from torch import nn
 
 import zerotrain
-from tests.unit.engine.habits import (
-    DTYPES,
-    EVERYWHERE,
-    SGD,
-    assert_same,
-    build,
-    copy_into,
-    in_plain_pytorch,
-    on_ranks,
-)
-from tests.unit.engine.parts import seeded
+from tests.unit.engine.habits import EVERYWHERE, SGD, assert_same, build, in_our_engine, in_plain_pytorch
+from tests.unit.engine.parts import DTYPES, copy_into, seeded
 from zerotrain.testing.fake_wire import run_threads
 
 # ---- batch norms
@@ -67,12 +58,12 @@ def images(step: int, rank: int) -> list[tuple[tuple[torch.Tensor, ...], float]]
     [(stage, size, precision) for stage in range(4) for size in (2, 3) for precision in ("fp32", "bf16", "fp16")],
 )
 @pytest.mark.thinned(5)
-def test_batch_norms_of_all_kinds_are_kept_in_fp32_without_being_named(stage: int, size: int, precision: str) -> None:
+def test_batch_norms_of_all_kinds_are_kept_in_fp32_without_being_named(stage, size, precision):
     expected = in_plain_pytorch(Convnet, images, size, precision, batch_norms_in_fp32)
-    assert_same(on_ranks(Convnet, images, size, stage, precision), expected)
+    assert_same(in_our_engine(Convnet, images, size, stage, precision), expected)
 
 
-def test_a_batch_norm_alone_and_one_within_what_is_named_are_cast_once() -> None:
+def test_a_batch_norm_alone_and_one_within_what_is_named_are_cast_once():
     alone = zerotrain.build_engine(nn.BatchNorm1d(4), optimizer=SGD, precision="bf16")
     assert alone(torch.randn(8, 4)).dtype == torch.bfloat16
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
@@ -133,9 +124,7 @@ class WithKeysOfItsOwn(nn.Module):
     "`engine.full_state_dict()` equals `model.state_dict()` of plain PyTorch, in fp32",
 )
 @EVERYWHERE
-def test_the_full_state_dict_is_what_plain_pytorch_gives_with_hooks_extra_state_and_ties(
-    stage: int, size: int, precision: str
-) -> None:
+def test_the_full_state_dict_is_what_plain_pytorch_gives_with_hooks_extra_state_and_ties(stage, size, precision):
     def on_a_rank(world: zerotrain.World) -> dict[str, Any]:
         engine = build(world, stage, precision, seeded(WithKeysOfItsOwn))
         before = [id(parameter) for parameter in engine.module.parameters()]
@@ -177,9 +166,7 @@ def encoder() -> nn.Module:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @EVERYWHERE
 @pytest.mark.thinned(3)
-def test_an_encoder_gives_zeros_at_padded_places_in_evaluation_as_in_plain_pytorch(
-    stage: int, size: int, precision: str
-) -> None:
+def test_an_encoder_gives_zeros_at_padded_places_in_evaluation_as_in_plain_pytorch(stage, size, precision):
     padding = torch.tensor([[0, 0, 0, 0, 1, 1], [0] * 6, [0, 0, 1, 1, 1, 1]]).bool()
     x = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(1))
 

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zerotrain
 from tests.unit.engine.habits import EVERYWHERE, SGD, Net, build
-from tests.unit.engine.parts import seeded
+from tests.unit.engine.parts import DTYPES, Losses, Plain, alone, assert_same, on_ranks, seeded
 from tests.unit.engine.test_habits import inputs
 from zerotrain.engine.model.checks import Newcomers
 from zerotrain.testing.fake_wire import run_threads
@@ -54,35 +54,31 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 @EVERYWHERE
 @pytest.mark.parametrize("name", COPIES)
 @pytest.mark.thinned(2)
-def test_a_copy_of_the_module_is_a_plain_module_with_the_weights_of_now(
-    name: str, stage: int, size: int, precision: str
-) -> None:
-    def on_a_rank(world: zerotrain.World) -> None:
-        zero = zerotrain.ZeroConfig(stage=stage, bucket_mb=0.0005, units=["blocks.*"])
-        engine = zerotrain.build_engine(
-            seeded(Net), optimizer=SGD, zero=zero, precision=precision, activation_checkpointing=True, world=world
-        )
-        one_step(engine)
-        if stage == 3:
-            with pytest.raises(zerotrain.EngineStateError, match="forward_scope"):
-                COPIES[name](engine.module)
-        with engine.forward_scope() if stage == 3 else nullcontext():
-            other = COPIES[name](engine.module)
-        assert {type(parameter) for parameter in other.parameters()} == {nn.Parameter}
-        weights = engine.full_state_dict()
-        for key, parameter in other.named_parameters():
-            if world.rank == 0:
-                assert torch.equal(parameter, weights[key].to(parameter.dtype))
-        x = inputs(world.rank).to(next(other.parameters()).dtype)
-        before = engine(x)
-        assert torch.equal(other(x), before)
-        one_step(engine)  # changes the engine's model alone
-        assert torch.equal(other(x), before)
-        other(x).float().sum().backward()  # and the copy is trained by nobody
-        assert other.first.weight.grad is not None
-        one_step(engine)
-
-    run_threads(on_a_rank, size, late_rank=0)
+@on_ranks(late_rank=0)
+def test_a_copy_of_the_module_is_a_plain_module_with_the_weights_of_now(world, name, stage, size, precision):
+    zero = zerotrain.ZeroConfig(stage=stage, bucket_mb=0.0005, units=["blocks.*"])
+    engine = zerotrain.build_engine(
+        seeded(Net), optimizer=SGD, zero=zero, precision=precision, activation_checkpointing=True, world=world
+    )
+    one_step(engine)
+    if stage == 3:
+        with pytest.raises(zerotrain.EngineStateError, match="forward_scope"):
+            COPIES[name](engine.module)
+    with engine.forward_scope() if stage == 3 else nullcontext():
+        other = COPIES[name](engine.module)
+    assert {type(parameter) for parameter in other.parameters()} == {nn.Parameter}
+    weights = engine.full_state_dict()
+    for key, parameter in other.named_parameters():
+        if world.rank == 0:
+            assert torch.equal(parameter, weights[key].to(parameter.dtype))
+    x = inputs(world.rank).to(next(other.parameters()).dtype)
+    before = engine(x)
+    assert torch.equal(other(x), before)
+    one_step(engine)  # changes the engine's model alone
+    assert torch.equal(other(x), before)
+    other(x).float().sum().backward()  # and the copy is trained by nobody
+    assert other.first.weight.grad is not None
+    one_step(engine)
 
 
 @pytest.mark.case(
@@ -92,31 +88,28 @@ def test_a_copy_of_the_module_is_a_plain_module_with_the_weights_of_now(
 )
 @EVERYWHERE
 @pytest.mark.thinned(3)
-def test_an_average_of_the_weights_is_that_of_plain_pytorch(stage: int, size: int, precision: str) -> None:
+@on_ranks(late_rank=0)
+def test_an_average_of_the_weights_is_that_of_plain_pytorch(world, stage, size, precision):
     """What AveragedModel does, of a model in the compute precision."""
-
-    def on_a_rank(world: zerotrain.World) -> dict[str, torch.Tensor]:
-        engine = build(world, stage, precision)
-        scope: Any = engine.forward_scope if stage == 3 else nullcontext
+    engine = build(world, stage, precision)
+    scope: Any = engine.forward_scope if stage == 3 else nullcontext
+    with torch.no_grad(), scope():
+        average = AveragedModel(engine.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    seen = []
+    for _ in range(3):
+        one_step(engine)
         with torch.no_grad(), scope():
-            average = AveragedModel(engine.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        seen = []
-        for _ in range(3):
-            one_step(engine)
-            with torch.no_grad(), scope():
-                average.update_parameters(engine.module)
-            seen.append(engine.full_state_dict())
-        if world.rank == 0:
-            plain = seeded(Net).to(next(average.parameters()).dtype)
-            expected = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-            for weights in seen:
-                plain.load_state_dict(weights)
-                expected.update_parameters(plain)
-            for mine, other in zip(average.parameters(), expected.parameters(), strict=True):
-                assert torch.equal(mine, other)
-        return engine.full_state_dict()
-
-    run_threads(on_a_rank, size, late_rank=0)
+            average.update_parameters(engine.module)
+        seen.append(engine.full_state_dict())
+    if world.rank == 0:
+        plain = seeded(Net).to(next(average.parameters()).dtype)
+        expected = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        for weights in seen:
+            plain.load_state_dict(weights)
+            expected.update_parameters(plain)
+        for mine, other in zip(average.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(mine, other)
+    return engine.full_state_dict()
 
 
 @pytest.mark.case(
@@ -125,8 +118,8 @@ def test_an_average_of_the_weights_is_that_of_plain_pytorch(stage: int, size: in
     "uses the weights of the call",
 )
 @EVERYWHERE
-def test_weights_given_to_functional_call_are_used_and_get_the_gradients(stage: int, size: int, precision: str) -> None:
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+def test_weights_given_to_functional_call_are_used_and_get_the_gradients(stage, size, precision):
+    dtype = DTYPES[precision]
 
     def call(module: nn.Module, rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model = seeded(Net)
@@ -156,29 +149,25 @@ def test_weights_given_to_functional_call_are_used_and_get_the_gradients(stage: 
     "`engine.forward_scope()`, outside it refused",
 )
 @EVERYWHERE
-def test_a_list_of_parameters_from_before_the_build_stays_what_the_model_has(
-    stage: int, size: int, precision: str
-) -> None:
-    def on_a_rank(world: zerotrain.World) -> None:
-        model = seeded(Net)
-        kept = list(model.named_parameters())
-        for _, parameter in kept:
-            parameter.mark = "mine"
-        engine = build(world, stage, precision, model)
-        for _ in range(2):
-            one_step(engine)
-            weights = engine.full_state_dict()
-            if stage == 3:
-                with pytest.raises(zerotrain.EngineStateError, match="forward_scope"):
-                    kept[0][1].sum()
-            with torch.no_grad(), engine.forward_scope() if stage == 3 else nullcontext():
-                for (name, parameter), now in zip(kept, engine.module.parameters(), strict=True):
-                    assert parameter is now
-                    assert parameter.mark == "mine"
-                    value = parameter + 0  # on every rank
-                    assert world.rank or torch.equal(value, weights[name].to(parameter.dtype))
-
-    run_threads(on_a_rank, size, late_rank=0)
+@on_ranks(late_rank=0)
+def test_a_list_of_parameters_from_before_the_build_stays_what_the_model_has(world, stage, size, precision):
+    model = seeded(Net)
+    kept = list(model.named_parameters())
+    for _, parameter in kept:
+        parameter.mark = "mine"
+    engine = build(world, stage, precision, model)
+    for _ in range(2):
+        one_step(engine)
+        weights = engine.full_state_dict()
+        if stage == 3:
+            with pytest.raises(zerotrain.EngineStateError, match="forward_scope"):
+                kept[0][1].sum()
+        with torch.no_grad(), engine.forward_scope() if stage == 3 else nullcontext():
+            for (name, parameter), now in zip(kept, engine.module.parameters(), strict=True):
+                assert parameter is now
+                assert parameter.mark == "mine"
+                value = parameter + 0  # on every rank
+                assert world.rank or torch.equal(value, weights[name].to(parameter.dtype))
 
 
 @pytest.mark.case(
@@ -188,28 +177,24 @@ def test_a_list_of_parameters_from_before_the_build_stays_what_the_model_has(
     "and after the step as in plain PyTorch",
 )
 @EVERYWHERE
-def test_gradients_that_are_in_the_engine_are_answered_with_the_call_to_make(
-    stage: int, size: int, precision: str
-) -> None:
-    def on_a_rank(world: zerotrain.World) -> None:
-        engine = build(world, stage, precision)
-        nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)  # nothing to clip yet, as in plain PyTorch
-        engine.module.zero_grad()
-        for is_last in (False, True):
-            with nullcontext() if is_last else engine.no_sync():
-                engine.backward(engine(inputs(world.rank)).float().square().mean())
-            for look in (
-                lambda: engine.module.first.weight.grad,
-                lambda: nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0),
-                lambda: engine.module.zero_grad(),
-            ):
-                with pytest.raises(zerotrain.EngineStateError, match=r"max_grad_norm=.*engine\.zero_grad\(\)"):
-                    look()
-        engine.step()
-        engine.module.zero_grad()
-        assert engine.module.first.weight.grad is None
-
-    run_threads(on_a_rank, size, late_rank=0)
+@on_ranks(late_rank=0)
+def test_gradients_that_are_in_the_engine_are_answered_with_the_call_to_make(world, stage, size, precision):
+    engine = build(world, stage, precision)
+    nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)  # nothing to clip yet, as in plain PyTorch
+    engine.module.zero_grad()
+    for is_last in (False, True):
+        with nullcontext() if is_last else engine.no_sync():
+            engine.backward(engine(inputs(world.rank)).float().square().mean())
+        for look in (
+            lambda: engine.module.first.weight.grad,
+            lambda: nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0),
+            lambda: engine.module.zero_grad(),
+        ):
+            with pytest.raises(zerotrain.EngineStateError, match=r"max_grad_norm=.*engine\.zero_grad\(\)"):
+                look()
+    engine.step()
+    engine.module.zero_grad()
+    assert engine.module.first.weight.grad is None
 
 
 @pytest.mark.case(
@@ -218,9 +203,7 @@ def test_gradients_that_are_in_the_engine_are_answered_with_the_call_to_make(
     "as in plain PyTorch; `p.grad` is that of this backward",
 )
 @EVERYWHERE
-def test_hooks_on_gradients_see_this_ranks_own_whenever_they_were_registered(
-    stage: int, size: int, precision: str
-) -> None:
+def test_hooks_on_gradients_see_this_ranks_own_whenever_they_were_registered(stage, size, precision):
     def hook_all(module: nn.Module, seen: dict[str, list[torch.Tensor]]) -> None:
         for name, parameter in module.named_parameters():
             parameter.register_post_accumulate_grad_hook(
@@ -238,7 +221,7 @@ def test_hooks_on_gradients_see_this_ranks_own_whenever_they_were_registered(
         return seen
 
     def plain(rank: int) -> dict[str, list[torch.Tensor]]:
-        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        dtype = DTYPES[precision]
         model = seeded(Net).to(dtype)
         model(inputs(rank).to(dtype)).float().square().mean().backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -251,24 +234,19 @@ def test_hooks_on_gradients_see_this_ranks_own_whenever_they_were_registered(
             assert all(torch.equal(gradient, expected[name]) for gradient in gradients)
 
 
-def replace_a_parameter(module: nn.Module) -> None:
-    module.first.weight = nn.Parameter(torch.ones(16, 8))
-
-
-def replace_a_module(module: nn.Module) -> None:
-    module.blocks[1] = nn.Linear(16, 16)
-
-
-def add_an_adapter(module: nn.Module) -> None:
-    module.blocks[2].register_parameter("adapter", nn.Parameter(torch.ones(2)))
-
-
-def assign(module: nn.Module) -> None:
-    module.load_state_dict({name: torch.ones_like(p) for name, p in seeded(Net).named_parameters()}, assign=True)
-
-
-def normalise(module: nn.Module) -> None:
-    nn.utils.weight_norm(module.first)
+CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "a parameter": (lambda module: setattr(module.first, "weight", nn.Parameter(torch.ones(16, 8))), "first.weight"),
+    "a module": (lambda module: module.blocks.__setitem__(1, nn.Linear(16, 16)), "blocks.1"),
+    "an adapter": (
+        lambda module: module.blocks[2].register_parameter("adapter", nn.Parameter(torch.ones(2))),
+        "blocks.2.adapter",
+    ),
+    "assigned": (
+        lambda module: module.load_state_dict({n: p + 1 for n, p in seeded(Net).named_parameters()}, assign=True),
+        "first.weight",
+    ),
+    "normalised": (lambda module: nn.utils.weight_norm(module.first), "first.weight_g"),
+}
 
 
 @pytest.mark.case(
@@ -277,45 +255,30 @@ def normalise(module: nn.Module) -> None:
     'refused at the next forward: "... came into the model after build_engine"',
 )
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (replace_a_parameter, "first.weight"),
-        (replace_a_module, "blocks.1"),
-        (add_an_adapter, "blocks.2.adapter"),
-        (assign, "first.weight"),
-        (normalise, "first.weight_g"),
-    ],
-)
-def test_what_comes_into_the_model_after_the_build_is_found_at_the_next_forward(
-    change: Callable[[nn.Module], None], name: str, stage: int
-) -> None:
-    def on_a_rank(world: zerotrain.World) -> None:
-        engine = build(world, stage, "fp32")
-        with engine.forward_scope():
-            change(engine.module)
-        for _ in range(2):
-            with pytest.raises(zerotrain.EngineStateError, match=f"{name}, a .* came into the model after"):
-                engine(inputs(world.rank))
-
-    run_threads(on_a_rank, 2)
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(2)
+def test_what_comes_into_the_model_after_the_build_is_found_at_the_next_forward(world, change, stage):
+    (write, name), engine = CHANGES[change], build(world, stage, "fp32")
+    with engine.forward_scope():
+        write(engine.module)
+    for _ in range(2):
+        with pytest.raises(zerotrain.EngineStateError, match=f"{name}, a .* came into the model after"):
+            engine(inputs(world.rank))
 
 
 @pytest.mark.case(
     "around_a_step", "add dropout, a frozen module, a parametrization after the build", "as in plain PyTorch"
 )
 @pytest.mark.parametrize("stage", range(4))
-def test_parts_without_parameters_frozen_ones_and_ties_may_come(stage: int) -> None:
-    def on_a_rank(world: zerotrain.World) -> None:
-        engine = build(world, stage, "fp32")
-        module = engine.module
-        module.dropout = nn.Dropout()
-        module.critic = nn.Linear(2, 2).requires_grad_(False)
-        module.first.bias = module.first.bias
-        nn.utils.parametrize.register_parametrization(module.last, "weight", nn.Identity())
-        one_step(engine)
-
-    run_threads(on_a_rank, 2)
+@on_ranks(2)
+def test_parts_without_parameters_frozen_ones_and_ties_may_come(world, stage):
+    engine = build(world, stage, "fp32")
+    module = engine.module
+    module.dropout = nn.Dropout()
+    module.critic = nn.Linear(2, 2).requires_grad_(False)
+    module.first.bias = module.first.bias
+    nn.utils.parametrize.register_parametrization(module.last, "weight", nn.Identity())
+    one_step(engine)
 
 
 TRANSFORMS: dict[str, Callable[[Callable[..., torch.Tensor], torch.Tensor], torch.Tensor]] = {
@@ -342,8 +305,8 @@ TRANSFORMS: dict[str, Callable[[Callable[..., torch.Tensor], torch.Tensor], torc
 )
 @EVERYWHERE
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_what_torch_func_makes_of_the_model_is_trained(name: str, stage: int, size: int, precision: str) -> None:
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+def test_what_torch_func_makes_of_the_model_is_trained(name, stage, size, precision):
+    dtype = DTYPES[precision]
 
     def on_a_rank(world: zerotrain.World) -> dict[str, torch.Tensor]:
         engine = build(world, stage, precision)
@@ -353,18 +316,11 @@ def test_what_torch_func_makes_of_the_model_is_trained(name: str, stage: int, si
         engine.step()
         return engine.full_state_dict()
 
-    weights = {key: parameter.detach().clone() for key, parameter in seeded(Net).named_parameters()}
-    gradients = []
-    for rank in range(size):
-        model = seeded(Net).to(dtype)
-        TRANSFORMS[name](model, inputs(rank).to(dtype)).backward()
-        gradients.append({key: parameter.grad for key, parameter in model.named_parameters()})
-    got = run_threads(on_a_rank, size, late_rank=0)[0][0]
-    for key, weight in weights.items():
-        total = torch.zeros_like(weight)
-        for each in gradients:
-            total += 0 if each[key] is None else each[key]
-        assert torch.equal(got[key], weight.add((total / size).to(dtype).float(), alpha=-0.1)), key
+    def losses(model: nn.Module, step: int, rank: int) -> Losses:
+        yield TRANSFORMS[name](model, inputs(rank).to(dtype)), 1.0
+
+    expected = Plain(size, Net, SGD, precision, losses=losses).train(0)
+    assert_same(run_threads(on_a_rank, size, late_rank=0)[0][0], expected)
 
 
 @pytest.mark.case(
@@ -374,14 +330,13 @@ def test_what_torch_func_makes_of_the_model_is_trained(name: str, stage: int, si
 )
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("place", ["before", "in place before", "in place after", "within forward_scope"])
-def test_a_model_that_is_compiled_as_a_whole_trains_as_it_is(place: str, stage: int) -> None:
+def test_a_model_that_is_compiled_as_a_whole_trains_as_it_is(place, stage):
     torch._dynamo.reset()
-    world = zerotrain.World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    expected = build(world, stage, "fp32")
+    expected = build(alone(), stage, "fp32")
     model = seeded(Net)
     if place == "in place before":
         model.compile(backend="aot_eager")
-    engine = build(world, stage, "fp32", torch.compile(model, backend="aot_eager") if place == "before" else model)
+    engine = build(alone(), stage, "fp32", torch.compile(model, backend="aot_eager") if place == "before" else model)
     if place == "in place after":
         engine.module.compile(backend="aot_eager")
     for _ in range(2):
@@ -399,20 +354,18 @@ def test_a_model_that_is_compiled_as_a_whole_trains_as_it_is(place: str, stage: 
         assert torch.allclose(got[name], value)
 
 
-def test_no_hook_is_compiled_with_the_model() -> None:
+def test_no_hook_is_compiled_with_the_model():
     """Each was by itself, which took most of the time (2026-11-23)."""
     torch._dynamo.reset()
-    world = zerotrain.World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    one_step(build(world, 2, "fp32", torch.compile(seeded(Net), backend="eager")))
+    one_step(build(alone(), 2, "fp32", torch.compile(seeded(Net), backend="eager")))
     codes = [code for code in (reference() for reference in input_codes.seen) if code is not None]
     assert "habits.py" in {Path(code.co_filename).name for code in codes}
     assert "ModuleHook.__call__" not in {code.co_qualname for code in codes}
 
 
-def test_an_engine_that_is_gone_watches_nothing() -> None:
-    world = zerotrain.World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+def test_an_engine_that_is_gone_watches_nothing():
     before = len(Newcomers._all)
-    engine = build(world, 2, "fp32", Net())
+    engine = build(alone(), 2, "fp32", Net())
     assert len(Newcomers._all) == before + 1
     del engine
     assert len(Newcomers._all) == before
@@ -422,15 +375,14 @@ def test_an_engine_that_is_gone_watches_nothing() -> None:
     "around_a_step", "copy or pickle the engine itself", 'refused: "an engine can be neither copied nor pickled"'
 )
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
-def test_an_engine_itself_is_neither_copied_nor_pickled(copied: Callable[[Any], Any]) -> None:
-    world = zerotrain.World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+def test_an_engine_itself_is_neither_copied_nor_pickled(copied):
     with pytest.raises(zerotrain.EngineStateError, match=r"pickle engine\.module"):
-        copied(build(world, 3, "fp32"))
+        copied(build(alone(), 3, "fp32"))
 
 
-def test_an_engine_that_is_collected_while_another_model_is_built_disturbs_nothing() -> None:
+def test_an_engine_that_is_collected_while_another_model_is_built_disturbs_nothing():
     """The garbage collector runs where it likes: here it does while PyTorch goes through its hooks."""
-    engine = build(zerotrain.World.current(torch.device("cpu")), 2, "fp32")
+    engine = build(alone(), 2, "fp32")
     engine.module.circle = [engine]
     gone = weakref.ref(engine)
     del engine

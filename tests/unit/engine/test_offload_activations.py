@@ -18,9 +18,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerotrain
-from tests.unit.engine.parts import SGD, Linears, alone, assert_same, engine_on, inputs, seeded, sum_by_tree, train
+from tests.unit.engine.habits import assert_same
+from tests.unit.engine.parts import Linears, Losses, Plain, alone, engine_on, inputs, train
 from zerotrain import OffloadConfig
-from zerotrain.errors import ConfigError, OffloadError
+from zerotrain.errors import OffloadError
 from zerotrain.offload import saved
 from zerotrain.offload import tier as rates
 from zerotrain.testing.fake_wire import run_threads
@@ -91,21 +92,13 @@ def to(where: str, path: Path) -> OffloadConfig:
 
 
 def in_plain_pytorch(size: int, num_steps: int, make: Callable[[], nn.Module] = Net) -> dict[str, torch.Tensor]:
-    """Two micro-batches a step, and the mean over ranks."""
-    model = seeded(make)
-    parameters = dict(model.named_parameters())
-    optimizer = SGD(list(parameters.values()))
-    for step in range(num_steps):
-        of_ranks = []
-        for rank in range(size):
-            model.zero_grad()
-            for part in range(2):
-                (0.5 * model(inputs(2 * step + part, rank))).backward()
-            of_ranks.append({name: each.grad for name, each in parameters.items()})
-        for name, parameter in parameters.items():
-            parameter.grad = sum_by_tree([grads[name] for grads in of_ranks]) / size
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in parameters.items()}
+    """Two micro-batches a step."""
+
+    def losses(model: nn.Module, step: int, rank: int) -> Losses:
+        for part in range(2):
+            yield model(inputs(2 * step + part, rank)), 0.5
+
+    return Plain(size, make, losses=losses).train(*range(num_steps))
 
 
 def accumulate(engine: zerotrain.ZeroEngine, num_steps: int) -> zerotrain.ZeroEngine:
@@ -140,9 +133,7 @@ def moved_by(engine: zerotrain.ZeroEngine, does: Callable[[], Any]) -> tuple[int
     ("precision", "where", "checkpointing"),
     [("fp32", "cpu", False), ("fp32", "disk", True), ("bf16", "cpu", True), ("bf16", "disk", False)],
 )
-def test_wherever_it_lies_the_weights_keep_their_bits(
-    precision: str, where: str, checkpointing: bool, tmp_path: Path
-) -> None:
+def test_wherever_it_lies_the_weights_keep_their_bits(precision, where, checkpointing, tmp_path):
     def on_a_rank(world: zerotrain.World, stage: int, offload: OffloadConfig | None) -> dict[str, torch.Tensor]:
         how: Any = {"precision": precision, "activation_checkpointing": checkpointing, "offload": offload}
         engine = accumulate(engine_on(world, Net, zero={"stage": stage}, **how), 3)
@@ -154,7 +145,7 @@ def test_wherever_it_lies_the_weights_keep_their_bits(
         wanted = run_threads(lambda world: on_a_rank(world, 2, None), 2)[0][0]
     for stage in range(4):
         found, _ = run_threads(functools.partial(on_a_rank, stage=stage, offload=to(where, tmp_path)), 2)
-        assert_same({name: found[0][name] for name in wanted}, wanted)
+        assert_same(found[0], wanted)
 
 
 @pytest.mark.case(
@@ -166,7 +157,7 @@ def test_wherever_it_lies_the_weights_keep_their_bits(
     "stored once for each memory, bits as above; weights and buffers never",
 )
 @pytest.mark.parametrize("stage", range(4))
-def test_each_memory_is_stored_once_and_weights_never(stage: int, tmp_path: Path) -> None:
+def test_each_memory_is_stored_once_and_weights_never(stage, tmp_path):
     """A linear block saves its input and, at each stage, its weight, which the engine moves itself."""
 
     def on_a_rank(world: zerotrain.World) -> None:
@@ -189,7 +180,7 @@ def test_each_memory_is_stored_once_and_weights_never(stage: int, tmp_path: Path
     "all of the engine's state on a disk too",
 )
 @pytest.mark.parametrize("where", TIERS)
-def test_the_device_holds_what_one_unit_has_saved_and_in_a_backward_two(where: str, tmp_path: Path) -> None:
+def test_the_device_holds_what_one_unit_has_saved_and_in_a_backward_two(where, tmp_path):
     most: dict[tuple[int, str], int] = {}
 
     def look(engine: zerotrain.ZeroEngine, *_: Any) -> None:
@@ -218,7 +209,7 @@ def test_the_device_holds_what_one_unit_has_saved_and_in_a_backward_two(where: s
     "its places are given back; without gradients nothing is stored",
 )
 @pytest.mark.parametrize("where", TIERS)
-def test_places_are_given_back_however_a_graph_ends(where: str, tmp_path: Path) -> None:
+def test_places_are_given_back_however_a_graph_ends(where, tmp_path):
     engine = engine_on(alone(), Net, zero={"stage": 3}, offload=to(where, tmp_path))
 
     def fail(*_: Any) -> None:
@@ -242,14 +233,13 @@ def test_places_are_given_back_however_a_graph_ends(where: str, tmp_path: Path) 
     assert engine.memory_bytes()["offloaded"] == 0
 
     accumulate(engine, 2)
-    state, wanted = engine.full_state_dict(), in_plain_pytorch(1, 2)
-    assert_same({name: state[name] for name in wanted}, wanted)
+    assert_same(engine.full_state_dict(), in_plain_pytorch(1, 2))
 
 
 @pytest.mark.case("offload: Activations off the device", "`retain_graph=True`, `create_graph=True`", "same bits")
 @pytest.mark.parametrize("where", TIERS)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_graph_may_be_retained_or_differentiated_twice(stage: int, where: str, tmp_path: Path) -> None:
+def test_a_graph_may_be_retained_or_differentiated_twice(stage, where, tmp_path):
     def hashed(offload: OffloadConfig | None) -> str:
         engine = engine_on(alone(), Net, zero={"stage": stage}, offload=offload)
         loss = engine(inputs(0, 0))
@@ -274,7 +264,7 @@ def test_a_graph_may_be_retained_or_differentiated_twice(stage: int, where: str,
     "same bits; the non-reentrant one still drops its tensors",
 )
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_around_units_stays_what_it_is(reentrant: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_around_units_stays_what_it_is(reentrant, tmp_path):
     class Checkpointed(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             def both(x: torch.Tensor) -> torch.Tensor:
@@ -286,8 +276,7 @@ def test_a_checkpoint_around_units_stays_what_it_is(reentrant: bool, tmp_path: P
     for stage in (2, 3):
         engine = engine_on(alone(), Checkpointed, zero={"stage": stage}, offload=to("disk", tmp_path))
         accumulate(engine, 2)
-        state, wanted = engine.full_state_dict(), in_plain_pytorch(1, 2, Checkpointed)
-        assert_same({name: state[name] for name in wanted}, wanted)
+        assert_same(engine.full_state_dict(), in_plain_pytorch(1, 2, Checkpointed))
 
 
 class Writing(nn.Module):
@@ -314,9 +303,7 @@ class Writing(nn.Module):
     "PyTorch's own error; a memory that is saved, written and saved again is stored twice",
 )
 @pytest.mark.parametrize("min_nbytes", [1, 2**20], ids=["offloaded", "left where it is"])
-def test_what_is_written_into_a_saved_tensor_is_found_as_in_plain_pytorch(
-    min_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_into_a_saved_tensor_is_found_as_in_plain_pytorch(min_nbytes, tmp_path, monkeypatch):
     monkeypatch.setattr(saved, "MIN_NBYTES", min_nbytes)
     told = r"modified by an inplace operation: \[.*FloatTensor \[4, 3\].* is at version 1; expected version 0 instead"
     with pytest.raises(RuntimeError, match=told):
@@ -339,7 +326,7 @@ class Rewriting(Writing):
 
 @pytest.mark.case("offload: Activations off the device", "A write into a saved tensor")
 @pytest.mark.parametrize("where", TIERS)
-def test_a_memory_that_was_written_to_is_saved_anew(where: str, tmp_path: Path) -> None:
+def test_a_memory_that_was_written_to_is_saved_anew(where, tmp_path):
     engine = engine_on(alone(), Rewriting, offload=to(where, tmp_path))
     accumulate(engine, 2)
     assert_same(engine.full_state_dict(), in_plain_pytorch(1, 2, Rewriting))
@@ -350,7 +337,7 @@ def test_a_memory_that_was_written_to_is_saved_anew(where: str, tmp_path: Path) 
     "The engine is deleted; the model is copied",
     "the units have their forwards back; a copy keeps its saved tensors",
 )
-def test_the_model_is_its_own_again_when_the_engine_is_gone_and_its_copies_always_are(tmp_path: Path) -> None:
+def test_the_model_is_its_own_again_when_the_engine_is_gone_and_its_copies_always_are(tmp_path):
     engine = engine_on(alone(), Net, offload=to("cpu", tmp_path))
     train(engine, 0)
     model, copied = engine.module, copy.deepcopy(engine.module)
@@ -364,7 +351,7 @@ def test_the_model_is_its_own_again_when_the_engine_is_gone_and_its_copies_alway
     "`set_stage`, `freeze` in mid-run; the optimizer and parameters on the same disk",
     "same bits",
 )
-def test_what_changes_in_mid_run_changes_no_bits(tmp_path: Path) -> None:
+def test_what_changes_in_mid_run_changes_no_bits(tmp_path):
     """The weights lie in other memory afterwards, which is to stay where it is as the first was."""
 
     def on_a_rank(world: zerotrain.World, offload: OffloadConfig | None) -> str:
@@ -386,8 +373,7 @@ def test_what_changes_in_mid_run_changes_no_bits(tmp_path: Path) -> None:
     assert moved == wanted
     engine = engine_on(alone(), Net, zero={"stage": 3}, offload=everything)
     accumulate(engine, 2)
-    state = engine.full_state_dict()
-    assert_same({name: state[name] for name in in_plain_pytorch(1, 2)}, in_plain_pytorch(1, 2))
+    assert_same(engine.full_state_dict(), in_plain_pytorch(1, 2))
 
 
 @pytest.mark.case(
@@ -403,9 +389,7 @@ def test_what_changes_in_mid_run_changes_no_bits(tmp_path: Path) -> None:
         ("preadv", errno.EIO, r"cannot be read at bytes \d+ to \d+ \(Input/output error\)"),
     ],
 )
-def test_a_disk_that_is_full_or_fails_in_a_step_is_named(
-    call: str, code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_or_fails_in_a_step_is_named(call, code, told, tmp_path, monkeypatch):
     monkeypatch.setattr(rates, "SAMPLE_NBYTES", PAGE)  # the room of the sample is used again
     engine = engine_on(alone(), Deeper, offload=to("disk", tmp_path))
 
@@ -417,15 +401,7 @@ def test_a_disk_that_is_full_or_fails_in_a_step_is_named(
         train(engine, 0)
 
 
-@pytest.mark.case("offload: Activations off the device", "A model without units", "refused before ranks start")
-def test_a_model_without_units_and_a_disk_without_a_folder_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^offload\.activations=cpu: works unit by unit, and Linear has no repeated"):
-        engine_on(alone(), lambda: nn.Linear(3, 3), offload=to("cpu", tmp_path))
-    with pytest.raises(ConfigError, match=r"offload\.path: got None; it must be a folder"):
-        engine_on(alone(), offload=OffloadConfig(activations="disk"))
-
-
-def test_a_start_knows_how_fast_the_tier_is(tmp_path: Path) -> None:
+def test_a_start_knows_how_fast_the_tier_is(tmp_path):
     engine = engine_on(alone(), Linears, offload=to("disk", tmp_path))
     (told,) = engine.offloaded(num_micro_batches=1)
     assert told.has_activations

@@ -1,6 +1,5 @@
 """What users do to an optimizer, its groups and its schedule: as in plain PyTorch, or a sentence. Ranks are threads."""
 
-import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,35 +9,17 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as schedulers
 
+import zerotrain
+from tests.unit.engine.groups.test_optimizers import model
 from tests.unit.engine.habits import EVERYWHERE
 from tests.unit.engine.parts import Plain, alone, assert_same, engine_on, inputs, train
 from zerotrain.comm.world import World
-from zerotrain.errors import ConfigError, DisagreementError, EngineStateError
+from zerotrain.errors import DisagreementError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 
 STAGES = pytest.mark.parametrize("stage", range(4))
 DECAYING: Any = functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
 MOMENTUM: Any = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-class Reference(Plain):
-    """Plain PyTorch; in bf16 with gradients of a copy in bf16, added in fp32 and rounded once."""
-
-    def __init__(self, size: int, precision: str, optimizer: Any) -> None:
-        super().__init__(size, optimizer=optimizer)
-        self.compute = copy.deepcopy(self.model).bfloat16() if precision == "bf16" else None
-
-    def gradients(self, step: int) -> dict[str, torch.Tensor]:
-        if self.compute is None:
-            return super().gradients(step)
-        for weight, master in zip(self.compute.parameters(), self.parameters.values(), strict=True):
-            weight.data.copy_(master.detach())
-        weights = list(self.compute.parameters())
-        losses = [self.compute(inputs(step, rank).bfloat16()) for rank in range(self.size)]
-        each = [torch.autograd.grad(loss, weights) for loss in losses]
-        sums = [sum((part.float() for part in parts), torch.zeros(())) for parts in zip(*each, strict=True)]
-        means = [(total / self.size).bfloat16().float() for total in sums]
-        return dict(zip(self.parameters, means, strict=True))
 
 
 def trained(
@@ -65,8 +46,8 @@ def trained(
     "every parameter decays, as in plain PyTorch: same bits",
 )
 @EVERYWHERE
-def test_weight_decay_of_the_optimizer_is_for_every_parameter(stage: int, size: int, precision: str) -> None:
-    expected = Reference(size, precision, DECAYING).train(0, 1, 2)
+def test_weight_decay_of_the_optimizer_is_for_every_parameter(stage, size, precision):
+    expected = Plain(size, optimizer=DECAYING, precision=precision).train(0, 1, 2)
     assert_same(trained(stage, size, precision, DECAYING), expected)
 
 
@@ -75,7 +56,7 @@ def test_weight_decay_of_the_optimizer_is_for_every_parameter(stage: int, size: 
     '`engine.param_groups[0]["lr"] = ...`',
     "reaches every parameter: without `param_groups` there is one group",
 )
-def test_one_group_holds_all_so_that_a_rate_set_on_the_first_is_set_for_all() -> None:
+def test_one_group_holds_all_so_that_a_rate_set_on_the_first_is_set_for_all():
     engine = engine_on(alone(), optimizer=DECAYING)
     (group,) = engine.param_groups
     assert (group["name"], group["weight_decay"]) == ("parameters", 0.5)
@@ -87,12 +68,12 @@ def with_a_tensor_rate(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.case("optimizers", "a tensor as `lr`, also changed in place", "same bits")
 @EVERYWHERE
-def test_a_learning_rate_may_be_a_tensor_that_is_changed_in_place(stage: int, size: int, precision: str) -> None:
+def test_a_learning_rate_may_be_a_tensor_that_is_changed_in_place(stage, size, precision):
     def halve(having_groups: Any) -> None:
         for group in having_groups.param_groups:
             group["lr"].mul_(0.5)
 
-    reference = Reference(size, precision, with_a_tensor_rate)
+    reference = Plain(size, optimizer=with_a_tensor_rate, precision=precision)
     for step in range(3):
         expected = reference.train(step)
         halve(reference.optimizer)
@@ -111,25 +92,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.case("optimizers", "`foreach`, `maximize`, `amsgrad`, tensors as betas (`fused`: see above)", "same bits")
 @STAGES
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_of_torchs_optimizers_do_what_they_do_in_plain_pytorch(name: str, stage: int) -> None:
+def test_options_of_torchs_optimizers_do_what_they_do_in_plain_pytorch(name, stage):
     optimizer: Any = functools.partial(torch.optim.AdamW, **{"lr": 0.1} | OPTIONS[name])
     assert_same(trained(stage, 2, "fp32", optimizer), Plain(2, optimizer=optimizer).train(0, 1, 2))
-
-
-@pytest.mark.case(
-    "optimizers", "`differentiable`; `capturable` on a CPU; a tensor as `lr` with `foreach`", "refused at the build"
-)
-@pytest.mark.parametrize(
-    ("options", "answer"),
-    [
-        ({"capturable": True}, "optimizer=AdamW: its step fails on small tensors .AssertionError: If capturable=True"),
-        ({"differentiable": True}, "optimizer=AdamW: differentiable=True asks for gradients through the update"),
-        ({"lr": torch.tensor(0.1), "foreach": True}, "optimizer: lr as a Tensor is not supported for capturable=False"),
-    ],
-)
-def test_options_that_cannot_be_are_refused_at_the_build(options: dict[str, Any], answer: str) -> None:
-    with pytest.raises(ConfigError, match=answer):
-        engine_on(alone(), optimizer=functools.partial(torch.optim.AdamW, **{"lr": 0.1} | options))
 
 
 # ---- hyperparameters that differ between the ranks
@@ -176,7 +141,7 @@ def differs(name: str, stage: int = 2, size: int = 2, precision: str = "fp32") -
     "all ranks end in that step, and say which",
 )
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_a_hyperparameter_that_differs_on_one_rank_is_told_at_the_step(name: str) -> None:
+def test_a_hyperparameter_that_differs_on_one_rank_is_told_at_the_step(name):
     differs(name)
 
 
@@ -184,34 +149,57 @@ def test_a_hyperparameter_that_differs_on_one_rank_is_told_at_the_step(name: str
     "optimizers", "a weight decay, betas, momentum, flag or tensor `lr` that differs on one rank in mid-run"
 )
 @EVERYWHERE
-def test_weight_decay_that_differs_is_told_everywhere(stage: int, size: int, precision: str) -> None:
+def test_weight_decay_that_differs_is_told_everywhere(stage, size, precision):
     differs("weight decay", stage, size, precision)
 
 
 # ---- torch's schedulers
 
-SCHEDULES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-    "LambdaLR": (DECAYING, lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: 0.9**step)),
-    "CosineAnnealingLR": (DECAYING, lambda optimizer: schedulers.CosineAnnealingLR(optimizer, 10)),
-    "CosineAnnealingWarmRestarts": (DECAYING, lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, 2)),
-    "LinearLR": (DECAYING, lambda optimizer: schedulers.LinearLR(optimizer, 0.1, 1.0, 3)),
-    "ReduceLROnPlateau": (DECAYING, lambda optimizer: schedulers.ReduceLROnPlateau(optimizer, patience=0)),
-    "OneCycleLR, betas": (DECAYING, lambda optimizer: schedulers.OneCycleLR(optimizer, 0.2, total_steps=6)),
-    "OneCycleLR, momentum": (MOMENTUM, lambda optimizer: schedulers.OneCycleLR(optimizer, 0.2, total_steps=6)),
-    "SequentialLR": (
-        DECAYING,
-        lambda optimizer: schedulers.SequentialLR(
-            optimizer,
-            [schedulers.LinearLR(optimizer, 0.1, 1.0, 2), schedulers.CosineAnnealingLR(optimizer, 3)],
-            milestones=[2],
-        ),
-    ),
-    "a tensor as rate": (with_a_tensor_rate, lambda optimizer: schedulers.CosineAnnealingLR(optimizer, 10)),
+
+def by_transformers(optimizer: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.get_linear_schedule_with_warmup(optimizer, 2, 8)
+
+
+def for_each(value: Callable[[int], Any], optimizer: Any) -> list[Any]:
+    """One for each group."""
+    return [value(number) for number, _ in enumerate(optimizer.param_groups)]
+
+
+def cosine(optimizer: Any) -> Any:
+    return schedulers.CosineAnnealingLR(optimizer, 10)
+
+
+def one_cycle(optimizer: Any) -> Any:
+    return schedulers.OneCycleLR(optimizer, for_each(lambda number: 0.1 * (1 + number), optimizer), total_steps=8)
+
+
+def by_function(optimizer: Any) -> Any:
+    return schedulers.LambdaLR(optimizer, for_each(lambda number: lambda step: 0.9 ** (step * number), optimizer))
+
+
+def in_sequence(optimizer: Any) -> Any:
+    parts = [schedulers.LinearLR(optimizer, 0.1, 1.0, 2), schedulers.CosineAnnealingLR(optimizer, 6)]
+    return schedulers.SequentialLR(optimizer, parts, [2])
+
+
+SCHEDULERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "a function for each group": (DECAYING, by_function),
+    "CosineAnnealingLR": (DECAYING, cosine),
+    "CosineAnnealingWarmRestarts": (DECAYING, lambda each: schedulers.CosineAnnealingWarmRestarts(each, 2)),
+    "LinearLR": (DECAYING, lambda each: schedulers.LinearLR(each, 0.1, 1.0, 3)),
+    "ReduceLROnPlateau": (DECAYING, lambda each: schedulers.ReduceLROnPlateau(each, patience=0)),
+    "OneCycleLR, betas": (DECAYING, one_cycle),
+    "OneCycleLR, momentum": (MOMENTUM, one_cycle),
+    "SequentialLR": (DECAYING, in_sequence),
+    "a tensor as rate": (with_a_tensor_rate, cosine),
+    "transformers": (DECAYING, by_transformers),
 }
 
 
-def scheduled(scheduler: Any) -> None:
+def scheduled(scheduler: Any) -> list[float]:
     scheduler.step(*([1.0] if isinstance(scheduler, schedulers.ReduceLROnPlateau) else []))
+    return list(scheduler.get_last_lr())
 
 
 @pytest.fixture
@@ -223,22 +211,49 @@ def no_warnings() -> Iterator[None]:
 
 @pytest.mark.case(
     "optimizers",
+    "schedulers of torch and transformers over several groups, resumed in the middle with their state",
+    "the rates and the bits of plain PyTorch",
+)
+@pytest.mark.case(
+    "optimizers",
     "torch's learning rate schedulers on `engine.optimizer`",
     "the rates and the bits of plain PyTorch, and no warning",
 )
 @pytest.mark.usefixtures("no_warnings")
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_scheduler_of_torch_schedules_the_engine_as_it_does_an_optimizer(name: str) -> None:
-    optimizer, make = SCHEDULES[name]
-    plain, engine = Plain(1, optimizer=optimizer), engine_on(alone(), optimizer=optimizer)
-    theirs, ours = make(plain.optimizer), make(engine.optimizer)
-    for step in range(5):
-        expected = plain.train(step)
-        train(engine, step)
-        scheduled(theirs)
-        scheduled(ours)
-        assert ours.get_last_lr() == theirs.get_last_lr()
-    assert_same(engine.full_state_dict(), expected)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_schedules_each_group_and_goes_on_from_its_state(name, tmp_path):
+    (factory, make), plain = SCHEDULERS[name], model()
+
+    def built() -> tuple[zerotrain.ZeroEngine, Any]:
+        engine = zerotrain.build_engine(
+            model(), optimizer=factory, decay_all=False, param_groups=[{"params": "0.*", "lr": 0.3}]
+        )
+        return engine, make(engine.optimizer)
+
+    optimizer = factory(
+        [
+            {"params": [plain[2].weight]},
+            {"params": [plain[1].weight, plain[1].bias, plain[2].bias], "weight_decay": 0.0},
+            {"params": [plain[0].weight], "lr": 0.3},
+            {"params": [plain[0].bias], "lr": 0.3, "weight_decay": 0.0},
+        ]
+    )
+    theirs, (engine, ours) = make(optimizer), built()
+    assert [group["name"] for group in engine.param_groups] == ["matrices", "others", "group 0", "group 0 others"]
+    for step in range(6):
+        if step == 3:
+            engine.save(tmp_path / "middle")
+            kept = ours.state_dict()
+            engine, ours = built()
+            engine.load(tmp_path / "middle")
+            ours.load_state_dict(kept)
+        engine.backward(engine(torch.full((5, 3), 1.0 + step)).square().mean())
+        engine.step()
+        optimizer.zero_grad()
+        plain(torch.full((5, 3), 1.0 + step)).square().mean().backward()
+        optimizer.step()
+        assert scheduled(ours) == scheduled(theirs)
+    assert_same(engine.full_state_dict(), plain.state_dict())
 
 
 @pytest.mark.case(
@@ -247,9 +262,9 @@ def test_a_scheduler_of_torch_schedules_the_engine_as_it_does_an_optimizer(name:
     "same bits",
 )
 @EVERYWHERE
-def test_a_loop_written_for_torch_trains_as_in_plain_pytorch(stage: int, size: int, precision: str) -> None:
+def test_a_loop_written_for_torch_trains_as_in_plain_pytorch(stage, size, precision):
     """With zero_grad in each of its three places."""
-    expected = Reference(size, precision, DECAYING)
+    expected = Plain(size, optimizer=DECAYING, precision=precision)
     cosine = schedulers.CosineAnnealingLR(expected.optimizer, 5)
     for step in range(3):
         weights = expected.train(step)
@@ -272,7 +287,7 @@ def test_a_loop_written_for_torch_trains_as_in_plain_pytorch(stage: int, size: i
     assert_same(run_threads(on_a_rank, size, late_rank=0)[0][0], weights)
 
 
-def test_the_groups_of_the_optimizer_are_the_engines_and_a_schedule_begins_with_the_rate_of_now() -> None:
+def test_the_groups_of_the_optimizer_are_the_engines_and_a_schedule_begins_with_the_rate_of_now():
     engine = engine_on(alone(), optimizer=DECAYING)
     assert engine.optimizer is engine.optimizer
     assert engine.optimizer.param_groups is engine.param_groups
@@ -306,12 +321,12 @@ def unscale(optimizer: torch.optim.Optimizer) -> None:
         (lambda engine: engine.optimizer.step(), "step came before a backward"),
     ],
 )
-def test_what_the_optimizer_cannot_do_is_answered_with_what_can(call: Callable[[Any], object], answer: str) -> None:
+def test_what_the_optimizer_cannot_do_is_answered_with_what_can(call, answer):
     with pytest.raises(EngineStateError, match=answer):
         call(engine_on(alone()))
 
 
-def test_an_optimizer_whose_engine_is_gone_says_so() -> None:
+def test_an_optimizer_whose_engine_is_gone_says_so():
     optimizer = engine_on(alone()).optimizer
     with pytest.raises(EngineStateError, match="the engine of this optimizer is gone"):
         optimizer.zero_grad()

@@ -45,27 +45,27 @@ def changed(name: str) -> EngineConfig:
 
 
 @pytest.mark.parametrize("name", [name for name, _, _ in settings_in(GIVEN)])
-def test_any_setting_that_differs_is_seen_and_named(name: str) -> None:
+def test_any_setting_that_differs_is_seen_and_named(name):
     one, other = options(GIVEN).settings(), options(changed(name)).settings()
     assert one.keys() == other.keys()
     assert [key for key in one if one[key] != other[key]] == [name]
 
 
-def test_auto_is_compared_by_what_it_comes_to() -> None:
+def test_auto_is_compared_by_what_it_comes_to():
     automatic = options(EngineConfig())
     assert automatic.settings() == options(EngineConfig(ZeroConfig(reduction="ordered"))).settings()
     on_gpu = options(EngineConfig(), device="cuda").settings()
     assert [key for key, value in on_gpu.items() if value != automatic.settings()[key]] == ["zero.reduction"]
 
 
-def test_a_loss_scale_is_made_where_it_is_needed() -> None:
+def test_a_loss_scale_is_made_where_it_is_needed():
     scaler = options(EngineConfig(precision=PrecisionConfig("fp16", initial_scale=8.0))).loss_scaler()
     assert scaler is not None
     assert scaler.scale == 8.0
     assert options(EngineConfig(precision=PrecisionConfig("bf16"))).loss_scaler() is None
 
 
-def test_units_are_patterns_or_found() -> None:
+def test_units_are_patterns_or_found():
     assert options(EngineConfig()).zero.unit_patterns is None
     assert options(EngineConfig(ZeroConfig(units=["blocks.*"]))).zero.unit_patterns == ["blocks.*"]
 
@@ -84,7 +84,7 @@ def sizes_of_buckets(given: EngineConfig, block: Callable[[], nn.Module], *, on_
     return [sum(each.parameter.numel() for each in spec.parameters) // 2**19 for spec in specs]
 
 
-def test_buckets_that_are_left_to_the_device_hold_a_unit_on_a_gpu_and_25_mib_on_a_cpu() -> None:
+def test_buckets_that_are_left_to_the_device_hold_a_unit_on_a_gpu_and_25_mib_on_a_cpu():
     """With the last unit cut smaller, as ever."""
 
     def block() -> nn.Module:

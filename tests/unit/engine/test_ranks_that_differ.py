@@ -10,17 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from uneven import (
-    WIDTH,
-    EveryBlockOnAnotherRank,
-    ExpertsAlone,
-    Mixture,
-    SkippedBlocks,
-    TwoLinears,
-    Uneven,
-)
+from uneven import WIDTH, EveryBlockOnAnotherRank, ExpertsAlone, Mixture, SkippedBlocks, TwoLinears, Uneven
 
-from tests.unit.engine.parts import SGD, assert_same, engine_on, seeded
+from tests.unit.engine.parts import Losses, Plain, assert_same, engine_on
 from zerotrain.comm.world import World
 from zerotrain.testing.fake_wire import run_threads
 
@@ -144,20 +136,11 @@ def inputs(step: int, rank: int, micro_batch: int = 0) -> torch.Tensor:
 
 
 def plainly(make: type[nn.Module], size: int, num_micro_batches: int) -> dict[str, torch.Tensor]:
-    model = seeded(make)
-    optimizer = SGD(model.parameters())
-    for step in range(NUM_STEPS):
-        sums = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
-        for rank in range(size):
-            model.zero_grad()
-            for index in range(num_micro_batches):
-                model(inputs(step, rank, index), rank=rank, step=step).backward()
-            for name, parameter in model.named_parameters():
-                sums[name] += 0 if parameter.grad is None else parameter.grad
-        for name, parameter in model.named_parameters():
-            parameter.grad = sums[name] / size
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    def losses(model: nn.Module, step: int, rank: int) -> Losses:
+        for index in range(num_micro_batches):
+            yield model(inputs(step, rank, index), rank=rank, step=step), 1.0
+
+    return Plain(size, make, losses=losses).train(*range(NUM_STEPS))
 
 
 def in_our_engine(make: type[nn.Module], size: int, num_micro_batches: int, zero: Any, **nasty: Any) -> Any:
@@ -190,19 +173,17 @@ def expect_the_bits_of_plain_pytorch_in_one_order(
 
 
 @pytest.mark.parametrize("make", SMALL)
-def test_ranks_that_differ_have_one_order_with_a_bucket_for_each_parameter(make: type[nn.Module]) -> None:
+def test_ranks_that_differ_have_one_order_with_a_bucket_for_each_parameter(make):
     expect_the_bits_of_plain_pytorch_in_one_order(make, 2, 1, {"bucket_mb": 0.0001}, late_rank=1, done_rank=0)
 
 
 @pytest.mark.parametrize("bucket_mb", [0.002, 0.02])
 @pytest.mark.parametrize("make", SMALL)
 @pytest.mark.thinned(2)
-def test_ranks_that_differ_have_one_order_with_larger_buckets_and_accumulation(
-    make: type[nn.Module], bucket_mb: float
-) -> None:
+def test_ranks_that_differ_have_one_order_with_larger_buckets_and_accumulation(make, bucket_mb):
     expect_the_bits_of_plain_pytorch_in_one_order(make, 3, 2, {"bucket_mb": bucket_mb, "prefetch": 2}, late_rank=2)
 
 
 @pytest.mark.parametrize("make", LARGE)
-def test_models_that_fill_the_wire_have_one_order(make: type[nn.Module]) -> None:
+def test_models_that_fill_the_wire_have_one_order(make):
     expect_the_bits_of_plain_pytorch_in_one_order(make, 2, 1, {"bucket_mb": 0.002}, late_rank=0)

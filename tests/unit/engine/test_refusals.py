@@ -12,31 +12,28 @@ import torch.nn.functional as F
 from torch import nn
 
 import zerotrain
-from tests.unit.engine.parts import Linears, alone, engine_on, inputs, train
+from tests.unit.engine.parts import Linears, alone, engine_on, inputs, on_ranks, train
 from zerotrain.errors import CommError, ConfigError, DisagreementError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_one_rank_wrote_into_its_weights_is_refused_until_all_have_the_same(stage: int) -> None:
+@on_ranks(2)
+def test_what_one_rank_wrote_into_its_weights_is_refused_until_all_have_the_same(world, stage):
     """The first refusal forgot it, and the next step trained other weights on each rank (2026-11-23)."""
-
-    def on_a_rank(world: zerotrain.World) -> None:
-        engine = engine_on(world, zero={"stage": stage})
-        train(engine, 0)
-        with torch.no_grad(), engine.forward_scope():
-            engine.module.output.bias.fill_(float(world.rank))
-        with pytest.raises(ConfigError, match="weights written in place, as a hash differs between the ranks"):
-            engine.set_stage(1)
-        engine.backward(engine(inputs(1, world.rank)))
-        for _ in range(2):
-            with pytest.raises(DisagreementError, match="weights written in place, as a hash: "):
-                engine.step()
-
-    run_threads(on_a_rank, 2)
+    engine = engine_on(world, zero={"stage": stage})
+    train(engine, 0)
+    with torch.no_grad(), engine.forward_scope():
+        engine.module.output.bias.fill_(float(world.rank))
+    with pytest.raises(ConfigError, match="weights written in place, as a hash differs between the ranks"):
+        engine.set_stage(1)
+    engine.backward(engine(inputs(1, world.rank)))
+    for _ in range(2):
+        with pytest.raises(DisagreementError, match="weights written in place, as a hash: "):
+            engine.step()
 
 
-def test_a_set_stage_that_was_refused_leaves_what_was_written() -> None:
+def test_a_set_stage_that_was_refused_leaves_what_was_written():
     def on_a_rank(world: zerotrain.World, is_refused: bool) -> str:
         engine = engine_on(world, zero={"stage": 2})
         train(engine, 0)
@@ -51,7 +48,7 @@ def test_a_set_stage_that_was_refused_leaves_what_was_written() -> None:
     assert run_threads(lambda world: on_a_rank(world, True), 2)[0] == run_threads(lambda w: on_a_rank(w, False), 2)[0]
 
 
-def test_gradients_that_one_rank_forgot_are_not_counted() -> None:
+def test_gradients_that_one_rank_forgot_are_not_counted():
     """It was told that it had made more backwards than the others, in each step until the end (2026-11-23)."""
 
     def on_a_rank(world: zerotrain.World, forgets: bool) -> str:
@@ -67,7 +64,7 @@ def test_gradients_that_one_rank_forgot_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize("group", [{"params": "blocks.0.*", "no": 1}, {"params": "input.*"}, {}])
-def test_a_group_that_is_refused_is_in_no_list(group: dict[str, Any]) -> None:
+def test_a_group_that_is_refused_is_in_no_list(group):
     class Frozen(Linears):
         def __init__(self) -> None:
             super().__init__()
@@ -91,24 +88,22 @@ def test_a_group_that_is_refused_is_in_no_list(group: dict[str, Any]) -> None:
     run_threads(on_a_rank, 2)
 
 
-def test_weights_that_cannot_be_read_are_named_before_any_is_taken() -> None:
-    def on_a_rank(world: zerotrain.World) -> None:
-        engine = engine_on(world, zero={"stage": 3})
-        before = engine.weights_sha256()
-        full = engine.full_state_dict()
-        sparse = torch.zeros(5).to_sparse()
-        wrong = {"output.bias": sparse, "input.bias": [0.0] * 8, "blocks.0.bias": torch.zeros(8, device="meta")}
-        with pytest.raises(ConfigError) as error:
-            engine.load_state_dict(full | wrong)
-        for words in (
-            "input.bias is a list",
-            "output.bias is a torch.sparse_coo tensor on cpu",
-            "blocks.0.bias is a torch.strided tensor on meta",
-        ):
-            assert words in str(error.value)
-        assert engine.weights_sha256() == before
-
-    run_threads(on_a_rank, 2)
+@on_ranks(2)
+def test_weights_that_cannot_be_read_are_named_before_any_is_taken(world):
+    engine = engine_on(world, zero={"stage": 3})
+    before = engine.weights_sha256()
+    full = engine.full_state_dict()
+    sparse = torch.zeros(5).to_sparse()
+    wrong = {"output.bias": sparse, "input.bias": [0.0] * 8, "blocks.0.bias": torch.zeros(8, device="meta")}
+    with pytest.raises(ConfigError) as error:
+        engine.load_state_dict(full | wrong)
+    for words in (
+        "input.bias is a list",
+        "output.bias is a torch.sparse_coo tensor on cpu",
+        "blocks.0.bias is a torch.strided tensor on meta",
+    ):
+        assert words in str(error.value)
+    assert engine.weights_sha256() == before
 
 
 class Making:
@@ -165,9 +160,7 @@ def fail_within(context: AbstractContextManager[None]) -> None:
 )
 @pytest.mark.parametrize("call", FAILING)
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_change_that_fails_leaves_all_as_it_was_or_each_later_call_tells_of_it(
-    stage: int, call: str, tmp_path: Path
-) -> None:
+def test_a_change_that_fails_leaves_all_as_it_was_or_each_later_call_tells_of_it(stage, call, tmp_path):
     def on_a_rank(world: zerotrain.World, num_left: int) -> list[str]:
         making = Making()
         engine = engine_on(world, optimizer=making, zero={"stage": stage})
@@ -210,7 +203,7 @@ def test_a_change_that_fails_leaves_all_as_it_was_or_each_later_call_tells_of_it
     "refused in the next backward, with the call to make",
 )
 @pytest.mark.parametrize("stage", [0, 3])
-def test_all_frozen_by_hand_is_told_with_the_call_to_make(stage: int) -> None:
+def test_all_frozen_by_hand_is_told_with_the_call_to_make(stage):
     """The loss has no graph then, which the engine took for one under torch.no_grad()."""
     engine = engine_on(alone(), zero={"stage": stage})
     engine.module.requires_grad_(False)
@@ -245,7 +238,7 @@ class Table(nn.Module):
 )
 @pytest.mark.parametrize("way", ["embedding", "embedding_bag", "gather"])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_sparse_gradient_is_refused_by_name_and_leaves_nothing(stage: int, way: str) -> None:
+def test_a_sparse_gradient_is_refused_by_name_and_leaves_nothing(stage, way):
     engines = [engine_on(alone(), Table, zero={"stage": stage}) for _ in range(2)]
     with pytest.raises(
         EngineStateError, match=r"^the gradient of rows is sparse, and buckets hold dense ones: in the "

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import zerotrain
-from tests.unit.engine.parts import assert_same, seeded
+from tests.unit.engine.parts import assert_same, on_ranks, seeded
 from zerotrain.comm.world import World
 from zerotrain.errors import EngineStateError
 from zerotrain.testing.fake_wire import run_threads
@@ -90,7 +90,7 @@ def plain(size: int) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.thinned(2, first=1)
-def test_a_generator_and_its_critic_train_as_in_plain_pytorch(size: int, precision: str) -> None:
+def test_a_generator_and_its_critic_train_as_in_plain_pytorch(size, precision):
     """To the bit; in bf16 the stages alike, and as plain PyTorch in fp32 but for rounding."""
     expected = plain(size)
     by_stage = []
@@ -107,20 +107,18 @@ def test_a_generator_and_its_critic_train_as_in_plain_pytorch(size: int, precisi
 @pytest.mark.case("optimizers", "a backward through another engine's model, or a loss over both", "refused")
 @pytest.mark.parametrize("through", ["the other's model", "both models"])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_backward_through_another_engines_model_is_refused_and_the_next_step_works(stage: int, through: str) -> None:
-    def on_a_rank(world: World) -> None:
-        generator, critic = engines(world, stage, "fp32")
-        images = generator(drawn(0, world.rank, 8))
-        if through == "both models":
-            loss = images.square().mean() + away_from(1.0, critic(drawn(0, world.rank, 6)))
-        else:
-            loss = away_from(1.0, critic(images))
-        answer = r"outside engine\.backward.* build one engine of both, as an nn\.ModuleList of them"
-        with pytest.raises(EngineStateError, match=answer if stage < 3 else "between engine calls"):
-            generator.backward(loss)
-        critic.backward(away_from(1.0, critic(drawn(0, world.rank, 6))))
-        critic.step()
-        generator.backward(generator(drawn(0, world.rank, 8)).sum())
-        generator.step()
-
-    run_threads(on_a_rank, 2)
+@on_ranks(2)
+def test_a_backward_through_another_engines_model_is_refused_and_the_next_step_works(world, stage, through):
+    generator, critic = engines(world, stage, "fp32")
+    images = generator(drawn(0, world.rank, 8))
+    if through == "both models":
+        loss = images.square().mean() + away_from(1.0, critic(drawn(0, world.rank, 6)))
+    else:
+        loss = away_from(1.0, critic(images))
+    answer = r"outside engine\.backward.* build one engine of both, as an nn\.ModuleList of them"
+    with pytest.raises(EngineStateError, match=answer if stage < 3 else "between engine calls"):
+        generator.backward(loss)
+    critic.backward(away_from(1.0, critic(drawn(0, world.rank, 6))))
+    critic.step()
+    generator.backward(generator(drawn(0, world.rank, 8)).sum())
+    generator.step()

@@ -9,7 +9,7 @@ import torch
 
 import zerotrain
 from tests.bits.training import ADAMW, RANKS, Block, Net, Setup, Training, assert_same
-from tests.unit.engine.parts import Linears, engine_on, inputs, seeded
+from tests.unit.engine.parts import Linears, engine_on, inputs, on_ranks, seeded
 from zerotrain.comm.world import World
 from zerotrain.testing.fake_wire import run_threads
 
@@ -30,13 +30,13 @@ def batch(step: int, number: int, micro_batch: int) -> torch.Tensor:
     return inputs(100 * step + micro_batch, number)
 
 
-def train(engine: zerotrain.ZeroEngine) -> None:
+def train(engine: zerotrain.ZeroEngine, num_micro_batches: int = NUM_MICRO_BATCHES) -> None:
     for step in range(NUM_STEPS):
         for number in engine.each_virtual_rank():
-            for index in range(NUM_MICRO_BATCHES):
-                with nullcontext() if index == NUM_MICRO_BATCHES - 1 else engine.no_sync():
+            for index in range(num_micro_batches):
+                with nullcontext() if index == num_micro_batches - 1 else engine.no_sync():
                     loss = engine(batch(step, number, index), number=number)
-                    engine.backward(loss, weight=1 / NUM_MICRO_BATCHES)
+                    engine.backward(loss, weight=1 / num_micro_batches)
         engine.step()
 
 
@@ -57,9 +57,7 @@ def train(engine: zerotrain.ZeroEngine) -> None:
     ],
 )
 @pytest.mark.thinned(2)
-def test_any_number_of_ranks_comes_to_the_bits_of_plain_pytorch(
-    virtual_ranks: int, precision: str, stage: int, muon: bool
-) -> None:
+def test_any_number_of_ranks_comes_to_the_bits_of_plain_pytorch(virtual_ranks, precision, stage, muon):
     """A diagonal of `make bits`, with dropout, accumulation and clipping."""
     training = Training(
         make=functools.partial(Net, functools.partial(Block, dropout=0.3)),
@@ -75,7 +73,7 @@ def test_any_number_of_ranks_comes_to_the_bits_of_plain_pytorch(
 @pytest.mark.case("ranks", "a step dropped between two virtual ranks", "same bits as without it")
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_step_given_up_between_two_leaves_leaves_nothing_behind(precision: str, stage: int) -> None:
+def test_a_step_given_up_between_two_leaves_leaves_nothing_behind(precision, stage):
     def on_a_rank(world: World, gives_up: bool) -> dict[str, torch.Tensor]:
         zero = {"stage": stage}
         engine = engine_on(world, PartlyUnused, optimizer=ADAMW, zero=zero, precision=precision, virtual_ranks=8)
@@ -99,7 +97,7 @@ def test_a_step_given_up_between_two_leaves_leaves_nothing_behind(precision: str
     "ranks", "V = N", "no buffer, byte or collective more than without; fewer ranks: 1 + log2(V/N) buffers of fp32"
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_one_virtual_rank_for_each_rank_takes_no_buffer_and_sends_no_byte_more(precision: str) -> None:
+def test_one_virtual_rank_for_each_rank_takes_no_buffer_and_sends_no_byte_more(precision):
     def on_a_rank(world: World, virtual_ranks: int | None) -> tuple[Any, ...]:
         zero = {"stage": 2, "reduction": "ordered"}
         engine = engine_on(world, zero=zero, precision=precision, virtual_ranks=virtual_ranks)
@@ -124,40 +122,32 @@ def test_one_virtual_rank_for_each_rank_takes_no_buffer_and_sends_no_byte_more(p
     "V that the ranks cannot share; a batch norm with running statistics; micro-batches that they cannot share",
     "refused",
 )
-def test_ranks_that_cannot_share_the_virtual_ranks_are_refused() -> None:
-    def on_a_rank(world: World) -> None:
-        for virtual_ranks in (3, 6, 1, 10):
-            with pytest.raises(
-                zerotrain.ConfigError, match=rf"virtual_ranks={virtual_ranks}: 2 ranks cannot share them"
-            ):
-                engine_on(world, virtual_ranks=virtual_ranks)
-        engine = engine_on(world, virtual_ranks=4)
-        with pytest.raises(zerotrain.EngineStateError, match="train_step got 3 micro-batches"):
-            engine.train_step([(inputs(0, index),) for index in range(3)])
-
-    run_threads(on_a_rank, 2)
+@on_ranks(2)
+def test_ranks_that_cannot_share_the_virtual_ranks_are_refused(world):
+    for virtual_ranks in (3, 6, 1, 10):
+        with pytest.raises(zerotrain.ConfigError, match=rf"virtual_ranks={virtual_ranks}: 2 ranks cannot share them"):
+            engine_on(world, virtual_ranks=virtual_ranks)
+    engine = engine_on(world, virtual_ranks=4)
+    with pytest.raises(zerotrain.EngineStateError, match="train_step got 3 micro-batches"):
+        engine.train_step([(inputs(0, index),) for index in range(3)])
 
 
 @pytest.mark.case(
     "ranks", "V that the ranks cannot share; a batch norm with running statistics; micro-batches that they cannot share"
 )
-def test_a_batch_norm_is_refused_where_a_rank_runs_several_virtual_ranks() -> None:
-    def on_a_rank(world: World) -> None:
-        def make() -> torch.nn.Module:
-            return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+@on_ranks(2)
+def test_a_batch_norm_is_refused_where_a_rank_runs_several_virtual_ranks(world):
+    def make() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
 
-        engine_on(world, make, virtual_ranks=2)
-        with pytest.raises(
-            zerotrain.ConfigError, match="1 is a BatchNorm1d, whose running statistics follow the ranks"
-        ):
-            engine_on(world, make, virtual_ranks=4)
-
-    run_threads(on_a_rank, 2)
+    engine_on(world, make, virtual_ranks=2)
+    with pytest.raises(zerotrain.ConfigError, match="1 is a BatchNorm1d, whose running statistics follow the ranks"):
+        engine_on(world, make, virtual_ranks=4)
 
 
 @pytest.mark.case("ranks", "16 bits, fewer ranks than V", "gradients are sent in fp32, which the start of a run says")
 @pytest.mark.parametrize("stage", range(4))
-def test_in_16_bits_a_rank_with_several_leaves_sends_their_sum_in_fp32(stage: int) -> None:
+def test_in_16_bits_a_rank_with_several_leaves_sends_their_sum_in_fp32(stage):
     def on_a_rank(world: World, virtual_ranks: int) -> tuple[int, int, int]:
         zero = {"stage": stage, "reduction": "ordered", "bucket_mb": 25}
         engine = engine_on(world, zero=zero, precision="bf16", virtual_ranks=virtual_ranks)

@@ -1,6 +1,6 @@
 """Weights that others than the engine change: kept, at every stage and in 16 bits, or refused with a sentence."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -10,32 +10,17 @@ from torch.nn import functional
 
 import zerotrain
 from tests.unit.engine.habits import EVERYWHERE, Net, build
-from tests.unit.engine.parts import seeded
+from tests.unit.engine.parts import DTYPES, alone, assert_same, on_ranks, seeded
 from tests.unit.engine.test_habits import inputs
 from zerotrain.testing.fake_wire import run_threads
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NUM_STEPS = 3
 
 
-def nothing(module: nn.Module) -> None:
-    pass
-
-
-def clamp(module: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.clamp_(-0.1, 0.1)
-
-
-def clamp_uncounted(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.data.clamp_(-0.1, 0.1)
-
-
-def replace_data(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.data = parameter.data * 0.5
+def write_a_few(module: nn.Module) -> None:
+    """What is not written keeps the bits that only the master weight has."""
+    module.blocks[1].weight[3].fill_(0.25)
+    module.last.bias[:1] = 0
 
 
 def set_from_vector(module: nn.Module) -> None:
@@ -43,18 +28,16 @@ def set_from_vector(module: nn.Module) -> None:
     nn.utils.vector_to_parameters(vector.roll(1), module.parameters())
 
 
-def load(module: nn.Module) -> None:
-    module.load_state_dict({name: value.flip(0) * 0.5 for name, value in module.state_dict().items()})
-
-
-def write_a_few(module: nn.Module) -> None:
-    """What is not written keeps the bits that only the master weight has."""
-    with torch.no_grad():
-        module.blocks[1].weight[3].fill_(0.25)
-        module.last.bias[:1] = 0
-
-
-WRITES = {each.__name__: each for each in (clamp, clamp_uncounted, replace_data, set_from_vector, load, write_a_few)}
+Write = Callable[[nn.Module], object]
+clamp: Write = torch.no_grad()(lambda module: [each.clamp_(-0.1, 0.1) for each in module.parameters()])
+WRITES: dict[str, Write] = {
+    "clamp": clamp,
+    "clamp uncounted": lambda module: [each.data.clamp_(-0.1, 0.1) for each in module.parameters()],
+    "replace data": lambda module: [setattr(each, "data", each.data * 0.5) for each in module.parameters()],
+    "set from vector": set_from_vector,
+    "load": lambda module: module.load_state_dict({name: v.flip(0) * 0.5 for name, v in module.state_dict().items()}),
+    "write a few": torch.no_grad()(write_a_few),
+}
 
 
 class Normalised(Net):
@@ -85,9 +68,7 @@ def follow(module: nn.Module) -> None:
         module.teacher.bias.data.mul_(0.5).add_(module.blocks[0].bias.data, alpha=0.5)
 
 
-def plainly(
-    size: int, precision: str, make: Callable[[], nn.Module], write: Callable[[nn.Module], None]
-) -> dict[str, torch.Tensor]:
+def plainly(size: int, precision: str, make: Callable[[], nn.Module], write: Write) -> dict[str, torch.Tensor]:
     """fp32 weights beside a model for each rank in the compute dtype; a write replaces the elements that it changes."""
     weights = {name: parameter.detach().clone() for name, parameter in seeded(make).named_parameters()}
     models = [seeded(make).to(DTYPES[precision]) for _ in range(size)]
@@ -103,9 +84,8 @@ def plainly(
             model.zero_grad()
         for name, parameter in models[0].named_parameters():
             held = parameter.detach()
-            kept = parameter.requires_grad and held == weights[name].to(
-                held.dtype
-            )  # frozen: in the compute dtype alone
+            # What is frozen is in the compute dtype alone.
+            kept = parameter.requires_grad and held == weights[name].to(held.dtype)
             weights[name] = torch.where(torch.as_tensor(kept), weights[name], held.float())
         for name in trained:
             mean = (sums[name] / size).to(DTYPES[precision]).float()
@@ -117,12 +97,7 @@ def plainly(
 
 
 def train(
-    world: zerotrain.World,
-    stage: int,
-    precision: str,
-    make: Callable[[], nn.Module],
-    write: Callable[[nn.Module], None],
-    scoped: bool,
+    world: zerotrain.World, stage: int, precision: str, make: Callable[[], nn.Module], write: Write, scoped: bool
 ) -> dict[str, torch.Tensor]:
     engine = build(world, stage, precision, seeded(make))
     for _ in range(NUM_STEPS):
@@ -133,12 +108,6 @@ def train(
     return engine.full_state_dict()
 
 
-def require_equal(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    assert list(got) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(got[name], value), name
-
-
 @pytest.mark.case(
     "around_a_step",
     "write weights between steps: `load_state_dict`, `clamp_`, `p.data.clamp_`, `p.data = ...`, `vector_to_parameters`",
@@ -147,32 +116,28 @@ def require_equal(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
 @EVERYWHERE
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.thinned(2)
-def test_weights_written_between_steps_are_trained_on(
-    write: Callable[[nn.Module], None], stage: int, size: int, precision: str
-) -> None:
+def test_weights_written_between_steps_are_trained_on(write, stage, size, precision):
     """In a `forward_scope` at stage 3 and on two ranks, else outside; tests/bits has it the other way round."""
     require_trained_on(write, stage, size, precision, scoped=stage == 3 or size == 2)
 
 
-def require_trained_on(
-    write: Callable[[nn.Module], None], stage: int, size: int, precision: str, *, scoped: bool
-) -> None:
+def require_trained_on(write: Write, stage: int, size: int, precision: str, *, scoped: bool) -> None:
     got, _ = run_threads(lambda world: train(world, stage, precision, Net, write, scoped), size, late_rank=1)
-    require_equal(got[0], plainly(size, precision, Net, write))
+    assert_same(got[0], plainly(size, precision, Net, write))
 
 
 @pytest.mark.case("around_a_step", "write weights in the forward (normalised weights)", "kept")
 @EVERYWHERE
-def test_weights_written_in_the_forward_are_trained_on(stage: int, size: int, precision: str) -> None:
-    got, _ = run_threads(lambda world: train(world, stage, precision, Normalised, nothing, False), size, late_rank=1)
-    require_equal(got[0], plainly(size, precision, Normalised, nothing))
+def test_weights_written_in_the_forward_are_trained_on(stage, size, precision):
+    got, _ = run_threads(lambda world: train(world, stage, precision, Normalised, bool, False), size, late_rank=1)
+    assert_same(got[0], plainly(size, precision, Normalised, bool))
 
 
 @pytest.mark.case("around_a_step", "let a frozen teacher or target network in the same module follow", "kept")
 @EVERYWHERE
-def test_a_frozen_teacher_in_the_same_module_follows(stage: int, size: int, precision: str) -> None:
+def test_a_frozen_teacher_in_the_same_module_follows(stage, size, precision):
     got, _ = run_threads(lambda world: train(world, stage, precision, Student, follow, True), size, late_rank=1)
-    require_equal(got[0], plainly(size, precision, Student, follow))
+    assert_same(got[0], plainly(size, precision, Student, follow))
 
 
 @pytest.mark.case(
@@ -186,15 +151,11 @@ def test_a_frozen_teacher_in_the_same_module_follows(stage: int, size: int, prec
     ),
 )
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_where_a_rank_has_its_part_alone_a_write_between_engine_calls_is_refused(
-    write: Callable[[nn.Module], None],
-) -> None:
-    def on_a_rank(world: zerotrain.World) -> None:
-        engine = build(world, 3, "fp32")
-        with pytest.raises(zerotrain.EngineStateError, match=r"engine\.load_state_dict"):
-            write(engine.module)
-
-    run_threads(on_a_rank, 2)
+@on_ranks(2)
+def test_where_a_rank_has_its_part_alone_a_write_between_engine_calls_is_refused(world, write):
+    engine = build(world, 3, "fp32")
+    with pytest.raises(zerotrain.EngineStateError, match=r"engine\.load_state_dict"):
+        write(engine.module)
 
 
 @pytest.mark.case(
@@ -205,19 +166,17 @@ def test_where_a_rank_has_its_part_alone_a_write_between_engine_calls_is_refused
 )
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_ranks_that_write_other_weights_are_told(stage: int, precision: str) -> None:
-    def on_a_rank(world: zerotrain.World) -> None:
-        engine = build(world, stage, precision)
-        with torch.no_grad(), engine.forward_scope():
-            engine.module.first.weight.add_(world.rank)
-        engine.backward(engine(inputs(world.rank)).sum())
-        with pytest.raises(zerotrain.DisagreementError, match="weights written in place"):
-            engine.step()
-
-    run_threads(on_a_rank, 2)
+@on_ranks(2)
+def test_ranks_that_write_other_weights_are_told(world, stage, precision):
+    engine = build(world, stage, precision)
+    with torch.no_grad(), engine.forward_scope():
+        engine.module.first.weight.add_(world.rank)
+    engine.backward(engine(inputs(world.rank)).sum())
+    with pytest.raises(zerotrain.DisagreementError, match="weights written in place"):
+        engine.step()
 
 
-def test_what_all_ranks_have_written_is_compared_in_one_step() -> None:
+def test_what_all_ranks_have_written_is_compared_in_one_step():
     engine = build(alone(), 2, "fp32")
     clamp(engine.module)
     engine.backward(engine(inputs(0)).sum())
@@ -230,14 +189,10 @@ def test_what_all_ranks_have_written_is_compared_in_one_step() -> None:
     '`.double()`, `.to("meta")`, `p.data = ` something of another shape',
     'refused: "... lies in memory of the engine"; `.to` the same device and `.to(memory_format=...)` change nothing',
 )
-def test_what_cannot_lie_in_the_engines_memory_is_refused_where_it_is_said() -> None:
+def test_what_cannot_lie_in_the_engines_memory_is_refused_where_it_is_said():
     engine = build(alone(), 2, "fp32")
     with pytest.raises(zerotrain.EngineStateError, match=r"first\.weight lies in memory of the engine"):
         engine.module.double()
     engine.module.to("cpu").to(memory_format=torch.channels_last)
     engine.backward(engine(inputs(0)).sum())
     engine.step()
-
-
-def alone() -> zerotrain.World:
-    return zerotrain.World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))

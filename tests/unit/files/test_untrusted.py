@@ -55,14 +55,10 @@ Word = Annotated[str, one_of("a", "b.c")]
 
 def test_a_fifo_a_device_and_a_folder_are_refused_and_nobody_waits(tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    for path, kind in ((tmp_path / "fifo", "a FIFO"), ("/dev/zero", "a device")):
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for path, kind in ((tmp_path / "fifo", "a FIFO"), (tmp_path / "link", "a device"), (tmp_path, "a folder")):
         with pytest.raises(UntrustedFileError, match=f"it is {kind}, and must be a regular file"):
             read_regular(path, max_nbytes=10)
-    with pytest.raises((UntrustedFileError, IsADirectoryError)):
-        read_regular(tmp_path, max_nbytes=10)
-    (tmp_path / "link").symlink_to("/dev/zero")
-    with pytest.raises(UntrustedFileError, match="a device"):
-        read_regular(tmp_path / "link", max_nbytes=10)
     with pytest.raises(FileNotFoundError):
         read_regular(tmp_path / "absent", max_nbytes=10)
 
@@ -114,11 +110,6 @@ def test_what_is_no_json_is_refused_in_one_printable_line(text):
     assert str(refused.value).isprintable()
 
 
-def test_a_number_of_a_million_digits_is_refused():
-    with pytest.raises(UntrustedFileError):
-        parse_json("9" * 10**6, Any)
-
-
 @pytest.mark.parametrize("text", ['{"step": %s}', '{"other": [%s]}', '{"step": -%s}'])
 def test_no_number_is_read_that_no_float_holds(text):
     assert parse_json(text % ("0" if "step" in text else "9" * MAX_DIGITS), dict[str, Any])
@@ -142,6 +133,7 @@ def test_a_row_of_data_may_have_any_number_that_python_reads():
         (Note, {"step": 1, "ranks": [2, 3], "other": 4}, Note(1, (2, 3))),
         (list[Natural], [0, 5], [0, 5]),
         (dict[str, FileName], {"x": "rank-0.bin"}, {"x": "rank-0.bin"}),
+        (list[FilePath], ["a", "a/b.txt", ".a/b"], ["a", "a/b.txt", ".a/b"]),
         (dict[int, str], {"1": "a"}, {1: "a"}),
         (Word, "b.c", "b.c"),
         (Shape, [3, 0], (3, 0)),
@@ -149,13 +141,13 @@ def test_a_row_of_data_may_have_any_number_that_python_reads():
 )
 def test_what_is_of_a_kind_is_read_as_one(kind, value, read):
     assert require_kind(value, kind) == read
+    assert is_kind(value, kind)
 
 
 @pytest.mark.parametrize(
     ("kind", "value", "says"),
     [
         (int, True, "^got True; it must be a whole number$"),
-        (int, 3.0, "^got 3.0; it must be a whole number$"),
         (str | None, 1, "^got 1; it must be a text or null$"),
         (Outer, {}, "^a is missing$"),
         (Outer, {"a": {"b": ["x", 1]}}, r"^a\.b\[1\]: got 1; it must be a text$"),
@@ -168,13 +160,13 @@ def test_what_is_of_a_kind_is_read_as_one(kind, value, read):
         (Word, "a\n", "; it must be one of a, b.c$"),
         (dict[str, Word], {"a.b[2]": "c"}, r"^\[...\]: it must be one of a, b.c$"),
         (dict[int, str], {"a": "b"}, "^got a text; it must be a whole number$"),
-        (Annotated[str, one_of("a-b")], 3, "^got 3; it must be a text$"),
         (Annotated[str, one_of("a-b")], "a", "^got 'a'; it must be a-b$"),
         (int | float | None, "x", "^got 'x'; it must be a number or null$"),
         (str, ["\x1b[31m" * 99], "^got a list; it must be a text$"),
         (float, 10**400, "number out of range"),
         (Shape, [2**40, 2**40], "must be a list of lengths"),
         (Shape, [1] * 65, "must be a list of lengths"),
+        (Shape, [-1], "must be a list of lengths"),
         (dict[str, Shape], {"x": [True]}, "it must be a list of lengths"),
         (list[FileName], ["a", "\x1b[2J" * 99], r"\[1\]: got .*x1b.*; it must be the name of a file in this folder"),
     ],
@@ -188,41 +180,16 @@ def test_what_is_of_another_kind_is_refused_with_its_place(kind, value, says):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "",
-        ".",
-        "..",
-        "../x",
-        "a/b",
-        "/etc/passwd",
-        "a\\b",
-        "a\0",
-        "a\nb",
-        "\x1b[2J",
-        "\u00e9" * 128,
-        "\ud800",
-        3,
-        None,
-        ["x"],
-    ],
+    ["", ".", "..", "../x", "a/b", "/etc/passwd", "a\\b", "a\0", "a\nb", "\x1b[2J", "\u00e9" * 128, "\ud800", 3, ["x"]],
 )
 def test_a_name_that_leaves_the_folder_is_no_name(name):
     with pytest.raises(UntrustedFileError, match="must be the name of a file in this folder"):
         require_kind(name, FileName)
 
 
-def test_a_plain_name_is_a_file_of_the_folder():
-    assert is_kind("rank-0.bin", FileName)
-
-
 def test_a_file_of_json_is_read_by_its_schema(tmp_path):
     (tmp_path / "file.json").write_text('{"step": 3}')
     assert read_json(tmp_path / "file.json", Step, max_nbytes=100) == {"step": 3}
-
-
-@pytest.mark.parametrize("name", ["a", "a/b.txt", ".a/b"])
-def test_a_path_within_its_folder_is_one(name):
-    assert is_kind(name, FilePath)
 
 
 @pytest.mark.parametrize(
@@ -276,31 +243,20 @@ def test_a_file_of_64_kb_is_done_with_in_bounded_time(piece: str):
 # Only regular files are opened, and nothing else in their place stops anybody.
 
 
-MODES = {
-    "r": os.O_RDONLY,
-    "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
-    "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
-    "r+": os.O_RDWR,
-    "a+": os.O_RDWR | os.O_CREAT | os.O_APPEND,
-}
+MODES = {"r": os.O_RDONLY, "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "a+": os.O_RDWR | os.O_CREAT | os.O_APPEND}
 """As Python's `open` passes them."""
-
-
-def make(kind: str, path: Path) -> None:
-    if kind == "a FIFO":
-        os.mkfifo(path)
-    elif kind == "a folder":
-        path.mkdir()
-    elif kind == "a socket":
-        os.mknod(path, stat.S_IFSOCK | 0o600)
-    else:
-        path.symlink_to("/dev/null")
+MAKE = {
+    "a FIFO": os.mkfifo,
+    "a folder": os.mkdir,
+    "a socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "a device": lambda path: os.symlink("/dev/null", path),
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a socket", "a device"])
+@pytest.mark.parametrize("kind", MAKE)
 def test_what_is_no_file_is_refused_at_once_and_stays(tmp_path: Path, kind: str, mode: str):
-    make(kind, tmp_path / "it")
+    MAKE[kind](tmp_path / "it")
     before, num_open = os.lstat(tmp_path / "it"), len(os.listdir("/proc/self/fd"))
     with pytest.raises(NotRegularError, match=f"it is {kind}, and must be a regular file") as error:
         os.close(only_regular(tmp_path / "it", MODES[mode]))
@@ -328,16 +284,19 @@ def test_a_file_is_opened_as_always(tmp_path: Path):
         only_regular(tmp_path / "none", os.O_RDONLY)
 
 
-@pytest.mark.parametrize("kind", ["nothing", "a file", "a FIFO", "a link"])
+LAY = {
+    "nothing": lambda path: None,
+    "a file": lambda path: path.write_text("much that was there"),
+    "a FIFO": os.mkfifo,
+    "a link": lambda path: path.symlink_to("mine"),
+}
+
+
+@pytest.mark.parametrize("kind", LAY)
 def test_a_temporary_file_is_new_whatever_lay_there(tmp_path: Path, kind: str):
     (tmp_path / "mine").write_text("kept")
     path = tmp_path / "it"
-    if kind == "a file":
-        path.write_text("much that was there")
-    elif kind == "a FIFO":
-        os.mkfifo(path)
-    elif kind == "a link":
-        path.symlink_to("mine")
+    LAY[kind](path)
     with open(path, "w", opener=only_new) as file:
         file.write("new")
     assert (path.read_text(), path.is_symlink()) == ("new", False)

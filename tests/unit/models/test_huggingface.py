@@ -12,14 +12,12 @@ from torch.nn import functional as F
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
-import zerotrain  # noqa: E402
 from zerotrain.config.schema import Config  # noqa: E402
 from zerotrain.engine.model.deferred import MIN_NBYTES, deferred_init  # noqa: E402
 from zerotrain.errors import ConfigError  # noqa: E402
 from zerotrain.models import HuggingFaceModel  # noqa: E402
 from zerotrain.models.pretrained import find_weights, load_weights  # noqa: E402
 from zerotrain.run.factory import freeze  # noqa: E402
-from zerotrain.testing.fake_wire import run_threads  # noqa: E402
 
 GPT2 = {"model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 16}
 MIXTRAL = {"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -98,23 +96,6 @@ def test_a_pretrained_model_has_the_weights_of_its_folder(folder: Path) -> None:
     assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
-def test_a_model_from_scratch_in_shards_begins_with_the_weights_of_a_folder(folder: Path) -> None:
-    expected = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
-
-    def on_a_rank(world: zerotrain.World) -> None:
-        model = HuggingFaceModel(config=GPT2, vocab_size=300)
-        zero = zerotrain.ZeroConfig(stage=3)
-        engine = zerotrain.build_engine(model, optimizer=torch.optim.AdamW, zero=zero, precision="bf16", world=world)
-        loaded = engine.load_weights(folder)
-        assert loaded.renamed == "'model.', with which all names of the model begin, was put before those in it"
-        got = engine.full_state_dict()
-        if world.rank == 0:
-            assert [name.removeprefix("model.") for name in got] == list(expected)
-            assert all(torch.equal(got[f"model.{name}"], value) for name, value in expected.items())
-
-    run_threads(on_a_rank, 2)
-
-
 def test_pretrained_weights_are_read_one_tensor_at_a_time_where_memory_is_deferred(folder: Path) -> None:
     expected = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model, values = deferred_init(lambda: HuggingFaceModel(name_or_path=str(folder)))
@@ -172,25 +153,20 @@ def test_with_adapters_nothing_else_is_trained(targets: list[str] | None) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {},
-            r"model\.config\.model_type=null is no causal language model.*such as gpt2, llama, or model\.name",
-        ),
+        ({}, r"model\.config\.model_type=null is no causal language model.*such as gpt2, llama, or model\.name"),
         ({"config": {"model_type": "lama"}}, r"model\.config\.model_type=lama is no .*llama"),
         ({"config": GPT2 | {"n_layers": 3}}, r"model\.config\.n_layers: a model of type gpt2 has no.*mean n_layer\?"),
         ({"name_or_path": "no/such_model"}, r"model\.name_or_path=no/such_model is neither a folder with a model nor"),
         ({"config": GPT2, "lora": {"rank": -1}}, r"model\.lora\.rank=-1 is too small"),
-        ({"config": GPT2, "lora": {"rank": "x"}}, r"model\.lora\.rank=x is no whole number"),
         ({"config": GPT2, "lora": {"rank": 0, "alpha": 32}}, r"model\.lora\.alpha=32 has no effect without adapters"),
         ({"config": GPT2, "lora": {"rank": 2, "alpha": 0}}, r"model\.lora\.alpha=0 is out of range"),
-        (
-            {"config": GPT2, "lora": {"rank": 2, "use_rslora": True}},
-            r"lora\.use_rslora: there is no such .*dropout, targets",
-        ),
+        ({"config": GPT2, "lora": {"rank": 2, "use_rslora": True}}, r"lora\.use_rslora: there is no such .*, targets"),
         ({"config": GPT2, "lora": {"rank": 2, "targets": "c_attn"}}, r"targets=c_attn is no list .*targets=\[c_attn\]"),
+        ({"config": GPT2, "lora": {"rank": 2, "dropout": 1.0}}, r"model\.lora\.dropout=1\.0 is out of range"),
+        ({"config": GPT2, "lora": {"rank": 2, "targets": ["q_proj"]}}, r"model\.lora\.targets=\['q_proj'\]: "),
         (
             {"config": MIXTRAL | {"router_aux_loss_coef": 5.0}},
-            r"model\.config\.router_aux_loss_coef=5\.0 has no effect without \+model\.config\.output_router",
+            r"_coef=5\.0 has no effect without \+model\.config\.output",
         ),
         ({"config": 5}, r"model\.config=5 is no group of fields"),
         ({"config": GPT2 | {"n_layer": "x"}}, r"model\.config: Field 'n_layer' expected int, got str"),
@@ -198,8 +174,6 @@ def test_with_adapters_nothing_else_is_trained(targets: list[str] | None) -> Non
             {"config": {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 6}},
             r"model\.config: The hidden size \(64\) is not a multiple of the number of attention heads \(6\)",
         ),
-        ({"config": GPT2, "lora": {"rank": 2, "dropout": 1.0}}, r"model\.lora\.dropout=1\.0 is out of range"),
-        ({"config": GPT2, "lora": {"rank": 2, "targets": ["q_proj"]}}, r"model\.lora\.targets=\['q_proj'\]: "),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:
@@ -235,7 +209,7 @@ def test_weights_of_another_shape_are_left_to_transformers_and_not_spread_over_t
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_fields_that_the_weights_of_a_folder_do_not_fit_are_refused(folder: Path, device: str) -> None:
-    message = r"model\.config: the weights do not fit; .*wte\.weight has shape .* leave out the fields"
+    message = r"model\.config: the weights do not fit the model: \S*wte\.weight is of shape .* leave out the fields"
     with pytest.raises(ValueError, match=message), torch.device(device):
         HuggingFaceModel(name_or_path=str(folder), config={"vocab_size": 17})
 

@@ -44,14 +44,14 @@ def refusing(number: int, real: Callable[..., Any], is_refused: Callable[..., bo
     return call
 
 
-def test_a_folder_is_made_and_nothing_is_seen_in_it(tmp_path: Path) -> None:
+def test_a_folder_is_made_and_nothing_is_seen_in_it(tmp_path):
     file = ScratchFile(tmp_path / "a/b", "rank 0")
     assert gone_through(file)
     assert list((tmp_path / "a/b").iterdir()) == []
 
 
 @pytest.mark.case("offload: Offload", "two runs, or ranks, with one folder", "do not meet: files have no names")
-def test_two_with_one_folder_do_not_meet(tmp_path: Path) -> None:
+def test_two_with_one_folder_do_not_meet(tmp_path):
     files = [ScratchFile(tmp_path, f"rank {rank}") for rank in range(2)]
     written, found = [random_bytes() for _ in files], mapped_bytes(NBYTES)
     for file, values in zip(files, written, strict=True):
@@ -66,9 +66,7 @@ def test_two_with_one_folder_do_not_meet(tmp_path: Path) -> None:
     "the file system refuses direct access, at once or when it is used",
     "through the page cache; the start says so and why",
 )
-def test_where_direct_access_is_refused_when_opened_it_goes_through_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_direct_access_is_refused_when_opened_it_goes_through_the_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "open", refusing(errno.EINVAL, os.open, lambda _, flags, *__: bool(flags & os.O_DIRECT)))
     file = ScratchFile(tmp_path, "rank 0")
     assert file.buffered_because == "the file system refuses direct access (Invalid argument)"
@@ -77,7 +75,7 @@ def test_where_direct_access_is_refused_when_opened_it_goes_through_the_cache(
 
 @pytest.mark.case("offload: Offload", "the file system refuses direct access, at once or when it is used")
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_where_it_is_refused_when_used_too(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_is_refused_when_used_too(call, tmp_path, monkeypatch):
     """As by a file system that wants larger blocks."""
     file = ScratchFile(tmp_path, "rank 0")
     if file.buffered_because is not None:
@@ -88,25 +86,21 @@ def test_where_it_is_refused_when_used_too(call: str, tmp_path: Path, monkeypatc
     assert file.buffered_because == "the file system refuses direct access (Invalid argument)"
 
 
-def test_an_invalid_argument_is_an_error_where_there_is_no_other_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_argument_is_an_error_where_there_is_no_other_way(tmp_path, monkeypatch):
     file = ScratchFile(tmp_path, "rank 3")
     monkeypatch.setattr(os, "pwritev", refusing(errno.EINVAL, os.pwritev, lambda *_: True))
     with pytest.raises(OffloadError, match=r"the file of rank 3 in .* cannot be written .* \(Invalid argument\)"):
         gone_through(file)
 
 
-def test_a_read_behind_the_end_is_named(tmp_path: Path) -> None:
+def test_a_read_behind_the_end_is_named(tmp_path):
     file = ScratchFile(tmp_path, "rank 0")
     file.extend(PAGE_NBYTES)
     with pytest.raises(OffloadError, match=r"cannot be read at bytes 4096 to 8192 \(the file ends there\)"):
         file.read(0, mapped_bytes(2 * PAGE_NBYTES).numpy().data)
 
 
-def test_a_disk_without_room_is_named_with_what_is_there_and_what_is_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_is_named_with_what_is_there_and_what_is_free(tmp_path, monkeypatch):
     file = ScratchFile(tmp_path, "rank 0")
     file.extend(10**6)
     monkeypatch.setattr(os, "posix_fallocate", refusing(errno.ENOSPC, os.posix_fallocate, lambda *_: True))
@@ -119,13 +113,13 @@ def test_a_disk_without_room_is_named_with_what_is_there_and_what_is_free(
 
 
 @pytest.mark.parametrize("path", ["file", "file/below"])
-def test_a_path_that_is_a_file_is_said_to_be_one(path: str, tmp_path: Path) -> None:
+def test_a_path_that_is_a_file_is_said_to_be_one(path, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OffloadError, match=r"^offload\.path: no file can be made in .* \(it is no folder\)$"):
         ScratchFile(tmp_path / path, "rank 0")
 
 
-def test_descriptors_are_closed_with_the_file(tmp_path: Path) -> None:
+def test_descriptors_are_closed_with_the_file(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     file = ScratchFile(tmp_path, "rank 0")
     assert len(os.listdir("/proc/self/fd")) > before
@@ -133,13 +127,13 @@ def test_descriptors_are_closed_with_the_file(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_the_file_system_of_a_folder_is_that_of_the_mount_it_lies_in() -> None:
+def test_the_file_system_of_a_folder_is_that_of_the_mount_it_lies_in():
     assert file_system_of(Path("/proc/self")) == "proc"
     assert not lies_in_memory(Path("/proc"))
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir() or file_system_of(Path("/dev/shm")) != "tmpfs", reason="no tmpfs")
-def test_a_tmpfs_is_memory() -> None:
+def test_a_tmpfs_is_memory():
     assert lies_in_memory(Path("/dev/shm"))
 
 
@@ -151,7 +145,7 @@ def tier(tmp_path: Path) -> DiskTier:
     return DiskTier(CPU, tmp_path, "rank 0")
 
 
-def test_gaps_that_touch_are_one() -> None:
+def test_gaps_that_touch_are_one():
     gaps = Gaps()
     for start, nbytes in ((0, 10), (20, 10), (10, 10)):
         gaps.add(start, nbytes)
@@ -159,14 +153,14 @@ def test_gaps_that_touch_are_one() -> None:
     assert gaps.take(1) is None
 
 
-def test_the_smallest_gap_that_fits_is_used_and_its_rest_stays() -> None:
+def test_the_smallest_gap_that_fits_is_used_and_its_rest_stays():
     gaps = Gaps()
     gaps.add(0, 100)
     gaps.add(200, 30)
     assert [gaps.take(20), gaps.take(20), gaps.take(80), gaps.take(11), gaps.take(10)] == [200, 0, 20, None, 220]
 
 
-def test_a_place_of_several_pieces_comes_back_and_its_neighbours_stay(tier: DiskTier) -> None:
+def test_a_place_of_several_pieces_comes_back_and_its_neighbours_stay(tier):
     sizes = (PAGE_NBYTES, 2 * PIECE_NBYTES + PAGE_NBYTES, 1, PIECE_NBYTES)
     places = [tier.place(nbytes) for nbytes in sizes]
     assert [place.nbytes for place in places] == [PAGE_NBYTES, sizes[1], PAGE_NBYTES, PIECE_NBYTES]
@@ -183,7 +177,7 @@ def test_a_place_of_several_pieces_comes_back_and_its_neighbours_stay(tier: Disk
     assert tier.fetched_nbytes == tier.stored_nbytes == tier.placed_nbytes == sum(place.nbytes for place in places)
 
 
-def test_what_is_looked_at_is_any_part_of_what_was_stored(tier: DiskTier) -> None:
+def test_what_is_looked_at_is_any_part_of_what_was_stored(tier):
     place, window = tier.place(PIECE_NBYTES + PAGE_NBYTES), tier.window(PIECE_NBYTES + PAGE_NBYTES)
     window.memory.copy_(random_bytes(place.nbytes))
     tier.store(window, place).settle()
@@ -191,7 +185,7 @@ def test_what_is_looked_at_is_any_part_of_what_was_stored(tier: DiskTier) -> Non
         assert torch.equal(tier.look(place, start, nbytes), window.memory[start : start + nbytes])
 
 
-def test_what_the_host_wrote_at_rest_is_what_is_fetched_and_looked_at(tier: DiskTier) -> None:
+def test_what_the_host_wrote_at_rest_is_what_is_fetched_and_looked_at(tier):
     place, window = tier.place(PAGE_NBYTES), tier.window(PAGE_NBYTES)
     place.memory.copy_(written := random_bytes(PAGE_NBYTES))
     tier.forget(place)
@@ -200,7 +194,7 @@ def test_what_the_host_wrote_at_rest_is_what_is_fetched_and_looked_at(tier: Disk
     assert torch.equal(window.memory, written)
 
 
-def test_a_look_at_a_disk_that_fails_is_an_error_and_no_signal(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_at_a_disk_that_fails_is_an_error_and_no_signal(tier, monkeypatch):
     place = tier.place(PAGE_NBYTES)
 
     def fail(*_: object) -> int:
@@ -211,14 +205,14 @@ def test_a_look_at_a_disk_that_fails_is_an_error_and_no_signal(tier: DiskTier, m
         tier.look(place, 0, 1)
 
 
-def test_the_room_of_a_place_that_was_freed_is_used_again(tier: DiskTier) -> None:
+def test_the_room_of_a_place_that_was_freed_is_used_again(tier):
     first, _ = tier.place(2 * PAGE_NBYTES), tier.place(PAGE_NBYTES)
     tier.free(first)
     assert [tier.place(PAGE_NBYTES).offset for _ in range(3)] == [0, PAGE_NBYTES, 3 * PAGE_NBYTES]
     assert tier.placed_nbytes == 4 * PAGE_NBYTES
 
 
-def test_what_is_measured_takes_no_more_room_than_what_is_offloaded(tier: DiskTier) -> None:
+def test_what_is_measured_takes_no_more_room_than_what_is_offloaded(tier):
     tier.place(3 * PAGE_NBYTES)
     rates = measured(tier)
     assert rates.fetched > 0
@@ -227,7 +221,7 @@ def test_what_is_measured_takes_no_more_room_than_what_is_offloaded(tier: DiskTi
     assert tier.file.extend(PAGE_NBYTES) == 6 * PAGE_NBYTES
 
 
-def test_a_disk_in_memory_is_said_to_be_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_in_memory_is_said_to_be_that(tmp_path, monkeypatch):
     monkeypatch.setattr("zerotrain.offload.disk.file_system_of", lambda folder: "tmpfs")
     assert DiskTier(CPU, tmp_path, "rank 0").where == f"{tmp_path}, which lies in memory"
     monkeypatch.setattr("zerotrain.offload.disk.file_system_of", lambda folder: "ext4")

@@ -21,41 +21,18 @@ CONF = Path(__file__).parents[3] / "conf"
 KNOWN = [
     *(f"zerotrain.models.{name}" for name in zerotrain.models.__all__),
     *(f"zerotrain.data.{name}" for name in zerotrain.data.__all__),
-    "zerotrain.models.gpt.GPT",
-    "zerotrain.MuonWithAdamW",
-    "zerotrain.training.warmup_cosine",
-    "zerotrain.training.schedule.constant",
-    "torch.nn.Linear",
-    "torch.nn.modules.linear.Linear",
-    "torch.optim.AdamW",
+    "zerotrain.models.gpt.GPT", "zerotrain.MuonWithAdamW", "zerotrain.training.warmup_cosine",
+    "zerotrain.training.schedule.constant", "torch.nn.Linear", "torch.nn.modules.linear.Linear", "torch.optim.AdamW",
     "torch.optim.sgd.SGD",
-]
+]  # fmt: skip
 FOREIGN = [
-    "os.system",
-    "builtins.open",
-    "builtins.eval",
-    "torch.load",
-    "torch.hub.load",
-    "torch.nn.modules.module.torch.load",
-    "torch.nn.Module.load_state_dict",
-    "torch.nn.modules",
-    "torch.nn.init.normal_",
-    "torch.nn.DataParallel",
-    "torch.nn.utils.clip_grad_norm_",
-    "zerotrain.inspect.os.system",
-    "zerotrain.run.factory.build",
-    "zerotrain.models.gpt.torch.load",
-    "zerotrain.models.huggingface.HuggingFaceModel.__init__",
-    "zerotrain.checkpoint.others.safetensors_and_torch.write_text",
-    "zerotrain.models.GPT.forward.__globals__",
-    "zerotrain",
-    "",
-    ".",
-    None,
-    7,
-    ["torch.nn.Linear"],
-    {"a": "torch.nn.Linear"},
-]
+    "os.system", "builtins.open", "builtins.eval", "torch.load", "torch.hub.load", "torch.nn.modules.module.torch.load",
+    "torch.nn.Module.load_state_dict", "torch.nn.modules", "torch.nn.init.normal_", "torch.nn.DataParallel",
+    "torch.nn.utils.clip_grad_norm_", "zerotrain.inspect.os.system", "zerotrain.run.factory.build",
+    "zerotrain.models.gpt.torch.load", "zerotrain.models.huggingface.HuggingFaceModel.__init__",
+    "zerotrain.checkpoint.others.safetensors_and_torch.write_text", "zerotrain.models.GPT.forward.__globals__",
+    "zerotrain", "", ".", None, 7, ["torch.nn.Linear"], {"a": "torch.nn.Linear"},
+]  # fmt: skip
 
 
 def config(**groups: Any) -> Config:

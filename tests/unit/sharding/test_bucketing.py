@@ -56,18 +56,18 @@ def names(parameters: list) -> list[str]:
     return [managed.names[0] for managed in parameters]
 
 
-def test_the_repeated_blocks_are_found_and_nothing_inside_them() -> None:
+def test_the_repeated_blocks_are_found_and_nothing_inside_them():
     assert list(find_units(walk(gpt()), None)) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_a_sequential_of_like_layers_is_units_and_one_of_unlike_layers_is_not() -> None:
+def test_a_sequential_of_like_layers_is_units_and_one_of_unlike_layers_is_not():
     like = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     assert list(find_units(walk(like), None)) == ["0", "2"]
     unlike = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     assert find_units(walk(unlike), None) == {}
 
 
-def test_patterns_name_units_and_one_that_matches_nothing_is_refused() -> None:
+def test_patterns_name_units_and_one_that_matches_nothing_is_refused():
     assert list(find_units(walk(gpt()), ["blocks.[02]"])) == ["blocks.0", "blocks.2"]
     for pattern in ("layers.*", "dropout"):
         answer = f"no module with parameters matches '{re.escape(pattern)}'.*wte, wpe, dropout, blocks, ln_f"
@@ -75,7 +75,7 @@ def test_patterns_name_units_and_one_that_matches_nothing_is_refused() -> None:
             find_units(walk(gpt()), [pattern])
 
 
-def test_a_small_root_is_one_unit_and_a_large_one_has_a_late_part_behind_the_blocks() -> None:
+def test_a_small_root_is_one_unit_and_a_large_one_has_a_late_part_behind_the_blocks():
     assert [unit.name for unit in units_of(Untied(), HUGE)] == ["root", "layers.0", "layers.1"]
     resident, _, _, late = units_of(Untied(), max_numel=500)
     assert names(resident.parameters) == ["embed.weight"]
@@ -83,7 +83,7 @@ def test_a_small_root_is_one_unit_and_a_large_one_has_a_late_part_behind_the_blo
     assert [type(module) for module in late.modules] == [nn.LayerNorm, nn.Linear]
 
 
-def test_a_tied_parameter_is_managed_once_under_both_names_and_lives_in_the_resident_root() -> None:
+def test_a_tied_parameter_is_managed_once_under_both_names_and_lives_in_the_resident_root():
     model = Untied()
     model.head.weight = model.embed.weight
     assert len(model_parameters(model)) == len(list(model.parameters()))
@@ -91,7 +91,7 @@ def test_a_tied_parameter_is_managed_once_under_both_names_and_lives_in_the_resi
     assert root.parameters[0].names == ["embed.weight", "head.weight"]
 
 
-def test_buckets_hold_every_parameter_once_and_respect_the_limit_where_a_parameter_allows() -> None:
+def test_buckets_hold_every_parameter_once_and_respect_the_limit_where_a_parameter_allows():
     model = gpt()
     for max_numel in (1, 100, 300, 1000, HUGE):
         specs = cut_buckets(model, max_numel)
@@ -103,12 +103,12 @@ def test_buckets_hold_every_parameter_once_and_respect_the_limit_where_a_paramet
             assert sum(numels) <= max(max_numel, numels[-1]) + rests
 
 
-def test_small_neighbouring_units_share_a_bucket_and_the_root_shares_with_none() -> None:
+def test_small_neighbouring_units_share_a_bucket_and_the_root_shares_with_none():
     specs = cut_buckets(gpt(), HUGE)
     assert [[unit.name for unit in spec.units] for spec in specs] == [["root"], ["blocks.0", "blocks.1", "blocks.2"]]
 
 
-def test_no_unit_lies_inside_another() -> None:
+def test_no_unit_lies_inside_another():
     stages = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3)]
     assert list(find_units(walk(nn.Sequential(*stages)), None)) == ["0", "1", "2"]
 
@@ -118,17 +118,17 @@ def blocks_of(num_layers: int, num_blocks: int) -> nn.Module:
     return nn.Sequential(*blocks)
 
 
-def test_units_share_a_bucket_of_at_most_an_eighth_of_the_model() -> None:
+def test_units_share_a_bucket_of_at_most_an_eighth_of_the_model():
     specs = cut_buckets(blocks_of(2, num_blocks=24), HUGE)
     assert [len(spec.units) for spec in specs] == [3] * 7 + [2, 1]
 
 
-def test_the_last_unit_is_cut_smaller() -> None:
+def test_the_last_unit_is_cut_smaller():
     specs = cut_buckets(blocks_of(4, num_blocks=6), HUGE)
     assert [len(spec.parameters) for spec in specs] == [8] * 5 + [2] * 4
 
 
-def test_a_rest_too_small_for_a_bucket_goes_with_its_neighbour() -> None:
+def test_a_rest_too_small_for_a_bucket_goes_with_its_neighbour():
     """As in a block whose matrices are larger than a bucket, and whose norms have a few thousand elements."""
 
     def sizes(*numels: int) -> list[list[int]]:
@@ -145,7 +145,7 @@ def test_a_rest_too_small_for_a_bucket_goes_with_its_neighbour() -> None:
     assert sizes(big, worthwhile - 1, big) == [[big, worthwhile - 1], [big]]
 
 
-def test_trainable_and_frozen_parameters_never_share_a_bucket_and_each_group_is_one_range() -> None:
+def test_trainable_and_frozen_parameters_never_share_a_bucket_and_each_group_is_one_range():
     model = gpt()
     model.blocks[1].requires_grad_(False)
     dimensions = {name: each.ndim for name, each in model.named_parameters()}
@@ -159,7 +159,7 @@ def test_trainable_and_frozen_parameters_never_share_a_bucket_and_each_group_is_
     assert {managed.span for managed in specs[1].parameters} == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
-def test_buckets_hold_one_dtype_and_one_of_several_units_lies_where_the_first_of_them_does() -> None:
+def test_buckets_hold_one_dtype_and_one_of_several_units_lies_where_the_first_of_them_does():
     units = units_of(gpt(), 1000, dtype=lambda name: torch.float32 if "ln_" in name else torch.bfloat16)
     specs = bucketing.cut_buckets(units, max_numel=1000)
     for spec in specs:
@@ -175,14 +175,14 @@ def test_buckets_hold_one_dtype_and_one_of_several_units_lies_where_the_first_of
     ]
 
 
-def test_a_bucket_belongs_to_the_units_that_have_parameters_in_it_alone() -> None:
+def test_a_bucket_belongs_to_the_units_that_have_parameters_in_it_alone():
     model = gpt()
     model.blocks[1].requires_grad_(False)
     *_, frozen = cut_buckets(model, HUGE)
     assert [unit.name for unit in frozen.units] == ["blocks.1"]
 
 
-def test_a_bucket_is_named_by_its_units_or_by_its_parameters_where_it_is_a_part_of_one() -> None:
+def test_a_bucket_is_named_by_its_units_or_by_its_parameters_where_it_is_a_part_of_one():
     units = units_of(gpt(), max_numel=10**6)
     assert [each.name for each in bucketing.cut_buckets(units, max_numel=10**6)] == ["root", "blocks.0..blocks.2"]
     in_parts = [each.name for each in bucketing.cut_buckets(units, max_numel=100)]
@@ -190,7 +190,7 @@ def test_a_bucket_is_named_by_its_units_or_by_its_parameters_where_it_is_a_part_
     assert "blocks.0" not in in_parts
 
 
-def test_no_two_buckets_have_the_same_name() -> None:
+def test_no_two_buckets_have_the_same_name():
     model = gpt()
     model.blocks[1].mlp.requires_grad_(False)
     units = units_of(model, HUGE, dtype=lambda name: torch.bfloat16 if "ln_" in name else torch.float32)
@@ -206,13 +206,13 @@ def test_no_two_buckets_have_the_same_name() -> None:
     ]
 
 
-def test_integer_parameters_are_left_alone() -> None:
+def test_integer_parameters_are_left_alone():
     model = nn.Linear(2, 2)
     model.register_parameter("table", nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False))
     assert names(model_parameters(model)) == ["weight", "bias"]
 
 
-def test_experts_are_no_units_since_ranks_may_call_different_ones() -> None:
+def test_experts_are_no_units_since_ranks_may_call_different_ones():
     def layer() -> nn.Module:
         return nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(4)), "router": nn.Linear(2, 4)})
 

@@ -57,7 +57,7 @@ def lose_another(loss: str, causes: dict[int, str]) -> None:
     time.sleep(3600)
 
 
-def test_results_come_back_by_rank() -> None:
+def test_results_come_back_by_rank():
     assert [value.item() for value in run_ranks(own_rank, 3)] == [0, 1, 2]
 
 
@@ -65,21 +65,21 @@ def own_copy() -> str:
     return zerotrain.api.__file__
 
 
-def test_ranks_have_the_callers_copy_of_zerotrain_where_another_is_installed() -> None:
+def test_ranks_have_the_callers_copy_of_zerotrain_where_another_is_installed():
     assert run_ranks(own_copy, 1) == [zerotrain.api.__file__]
 
 
-def test_an_exception_names_its_rank_and_comes_with_its_traceback() -> None:
+def test_an_exception_names_its_rank_and_comes_with_its_traceback():
     with pytest.raises(RankError, match=r"(?s)rank 1 failed:.*ValueError: on purpose"):
         run_ranks(raise_on_rank_1, 2)
 
 
-def test_a_rank_that_dies_is_named() -> None:
+def test_a_rank_that_dies_is_named():
     with pytest.raises(RankError, match="rank 1 died without an answer"):
         run_ranks(die_on_rank_1, 2)
 
 
-def test_ranks_without_an_answer_are_named_and_ended() -> None:
+def test_ranks_without_an_answer_are_named_and_ended():
     with pytest.raises(RankError, match=r"ranks \[0, 1\] gave no answer within 2 s"):
         run_ranks(sleep, 2, timeout_s=2)
 
@@ -89,12 +89,12 @@ def test_ranks_without_an_answer_are_named_and_ended() -> None:
     ("cause", "told"),
     [("raises", r"^rank 1 failed:(?s:.*)ValueError: on purpose"), ("dies", "^rank 1 died without an answer")],
 )
-def test_the_first_cause_is_told_even_if_the_loss_of_its_rank_was_heard_first(loss: str, cause: str, told: str) -> None:
+def test_the_first_cause_is_told_even_if_the_loss_of_its_rank_was_heard_first(loss, cause, told):
     with pytest.raises(RankError, match=told):
         run_ranks(lose_another, 2, loss, {1: cause})
 
 
-def test_a_loss_is_told_where_no_rank_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_is_told_where_no_rank_says_why(monkeypatch):
     monkeypatch.setattr(ranks, "GRACE_S", 1.0)
     with pytest.raises(
         RankError, match=r"^rank 0 failed:(?s:.*)CommError(?s:.*)ranks \[1\] gave no answer within 1.0 s"

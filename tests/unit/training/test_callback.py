@@ -1,6 +1,5 @@
 """The moments of a run: when they come, in which order, and what becomes of a callback that raises."""
 
-import json
 import math
 from functools import partial
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 import zerotrain
+from tests.unit.training.runs import lines_in, result_in
 from zerotrain.checkpoint import checkpoints_in
 from zerotrain.errors import CallbackError, CheckpointError, ConfigError, TrainingError
 from zerotrain.training import Callback, Request
@@ -69,10 +69,6 @@ def fail(*_):
     raise ValueError("no [luck]\nat all")
 
 
-def result_in(folder):
-    return json.loads((folder / "result.json").read_text())
-
-
 EVERY_2 = CheckpointPolicy(every_steps=2, asynchronous=False)
 
 
@@ -109,7 +105,7 @@ def test_what_a_callback_logs_is_in_the_file_from_its_start_to_its_end(make_trai
             run.log({"at_end": math.nan})
 
     make_trainer(max_steps=1, callbacks={"a": Logging()}).run()
-    first, *_, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    first, *_, last = lines_in(tmp_path)
     assert (first, last) == ({"step": 0, "at_start": 1}, {"step": 1, "at_end": None})
 
 
@@ -120,8 +116,7 @@ def test_a_run_without_callbacks_has_the_same_weights_and_lines(make_trainer, tm
     for callbacks in ({}, {"a": Witness(), "b": FirstRank(), "c": Total()}):
         model.load_state_dict(start)
         body = make_trainer(max_steps=3, eval_every=2, callbacks=callbacks).run()
-        lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-        found.append((body["weights_sha256"], [[line.get(name) for name in shown] for line in lines]))
+        found.append((body["weights_sha256"], [[line.get(name) for name in shown] for line in lines_in(tmp_path)]))
     assert found[0] == found[1]
 
 
@@ -204,24 +199,27 @@ def test_one_that_may_fail_warns_once_and_nothing_is_lost(make_trainer, tmp_path
     callbacks = {"bad": bad, "good": Witness()}
     body = make_trainer(max_steps=3, callbacks=callbacks, checkpoint=EVERY_2).run()
     assert (body["status"], body["steps"]) == ("completed", 3)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "train_loss" in line] == [1, 2, 3]
+    assert [line["step"] for line in lines_in(tmp_path, "train_loss")] == [1, 2, 3]
     assert screen.getvalue().count("warning: ") == 1
     assert f"warning: callbacks.bad: {moment}" in screen.getvalue()
     assert bad.seen == callbacks["good"].seen
 
 
-def test_nobody_but_the_first_rank_may_fail(make_trainer):
-    class Wrong(Callback):
-        may_fail = True
-
-    with pytest.raises(ConfigError, match=r"callbacks\.a: has may_fail=True and runs on all ranks"):
-        make_trainer(callbacks={"a": Wrong()})
+class OnAllRanks(Callback):
+    may_fail = True
 
 
-def test_what_is_no_callback_is_refused(make_trainer):
-    with pytest.raises(ConfigError, match=r"callbacks\.a: is a dict, and no zerotrain\.training\.Callback"):
-        make_trainer(callbacks={"a": {}})
+@pytest.mark.parametrize(
+    ("callback", "problem"),
+    [
+        (OnAllRanks(), "has may_fail=True and runs on all ranks"),
+        ({}, r"is a dict, and no zerotrain\.training\.Callback"),
+    ],
+    ids=["one of all ranks that may fail", "no callback"],
+)
+def test_what_cannot_be_a_callback_is_refused(make_trainer, callback, problem):
+    with pytest.raises(ConfigError, match=rf"callbacks\.a: {problem}"):
+        make_trainer(callbacks={"a": callback})
 
 
 def test_a_callback_that_has_not_started_is_told_of_no_failure(make_trainer):
@@ -274,25 +272,22 @@ def test_the_state_of_one_that_may_fail_is_kept_while_it_can_give_none(make_trai
     assert again.loaded == {"total": 3}
 
 
-def test_state_that_a_callback_cannot_take_ends_the_run_by_its_name(make_trainer, tmp_path):
-    first = make_trainer(max_steps=2, callbacks={"a": Total()}, checkpoint=EVERY_2)
-    first.run()
-    policy = CheckpointPolicy(resume=checkpoints_in(tmp_path / "checkpoints"), at_end=False)
-    trainer = make_trainer(
-        engine=first.engine, max_steps=3, callbacks={"a": EarlyStopping(patience=1)}, checkpoint=policy
-    )
-    with pytest.raises(CallbackError, match=r"callbacks\.a: load_state_dict: UntrustedFileError: best is missing"):
-        trainer.run()
-
-
-def test_state_of_no_form_that_a_run_writes_is_refused(make_trainer, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("saved", "loads", "error", "problem"),
+    [
+        ({}, EarlyStopping(patience=1), CallbackError, r"callbacks\.a: load_state_dict: UntrustedFileError: best is"),
+        ({"callbacks": {"a": [3]}}, Total(), CheckpointError, r"run\.callbacks.*: got a list; it must be a mapping"),
+    ],
+    ids=["of another callback", "of no form that a run writes"],
+)
+def test_state_that_nobody_can_take_ends_the_run(make_trainer, tmp_path, saved, loads, error, problem):
     first = make_trainer(max_steps=2, callbacks={"a": Total()}, checkpoint=EVERY_2)
     state = first._state
-    first._state = lambda: state() | {"callbacks": {"a": [3]}}
+    first._state = lambda: state() | saved
     first.run()
-    policy = CheckpointPolicy(resume=checkpoints_in(tmp_path / "checkpoints"))
-    with pytest.raises(CheckpointError, match=r"run\.callbacks.*: got a list; it must be a mapping"):
-        make_trainer(engine=first.engine, max_steps=3, callbacks={"a": Total()}, checkpoint=policy).run()
+    policy = CheckpointPolicy(resume=checkpoints_in(tmp_path / "checkpoints"), at_end=False)
+    with pytest.raises(error, match=problem):
+        make_trainer(engine=first.engine, max_steps=3, callbacks={"a": loads}, checkpoint=policy).run()
 
 
 def test_a_run_without_callbacks_of_its_own_saves_what_it_always_saved(make_trainer):

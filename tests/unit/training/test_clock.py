@@ -81,64 +81,55 @@ def clock_of(durations_s: list[float], monkeypatch: pytest.MonkeyPatch) -> StepC
     return clock
 
 
-def test_the_first_steps_and_what_lies_between_steps_are_left_out_of_the_speed(monkeypatch):
-    clock = clock_of([50.0] * NUM_WARMUP_STEPS + [1.0, 2.0, 9.0], monkeypatch)
-    assert clock.tokens_per_s() == pytest.approx(300 / 12)
-    assert clock.step_ms_median() == pytest.approx(2000)
-    assert clock.steps_per_s() == pytest.approx(3 / 12)
-
-
-def test_the_speed_of_the_last_steps_is_theirs_alone(monkeypatch):
-    clock = clock_of([50.0] * 10 + [1.0, 3.0], monkeypatch)
-    assert clock.tokens_per_s(last_steps=2) == pytest.approx(200 / 4)
-    assert clock.step_ms_median(last_steps=2) == pytest.approx(2000)
-    assert clock.steps_per_s(last_steps=2) == pytest.approx(2 / 4)
-
-
-def test_a_run_shorter_than_its_warmup_counts_all_its_steps(monkeypatch):
-    assert clock_of([2.0, 4.0], monkeypatch).tokens_per_s() == pytest.approx(200 / 6)
+@pytest.mark.parametrize(
+    ("durations_s", "last_steps", "tokens_per_s", "step_s"),
+    [
+        ([50.0] * NUM_WARMUP_STEPS + [1.0, 2.0, 9.0], None, 300 / 12, 2.0),
+        ([50.0] * 10 + [1.0, 3.0], 2, 200 / 4, 2.0),
+        ([2.0, 4.0], None, 200 / 6, 3.0),
+    ],
+    ids=["a run, without its first steps", "the last steps", "a run that is shorter"],
+)
+def test_the_speed_is_that_of_the_steps_that_count(durations_s, last_steps, tokens_per_s, step_s, monkeypatch):
+    figures = clock_of(durations_s, monkeypatch).figures(last_steps)
+    assert figures["tokens_per_s"] == figures["labels_per_s"] == pytest.approx(tokens_per_s)
+    assert figures["steps_per_s"] == pytest.approx(tokens_per_s / 100)
+    assert figures["step_ms_median"] == pytest.approx(1e3 * step_s)
 
 
 def test_a_clock_goes_on_with_the_sums_of_one_before_it(monkeypatch):
     first = clock_of([50.0] * NUM_WARMUP_STEPS + [1.0, 2.0], monkeypatch)
     second = clock_of([40.0] * NUM_WARMUP_STEPS + [9.0], monkeypatch)
     second.load_state_dict(first.state_dict())
-    assert second.tokens_per_s() == pytest.approx(300 / 12)
-    assert second.train_s == pytest.approx(90 * NUM_WARMUP_STEPS + 12)
-    assert second.tokens_per_s(last_steps=1) == pytest.approx(100 / 9)
     third = StepClock()
     third.load_state_dict(second.state_dict())
-    assert (third.tokens_per_s(), third.train_s) == (pytest.approx(300 / 12), pytest.approx(90 * NUM_WARMUP_STEPS + 12))
+    for clock in (second, third):
+        assert clock.figures()["tokens_per_s"] == pytest.approx(300 / 12)
+        assert clock.train_s == pytest.approx(90 * NUM_WARMUP_STEPS + 12)
+    assert second.figures(1)["tokens_per_s"] == pytest.approx(100 / 9)
 
 
 def test_labels_are_told_apart_from_tokens_also_where_a_run_goes_on():
-    clock = StepClock()
+    clock, again = StepClock(), StepClock()
     for _ in range(NUM_WARMUP_STEPS + 2):
         with clock:
             time.sleep(0.001)
         clock.count(100, num_labels=25)
-    assert clock.labels_per_s() == pytest.approx(clock.tokens_per_s() / 4)
     state = clock.state_dict()
     assert (state["tokens"], state["labels"]) == (200, 50)
-    again = StepClock()
     again.load_state_dict(state)
-    assert again.labels_per_s() == pytest.approx(again.tokens_per_s() / 4)
+    for figures in (clock.figures(), again.figures()):
+        assert figures["labels_per_s"] == pytest.approx(figures["tokens_per_s"] / 4)
     del state["labels"]  # of an earlier zerotrain
     again.load_state_dict(state)
-    assert again.labels_per_s() == again.tokens_per_s()
+    assert again.figures()["labels_per_s"] == again.figures()["tokens_per_s"]
 
 
-def test_before_any_step_there_is_no_speed():
-    assert math.isnan(StepClock().tokens_per_s())
-    assert math.isnan(StepClock().step_ms_median())
-    assert math.isnan(StepClock().steps_per_s())
-
-
-def test_a_step_that_failed_is_not_counted():
+def test_before_any_step_and_of_one_that_failed_there_is_no_speed():
     clock = StepClock()
     with pytest.raises(RuntimeError), clock:
         raise RuntimeError
-    assert math.isnan(clock.step_ms_median())
+    assert all(map(math.isnan, clock.figures().values()))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """Users' datasets and mixes through the Trainer."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import zerotrain
+from tests.unit.training.runs import lines_in
 from zerotrain.data import Mix, SyntheticTokens
 
 
@@ -29,8 +29,7 @@ def test_a_mix_is_trained_on_and_each_source_has_its_loss(make_trainer, dataset,
     mix = Mix({"counting": {"data": dataset, "weight": 1}, "few": {"data": other, "weight": 3}})
     body = make_trainer(dataset=mix, max_steps=4, eval_every=2).run()
     assert list(body["val_loss_by_source"]) == ["counting", "few"]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    last = [line for line in lines if "val_loss" in line][-1]
+    last = lines_in(tmp_path, "val_loss")[-1]
     assert last["val_loss/few"] == body["val_loss_by_source"]["few"]
     assert last["val_loss"] == body["final_val_loss"]
     # 16 rows, of which 12 are of the 3 of `few`.
@@ -38,26 +37,17 @@ def test_a_mix_is_trained_on_and_each_source_has_its_loss(make_trainer, dataset,
 
 
 @pytest.mark.case("losses", "Items without labels", "a micro-batch weighs its rows")
-def test_a_model_without_labels_is_trained_and_its_losses_are_weighed_by_rows(make_trainer, tmp_path):
+def test_a_model_without_labels_is_trained_by_rows_and_its_data_is_not_spoken_of_as_text(make_trainer, screen):
     class Distance(torch.nn.Linear):
         def forward(self, pixels):
             return super().forward(pixels).square().mean()
 
     engine = zerotrain.build_engine(Distance(4, 2), optimizer=torch.optim.SGD)
     rows = list(torch.eye(4))
-    body = make_trainer(engine=engine, dataset=SimpleNamespace(train=rows, validation=rows)).run()
+    data = SimpleNamespace(train=rows, validation=rows)
+    body = make_trainer(engine=engine, dataset=data, sample_tokens=9).run()
     assert body["status"] == "completed"
     assert body["final_val_loss"] > 0
-
-
-def test_data_of_no_text_is_not_spoken_of_as_text(make_trainer, screen):
-    class Distance(torch.nn.Linear):
-        def forward(self, pixels):
-            return super().forward(pixels).square().mean()
-
-    engine = zerotrain.build_engine(Distance(4, 2), optimizer=torch.optim.SGD)
-    rows = list(torch.eye(4))
-    make_trainer(engine=engine, dataset=SimpleNamespace(train=rows, validation=rows), sample_tokens=9).run()
     assert "an epoch is 1.0 steps" in screen.getvalue()
     assert "No sample of text" not in screen.getvalue()
     assert "more data or fewer" not in screen.getvalue()

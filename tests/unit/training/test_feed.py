@@ -1,7 +1,6 @@
 """What a run trains on: the same however it is read and wherever it goes on, compared over the ranks, and waited for
 as little as can be."""
 
-import json
 import time
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 from torch.utils.data import Dataset
 
 import zerotrain
+from tests.unit.training.runs import lines_in, result_in, tiny_gpt
 from zerotrain import ConfigError
 from zerotrain.comm.world import World
 from zerotrain.data.fetch import RowError, fingerprint_of, num_tokens_of
-from zerotrain.models import GPT
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training.sameness import require_same_data
 
@@ -48,9 +47,7 @@ class Masked(Recorded):
 
 
 def fresh_engine():
-    torch.manual_seed(0)
-    model = GPT(vocab_size=32, max_seq_len=16, num_layers=1, num_heads=1, hidden_size=16)
-    return zerotrain.build_engine(model, optimizer=torch.optim.AdamW)
+    return zerotrain.build_engine(tiny_gpt(), optimizer=torch.optim.AdamW)
 
 
 def train(make_trainer, dataset, **changes) -> str:
@@ -126,13 +123,12 @@ def test_a_run_goes_on_with_its_own_data_alone(make_trainer, tmp_path, change, s
     with pytest.raises(ConfigError, match="data: the saved run read other rows") as refused:
         other.run()
     assert said in str(refused.value)
-    assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
+    assert result_in(tmp_path)["status"] == "failed"
 
 
 def test_metrics_tell_how_far_the_data_is_read(make_trainer, tmp_path):
     make_trainer(max_steps=3, micro_batch_size=40).run()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    told = [(line["epoch"], line["tokens"]) for line in lines if "epoch" in line]
+    told = [(line["epoch"], line["tokens"]) for line in lines_in(tmp_path, "epoch")]
     assert told == [(0.2, 640), (0.4, 1280), (0.6, 1920)]
 
 
@@ -170,8 +166,7 @@ def test_a_run_that_waits_for_its_rows_says_so_with_what_helps(make_trainer, dat
     dataset.train.draws = True
     body = make_trainer(dataset=dataset, max_steps=5).run()
     assert body["data_wait_ms"] >= 4 * 20
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["data_wait_ms"] >= 4 * 20 for line in lines if "train_loss" in line)
+    assert all(line["data_wait_ms"] >= 4 * 20 for line in lines_in(tmp_path, "train_loss"))
     said = " ".join(screen.getvalue().split())
     assert "waited for data" in said
     assert "% of the time: data.num_workers=2 reads with processes; or a dataset that draws no random numbers" in said
@@ -180,7 +175,7 @@ def test_a_run_that_waits_for_its_rows_says_so_with_what_helps(make_trainer, dat
 def test_a_run_that_does_not_wait_does_not_speak_of_it(make_trainer, dataset, screen):
     trainer = make_trainer(max_steps=8)
     trainer.run()
-    share = trainer.clock.data_wait_share()
+    share = trainer.clock.figures()["data_wait_share"]
     assert ("waited for data" in screen.getvalue()) == (share > 0.05)
     assert 0 <= share < 1
 
@@ -202,44 +197,50 @@ def compared(by_rank: list[dict[str, Any]], checked: dict[str, Any] | None = Non
     return run_threads(on_a_rank, len(by_rank))[0]
 
 
+DIFFER = "data: the ranks differ: "
+ADVICE = "; give all machines the same files, and seed what a dataset draws alike on all ranks"
+HUNDRED = {"rows": 100, "tokens": 5, "files": "ab"}
+
+
 @pytest.mark.case(
     "data: Order, position and loading",
     "Ranks whose data differs, or data that has changed since it was checked",
     "refused on all ranks, with what differs and both values",
 )
-def test_ranks_with_other_data_are_told_what_differs_with_both_values():
-    """Seen: one machine's copy had 110 rows and the other's 100; of an epoch 33 rows were never read, and 27 twice."""
-    mine, other = {"rows": 100, "tokens": 5, "files": "ab"}, {"rows": 110, "tokens": 5, "files": "cd"}
-    said = compared([mine, other, mine])
-    assert len(set(said)) == 1
-    assert said[0].splitlines() == [
-        "data: the ranks differ: rows: 100 on ranks 0, 2, 110 on rank 1; give all machines the same files, and seed "
-        "what a dataset draws alike on all ranks",
-        "data: the ranks differ: files: ab on ranks 0, 2, cd on rank 1; give all machines the same files, and seed "
-        "what a dataset draws alike on all ranks",
-    ]
-    assert compared([mine, dict(reversed(mine.items()))]) == ["", ""]
-
-
-def test_ranks_with_other_kinds_of_data_are_told():
-    said = compared([{"rows": 100}, {"rows": 100, "split": "by chunk"}])
-    assert said[0] == (
-        "data: the ranks differ: split: nothing on rank 0, by chunk on rank 1; give all machines the same files, "
-        "and seed what a dataset draws alike on all ranks"
-    )
-
-
-@pytest.mark.case(
-    "data: Order, position and loading", "Ranks whose data differs, or data that has changed since it was checked"
+@pytest.mark.parametrize(
+    ("by_rank", "checked", "said"),
+    [
+        (  # seen: of an epoch 33 rows were never read, and 27 twice
+            [HUNDRED, {"rows": 110, "tokens": 5, "files": "cd"}, HUNDRED],
+            None,
+            [
+                f"{DIFFER}rows: 100 on ranks 0, 2, 110 on rank 1{ADVICE}",
+                f"{DIFFER}files: ab on ranks 0, 2, cd on rank 1{ADVICE}",
+            ],
+        ),
+        ([HUNDRED, dict(reversed(HUNDRED.items()))], None, []),
+        (
+            [{"rows": 100}, {"rows": 100, "split": "by chunk"}],
+            None,
+            [f"{DIFFER}split: nothing on rank 0, by chunk on rank 1{ADVICE}"],
+        ),
+        ([{"rows": 7}, {"rows": 7}], {"rows": 7}, []),
+        (  # seen: the run's own config.yaml came into the corpus between the check and the ranks
+            [{"rows": 9}, {"rows": 9}],
+            {"rows": 7},
+            [
+                "data: it has changed since it was checked: rows: 7 when it was checked, 9 on all ranks; nothing may "
+                "write to the data or to its folder while a run starts, and a dataset with random items must seed its "
+                "generators; start the run again"
+            ],
+        ),
+    ],
+    ids=["another copy", "another order of names", "another kind", "as it was checked", "changed since"],
 )
-def test_data_that_has_changed_since_it_was_checked_is_told():
-    """Seen: the run's own config.yaml came into the corpus between the check and the ranks."""
-    assert compared([{"rows": 7}, {"rows": 7}], checked={"rows": 7}) == ["", ""]
-    [said, _] = compared([{"rows": 9}, {"rows": 9}], checked={"rows": 7})
-    assert said.startswith(
-        "data: it has changed since it was checked: rows: 7 when it was checked, 9 on all ranks; "
-        "nothing may write to the data"
-    )
+def test_data_that_is_not_the_same_everywhere_is_told_with_both_values(by_rank, checked, said):
+    lines = compared(by_rank, checked)
+    assert len(set(lines)) == 1
+    assert lines[0].splitlines() == said
 
 
 def test_a_trainer_compares_its_data_with_what_was_checked(make_trainer, dataset):
@@ -327,19 +328,13 @@ class Late:
         return ids, torch.arange(16)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_token_that_is_not_known_is_told_with_its_row_whoever_reads(make_trainer, dataset, num_workers):
-    dataset.train = Late(29)
+@pytest.mark.parametrize(("part", "row", "num_workers"), [("train", 29, 0), ("train", 29, 1), ("validation", 0, 0)])
+def test_a_token_that_is_not_known_is_told_with_its_row_whoever_reads(make_trainer, dataset, part, row, num_workers):
+    setattr(dataset, part, Late(row))
     with pytest.raises(
-        RowError, match=r"data.train: row 29 \(epoch 0, step \d+\) .* the token 999 is not among .* 0 to 31"
+        RowError, match=rf"data.{part}: row {row} \(epoch 0, step \d+\) .* the token 999 is not among .* 0 to 31"
     ):
         make_trainer(engine=fresh_engine(), dataset=dataset, max_steps=10, num_workers=num_workers).run()
-
-
-def test_a_token_of_validation_that_is_not_known_is_told_with_its_row(make_trainer, dataset):
-    dataset.validation = Late(0)
-    with pytest.raises(RowError, match=r"data.validation: row 0 \(.* the token 999 is not among the model's, 0 to 31"):
-        make_trainer(engine=fresh_engine(), dataset=dataset).run()
 
 
 def test_tokens_labels_and_samples_are_told_apart(make_trainer, dataset):

@@ -1,20 +1,18 @@
 """Micro-batches, and a rank's share of the validation, in which no label counts: they reach no sum and no gradient."""
 
 import copy
-import json
 import math
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import nn
 
 import zerotrain
+from tests.unit.training.runs import lines_in, trainer_of
 from zerotrain.models import GPT
 from zerotrain.testing.fake_wire import run_threads
-from zerotrain.training import Trainer, constant
 
 
 class WithLoss(nn.Module):
@@ -53,29 +51,11 @@ def sum_over_threads(world, values):
 
 def run(world, folder, model):
     """Four steps of 6 sequences, one a micro-batch."""
-    trainer = Trainer(
-        engine=zerotrain.build_engine(
-            copy.deepcopy(model),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            zero=zerotrain.ZeroConfig(stage=3, bucket_mb=0.01),
-            world=world,
-        ),
-        world=world,
-        dataset=HalfOfThemWithout(24),
-        schedule=constant,
-        seed=0,
-        max_steps=4,
-        micro_batch_size=1,
-        gradient_accumulation_steps=6 // world.size,
-        eval_every=0,
-        eval_batches=10,
-        log_every=1,
-        sample_tokens=0,
-        run_dir=folder,
-        run_facts={"stage": 3, "overrides": [], "config_hash": ""},
-        console=Console(quiet=True),
-    )
-    return trainer.run()
+    zero = zerotrain.ZeroConfig(stage=3, bucket_mb=0.01)
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    engine = zerotrain.build_engine(copy.deepcopy(model), optimizer=optimizer, zero=zero, world=world)
+    size = {"micro_batch_size": 1, "gradient_accumulation_steps": 6 // world.size, "eval_batches": 10}
+    return trainer_of(engine, folder, dataset=HalfOfThemWithout(24), **size).run()
 
 
 @pytest.mark.case(
@@ -92,13 +72,10 @@ def test_any_number_of_ranks_trains_and_validates_alike_where_many_micro_batches
     torch.manual_seed(0)
     model, lines = WithLoss(loss), {}
     for size in (1, 2, 3):
-        folder = tmp_path / str(size)
-        folder.mkdir()
-        results, _ = run_threads(partial(run, folder=folder, model=model), size, late_rank=size - 1)
+        results, _ = run_threads(partial(run, folder=tmp_path / str(size), model=model), size, late_rank=size - 1)
         assert {result["skipped_steps"] for result in results} == {0}
-        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         shown = ("train_loss", "grad_norm", "val_loss")
-        lines[size] = [line[name] for line in metrics for name in shown if name in line]
+        lines[size] = [line[name] for line in lines_in(tmp_path / str(size)) for name in shown if name in line]
     assert all(math.isfinite(number) for number in lines[1])
     assert lines[2] == pytest.approx(lines[1], rel=1e-5)
     assert lines[3] == pytest.approx(lines[1], rel=1e-5)

@@ -6,7 +6,7 @@ import torch
 from rich.console import Console
 
 from zerotrain.training import RunResult
-from zerotrain.training.report import RankUsage, gather_usages, print_report, say
+from zerotrain.training.report import RankUsage, print_report, say
 
 USAGE = RankUsage(
     parameters_nbytes=248_879_616,
@@ -82,10 +82,6 @@ def test_the_summary_tells_loss_and_speed():
 def test_one_rank_that_sends_nothing_can_be_shown():
     alone = replace(USAGE, sent_nbytes=0, theory_sent_nbytes=0)
     assert "0 / 0" in printed([alone], RunResult(world_size=1), device="cpu")[-3]
-
-
-def test_gathering_in_one_process_gives_its_own_usage(world):
-    assert gather_usages(USAGE, world) == [USAGE]
 
 
 def test_in_a_terminal_lines_break_between_words_and_a_path_stays_whole():

@@ -118,42 +118,14 @@ def test_a_rise_and_a_fall_are_those_of_torch(schedule, arguments, fall):
     assert factors_of(schedule, warmup_steps=RISE, **arguments) == pytest.approx(rates_of(make), abs=1e-9)
 
 
-OF_TRANSFORMERS = {
-    "cosine": (warmup_cosine, {}, "get_cosine_schedule_with_warmup", {}),
-    "linear": (warmup_linear, {}, "get_linear_schedule_with_warmup", {}),
-    "polynomial": (
-        warmup_polynomial,
-        {"power": 2.0, "final_fraction": 0.1},
-        "get_polynomial_decay_schedule_with_warmup",
-        {"power": 2.0, "lr_end": 0.1},
-    ),
-} | {
-    f"wsd {decay}": (
-        warmup_stable_decay,
-        {"decay": decay, "decay_fraction": 10 / NUM_STEPS, "final_fraction": 0.1},
-        "get_wsd_schedule",
-        {"decay_type": theirs, "num_decay_steps": 10, "min_lr_ratio": 0.1},
-    )
-    for decay, theirs in {"linear": "linear", "sqrt": "1-sqrt", "cosine": "cosine"}.items()
-}
-
-
-@pytest.mark.parametrize("name", OF_TRANSFORMERS)
-def test_a_fall_is_that_of_transformers_which_is_done_one_step_later(name):
+@pytest.mark.parametrize(("decay", "theirs"), [("linear", "linear"), ("sqrt", "1-sqrt"), ("cosine", "cosine")])
+def test_a_stable_part_and_a_fall_are_those_of_transformers_done_one_step_later(decay, theirs):
     """Theirs would reach its end behind the last step; and their rise begins with a step that changes nothing."""
-    optimization = pytest.importorskip("transformers.optimization")
-    schedule, arguments, called, theirs = OF_TRANSFORMERS[name]
-    given = {"final_fraction": 0.0} | arguments
-    make = getattr(optimization, called)
-    whole = rates_of(lambda opt: make(opt, num_warmup_steps=0, num_training_steps=NUM_STEPS - 1, **theirs))
-    assert factors_of(schedule, warmup_steps=0, **given) == pytest.approx(whole, abs=1e-12)
-
-
-@pytest.mark.parametrize("num_warmup", [1, 7])
-def test_the_inverse_root_is_that_of_transformers_one_step_later(num_warmup):
-    make = pytest.importorskip("transformers.optimization").get_inverse_sqrt_schedule
-    theirs = rates_of(lambda opt: make(opt, num_warmup_steps=num_warmup), NUM_STEPS + 1)[1:]
-    assert factors_of(warmup_inverse_sqrt, warmup_steps=num_warmup) == pytest.approx(theirs)
+    make = pytest.importorskip("transformers.optimization").get_wsd_schedule
+    steps = {"num_warmup_steps": 0, "num_training_steps": NUM_STEPS - 1, "num_decay_steps": 10}
+    whole = rates_of(lambda opt: make(opt, decay_type=theirs, min_lr_ratio=0.1, **steps))
+    own = {"decay": decay, "decay_fraction": 10 / NUM_STEPS, "final_fraction": 0.1}
+    assert factors_of(warmup_stable_decay, warmup_steps=0, **own) == pytest.approx(whole, abs=1e-12)
 
 
 @pytest.mark.parametrize(

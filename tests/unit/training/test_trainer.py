@@ -1,4 +1,3 @@
-import json
 import os
 import signal
 from functools import partial
@@ -7,20 +6,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from tests.unit.training.runs import lines_in, result_in, tiny_gpt
 from zerotrain import PrecisionConfig, TrainingError, build_engine
 from zerotrain.data import GlobalBatchSampler, SyntheticTokens, TextDataset
 from zerotrain.data.fetch import RowError
 from zerotrain.models import GPT
 from zerotrain.training import Callback, warmup_cosine
 from zerotrain.training.callbacks import stop
-
-
-def read_metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def read_result(folder):
-    return json.loads((folder / "result.json").read_text())
 
 
 class WrappedSequences(Dataset):
@@ -47,33 +39,27 @@ def with_changed_training(dataset: SyntheticTokens, change) -> SyntheticTokens:
 
 def test_training_lowers_the_loss_and_tells_so_everywhere(make_trainer, tmp_path, screen):
     body = make_trainer(max_steps=60, eval_every=30, log_every=10).run()
-    assert body == read_result(tmp_path)
-    assert body["status"] == "completed"
-    assert body["error"] is None
-    assert body["final_train_loss"] < 2.5
-    assert body["final_val_loss"] < 2.5
-    assert body["steps"] == 60
-    assert body["world_size"] == 1
-    assert body["stage"] == 2
-    assert body["overrides"] == ["train.max_steps=4"]
-    assert body["config_hash"] == "abc"
-    assert body["tokens_per_s"] > 0
-    assert body["step_ms_median"] > 0
+    assert body == result_in(tmp_path)
+    facts = {"status": "completed", "error": None, "steps": 60, "world_size": 1, "stage": 2}
+    facts |= {"overrides": ["train.max_steps=4"], "config_hash": "abc"}
+    assert {name: body[name] for name in facts} == facts
+    assert max(body["final_train_loss"], body["final_val_loss"]) < 2.5
+    assert min(body["tokens_per_s"], body["step_ms_median"]) > 0
     assert len(body["weights_sha256"]) == 64
     assert "60 steps" in screen.getvalue()
 
 
-def test_metrics_have_a_line_at_the_first_step_each_logged_step_and_each_evaluation(make_trainer, tmp_path):
-    make_trainer(max_steps=10, eval_every=4, log_every=3).run()
-    lines = read_metrics(tmp_path)
-    assert [line["step"] for line in lines if "train_loss" in line] == [1, 3, 6, 9, 10]
-    assert [line["step"] for line in lines if "val_loss" in line] == [0, 4, 8, 10]
-    assert read_result(tmp_path)["final_val_loss"] == lines[-1]["val_loss"]
-
-
-def test_without_evaluations_on_the_way_there_is_one_after_the_last_step(make_trainer, tmp_path):
-    make_trainer(max_steps=3, eval_every=0).run()
-    assert [line["step"] for line in read_metrics(tmp_path) if "val_loss" in line] == [3]
+@pytest.mark.parametrize(
+    ("max_steps", "eval_every", "log_every", "logged", "evaluated"),
+    [(10, 4, 3, [1, 3, 6, 9, 10], [0, 4, 8, 10]), (3, 0, 1, [1, 2, 3], [3])],
+)
+def test_metrics_have_a_line_at_the_first_step_each_logged_step_and_each_evaluation(
+    make_trainer, tmp_path, max_steps, eval_every, log_every, logged, evaluated
+):
+    make_trainer(max_steps=max_steps, eval_every=eval_every, log_every=log_every).run()
+    assert [line["step"] for line in lines_in(tmp_path, "train_loss")] == logged
+    assert [line["step"] for line in lines_in(tmp_path, "val_loss")] == evaluated
+    assert result_in(tmp_path)["final_val_loss"] == lines_in(tmp_path)[-1]["val_loss"]
 
 
 class Notebook:
@@ -94,7 +80,7 @@ class Notebook:
 def test_a_sink_of_the_users_own_gets_every_line_of_the_file(make_trainer, tmp_path):
     sink = Notebook()
     make_trainer(max_steps=5, eval_every=2, log_every=3, sinks=[sink]).run()
-    assert sink.lines == read_metrics(tmp_path)
+    assert sink.lines == lines_in(tmp_path)
     assert sink.is_closed
 
 
@@ -103,7 +89,7 @@ def test_a_sink_that_fails_ends_the_run_and_all_are_closed(make_trainer, tmp_pat
     with pytest.raises(ConnectionError, match="nobody listens"):
         make_trainer(sinks=sinks).run()
     assert [sink.is_closed for sink in sinks] == [True, True]
-    assert read_result(tmp_path)["error"] == "ConnectionError: nobody listens"
+    assert result_in(tmp_path)["error"] == "ConnectionError: nobody listens"
 
 
 def test_memory_and_traffic_of_one_rank_are_those_of_theory(make_trainer, model):
@@ -111,12 +97,8 @@ def test_memory_and_traffic_of_one_rank_are_those_of_theory(make_trainer, model)
     body = make_trainer().run()
     assert body["comm_bytes_per_step"] == {"sent": 0, "theory": 0}
     memory = body["memory_bytes"]
-    assert memory["theory"] == {
-        "parameters": 4 * num_parameters,
-        "gradients": 4 * num_parameters,
-        "optimizer": 8 * num_parameters,
-        "offloaded": 0,
-    }
+    of_each = {"parameters": 4, "gradients": 4, "optimizer": 8, "offloaded": 0}
+    assert memory["theory"] == {kind: nbytes * num_parameters for kind, nbytes in of_each.items()}
     for kind in ("parameters", "gradients", "optimizer"):
         assert memory[kind] == pytest.approx(memory["theory"][kind], rel=0.05)  # up to padding
     assert memory["peak"] > sum(memory["theory"].values())
@@ -127,9 +109,7 @@ def test_memory_and_traffic_of_one_rank_are_those_of_theory(make_trainer, model)
 
 def test_the_same_seed_is_the_same_run_and_another_seed_another(make_trainer):
     def weights(seed):
-        torch.manual_seed(0)
-        fresh = GPT(vocab_size=32, max_seq_len=16, num_layers=1, num_heads=1, hidden_size=16)
-        engine = build_engine(fresh, optimizer=partial(torch.optim.AdamW, lr=1e-2))
+        engine = build_engine(tiny_gpt(), optimizer=partial(torch.optim.AdamW, lr=1e-2))
         return make_trainer(engine=engine, seed=seed).run()["weights_sha256"]
 
     assert weights(0) == weights(0) != weights(1)
@@ -180,19 +160,10 @@ def test_the_loss_is_the_mean_over_the_tokens_of_the_global_batch(
         gradient_accumulation_steps=num_micro_batches,
     )
     trainer.run()
-    assert [line["train_loss"] for line in read_metrics(tmp_path) if "train_loss" in line] == pytest.approx(
-        losses, rel=1e-5
-    )
+    assert [line["train_loss"] for line in lines_in(tmp_path, "train_loss")] == pytest.approx(losses, rel=1e-5)
     weights = trainer.engine.full_state_dict()
     for name, weight in reference.state_dict().items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-6)
-
-
-def test_the_schedule_scales_the_learning_rate_of_each_step(make_trainer, tmp_path):
-    schedule = partial(warmup_cosine, warmup_steps=2, final_fraction=0.1)
-    make_trainer(max_steps=4, schedule=schedule, optimizer=partial(torch.optim.AdamW, lr=0.01)).run()
-    rates = [line["lr"] for line in read_metrics(tmp_path) if "lr" in line]
-    assert rates == pytest.approx([0.005, 0.01, 0.01, 0.001])
 
 
 def test_a_step_whose_gradient_is_not_finite_is_counted_and_shown(make_trainer, tmp_path, screen, model):
@@ -201,7 +172,7 @@ def test_a_step_whose_gradient_is_not_finite_is_counted_and_shown(make_trainer, 
     body = make_trainer(max_steps=2).run()
     assert body["status"] == "completed"
     assert body["final_train_loss"] is None
-    assert [line["skipped_steps"] for line in read_metrics(tmp_path) if "train_loss" in line] == [1, 2]
+    assert [line["skipped_steps"] for line in lines_in(tmp_path, "train_loss")] == [1, 2]
     assert "2 skipped" in screen.getvalue()
 
 
@@ -224,7 +195,7 @@ def test_a_skipped_step_is_a_step_of_the_run_but_not_of_the_schedule(make_traine
     overflow_at(trainer, {2, 3})
     body = trainer.run()
     assert (body["steps"], body["skipped_steps"]) == (5, 2)
-    lines = [line for line in read_metrics(tmp_path) if "lr" in line]
+    lines = lines_in(tmp_path, "lr")
     assert [line["lr"] for line in lines] == pytest.approx([0.1, 0.2, 0.2, 0.2, 0.3])
     assert [line["skipped_steps"] for line in lines] == [0, 1, 2, 2, 2]
     update = trainer.engine.schedule.trained[0].update
@@ -236,9 +207,8 @@ def test_a_run_that_goes_on_logs_and_evaluates_at_the_steps_of_the_whole(make_tr
     first = make_trainer(max_steps=4, eval_every=3, log_every=3)
     first.run()
     body = make_trainer(engine=first.engine, max_steps=9, eval_every=3, log_every=3, first_step=4).run()
-    lines = read_metrics(tmp_path)
-    assert [line["step"] for line in lines if "train_loss" in line] == [1, 3, 4, 6, 9]
-    assert [line["step"] for line in lines if "val_loss" in line] == [0, 3, 4, 6, 9]
+    assert [line["step"] for line in lines_in(tmp_path, "train_loss")] == [1, 3, 4, 6, 9]
+    assert [line["step"] for line in lines_in(tmp_path, "val_loss")] == [0, 3, 4, 6, 9]
     assert (body["steps"], body["skipped_steps"]) == (9, 0)
 
 
@@ -246,7 +216,7 @@ def test_steps_skipped_before_the_run_are_no_updates_to_its_schedule(make_traine
     schedule = partial(warmup_cosine, warmup_steps=4)
     optimizer = partial(torch.optim.AdamW, lr=0.4)
     body = make_trainer(max_steps=5, schedule=schedule, optimizer=optimizer, first_step=3, skipped_before=2).run()
-    rates = [line["lr"] for line in read_metrics(tmp_path) if "lr" in line]
+    rates = [line["lr"] for line in lines_in(tmp_path, "lr")]
     assert rates == pytest.approx([0.2, 0.3])
     assert body["skipped_steps"] == 2
 
@@ -265,7 +235,7 @@ def test_a_run_whose_steps_are_all_skipped_stops_and_says_why(make_trainer, mode
     overflow_at(trainer, {3, 5, 6})
     with pytest.raises(TrainingError, match="was not finite in 2 steps in a row"):
         trainer.run()
-    result = read_result(tmp_path)
+    result = result_in(tmp_path)
     assert (result["status"], result["steps"], result["skipped_steps"]) == ("failed", 5, 2)
     assert result["error"].startswith("TrainingError: the gradient was not finite in 2 steps in a row; ")
 
@@ -274,26 +244,23 @@ def test_the_loss_scale_of_fp16_is_in_the_metrics(make_trainer, model, tmp_path)
     precision = PrecisionConfig("fp16", initial_scale=2.0, growth_interval=2)
     engine = build_engine(model, optimizer=partial(torch.optim.SGD, lr=0.1), precision=precision)
     make_trainer(engine=engine, max_steps=4).run()
-    assert [line["loss_scale"] for line in read_metrics(tmp_path) if "loss_scale" in line] == [2, 2, 4, 4]
+    assert [line["loss_scale"] for line in lines_in(tmp_path, "loss_scale")] == [2, 2, 4, 4]
 
 
 # ---- the sample
 
 
-def test_a_sample_of_text_ends_the_run(make_trainer, tmp_path, screen):
+def test_a_sample_of_text_ends_the_run_where_the_dataset_can_decode(make_trainer, tmp_path, screen):
     (tmp_path / "text.txt").write_text("all work and no play makes jack a dull boy [/] " * 100)
     dataset = TextDataset(str(tmp_path / "text.txt"), seq_len=40, cache_dir=str(tmp_path / "cache"))
     model = GPT(vocab_size=256, max_seq_len=40, num_layers=1, num_heads=1, hidden_size=16)
     engine = build_engine(model, optimizer=torch.optim.SGD)
+    make_trainer(sample_tokens=20).run()
+    assert "No sample of text: the dataset has no decode()." in screen.getvalue()
     make_trainer(engine=engine, dataset=dataset, sample_tokens=20).run()
     prompt = dataset.decode(dataset.validation[0][0][:32])
     assert prompt in screen.getvalue()
     assert "20 tokens after 32 of the validation text" in screen.getvalue()
-
-
-def test_a_dataset_that_cannot_decode_gets_a_word_instead_of_a_sample(make_trainer, screen):
-    make_trainer(sample_tokens=20).run()
-    assert "No sample of text: the dataset has no decode()." in screen.getvalue()
 
 
 # ---- ends that are not the end
@@ -323,12 +290,12 @@ def test_a_failed_run_leaves_a_result_that_says_why(make_trainer, dataset, tmp_p
     trainer = make_trainer(dataset=with_changed_training(dataset, failing_at_read(10, raise_broken_disk)))
     with pytest.raises(RowError, match="broken disk"):
         trainer.run()
-    result = read_result(tmp_path)
+    result = result_in(tmp_path)
     assert (result["status"], result["steps"]) == ("failed", 2)
     row = trainer.feed.sampler.global_batch(2)[1]
     said = f"RowError: data.train: row {row} (epoch 0, step 3) cannot be read: OSError: broken disk"
     assert result["error"] == said
-    assert result["final_train_loss"] == read_metrics(tmp_path)[-1]["train_loss"]
+    assert result["final_train_loss"] == lines_in(tmp_path)[-1]["train_loss"]
     assert result["weights_sha256"] is None
 
 
@@ -346,12 +313,12 @@ def test_a_run_that_is_told_to_stop_ends_the_step_and_says_so_in_its_result(make
     tell = partial(os.kill, os.getpid(), number)
     trainer = make_trainer(dataset=with_changed_training(dataset, failing_at_read(10, tell)))
     body = trainer.run()
-    result = read_result(tmp_path)
+    result = result_in(tmp_path)
     assert result == body
     assert (result["status"], result["stopped_by"], result["steps"]) == ("stopped", number.name, 3)
     assert result["error"] == f"stopped by {number.name} after step 3 of {trainer.max_steps}"
-    assert read_metrics(tmp_path)[-1]["step"] == 3
-    assert read_metrics(tmp_path)[-1]["train_loss"] == result["final_train_loss"]
+    assert lines_in(tmp_path)[-1]["step"] == 3
+    assert lines_in(tmp_path)[-1]["train_loss"] == result["final_train_loss"]
     assert result["weights_sha256"] is None
 
 
@@ -361,7 +328,7 @@ def test_a_run_told_to_stop_in_its_first_evaluation_ends_after_its_first_step(ma
             os.kill(os.getpid(), signal.SIGTERM)
 
     make_trainer(dataset=dataset, eval_every=1, callbacks={"stop": StopInEvaluation()}).run()
-    assert (read_result(tmp_path)["status"], read_result(tmp_path)["steps"]) == ("stopped", 1)
+    assert (result_in(tmp_path)["status"], result_in(tmp_path)["steps"]) == ("stopped", 1)
 
 
 @pytest.mark.case("stopping", "in the last step", "the run completes")
@@ -369,41 +336,38 @@ def test_a_run_told_to_stop_in_its_last_step_completes(make_trainer, dataset, tm
     trainer = make_trainer(dataset=dataset)
     trainer.begin = lambda step: step == trainer.max_steps and os.kill(os.getpid(), signal.SIGTERM)
     trainer.run()
-    assert (read_result(tmp_path)["status"], read_result(tmp_path)["stopped_by"]) == ("completed", None)
+    assert (result_in(tmp_path)["status"], result_in(tmp_path)["stopped_by"]) == ("completed", None)
+
+
+def signal_twice(first, second, error):
+    os.kill(os.getpid(), first)
+    try:
+        os.kill(os.getpid(), second)
+    finally:
+        if error is not None:
+            raise error
 
 
 @pytest.mark.case("stopping", "a second signal")
 @pytest.mark.usefixtures("ctrl_c")
-def test_a_second_signal_stops_at_once(make_trainer, dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(stop, "SAME_REQUEST_S", 0.0)
-
-    def twice():
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    trainer = make_trainer(dataset=with_changed_training(dataset, failing_at_read(10, twice)))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.run()
-    result = read_result(tmp_path)
-    assert (result["status"], result["stopped_by"], result["steps"]) == ("stopped", None, 2)
-
-
-def test_a_stop_at_once_that_surfaces_as_a_broken_connection_is_still_a_stop(
-    make_trainer, dataset, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("second", "error", "raised"),
+    [
+        (signal.SIGINT, None, KeyboardInterrupt),
+        (signal.SIGTERM, RuntimeError("connection closed by peer"), RuntimeError),
+    ],
+    ids=["an interrupt", "a broken connection"],
+)
+def test_a_second_signal_stops_at_once_whatever_it_surfaces_as(
+    make_trainer, dataset, tmp_path, monkeypatch, second, error, raised
 ):
     monkeypatch.setattr(stop, "SAME_REQUEST_S", 0.0)
-
-    def twice():
-        os.kill(os.getpid(), signal.SIGTERM)
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-        finally:
-            raise RuntimeError("connection closed by peer")
-
+    twice = partial(signal_twice, signal.SIGTERM, second, error)
     trainer = make_trainer(dataset=with_changed_training(dataset, failing_at_read(10, twice)))
-    with pytest.raises(RuntimeError, match="closed by peer"):
+    with pytest.raises(raised):
         trainer.run()
-    assert read_result(tmp_path)["status"] == "stopped"
+    result = result_in(tmp_path)
+    assert (result["status"], result["stopped_by"], result["steps"]) == ("stopped", None, 2)
 
 
 @pytest.mark.case("stopping", "a rank dies, or fails, while all stop")
@@ -417,4 +381,4 @@ def test_what_fails_after_a_signal_has_failed(make_trainer, dataset, tmp_path):
     trainer = make_trainer(dataset=with_changed_training(dataset, failing_at_read(10, stop_and_fail)))
     with pytest.raises(RowError, match="broken disk"):
         trainer.run()
-    assert read_result(tmp_path)["status"] == "failed"
+    assert result_in(tmp_path)["status"] == "failed"

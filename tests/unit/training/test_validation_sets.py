@@ -1,6 +1,5 @@
 """Further validation sets by name: evaluated beside the data's own, as what they are alone, and what cannot be."""
 
-import json
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 
 import zerotrain
 from tests.unit.configs import ADAMW, GPT
+from tests.unit.training.runs import lines_in
 from zerotrain.config.checks import class_problems, value_problems
 from zerotrain.config.schema import Config
 from zerotrain.data import GlobalBatchSampler, Mix, SyntheticTokens
@@ -24,11 +24,6 @@ from zerotrain.training.callbacks.evaluation import evaluate_all
 SYNTHETIC = {"_target_": "zerotrain.data.SyntheticTokens", "seq_len": 16, "vocab_size": 256, "num_sequences": 64}
 OTHER = SYNTHETIC | {"num_sequences": 40}
 OTHERS: dict[str, Any] = {"seq_len": 16, "vocab_size": 32}
-
-
-def lines_of(folder: Any) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if any(name.startswith("val_loss") for name in line)]
 
 
 @pytest.mark.case(
@@ -52,7 +47,7 @@ def test_each_set_is_evaluated_as_it_is_alone_and_changes_nothing_else(
         engine=trainer.engine, world=world, dataset=few.train, num_sequences=16, micro_batch_size=4,
         metrics={"accuracy": Accuracy()},
     )  # fmt: skip
-    last = lines_of(tmp_path)[-1]
+    last = lines_in(tmp_path, "val_loss/few")[-1]
     assert (last["val_loss/few"], last["val_accuracy/few"]) == (alone["val_loss"], alone["val_accuracy"])
     assert body["val_loss_by_source"] == {name: last[f"val_loss/{name}"] for name in ("few", "mix", "mix/a", "mix/b")}
     assert body["val_metrics"]["val_accuracy/mix/b"] == last["val_accuracy/mix/b"]
@@ -65,7 +60,7 @@ def test_without_a_validation_part_the_sets_alone_are_evaluated(make_trainer, da
     data = SimpleNamespace(train=dataset.train, validation=[])
     body = make_trainer(dataset=data, eval_every=2, validation_sets={"own": dataset}).run()
     assert (body["final_val_loss"], list(body["val_loss_by_source"])) == (None, ["own"])
-    assert [list(line) for line in lines_of(tmp_path)] == [["step", "val_loss/own"]] * 3
+    assert [list(line) for line in lines_in(tmp_path, "val_loss/own")] == [["step", "val_loss/own"]] * 3
 
 
 def test_a_set_whose_loss_is_nan_is_warned_of_by_name(make_trainer, dataset, screen) -> None:
@@ -226,7 +221,7 @@ class OfItsOwn(Metric):
 
 def test_a_metric_with_a_constructor_of_its_own_is_of_evaluations(make_trainer, tmp_path) -> None:
     make_trainer(callbacks={"labels": OfItsOwn()}).run()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_in(tmp_path)
     assert ["val_labels" in line for line in lines] == ["val_loss" in line for line in lines]
     assert not any("train_labels" in line for line in lines)
 
@@ -242,6 +237,5 @@ def test_perplexity_of_training_needs_no_outputs_of_the_model(make_trainer, data
 
     engine = zerotrain.build_engine(LossAlone(), optimizer=torch.optim.SGD)
     make_trainer(engine=engine, callbacks={"perplexity": Perplexity(of=["training"])}).run()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    told = [line for line in lines if "train_loss" in line]
+    told = lines_in(tmp_path, "train_loss")
     assert [line["train_perplexity"] for line in told] == [math.exp(line["train_loss"]) for line in told]

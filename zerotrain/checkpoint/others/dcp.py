@@ -15,8 +15,9 @@ import torch
 
 from zerotrain.checkpoint.manifest import DTYPES, hash_of
 from zerotrain.checkpoint.others.safetensors_and_torch import is_readable, loaded_without_numbers, place_of
-from zerotrain.checkpoint.others.stored_weights import FileRange, OpenFile, StoredTensor, Weights, row_by_row
+from zerotrain.checkpoint.others.stored_weights import FileRange, OpenFile, Weights
 from zerotrain.errors import CheckpointError
+from zerotrain.files.match import StoredTensor, row_by_row
 from zerotrain.files.untrusted import FileName, Natural, Shape, require_kind
 
 # The tensors in a folder of torch.distributed.checkpoint, by its file .metadata.
@@ -44,18 +45,8 @@ class DcpPiece(NamedTuple):
     """Bytes that torch.save has written for it into the file."""
 
 
-class DcpTensor(NamedTuple):
-    """A tensor of a folder."""
-
-    keys: tuple[str, ...]
-    """From the outside to it, such as ("model", "blocks.0.weight")."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    pieces: list[DcpPiece]
-
-
-def read_metadata(file: OpenFile) -> list[DcpTensor]:
-    """The tensors of a folder.
+def read_metadata(file: OpenFile) -> list[StoredTensor]:
+    """The tensors of a folder; the place of each is a list of `DcpPiece`.
 
     Raises:
         CheckpointError: it is no .metadata of DCP, is damaged, or holds other objects than one does.
@@ -74,7 +65,7 @@ def read_metadata(file: OpenFile) -> list[DcpTensor]:
         raise CheckpointError(f"{file.path} is no {METADATA} of torch.distributed.checkpoint, or damaged") from None
 
 
-def _tensors(folder: Path, content: Any) -> Iterator[DcpTensor]:
+def _tensors(folder: Path, content: Any) -> Iterator[StoredTensor]:
     stored = {
         (index.fqn, tuple(getattr(index, "offset", None) or ())): info for index, info in content.storage_data.items()
     }
@@ -88,7 +79,9 @@ def _tensors(folder: Path, content: Any) -> Iterator[DcpTensor]:
         if not isinstance(dtype, torch.dtype) or not _fills(shape, boxes):
             raise ValueError
         pieces = [_piece(folder, stored[name, box[0]], *box) for box in boxes]
-        yield DcpTensor(tuple(map(str, keys_of.get(name, (name,)))), dtype, shape, pieces)
+        *part, key = map(str, keys_of.get(name, (name,)))  # from the outside to it, such as ("model", "0.weight")
+        kind, stride = str(dtype).removeprefix("torch."), row_by_row(shape)
+        yield StoredTensor([key], kind, dtype, shape, stride, pieces, ".".join(part))
 
 
 def _fills(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
@@ -186,9 +179,9 @@ class DcpWeights(Weights):
         with ExitStack() as opened:
             metadata = OpenFile(path / METADATA)
             opened.callback(metadata.close)
-            tensors = read_metadata(metadata)
+            self.tensors = read_metadata(metadata)
             self.fingerprint = hash_of(metadata.bytes(0, metadata.nbytes))
-            for piece in (piece for tensor in tensors for piece in tensor.pieces):
+            for piece in (piece for tensor in self.tensors for piece in tensor.place):
                 if piece.file not in self._files:
                     self._files[piece.file] = OpenFile(path / piece.file)
                     opened.callback(self._files[piece.file].close)
@@ -196,14 +189,9 @@ class DcpWeights(Weights):
                 if end > nbytes:
                     raise CheckpointError(f"{path / piece.file} is cut: {nbytes} bytes, and {METADATA} says {end}")
             self._opened = opened.pop_all()
-        self.tensors = []
-        for tensor in tensors:
-            *part, name = tensor.keys
-            kind, stride = str(tensor.dtype).removeprefix("torch."), row_by_row(tensor.shape)
-            self.tensors.append(StoredTensor([name], kind, tensor.dtype, tensor.shape, stride, tensor, ".".join(part)))
 
     def problems(self, tensors: Sequence[StoredTensor], part: int, num_parts: int) -> list[str]:
-        pieces = [(tensor.place, piece) for tensor in tensors for piece in tensor.place.pieces]
+        pieces = [(tensor, piece) for tensor in tensors for piece in tensor.place]
         try:
             for tensor, piece in pieces[part::num_parts]:
                 self._place(tensor, piece)
@@ -212,10 +200,10 @@ class DcpWeights(Weights):
         return []
 
     def read(self, tensor: StoredTensor, start: int, target: torch.Tensor) -> None:
-        for piece in tensor.place.pieces:
-            self._read_piece(tensor.place, piece, start, target)
+        for piece in tensor.place:
+            self._read_piece(tensor, piece, start, target)
 
-    def _read_piece(self, tensor: DcpTensor, piece: DcpPiece, start: int, target: torch.Tensor) -> None:
+    def _read_piece(self, tensor: StoredTensor, piece: DcpPiece, start: int, target: torch.Tensor) -> None:
         """Read the requested elements of a piece: runs of neighbours, a single run if rows were not cut."""
         runs, numel = _runs(tensor.shape, piece)
         stop = start + target.numel()
@@ -235,27 +223,27 @@ class DcpWeights(Weights):
             is_inside = (place >= 0) & (place < target.numel())
             target[place[is_inside].to(target.device)] = values[is_inside].to(target)
 
-    def _read_box(self, tensor: DcpTensor, piece: DcpPiece, begin: int, target: torch.Tensor) -> None:
+    def _read_box(self, tensor: StoredTensor, piece: DcpPiece, begin: int, target: torch.Tensor) -> None:
         """Elements of a piece, by their number in it row by row."""
         (file, byte), saved = self._place(tensor, piece)
         if saved.is_contiguous():
-            file.read(byte + begin * tensor.dtype.itemsize, tensor.dtype, target)
+            file.read(byte + begin * saved.itemsize, saved.dtype, target)
             return
         if self._turned is None or self._turned[0] != piece:
             self._turned = None
-            values = torch.empty(prod(piece.sizes), dtype=tensor.dtype)
-            file.read(byte, tensor.dtype, values)
+            values = torch.empty(prod(piece.sizes), dtype=saved.dtype)
+            file.read(byte, saved.dtype, values)
             self._turned = piece, values.as_strided(piece.sizes, saved.stride()).contiguous().view(-1)
         target.copy_(self._turned[1][begin : begin + target.numel()])
 
-    def _place(self, tensor: DcpTensor, piece: DcpPiece) -> tuple[FileRange, torch.Tensor]:
+    def _place(self, tensor: StoredTensor, piece: DcpPiece) -> tuple[FileRange, torch.Tensor]:
         """(place of a piece's first element, the piece as a tensor without numbers)."""
         if piece not in self._places:
             file = self._files[piece.file]
             stored = loaded_without_numbers(file, piece.byte, piece.nbytes)
             form = (tuple(stored.shape), stored.dtype) if isinstance(stored, torch.Tensor) else None
             if form != (piece.sizes, tensor.dtype) or not is_readable(stored):
-                raise CheckpointError(f"{file.path} does not hold the tensor that {METADATA} says: {tensor.keys[-1]}")
+                raise CheckpointError(f"{file.path} does not hold the tensor that {METADATA} says: {tensor.names[0]}")
             self._places[piece] = place_of(file, piece.byte, stored), stored
         return self._places[piece]
 

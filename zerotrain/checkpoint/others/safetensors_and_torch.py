@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import IO, Any, TypedDict, cast
+from typing import IO, Any, cast
 
 import torch
+from msgspec import Struct
 
 from zerotrain.checkpoint.manifest import BlockWriter, is_dense
-from zerotrain.checkpoint.others.stored_weights import FileRange, OpenFile, StoredTensor, row_by_row
+from zerotrain.checkpoint.others.stored_weights import FileRange, OpenFile
 from zerotrain.checkpoint.tensor_file import CHUNK_NBYTES, CODES, chunks, plan_file
 from zerotrain.errors import CheckpointError, listed
+from zerotrain.files.match import StoredTensor, row_by_row
 from zerotrain.files.untrusted import MAX_DEPTH, Natural, Shape, UntrustedFileError, parse_json, require_kind, shown
 
 # The header of a safetensors file: its tensors and their places.
@@ -42,7 +44,7 @@ MAX_HEADER_NBYTES = 100_000_000
 """As in the library."""
 
 
-class _HeaderEntry(TypedDict):
+class _HeaderEntry(Struct):
     dtype: str
     shape: Shape
     data_offsets: tuple[Natural, Natural]
@@ -73,19 +75,19 @@ def safetensors_in(file: OpenFile) -> list[StoredTensor]:
     _require_places(file.path, header, 8 + length, nbytes)
     tensors = []
     for name, entry in header.items():
-        code, shape = entry["dtype"], tuple(entry["shape"])
-        place = FileRange(file, 8 + length + entry["data_offsets"][0])
+        code, shape = entry.dtype, tuple(entry.shape)
+        place = FileRange(file, 8 + length + entry.data_offsets[0])
         tensors.append(StoredTensor([name], code, DTYPES.get(code), shape, row_by_row(shape), place))
     return tensors
 
 
-def _require_places(path: Path, header: Mapping[str, Any], data_start: int, nbytes: int) -> None:
+def _require_places(path: Path, header: Mapping[str, _HeaderEntry], data_start: int, nbytes: int) -> None:
     """Check the places: the tensors must fill the file, one after the other, as the format has it."""
     place = 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        start, stop = entry["data_offsets"]
-        dtype = DTYPES.get(entry["dtype"])
-        size = max(0, stop - start) if dtype is None else prod(entry["shape"]) * dtype.itemsize
+    for name, entry in sorted(header.items(), key=lambda item: item[1].data_offsets):
+        start, stop = entry.data_offsets
+        dtype = DTYPES.get(entry.dtype)
+        size = max(0, stop - start) if dtype is None else prod(entry.shape) * dtype.itemsize
         if start != place or stop - start != size:
             raise CheckpointError(f"{path} is damaged: its header gives {name} a place where it cannot be")
         place = stop

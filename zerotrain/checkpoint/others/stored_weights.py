@@ -4,33 +4,14 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from zerotrain.errors import CheckpointError
+from zerotrain.files.match import StoredTensor
 from zerotrain.files.untrusted import only_regular
-
-
-@dataclass(frozen=True, eq=False)
-class StoredTensor:
-    """One tensor of a source of weights."""
-
-    names: Sequence[str]
-    """Several of a tied one; any is enough."""
-    kind: str
-    """Its dtype, as the format calls it."""
-    dtype: torch.dtype | None
-    """None for an unreadable tensor, and for one without elements, of which nothing was written."""
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    """Tells the order of its elements there."""
-    place: Any
-    """Its location, in the form of its `Weights`."""
-    part: str = ""
-    """The entry that holds it, if a file holds more than weights: "model" of {"model": ..., "optim": ...}."""
 
 
 class Weights(ABC):
@@ -59,14 +40,6 @@ class Weights(ABC):
 
     def close(self) -> None:
         self._opened.close()
-
-
-def row_by_row(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor with its elements in the order of its dimensions."""
-    stride = [1]
-    for length in shape[:0:-1]:
-        stride.append(stride[-1] * max(1, length))
-    return tuple(stride[::-1]) if len(shape) else ()
 
 
 # Reads ranges of a file of any author: neither it nor one of its tensors is ever held whole.

@@ -7,20 +7,20 @@ torch's DCP, the weights of a checkpoint.
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from math import prod
 from pathlib import Path
-from typing import Any, TypedDict
 
 import torch
+from msgspec import Struct
 
 from zerotrain.checkpoint.folder import candidates, entries
-from zerotrain.checkpoint.manifest import AVERAGE, BUFFER, MANIFEST, WEIGHT, dtype_of, hash_of, of_rank_0, read_manifest
+from zerotrain.checkpoint.manifest import AVERAGE, BUFFER, MANIFEST, WEIGHT, hash_of, read_manifest
 from zerotrain.checkpoint.others.dcp import METADATA, DcpWeights
 from zerotrain.checkpoint.others.safetensors_and_torch import is_of_torch, safetensors_in, torch_tensors_in
-from zerotrain.checkpoint.others.stored_weights import OpenFile, StoredTensor, Weights, row_by_row
+from zerotrain.checkpoint.others.stored_weights import OpenFile, Weights
 from zerotrain.checkpoint.tensor_file import Reader
 from zerotrain.checkpoint.verification import problems_in
 from zerotrain.errors import CheckpointError, listed
+from zerotrain.files.match import StoredTensor
 from zerotrain.files.untrusted import FileName, UntrustedFileError, read_json, shown
 
 INDEX_END = ".index.json"
@@ -30,7 +30,7 @@ OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 """Ends of names of possible files with weights."""
 
 
-class _Index(TypedDict):
+class _Index(Struct):
     weight_map: dict[str, FileName]
 
 
@@ -90,7 +90,7 @@ def _names_by_file(index: Path) -> dict[Path, list[str]]:
     files: dict[Path, list[str]] = {}
     try:
         content = read_json(index, _Index, max_nbytes=MAX_INDEX_NBYTES)
-        for name, file in content["weight_map"].items():
+        for name, file in content.weight_map.items():
             files.setdefault(index.parent / file, []).append(name)
     except OSError as error:
         raise CheckpointError(f"{index} cannot be read: {error.strerror}") from error
@@ -142,18 +142,7 @@ class CheckpointWeights(Weights):
         self._opened = ExitStack()
         self._reader = self._opened.enter_context(Reader(path, self._manifest))
         self.fingerprint = hash_of(self._manifest.text().encode())
-        self.tensors = []
-        for name, parameter in self._manifest.parameters.items():
-            tensor = parameter["tensors"].get(self._manifest.weight_role(name, averaged=averaged))
-            self._add(parameter["names"], tensor, parameter["shape"], parameter["stride"])
-        for name, buffer in self._manifest.buffers.items():
-            self._add([name], of_rank_0(buffer), buffer["shape"], row_by_row(buffer["shape"]))
-
-    def _add(self, names: list[str], tensor: Any, shape: Sequence[int], stride: Sequence[int]) -> None:
-        assert tensor is not None or prod(shape) == 0
-        dtype = None if tensor is None else dtype_of(tensor)
-        kind = "" if tensor is None else tensor["dtype"]
-        self.tensors.append(StoredTensor(names, kind, dtype, tuple(shape), tuple(stride), tensor))
+        self.tensors = self._manifest.weights(averaged=averaged)
 
     def problems(self, tensors: Sequence[StoredTensor], part: int, num_parts: int) -> list[str]:
         return problems_in(self.path, self._manifest, part, num_parts, roles=self._roles)

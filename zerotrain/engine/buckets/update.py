@@ -277,7 +277,7 @@ class BucketUpdate:
                 self._step(self.optimizer, [(span.target, gradient[span.where]) for span in self.spans], is_off)
                 rest: Iterator[None] = iter(())
                 if self.whole is not None:
-                    rest = self.whole.update(gradient, partial(self._step, self._whole_optimizer))
+                    rest = self.whole.update(gradient, partial(self._step, self._whole_optimizer, is_off=is_off))
             finally:
                 if lent is not None:
                     self._pool.give_back(lent)

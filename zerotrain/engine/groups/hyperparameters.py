@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from zerotrain.checkpoint.manifest import dtype_of
+from zerotrain.checkpoint.manifest import DTYPES
 from zerotrain.device.device import lies_on_host
 from zerotrain.errors import EngineStateError, argument
 
@@ -203,7 +203,7 @@ def _saved(value: Any) -> Any:
 def restored(saved: Any, own: Any) -> Any:
     """A saved value in the form that `own`, the value it replaces, has."""
     if isinstance(saved, dict):
-        saved = torch.tensor(saved["value"], dtype=dtype_of(saved))
+        saved = torch.tensor(saved["value"], dtype=DTYPES[saved["dtype"]])
         return own.copy_(saved) if isinstance(own, torch.Tensor) else saved
     if isinstance(own, torch.Tensor):
         return own.fill_(saved)

@@ -2,11 +2,12 @@
 the elements that it holds."""
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from zerotrain.checkpoint.manifest import (
@@ -15,7 +16,6 @@ from zerotrain.checkpoint.manifest import (
     MANIFEST,
     WEIGHT,
     Manifest,
-    dtype_of,
     parse_manifest,
     read_manifest,
 )
@@ -27,83 +27,55 @@ from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.state.fill import Keeps, KeptOnce, KeptTensor, Source, fill
 from zerotrain.engine.state.named import Holdings, NamedPiece, buffers, modules_with_extra_state, restore_extra_states
 from zerotrain.engine.state.together import LEFT, from_rank_0, on_all
-from zerotrain.errors import CheckpointError, listed
+from zerotrain.errors import CheckpointError
+from zerotrain.files.match import ModelTensor, StoredTensor, any_kind, match, memory_order
 from zerotrain.files.untrusted import shown
 from zerotrain.sharding.units import ManagedParameter, ModelParameter
 
 # The check that a checkpoint is one of this model and this optimizer; placement, precision, buckets may be others.
 
 
-MAX_NAMES_SHOWN = 3
-
-
 def misfits(manifest: Manifest, holdings: Holdings) -> list[str]:
     """Tell what does not fit, a line for each; the same on every rank, and nothing is changed."""
-    own = holdings.parameters
-    own_buffers = buffers(holdings.model, holdings.buckets)
+    own, values = holdings.parameters, buffers(holdings.model, holdings.buckets)
     own_states = [name for name, _ in modules_with_extra_state(holdings.model)]
     saved_states = manifest.content.get(EXTRA_STATE, own_states)  # of an older checkpoint, without any: they stay
-    problems = [
-        *_names(manifest.parameters, own, "parameter"),
-        *_names(manifest.buffers, own_buffers, "buffer"),
-        *_names(saved_states, own_states, "extra state"),
-    ]
-    for name in (name for name in own if name in manifest.parameters):
-        problems += _of_parameter(manifest.parameters[name], own[name])
-    for name in (name for name in own_buffers if name in manifest.buffers):
-        saved, values = manifest.buffers[name], own_buffers[name]
-        kinds = [list(values.shape), str(values.dtype).removeprefix("torch.")]
-        if [saved["shape"], saved["dtype"]] != kinds:
-            problems.append(
-                f"buffer {name} is {saved['dtype']} {saved['shape']}, and the model's {kinds[1]} {kinds[0]}"
-            )
-    return problems + ([] if problems else list(_groups(manifest, holdings)))
+    parameters, saved_buffers = _weights(manifest)
+    targets = [ModelTensor(managed.names, managed.parameter) for managed in own.values()]
+    problems = match(parameters, targets, kind=any_kind).problems()
+    problems += match(
+        [*saved_buffers, *(StoredTensor([name], "", None, ()) for name in saved_states)],
+        [ModelTensor([name], value) for name, value in (*values.items(), *((name, None) for name in own_states))],
+        kind=str,
+    ).problems()
+    for target in targets:
+        for _, saved in target.stored:
+            problems += _ties_and_order(saved, own[target.names[0]])
+    return problems or list(_groups(manifest, holdings))
 
 
 def model_misfits(manifest: Manifest, parameters: Sequence[ModelParameter]) -> list[str]:
     """Tell what of a model does not fit, a line for each, as far as its parameters show: before there is an engine, and
     of a model without memory too."""
-    own = {managed.names[0]: managed for managed in parameters}
-    common = [(manifest.parameters[name], managed) for name, managed in own.items() if name in manifest.parameters]
-    shapes = [problem for saved, managed in common for problem in _shape(saved, managed)]
-    if len(shapes) > MAX_NAMES_SHOWN:
-        shapes[MAX_NAMES_SHOWN:] = [f"and {len(shapes) - MAX_NAMES_SHOWN} more are of other shapes"]
-    return [*_names(manifest.parameters, own, "parameter"), *shapes]
+    targets = [ModelTensor(own.names, own.parameter) for own in parameters]
+    return match(_weights(manifest)[0], targets, kind=any_kind).problems()
 
 
-def _names(saved: Collection[str], own: Collection[str], kind: str) -> Iterator[str]:
-    missing = [name for name in own if name not in saved]
-    surplus = [name for name in saved if name not in own]
-    if missing:
-        yield f"{_listed(missing, kind)} of the model missing in it"
-    if surplus:
-        yield f"it has {_listed(surplus, kind, verb=False)} that the model has not"
+def _weights(manifest: Manifest) -> tuple[list[StoredTensor], list[StoredTensor]]:
+    """The parameters, and the buffers."""
+    tensors = manifest.weights()
+    return tensors[: len(manifest.parameters)], tensors[len(manifest.parameters) :]
 
 
-def _of_parameter(saved: dict[str, Any], own: ManagedParameter) -> Iterator[str]:
-    name, shape = own.names[0], list(own.parameter.shape)
-    if saved["names"] != own.names:
-        yield f"{name} is tied as {saved['names']}, and the model's as {own.names}"
-    if saved["shape"] != shape:
-        yield from _shape(saved, own)
-    elif memory_order(shape, saved["stride"]) != memory_order(shape, own.stride):
+def _ties_and_order(saved: StoredTensor, own: ManagedParameter) -> Iterator[str]:
+    name = own.names[0]
+    if saved.names != own.names:
+        yield f"{name} is tied as {saved.names}, and the model's as {own.names}"
+    if memory_order(saved.shape, saved.stride) != memory_order(saved.shape, own.stride):
         yield (
-            f"{name} lies in memory with strides {tuple(saved['stride'])}, and the model's with {own.stride}; build "
-            "the model in that memory format"
+            f"{name} lies in memory with strides {saved.stride}, and the model's with {own.stride}; build the model in "
+            "that memory format"
         )
-
-
-def _shape(saved: dict[str, Any], own: ModelParameter) -> Iterator[str]:
-    if saved["shape"] != list(own.parameter.shape):
-        yield (
-            f"{own.names[0]} is of shape {tuple(saved['shape'])}, and the model's of shape {tuple(own.parameter.shape)}"
-        )
-
-
-def memory_order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
-    """The dimensions that have a length, from the slowest to the fastest."""
-    dims = [dim for dim, size in enumerate(shape) if size > 1]
-    return sorted(dims, key=lambda dim: -stride[dim])
 
 
 def _groups(manifest: Manifest, holdings: Holdings) -> Iterator[str]:
@@ -123,16 +95,10 @@ def _groups(manifest: Manifest, holdings: Holdings) -> Iterator[str]:
                 yield f"{name} of group {group['name']!r} is {value}, of another kind than the engine's {group[name]}"
         for name, own in holdings.parameters.items():
             parameter = manifest.parameters[name]
-            both_train = parameter["trains"] and groups.places[name][0]
-            if both_train and parameter["is_updated_whole"] != own.is_updated_whole:
-                how = "whole" if parameter["is_updated_whole"] else "by elements"
+            both_train = parameter.trains and groups.places[name][0]
+            if both_train and parameter.is_updated_whole != own.is_updated_whole:
+                how = "whole" if parameter.is_updated_whole else "by elements"
                 yield f"{name} is updated {how} in it, and not in the engine"
-
-
-def _listed(names: Sequence[str], kind: str, *, verb: bool = True) -> str:
-    are = (" is" if len(names) == 1 else " are") if verb else ""
-    plural = "s" if len(names) > 1 else ""
-    return f"{kind}{plural} {listed(names, MAX_NAMES_SHOWN)}{are}"
 
 
 def verified_manifest(path: str | os.PathLike[str], holdings: Holdings) -> tuple[Path, Manifest]:
@@ -161,7 +127,7 @@ def verified_manifest(path: str | os.PathLike[str], holdings: Holdings) -> tuple
 
 def places_in(manifest: Manifest) -> dict[str, list[Any]]:
     """Tell of a checkpoint what `ParamGroups.places` tells of an engine."""
-    return {name: [saved["trains"], saved["group"], saved["generation"]] for name, saved in manifest.parameters.items()}
+    return {name: [saved.trains, saved.group, saved.generation] for name, saved in manifest.parameters.items()}
 
 
 def added_groups(manifest: Manifest, groups: ParamGroups) -> list[dict[str, Any]]:
@@ -186,7 +152,7 @@ def require_alike(folder: Path, manifest: Manifest, holdings: Holdings) -> None:
             for managed in bucket.spec.parameters:
                 if not managed.is_updated_whole and managed.parameter.numel() > 0:
                     name = managed.names[0]
-                    roles = manifest.parameters[name]["tensors"].keys()
+                    roles = manifest.parameters[name].tensors.keys()
                     other, other_roles = kinds.setdefault(managed.span, (name, roles))
                     if roles != other_roles:
                         raise CheckpointError(
@@ -228,7 +194,7 @@ class Checkpoint(Source):
         self._manifest, self._holdings, self._reader = manifest, holdings, reader
 
     def read(self, piece: NamedPiece) -> None:
-        saved = self._manifest.parameters[piece.managed.names[0]]["tensors"][piece.role]
+        saved = self._manifest.parameters[piece.managed.names[0]].tensors[piece.role]
         self._reader.read(saved, piece.in_tensor.start if piece.in_tensor else 0, piece.values)
 
     def keeps(self, managed: ManagedParameter) -> Keeps:
@@ -237,12 +203,12 @@ class Checkpoint(Source):
         saved, settings = self._manifest.parameters[managed.names[0]], self._holdings.groups.hyperparameters
         updates_there = any(settings[managed.group].get(name) for name in ("fused", "capturable"))
         values: dict[str, KeptTensor | KeptOnce] = {}
-        for name, value in saved["counts"].items():
+        for name, value in saved.counts.items():
             once = restored(value, None) if isinstance(value, dict) else value
             values[name] = KeptOnce(once, isinstance(once, torch.Tensor) and (name != "step" or updates_there))
-        for role, tensor in saved["tensors"].items():
+        for role, tensor in saved.tensors.items():
             if role not in (WEIGHT, AVERAGE):
-                values[role] = KeptTensor(tensor["shape"] if managed.is_updated_whole else None, dtype_of(tensor))
+                values[role] = KeptTensor(tensor.shape if managed.is_updated_whole else None, tensor.torch_dtype)
         return values
 
     def fill_rest(self) -> None:
@@ -251,10 +217,10 @@ class Checkpoint(Source):
         shards, holdings = self._holdings.collectives.shards, self._holdings
         for name, values in buffers(holdings.model, holdings.buckets).items():
             saved = self._manifest.buffers[name]
-            by_rank = {piece["file"]: piece for piece in saved["pieces"]}
+            by_rank = {piece.file: piece for piece in saved.pieces}
             rank = shards.rank if self._manifest.num_ranks == shards.size and shards.rank in by_rank else 0
             if values.numel() > 0:
                 target = torch.empty(values.numel(), dtype=values.dtype)
-                self._reader.read({**saved, "pieces": [by_rank[rank]]}, 0, target)
+                self._reader.read(msgspec.structs.replace(saved, pieces=[by_rank[rank]]), 0, target)
                 values.data.copy_(target.view(values.shape))
-        restore_extra_states(holdings.model, self._manifest.content.get(EXTRA_STATE, {}), self._reader)
+        restore_extra_states(holdings.model, self._manifest.extra_state, self._reader)

@@ -1,10 +1,9 @@
 """Files of others as a source, with weights to start from: all is checked first, then each rank reads what it holds."""
 
-import difflib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -12,37 +11,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerotrain.checkpoint.others.stored_weights import StoredTensor, Weights
+from zerotrain.checkpoint.others.stored_weights import Weights
 from zerotrain.checkpoint.others.weights import find_weights, resolve_weights
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import require_tellable
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.results import LoadedWeights
 from zerotrain.engine.state.fill import Source
-from zerotrain.engine.state.from_checkpoint import memory_order
 from zerotrain.engine.state.named import Holdings, NamedPiece, buffers
 from zerotrain.engine.state.together import LEFT, attempt, from_rank_0, on_all, raise_first
 from zerotrain.errors import CheckpointError, ConfigError, EngineStateError, ZeroTrainError, argument, listed
+from zerotrain.files import match
+from zerotrain.files.match import ModelTensor, StoredTensor
 from zerotrain.sharding.layout import slot_view
 from zerotrain.sharding.units import ModelParameter, model_parameters
 
-# The match of a file's tensors with the model's, by name, shape and kind. Nothing is read, and nothing changes.
-
-
-MAX_NAMES_SHOWN = 10
-MAX_NAMES_COMPARED = 2000
-"""To find the nearest of more takes seconds."""
-
-
-@dataclass(eq=False)
-class ModelTensor:
-    """A tensor of the model."""
-
-    names: list[str]
-    """In the order of its modules; the first is what it is called in what is said."""
-    tensor: torch.Tensor
-    stored: list[tuple[str, StoredTensor]] = field(default_factory=list)
-    """Tensors that fit it, under which of its names. If a tied one has several, the last is read, as by PyTorch."""
+# The part of a file that is read, and its names. Nothing is read here, and nothing changes.
 
 
 def fitting_parts(tensors: Sequence[StoredTensor], targets: Sequence[ModelTensor]) -> list[str]:
@@ -62,40 +46,17 @@ def fitting_parts(tensors: Sequence[StoredTensor], targets: Sequence[ModelTensor
     return [max(names, key=lambda part: len(names[part]), default="")]
 
 
-def match(path: Path, tensors: Sequence[StoredTensor], targets: Sequence[ModelTensor], part: str = "") -> LoadedWeights:
+def match_part(
+    path: Path, tensors: Sequence[StoredTensor], targets: Sequence[ModelTensor], part: str = ""
+) -> LoadedWeights:
     """Give each tensor of the model what fits it in a part of a file, and tell what did not."""
-    report = _describe_part(part, [tensor for tensor in tensors if tensor.part != part])
+    description = _describe_part(part, [tensor for tensor in tensors if tensor.part != part])
     tensors = [tensor for tensor in tensors if tensor.part == part]
-    homes = {name: target for target in targets for name in target.names}
+    homes = {name for target in targets for name in target.names}
     rename, renamed = _renaming([name for tensor in tensors for name in tensor.names], targets, homes)
-    surplus, wrong_shape, wrong_dtype = [], [], []
-    matched: set[ModelTensor] = set()
-    for tensor in tensors:
-        name = next((name for name in map(rename, tensor.names) if name in homes), None)
-        if name is None:
-            surplus.append(tensor.names[0])
-            continue
-        home = homes[name]
-        shape, dtype = tuple(home.tensor.shape), home.tensor.dtype
-        matched.add(home)
-        if tensor.shape != shape:
-            wrong_shape.append(f"{name} is of shape {tensor.shape} in it, and of shape {shape} in the model")
-        elif home.tensor.numel() > 0 and _kind_of_dtype(tensor.dtype) != _kind_of_dtype(dtype):
-            wrong_dtype.append(f"{name} is {tensor.kind} in it, and {str(dtype).removeprefix('torch.')} in the model")
-        else:
-            home.stored.append((name, tensor))
-    for target in targets:
-        target.stored.sort(key=lambda pair: target.names.index(pair[0]))
-    return LoadedWeights(
-        path=path,
-        num_loaded=sum(bool(target.stored) for target in targets),
-        missing=tuple(target.names[0] for target in targets if target not in matched),
-        surplus=tuple(surplus),
-        wrong_shape=tuple(wrong_shape),
-        wrong_dtype=tuple(wrong_dtype),
-        renamed=renamed,
-        part=report,
-    )
+    matched = match.match(tensors, targets, rename=rename)
+    num_loaded = sum(bool(target.stored) for target in targets)
+    return LoadedWeights(path=path, num_loaded=num_loaded, renamed=renamed, part=description, **vars(matched))
 
 
 def _describe_part(part: str, rest: Sequence[StoredTensor]) -> str:
@@ -108,32 +69,17 @@ def _describe_part(part: str, rest: Sequence[StoredTensor]) -> str:
         words = [*tensor.part.split("."), *tensor.names] if tensor.part else tensor.names
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, words, strict=False)))
         other_parts[".".join(words[: shared + 1])] = None
-    ignored = f", and nothing of {listed(list(other_parts), MAX_NAMES_SHOWN)}" if other_parts else ""
+    ignored = f", and nothing of {listed(list(other_parts), match.MAX_NAMES_SHOWN)}" if other_parts else ""
     return f"{f'its {part!r} was read' if part else 'the tensors outside its parts were read'}{ignored}"
 
 
 def misfits(loaded: LoadedWeights) -> list[str]:
     """Tell what does not fit, a line for each kind of it; the same on every rank."""
-    problems = []
-    if loaded.missing:
-        lacking = _listed(loaded.missing, loaded.surplus)
-        problems.append(f"it lacks {lacking}; or give {argument('strict', False)}")
-    if loaded.surplus:
-        surplus = _listed(loaded.surplus, loaded.missing)
-        problems.append(f"the model has no {surplus}; or give {argument('strict', False)}")
-    problems += [*loaded.wrong_shape, *loaded.wrong_dtype]
+    misfits = match.Misfits(loaded.missing, loaded.surplus, loaded.wrong_shape, loaded.wrong_dtype)
+    problems = misfits.problems(f"; or give {argument('strict', False)}")
     lines = [f"{loaded.path} does not fit the engine: {problem}" for problem in problems]
     notes = "; ".join(filter(None, (loaded.part, loaded.renamed)))
     return [*lines, f"{loaded.path}: {notes}"] if lines and notes else lines
-
-
-def _listed(names: Sequence[str], candidates: Sequence[str]) -> str:
-    """Names, each with the one of others that is most like it."""
-    texts = list(names)
-    for place, name in enumerate(names[:MAX_NAMES_SHOWN]):
-        if nearest := difflib.get_close_matches(name, candidates[:MAX_NAMES_COMPARED], n=1):
-            texts[place] += f" (is it {nearest[0]}?)"
-    return listed(texts, MAX_NAMES_SHOWN)
 
 
 def _renaming(
@@ -168,15 +114,6 @@ def _common(names: Sequence[str]) -> Iterator[str]:
         if not dot or not all(name.startswith(prefix) for name in names):
             return
         yield prefix
-
-
-def _kind_of_dtype(dtype: torch.dtype | None) -> str:
-    """Dtypes of one kind are turned into each other; what has 8 bits needs a scale that is not known here."""
-    if dtype is None or (dtype.is_floating_point and dtype.itemsize == 1):
-        return f"{dtype}"
-    if dtype.is_floating_point or dtype.is_complex:
-        return "complex" if dtype.is_complex else "float"
-    return "bool" if dtype is torch.bool else "integer"
 
 
 CHUNK_NUMEL = 2**17
@@ -241,9 +178,9 @@ def _checked(weights: Weights, holdings: Holdings, doing: str, strict: bool) -> 
 
     def check() -> Files:
         rest = buffers(holdings.model, holdings.buckets)
-        targets = list(_model_tensors(holdings.model, holdings.parameters.values(), rest))
+        targets = _model_tensors(holdings.model, holdings.parameters.values(), rest)
         part, *other_parts = fitting_parts(weights.tensors, targets)
-        loaded = match(weights.path, weights.tensors, targets, part)
+        loaded = match_part(weights.path, weights.tensors, targets, part)
         if different := [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
             raise CheckpointError(f"{weights.path} is another on rank {different[0]} than on rank 0")
         if other_parts:
@@ -266,11 +203,11 @@ def weight_misfits(path: str | os.PathLike[str], model: nn.Module, *, averaged: 
         parameters = model_parameters(model)
         ours = {id(managed.parameter) for managed in parameters}
         rest = {name: tensor for name, tensor in buffers(model, []).items() if id(tensor) not in ours}
-        targets = list(_model_tensors(model, parameters, rest))
+        targets = _model_tensors(model, parameters, rest)
         part, *other_parts = fitting_parts(weights.tensors, targets)
         if other_parts:
             return [_several(weights, part, other_parts)]
-        return misfits(match(weights.path, weights.tensors, targets, part))
+        return misfits(match_part(weights.path, weights.tensors, targets, part))
     return []
 
 
@@ -281,16 +218,14 @@ def _several(weights: Weights, part: str, other_parts: list[str]) -> str:
 
 def _model_tensors(
     model: nn.Module, parameters: Iterable[ModelParameter], rest: Mapping[str, torch.Tensor]
-) -> Iterator[ModelTensor]:
+) -> list[ModelTensor]:
     """Parameters and buffers by all names that they have: those of their modules, and those in `state_dict()`, which
     hooks may have changed."""
-    also: dict[int, list[str]] = {}
+    own = [(name, managed.parameter) for managed in parameters for name in managed.names] + [*rest.items()]
+    ids = {id(tensor) for _, tensor in own}
     # Without detaching them: that would read sharded parameters.
-    for name, value in model.state_dict(keep_vars=True).items():
-        also.setdefault(id(value), []).append(name)
-    by_names = [(managed.names, managed.parameter) for managed in parameters]
-    for names, tensor in (*by_names, *(([name], tensor) for name, tensor in rest.items())):
-        yield ModelTensor(list(dict.fromkeys([*names, *also.get(id(tensor), ())])), tensor)
+    also = [(name, value) for name, value in model.state_dict(keep_vars=True).items() if id(value) in ids]
+    return match.model_tensors([*own, *also])
 
 
 def _two_in_one(weights: Weights, targets: list[ModelTensor], collectives: Collectives) -> Iterator[str]:
@@ -307,7 +242,7 @@ def _two_in_one(weights: Weights, targets: list[ModelTensor], collectives: Colle
 
 
 def _same(weights: Weights, tensor: StoredTensor, other: StoredTensor, start: int, stop: int) -> bool:
-    order, other_order = memory_order(tensor.shape, tensor.stride), memory_order(other.shape, other.stride)
+    order, other_order = match.memory_order(tensor.shape, tensor.stride), match.memory_order(other.shape, other.stride)
     if tensor.dtype != other.dtype or order != other_order:
         return False
     for offset in range(start, stop, CHUNK_NUMEL):
@@ -324,8 +259,8 @@ def _read(weights: Weights, source: StoredTensor, stride: tuple[int, ...], start
 
     If the file has another order, the whole tensor is read, some elements at a time.
     """
-    order = memory_order(source.shape, source.stride)
-    if order == memory_order(source.shape, stride):
+    order = match.memory_order(source.shape, source.stride)
+    if order == match.memory_order(source.shape, stride):
         weights.read(source, start, target)
         return
     numel = torch.Size(source.shape).numel()
@@ -380,11 +315,7 @@ class StateDict(Source):
             raise ConfigError(f"load_state_dict: got a {got}; give what engine.full_state_dict() gives, a dict by name")
         self._state = state
         self._name_of = {id(self._own[name]): name for name in reversed(self._own) if name in state}
-        missing: dict[int, str] = {}
-        for name, value in self._own.items():
-            if id(value) not in self._name_of:
-                missing.setdefault(id(value), name)
-        self._problems = _problems(self._own, state, list(missing.values()), strict)
+        self._problems = _problems(self._own, state, strict)
         for name, value in _outside_buckets(self._own, buckets).items():
             if name in state:
                 self._outside[name] = None if isinstance(value, torch.Tensor) else state[name]
@@ -455,25 +386,26 @@ def _outside_buckets(own: Mapping[str, Any], buckets: Sequence[Bucket]) -> dict[
     return {name: value for name, value in own.items() if id(value) not in in_buckets}
 
 
-def _problems(own: Mapping[str, Any], state: Mapping[str, Any], missing: list[str], strict: bool) -> list[str]:
-    problems, loosely = [], argument("strict", False)
-    unknown = [name for name in state if name not in own]
-    if strict and missing:
-        problems.append(f"load_state_dict: {listed(missing)} missing; give all of the model, or {loosely}")
-    if strict and unknown:
-        problems.append(f"load_state_dict: the model has no {listed(unknown)}; leave it out, or give {loosely}")
-    for name, value in own.items():
-        if not isinstance(value, torch.Tensor) or name not in state:
-            continue
-        if not _is_readable(state[name]):
-            got = f"a {type(state[name]).__name__}"
-            if isinstance(state[name], torch.Tensor):
-                got = f"a {state[name].layout} tensor on {state[name].device}"
-            problems.append(f"load_state_dict: {name} is {got}; give a tensor that holds its numbers")
-        elif state[name].shape != value.shape:
-            shapes = tuple(state[name].shape), tuple(value.shape)
-            problems.append(f"load_state_dict: {name} is of shape {shapes[0]}, and the model's of shape {shapes[1]}")
-    return problems
+def _problems(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> list[str]:
+    problems, tensors = [], []
+    for name, value in state.items():
+        target = own.get(name)
+        shape: tuple[int, ...] = ()
+        if isinstance(target, torch.Tensor):
+            shape = tuple(target.shape)
+            if _is_readable(value):
+                shape = tuple(value.shape)
+            else:
+                got = f"a {type(value).__name__}"
+                if isinstance(value, torch.Tensor):
+                    got = f"a {value.layout} tensor on {value.device}"
+                problems.append(f"load_state_dict: {name} is {got}; give a tensor that holds its numbers")
+        tensors.append(StoredTensor([name], "", None, shape))
+    loaded = match.match(tensors, match.model_tensors(own.items()), kind=match.any_kind)
+    if not strict:
+        loaded = replace(loaded, missing=(), surplus=())
+    lines = loaded.problems(f"; or give {argument('strict', False)}")
+    return [*(f"load_state_dict: the dict does not fit the engine: {line}" for line in lines), *problems]
 
 
 def _is_readable(value: Any) -> bool:

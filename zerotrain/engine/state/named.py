@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerotrain.checkpoint.manifest import AVERAGE, EXTRA_STATE, WEIGHT, dtype_of
+from zerotrain.checkpoint.manifest import AVERAGE, EXTRA_STATE, WEIGHT, SavedBuffer
 from zerotrain.checkpoint.tensor_file import Entry, Reader
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
@@ -207,15 +207,15 @@ def described(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def restore_extra_states(model: nn.Module, saved: Mapping[str, dict[str, Any]], reader: Reader) -> None:
+def restore_extra_states(model: nn.Module, saved: Mapping[str, dict[str, Any] | SavedBuffer], reader: Reader) -> None:
     """Give the modules theirs: tensors on the CPU."""
     for name, module in modules_with_extra_state(model):
         if (state := saved.get(name)) is None:
             continue  # a checkpoint from before they were saved
-        if "value" in state:
+        if not isinstance(state, SavedBuffer):
             module.set_extra_state(state["value"])
             continue
-        values = torch.empty(state["shape"], dtype=dtype_of(state))
+        values = torch.empty(state.shape, dtype=state.torch_dtype)
         if values.numel() > 0:
             reader.read(state, 0, values)
         module.set_extra_state(values)
@@ -279,18 +279,15 @@ def weights_sha256(buckets: Iterable[Bucket], collectives: Collectives) -> str:
             held = homes[name]
             by_name = {managed.names[0]: value for managed, value in full_weights(held, collectives)}
         if collectives.world.rank == 0:
-            digest.update(_in_memory_order(by_name[name]).numpy().data)
+            # A dense tensor's elements as they lie in memory: no copy where they are fp32 on the CPU.
+            value = by_name[name].as_strided((by_name[name].numel(),), (1,))
+            digest.update(value.to(device="cpu", dtype=torch.float32).numpy().data)
     by_name.clear()
     if held is not None:
         held.forget()
     agreed = torch.tensor(list(digest.digest()), dtype=torch.uint8, device=collectives.world.device)
     collectives.broadcast(agreed, name="the hash of the weights")
     return bytes(agreed.tolist()).hex()
-
-
-def _in_memory_order(value: torch.Tensor) -> torch.Tensor:
-    """(numel,) fp32 on the CPU, not a copy where it is that: the elements of a dense tensor as they lie in memory."""
-    return value.as_strided((value.numel(),), (1,)).to(device="cpu", dtype=torch.float32)
 
 
 # The part of an engine that a rank saves: of each bucket its own range, whatever the stage; the rest of a manifest.

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
@@ -18,7 +19,7 @@ from zerotrain.checkpoint import folder as folders
 from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
 from zerotrain.comm.world import World
 from zerotrain.engine import OF_THIS_MACHINE, Hyperparameters, restored, saved_group
-from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.engine import ZeroEngine, take_up
 from zerotrain.engine.options import dotted
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.engine.state.save import SaveUnderWay
@@ -40,7 +41,7 @@ class BestEvaluation:
 
     metric: str
     value: float
-    step: int
+    step: Natural
 
 
 class BestCheckpoint(Callback):
@@ -158,12 +159,6 @@ AskedStages = dict[Annotated[int, Meta(ge=0, lt=10**18)], Annotated[int, Meta(ge
 """The stages that operators asked for: steps done, as a text, and the stage from there on."""
 
 
-class _Best(TypedDict):
-    metric: str
-    value: float
-    step: Natural
-
-
 class _SavedState(TypedDict):
     data: _Object
     skipped_steps: Natural
@@ -174,7 +169,7 @@ class _SavedState(TypedDict):
     asked_stages: AskedStages
     callbacks: NotRequired[dict[str, _Object]]
     frozen: NotRequired[list[str]]
-    best: NotRequired[_Best]
+    best: NotRequired[BestEvaluation]
     training_metrics: NotRequired[Any]
 
 
@@ -279,7 +274,7 @@ class RunCheckpoints(Callback):
         Raises:
             CheckpointError: there are some, and none can be taken up. On every rank.
         """
-        checkpoint, problems = folders.first_whole(self._policy.resume, self._engine.checkpoints.take_up)
+        checkpoint, problems = folders.first_whole(self._policy.resume, partial(take_up, self._engine))
         if checkpoint is None:
             if problems:
                 raise CheckpointError("\n".join(problems))
@@ -391,27 +386,22 @@ class RunCheckpoints(Callback):
             self._settle(run, waited=True)
 
     def _note_in(self, result: RunResult) -> None:
-        """Say which checkpoint is the newest, and what saves have cost."""
+        """Say which checkpoint is the newest, and what saves have cost: the mean time that one held the training of
+        this rank, and the median time of a step beside one to that of the others."""
         result.checkpoint = None if self.newest is None else str(self.newest)
-        result.save_pause_ms, result.save_step_ratio = self.costs()
-
-    def costs(self) -> tuple[float | None, float | None]:
-        """(milliseconds that a save held the training of this rank, the mean; ratio of the median time of a step beside
-        a save to that of the others); None without measurements."""
-        pause_ms = 1e3 * statistics.mean(self._pauses_s) if self._pauses_s else None
-        times_with, times_without = self._step_times_s[True], self._step_times_s[False]
-        if not times_with or not times_without:
-            return pause_ms, None
-        return pause_ms, statistics.median(times_with) / statistics.median(times_without)
+        if self._pauses_s:
+            result.save_pause_ms = 1e3 * statistics.mean(self._pauses_s)
+        if all(self._step_times_s.values()):
+            alone, beside = map(statistics.median, self._step_times_s.values())
+            result.save_step_ratio = beside / alone
 
     def _finish(self, run: Run) -> None:
         """Wait for what is under way, and note what the saves of this run came to."""
         self._settle(run)
         self._await_removal()
-        _, ratio = self.costs()
-        if ratio is not None:
-            self._say(f"a step during a save took {ratio:.2f} times as long as the others (medians)")
         self._note_in(run.result)
+        if (ratio := run.result.save_step_ratio) is not None:
+            self._say(f"a step during a save took {ratio:.2f} times as long as the others (medians)")
 
     def _settle(self, run: Run, *, waited: bool = False) -> None:
         """Wait for the save that is under way, and say what came of it. Older checkpoints go then, and not before.

@@ -17,7 +17,7 @@ from zerotrain.files.untrusted import duration
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.evaluation import rows_of_set
 from zerotrain.training.callbacks.stages import RunStages
-from zerotrain.training.report import UNITS, in_unit, wrap_text
+from zerotrain.training.report import in_unit, unit_of, wrap_text
 
 # Progress for the user: one line that is rewritten in a terminal, a few plain lines anywhere else.
 
@@ -29,38 +29,6 @@ SPEED_ESTIMATED_OVER_S = 3600.0
 for the time left to be told."""
 MIN_WIDTH_OF_BAR = 100
 """Columns of a terminal that has room for a bar beside the numbers."""
-
-
-class ShowProgress(Callback):
-    """A display on rank 0 from the start of a run to its end."""
-
-    ranks = "first"
-
-    def __init__(self) -> None:
-        self._display: ProgressDisplay | None = None
-
-    def start(self, run: Run) -> None:
-        """See `Callback.start`."""
-        self._display = ProgressDisplay(console=run.console, max_steps=run.max_steps, first_step=run.step)
-
-    def after_step(self, run: Run, outcome: TrainStepResult) -> None:
-        """See `Callback.after_step`."""
-        if self._display is not None:
-            self._display.advance()
-
-    def log(self, run: Run, metrics: dict[str, Any]) -> None:
-        """See `Callback.log`."""
-        if self._display is not None:
-            self._display.log(metrics, run.step)
-
-    def end(self, run: Run) -> None:
-        """See `Callback.end`."""
-        if self._display is not None:
-            self._display.close()
-
-    def failure(self, run: Run, error: BaseException) -> None:
-        """See `Callback.failure`."""
-        self.end(run)
 
 
 class Measurements:
@@ -130,57 +98,62 @@ def _time_left(task: Task) -> list[str]:
     return [] if is_done or task.time_remaining is None else [f"{duration(task.time_remaining)} left"]
 
 
-class ProgressDisplay:
-    """Shows on a console how far training is, and what was measured. Print through `console` until
-    it is closed; a quiet one shows nothing."""
+class ShowProgress(Callback):
+    """Shows on a console how far training is, and what was measured; a quiet one shows nothing."""
 
-    def __init__(self, *, console: Console, max_steps: int, first_step: int = 0) -> None:
-        self._console = console
-        self._max_steps = max_steps
+    ranks = "first"
+
+    def __init__(self) -> None:
         self._num_due_lines = -1
         """Plain lines due up to the last one shown; the first step that is logged is always shown."""
         self._measured = Measurements()
-        self._step = first_step
         self._shown_evaluation = 0
         """Step of the evaluation in the last plain line."""
-        self._is_plain = not console.is_terminal or console.is_dumb_terminal
-        """Whether no line can be rewritten."""
+        self._line: Progress | None = None
+        """The line of a terminal, which measures the time left elsewhere too."""
+
+    def start(self, run: Run) -> None:
+        """See `Callback.start`."""
+        console = run.console
         has_bar = console.width >= MIN_WIDTH_OF_BAR
         columns: list[ProgressColumn] = [_Line(console, self._measured, reserved=BAR_WIDTH + 1 if has_bar else 0)]
         if has_bar:
             columns.append(BarColumn(bar_width=BAR_WIDTH))
-        self._line = Progress(
-            *columns, console=console, disable=self._is_plain, speed_estimate_period=SPEED_ESTIMATED_OVER_S
-        )
-        self._task = self._line.add_task("", total=max_steps, completed=first_step)
+        is_plain = not console.is_terminal or console.is_dumb_terminal  # no line can be rewritten
+        self._line = Progress(*columns, console=console, disable=is_plain, speed_estimate_period=SPEED_ESTIMATED_OVER_S)
+        self._line.add_task("", total=run.max_steps, completed=run.step)
         self._line.start()
 
-    def advance(self) -> None:
-        """One more step is done."""
-        self._step += 1
-        self._line.advance(self._task)
+    def after_step(self, run: Run, outcome: TrainStepResult) -> None:
+        """See `Callback.after_step`."""
+        if self._line is not None:
+            self._line.advance(self._line.tasks[0].id)
 
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Show what was measured after a step; outside a terminal at most once in a tenth of the run."""
-        self._step = step
-        self._measured.note(metrics, step)
-        num_due_lines = step * MAX_PLAIN_LINES // self._max_steps
+    def log(self, run: Run, metrics: dict[str, Any]) -> None:
+        """Show what was measured; outside a terminal at most once in a tenth of the run."""
+        self._measured.note(metrics, run.step)
+        num_due_lines = run.step * MAX_PLAIN_LINES // run.max_steps
         if "train_loss" in metrics and num_due_lines > self._num_due_lines:
             self._num_due_lines = num_due_lines
-            self._print_plain()
+            self._print_plain(run)
 
-    def close(self) -> None:
+    def end(self, run: Run) -> None:
         """The run is over, however it ended. The last line has the last evaluation."""
-        self._line.stop()
+        if self._line is not None:
+            self._line.stop()
         if self._measured.training and self._measured.evaluated_at > self._shown_evaluation:
-            self._print_plain()
+            self._print_plain(run)
 
-    def _print_plain(self) -> None:
-        if self._is_plain:
+    def failure(self, run: Run, error: BaseException) -> None:
+        """See `Callback.failure`."""
+        self.end(run)
+
+    def _print_plain(self, run: Run) -> None:
+        if self._line is not None and self._line.disable:
             self._shown_evaluation = self._measured.evaluated_at
-            parts = self._measured.parts(self._step) + _time_left(self._line.tasks[0])
-            line = f"step {self._step}/{self._max_steps}  {' '.join(parts)}"
-            self._console.print(line, soft_wrap=True, highlight=False)
+            parts = self._measured.parts(run.step) + _time_left(self._line.tasks[0])
+            line = f"step {run.step}/{run.max_steps}  {' '.join(parts)}"
+            run.console.print(line, soft_wrap=True, highlight=False)
 
 
 class _Line(ProgressColumn):
@@ -207,7 +180,13 @@ INDENT = 8
 
 
 class ShowStart(Callback):
-    """Prints the lines of a start, once the stage is known."""
+    """Prints what trains on what, where, and for how long, once the stage is known; readable at 80 columns, with and
+    without colours.
+
+    Args:
+        num_eval_rows: that an evaluation reads of a set that has as many.
+        sampler: of the run's training.
+    """
 
     ranks = "first"
 
@@ -219,68 +198,41 @@ class ShowStart(Callback):
 
     def start(self, run: Run) -> None:
         """See `Callback.start`."""
-        print_start(
-            run.console,
-            engine=run.engine,
-            dataset=run.dataset,
-            validation_sets=self._validation_sets,
-            num_eval_rows=self._num_eval_rows,
-            sampler=self._sampler,
-            plan_name=self._stages.describe(run.step),
-            num_steps=run.max_steps - run.step,
-        )
+        engine, dataset, sampler, num_steps = run.engine, run.dataset, self._sampler, run.max_steps - run.step
+        num_trained = sum(bucket.layout.numel for bucket in engine.schedule.trained)
+        num_frozen = engine.num_parameters - num_trained
+        rows = self._eval_rows(dataset.validation)
+        sets = [f"{name}: {self._eval_rows(rows_of_set(data))}" for name, data in self._validation_sets.items()]
+        decays = [
+            f"{group['weight_decay']:g} on {num_parameters} {group['name']} ({numel:,})"
+            for group, (num_parameters, numel) in zip(engine.param_groups, engine.group_sizes(), strict=True)
+            if "weight_decay" in group and num_parameters
+        ]
+        lines = {
+            "model": f"{type(engine.module).__name__}, {num_trained:,} parameters trained, {num_frozen:,} frozen",
+            "data": _data(dataset),
+            "eval": f"{rows} each time; train.eval_batches=all reads all" if " of " in rows else "",
+            "sets": ", ".join(sets),
+            "ranks": _ranks(engine),
+            "memory": ", ".join([self._stages.describe(run.step), *_memory(engine, sampler.num_micro_batches)]),
+            "buckets": _buckets(engine),
+            "offload": "; ".join(_offloaded(engine, sampler.num_micro_batches)),
+            "steps": _steps(sampler, dataset, num_steps),
+            "decay": ", ".join(decays),
+        }
+        num_rows = sampler.rows_consumed + num_steps * sampler.global_batch_size
+        is_of_text = tokens_known(engine.module) is not None or hasattr(dataset, "decode")
+        if is_of_text and (repeats := ", ".join(_repeats(dataset.train, num_rows))):
+            lines["warning"] = f"the run reads each row {repeats}; more data or fewer train.max_steps avoid that"
+        for name, line in lines.items():
+            for number, part in enumerate(wrap_text(line, max(20, run.console.width - INDENT)) if line else ()):
+                label = "" if number else name
+                run.console.print(Text.assemble((f"{label:<{INDENT}}", "bold"), part), soft_wrap=True)
 
-
-def print_start(
-    console: Console,
-    *,
-    engine: ZeroEngine,
-    dataset: Any,
-    validation_sets: Mapping[str, Any],
-    num_eval_rows: int,
-    sampler: GlobalBatchSampler,
-    plan_name: str,
-    num_steps: int,
-) -> None:
-    """Print what trains on what, where, and for how long; readable at 80 columns, with and without colours.
-
-    Args:
-        num_eval_rows: that an evaluation reads of a set that has as many.
-        sampler: of the run's training.
-        plan_name: how the memory is shared, such as "stage 2".
-        num_steps: steps to go.
-    """
-    num_trained = sum(bucket.layout.numel for bucket in engine.schedule.trained)
-    num_frozen = engine.num_parameters - num_trained
-    rows = _eval_rows(dataset.validation, num_eval_rows)
-    sets = [f"{name}: {_eval_rows(rows_of_set(data), num_eval_rows)}" for name, data in validation_sets.items()]
-    decays = [
-        f"{group['weight_decay']:g} on {num_parameters} {group['name']} ({numel:,})"
-        for group, (num_parameters, numel) in zip(engine.param_groups, engine.group_sizes(), strict=True)
-        if "weight_decay" in group and num_parameters
-    ]
-    lines = {
-        "model": f"{type(engine.module).__name__}, {num_trained:,} parameters trained, {num_frozen:,} frozen",
-        "data": _data(dataset),
-        "eval": f"{rows} each time; train.eval_batches=all reads all" if " of " in rows else "",
-        "sets": ", ".join(sets),
-        "ranks": _ranks(engine),
-        "memory": ", ".join(_memory(engine, plan_name, sampler.num_micro_batches)),
-        "buckets": _buckets(engine),
-        "offload": "; ".join(_offloaded(engine, sampler.num_micro_batches)),
-        "steps": _steps(sampler, dataset, num_steps),
-        "decay": ", ".join(decays),
-    }
-    num_rows = sampler.rows_consumed + num_steps * sampler.global_batch_size
-    is_of_text = tokens_known(engine.module) is not None or hasattr(dataset, "decode")
-    if is_of_text and (repeats := ", ".join(_repeats(dataset.train, num_rows))):
-        lines["warning"] = f"the run reads each row {repeats}; more data or fewer train.max_steps avoid that"
-    for name, line in lines.items():
-        if not line:
-            continue
-        for number, part in enumerate(wrap_text(line, max(20, console.width - INDENT))):
-            label = "" if number else name
-            console.print(Text.assemble((f"{label:<{INDENT}}", "bold"), part), soft_wrap=True)
+    def _eval_rows(self, rows: Any) -> str:
+        """How many rows an evaluation reads, and of how many."""
+        limit = f"{self._num_eval_rows:,} of " if self._num_eval_rows < len(rows) else ""
+        return f"{limit}{len(rows):,} rows"
 
 
 def _data(dataset: Any) -> str:
@@ -293,11 +245,6 @@ def _data(dataset: Any) -> str:
         count = f"{len(part):,} sequences" if tokens is None else f"{len(part) * tokens:,} tokens"
         pieces.append(f"{count} {purpose}")
     return ", ".join(pieces)
-
-
-def _eval_rows(rows: Any, num_eval_rows: int) -> str:
-    """How many rows an evaluation reads, and of how many."""
-    return f"{num_eval_rows:,} of {len(rows):,} rows" if num_eval_rows < len(rows) else f"{len(rows):,} rows"
 
 
 def _repeats(train: Any, num_rows: int) -> Iterator[str]:
@@ -333,14 +280,13 @@ def _buckets(engine: ZeroEngine) -> str:
     return f"{len(nbytes)}, the largest of {max(nbytes) / 2**20:.4g} MiB (zero.bucket_mb=auto)"
 
 
-def _memory(engine: ZeroEngine, plan_name: str, num_micro_batches: int) -> Iterator[str]:
+def _memory(engine: ZeroEngine, num_micro_batches: int) -> Iterator[str]:
     """By formulas: the optimizer's state is not there yet."""
     held = engine.planned_nbytes()
-    unit, unit_nbytes = next((unit for unit in UNITS if max(held.values()) >= unit[1]), UNITS[-1])
+    unit, unit_nbytes = unit_of(max(held.values()))
     of_each = ", ".join(
         f"{nbytes / unit_nbytes:.4g} {kind}" for kind, nbytes in held.items() if nbytes or kind != "offloaded"
     )
-    yield plan_name
     yield f"{unit} of a rank: {of_each}"
     if sums := engine.sums_nbytes(num_micro_batches):
         is_large = sums > sum(held.values()) and len(engine.virtual_ranks) == 1

@@ -231,7 +231,7 @@ def evaluate_all(
             require_loss(loss, type(engine.module).__name__)
             outputs = call_model(engine, fetch.without_targets(batch, targets)) if measured.needs_outputs else None
             measured.add(number, loss, weight, outputs, batch, num_counted)
-        return measured.values(world, num_rounds * world.size)
+        return measured.values(engine.collectives)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -21,9 +21,9 @@ from zerotrain.checkpoint.manifest import versions
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.options import dotted
 from zerotrain.files.lock import whole
-from zerotrain.files.untrusted import UntrustedFileError, only_regular, parse_json, read_json, require_kind, shown
+from zerotrain.files.untrusted import UntrustedFileError, parse_json, read_json, require_kind, shown
 from zerotrain.training.callback import Callback, Run
-from zerotrain.training.result import METRICS_NAME, MetricsFile, MetricSink
+from zerotrain.training.result import METRICS_NAME, MetricsFile, MetricSink, lines_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -72,10 +72,6 @@ def _git(*arguments: str) -> str:
 
 CHANGES_NAME = "git.diff"
 """File in the run's folder with the changes to the code that no commit has."""
-
-
-class _MetricsRow(TypedDict):
-    step: int
 
 
 @dataclass
@@ -142,8 +138,8 @@ class Curves(Callback):
         if changes := uncommitted_changes():
             (run.folder / CHANGES_NAME).write_text(changes)
             self._keep_file(run.folder / CHANGES_NAME)
-        for step, metrics in _lines_of(run.folder / METRICS_NAME):
-            self._write_new(metrics, step)
+        for _, metrics in lines_of(run.folder / METRICS_NAME):
+            self._write_new(metrics, metrics.pop("step"))
 
     def log(self, run: Run, metrics: dict[str, Any]) -> None:
         """See `Callback.log`."""
@@ -183,18 +179,6 @@ def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
         for name, value in metrics.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     }
-
-
-def _lines_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The step and the metrics of each line; nothing of one that is cut off."""
-    with open(path, "rb", opener=only_regular) as lines:
-        for line in lines:
-            try:
-                metrics = parse_json(line, dict[str, Any])
-                step = require_kind(metrics, _MetricsRow)["step"]
-            except UntrustedFileError:
-                continue
-            yield step, {name: value for name, value in metrics.items() if name != "step"}
 
 
 # metrics.jsonl and the sinks of a loop of one's own, as a callback.
@@ -305,10 +289,6 @@ class _SweepJob(TypedDict):
     name: str
 
 
-class _Id(TypedDict):
-    id: str
-
-
 class _TrackerNote(TypedDict):
     id: str
     config_hash: str | None
@@ -331,7 +311,7 @@ def ids_in(folder: Path) -> dict[str, str]:
     ids = {}
     for name in NAMES:
         with suppress(OSError, UntrustedFileError):
-            ids[name] = str(read_json(folder / f"{name}.json", _Id, max_nbytes=MAX_NBYTES)["id"])
+            ids[name] = str(read_json(folder / f"{name}.json", _TrackerNote, max_nbytes=MAX_NBYTES)["id"])
     return ids
 
 

@@ -3,9 +3,6 @@
 import time
 from typing import Any
 
-import torch
-
-from zerotrain.comm.world import World
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
@@ -15,7 +12,6 @@ from zerotrain.training.clock import ModelFlops, StepClock
 from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.metrics.metric import TrainingMetrics
 from zerotrain.training.report import RankUsage, print_report, say
-from zerotrain.training.result import RunResult
 
 DATA_WAIT_SHOWN = 0.05
 """Share of the steps' time that a run may wait for its data without a word."""
@@ -26,19 +22,15 @@ class Measuring(Callback):
 
     def __init__(
         self,
-        engine: ZeroEngine,
-        world: World,
-        feed: TrainingFeed,
-        result: RunResult,
         clock: StepClock,
+        feed: TrainingFeed,
         stages: RunStages,
         metrics: TrainingMetrics,
         *,
         model_flops: ModelFlops | None,
         log_every: int,
     ) -> None:
-        self._engine, self._world, self._feed, self._result = engine, world, feed, result
-        self._clock, self._stages, self._metrics = clock, stages, metrics
+        self._clock, self._feed, self._stages, self._metrics = clock, feed, stages, metrics
         self._model_flops, self._log_every = model_flops, log_every
         self._usages: list[RankUsage] = []
         """Usage of all ranks at the end."""
@@ -46,28 +38,29 @@ class Measuring(Callback):
     def after_step(self, run: Run, outcome: TrainStepResult) -> None:
         """See `Callback.after_step`."""
         if run.is_due(self._log_every) or run.step == 1:
-            run.log(self._step_metrics(outcome))
+            run.result.final_train_loss = outcome.mean_loss
+            run.log(self._step_metrics(run, outcome))
 
     def end(self, run: Run) -> None:
         """Note the speed and, after the last step, what is known then only: the weights, and what the ranks hold."""
         if not run.stopped_by:
-            self._usages = self._stages.note_usage()
-            usage = self._usages[self._world.rank]
-            self._result.weights_sha256 = self._engine.weights_sha256()
-            self._result.comm_bytes_per_step = {"sent": usage.sent_nbytes, "theory": usage.theory_sent_nbytes}
-            planned = self._result.memory_bytes or {}
+            self._usages = self._stages.note_usage(run)
+            usage = self._usages[run.world.rank]
+            run.result.weights_sha256 = run.engine.weights_sha256()
+            run.result.comm_bytes_per_step = {"sent": usage.sent_nbytes, "theory": usage.theory_sent_nbytes}
+            planned = run.result.memory_bytes or {}
             most = {"peak": usage.peak_nbytes, "reserved": usage.reserved_nbytes}
-            self._result.memory_bytes = self._engine.memory_bytes() | most | planned
-        self._note_speed()
+            run.result.memory_bytes = run.engine.memory_bytes() | most | planned
+        self._note_speed(run)
 
     def failure(self, run: Run, error: BaseException) -> None:
         """See `Callback.failure`."""
-        self._note_speed()
+        self._note_speed(run)
 
     def completed(self, run: Run) -> None:
         """Print what came of the run."""
-        print_report(run.console, result=self._result, usages=self._usages, device=self._world.device)
-        if (share := self._clock.data_wait_share()) > DATA_WAIT_SHOWN:
+        print_report(run.console, result=run.result, usages=self._usages, device=run.world.device)
+        if (share := self._clock.figures()["data_wait_share"]) > DATA_WAIT_SHOWN:
             say(run.console, f"waited for data {share:.0%} of the time: {self._feed.advice_on_waiting()}")
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,72 +71,55 @@ class Measuring(Callback):
         """See `Callback.load_state_dict`."""
         self._clock.load_state_dict(state["clock"])
 
-    def _step_metrics(self, outcome: TrainStepResult) -> dict[str, Any]:
+    def _step_metrics(self, run: Run, outcome: TrainStepResult) -> dict[str, Any]:
         """The metrics of one training step, for the sinks. Collective."""
-        waits = outcome.loss.new_zeros(self._world.size, dtype=torch.float64)
-        waits[self._world.rank] = self._clock.data_wait_ms(last_steps=self._log_every)
-        total_loss, *waits_ms = self._world.sum(torch.cat([outcome.loss.double().view(1), waits])).tolist()
-        self._result.final_train_loss = loss = total_loss / self._world.size
+        speed = self._speed(run, self._log_every)
+        waits_ms = run.engine.collectives.gather_objects(speed["data_wait_ms"], name="waits for data")
         return {
-            "train_loss": loss,
+            "train_loss": outcome.mean_loss,
             **self._metrics.take(),
-            **self._rates(),
+            **rates_of(run.engine),
             "grad_norm": outcome.grad_norm,
             "grad_norm_clipped": outcome.grad_norm * outcome.clip_coefficient,
-            "skipped_steps": self._result.skipped_steps,
+            "skipped_steps": run.result.skipped_steps,
             "loss_scale": outcome.loss_scale,
-            **self._speeds(self._log_every),
-            "step_ms_median": self._clock.step_ms_median(last_steps=self._log_every),
-            "mfu": self._utilization(last_steps=self._log_every),
+            **speed,
             "data_wait_ms": max(waits_ms),  # of the rank that waited longest
-            **self._parts_ms(self._log_every),
-            "epoch": self._feed.epoch,
-            "samples": self._feed.num_samples,
-            "tokens": self._feed.num_tokens,
-            "sent_nbytes": self._engine.ledger.last_step.sent_nbytes,
-            "peak_nbytes": device_of(self._world.device).peak_nbytes(),
+            **self._feed.position(),
+            "sent_nbytes": run.engine.ledger.last_step.sent_nbytes,
+            "peak_nbytes": device_of(run.world.device).peak_nbytes(),
             "train_s": self._clock.train_s,
             "wall_time_s": time.time(),
         }
 
-    def _speeds(self, last_steps: int | None = None) -> dict[str, float | None]:
-        """Tokens, labels that count in the loss and samples per second; None for tokens where the data has none."""
-        per_step = self._feed.sampler.global_batch_size
-        return {
-            "tokens_per_s": self._clock.tokens_per_s(last_steps) if self._feed.reads_tokens else None,
-            "labels_per_s": self._clock.labels_per_s(last_steps),
-            "samples_per_s": per_step * self._clock.steps_per_s(last_steps),
-        }
-
-    def _parts_ms(self, last_steps: int | None = None) -> dict[str, float | None]:
-        """Milliseconds of this rank's step that are no compute; None where the host does not wait for its device."""
-        waits = device_of(self._world.device).is_host
-        return {
-            "comm_wait_ms": self._clock.comm_wait_ms(last_steps) if waits else None,
-            "update_ms": self._clock.update_ms(last_steps) if waits else None,
-        }
-
-    def _rates(self) -> dict[str, float]:
-        """The learning rate, and those of groups with one of their own."""
-        main, *further_groups = self._engine.param_groups
-        rates = {"lr": main["lr"]}
-        for group in further_groups:
-            if (group["lr"], group["initial_lr"]) != (main["lr"], main["initial_lr"]):
-                rates[f"lr/{group['name']}"] = group["lr"]
-        return rates
-
-    def _note_speed(self) -> None:
+    def _note_speed(self, run: Run) -> None:
         """The speed of the run, however it has ended."""
-        for name, value in (self._speeds() | self._parts_ms()).items():
-            setattr(self._result, name, value)
-        self._result.step_ms_median = self._clock.step_ms_median()
-        self._result.mfu = self._utilization()
-        self._result.data_wait_ms = self._clock.data_wait_ms()
-        self._result.train_s = self._clock.train_s
+        for name, value in self._speed(run).items():
+            setattr(run.result, name, value)
+        run.result.train_s = self._clock.train_s
 
-    def _utilization(self, last_steps: int | None = None) -> float | None:
-        """MFU over the last so many steps, or over the run without its first steps."""
-        if self._model_flops is None:
-            return None
-        per_step = self._feed.sampler.global_batch_size
-        return self._model_flops.utilization(per_step * self._clock.steps_per_s(last_steps))
+    def _speed(self, run: Run, last_steps: int | None = None) -> dict[str, Any]:
+        """The speed over the last so many steps, or over the run without its first steps, by the names of result.json.
+        None is what the data has not, and the time of a host that does not wait for its device."""
+        figures, is_host = self._clock.figures(last_steps), device_of(run.world.device).is_host
+        samples_per_s = self._feed.sampler.global_batch_size * figures["steps_per_s"]
+        return {
+            "tokens_per_s": figures["tokens_per_s"] if self._feed.reads_tokens else None,
+            "labels_per_s": figures["labels_per_s"],
+            "samples_per_s": samples_per_s,
+            "step_ms_median": figures["step_ms_median"],
+            "mfu": None if self._model_flops is None else self._model_flops.utilization(samples_per_s),
+            "data_wait_ms": figures["data_wait_ms"],
+            "comm_wait_ms": figures["comm_wait_ms"] if is_host else None,
+            "update_ms": figures["update_ms"] if is_host else None,
+        }
+
+
+def rates_of(engine: ZeroEngine) -> dict[str, float]:
+    """The learning rate, and those of groups with one of their own."""
+    main, *further_groups = engine.param_groups
+    rates = {"lr": main["lr"]}
+    for group in further_groups:
+        if (group["lr"], group["initial_lr"]) != (main["lr"], main["initial_lr"]):
+            rates[f"lr/{group['name']}"] = group["lr"]
+    return rates

@@ -2,11 +2,10 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
-from zerotrain.device.device import Device, MemoryHistory
+from zerotrain.device.device import Device
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.training.callback import Callback, Run
@@ -27,8 +26,9 @@ class Recording(Callback):
 
     def __init__(self, *, trace: bool, memory: bool) -> None:
         self._trace, self._memory = trace, memory
-        self._stack = ExitStack()
-        self._recorders: list[torch.profiler.profile | _Allocations] = []
+        self._stack, self._allocations = ExitStack(), ExitStack()
+        self._profiler: torch.profiler.profile | None = None
+        self._num_steps = 0
 
     def start(self, run: Run) -> None:
         """See `Callback.start`."""
@@ -39,17 +39,19 @@ class Recording(Callback):
             run.console.print("warning: train.memory_snapshot=true has no effect on the CPU", highlight=False)
         if self._trace and num_steps > 0:
             folder.mkdir(exist_ok=True)
-            profiler = _profiler(folder / f"rank{rank}.json", device, num_steps)
-            self._recorders.append(self._stack.enter_context(profiler))
-        if history is not None:
+            self._profiler = self._stack.enter_context(_profiler(folder / f"rank{rank}.json", device, num_steps))
+        if history is not None:  # until the end of the traced steps, or the error that ends the run before
             folder.mkdir(exist_ok=True)
-            allocations = _Allocations(history, folder / f"memory_rank{rank}.pickle")
-            self._recorders.append(self._stack.enter_context(allocations))
+            history.begin()
+            self._stack.enter_context(self._allocations).callback(history.write, folder / f"memory_rank{rank}.pickle")
 
     def after_step(self, run: Run, outcome: TrainStepResult) -> None:
         """See `Callback.after_step`."""
-        for recorder in self._recorders:
-            recorder.step()
+        self._num_steps += 1
+        if self._profiler is not None:
+            self._profiler.step()
+        if self._num_steps == NUM_STEPS_BEFORE + NUM_TRACED_STEPS:
+            self._allocations.close()
 
     def end(self, run: Run) -> None:
         """See `Callback.end`."""
@@ -71,26 +73,3 @@ def _profiler(path: Path, device: Device, max_steps: int) -> torch.profiler.prof
         experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True),
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
     )
-
-
-class _Allocations:
-    """The allocations on the GPU up to the end of the traced steps, or to the error that ended the run before."""
-
-    def __init__(self, history: MemoryHistory, path: Path) -> None:
-        self._history, self._path = history, path
-        self._num_steps_left = NUM_STEPS_BEFORE + NUM_TRACED_STEPS
-
-    def __enter__(self) -> "_Allocations":
-        self._history.begin()
-        return self
-
-    def step(self) -> None:
-        self._num_steps_left -= 1
-        if self._num_steps_left == 0:
-            self._history.write(self._path)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._num_steps_left > 0:
-            self._history.write(self._path)

@@ -9,10 +9,9 @@ the exchange of the norm: a step has no further message, and the device is not w
 
 import platform
 import shlex
-from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -58,37 +57,22 @@ class Spike:
         return f"{self.name} {self.value:.4g} stands out from the steps before it (median {self.median:.4g})"
 
 
-class RecentValues:
-    """One number of the last `NUM_BEFORE` steps."""
-
-    def __init__(self) -> None:
-        self._in_turn: deque[float] = deque()
-        self._sorted: list[float] = []
-
-    def score(self, value: float) -> tuple[float, float]:
-        """How far a value is above the median, in standard deviations, and the median; 0 of fewer than
-        `MIN_BEFORE`. Quartiles are not moved by an outlier, and cost nothing where the numbers are sorted."""
-        count = len(self._sorted)
-        if count < MIN_BEFORE:
-            return 0.0, value
-        median = self._sorted[count // 2]
-        quartiles = self._sorted[count * 3 // 4] - self._sorted[count // 4]
-        spread = max(quartiles / _QUARTILES_OF_A_NORMAL, MIN_SPREAD * abs(median))
-        return ((value - median) / spread if spread else 0.0), median
-
-    def add(self, value: float) -> None:
-        """Take the value of a further step."""
-        if len(self._in_turn) == NUM_BEFORE:
-            del self._sorted[bisect_left(self._sorted, self._in_turn.popleft())]
-        self._in_turn.append(value)
-        insort(self._sorted, value)
+def score_of(value: float, before: Collection[float]) -> tuple[float, float]:
+    """How far a value is above the median of those before it, in standard deviations, and the median; 0 of fewer than
+    `MIN_BEFORE`. Quartiles are not moved by an outlier."""
+    count, values = len(before), sorted(before)
+    if count < MIN_BEFORE:
+        return 0.0, value
+    median = values[count // 2]
+    spread = max((values[count * 3 // 4] - values[count // 4]) / _QUARTILES_OF_A_NORMAL, MIN_SPREAD * abs(median))
+    return ((value - median) / spread if spread else 0.0), median
 
 
-@dataclass
 class Spikes:
     """Looks for them, step after step."""
 
-    _histories: Mapping[str, RecentValues] = field(default_factory=lambda: {name: RecentValues() for name in NAMES})
+    def __init__(self) -> None:
+        self._histories = {name: deque[float](maxlen=NUM_BEFORE) for name in NAMES}
 
     def find_in(self, line: Mapping[str, Any]) -> Spike | None:
         """The spike of the next step, the larger of two. Numbers that are unknown or not finite are none: they have
@@ -101,8 +85,8 @@ class Spikes:
         for name, history in self._histories.items():
             value = line.get(name)
             if isinstance(value, int | float) and isfinite(value):
-                score, median = history.score(value)
-                history.add(value)
+                score, median = score_of(value, history)
+                history.append(value)
                 if score >= MIN_SCORE:
                     spikes.append(Spike(name, float(value), median, score))
         return max(spikes, key=lambda spike: spike.score, default=None)

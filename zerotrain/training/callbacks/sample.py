@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.text import Text
 
 from zerotrain.data.fetch import ids_of, tokens_known
@@ -89,11 +88,13 @@ MAX_SHOWN = 400
 
 
 class Sample(Callback):
-    """Shows samples when the last step is done.
+    """Lets the model continue texts when the last step is done. Data that cannot decode gets a word where the model is
+    a language model.
 
     Args:
-        num_tokens: of a sample, at most.
-        prompts: texts to continue; None: the beginning of the validation text.
+        num_tokens: of a sample, at most; 0: there are no samples.
+        prompts: texts to continue; None: the beginning of the validation text, or of the training text where there is
+            none.
     """
 
     def __init__(self, *, num_tokens: int, prompts: Sequence[str] | None, seed: int) -> None:
@@ -101,63 +102,46 @@ class Sample(Callback):
 
     def end(self, run: Run) -> None:
         """See `Callback.end`."""
-        if not run.stopped_by:
-            show_sample(
-                run.console,
-                run.engine,
-                run.dataset,
-                num_tokens=self._num_tokens,
-                prompts=self._prompts,
-                seed=self._seed,
-            )
+        if run.stopped_by or self._num_tokens == 0:
+            return
+        if getattr(run.dataset, "decode", None) is None:
+            if tokens_known(run.engine.module) is not None:
+                run.console.print("No sample of text: the dataset has no decode().")
+            return
+        has_validation = len(run.dataset.validation) > 0
+        name, rows = ("validation", run.dataset.validation) if has_validation else ("training", run.dataset.train)
+        row_ids = ids_of(rows[0])
+        if row_ids is None:
+            run.console.print("No sample of text: the items have no token ids to continue.")
+            return
+        try:
+            self._show_samples(run, name, row_ids)
+        except CommError:
+            raise
+        except Exception as error:  # of the user's model or dataset: the training is done, and its report is due
+            why = printable(f"{type(error).__name__}: {error}", keep="")
+            run.console.print(f"No sample of text: {why}", markup=False, highlight=False)
 
-
-def show_sample(
-    console: Console,
-    engine: ZeroEngine,
-    dataset: Any,
-    *,
-    num_tokens: int,
-    seed: int,
-    prompts: Sequence[str] | None = None,
-) -> None:
-    """Let the model continue each prompt; without any the beginning of the validation text, or of the training text
-    where there is none; unless by 0 tokens. Data that cannot decode gets a word where the model is a language model.
-    Collective."""
-    if num_tokens == 0:
-        return
-    if getattr(dataset, "decode", None) is None:
-        if tokens_known(engine.module) is not None:
-            console.print("No sample of text: the dataset has no decode().")
-        return
-    name, rows = ("validation", dataset.validation) if len(dataset.validation) else ("training", dataset.train)
-    row_ids = ids_of(rows[0])
-    if row_ids is None:
-        console.print("No sample of text: the items have no token ids to continue.")
-        return
-    start = row_ids[:NUM_PROMPT_TOKENS]
-    stop_token = stop_token_of(dataset)
-    try:
-        texts = {f"{len(start)} of the {name} text": start} if prompts is None else prompts_of(dataset, prompts)
+    def _show_samples(self, run: Run, name: str, row_ids: torch.Tensor) -> None:
+        """Continue each prompt, or else the first row of the text of this name. Collective."""
+        start, stop_token = row_ids[:NUM_PROMPT_TOKENS], stop_token_of(run.dataset)
+        texts = {f"{len(start)} of the {name} text": start}
+        if self._prompts is not None:
+            texts = prompts_of(run.dataset, self._prompts)
         for title, prompt in texts.items():
             ids = generate(
-                engine=engine,
-                prompt=prompt.to(engine.world.device),
-                num_tokens=num_tokens,
+                engine=run.engine,
+                prompt=prompt.to(run.world.device),
+                num_tokens=self._num_tokens,
                 max_seq_len=len(row_ids),
-                seed=seed,
+                seed=self._seed,
                 stop_token=stop_token,
             )
             num_added = len(ids) - len(prompt)
             whole = ids[:-1] if num_added and ids[-1].item() == stop_token else ids
-            console.rule(Text(f"{num_added} tokens after {title}"))
-            console.print(printable(dataset.decode(whole), MAX_LINE), markup=False, highlight=False)
-        console.rule()
-    except CommError:
-        raise
-    except Exception as error:  # of the user's model or dataset: the training is done, and its report is due
-        why = printable(f"{type(error).__name__}: {error}", keep="")
-        console.print(f"No sample of text: {why}", markup=False, highlight=False)
+            run.console.rule(Text(f"{num_added} tokens after {title}"))
+            run.console.print(printable(run.dataset.decode(whole), MAX_LINE), markup=False, highlight=False)
+        run.console.rule()
 
 
 def prompts_of(dataset: Any, prompts: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -16,9 +16,8 @@ from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import UntrustedFileError, is_kind, printable, read_regular, shown
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.checkpoints import OF_TRAINER, AskedStages
-from zerotrain.training.report import RankUsage, gather_usages, in_unit, measure_usage, say
+from zerotrain.training.report import RankUsage, gather_usages, in_unit, say
 from zerotrain.training.request import ASKED, Request
-from zerotrain.training.result import RunResult
 
 COMPARED_AFTER = 3
 """Steps, after which a run with a chosen stage compares the memory of its ranks with their budget."""
@@ -64,28 +63,23 @@ class RunStages(Callback):
         gradient_accumulation_steps: micro-batches of a virtual rank.
     """
 
-    def __init__(
-        self,
-        engine: ZeroEngine,
-        world: World,
-        result: RunResult,
-        console: Console,
-        schedule: Mapping[int, int],
-        gradient_accumulation_steps: int,
-    ) -> None:
-        self._engine, self._world, self._result, self._console = engine, world, result, console
-        self._schedule = {0: engine.options.zero.stage} | dict(schedule)
+    def __init__(self, schedule: Mapping[int, int], gradient_accumulation_steps: int) -> None:
+        self._schedule = dict(schedule)
+        self._num_micro_batches = gradient_accumulation_steps
         self.asked: dict[str, int] = {}
         """The stages that operators asked for: steps done, as texts, and the stage from there on, until a later entry
         of the schedule."""
-        self._num_micro_batches = gradient_accumulation_steps * len(engine.virtual_ranks)
+
+    def prepare(self, run: Run) -> None:
+        """See `Callback.prepare`."""
+        self._schedule = {0: run.engine.options.zero.stage} | self._schedule
 
     def start(self, run: Run) -> None:
         """Be at the stage of this step, from whatever stage the engine was built at."""
-        current, due = self._engine.options.zero.stage, stage_at(self._due, run.step)
+        current, due = run.engine.options.zero.stage, stage_at(self._due, run.step)
         if due != current:
-            self._change(due, run.step)
-        self._enter(due, run.step, {"sent_nbytes": None, "theory_sent_nbytes": None})
+            self._change(run, due)
+        self._enter(run, due, {"sent_nbytes": None, "theory_sent_nbytes": None})
 
     def describe(self, step: int) -> str:
         """The stage of this step, and what comes later, such as "stage 2, 3 after step 500"."""
@@ -107,67 +101,65 @@ class RunStages(Callback):
         """Be at the stage that is due after this step, or wished for now; log a change."""
         if run.is_last:
             return
-        step, wish = run.step, run.asked.stage
-        wish = self._instead(step) if wish is None else wish
+        wish = run.asked.stage
+        wish = self._instead(run) if wish is None else wish
         if wish is not None:
-            self.asked[str(step)] = wish
-        current, due = self._engine.options.zero.stage, stage_at(self._due, step)
+            self.asked[str(run.step)] = wish
+        current, due = run.engine.options.zero.stage, stage_at(self._due, run.step)
         if due == current:
             return
-        self.note_usage()
-        switch = self._change(due, step)
+        self.note_usage(run)
+        switch = self._change(run, due)
         sent = {"sent_nbytes": switch.sent_nbytes, "theory_sent_nbytes": switch.theory_sent_nbytes}
-        self._enter(due, step, sent)
+        self._enter(run, due, sent)
         run.log({"stage": due, **{f"stage_{name}": value for name, value in sent.items()}})
         run.callbacks.call("after_stage_change", run, switch)
 
-    def _instead(self, step: int) -> int | None:
+    def _instead(self, run: Run) -> int | None:
         """The stage to go on at, where `zero.stage=auto` chose one at which a rank turns out to hold more than it may;
         None: this one. Collective where it was chosen."""
-        planned = (self._result.memory_bytes or {}).get("planned") or {}
-        if step != COMPARED_AFTER or not (peaks := planned.get("alternatives")):
+        planned = (run.result.memory_bytes or {}).get("planned") or {}
+        if run.step != COMPARED_AFTER or not (peaks := planned.get("alternatives")):
             return None
-        budget, peak = planned["memory"], max(usage.peak_nbytes for usage in self.note_usage())
-        if peak <= budget or str(self._result.stage) in peaks:
+        budget, peak = planned["memory"], max(usage.peak_nbytes for usage in self.note_usage(run))
+        if peak <= budget or str(run.result.stage) in peaks:
             return None
         fitting = [stage for stage, nbytes in peaks.items() if nbytes + peak - planned["peak"] <= budget]
         best = fitting[0] if fitting else min(peaks, key=peaks.__getitem__)
         finding = (
-            f"a rank held {in_unit(peak)} by step {step}, of {in_unit(budget)}; planned were {in_unit(planned['peak'])}"
+            f"zero.stage=auto: a rank held {in_unit(peak)} by step {run.step}, of {in_unit(budget)}; planned were "
+            f"{in_unit(planned['peak'])}"
         )
         if peaks[best] >= planned["peak"]:
-            say(self._console, f"warning: zero.stage=auto: {finding}, and no other stage holds less")
+            say(run.console, f"warning: {finding}, and no other stage holds less")
             return None
         less = in_unit(planned["peak"] - peaks[best])
-        say(self._console, f"zero.stage=auto: {finding}, and stage {best} holds {less} less")
+        say(run.console, f"{finding}, and stage {best} holds {less} less")
         return int(best)
 
-    def _change(self, due: int, step: int) -> StageSwitch:
-        stage = self._engine.options.zero.stage
-        switch = self._engine.set_stage(due)
-        held = self._engine.memory_bytes()
+    def _change(self, run: Run, due: int) -> StageSwitch:
+        stage, switch = run.engine.options.zero.stage, run.engine.set_stage(due)
+        held = run.engine.memory_bytes()
         amounts = ", ".join(f"{in_unit(held[name])} {name}" for name in ("parameters", "gradients", "optimizer"))
         say(
-            self._console,
-            f"stage {stage} -> {due} after step {step}: sent {in_unit(switch.sent_nbytes)} (theory "
+            run.console,
+            f"stage {stage} -> {due} after step {run.step}: sent {in_unit(switch.sent_nbytes)} (theory "
             f"{in_unit(switch.theory_sent_nbytes)}), holds {amounts}",
         )
         return switch
 
-    def _enter(self, due: int, step: int, sent: Mapping[str, int | None]) -> None:
+    def _enter(self, run: Run, due: int, sent: Mapping[str, int | None]) -> None:
         """Note a stage that is begun, or gone on with. A stage without a trained step is dropped."""
-        stages, self._result.stage = self._result.stages, due
-        if stages and stages[-1]["from_step"] == step and stages[-1]["stage"] != due:
+        stages, run.result.stage = run.result.stages, due
+        if stages and stages[-1]["from_step"] == run.step and stages[-1]["stage"] != due:
             stages.pop()
         if not stages or stages[-1]["stage"] != due:
-            stages.append({"stage": due, "from_step": step, **sent, "ranks": None})
+            stages.append({"stage": due, "from_step": run.step, **sent, "ranks": None})
 
-    def note_usage(self) -> list[RankUsage]:
+    def note_usage(self, run: Run) -> list[RankUsage]:
         """Note what the stage came to: the usage of all ranks. Collective."""
-        device = self._world.device
-        usage = measure_usage(engine=self._engine, device=device, num_micro_batches=self._num_micro_batches)
-        usages = gather_usages(usage, self._world)
-        self._result.stages[-1]["ranks"] = [asdict(usage) for usage in usages]
+        usages = gather_usages(run.engine, self._num_micro_batches)
+        run.result.stages[-1]["ranks"] = [asdict(usage) for usage in usages]
         return usages
 
 

@@ -10,10 +10,12 @@ from typing import Annotated, Any, ClassVar, TypedDict
 import torch
 from msgspec import Meta
 
-from zerotrain.comm.world import World
+from zerotrain.comm.collectives import Collectives
+from zerotrain.data.batches import GlobalBatchSampler
 from zerotrain.data.fetch import count_labels, is_counted, is_signed, target_of
+from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import CallbackError
-from zerotrain.files.untrusted import is_kind, printable
+from zerotrain.files.untrusted import MAX_INT, Natural, is_kind, printable
 from zerotrain.training.callback import Callback, Run
 
 States = Sequence[torch.Tensor]
@@ -215,9 +217,17 @@ MAX_MICRO_BATCHES = 2**20
 """As many are told of in a checkpoint at most."""
 
 
+SavedState = tuple[
+    Annotated[int, Meta(ge=0, lt=len(DTYPES))],
+    Annotated[list[Natural], Meta(max_length=NUM_DIMENSIONS)],
+    list[Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]],
+]
+"""A state in a checkpoint: the place of its dtype among `DTYPES`, its shape, and its values as int64."""
+
+
 class _SavedMetrics(TypedDict):
     num: Annotated[int, Meta(ge=0, le=MAX_MICRO_BATCHES)]
-    kept: dict[str, dict[str, list[list[Any]]]]
+    kept: dict[str, dict[Natural, list[SavedState]]]
 
 
 class MetricStates:
@@ -265,29 +275,42 @@ class MetricStates:
                 by_number[number] = metric.measure(*measured)
                 require_states(by_number[number])
 
-    def values(self, world: World, num_micro_batches: int) -> dict[str, float]:
+    def values(self, collectives: Collectives) -> dict[str, float]:
         """The mean loss over all labels and all metrics, by their names with the prefix. Collective.
 
         The loss is added up in the order of the micro-batches: the sums of each rank, added up, would be other bits at
         another number of ranks. It is nan where no label counts.
         """
-        values: dict[str, float] = {}
-        states = {name: list(gather_states(world, own, num_micro_batches).values()) for name, own in self._kept.items()}
+        states = {name: [*by_number.values()] for name, by_number in self._gather(collectives).items()}
         loss_sum, total = 0.0, 0.0
         for [of_one] in states[LOSS]:
             loss_sum, total = loss_sum + of_one[0].item(), total + of_one[1].item()
         mean = loss_sum / total if total else math.nan
-        values[f"{self._prefix}{LOSS}"] = mean
+        values = {f"{self._prefix}{LOSS}": mean}
         for name, metric in self._metrics.items():
             with self._errors_of(name):
                 values[f"{self._prefix}{name}"] = metric.value(mean, states.get(name, ()))
         return values
 
-    def to_first(self, world: World, num_micro_batches: int) -> None:
+    def to_first(self, collectives: Collectives) -> None:
         """Let rank 0 have what all ranks have measured, as if it had done so alone. Collective."""
-        for name, own in self._kept.items():
-            of_all = gather_states(world, own, num_micro_batches)
-            self._kept[name] = of_all if world.rank == 0 else {}
+        of_all = self._gather(collectives)
+        self._kept = of_all if collectives.world.rank == 0 else {name: {} for name in self._kept}
+
+    def _gather(self, collectives: Collectives) -> dict[str, dict[int, States]]:
+        """The states of all ranks' micro-batches by name and number, in order, on every rank. Collective."""
+        own = {name: _pack(by_number) for name, by_number in self._kept.items()}
+        by_rank, device = collectives.gather_objects(own, name="metrics"), collectives.world.device
+        gathered: dict[str, dict[int, States]] = {}
+        for name in own:
+            by_number: dict[int, States] = {}
+            for layouts, values in (of_rank[name] for of_rank in by_rank):
+                sizes = [math.prod(shape) for layout in layouts.values() for _, *shape in layout]
+                parts = iter(values.to(device).split(sizes) if sizes else ())
+                for number, layout in layouts.items():
+                    by_number[number] = [_of_bits(next(parts), DTYPES[dtype]).view(shape) for dtype, *shape in layout]
+            gathered[name] = dict(sorted(by_number.items()))
+        return gathered
 
     def state_dict(self) -> dict[str, Any]:
         """The states of this rank, as values that JSON can hold. A metric that keeps many numbers is left out."""
@@ -301,7 +324,11 @@ class MetricStates:
         """Have what `state_dict` gave, of those metrics that there are."""
         for name in self._kept.keys() & state.keys():
             self._kept[name] = {
-                int(number): [_read_state(state, device) for state in states] for number, states in state[name].items()
+                int(number): [
+                    _of_bits(torch.tensor(bits, dtype=torch.int64, device=device), DTYPES[dtype]).view(shape)
+                    for dtype, shape, bits in states
+                ]
+                for number, states in state[name].items()
             }
 
     @contextmanager
@@ -370,7 +397,7 @@ def class_dim_of(outputs: Any, labels: torch.Tensor | None, class_dim: int | Non
 
 
 def require_states(states: States) -> None:
-    """Make sure that states can be sent to other ranks; ValueError where one cannot."""
+    """Make sure that a checkpoint can hold states; ValueError where it cannot."""
     for state in states:
         if state.dtype not in DTYPES or state.dim() > NUM_DIMENSIONS:
             raise ValueError(
@@ -379,42 +406,8 @@ def require_states(states: States) -> None:
             )
 
 
-def gather_states(world: World, measured: Mapping[int, States], num_micro_batches: int) -> dict[int, States]:
-    """The states of all micro-batches by their number, in order, on every rank: of those that no rank measured none.
-    Collective.
-
-    Args:
-        mine: by the number of the micro-batch, on this rank's device. Each has the same number of states.
-    """
-    counts = torch.zeros(world.size, dtype=torch.int64, device=world.device)
-    counts[world.rank] = max(map(len, measured.values()), default=0)
-    num_states = int(world.sum(counts).max())
-    shapes = torch.zeros(num_micro_batches, num_states, 2 + NUM_DIMENSIONS, dtype=torch.int64)
-    for number, states in measured.items():
-        for place, state in enumerate(states):
-            about = (1 + DTYPES.index(state.dtype), state.dim(), *state.shape)
-            shapes[number, place, : len(about)] = torch.tensor(about)
-    layouts: list[list[list[int]]] = world.sum(shapes.to(world.device)).tolist()
-    parts = []
-    for number, of_states in enumerate(layouts):
-        for place, (_, num_dimensions, *shape) in enumerate(of_states):
-            own = _bits(measured[number][place]).flatten() if number in measured else None
-            size = math.prod(shape[:num_dimensions])
-            parts.append(torch.zeros(size, dtype=torch.int64, device=world.device) if own is None else own)
-    values = iter(world.sum(torch.cat(parts)).split([len(part) for part in parts]) if parts else ())
-    by_number: dict[int, States] = {}
-    for number, of_states in enumerate(layouts):
-        states = [
-            _of_bits(next(values), DTYPES[dtype - 1]).view(shape[:num_dimensions])
-            for dtype, num_dimensions, *shape in of_states
-        ]
-        if of_states and of_states[0][0]:
-            by_number[number] = states
-    return by_number
-
-
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """The same values as int64, those of floats by their bits in fp64: a sum with zeros changes none."""
+    """The same values as int64, those of floats by their bits in fp64."""
     return values.double().view(torch.int64) if values.is_floating_point() else values.to(torch.int64)
 
 
@@ -422,29 +415,30 @@ def _of_bits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (values.view(torch.float64) if dtype.is_floating_point else values).to(dtype)
 
 
+def _pack(by_number: Mapping[int, States]) -> tuple[dict[int, list[list[int]]], torch.Tensor]:
+    """States as they are sent to other ranks: the dtype (its place among `DTYPES`) and the shape of each, by the number
+    of the micro-batch; and the values of all as int64 in one tensor, since thousands of small ones are slow to read."""
+    layouts = {
+        number: [[DTYPES.index(state.dtype), *state.shape] for state in states] for number, states in by_number.items()
+    }
+    values = [_bits(state).flatten() for states in by_number.values() for state in states]
+    return layouts, torch.cat(values).cpu() if values else torch.zeros(0, dtype=torch.int64)
+
+
 def _write_state(state: torch.Tensor) -> list[Any]:
     return [DTYPES.index(state.dtype), list(state.shape), _bits(state).flatten().tolist()]
-
-
-def _read_state(content: list[Any], device: torch.device) -> torch.Tensor:
-    dtype, shape, bits = content
-    return _of_bits(torch.tensor(bits, dtype=torch.int64, device=device), DTYPES[dtype]).view(shape)
 
 
 def is_metrics_state(value: Any) -> bool:
     """Whether a value out of a file has the form of {"num": how many micro-batches, "kept": `state_dict()`}."""
     if not is_kind(value, _SavedMetrics):
         return False
-    try:
-        for name, by_number in value["kept"].items():
-            for number, contents in by_number.items():
-                states = [_read_state(content, torch.device("cpu")) for content in contents]
-                require_states(states)
-                is_loss = [state.shape for state in states] == [(2,)]
-                if not 0 <= int(number) < value["num"] or (name == LOSS and not is_loss):
-                    return False
-    except (ValueError, TypeError, LookupError, RuntimeError):  # whatever torch makes of it
-        return False
+    for name, by_number in value["kept"].items():
+        for number, states in by_number.items():
+            shapes = [shape for _, shape, _ in states]
+            are_whole = all(math.prod(shape) == len(bits) for _, shape, bits in states)
+            if not are_whole or int(number) >= value["num"] or (name == LOSS and shapes != [[2]]):
+                return False
     return True
 
 
@@ -460,26 +454,15 @@ class TrainingMetrics(Callback):
 
     Args:
         callbacks: of the user, by name, the metrics among them.
-        model: see `MetricStates`.
-        num_virtual_ranks: of all ranks.
-        num_micro_batches: of a virtual rank in a step.
+        sampler: of the run's training.
     """
 
-    def __init__(
-        self,
-        callbacks: Mapping[str, Callback],
-        world: World,
-        *,
-        num_virtual_ranks: int,
-        num_micro_batches: int,
-        model: Any = None,
-    ) -> None:
-        self._metrics, self._world, self._model = metrics_in(callbacks, OF_TRAINING), world, model
-        self._num_virtual_ranks, self._num_micro_batches = num_virtual_ranks, num_micro_batches
+    def __init__(self, callbacks: Mapping[str, Callback], engine: ZeroEngine, sampler: GlobalBatchSampler) -> None:
+        self._metrics, self._engine, self._sampler = metrics_in(callbacks, OF_TRAINING), engine, sampler
         self._begin()
 
     def _begin(self) -> None:
-        self._states = MetricStates(self._metrics, PREFIX, "training", self._model)
+        self._states = MetricStates(self._metrics, PREFIX, "training", self._engine.module)
         self._num_before = self._num = 0
         """Micro-batches of all ranks since the last line: before the step of now, and with it."""
 
@@ -493,21 +476,22 @@ class TrainingMetrics(Callback):
         if not self._metrics:
             return {}
         self._states.where = f"training in step {step}"
-        self._num_before, self._num = self._num, self._num + self._num_virtual_ranks * self._num_micro_batches
+        num_micro_batches = self._sampler.num_virtual_ranks * self._sampler.num_micro_batches
+        self._num_before, self._num = self._num, self._num + num_micro_batches
         measured = iter(zip(micro_batches, *counts, strict=True))
         return {"after_each": partial(self._measure, measured), "with_outputs": self._states.needs_outputs}
 
     def _measure(self, measured: Any, virtual_rank: int, index: int, loss: torch.Tensor, outputs: Any) -> None:
         """The next of this rank's micro-batches has had its forward."""
         batch, weight, num_labels = next(measured)
-        number = self._num_before + index * self._num_virtual_ranks + virtual_rank
+        number = self._num_before + index * self._sampler.num_virtual_ranks + virtual_rank
         self._states.add(number, loss, weight, outputs, batch, num_labels)
 
     def take(self) -> dict[str, float]:
         """{train_NAME: value} since the last line, which this is. Collective, where there are metrics."""
         if not self._metrics:
             return {}
-        values = self._states.values(self._world, self._num)
+        values = self._states.values(self._engine.collectives)
         del values[PREFIX + LOSS]  # that of the last step alone is logged
         self._begin()
         return values
@@ -515,7 +499,7 @@ class TrainingMetrics(Callback):
     def before_save(self, run: Run) -> None:
         """See `Callback.before_save`."""
         if self._metrics:
-            self._states.to_first(self._world, self._num)
+            self._states.to_first(self._engine.collectives)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
@@ -527,5 +511,5 @@ class TrainingMetrics(Callback):
         """See `Callback.load_state_dict`."""
         if self._metrics and (saved := state.get("training_metrics")) is not None:
             self._num = saved["num"]
-            if self._world.rank == 0:
-                self._states.load_state_dict(saved["kept"], self._world.device)
+            if self._engine.world.rank == 0:
+                self._states.load_state_dict(saved["kept"], self._engine.world.device)

@@ -38,7 +38,7 @@ SIZES = (3, LARGE_NUMEL, 5, LARGE_NUMEL - 1)
 
 
 @pytest.mark.parametrize("which", list(product((False, True), repeat=len(SIZES))), ids=str)
-def test_small_and_large_gradients_are_moved_and_what_has_none_is_zero(which: tuple[bool, ...]) -> None:
+def test_small_and_large_gradients_are_moved_and_what_has_none_is_zero(which):
     """Then a second backward adds to them."""
     tensors = [nn.Parameter(torch.zeros(size)) for size in SIZES]
     spec, slots = SimpleNamespace(tensors=tensors, dtype=torch.float32), [SimpleNamespace(numel=n) for n in SIZES]
@@ -66,9 +66,7 @@ SHAPES = {"odd": ((5,), (64,), (3, 3)), "dense": ((64,), (128,), (10,))}
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-def test_the_mean_over_ranks_is_cut_into_shards_and_zero_between_and_behind_the_parameters(
-    shapes: tuple[tuple[int, ...], ...], stage: int
-) -> None:
+def test_the_mean_over_ranks_is_cut_into_shards_and_zero_between_and_behind_the_parameters(shapes, stage):
     def on_a_rank(world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         bucket = OneBucket(world, shapes, stage)
         gradient = bucket.gradient()
@@ -86,9 +84,7 @@ def test_the_mean_over_ranks_is_cut_into_shards_and_zero_between_and_behind_the_
 
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_parameter_without_a_gradient_counts_as_zeros_whatever_its_place_held(
-    shapes: tuple[tuple[int, ...], ...], stage: int
-) -> None:
+def test_a_parameter_without_a_gradient_counts_as_zeros_whatever_its_place_held(shapes, stage):
     bucket = OneBucket(alone(), shapes, stage)
     gradient = bucket.gradient()
     poison(bucket)
@@ -103,7 +99,7 @@ def test_a_parameter_without_a_gradient_counts_as_zeros_whatever_its_place_held(
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_in_bf16_micro_batches_are_added_in_fp32_and_rounded_once(stage: int) -> None:
+def test_in_bf16_micro_batches_are_added_in_fp32_and_rounded_once(stage):
     """256 + 1 is 256 in bf16: added there, the ones are lost."""
     bucket = OneBucket(alone(), stage=stage, precision="bf16")
     gradient = bucket.gradient()
@@ -117,17 +113,9 @@ def test_in_bf16_micro_batches_are_added_in_fp32_and_rounded_once(stage: int) ->
         assert bucket.pool.lent_nbytes == 0
 
 
-def test_without_accumulation_no_buffer_for_it_is_made() -> None:
-    bucket = OneBucket(alone(), precision="bf16")
-    gradient = bucket.gradient()
-    fill(bucket, gradient, 1, 2, 3)
-    reduce(gradient)
-    assert gradient.accumulator_nbytes == 0
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_second_reduced_backward_adds_to_the_first(precision: str, stage: int) -> None:
+def test_a_second_reduced_backward_adds_to_the_first(precision, stage):
     def on_a_rank(world: World) -> tuple[torch.Tensor, torch.Tensor]:
         bucket = OneBucket(world, stage=stage, precision=precision)
         gradient = bucket.gradient()
@@ -145,8 +133,8 @@ def test_a_second_reduced_backward_adds_to_the_first(precision: str, stage: int)
 @pytest.mark.parametrize("number_reduced", [0, 1])
 @pytest.mark.parametrize("more_to_come", [False, True])
 def test_dropped_while_it_is_filled_it_forgets_also_the_earlier_sum_and_gives_back_every_loan(
-    more_to_come: bool, number_reduced: int, stage: int
-) -> None:
+    more_to_come, number_reduced, stage
+):
     bucket = OneBucket(alone(), stage=stage, precision="bf16")
     gradient = bucket.gradient()
     for _ in range(number_reduced):
@@ -162,7 +150,7 @@ def test_dropped_while_it_is_filled_it_forgets_also_the_earlier_sum_and_gives_ba
     assert torch.equal(gradient.reduction.reduced().float(), bucket.flat([3, 4, 5]))
 
 
-def test_dropped_at_stage_0_it_waits_for_the_gather_that_is_under_way() -> None:
+def test_dropped_at_stage_0_it_waits_for_the_gather_that_is_under_way():
     def on_a_rank(world: World) -> bool:
         bucket = OneBucket(world, stage=0)
         gradient = bucket.gradient()
@@ -177,18 +165,7 @@ def test_dropped_at_stage_0_it_waits_for_the_gather_that_is_under_way() -> None:
     assert run_threads(on_a_rank, 3)[0] == [True] * 3
 
 
-def test_it_is_told_when_filling_needs_a_loan() -> None:
-    for stage, borrows in enumerate([False, False, True, True]):
-        bucket = OneBucket(alone(), stage=stage)
-        gradient = bucket.gradient()
-        assert gradient.borrows == borrows
-        fill(bucket, gradient, 1, 1, 1)
-        assert not gradient.borrows  # it has one
-        reduce(gradient)
-        assert gradient.borrows == borrows
-
-
-def test_a_loss_scale_is_left_in_the_sum_and_taken_out_of_the_norm() -> None:
+def test_a_loss_scale_is_left_in_the_sum_and_taken_out_of_the_norm():
     bucket = OneBucket(alone(), shapes=((4,),))
     gradient = bucket.gradient()
     fill(bucket, gradient, 3 * 1024.0)
@@ -197,7 +174,7 @@ def test_a_loss_scale_is_left_in_the_sum_and_taken_out_of_the_norm() -> None:
     assert torch.equal(gradient.reduction.reduced(), bucket.flat([3072]))
 
 
-def test_gradients_that_were_moved_are_in_nobodys_hands() -> None:
+def test_gradients_that_were_moved_are_in_nobodys_hands():
     bucket = OneBucket(alone())
     gradient = bucket.gradient()
     give(bucket, 1.0, None, 3.0)
@@ -211,14 +188,14 @@ def test_gradients_that_were_moved_are_in_nobodys_hands() -> None:
         give(bucket, 4.0, 5.0, None)
 
 
-def test_segments_are_of_256_kib_at_least_and_hold_each_parameter_once_in_order() -> None:
+def test_segments_are_of_256_kib_at_least_and_hold_each_parameter_once_in_order():
     small, large = (SEGMENT_NBYTES // 4 // 4,), (SEGMENT_NBYTES // 4,)
     gradient = OneBucket(alone(), (small, small, small, small, large, small, small)).gradient()
     assert [segment.slots for segment in gradient.segments] == [slice(0, 4), slice(4, 5), slice(5, 7)]
     assert [len(segment.parameters) for segment in gradient.segments] == [4, 1, 2]
 
 
-def test_each_segment_is_filled_and_added_to_by_itself() -> None:
+def test_each_segment_is_filled_and_added_to_by_itself():
     large = (SEGMENT_NBYTES // 4,)
     bucket = OneBucket(alone(), (large, large))
     gradient = bucket.gradient()
@@ -234,21 +211,13 @@ def test_each_segment_is_filled_and_added_to_by_itself() -> None:
     assert torch.equal(gradient.reduction.reduced(), bucket.flat([11, 20]))
 
 
-def test_what_was_not_moved_into_the_bucket_is_forgotten_when_told() -> None:
-    bucket = OneBucket(alone())
-    gradient = bucket.gradient()
-    give(bucket, 1, None, 1)
-    gradient.clear_unmoved()
-    assert all(isinstance(each, nn.Parameter) and each.grad is None for each in bucket.parameters)
-
-
-def test_a_reduction_of_what_was_never_filled_is_refused() -> None:
+def test_a_reduction_of_what_was_never_filled_is_refused():
     with pytest.raises(EngineStateError, match="used that had not been filled"):
         OneBucket(alone()).gradient().reduce()
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_held_between_steps_are_the_whole_or_this_ranks_part(stage: int) -> None:
+def test_held_between_steps_are_the_whole_or_this_ranks_part(stage):
     def on_a_rank(world: World) -> tuple[int, int]:
         bucket = OneBucket(world, stage=stage)
         return bucket.gradient().held_nbytes, bucket.layout.padded_numel * 4

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.engine.groups.own_optimizers import Own
+from tests.unit.engine.groups.own_optimizers import Own, count
 from tests.unit.engine.parts import Plain, alone, assert_same, engine_on, inputs
 from zerotrain.comm.world import World
 from zerotrain.engine.buckets.update import step_on_lent
@@ -24,56 +24,78 @@ class Habit(Own):
         with torch.no_grad():
             for group in self.param_groups:
                 for weight in group["params"]:
-                    type(self).update(weight, 0.05 * weight.grad, self.state[weight])
+                    self.update(weight, 0.05 * weight.grad, self.state[weight])
 
 
-def assigned(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
-    weight.data = weight.data - change
-
-
-def set_to(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
-    weight.set_(weight - change)
-
-
-def swapped(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
+def swap(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
     new = weight - change
     torch.utils.swap_tensors(weight, torch.nn.Parameter(new) if isinstance(weight, torch.nn.Parameter) else new)
 
 
-def assigned_late(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
-    """Later than anybody has tried it."""
-    state["count"] = state.get("count", 0) + 1
-    (assigned if state["count"] > 15 else weight.sub_)(*((weight, change, state) if state["count"] > 15 else (change,)))
-
-
-def mirrored(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
+def mirror(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
     """The same memory, read in another order."""
     weight.data = (weight - change).flip(0)
     weight.data = weight.data.flip(0)
 
 
-def old_weight_kept(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
+def assign(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
+    weight.data = weight.data - change
+
+
+def assign_late(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
+    """Later than anybody has tried it."""
+    (assign if count(state) > 15 else subtract)(weight, change, state)
+
+
+def keep_old_weight(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
     before, state["before"] = state.get("before", weight.data), weight.data
     weight.data = weight.data - change + 0.5 * (weight.data - before)
 
 
-def gradient_kept(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
+def copy_old_weight(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
+    before, state["before"] = state.get("before", weight.clone()), weight.clone()
+    weight.copy_(weight - change + 0.5 * (weight - before))
+
+
+def keep_gradient(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
     before, state["before"] = state.get("before", weight.grad), weight.grad
     weight.sub_(change + 0.01 * before)
 
 
-def gradient_replaced(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
+def copy_gradient(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
+    before, state["before"] = state.get("before", weight.grad.clone()), weight.grad.clone()
+    weight.sub_(change + 0.01 * before)
+
+
+def replace_gradient(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
     weight.grad = weight.grad.clamp(-0.01, 0.01)
     weight.sub_(change + weight.grad)
 
 
-UPDATES = [assigned, set_to, swapped, mirrored, old_weight_kept, gradient_kept, gradient_replaced]
-CASES = [(update, (place + more) % 4, 1 + more % 3) for place, update in enumerate(UPDATES) for more in (1, 3)]
-CASES += [(assigned_late, 2, 1)]
+def subtract(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
+    weight.sub_(change)
 
 
-def optimizer_of(update: Any, *, whole: bool = False) -> type[Habit]:
-    return type(update.__name__, (Habit,), {"update": update, "whole_tensor": whole})
+UPDATES: dict[str, tuple[Any, Any]] = {
+    "assigned": (assign, subtract),
+    "set_to": (lambda weight, change, _: weight.set_(weight - change), subtract),
+    "swapped": (swap, subtract),
+    "mirrored": (mirror, subtract),
+    "old_weight_kept": (keep_old_weight, copy_old_weight),
+    "gradient_kept": (keep_gradient, copy_gradient),
+    "gradient_replaced": (
+        replace_gradient,
+        lambda weight, change, _: weight.sub_(change + weight.grad.clamp(-0.01, 0.01)),
+    ),
+    "assigned_late": (assign_late, subtract),
+}
+"""Of each another one that does the same, and writes into the memory that it was given."""
+CASES = [(name, (place + more) % 4, 1 + more % 3) for place, name in enumerate(UPDATES) for more in (1, 3)][:-2]
+CASES += [("assigned_late", 2, 1)]
+
+
+def optimizer_of(name: str, update: Any, *, whole: bool = False) -> type[Habit]:
+    return type(name, (Habit,), {"update": staticmethod(update), "whole_tensor": whole})
 
 
 @pytest.mark.case(
@@ -88,10 +110,8 @@ def optimizer_of(update: Any, *, whole: bool = False) -> type[Habit]:
 @pytest.mark.parametrize("whole", [False, True], ids=["in parts", "whole"])
 @pytest.mark.parametrize(("update", "stage", "size"), CASES)
 @pytest.mark.thinned(2)
-def test_what_replaces_weights_or_keeps_gradients_trains_as_in_plain_pytorch(
-    update: Any, stage: int, size: int, whole: bool, precision: str
-) -> None:
-    steps = range(20 if update is assigned_late else 3)
+def test_what_replaces_weights_or_keeps_gradients_trains_as_in_plain_pytorch(update, stage, size, whole, precision):
+    steps = range(20 if update == "assigned_late" else 3)
 
     def on_a_rank(world: World, kind: Any) -> dict[str, torch.Tensor]:
         zero = {"stage": stage, "reduction": "ordered"}
@@ -102,42 +122,19 @@ def test_what_replaces_weights_or_keeps_gradients_trains_as_in_plain_pytorch(
                 engine.set_stage((stage + 1) % 4)
         return engine.full_state_dict()
 
-    kind = optimizer_of(update, whole=whole)
+    kind = optimizer_of(update, UPDATES[update][0], whole=whole)
     got = run_threads(functools.partial(on_a_rank, kind=kind), size, late_rank=size - 1)[0][0]
     if precision == "fp32":
         assert_same(got, Plain(size, optimizer=kind).train(*steps))
     else:
-        in_place = run_threads(functools.partial(on_a_rank, kind=optimizer_of(IN_PLACE[update])), size)[0][0]
+        in_place = run_threads(functools.partial(on_a_rank, kind=optimizer_of(update, UPDATES[update][1])), size)[0][0]
         assert_same(got, in_place)
-
-
-def subtracted(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
-    weight.sub_(change)
-
-
-def old_weight_copied(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
-    before, state["before"] = state.get("before", weight.clone()), weight.clone()
-    weight.copy_(weight - change + 0.5 * (weight - before))
-
-
-def gradient_copied(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
-    before, state["before"] = state.get("before", weight.grad.clone()), weight.grad.clone()
-    weight.sub_(change + 0.01 * before)
-
-
-def gradient_clamped(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
-    weight.sub_(change + weight.grad.clamp(-0.01, 0.01))
-
-
-IN_PLACE = dict.fromkeys([assigned, set_to, swapped, mirrored, assigned_late], subtracted)
-IN_PLACE |= {old_weight_kept: old_weight_copied, gradient_kept: gradient_copied, gradient_replaced: gradient_clamped}
-"""What does the same, and writes into the memory that it was given."""
 
 
 # ---- a step by itself
 
 
-def test_two_weights_that_exchange_memory_have_each_others_values_in_their_own() -> None:
+def test_two_weights_that_exchange_memory_have_each_others_values_in_their_own():
     memory = torch.arange(8.0)
     left, right = memory[:4].detach(), memory[4:].detach()
 
@@ -150,7 +147,7 @@ def test_two_weights_that_exchange_memory_have_each_others_values_in_their_own()
     assert (left.data_ptr(), right.data_ptr()) == (memory.data_ptr(), memory[4:].data_ptr())
 
 
-def test_a_square_weight_that_is_transposed_where_it_lies_becomes_its_transpose() -> None:
+def test_a_square_weight_that_is_transposed_where_it_lies_becomes_its_transpose():
     memory = torch.arange(9.0)
     weight = memory.view(3, 3).detach()
 
@@ -163,7 +160,7 @@ def test_a_square_weight_that_is_transposed_where_it_lies_becomes_its_transpose(
     assert weight.stride() == (3, 1)
 
 
-def test_after_a_step_that_fails_weights_are_where_they_were_with_what_they_had_become() -> None:
+def test_after_a_step_that_fails_weights_are_where_they_were_with_what_they_had_become():
     memory = torch.zeros(4)
     weight = memory.detach()
 
@@ -183,8 +180,8 @@ def test_after_a_step_that_fails_weights_are_where_they_were_with_what_they_had_
 
 
 def narrowed(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
-    state["count"] = state.get("count", 0) + 1
-    weight.data = (weight - change).to(torch.float64 if state["count"] > state.get("until", 0) else torch.float32)
+    is_wide = count(state) > state.get("until", 0)
+    weight.data = (weight - change).to(torch.float64 if is_wide else torch.float32)
 
 
 def narrowed_late(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
@@ -199,10 +196,10 @@ def narrowed_late(weight: torch.Tensor, change: torch.Tensor, state: dict[str, A
     "call",
     under="an optimizer of your own, element by element",
 )
-def test_a_step_that_makes_a_weight_one_of_another_dtype_is_refused_at_the_build_or_in_that_step() -> None:
+def test_a_step_that_makes_a_weight_one_of_another_dtype_is_refused_at_the_build_or_in_that_step():
     with pytest.raises(ConfigError, match=r"optimizer=narrowed: its step fails on small tensors .*dtype"):
-        engine_on(alone(), optimizer=optimizer_of(narrowed))
-    engine = engine_on(alone(), optimizer=optimizer_of(narrowed_late))
+        engine_on(alone(), optimizer=optimizer_of("narrowed", narrowed))
+    engine = engine_on(alone(), optimizer=optimizer_of("narrowed_late", narrowed_late))
     for step in range(12):
         engine.train_step([(inputs(step, 0),)])
     with pytest.raises(EngineStateError, match=r"optimizer=narrowed_late: .*torch\.float32 one of .*torch\.float64"):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.engine.parts import CPU, OneBucket, alone
+from tests.unit.engine.parts import CPU, OneBucket, alone, on_ranks
 from zerotrain.comm.world import Shards, World
 from zerotrain.engine.buckets.weights import BucketWeights
-from zerotrain.engine.model.live_parameter import Owner, UnreadyParameter, live_class, settle
+from zerotrain.engine.model.live_parameter import Owner, live_class, settle
 from zerotrain.errors import EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 
@@ -27,7 +27,7 @@ COUNTING = [float(value) for value in range(5 + 64 + 9)]
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_from_the_start_parameters_are_views_of_one_buffer_with_their_values(stage: int, precision: str) -> None:
+def test_from_the_start_parameters_are_views_of_one_buffer_with_their_values(stage, precision):
     bucket = OneBucket(alone(), stage=stage, precision=precision)
     weights = bucket.weights()
     assert weights.is_full
@@ -38,25 +38,23 @@ def test_from_the_start_parameters_are_views_of_one_buffer_with_their_values(sta
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_resharded_and_gathered_it_holds_what_each_rank_made_of_its_part(stage: int) -> None:
-    def on_a_rank(world: World) -> None:
-        bucket = OneBucket(world, stage=stage)
-        weights = bucket.weights()
-        weights.reshard()
-        weights.shard.add_(1000 * (world.rank + 1))
-        weights.start_gather()
-        weights.finish_gather()
-        shard_numel = bucket.layout.shard_numel
-        expected = bucket.flat([torch.arange(5), torch.arange(5, 69), torch.arange(69, 78)])
-        expected += 1000 * (torch.arange(len(expected)) // shard_numel + 1)
-        assert torch.equal(weights.model_weight.tensor, expected)
-        assert all(torch.equal(p, v) for p, v in zip(bucket.parameters, weights.model_weight.views(), strict=True))
-
-    run_threads(on_a_rank, 3)
+@on_ranks(3)
+def test_resharded_and_gathered_it_holds_what_each_rank_made_of_its_part(world, stage):
+    bucket = OneBucket(world, stage=stage)
+    weights = bucket.weights()
+    weights.reshard()
+    weights.shard.add_(1000 * (world.rank + 1))
+    weights.start_gather()
+    weights.finish_gather()
+    shard_numel = bucket.layout.shard_numel
+    expected = bucket.flat([torch.arange(5), torch.arange(5, 69), torch.arange(69, 78)])
+    expected += 1000 * (torch.arange(len(expected)) // shard_numel + 1)
+    assert torch.equal(weights.model_weight.tensor, expected)
+    assert all(torch.equal(p, v) for p, v in zip(bucket.parameters, weights.model_weight.views(), strict=True))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_reshard_frees_the_memory_of_sharded_parameters_alone(stage: int) -> None:
+def test_a_reshard_frees_the_memory_of_sharded_parameters_alone(stage):
     bucket = OneBucket(alone(), stage=stage)
     weights = bucket.weights()
     whole, shard = 4 * bucket.layout.padded_numel, 4 * bucket.layout.shard_numel
@@ -66,20 +64,6 @@ def test_a_reshard_frees_the_memory_of_sharded_parameters_alone(stage: int) -> N
     weights.start_gather()
     weights.finish_gather()
     assert values_of(bucket) == COUNTING
-
-
-@pytest.mark.parametrize("kind", [nn.Parameter, Marked])
-def test_until_it_is_full_a_parameter_is_of_another_class_and_then_of_its_own_again(kind: type[nn.Parameter]) -> None:
-    bucket = OneBucket(alone(), stage=3, kind=kind)
-    weights = bucket.weights()
-    assert {type(parameter) for parameter in bucket.parameters} == {live_class(kind)}
-    assert issubclass(live_class(kind), kind)
-    weights.reshard()
-    assert all(isinstance(parameter, UnreadyParameter) for parameter in bucket.parameters)
-    weights.start_gather()
-    assert all(isinstance(parameter, UnreadyParameter) for parameter in bucket.parameters)
-    weights.finish_gather()
-    assert {type(parameter) for parameter in bucket.parameters} == {live_class(kind)}
 
 
 class Completing(Owner):
@@ -93,7 +77,7 @@ class Completing(Owner):
         self.weights.finish_gather()
 
 
-def test_a_read_of_what_is_on_its_way_waits_for_it() -> None:
+def test_a_read_of_what_is_on_its_way_waits_for_it():
     def on_a_rank(world: World) -> float:
         bucket = OneBucket(world, stage=3)
         weights = bucket.weights()
@@ -107,7 +91,7 @@ def test_a_read_of_what_is_on_its_way_waits_for_it() -> None:
     assert run_threads(on_a_rank, 2, late_rank=0)[0] == [float(sum(range(69, 78)))] * 2
 
 
-def test_a_read_after_the_engine_has_gone_is_refused() -> None:
+def test_a_read_after_the_engine_has_gone_is_refused():
     bucket = OneBucket(alone(), stage=3)
     weights = bucket.weights()
     weights.reshard()
@@ -122,7 +106,7 @@ def test_a_read_after_the_engine_has_gone_is_refused() -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_was_written_before_weights_are_replaced_is_forgotten(stage: int) -> None:
+def test_what_was_written_before_weights_are_replaced_is_forgotten(stage):
     bucket = OneBucket(alone(), stage=stage)
     weights = bucket.weights()
     with torch.no_grad():
@@ -134,7 +118,7 @@ def test_what_was_written_before_weights_are_replaced_is_forgotten(stage: int) -
     assert (weights.writes.digest, weights.writes.are_new) == (0, False)
 
 
-def test_what_is_full_or_on_its_way_is_gathered_no_second_time_and_what_is_at_rest_not_freed_again() -> None:
+def test_what_is_full_or_on_its_way_is_gathered_no_second_time_and_what_is_at_rest_not_freed_again():
     def on_a_rank(world: World) -> None:
         weights = OneBucket(world, stage=3).weights()
         weights.start_gather()  # it is full
@@ -153,7 +137,7 @@ def test_what_is_full_or_on_its_way_is_gathered_no_second_time_and_what_is_at_re
     assert board.orders == [["gather unit", "gather unit"]] * 2
 
 
-def test_drained_it_ends_the_gather_under_way() -> None:
+def test_drained_it_ends_the_gather_under_way():
     def on_a_rank(world: World) -> list[float]:
         bucket = OneBucket(world, stage=2)
         weights = bucket.weights()
@@ -166,7 +150,7 @@ def test_drained_it_ends_the_gather_under_way() -> None:
     assert run_threads(on_a_rank, 2)[0] == [COUNTING] * 2
 
 
-def test_drained_it_issues_the_gather_that_was_prepared_and_only_that() -> None:
+def test_drained_it_issues_the_gather_that_was_prepared_and_only_that():
     def on_a_rank(world: World) -> None:
         prepared, other = OneBucket(world, stage=2).weights(), OneBucket(world, stage=2).weights()
         prepared.prepare_gather()
@@ -178,7 +162,7 @@ def test_drained_it_issues_the_gather_that_was_prepared_and_only_that() -> None:
     assert run_threads(on_a_rank, 2)[1].orders == [["gather unit"]] * 2
 
 
-def test_prepared_for_the_next_gather_it_has_waited_for_the_last() -> None:
+def test_prepared_for_the_next_gather_it_has_waited_for_the_last():
     def on_a_rank(world: World) -> list[float]:
         bucket = OneBucket(world, stage=2)
         weights = bucket.weights()
@@ -194,7 +178,7 @@ def test_prepared_for_the_next_gather_it_has_waited_for_the_last() -> None:
 
 
 @pytest.mark.parametrize("on_its_way", [False, True])
-def test_let_go_its_parameters_have_their_class_again(on_its_way: bool) -> None:
+def test_let_go_its_parameters_have_their_class_again(on_its_way):
     def on_a_rank(world: World) -> set[type]:
         bucket = OneBucket(world, stage=3, kind=Marked)
         weights = bucket.weights()
@@ -208,21 +192,6 @@ def test_let_go_its_parameters_have_their_class_again(on_its_way: bool) -> None:
     assert run_threads(on_a_rank, 2)[0] == [{live_class(Marked)}] * 2
 
 
-def test_a_part_is_that_of_the_ranks_that_share_the_shards_not_of_the_world() -> None:
+def test_a_part_is_that_of_the_ranks_that_share_the_shards_not_of_the_world():
     world = World(rank=3, size=4, local_rank=3, device=CPU, shards=Shards(rank=0, size=1))
     assert OneBucket(world, stage=3).weights().own == slice(0, 3 * 64)
-
-
-def test_what_this_rank_always_holds_is_its_part_where_parameters_are_sharded() -> None:
-    def on_a_rank(world: World) -> None:
-        for stage, share in ((2, 1), (3, 2)):
-            bucket = OneBucket(world, stage=stage)
-            weights = bucket.weights()
-            weights.reshard()
-            assert weights.held.numel() == bucket.layout.padded_numel // share
-            assert torch.equal(weights.shard, weights.held if stage == 3 else weights.held[weights.own])
-            assert (weights.own.start, weights.own.stop) == tuple(
-                (world.rank + end) * bucket.layout.shard_numel for end in (0, 1)
-            )
-
-    run_threads(on_a_rank, 2)

@@ -62,9 +62,7 @@ OWNERS = {"each has one": [2, 0, 1, 1], "one has all": [1, 1, 1, 1], "the last a
 @pytest.mark.parametrize("late_rank", [None, 1])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("owners", OWNERS.values(), ids=OWNERS)
-def test_every_tensor_is_updated_once_whole_by_its_owner_and_comes_back_to_where_it_lies(
-    owners: list[int], size: int, late_rank: int | None
-) -> None:
+def test_every_tensor_is_updated_once_whole_by_its_owner_and_comes_back_to_where_it_lies(owners, size, late_rank):
     owners = [min(owner, size - 1) for owner in owners]
 
     def on_a_rank(world: World) -> OnARank:
@@ -84,7 +82,7 @@ def test_every_tensor_is_updated_once_whole_by_its_owner_and_comes_back_to_where
         assert all(target.untyped_storage().nbytes() == 4 for target in rank.whole.targets.values())
 
 
-def test_two_buckets_under_way_at_once_do_not_disturb_each_other() -> None:
+def test_two_buckets_under_way_at_once_do_not_disturb_each_other():
     def on_a_rank(world: World) -> list[bool]:
         ranks = [OnARank(world, owners) for owners in ([2, 0, 1, 1], [1, 1, 0, 2])]
         ranks[1].whole._pool = ranks[1].pool = ranks[0].pool
@@ -97,7 +95,7 @@ def test_two_buckets_under_way_at_once_do_not_disturb_each_other() -> None:
     assert run_threads(on_a_rank, 3)[0] == [[True, True]] * 3
 
 
-def test_each_byte_is_sent_three_times_but_those_that_their_owner_holds_anyway() -> None:
+def test_each_byte_is_sent_three_times_but_those_that_their_owner_holds_anyway():
     def on_a_rank(world: World) -> tuple[int, Counter[str]]:
         rank = OnARank(world, [0, 0, 0, 0])
         rank.run()
@@ -110,7 +108,7 @@ def test_each_byte_is_sent_three_times_but_those_that_their_owner_holds_anyway()
     assert [calls["exchange"] for _, calls in results] == [2, 2]
 
 
-def test_a_replicated_optimizer_updates_all_in_place_and_sends_nothing() -> None:
+def test_a_replicated_optimizer_updates_all_in_place_and_sends_nothing():
     def on_a_rank(world: World) -> int:
         rank = OnARank(world, [1, 0, 0, 1], is_sharded=False)
         assert list(rank.whole.update(rank.gradient, rank.step)) == []

@@ -9,28 +9,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.unit.engine.groups.own_optimizers import Own
+from tests.unit.engine.groups.own_optimizers import Own, count, own
 
 AdamW = torch.optim.AdamW
 
 # ---- elsewhere than in their state
 
 
+def by(key: Any, momenta: dict[Any, torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
+    return momenta.setdefault(key, torch.zeros_like(gradient)).lerp_(gradient, 0.1)
+
+
 class ByParameter(Own):
+    key_of = staticmethod(lambda weight: weight)
+
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, lr)
         self.momenta: dict[Any, torch.Tensor] = {}
 
-    def key(self, weight: torch.Tensor) -> Any:
-        return weight
-
     def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return self.momenta.setdefault(self.key(weight), torch.zeros_like(weight)).lerp_(gradient, 0.1)
+        return by(self.key_of(weight), self.momenta, gradient)
 
 
 class ById(ByParameter):
-    def key(self, weight: torch.Tensor) -> Any:
-        return id(weight)
+    key_of = staticmethod(id)
 
 
 class MadeWithIt(Own):
@@ -68,8 +70,7 @@ class Counts(Own):
         self.num_steps += 1
 
     def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        mean = state.setdefault("mean", torch.zeros_like(weight)).lerp_(gradient, 0.1)
-        return mean / (1 - 0.9**self.num_steps)
+        return by("mean", state, gradient) / (1 - 0.9**self.num_steps)
 
 
 class Around(torch.optim.Optimizer):
@@ -126,23 +127,23 @@ class InAnObject(Own):
         return gradient + 0.1 * history[0]
 
 
-class OnTheParameter(Own):
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        weight.momentum = getattr(weight, "momentum", 0) * 0.9 + gradient
-        return weight.momentum
+def on_the_parameter(weight: Any, gradient: torch.Tensor, *_: Any) -> torch.Tensor:
+    weight.momentum = getattr(weight, "momentum", 0) * 0.9 + gradient
+    return weight.momentum
 
 
 _MOMENTA: dict[Any, torch.Tensor] = {}
-
-
-class InAGlobal(Own):
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return _MOMENTA.setdefault(weight, torch.zeros_like(weight)).lerp_(gradient, 0.1)
-
-
-class ADictInItsGroup(Own):
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return group.setdefault("momenta", {}).setdefault(weight, torch.zeros_like(weight)).lerp_(gradient, 0.1)
+OnTheParameter = own("OnTheParameter", on_the_parameter)
+InAGlobal = own("InAGlobal", lambda weight, gradient, *_: by(weight, _MOMENTA, gradient))
+ADictInItsGroup = own(
+    "ADictInItsGroup", lambda weight, gradient, group, _: by(weight, group.setdefault("momenta", {}), gradient)
+)
+# Follows the weight, as long as that lies where it is.
+AViewOfItsWeight = own(
+    "AViewOfItsWeight", lambda weight, g, _, state: g + 0.1 * state.setdefault("seen", weight.detach())
+)
+InStateOfNoParameter = own("InStateOfNoParameter", begin=lambda optimizer, _: count(optimizer.state["all"]))
+Nested = own("Nested", lambda _, gradient, __, state: by("first", state.setdefault("moments", {}), gradient))
 
 
 class ANumberOfItsState(Own):
@@ -152,29 +153,10 @@ class ANumberOfItsState(Own):
         super().step()
         for group in self.param_groups:
             for weight in (each for each in group["params"] if each.grad is not None):
-                state = self.state[weight]
-                state["count"] = group["count"] = state.get("count", 0) + 1
+                group["count"] = count(self.state[weight])
 
     def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
         return gradient / (1 + group.get("count", 0))
-
-
-class AViewOfItsWeight(Own):
-    """Follows the weight, as long as that lies where it is."""
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return gradient + 0.1 * state.setdefault("seen", weight.detach())
-
-
-class InStateOfNoParameter(Own):
-    def begin(self, weights: list[torch.Tensor]) -> None:
-        self.state["all"]["count"] = self.state["all"].get("count", 0) + 1
-
-
-class Nested(Own):
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        kept = state.setdefault("moments", {"first": torch.zeros_like(weight)})
-        return kept["first"].lerp_(gradient, 0.1)
 
 
 # ---- in their state, with what else users hang on an optimizer
@@ -213,14 +195,14 @@ def hooked(params: Any) -> torch.optim.Optimizer:
 def patched(params: Any) -> torch.optim.Optimizer:
     """As schedulers and profilers patch a step."""
     optimizer = AdamW(params, lr=0.01)
-    own = type(optimizer).step
+    own_step = type(optimizer).step
 
-    @functools.wraps(own)
+    @functools.wraps(own_step)
     def counted(self: Any, *given: Any) -> None:
         self.num_calls = getattr(self, "num_calls", 0) + 1
-        own(self, *given)
+        own_step(self, *given)
 
-    optimizer.step = types.MethodType(counted, optimizer)  # type: ignore[method-assign]
+    optimizer.step = types.MethodType(counted, optimizer)
     return optimizer
 
 

@@ -29,236 +29,171 @@ class Own(torch.optim.Optimizer):
         return gradient
 
 
-class Momentum(Own):
+def own(name: str, change: Any = None, begin: Any = None, **defaults: Any) -> type[Own]:
+    """One of that name, by `change(weight, gradient, group, state)` and `begin(optimizer, weights)`."""
+    members: dict[str, Any] = {} if change is None else {"change": staticmethod(change)}
+    if begin is not None:
+        members["begin"] = begin
+    if defaults:
+        members["__init__"] = lambda self, params, lr=0.01: Own.__init__(self, params, lr, **defaults)
+    return type(name, (Own,), members)
+
+
+def mean_of(state: Any, gradient: torch.Tensor, name: str = "mean") -> torch.Tensor:
+    """The running mean of gradients that a weight's state has under this name."""
+    return state.setdefault(name, torch.zeros_like(gradient)).lerp_(gradient, 0.1)
+
+
+def count(counts: Any, name: str = "count") -> int:
+    """Of calls, in a state or a group."""
+    counts[name] = counts.get(name, 0) + 1
+    return counts[name]
+
+
+# ---- that fit
+
+
+def momentum(weight: torch.Tensor, gradient: torch.Tensor, _: Any, state: Any) -> torch.Tensor:
     """Also writes into the gradient it is given, as clipping and weight decay often do."""
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        gradient.add_(weight, alpha=0.1).clamp_(-1, 1)
-        state["count"] = state.get("count", 0) + 1
-        mean = state.setdefault("mean", torch.zeros_like(weight)).lerp_(gradient, 0.1)
-        return mean.tanh().exp() * mean.sign() / state["count"] ** 0.5
+    gradient.add_(weight, alpha=0.1).clamp_(-1, 1)
+    mean = mean_of(state, gradient)
+    return mean.tanh().exp() * mean.sign() / count(state) ** 0.5
 
 
-class KeepsAGradient(Own):
-    """What it keeps has a name that the engine may have too."""
-
-    name = "gradient"
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return state.setdefault(self.name, torch.zeros_like(weight)).lerp_(gradient, 0.1)
-
-
-class KeepsAWeight(KeepsAGradient):
-    name = "weight"
-
-
-class KeepsAnAverage(KeepsAGradient):
-    name = "weight_average"
-
-
-class CountsInItsGroup(Own):
-    def begin(self, weights: list[torch.Tensor]) -> None:
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return gradient / group["step"]
-
-
-class CountsFromTheStart(Own):
-    """Has its number among its arguments, as those have it that average over steps."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, lr, k=0)
-
-    def begin(self, weights: list[torch.Tensor]) -> None:
-        for group in self.param_groups:
-            group["k"] += 1
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return gradient / group["k"]
-
-
-class CountsInATensor(Own):
+def adam_over_lists(optimizer: Any, weights: list[torch.Tensor]) -> None:
     """Adam's rule over lists of tensors, with a count of steps that is changed where it lies."""
-
-    def begin(self, weights: list[torch.Tensor]) -> None:
-        (group,) = self.param_groups
-        group.setdefault("step", torch.zeros(())).add_(1)
-        gradients = [weight.grad for weight in weights]
-        means = [self.state[weight].setdefault("mean", torch.zeros_like(weight)) for weight in weights]
-        torch._foreach_lerp_(means, gradients, 0.1)
-        torch._foreach_copy_(gradients, torch._foreach_div(means, float(1 - 0.9 ** group["step"])))
+    (group,) = optimizer.param_groups
+    group.setdefault("step", torch.zeros(())).add_(1)
+    gradients = [weight.grad for weight in weights]
+    means = [optimizer.state[weight].setdefault("mean", torch.zeros_like(weight)) for weight in weights]
+    torch._foreach_lerp_(means, gradients, 0.1)
+    torch._foreach_copy_(gradients, torch._foreach_div(means, float(1 - 0.9 ** group["step"])))
 
 
-class LayerwiseRate(Own):
-    """LARS by another name."""
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return 0.001 * weight.norm() / gradient.norm() * gradient
+def count_in_groups(name: str) -> Callable[[Any, Any], None]:
+    return lambda optimizer, _: [count(group, name) for group in optimizer.param_groups]
 
 
-class LayerwiseAdam(Own):
+Momentum = own("Momentum", momentum)
+KeepsAGradient = own("KeepsAGradient", lambda _, gradient, __, state: mean_of(state, gradient, "gradient"))
+CountsInItsGroup = own(
+    "CountsInItsGroup", lambda _, gradient, group, __: gradient / group["step"], count_in_groups("step")
+)
+# Has its number among its arguments, as those have it that average over steps.
+CountsFromTheStart = own(
+    "CountsFromTheStart", lambda _, gradient, group, __: gradient / group["k"], count_in_groups("k"), k=0
+)
+CountsInATensor = own("CountsInATensor", begin=adam_over_lists)
+
+# ---- that fit whole tensors
+
+
+def layerwise_adam(weight: torch.Tensor, gradient: torch.Tensor, _: Any, state: Any) -> torch.Tensor:
     """LAMB by another name."""
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        mean = state.setdefault("mean", torch.zeros_like(weight)).lerp_(gradient, 0.1)
-        square = state.setdefault("square", torch.zeros_like(weight)).lerp_(gradient.square(), 0.01)
-        update = mean / (square.sqrt() + 1e-6)
-        return weight.norm() / update.norm() * update
+    square = state.setdefault("square", torch.zeros_like(weight)).lerp_(gradient.square(), 0.01)
+    update = mean_of(state, gradient) / (square.sqrt() + 1e-6)
+    return weight.norm() / update.norm() * update
 
 
-class OfUnitNorm(Own):
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return gradient / gradient.norm()
-
-
-class ClipsEachTensor(Own):
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return gradient * min(1.0, 10.0 / float(gradient.norm()))
-
-
-class SignOfTheMean(Own):
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return gradient.mean().sign()
-
-
-class Centred(Own):
-    """Looks at the shape alone: what is flat is left as it is."""
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return gradient if weight.ndim < 2 else gradient - gradient.mean(dim=-1, keepdim=True)
-
-
-class OnceInTen(Own):
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        state["count"] = state.get("count", 0) + 1
-        return gradient if state["count"] % 10 else gradient / gradient.norm()
-
-
-class MatricesOnly(Own):
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        if weight.ndim != 2:
-            raise ValueError("takes matrices alone")
-        left, _, right = torch.linalg.svd(gradient, full_matrices=False)
-        return left @ right
-
-
-class InBlocksOf8Bits(Own):
+def in_blocks_of_8_bits(_: Any, gradient: torch.Tensor, *__: Any) -> torch.Tensor:
     """Leaves small tensors alone."""
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        if gradient.numel() < 4096:
-            return gradient
-        blocks = torch.nn.functional.pad(gradient.flatten(), (0, -gradient.numel() % 256)).view(-1, 256)
-        scale = blocks.abs().amax(dim=1, keepdim=True) / 127
-        return ((blocks / scale).round() * scale).view(-1)[: gradient.numel()].view(gradient.shape)
+    if gradient.numel() < 4096:
+        return gradient
+    blocks = torch.nn.functional.pad(gradient.flatten(), (0, -gradient.numel() % 256)).view(-1, 256)
+    scale = blocks.abs().amax(dim=1, keepdim=True) / 127
+    return ((blocks / scale).round() * scale).view(-1)[: gradient.numel()].view(gradient.shape)
 
 
-class ProjectsSometimes(Own):
+def project_sometimes(weight: torch.Tensor, gradient: torch.Tensor, _: Any, state: Any) -> torch.Tensor:
     """AdamP by another name: only a change that is orthogonal to its weight is projected."""
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        mean = state.setdefault("mean", torch.zeros_like(weight)).lerp_(gradient, 0.1)
-        flat, direction = mean.flatten(), weight.flatten() / weight.norm()
-        cosine = (flat @ direction) / flat.norm()
-        return (
-            mean if cosine.abs() > 0.1 / weight.numel() ** 0.5 else mean - (flat @ direction) * direction.view_as(mean)
-        )
+    mean = mean_of(state, gradient)
+    flat, direction = mean.flatten(), weight.flatten() / weight.norm()
+    cosine = (flat @ direction) / flat.norm()
+    is_along = cosine.abs() > 0.1 / weight.numel() ** 0.5
+    return mean if is_along else mean - (flat @ direction) * direction.view_as(mean)
 
 
-class RoundsByPlace(Own):
-    """A processor takes a power of many numbers at once by another rule than that of the last few."""
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return gradient.abs().pow(0.24) * gradient.sign()
-
-
-class OneNumberOfATensor(Own):
-    """What it keeps is one number, of one dimension."""
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        count = state.setdefault("count", torch.zeros(1)).add_(1)
-        return gradient / float(count)
+def of_matrices_only(weight: torch.Tensor, gradient: torch.Tensor, *_: Any) -> torch.Tensor:
+    if weight.ndim != 2:
+        raise ValueError("takes matrices alone")
+    left, _, right = torch.linalg.svd(gradient, full_matrices=False)
+    return left @ right
 
 
-class InBlocks(Own):
+def in_blocks(_: Any, gradient: torch.Tensor, __: Any, state: Any) -> torch.Tensor:
     """Keeps what it needs of each element, in rows of four."""
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        rows = torch.nn.functional.pad(gradient.flatten(), (0, -gradient.numel() % 4)).view(-1, 4)
-        mean = state.setdefault("mean", torch.zeros_like(rows)).lerp_(rows, 0.1)
-        return mean.flatten()[: gradient.numel()].view_as(gradient)
+    rows = torch.nn.functional.pad(gradient.flatten(), (0, -gradient.numel() % 4)).view(-1, 4)
+    return mean_of(state, rows).flatten()[: gradient.numel()].view_as(gradient)
 
 
-class InAList(Own):
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return state.setdefault("means", [torch.zeros_like(weight)])[0].lerp_(gradient, 0.1)
+LayerwiseRate = own("LayerwiseRate", lambda weight, gradient, *_: 0.001 * weight.norm() / gradient.norm() * gradient)
+LayerwiseAdam = own("LayerwiseAdam", layerwise_adam)
+OfUnitNorm = own("OfUnitNorm", lambda _, gradient, *__: gradient / gradient.norm())
+ClipsEachTensor = own("ClipsEachTensor", lambda _, gradient, *__: gradient * min(1.0, 10.0 / float(gradient.norm())))
+SignOfTheMean = own("SignOfTheMean", lambda _, gradient, *__: gradient.mean().sign())
+# Looks at the shape alone: what is flat is left as it is.
+Centred = own("Centred", lambda weight, g, *_: g if weight.ndim < 2 else g - g.mean(dim=-1, keepdim=True))
+OnceInTen = own("OnceInTen", lambda _, g, __, state: g if count(state) % 10 else g / g.norm())
+InBlocksOf8Bits = own("InBlocksOf8Bits", in_blocks_of_8_bits)
+ProjectsSometimes = own("ProjectsSometimes", project_sometimes)
+# A processor takes a power of many numbers at once by another rule than that of the last few.
+RoundsByPlace = own("RoundsByPlace", lambda _, gradient, *__: gradient.abs().pow(0.24) * gradient.sign())
+MatricesOnly = own("MatricesOnly", of_matrices_only)
+OneNumberOfATensor = own(
+    "OneNumberOfATensor", lambda _, g, __, state: g / float(state.setdefault("count", torch.zeros(1)).add_(1))
+)
+InBlocks = own("InBlocks", in_blocks)
+
+# ---- that fit nowhere
 
 
-class DoesNothing(Own):
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return torch.zeros_like(gradient)
+def second_derivative(_: Any, weights: list[torch.Tensor]) -> None:
+    """Of parameters alone, as ranks hold no parameters to derive by."""
+    derived = [weight for weight in weights if weight.requires_grad]
+    if derived:
+        torch.autograd.grad([weight.grad for weight in derived], derived, [weight.grad for weight in derived])
 
 
-class NeedsTheGraph(Own):
-    """A second derivative: of parameters alone, as ranks hold no parameters to derive by."""
-
-    def begin(self, weights: list[torch.Tensor]) -> None:
-        derived = [weight for weight in weights if weight.requires_grad]
-        if derived:
-            torch.autograd.grad([weight.grad for weight in derived], derived, [weight.grad for weight in derived])
-
-
-class ClipsAll(Own):
-    def begin(self, weights: list[torch.Tensor]) -> None:
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-
-
-class GuessesItsRate(Own):
+def guess_the_rate(optimizer: Any, weights: list[torch.Tensor]) -> None:
     """The number d of Prodigy and D-Adaptation, over all parameters."""
-
-    distance = 1e-6
-
-    def begin(self, weights: list[torch.Tensor]) -> None:
-        gained, moved = 0.0, 0.0
-        for weight in weights:
-            first = self.state[weight].setdefault("first", weight.clone())
-            total = self.state[weight].setdefault("total", torch.zeros_like(weight))
-            gained += float((weight.grad * (first - weight)).sum())
-            moved += float(total.add_(weight.grad, alpha=self.distance).abs().sum())
-        self.distance = max(self.distance, gained / moved)
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return self.distance * gradient.sign()
+    gained, moved, distance = 0.0, 0.0, getattr(optimizer, "distance", 1e-6)
+    for weight in weights:
+        first = optimizer.state[weight].setdefault("first", weight.clone())
+        total = optimizer.state[weight].setdefault("total", torch.zeros_like(weight))
+        gained += float((weight.grad * (first - weight)).sum())
+        moved += float(total.add_(weight.grad, alpha=distance).abs().sum())
+    optimizer.distance = max(distance, gained / moved)
+    for weight in weights:
+        weight.grad.sign_().mul_(optimizer.distance)
 
 
-class CountsTensorsInItsGroup(Own):
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, lr, k=0)
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        group["k"] += 1
-        return gradient / group["k"]
+def fail(*_: Any) -> None:
+    raise KeyError("layers")
 
 
-class Langevin(Own):
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return gradient + torch.randn_like(gradient)
-
-
-class PythonsNoise(Own):
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return gradient * random.Random(time.perf_counter_ns()).random()
+KeepsAWeight = own("KeepsAWeight", lambda _, gradient, __, state: mean_of(state, gradient, "weight"))
+KeepsAnAverage = own("KeepsAnAverage", lambda _, gradient, __, state: mean_of(state, gradient, "weight_average"))
+InAList = own("InAList", lambda _, g, __, state: state.setdefault("means", [torch.zeros_like(g)])[0].lerp_(g, 0.1))
+DoesNothing = own("DoesNothing", lambda _, gradient, *__: torch.zeros_like(gradient))
+NeedsTheGraph = own("NeedsTheGraph", begin=second_derivative)
+ClipsAll = own("ClipsAll", begin=lambda _, weights: torch.nn.utils.clip_grad_norm_(weights, 1.0))
+GuessesItsRate = own("GuessesItsRate", begin=guess_the_rate)
+CountsTensorsInItsGroup = own("CountsTensorsInItsGroup", lambda _, g, group, __: g / count(group, "k"), k=0)
+Langevin = own("Langevin", lambda _, gradient, *__: gradient + torch.randn_like(gradient))
+PythonsNoise = own("PythonsNoise", lambda _, g, *__: g * random.Random(time.perf_counter_ns()).random())
+Fails = own("Fails", begin=fail)
+# As one does that looks back on steps before, and one that adds noise after a warm-up.
+FailsLater = own("FailsLater", lambda _, g, __, state: g if count(state) < 4 else g * {}["rate"])
+DrawsLater = own("DrawsLater", lambda _, g, __, state: g if count(state) < 4 else g + torch.randn_like(g))
 
 
 class WantsAClosure(Own):
-    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any]) -> None:
         closure()
 
 
 class GoesBackward(Own):
-    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any]) -> None:
         with torch.enable_grad():
             closure().backward()
 
@@ -269,24 +204,3 @@ class Sharpness(Own):
     def step(self, closure: Any = None) -> None:
         assert closure is not None, "SAM requires a closure"
         closure()
-
-
-class Fails(Own):
-    def begin(self, weights: list[torch.Tensor]) -> None:
-        raise KeyError("layers")
-
-
-class FailsLater(Own):
-    """As one does that looks back on steps before."""
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        state["count"] = state.get("count", 0) + 1
-        return gradient if state["count"] < 4 else gradient * {}["rate"]
-
-
-class DrawsLater(Own):
-    """As one does that adds noise after a warm-up."""
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        state["count"] = state.get("count", 0) + 1
-        return gradient if state["count"] < 4 else gradient + torch.randn_like(gradient)

@@ -1,7 +1,6 @@
 """Optimizers of one's own: those that work on parts of tensors train, the others are refused with what to do."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,25 +13,21 @@ from tests.unit.engine.groups import own_optimizers as own
 from tests.unit.engine.groups.optimizer_life import optimizers, refusal, require_right
 from tests.unit.engine.groups.own_optimizers import Own
 from tests.unit.engine.parts import CPU, Linears, Plain, alone, assert_same, engine_on, inputs, train
-from zerotrain.comm.world import World
 from zerotrain.engine.groups.probe import probe
 from zerotrain.errors import ConfigError
-from zerotrain.testing.fake_wire import run_threads
 
 FITTING = [Own, own.Momentum, own.KeepsAGradient, own.CountsInItsGroup, own.CountsFromTheStart, own.CountsInATensor]
 IN_PARTS = r"it updated a tensor in parts differently than at once.* set `whole_tensor = True` in its class"
 ON_OTHERS = "in a test on small tensors, the update of one depended on the others"
 FAILS = "its step fails on small tensors .{}"
+RANDOM = "two runs of the same steps .* by random numbers"
+ANEW = r"it continued differently after it was rebuilt from its state, .*: {} is kept elsewhere; it must keep "
+OF_ONE_TENSOR = [own.LayerwiseRate, own.LayerwiseAdam, own.OfUnitNorm, own.ClipsEachTensor, own.SignOfTheMean]
+OF_ONE_TENSOR += [own.Centred, own.OnceInTen, own.InBlocksOf8Bits, own.ProjectsSometimes, own.RoundsByPlace]
 REFUSED: dict[type[Own], str] = {
-    **dict.fromkeys(
-        [own.LayerwiseRate, own.LayerwiseAdam, own.OfUnitNorm, own.ClipsEachTensor, own.SignOfTheMean], IN_PARTS
-    ),
-    **dict.fromkeys([own.Centred, own.OnceInTen, own.InBlocksOf8Bits], IN_PARTS),
-    **dict.fromkeys([own.ProjectsSometimes, own.RoundsByPlace], IN_PARTS),
+    **dict.fromkeys(OF_ONE_TENSOR, IN_PARTS),
     **dict.fromkeys([own.ClipsAll, own.GuessesItsRate, own.CountsTensorsInItsGroup], ON_OTHERS),
-    **dict.fromkeys(
-        [own.Langevin, own.PythonsNoise, own.DrawsLater], "two runs of the same steps .* by random numbers"
-    ),
+    **dict.fromkeys([own.Langevin, own.PythonsNoise, own.DrawsLater], RANDOM),
     **dict.fromkeys([own.WantsAClosure, own.GoesBackward], FAILS.format("TypeError: .*'closure'.*so use AdamW")),
     own.Sharpness: FAILS.format("AssertionError: SAM requires a closure.*so use AdamW"),
     own.MatricesOnly: FAILS.format("ValueError: takes matrices alone"),
@@ -45,26 +40,24 @@ REFUSED: dict[type[Own], str] = {
     own.KeepsAWeight: "it keeps 'weight', a name of the engine's, .* under a name of its own",
     own.KeepsAnAverage: "it keeps 'weight_average', a name of the engine's",
     own.InAList: "it keeps 'means', a list, which ranks cannot cut and save",
+    **dict.fromkeys([keeping.ByParameter, keeping.ById, keeping.MadeWithIt], ANEW.format(r"self\.momenta")),
+    keeping.Average: ANEW.format(r"self\.average"),
+    keeping.Counts: ANEW.format(r"self\.num_steps"),
+    keeping.Around: ANEW.format(r"self\.inner"),
+    keeping.Lookahead: ANEW.format(r"self\.slow and self\.num_steps"),
+    keeping.InAnObject: ANEW.format(r"self\.keepers"),
+    **dict.fromkeys([keeping.OnTheParameter, keeping.InAGlobal], ANEW.format("what it needs")),
+    **dict.fromkeys([keeping.ANumberOfItsState, keeping.ADictInItsGroup], ANEW.format("what it needs")),
+    keeping.AViewOfItsWeight: ANEW.format("what it needs"),
+    keeping.InStateOfNoParameter: r"it keeps self\.state\['all'\], which is of no parameter",
+    keeping.Nested: "it keeps 'moments', a dict, which ranks cannot cut and save",
 }
+REFUSED_THOUGH_DECLARED = [own.ClipsAll, own.GuessesItsRate, own.Langevin, own.Sharpness]
+REFUSED_THOUGH_DECLARED += [keeping.ByParameter, keeping.Counts, keeping.Average]
 
 
 def declared(kind: type[Own]) -> type[Own]:
     return type(kind.__name__, (kind,), {"whole_tensor": True})
-
-
-@pytest.mark.case("optimizers", "an optimizer of your own, element by element", "same bits")
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", FITTING)
-@pytest.mark.thinned(2, first=1)
-def test_what_fits_trains_at_every_stage_as_in_plain_pytorch(kind: type[Own], size: int) -> None:
-    def on_a_rank(world: World, stage: int) -> dict[str, torch.Tensor]:
-        engine = engine_on(world, optimizer=kind, zero={"stage": stage})
-        train(engine, 0, 1)
-        return engine.full_state_dict()
-
-    expected = Plain(size, optimizer=kind).train(0, 1)
-    for stage in range(4):
-        assert_same(run_threads(functools.partial(on_a_rank, stage=stage), size, late_rank=0)[0][0], expected)
 
 
 @pytest.mark.case(
@@ -86,42 +79,22 @@ def test_what_fits_trains_at_every_stage_as_in_plain_pytorch(kind: type[Own], si
     "refused at the build; with `whole_tensor = True` in its class same bits",
     under="an optimizer of your own, element by element",
 )
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_does_not_fit_is_refused_with_what_to_do(kind: type[Own]) -> None:
+@pytest.mark.case(
+    "optimizers",
+    "that keeps it elsewhere: a dict or list of its own, a counter, an optimizer inside it, copies of weights",
+    "refused at the build, which names it",
+    under="an optimizer of your own, element by element",
+)
+@pytest.mark.parametrize(
+    ("kind", "made"), [(each, each) for each in REFUSED] + [(each, declared(each)) for each in REFUSED_THOUGH_DECLARED]
+)
+def test_what_does_not_fit_is_refused_with_what_to_do(kind, made):
     with pytest.raises(ConfigError, match=f"optimizer={kind.__name__}: .*{REFUSED[kind]}"):
-        engine_on(alone(), optimizer=kind)
-
-
-@pytest.mark.case(
-    "optimizers",
-    "that takes a norm, a mean or the shape of a tensor (LARS, LAMB, Shampoo, gradient centralisation)",
-    under="an optimizer of your own, element by element",
-)
-@pytest.mark.parametrize("kind", [own.LayerwiseRate, own.LayerwiseAdam, own.Centred])
-@pytest.mark.parametrize("stage", range(4))
-def test_what_is_declared_to_update_whole_tensors_trains_as_in_plain_pytorch(kind: type[Own], stage: int) -> None:
-    def on_a_rank(world: World) -> dict[str, torch.Tensor]:
-        engine = engine_on(world, optimizer=declared(kind), zero={"stage": stage})
-        train(engine, 0, 1)
-        return engine.full_state_dict()
-
-    assert_same(run_threads(on_a_rank, 2, late_rank=1)[0][0], Plain(2, optimizer=kind).train(0, 1))
-
-
-@pytest.mark.case(
-    "optimizers",
-    "that takes a number over all tensors (clipping within, Prodigy, D-Adaptation), draws noise "
-    "(SGLD), changes no weight, or keeps what no rank can cut",
-    under="an optimizer of your own, element by element",
-)
-@pytest.mark.parametrize("kind", [own.ClipsAll, own.GuessesItsRate, own.Langevin, own.Sharpness])
-def test_what_whole_tensors_are_not_enough_for_is_refused_though_declared(kind: type[Own]) -> None:
-    with pytest.raises(ConfigError, match=REFUSED[kind]):
-        engine_on(alone(), optimizer=declared(kind))
+        engine_on(alone(), optimizer=made)
 
 
 @pytest.mark.parametrize("kind", [own.MatricesOnly, own.LayerwiseRate, own.OneNumberOfATensor, own.RoundsByPlace])
-def test_what_is_declared_may_take_matrices_alone_and_keep_what_it_likes(kind: type[Own]) -> None:
+def test_what_is_declared_may_take_matrices_alone_and_keep_what_it_likes(kind):
     engine = engine_on(alone(), functools.partial(nn.Linear, 3, 5, bias=False), optimizer=declared(kind))
     assert [group["name"] for group in engine.param_groups] == ["whole parameters"]
 
@@ -131,14 +104,14 @@ TORCHS = ["Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RA
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}], ids=["one by one", "foreach"])
 @pytest.mark.parametrize("name", TORCHS)
-def test_torchs_own_are_rightly_known_to_fit(name: str, options: dict[str, Any]) -> None:
+def test_torchs_own_are_rightly_known_to_fit(name, options):
     unknown = type("Unknown", (getattr(torch.optim, name),), {"__module__": "somewhere"})
     factory = functools.partial(unknown, lr=0.01, **options)
     assert not probe(factory, {"name": "parameters", **settings_of(unknown, options)}, CPU)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
-def test_torchs_that_need_whole_tensors_are_seen_to(name: str) -> None:
+def test_torchs_that_need_whole_tensors_are_seen_to(name):
     unknown = type("Unknown", (getattr(torch.optim, name),), {"__module__": "somewhere"})
     factory = functools.partial(unknown, lr=0.01)
     assert not probe(factory, {"name": "whole parameters", **settings_of(unknown, {})}, CPU)
@@ -154,12 +127,12 @@ def settings_of(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def test_a_rate_of_zero_before_a_warm_up_hides_nothing() -> None:
+def test_a_rate_of_zero_before_a_warm_up_hides_nothing():
     with pytest.raises(ConfigError, match=IN_PARTS):
         engine_on(alone(), optimizer=functools.partial(own.OfUnitNorm, lr=0.0))
 
 
-def test_each_group_of_hyperparameters_is_probed() -> None:
+def test_each_group_of_hyperparameters_is_probed():
     class Optional(Own):
         def __init__(self, params: Any, lr: float = 0.01, normed: bool = False) -> None:
             super().__init__(params, lr, normed=normed)
@@ -174,9 +147,7 @@ def test_each_group_of_hyperparameters_is_probed() -> None:
 
 
 @pytest.mark.parametrize("kind", [own.Momentum, own.LayerwiseRate, own.Langevin, own.DrawsLater])
-def test_a_probe_draws_no_random_numbers_and_prints_nothing(
-    kind: type[Own], capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
-) -> None:
+def test_a_probe_draws_no_random_numbers_and_prints_nothing(kind, capfd, recwarn):
     model = Linears()
     before = torch.get_rng_state()
     try:
@@ -191,48 +162,8 @@ def test_a_probe_draws_no_random_numbers_and_prints_nothing(
 # ---- what it keeps
 
 
-ANEW = r"it continued differently after it was rebuilt from its state, .*: {} is kept elsewhere; it must keep "
-LOSING: dict[Any, str] = {
-    keeping.ByParameter: ANEW.format(r"self\.momenta"),
-    keeping.ById: ANEW.format(r"self\.momenta"),
-    keeping.MadeWithIt: ANEW.format(r"self\.momenta"),
-    keeping.Average: ANEW.format(r"self\.average"),
-    keeping.Counts: ANEW.format(r"self\.num_steps"),
-    keeping.Around: ANEW.format(r"self\.inner"),
-    keeping.Lookahead: ANEW.format(r"self\.slow and self\.num_steps"),
-    keeping.InAnObject: ANEW.format(r"self\.keepers"),
-    keeping.OnTheParameter: ANEW.format("what it needs"),
-    keeping.InAGlobal: ANEW.format("what it needs"),
-    keeping.ANumberOfItsState: ANEW.format("what it needs"),
-    keeping.ADictInItsGroup: ANEW.format("what it needs"),
-    keeping.AViewOfItsWeight: ANEW.format("what it needs"),
-    keeping.InStateOfNoParameter: r"it keeps self\.state\['all'\], which is of no parameter",
-    keeping.Nested: "it keeps 'moments', a dict, which ranks cannot cut and save",
-}
-
-
-@pytest.mark.case(
-    "optimizers",
-    "that keeps it elsewhere: a dict or list of its own, a counter, an optimizer inside it, copies of weights",
-    "refused at the build, which names it",
-    under="an optimizer of your own, element by element",
-)
-@pytest.mark.parametrize("kind", LOSING)
-def test_what_later_steps_need_and_no_change_of_stage_would_take_along_is_refused(kind: Any) -> None:
-    with pytest.raises(ConfigError, match=f"optimizer={kind.__name__}: .*{LOSING[kind]}"):
-        engine_on(alone(), optimizer=kind)
-
-
-@pytest.mark.parametrize("kind", [keeping.ByParameter, keeping.Counts, keeping.Average])
-def test_it_is_refused_though_declared_to_update_whole_tensors(kind: Any) -> None:
-    with pytest.raises(ConfigError, match=LOSING[kind]):
-        engine_on(alone(), optimizer=declared(kind))
-
-
-def test_a_hook_on_one_of_torchs_own_is_tried_with_it() -> None:
-    with pytest.raises(
-        ConfigError, match="optimizer=AdamW: in a test on small tensors, the update of one depended on "
-    ):
+def test_a_hook_on_one_of_torchs_own_is_tried_with_it():
+    with pytest.raises(ConfigError, match=f"optimizer=AdamW: {ON_OTHERS}"):
         engine_on(alone(), optimizer=keeping.clipping_all)
 
 
@@ -242,10 +173,12 @@ TAKEN: list[Any] = [
     keeping.hooked,
     keeping.patched,
     keeping.with_a_tensor_rate,
-    *FITTING[1:],
+    *FITTING,
+    *(declared(kind) for kind in (own.LayerwiseRate, own.LayerwiseAdam, own.Centred)),
 ]
 
 
+@pytest.mark.case("optimizers", "an optimizer of your own, element by element", "same bits")
 @pytest.mark.case(
     "optimizers",
     "that keeps its state in `state`, or as numbers in its groups",
@@ -256,13 +189,13 @@ TAKEN: list[Any] = [
 @pytest.mark.parametrize("optimizer", TAKEN)
 @pytest.mark.thinned(2, first=1)
 def test_what_is_kept_in_state_and_groups_goes_on_over_every_change_as_in_plain_pytorch(
-    optimizer: Any, size: int, stages: tuple[int, int, int], tmp_path: Path
-) -> None:
+    optimizer, size, stages, tmp_path
+):
     """An unfreezing among them: a group counts on while some of its parameters do not train."""
     require_right(optimizer, size, stages, tmp_path)
 
 
-def test_a_checkpoint_from_before_the_first_step_takes_back_what_groups_have_counted(tmp_path: Path) -> None:
+def test_a_checkpoint_from_before_the_first_step_takes_back_what_groups_have_counted(tmp_path):
     engine = engine_on(alone(), optimizer=own.CountsInItsGroup)
     engine.save(tmp_path / "first")
     train(engine, 3, 4, 5)
@@ -271,7 +204,7 @@ def test_a_checkpoint_from_before_the_first_step_takes_back_what_groups_have_cou
     assert_same(engine.full_state_dict(), Plain(1, optimizer=own.CountsInItsGroup).train(0, 1))
 
 
-def test_adafactor_of_transformers_is_taken_whole() -> None:
+def test_adafactor_of_transformers_is_taken_whole():
     transformers = pytest.importorskip("transformers.optimization")
 
     def adafactor(groups: Any) -> torch.optim.Optimizer:
@@ -290,9 +223,7 @@ def test_adafactor_of_transformers_is_taken_whole() -> None:
 
 
 @pytest.mark.parametrize(("name", "optimizer"), [pytest.param(*each, id=each[0]) for each in optimizers()])
-def test_an_optimizer_of_a_collection_trains_as_in_plain_pytorch_or_is_refused(
-    name: str, optimizer: Any, tmp_path: Path
-) -> None:
+def test_an_optimizer_of_a_collection_trains_as_in_plain_pytorch_or_is_refused(name, optimizer, tmp_path):
     """Of torch's, and of the package pytorch_optimizer where that is installed."""
     if (problem := refusal(optimizer)) is not None:
         assert problem.startswith(("optimizer: ", f"optimizer={name.split('.')[-1]}: "))
@@ -301,5 +232,5 @@ def test_an_optimizer_of_a_collection_trains_as_in_plain_pytorch_or_is_refused(
     require_right(optimizer, 2, (1, 3, 2), tmp_path)
 
 
-def test_those_of_torch_that_work_on_elements_are_all_taken() -> None:
+def test_those_of_torch_that_work_on_elements_are_all_taken():
     assert {name for name, optimizer in optimizers() if refusal(optimizer) is None} >= RIGHT

@@ -86,7 +86,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize("name", MODELS)
-def test_the_values_and_the_next_random_number_are_those_of_the_ordinary_constructor(name: str) -> None:
+def test_the_values_and_the_next_random_number_are_those_of_the_ordinary_constructor(name):
     plain = seeded(MODELS[name])()
     next_number = torch.rand(())
     with warnings.catch_warnings(action="ignore", category=UserWarning):
@@ -99,7 +99,7 @@ def test_the_values_and_the_next_random_number_are_those_of_the_ordinary_constru
 
 
 @pytest.mark.parametrize("name", ["GPT", "normal", "truncated normal", "orthogonal", "padding", "bf16"])
-def test_large_parameters_have_no_memory(name: str) -> None:
+def test_large_parameters_have_no_memory(name):
     model, values = deferred_init(MODELS[name])
     large = [each for each in model.parameters() if each.nbytes >= MIN_NBYTES]
     assert large
@@ -109,7 +109,7 @@ def test_large_parameters_have_no_memory(name: str) -> None:
     assert sum(each.untyped_storage().nbytes() for each in large) == 0
 
 
-def test_what_is_no_parameter_has_its_values_at_once() -> None:
+def test_what_is_no_parameter_has_its_values_at_once():
     plain = seeded(Held)()
     with pytest.warns(UserWarning, match=r"initial values of layer\.weight cannot be computed again"):
         model, _ = deferred_init(seeded(Held))
@@ -118,7 +118,7 @@ def test_what_is_no_parameter_has_its_values_at_once() -> None:
     assert torch.equal(model.alias, plain.alias)
 
 
-def test_while_the_constructor_runs_memory_is_held_for_one_layer() -> None:
+def test_while_the_constructor_runs_memory_is_held_for_one_layer():
     held_nbytes: list[int] = []
     weights: list[nn.Parameter] = []
 
@@ -133,7 +133,7 @@ def test_while_the_constructor_runs_memory_is_held_for_one_layer() -> None:
     assert held_nbytes == [WIDE * WIDE * 4] * 4
 
 
-def test_what_is_written_by_many_operations_is_held_and_named() -> None:
+def test_what_is_written_by_many_operations_is_held_and_named():
     class ByRow(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -150,7 +150,7 @@ def test_what_is_written_by_many_operations_is_held_and_named() -> None:
         assert torch.equal(value, plain.weight)
 
 
-def test_every_random_operation_in_place_is_known_as_one() -> None:
+def test_every_random_operation_in_place_is_known_as_one():
     random = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_")
     for name in random:
         packet = getattr(torch.ops.aten, name)

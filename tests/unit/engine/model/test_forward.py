@@ -2,8 +2,6 @@
 
 import functools
 import sysconfig
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import zerotrain
-from tests.unit.engine.parts import Plain, assert_same, engine_on, seeded, train
+from tests.unit.engine.parts import Plain, assert_same, assert_weights, engine_on, on_ranks, seeded, train
 from zerotrain.engine.model.forward import named_range, require_compiler
 from zerotrain.testing.fake_wire import run_threads
 
@@ -29,25 +27,20 @@ def test_a_range_is_named_while_a_profiler_runs_and_costs_nothing_else():
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
-def test_a_machine_without_a_compiler_gets_a_sentence() -> None:
+def test_a_machine_without_a_compiler_gets_a_sentence():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     refused = pytest.raises(zerotrain.ConfigError, match=r"^compile=True: .* a C\+\+ compiler such as g\+\+, ")
     with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}), refused:
         zerotrain.build_engine(model, optimizer=SGD, compile=True)
 
 
-def test_a_python_without_headers_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_headers_gets_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(zerotrain.ConfigError, match=r"Python\.h, the headers of this Python"):
         require_compiler()
 
 
-def test_a_model_without_units_is_not_silently_left_as_it_is() -> None:
-    with pytest.raises(zerotrain.ConfigError, match=r"Linear has no repeated blocks; name its units with zero\.units"):
-        zerotrain.build_engine(nn.Linear(4, 4), optimizer=SGD, activation_checkpointing=True)
-
-
-def test_units_that_are_named_are_checkpointed() -> None:
+def test_units_that_are_named_are_checkpointed():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     num_forwards = 0
 
@@ -108,16 +101,12 @@ class CheckpointsItself(Energies):
 @pytest.mark.parametrize("zero", [{}, {"prefetch": 0}, {"prefetch": 2}, {"overlap": False}, {"stage": 2}], ids=str)
 @pytest.mark.parametrize(("model", "by_engine"), [(Energies, True), (CheckpointsItself, False), (Energies, False)])
 @pytest.mark.thinned(2)
-def test_gradients_taken_in_a_forward_that_is_computed_again_are_those_of_plain_pytorch(
-    model: type[nn.Module], by_engine: bool, zero: dict[str, Any]
-) -> None:
-    def on_a_rank(world: zerotrain.World) -> dict[str, torch.Tensor]:
-        given = {"stage": 3, "reduction": "ordered"} | zero
-        engine = engine_on(world, model, zero=given, activation_checkpointing=by_engine)
-        train(engine, 0, 1, 2)
-        return engine.full_state_dict()
-
-    assert_same(run_threads(on_a_rank, 2, late_rank=1)[0][0], Plain(2, Energies).train(0, 1, 2))
+@on_ranks(2, late_rank=1)
+def test_gradients_taken_in_a_forward_that_is_computed_again_are_those_of_plain_pytorch(world, model, by_engine, zero):
+    given = {"stage": 3, "reduction": "ordered"} | zero
+    engine = engine_on(world, model, zero=given, activation_checkpointing=by_engine)
+    train(engine, 0, 1, 2)
+    assert_weights(engine, lambda: Plain(2, Energies).train(0, 1, 2))
 
 
 class Remembers(nn.Module):
@@ -174,7 +163,7 @@ def remembered(step: int, rank: int) -> torch.Tensor:
 )
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("keeps_graph", [False, True])
-def test_a_unit_that_is_computed_again_updates_its_buffers_once(stage: int, keeps_graph: bool) -> None:
+def test_a_unit_that_is_computed_again_updates_its_buffers_once(stage, keeps_graph):
     """Two ranks with buffers of their own, beside plain PyTorch without checkpoints; also with two backwards of one
     forward."""
 

@@ -1,7 +1,6 @@
 """A parameter that is not ready is the same object of another class, until arithmetic meets it."""
 
 import copy
-import pickle
 from collections.abc import Callable
 
 import pytest
@@ -9,13 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zerotrain.engine.model.live_parameter import (
-    LiveParameter,
-    UnreadyParameter,
-    live_class,
-    register_last_hook,
-    settle,
-)
+from zerotrain.engine.model.live_parameter import LiveParameter, UnreadyParameter, live_class, settle
 from zerotrain.errors import EngineStateError
 
 
@@ -62,7 +55,7 @@ def live(calls: list[str]) -> tuple[nn.Parameter, Bucket]:
     return parameter, bucket
 
 
-def test_what_describes_a_parameter_can_be_read_and_hooked_and_switched_without_it() -> None:
+def test_what_describes_a_parameter_can_be_read_and_hooked_and_switched_without_it():
     calls: list[str] = []
     parameter = unready(calls)
     assert isinstance(parameter, nn.Parameter)
@@ -94,7 +87,7 @@ READS: dict[str, Callable[[nn.Parameter], object]] = {
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_what_reads_values_completes_it_first_and_meets_a_live_parameter(read: Callable[..., object]) -> None:
+def test_what_reads_values_completes_it_first_and_meets_a_live_parameter(read):
     calls: list[str] = []
     parameter = unready(calls)
     result = read(parameter)
@@ -104,30 +97,7 @@ def test_what_reads_values_completes_it_first_and_meets_a_live_parameter(read: C
     assert not isinstance(result, LiveParameter)
 
 
-def test_it_keeps_its_identity_attributes_hooks_and_places_in_lists() -> None:
-    calls: list[str] = []
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.is_special = True
-    seen: list[str] = []
-    parameter.register_post_accumulate_grad_hook(lambda _: seen.append("gradient"))
-    kept, module = [parameter], nn.ParameterList([parameter])
-    unready(calls, parameter)
-    assert kept[0] is module[0] is parameter
-    assert parameter.is_special
-    (kept[0] * 3).sum().backward()
-    assert torch.equal(parameter.grad, torch.full((2,), 3.0))
-    assert (calls, seen) == (["completed"], ["gradient"])
-
-
-def test_the_values_of_functional_call_are_used_and_not_its_own() -> None:
-    calls: list[str] = []
-    layer = nn.Linear(3, 2, bias=False)
-    unready(calls, layer.weight)
-    got = torch.func.functional_call(layer, {"weight": torch.ones(2, 3)}, torch.ones(1, 3))
-    assert torch.equal(got, torch.full((1, 2), 3.0))
-
-
-def test_a_parameter_of_a_class_of_its_own_gets_that_back() -> None:
+def test_a_parameter_of_a_class_of_its_own_gets_that_back():
     class Scaled(nn.Parameter):
         pass
 
@@ -139,18 +109,7 @@ def test_a_parameter_of_a_class_of_its_own_gets_that_back() -> None:
     assert type(copy.deepcopy(parameter)) is Scaled
 
 
-def test_what_cannot_be_completed_raises_where_it_is_read() -> None:
-    parameter = unready([], nn.Parameter(torch.ones(2)))
-    KEPT[-1].complete = refuse
-    with pytest.raises(RuntimeError, match="sharded at rest"):
-        parameter + 1
-
-
-def refuse() -> None:
-    raise RuntimeError("sharded at rest")
-
-
-def test_data_that_is_set_is_copied_and_data_of_another_kind_is_refused() -> None:
+def test_data_that_is_set_is_copied_and_data_of_another_kind_is_refused():
     calls: list[str] = []
     parameter, _ = live(calls)
     memory = parameter.data_ptr()
@@ -167,7 +126,7 @@ def test_data_that_is_set_is_copied_and_data_of_another_kind_is_refused() -> Non
     parameter.data = parameter.data  # as `model.to(device)` does
 
 
-def test_while_the_engine_has_its_gradient_it_says_so_and_otherwise_it_has_that_of_pytorch() -> None:
+def test_while_the_engine_has_its_gradient_it_says_so_and_otherwise_it_has_that_of_pytorch():
     parameter, bucket = live([])
     assert parameter.grad is None
     (parameter * 3).sum().backward()
@@ -188,21 +147,3 @@ def test_while_the_engine_has_its_gradient_it_says_so_and_otherwise_it_has_that_
 
 def set_to_none(parameter: nn.Parameter) -> None:
     parameter.grad = None
-
-
-def test_a_hook_behind_which_nothing_may_come_stays_the_last() -> None:
-    parameter, _ = live([])
-    order: list[str] = []
-    parameter.register_post_accumulate_grad_hook(lambda _: order.append("first"))
-    register_last_hook(parameter, lambda _: order.append("last"))
-    parameter.register_post_accumulate_grad_hook(lambda _: order.append("second"))
-    parameter.sum().backward()
-    assert order == ["first", "second", "last"]
-
-
-def test_what_is_copied_and_pickled_has_nothing_of_the_engine() -> None:
-    parameter, _ = live([])
-    parameter.is_special = True
-    for other in (copy.deepcopy(parameter), pickle.loads(pickle.dumps(parameter))):
-        assert type(other) is nn.Parameter
-        assert torch.equal(other, parameter)

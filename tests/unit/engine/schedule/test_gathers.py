@@ -1,12 +1,13 @@
 """What is gathered ahead, what stays full and what is freed, on buckets that only write down what is asked."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
-from zerotrain.comm.world import World
+from tests.unit.engine.parts import alone
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.buckets.life import Phase, WeightState
 from zerotrain.engine.options import EngineOptions
@@ -62,9 +63,7 @@ class FetchedWeights(Weights):
 class Model:
     """A root and three blocks a, b and c with a bucket each, which may share more."""
 
-    def __init__(
-        self, world: World, *, shared: dict[str, str] | None = None, kind: type[Weights] = Weights, **zero: Any
-    ) -> None:
+    def __init__(self, *, shared: dict[str, str] | None = None, kind: type[Weights] = Weights, **zero: Any) -> None:
         self.told: list[str] = []
         self.buckets = {name: Bucket(kind(name, self.told)) for name in ("root", "a", "b", "c")}  # type: ignore[arg-type]
         of_unit = {name: [name] for name in self.buckets}
@@ -76,7 +75,7 @@ class Model:
             name: LiveUnit(name, [] if name == "root" else [nn.Module()], [self.buckets[each] for each in names])
             for name, names in of_unit.items()
         }
-        options = EngineOptions.resolve(EngineConfig(ZeroConfig(**({"stage": 3} | zero))), world)
+        options = EngineOptions.resolve(EngineConfig(ZeroConfig(**({"stage": 3} | zero))), alone())
         self.gathers = Gathers(list(self.units.values()), list(self.buckets.values()), options)
 
     def says(self) -> str:
@@ -92,6 +91,13 @@ class Model:
         self.gathers.end_forward(backward_follows=backward_follows)
         return self.says()
 
+    def evaluate(self) -> str:
+        return self.forward(backward_follows=False)
+
+    def rest(self) -> str:
+        self.gathers.rest()
+        return self.says()
+
     def backward(self, names: str = "cba", done: str = "cba") -> str:
         self.gathers.begin_backward()
         for name in names:
@@ -102,11 +108,66 @@ class Model:
         return self.says()
 
 
-@pytest.fixture
-def world() -> World:
-    import torch
+FORWARD = "gather root gather a wait root gather b wait a free a gather c wait b free b wait c"
+FULL = "gather root wait root gather a wait a gather b wait b gather c wait c"
+BACKWARD = "gather b free c gather a wait b free b wait a free a free root"
+FETCHED = "gather root gather a fetch b wait root gather b fetch c wait a free a gather c wait b free b wait c"
+NOT_AHEAD = (
+    "gather root fetch a wait root gather a fetch b wait a free a gather b fetch c wait b free b gather c wait c"
+)
+SAID: dict[str, tuple[dict[str, Any], list[tuple[Callable[[Model], str], str]]]] = {
+    # A forward gathers the next unit before it waits, and frees each but the last and the root; a backward finds the
+    # last unit full, and gathers each before it is reached.
+    "a step": ({}, [(Model.forward, FORWARD), (Model.backward, BACKWARD), (Model.rest, "")]),
+    **{
+        f"stage {stage}": ({"stage": stage}, [(Model.forward, FULL), (Model.backward, ""), (Model.rest, "")])
+        for stage in range(3)
+    },
+    "behind a forward without a backward all is free": ({}, [(Model.evaluate, FORWARD + " free root free c")]),
+    "once a step is over no backward waits for anything": (
+        {},
+        [
+            (Model.forward, FORWARD),
+            (Model.rest, "free root free c"),
+            (lambda model: (model.gathers.begin_backward(), model.says())[1], ""),
+        ],
+    ),
+    "shards off the device are fetched one unit before they are gathered": (
+        {"kind": FetchedWeights, "prefetch": 1},
+        [(Model.forward, FETCHED), (Model.backward, BACKWARD.replace("free c", "fetch a free c"))],
+    ),
+    "so they are where nothing is gathered ahead": (
+        {"kind": FetchedWeights, "prefetch": 0},
+        [
+            (Model.forward, NOT_AHEAD),
+            (Model.backward, "fetch b free c gather b fetch a wait b free b gather a wait a free a free root"),
+        ],
+    ),
+    "kept from forward to backward all stay full until the step is over": (
+        {"reshard_after_forward": False},
+        [
+            (Model.forward, "gather root gather a wait root gather b wait a gather c wait b wait c"),
+            (Model.backward, ""),
+            (Model.rest, "free root free a free b free c"),
+        ],
+    ),
+}
 
-    return World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_is_gathered_waited_for_and_freed(name):
+    how, calls = SAID[name]
+    model = Model(**how)
+    for call, said in calls:
+        assert call(model) == said
+
+
+def test_an_evaluation_frees_what_the_backward_then_gathers_again():
+    model = Model()
+    model.forward()
+    model.evaluate()
+    assert {bucket.weights.life.state for bucket in model.buckets.values()} == {WeightState.SHARD}
+    assert model.backward().startswith("gather root gather c wait root wait c")
 
 
 def names(buckets: list[Bucket]) -> list[str]:
@@ -122,16 +183,14 @@ def names(buckets: list[Bucket]) -> list[str]:
         (9, [["a", "b", "c"], ["b", "c"], ["c"], []], [[], ["root"], ["a", "root"], ["b", "a", "root"]]),
     ],
 )
-def test_so_many_units_are_gathered_ahead_in_the_order_they_come(
-    world: World, prefetch: int, forward: list[list[str]], backward: list[list[str]]
-) -> None:
-    units = Model(world, prefetch=prefetch).units.values()
+def test_so_many_units_are_gathered_ahead_in_the_order_they_come(prefetch, forward, backward):
+    units = Model(prefetch=prefetch).units.values()
     assert [names(unit.ahead_in_forward) for unit in units] == forward
     assert [names(unit.ahead_in_backward) for unit in units] == backward
 
 
-def test_units_that_share_all_their_buckets_count_as_one_of_those_ahead(world: World) -> None:
-    model = Model(world, shared={"x": "ab"})
+def test_units_that_share_all_their_buckets_count_as_one_of_those_ahead():
+    model = Model(shared={"x": "ab"})
     model.units["a"].buckets = model.units["b"].buckets = [model.buckets["x"]]
     model.gathers._look_ahead(1)
     assert names(model.units["a"].ahead_in_forward) == ["c"]
@@ -140,74 +199,28 @@ def test_units_that_share_all_their_buckets_count_as_one_of_those_ahead(world: W
     assert names(model.units["b"].ahead_in_backward) == ["root"]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_nothing_is_gathered_ahead_or_freed_of_what_is_not_sharded(world: World, stage: int) -> None:
-    model = Model(world, stage=stage)
-    assert all(unit.ahead_in_forward == unit.ahead_in_backward == [] for unit in model.units.values())
-    assert model.forward() == "gather root wait root gather a wait a gather b wait b gather c wait c"
-    assert model.backward() == ""
-    model.gathers.rest()
-    assert model.says() == ""
-
-
-def test_a_forward_gathers_the_next_unit_before_it_waits_and_frees_each_but_the_last_and_the_root(world: World) -> None:
-    assert Model(world).forward() == (
-        "gather root gather a wait root gather b wait a free a gather c wait b free b wait c"
-    )
-
-
-def test_a_backward_finds_the_last_unit_full_and_gathers_each_before_it_is_reached(world: World) -> None:
-    model = Model(world)
-    model.forward()
-    assert model.backward() == "gather b free c gather a wait b free b wait a free a free root"
-
-
-def test_behind_a_forward_without_a_backward_all_is_free(world: World) -> None:
-    model = Model(world)
-    assert model.forward(backward_follows=False) == (
-        "gather root gather a wait root gather b wait a free a gather c wait b free b wait c free root free c"
-    )
-    assert {bucket.weights.life.state for bucket in model.buckets.values()} == {WeightState.SHARD}
-
-
-def test_what_was_gathered_ahead_and_not_used_is_freed_too(world: World) -> None:
-    model = Model(world)
+def test_what_was_gathered_ahead_and_not_used_is_freed_too():
+    model = Model()
     model.forward("a", backward_follows=False)
     assert {bucket.weights.life.state for bucket in model.buckets.values()} == {WeightState.SHARD}
 
 
-def test_an_evaluation_between_forward_and_backward_frees_what_the_backward_then_gathers_again(world: World) -> None:
-    model = Model(world)
-    model.forward()
-    model.forward(backward_follows=False)
-    assert model.backward().startswith("gather root gather c wait root wait c")
-
-
-def test_once_the_step_is_over_no_backward_waits_for_anything(world: World) -> None:
-    model = Model(world)
-    model.forward()
-    model.gathers.rest()
-    assert model.says() == "free root free c"
-    model.gathers.begin_backward()
-    assert model.says() == ""
-
-
-def test_a_bucket_of_several_units_is_freed_behind_the_last_of_them_alone(world: World) -> None:
-    model = Model(world, shared={"x": "ab"})
+def test_a_bucket_of_several_units_is_freed_behind_the_last_of_them_alone():
+    model = Model(shared={"x": "ab"})
     assert [names(unit.last_of) for unit in model.units.values()] == [["root"], ["a"], ["b", "x"], ["c"]]
     told = model.forward()
     assert told.count("gather x") == 1
     assert told.index("free x") > told.index("wait b")
 
 
-def test_a_bucket_that_also_the_last_unit_needs_stays_full(world: World) -> None:
-    model = Model(world, shared={"x": "ac"})
+def test_a_bucket_that_also_the_last_unit_needs_stays_full():
+    model = Model(shared={"x": "ac"})
     assert "free x" not in model.forward()
 
 
-def test_a_backward_frees_the_unit_behind_also_where_no_gradient_was_done(world: World) -> None:
+def test_a_backward_frees_the_unit_behind_also_where_no_gradient_was_done():
     """Frozen units have none."""
-    model = Model(world)
+    model = Model()
     model.units["c"].buckets[0].stays_full = False
     model.forward()
     told = model.backward(done="")
@@ -216,20 +229,20 @@ def test_a_backward_frees_the_unit_behind_also_where_no_gradient_was_done(world:
 
 
 @pytest.mark.parametrize("units", ["cba", "cbaba"])
-def test_a_backward_frees_no_bucket_that_the_unit_it_comes_to_shares(world: World, units: str) -> None:
+def test_a_backward_frees_no_bucket_that_the_unit_it_comes_to_shares(units):
     """Also of two forwards, where a later unit comes behind the first."""
-    model = Model(world, shared={"x": "ab"})
+    model = Model(shared={"x": "ab"})
     model.forward()
     told = model.backward(units, done="")
     assert told.count("gather x") == 1
     assert told.index("free x") > told.rindex("wait a")
 
 
-def test_a_backward_frees_no_bucket_that_a_unit_further_on_shares_whichever_units_a_rank_skips(world: World) -> None:
+def test_a_backward_frees_no_bucket_that_a_unit_further_on_shares_whichever_units_a_rank_skips():
     """Of blocks a and c, that is, with b frozen between them."""
     told = []
     for names_of_units in ("cba", "ba"):
-        model = Model(world, shared={"x": "ac"})
+        model = Model(shared={"x": "ac"})
         for name in "cx":
             model.buckets[name].stays_full = False
         model.forward()
@@ -238,8 +251,8 @@ def test_a_backward_frees_no_bucket_that_a_unit_further_on_shares_whichever_unit
     assert told[0].index("free x") > told[0].index("wait a")
 
 
-def test_a_unit_within_whose_forward_others_run_is_not_freed_where_these_are_reached(world: World) -> None:
-    model = Model(world)
+def test_a_unit_within_whose_forward_others_run_is_not_freed_where_these_are_reached():
+    model = Model()
     for name in ("root", "a", "b"):
         model.gathers.before_forward(model.units[name], Phase.FORWARD)
     for name in ("b", "a"):
@@ -253,8 +266,8 @@ def test_a_unit_within_whose_forward_others_run_is_not_freed_where_these_are_rea
     assert "free a" not in model.says()
 
 
-def test_behind_a_unit_within_another_a_bucket_that_the_outer_one_needs_stays_full(world: World) -> None:
-    model = Model(world, shared={"x": "ab"})
+def test_behind_a_unit_within_another_a_bucket_that_the_outer_one_needs_stays_full():
+    model = Model(shared={"x": "ab"})
     for name in ("root", "a", "b"):
         model.gathers.before_forward(model.units[name], Phase.FORWARD)
     model.gathers.after_forward(model.units["b"], Phase.FORWARD)
@@ -264,8 +277,8 @@ def test_behind_a_unit_within_another_a_bucket_that_the_outer_one_needs_stays_fu
     assert not model.buckets["x"].weights.is_full
 
 
-def test_a_unit_called_behind_another_is_not_within_it_also_if_the_other_raised(world: World) -> None:
-    model = Model(world)
+def test_a_unit_called_behind_another_is_not_within_it_also_if_the_other_raised():
+    model = Model()
     gathers, units = model.gathers, model.units
     gathers.before_forward(units["a"], Phase.FORWARD)
     gathers.before_forward(units["b"], Phase.FORWARD)  # raises, and a catches it
@@ -277,39 +290,16 @@ def test_a_unit_called_behind_another_is_not_within_it_also_if_the_other_raised(
     assert not units["c"].calls_units
 
 
-def test_kept_from_forward_to_backward_all_stay_full_until_the_step_is_over(world: World) -> None:
-    model = Model(world, reshard_after_forward=False)
-    assert "free" not in model.forward()
-    assert model.backward() == ""
-    model.gathers.rest()
-    assert model.says() == "free root free a free b free c"
-
-
-def test_a_recomputation_in_a_backward_gathers_ahead_backwards_and_frees_nothing(world: World) -> None:
-    model = Model(world)
+def test_a_recomputation_in_a_backward_gathers_ahead_backwards_and_frees_nothing():
+    model = Model()
     model.gathers.before_forward(model.units["b"], Phase.BACKWARD)
     model.gathers.after_forward(model.units["b"], Phase.BACKWARD)
     assert model.says() == "gather b gather a wait b"
 
 
 @pytest.mark.parametrize(("stage", "gathers"), [(0, False), (1, True), (2, True), (3, False)])
-def test_updated_weights_are_gathered_at_once_where_only_the_optimizer_is_sharded(
-    world: World, stage: int, gathers: bool
-) -> None:
-    model = Model(world, stage=stage)
+def test_updated_weights_are_gathered_at_once_where_only_the_optimizer_is_sharded(stage, gathers):
+    model = Model(stage=stage)
     model.gathers.prepare_updated([model.buckets["a"], model.buckets["b"]])
     model.gathers.gather_updated(model.buckets["a"])
     assert model.says() == ("prepare a prepare b gather a" if gathers else "")
-
-
-def test_shards_off_the_device_are_fetched_one_unit_before_they_are_gathered(world: World) -> None:
-    model = Model(world, kind=FetchedWeights, prefetch=1)
-    forward = "gather root gather a fetch b wait root gather b fetch c wait a free a gather c wait b free b wait c"
-    assert model.forward() == forward
-    assert model.backward() == "gather b fetch a free c gather a wait b free b wait a free a free root"
-    model = Model(world, kind=FetchedWeights, prefetch=0)
-    forward = (
-        "gather root fetch a wait root gather a fetch b wait a free a gather b fetch c wait b free b gather c wait c"
-    )
-    assert model.forward() == forward
-    assert model.backward() == ("fetch b free c gather b fetch a wait b free b gather a wait a free a free root")

@@ -9,16 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-import zerotrain
-from tests.unit.engine.parts import Linears, alone, assert_same, engine_on, inputs, seeded, train
+from tests.unit.engine.parts import Linears, assert_same, engine_on, inputs, seeded, train
 from zerotrain.comm.world import World
-from zerotrain.engine.schedule.hooks import (
-    LastGradientHook,
-    connect,
-    next_node,
-    require_graph,
-    require_no_engine,
-)
+from zerotrain.engine.schedule.hooks import LastGradientHook, connect, next_node, require_graph, require_no_engine
 from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.units import walk
@@ -27,7 +20,7 @@ from zerotrain.testing.fake_wire import run_threads
 # ---- the last gradient
 
 
-def test_of_several_gradients_the_last_is_told_once_a_backward_whichever_it_is() -> None:
+def test_of_several_gradients_the_last_is_told_once_a_backward_whichever_it_is():
     first, second, third = (nn.Parameter(torch.ones(3)) for _ in range(3))
     told: list[list[bool]] = []
     parameters = [first, second, third]
@@ -43,7 +36,7 @@ def test_of_several_gradients_the_last_is_told_once_a_backward_whichever_it_is()
     assert told == [[True] * 3] * 8
 
 
-def test_while_one_gradient_is_missing_nothing_is_told_and_afterwards_it_is_again() -> None:
+def test_while_one_gradient_is_missing_nothing_is_told_and_afterwards_it_is_again():
     used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     told: list[int] = []
     hook = LastGradientHook([used, unused], lambda _: told.append(1))
@@ -57,7 +50,7 @@ def test_while_one_gradient_is_missing_nothing_is_told_and_afterwards_it_is_agai
     assert told == [1]
 
 
-def test_one_hook_hangs_on_the_parameters_however_often_it_moved() -> None:
+def test_one_hook_hangs_on_the_parameters_however_often_it_moved():
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
     LastGradientHook(parameters, lambda _: None)
     for _ in range(3):
@@ -108,7 +101,7 @@ def connected(model: nn.Module, *units: str) -> tuple[Told, Owner]:
     return told, owner
 
 
-def test_forwards_and_backwards_are_told_in_order_and_backwards_with_where_they_are() -> None:
+def test_forwards_and_backwards_are_told_in_order_and_backwards_with_where_they_are():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     told, owner = connected(model, "0", "1")
     model(torch.ones(1, 2)).sum().backward()
@@ -143,7 +136,7 @@ class Passing(nn.Module):
 @pytest.mark.parametrize(
     ("what", "is_kept"), [("parameter", True), ("aside", True), ("hidden", True), ("input", False)]
 )
-def test_a_unit_whose_backward_cannot_be_announced_in_time_is_kept(what: str, is_kept: bool) -> None:
+def test_a_unit_whose_backward_cannot_be_announced_in_time_is_kept(what, is_kept):
     model = nn.ModuleDict({"unit": Passing(what)})
     told, owner = connected(model, "unit")
     x = torch.ones(2, requires_grad=True) * 2
@@ -152,7 +145,7 @@ def test_a_unit_whose_backward_cannot_be_announced_in_time_is_kept(what: str, is
     del owner
 
 
-def test_an_input_that_is_handed_on_announces_no_backward_of_the_unit() -> None:
+def test_an_input_that_is_handed_on_announces_no_backward_of_the_unit():
     model = nn.ModuleDict({"unit": Passing("input")})
     told, owner = connected(model, "unit")
     _, same = model["unit"](torch.ones(2, requires_grad=True) * 2)
@@ -164,7 +157,7 @@ def test_an_input_that_is_handed_on_announces_no_backward_of_the_unit() -> None:
 # ---- from the engine to its end
 
 
-def test_without_its_owner_no_hook_is_left_and_what_is_under_way_was_waited_for() -> None:
+def test_without_its_owner_no_hook_is_left_and_what_is_under_way_was_waited_for():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     told, owner = connected(model, "0", "1")
     with pytest.raises(EngineStateError, match="has an engine already"):
@@ -178,7 +171,7 @@ def test_without_its_owner_no_hook_is_left_and_what_is_under_way_was_waited_for(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_model_whose_engine_was_deleted_gets_another_that_goes_on_where_it_was(stage: int) -> None:
+def test_a_model_whose_engine_was_deleted_gets_another_that_goes_on_where_it_was(stage):
     def on_a_rank(world: World) -> list[dict[str, torch.Tensor]]:
         model = seeded(Linears)
         engine = engine_on(world, lambda: model, zero={"stage": stage})
@@ -195,7 +188,7 @@ def test_a_model_whose_engine_was_deleted_gets_another_that_goes_on_where_it_was
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_engine_deleted_in_mid_step_leaves_no_rank_waiting_and_no_memory_behind(stage: int) -> None:
+def test_an_engine_deleted_in_mid_step_leaves_no_rank_waiting_and_no_memory_behind(stage):
     def on_a_rank(world: World) -> bool:
         engine = engine_on(world, zero={"stage": stage})
         schedule = weakref.ref(engine.schedule)
@@ -212,7 +205,7 @@ def test_an_engine_deleted_in_mid_step_leaves_no_rank_waiting_and_no_memory_behi
 # ---- losses
 
 
-def test_a_loss_is_one_number_with_a_graph_that_is_not_older_than_the_weights() -> None:
+def test_a_loss_is_one_number_with_a_graph_that_is_not_older_than_the_weights():
     weight = nn.Parameter(torch.ones(3))
     old = weight.sum()
     first_node = next_node()
@@ -226,12 +219,3 @@ def test_a_loss_is_one_number_with_a_graph_that_is_not_older_than_the_weights() 
     ):
         with pytest.raises(EngineStateError, match=answer):
             require_graph(loss, first_node)  # type: ignore[arg-type]
-
-
-def test_a_part_of_a_model_with_an_engine_has_one_too_and_other_models_have_none() -> None:
-    model = seeded(Linears)
-    engine = engine_on(alone(), lambda: model)
-    with pytest.raises(EngineStateError, match="ModuleList has an engine already"):
-        require_no_engine(walk(model.blocks))
-    require_no_engine(walk(seeded(Linears)))
-    assert isinstance(engine, zerotrain.ZeroEngine)

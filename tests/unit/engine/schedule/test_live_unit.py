@@ -41,14 +41,12 @@ CASES = {
 
 
 @pytest.mark.parametrize(("calls", "silent", "expected"), CASES.values(), ids=CASES)
-def test_a_unit_is_passed_when_the_backward_is_below_all_nodes_its_forwards_made(
-    calls: list[UnitCall], silent: int, expected: list[bool]
-) -> None:
+def test_a_unit_is_passed_when_the_backward_is_below_all_nodes_its_forwards_made(calls, silent, expected):
     unit = unit_of(*calls, silent=silent)
     assert [unit.is_passed(position, NOW) for position in (15, 10, 9)] == expected
 
 
-def test_a_unit_passes_next_if_the_backward_is_in_the_only_forward_that_is_left() -> None:
+def test_a_unit_passes_next_if_the_backward_is_in_the_only_forward_that_is_left():
     assert unit_of(reached(10)).passes_next(15, NOW)
     assert unit_of(reached(10), UnitCall(90)).passes_next(15, NOW)
     assert not unit_of(reached(10), UnitCall(4)).passes_next(15, NOW), "a second forward is still to come"
@@ -56,7 +54,7 @@ def test_a_unit_passes_next_if_the_backward_is_in_the_only_forward_that_is_left(
     assert not unit_of(UnitCall(10)).passes_next(15, NOW), "the backward has not come through it"
 
 
-def test_a_forward_whose_graph_is_gone_is_forgotten_and_one_that_nobody_holds_is_kept_until_the_update() -> None:
+def test_a_forward_whose_graph_is_gone_is_forgotten_and_one_that_nobody_holds_is_kept_until_the_update():
     unit, call = unit_of(), UnitCall(3)
     unit.add_call(call, is_held=True)
     assert not unit.is_passed(5, NOW)

@@ -62,10 +62,7 @@ FORWARD = ["gather root", "gather blocks.0", "gather blocks.1", "gather blocks.2
                 *("gather the gradient of blocks.0", "gather the gradient of root"),
             ],
         ),
-        (
-            {"stage": 2},
-            ["reduction blocks.2", "reduction blocks.1", "reduction blocks.0", "reduction root", *FORWARD],
-        ),
+        ({"stage": 2}, ["reduction blocks.2", "reduction blocks.1", "reduction blocks.0", "reduction root", *FORWARD]),
         (
             {"stage": 3},
             # The last unit and the root stay full. The gather of a unit is issued while the one behind it computes, and
@@ -91,7 +88,7 @@ FORWARD = ["gather root", "gather blocks.0", "gather blocks.1", "gather blocks.2
     ],
     ids=str,
 )
-def test_the_order_of_a_step(zero: dict[str, Any], expected: list[str]) -> None:
+def test_the_order_of_a_step(zero, expected):
     for order in orders_of(Three, bucket_mb=ONE_EACH, **zero):
         assert order[: len(expected)] == expected
 
@@ -99,16 +96,14 @@ def test_the_order_of_a_step(zero: dict[str, Any], expected: list[str]) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("make", [OneLinearOfOneRank, EveryBlockOnAnotherRank, Mixture])
 @pytest.mark.thinned(2, first=1)
-def test_both_groups_have_one_order_on_all_ranks_whatever_gradients_each_has(
-    make: Callable[[], nn.Module], size: int
-) -> None:
+def test_both_groups_have_one_order_on_all_ranks_whatever_gradients_each_has(make, size):
     for stage in range(4):
         bucket_mb = (0.004, ONE_EACH)[(stage + size) % 2]
         first, *others = orders_of(make, size, stage=stage, bucket_mb=bucket_mb, late_rank=size - 1, done_rank=0)
         assert all(order == first for order in others), (stage, bucket_mb)
 
 
-def test_a_rank_that_skips_a_unit_has_the_gathers_and_the_reductions_of_the_others_each_in_their_order() -> None:
+def test_a_rank_that_skips_a_unit_has_the_gathers_and_the_reductions_of_the_others_each_in_their_order():
     for stage in range(4):
         first, second = orders_of(SkippedBlocks, stage=stage, bucket_mb=0.004)
         for kind in ("gather", "reduction"):
@@ -160,9 +155,7 @@ class ReadFromOutside(EveryBlockOnAnotherRank):
 
 
 @pytest.mark.parametrize("make", [Checkpointed, CheckpointedReentrant, Twice, AuxiliaryLoss, ReadFromOutside])
-def test_models_whose_backward_is_unusual_have_one_order_too_and_the_bits_of_stage_0(
-    make: Callable[[], nn.Module],
-) -> None:
+def test_models_whose_backward_is_unusual_have_one_order_too_and_the_bits_of_stage_0(make):
     hashes = set()
     for stage, bucket_mb in ((0, 25.0), (3, 0.004), (3, ONE_EACH)):
         train_it = functools.partial(train, make, num_steps=2, stage=stage, bucket_mb=bucket_mb)
@@ -172,7 +165,7 @@ def test_models_whose_backward_is_unusual_have_one_order_too_and_the_bits_of_sta
     assert len(hashes) == 1
 
 
-def test_a_forward_whose_loss_is_thrown_away_or_comes_later_changes_no_bit() -> None:
+def test_a_forward_whose_loss_is_thrown_away_or_comes_later_changes_no_bit():
     def asides(world: zerotrain.World, stage: int) -> str:
         engine = build(EveryBlockOnAnotherRank, world, stage=stage, bucket_mb=0.004)
         for step in range(2):
@@ -191,7 +184,7 @@ def test_a_forward_whose_loss_is_thrown_away_or_comes_later_changes_no_bit() -> 
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_bucket_that_was_complete_before_its_turn_is_reduced_as_soon_as_that_comes(stage: int) -> None:
+def test_a_bucket_that_was_complete_before_its_turn_is_reduced_as_soon_as_that_comes(stage):
     """Not when the backward comes to the next unit: its reduction would begin later."""
     waiting: list[str] = []
 
@@ -209,25 +202,10 @@ def test_a_bucket_that_was_complete_before_its_turn_is_reduced_as_soon_as_that_c
     assert waiting == ["blocks.0", "root"]
 
 
-def test_one_rank_alone_runs_the_stage_it_was_asked_for_with_the_bits_of_stage_0() -> None:
-    world = zerotrain.World.current(torch.device("cpu"))
-    engines = [build(Three, world, stage=stage, bucket_mb=ONE_EACH) for stage in range(4)]
-    for engine in engines:
-        for step in range(2):
-            engine.backward(engine(inputs(step, 0), rank=0, step=step))
-            engine.step()
-    assert len({engine.weights_sha256() for engine in engines}) == 1
-    assert [engine.plan.shards_parameters for engine in engines] == [False, False, False, True]
-    assert engines[3].memory_bytes()["parameters"] < engines[3].num_parameters * 4 + WIDTH * 64 * 4
-    assert engines[3].ledger.last_step.calls == {}
-
-
 @pytest.mark.case("parameters", "complete blocks skipped on one rank, as layer drop does *")
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("prefetch", "skipped"), [(1, (2,)), (1, (0,)), (1, (1, 3)), (2, (1, 2)), (2, (2, 3))])
-def test_a_rank_that_skips_blocks_issues_what_the_others_do_in_the_same_order(
-    prefetch: int, skipped: tuple[int, ...], overlap: bool
-) -> None:
+def test_a_rank_that_skips_blocks_issues_what_the_others_do_in_the_same_order(prefetch, skipped, overlap):
     """As many in a row as are gathered ahead. Rank 1 of 2 skips them."""
     make = functools.partial(Net, skips=lambda block, place: block in skipped and place[1] == 1)
     training = Training(make=make, virtual_ranks=2, num_micro_batches=1, num_steps=2)
@@ -235,7 +213,7 @@ def test_a_rank_that_skips_blocks_issues_what_the_others_do_in_the_same_order(
 
 
 @pytest.mark.case("calls: Calls", "Parts of the model alone")
-def test_a_part_of_the_model_that_is_called_between_engine_calls_is_refused_where_weights_are_sharded() -> None:
+def test_a_part_of_the_model_that_is_called_between_engine_calls_is_refused_where_weights_are_sharded():
     engine = build(Three, zerotrain.World.current(torch.device("cpu")), stage=3, bucket_mb=ONE_EACH)
     with pytest.raises(zerotrain.EngineStateError, match="was called between engine calls"):
         engine.module.blocks[1](torch.zeros(1, WIDTH))

@@ -32,7 +32,7 @@ class Numbers(Source):
         piece.values.fill_(self._number)
 
 
-def test_nothing_else_replaces_what_buckets_hold() -> None:
+def test_nothing_else_replaces_what_buckets_hold():
     """A second protocol of beginning, reading and ending would be another way to be wrong."""
     calls = re.compile(r"\.(begin_refill|end_refill|refilled)\(")
     found = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if calls.search(path.read_text())}
@@ -41,7 +41,7 @@ def test_nothing_else_replaces_what_buckets_hold() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
-def test_weights_are_replaced_at_every_stage_and_without_state_the_optimizers_stays(stage: int, precision: str) -> None:
+def test_weights_are_replaced_at_every_stage_and_without_state_the_optimizers_stays(stage, precision):
     def on_a_rank(world: World) -> tuple[dict[str, Any], list[bool]]:
         engine = engine_on(world, optimizer=torch.optim.AdamW, zero={"stage": stage}, precision=precision)
         train(engine, 0)
@@ -61,7 +61,7 @@ def test_weights_are_replaced_at_every_stage_and_without_state_the_optimizers_st
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_what_one_rank_cannot_read_all_tell(stage: int) -> None:
+def test_what_one_rank_cannot_read_all_tell(stage):
     def on_a_rank(world: World) -> str:
         engine = engine_on(world, zero={"stage": stage, "bucket_mb": 0.0003})
         source = Numbers(0.1, fails_at="output.bias" if world.rank == 1 else "")

@@ -40,11 +40,11 @@ def answers(
     return run_threads(on_a_rank, 3, late_rank=1)[0]
 
 
-def test_ranks_with_the_same_facts_go_on_with_their_own_plan() -> None:
+def test_ranks_with_the_same_facts_go_on_with_their_own_plan():
     assert answers([{"path": 1}] * 3) == ["rank 0", "rank 1", "rank 2"]
 
 
-def test_each_fact_that_differs_is_a_line_on_every_rank() -> None:
+def test_each_fact_that_differs_is_a_line_on_every_rank():
     told = (
         ConfigError,
         "engine.save: path differs between the ranks: /a on ranks 0, 2, /b on rank 1; give all ranks the same",
@@ -52,7 +52,7 @@ def test_each_fact_that_differs_is_a_line_on_every_rank() -> None:
     assert answers([{"path": f"/{each}", "extra": {}} for each in "aba"]) == [told] * 3
 
 
-def test_long_texts_are_cut_around_the_place_where_they_differ() -> None:
+def test_long_texts_are_cut_around_the_place_where_they_differ():
     ((_, said), *_) = answers([{"path": f"{LONG}/{each}/{LONG}"} for each in "aba"])
     assert "/long/way/a//a/long" in said
     assert "/long/way/b//a/long" in said
@@ -67,17 +67,17 @@ def test_long_texts_are_cut_around_the_place_where_they_differ() -> None:
         (OSError("no"), ConfigError),
     ],
 )
-def test_what_one_rank_refuses_all_tell_with_its_rank(error: Exception, kind: type[Exception]) -> None:
+def test_what_one_rank_refuses_all_tell_with_its_rank(error, kind):
     said = str(error) if kind is not ConfigError else f"OSError: {error}"
     told = (kind, f"engine.save failed, rank 2: {said}; nothing of the engine has changed")
     assert answers([{}, {}, error]) == [told] * 3
 
 
-def test_what_all_ranks_refuse_alike_each_tells_in_its_own_words() -> None:
+def test_what_all_ranks_refuse_alike_each_tells_in_its_own_words():
     assert answers([TypeError("no") for _ in range(3)]) == [(TypeError, "no")] * 3
 
 
-def test_what_was_given_is_told_before_what_a_rank_refuses_of_it() -> None:
+def test_what_was_given_is_told_before_what_a_rank_refuses_of_it():
     ((kind, said), *_) = answers([{}, EngineStateError("no"), {}], given=("3", "4", "3"))
     assert (kind, said) == (
         ConfigError,
@@ -85,15 +85,10 @@ def test_what_was_given_is_told_before_what_a_rank_refuses_of_it() -> None:
     )
 
 
-def test_other_calls_are_told_by_rank() -> None:
-    for kind, said in answers([{}] * 3, calls=("engine.save", "engine.freeze", "engine.save")):
-        assert kind is DisagreementError
-        assert "engine.save on ranks 0, 2, engine.freeze on rank 1; all ranks must make the same calls" in said
-
-
-def test_other_calls_are_told_where_the_wire_knows_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NCCL's."""
-    monkeypatch.setattr(Collectives, "gather_small", nameless(Collectives.gather_small))
+@pytest.mark.parametrize("has_names", [True, False], ids=["with names", "as NCCL's, without"])
+def test_other_calls_are_told_by_rank(has_names, monkeypatch):
+    if not has_names:
+        monkeypatch.setattr(Collectives, "gather_small", nameless(Collectives.gather_small))
     for kind, said in answers([{}] * 3, calls=("engine.save", "engine.freeze", "engine.save")):
         assert kind is DisagreementError
         assert "engine.save on ranks 0, 2, engine.freeze on rank 1; all ranks must make the same calls" in said
@@ -107,7 +102,7 @@ def nameless(gather: Any) -> Any:
     return gathered
 
 
-def test_one_rank_tells_nobody() -> None:
+def test_one_rank_tells_nobody():
     mine = Collectives(World(0, 1, 0, torch.device("cpu")), ledger=Ledger(), ordered=True, overlap=True)
     assert agreed(mine, "engine.save", lambda: ("plan", {"a": 1})) == "plan"
     assert mine.ledger.outside_steps.calls.total() == 0

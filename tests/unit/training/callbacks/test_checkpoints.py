@@ -1,6 +1,5 @@
 """A run that goes on is the run that never stopped."""
 
-import json
 import math
 import os
 import random
@@ -15,11 +14,11 @@ import torch
 from torch import nn
 
 import zerotrain
+from tests.unit.training.runs import ADAMW, lines_in, lines_without_times, result_in, tiny_gpt
 from zerotrain.checkpoint import checkpoints_in, verify
 from zerotrain.checkpoint.folder import best_in, step_name, step_of
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.errors import CheckpointError, ConfigError
-from zerotrain.models import GPT
 from zerotrain.training import warmup_cosine
 from zerotrain.training.callbacks import checkpoints as checkpoints_module
 from zerotrain.training.callbacks.checkpoints import BestCheckpoint, CheckpointPolicy, require_run_state
@@ -27,21 +26,11 @@ from zerotrain.training.callbacks.stages import stages_from
 from zerotrain.training.clock import EARLIER
 from zerotrain.training.result import RunResult
 
-TIMES = (
-    "tokens_per_s",
-    "labels_per_s",
-    "samples_per_s",
-    "step_ms_median",
-    "data_wait_ms",
-    "comm_wait_ms",
-    "update_ms",
-    "mfu",
-    "train_s",
-    "wall_time_s",
-    "peak_nbytes",
-    "sent_nbytes",
+A_RUN_THAT_GOES_ON = (
+    "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels that "
+    "differ, accumulation, AdamW, Muon, fp16"
 )
-"""What is measured, and never twice the same."""
+BEST = "`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not"
 
 
 class Draws(nn.Module):
@@ -71,36 +60,37 @@ def start(make_trainer, tmp_path: Path):
 
     def make(name: str, *, lr: float = 1e-2, **changes: Any) -> Any:
         torch.manual_seed(0)
-        run_dir = tmp_path / name
-        run_dir.mkdir(exist_ok=True)
-        optimizer = partial(torch.optim.AdamW, lr=lr)
-        engine = zerotrain.build_engine(
-            Draws(), optimizer=optimizer, max_grad_norm=0.5, world=changes.pop("world", None)
-        )
-        settings: dict[str, Any] = {
-            "engine": engine,
-            "run_dir": run_dir,
-            "max_steps": 12,
-            "eval_every": 4,
-            "log_every": 2,
-        }
+        engine = zerotrain.build_engine(Draws(), optimizer=partial(torch.optim.AdamW, lr=lr), max_grad_norm=0.5)
+        settings: dict[str, Any] = {"engine": engine, "max_steps": 12, "eval_every": 4, "log_every": 2}
         settings |= {"schedule": partial(warmup_cosine, warmup_steps=3), "settings": {"optimizer": {"lr": lr}}}
-        return make_trainer(**settings | changes)
+        return make_trainer(run_dir=tmp_path / name, **settings | changes)
 
     return make
 
 
+def folder_of(trainer: Any) -> Path:
+    return trainer.run_dir / "checkpoints"
+
+
 def path_of(trainer: Any, step: int) -> Path:
-    return trainer.run_dir / "checkpoints" / f"step-{step:08d}"
+    return folder_of(trainer) / step_name(step)
 
 
 def names_in(trainer: Any) -> list[str]:
-    return sorted(path.name for path in (trainer.run_dir / "checkpoints").iterdir())
+    return sorted(path.name for path in folder_of(trainer).iterdir())
+
+
+def names_of(*steps: int) -> list[str]:
+    return [step_name(step) for step in steps]
 
 
 def lines_of(trainer: Any) -> list[dict[str, Any]]:
-    lines = map(json.loads, (trainer.run_dir / "metrics.jsonl").read_text().splitlines())
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+    return lines_without_times(trainer.run_dir)
+
+
+def going_on(trainer: Any, *steps: int, **changes: Any) -> CheckpointPolicy:
+    """Goes on from the first of a trainer's checkpoints that can be taken up."""
+    return CheckpointPolicy(resume=[path_of(trainer, step) for step in steps], **changes)
 
 
 EVERY_THREE = CheckpointPolicy(every_steps=3, keep=None)
@@ -114,18 +104,15 @@ EVERY_THREE = CheckpointPolicy(every_steps=3, keep=None)
 @pytest.mark.case(
     "stopping",
     "in its own folder, or in another",
-    under=(
-        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
-        "that differ, accumulation, AdamW, Muon, fp16"
-    ),
+    under=A_RUN_THAT_GOES_ON,
 )
 @pytest.mark.parametrize("step", [3, 6, 12])
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(start, asynchronous, step):
     whole = start("whole", checkpoint=CheckpointPolicy(every_steps=3, keep=None, asynchronous=asynchronous))
     wanted = whole.run()
-    assert names_in(whole) == [f"step-{each:08d}" for each in (3, 6, 9, 12)]
-    again = start("again", checkpoint=CheckpointPolicy(resume=[path_of(whole, step)]))
+    assert names_in(whole) == names_of(3, 6, 9, 12)
+    again = start("again", checkpoint=going_on(whole, step))
     torch.manual_seed(99)
     got = again.run()
     assert got["weights_sha256"] == wanted["weights_sha256"]
@@ -142,22 +129,19 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(start, asynchronous, s
     "stopping",
     "in its own folder, or in another",
     "no line of metrics.jsonl doubled or lost; no checkpoint replaced",
-    under=(
-        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
-        "that differ, accumulation, AdamW, Muon, fp16"
-    ),
+    under=A_RUN_THAT_GOES_ON,
 )
 def test_a_run_in_its_own_folder_doubles_no_line_and_replaces_no_checkpoint(start, screen):
     first = start("run", checkpoint=EVERY_THREE)
     wanted, lines = first.run(), lines_of(first)
     newest = (path_of(first, 12) / "manifest.json").read_text()
-    second = start("run", checkpoint=CheckpointPolicy(every_steps=3, keep=None, resume=[path_of(first, 6)]))
+    second = start("run", checkpoint=going_on(first, 6, every_steps=3, keep=None))
     assert second.run()["weights_sha256"] == wanted["weights_sha256"]
     assert lines_of(second) == lines
     kept = names_in(second)
-    assert [name for name in kept if "aside" not in name] == [f"step-{each:08d}" for each in (3, 6, 9, 12)]
+    assert [name for name in kept if "aside" not in name] == names_of(3, 6, 9, 12)
     [aside] = [name for name in kept if name.startswith("step-00000012.aside-")]
-    assert (second.run_dir / "checkpoints" / aside / "manifest.json").read_text() == newest
+    assert (folder_of(second) / aside / "manifest.json").read_text() == newest
     assert f"step-00000012 is later than that, and was renamed to {aside}" in screen.getvalue()
 
 
@@ -165,24 +149,18 @@ def test_of_its_own_folder_a_run_that_begins_with_anothers_keeps_what_comes_befo
     """Of the same step too, which it could not save again."""
     for name in ("run", "another"):
         start(name, checkpoint=EVERY_THREE).run()
-    another = start("another").run_dir / "checkpoints" / "step-00000006"
-    again = start("run", checkpoint=CheckpointPolicy(every_steps=3, keep=None, resume=[another]))
+    again = start("run", checkpoint=going_on(start("another"), 6, every_steps=3, keep=None))
     assert again.run()["checkpoint"] == str(path_of(again, 12))
     kept = names_in(again)
-    assert [name.partition(".aside-")[0] for name in kept if "aside" in name] == [
-        f"step-{each:08d}" for each in (6, 9, 12)
-    ]
-    assert [name for name in kept if "aside" not in name] == [f"step-{each:08d}" for each in (3, 9, 12)]
+    assert [name.partition(".aside-")[0] for name in kept if "aside" in name] == names_of(6, 9, 12)
+    assert [name for name in kept if "aside" not in name] == names_of(3, 9, 12)
 
 
 @pytest.mark.case(
     "stopping",
     "the newest checkpoint is damaged",
     "the newest intact one is taken; lines say which were skipped, and why",
-    under=(
-        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
-        "that differ, accumulation, AdamW, Muon, fp16"
-    ),
+    under=A_RUN_THAT_GOES_ON,
 )
 def test_the_newest_that_is_what_was_written_is_taken(start, screen):
     first = start("run", checkpoint=EVERY_THREE)
@@ -190,8 +168,7 @@ def test_the_newest_that_is_what_was_written_is_taken(start, screen):
     for step, name in ((12, "manifest.json"), (9, "rank-00000.safetensors")):
         damaged = path_of(first, step) / name
         damaged.write_bytes(damaged.read_bytes()[:-10])
-    to_try = [path_of(first, step) for step in (12, 9, 6)]
-    second = start("run", checkpoint=CheckpointPolicy(resume=to_try, keep=None))
+    second = start("run", checkpoint=going_on(first, 12, 9, 6, keep=None))
     assert second.run()["resumed_from"] == str(path_of(first, 6))
     said = screen.getvalue()
     assert said.count("warning: skipped a checkpoint that cannot be loaded") == 2
@@ -202,18 +179,14 @@ def test_the_newest_that_is_what_was_written_is_taken(start, screen):
 @pytest.mark.case(
     "stopping",
     "the newest checkpoint is damaged",
-    under=(
-        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
-        "that differ, accumulation, AdamW, Muon, fp16"
-    ),
+    under=A_RUN_THAT_GOES_ON,
 )
 def test_where_none_can_be_taken_up_nothing_is_trained(start):
     first = start("run", checkpoint=EVERY_THREE)
     first.run()
-    to_try = [path_of(first, step) for step in (12, 9)]
-    for path in to_try:
-        (path / "rank-00000.safetensors").unlink()
-    second = start("run", checkpoint=CheckpointPolicy(resume=to_try))
+    for step in (12, 9):
+        (path_of(first, step) / "rank-00000.safetensors").unlink()
+    second = start("run", checkpoint=going_on(first, 12, 9))
     with pytest.raises(CheckpointError, match=r"(?s)step-00000012/rank-00000.*step-00000009/rank-00000"):
         second.run()
     assert second.result.steps == 0
@@ -223,13 +196,13 @@ def test_where_none_can_be_taken_up_nothing_is_trained(start):
 def test_only_the_newest_stay_and_those_of_a_rhythm(start):
     trainer = start("run", checkpoint=CheckpointPolicy(every_steps=1, keep=2, keep_every=5))
     trainer.run()
-    assert names_in(trainer) == [f"step-{each:08d}" for each in (5, 10, 11, 12)]
+    assert names_in(trainer) == names_of(5, 10, 11, 12)
 
 
 def test_a_run_saves_when_it_is_time(start, screen):
     trainer = start("run", checkpoint=CheckpointPolicy(every_s=0.0, keep=None, at_end=False), max_steps=3)
     body = trainer.run()
-    assert names_in(trainer) == [f"step-{each:08d}" for each in (1, 2, 3)]
+    assert names_in(trainer) == names_of(1, 2, 3)
     assert screen.getvalue().count("saved checkpoints/step-") == 3
     assert ("a step during a save took" in screen.getvalue()) == (body["save_step_ratio"] is not None)
     assert body["checkpoint"] == str(path_of(trainer, 3))
@@ -251,17 +224,14 @@ def test_each_interval_is_counted_from_the_save_before(start, monkeypatch, step_
 
     trainer = start("run", checkpoint=CheckpointPolicy(every_s=180.0, keep=None, at_end=False), begin=begin)
     trainer.run()
-    assert names_in(trainer) == [f"step-{step:08d}" for step in saved]
+    assert names_in(trainer) == names_of(*saved)
 
 
 @pytest.mark.case(
     "stopping",
     "stopped before an evaluation that was due",
     "it is made up for",
-    under=(
-        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
-        "that differ, accumulation, AdamW, Muon, fp16"
-    ),
+    under=A_RUN_THAT_GOES_ON,
 )
 @pytest.mark.parametrize("step", [4, 6])
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_had_not(start, step):
@@ -272,7 +242,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_had_not(start, st
     stopped = first.run()
     assert (stopped["status"], stopped["stopped_by"], stopped["steps"]) == ("stopped", "SIGTERM", step)
     assert stopped["checkpoint"] == str(path_of(first, step))
-    second = start("run", checkpoint=CheckpointPolicy(resume=[path_of(first, step)]))
+    second = start("run", checkpoint=going_on(first, step))
     got = second.run()
     assert got["weights_sha256"] == wanted["weights_sha256"]
     assert lines_of(second) == lines_of(start("whole"))
@@ -282,25 +252,22 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_had_not(start, st
     "stopping",
     "with a setting or hyperparameter changed",
     "the new value holds, with a line that says so",
-    under=(
-        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
-        "that differ, accumulation, AdamW, Muon, fp16"
-    ),
+    under=A_RUN_THAT_GOES_ON,
 )
 def test_a_hyperparameter_that_was_changed_since_is_that_of_now(start, screen):
     first = start("run", checkpoint=EVERY_THREE)
     first.run()
-    second = start("again", lr=3e-3, checkpoint=CheckpointPolicy(resume=[path_of(first, 6)]))
+    second = start("again", lr=3e-3, checkpoint=going_on(first, 6))
     second.run()
     last = {line["step"]: line["lr"] for line in lines_of(second) if "lr" in line}
     before = {line["step"]: line["lr"] for line in lines_of(first) if "lr" in line}
     assert last[6] == before[6]
     assert last[8] == pytest.approx(0.3 * before[8])
     assert "optimizer.lr: 0.01 until now, 0.003 from here on" in screen.getvalue()
-    third = start("third", lr=3e-3, checkpoint=CheckpointPolicy(resume=[path_of(second, 12)]), max_steps=14)
+    third = start("third", lr=3e-3, checkpoint=going_on(second, 12), max_steps=14)
     third.run()
     assert "until now" not in screen.getvalue().split("resumes from")[-1].replace("max_steps", "")
-    fourth = start("fourth", lr=1e-2, checkpoint=CheckpointPolicy(resume=[path_of(third, 14)]), max_steps=16)
+    fourth = start("fourth", lr=1e-2, checkpoint=going_on(third, 14), max_steps=16)
     fourth.run()
     assert fourth.engine.param_groups[0]["initial_lr"] == 1e-2
 
@@ -311,10 +278,10 @@ def test_a_hyperparameter_that_was_changed_since_is_that_of_now(start, screen):
 def test_a_save_that_fails_costs_no_training_and_is_told_at_once_and_in_the_end(start, screen):
     wanted = start("whole").run()
     trainer = start("run", checkpoint=EVERY_THREE)
-    (trainer.run_dir / "checkpoints").write_text("no folder")
+    folder_of(trainer).write_text("no folder")
     with pytest.raises(CheckpointError, match="step-00000003 was not saved"):
         trainer.run()
-    result = json.loads((trainer.run_dir / "result.json").read_text())
+    result = result_in(trainer.run_dir)
     assert (result["status"], result["steps"], result["weights_sha256"]) == ("failed", 12, wanted["weights_sha256"])
     assert result["checkpoint"] is None
     assert "step-00000012 was not saved" in result["error"]
@@ -332,7 +299,7 @@ def test_the_checkpoint_of_a_loop_of_ones_own_does_not_say_where_the_run_is(star
 def test_a_run_that_is_further_than_asked_for_is_refused(start):
     first = start("run", checkpoint=EVERY_THREE)
     first.run()
-    second = start("again", checkpoint=CheckpointPolicy(resume=[path_of(first, 12)]), max_steps=10)
+    second = start("again", checkpoint=going_on(first, 12), max_steps=10)
     with pytest.raises(ConfigError, match=r"train.max_steps: got 10, but .* is of step 12"):
         second.run()
 
@@ -361,7 +328,7 @@ def test_a_tracking_service_goes_on_in_its_own_run(start):
     first = start("run", checkpoint=EVERY_THREE, sinks=[Tracker("7f3a")])
     first.run()
     tracker = Tracker()
-    start("again", checkpoint=CheckpointPolicy(resume=[path_of(first, 6)]), sinks=[tracker]).run()
+    start("again", checkpoint=going_on(first, 6), sinks=[tracker]).run()
     assert tracker.run == "7f3a"
     assert min(tracker.steps) > 6
 
@@ -380,7 +347,7 @@ def test_a_run_that_may_not_go_on_changes_nothing_and_says_nothing_of_what_would
     first = start("run", checkpoint=EVERY_THREE)
     first.run()
     before, lines = names_in(first), lines_of(first)
-    again = start("run", lr=3e-3, seed=5, checkpoint=CheckpointPolicy(resume=[path_of(first, 6)]))
+    again = start("run", lr=3e-3, seed=5, checkpoint=going_on(first, 6))
     with pytest.raises(ConfigError, match=r"read other rows, .*: seed: 0 there, 5 here"):
         again.run()
     assert (names_in(again), lines_of(again)) == (before, lines)
@@ -452,12 +419,9 @@ def start_run(make_trainer, tmp_path: Path):
     """Makes a Trainer in the folder of a name, whose best evaluation is neither the first nor the last."""
 
     def make(name: str, **changes: Any) -> Any:
-        torch.manual_seed(0)
-        (tmp_path / name).mkdir(exist_ok=True)
-        model = GPT(vocab_size=32, max_seq_len=16, num_layers=1, num_heads=2, hidden_size=16)
-        engine = zerotrain.build_engine(model, optimizer=partial(torch.optim.AdamW, lr=1e-2))
+        engine = zerotrain.build_engine(tiny_gpt(num_heads=2), optimizer=ADAMW)
         settings = {"engine": engine, "max_steps": NUM_STEPS, "eval_every": 2, "schedule": until_worse}
-        return make_trainer(**settings | {"run_dir": tmp_path / name} | changes)
+        return make_trainer(run_dir=tmp_path / name, **settings | changes)
 
     return make
 
@@ -466,18 +430,9 @@ def policy(**changes: Any) -> CheckpointPolicy:
     return CheckpointPolicy(**{"best": "val_loss", "keep": 1} | changes)
 
 
-def folder_of(trainer: Any) -> Path:
-    return trainer.run_dir / "checkpoints"
-
-
-def names_beside_the_best(trainer: Any) -> list[str]:
-    return sorted(path.name for path in folder_of(trainer).iterdir())
-
-
 def losses_of(trainer: Any) -> dict[int, float]:
     """The validation loss by steps done, without that of before the first step."""
-    lines = map(json.loads, (trainer.run_dir / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["val_loss"] for line in lines if "val_loss" in line and line["step"]}
+    return {line["step"]: line["val_loss"] for line in lines_in(trainer.run_dir, "val_loss") if line["step"]}
 
 
 def best_step(trainer: Any) -> int:
@@ -502,7 +457,7 @@ def test_the_best_stays_beside_the_newest_and_the_link_names_it(start_run, scree
     best = best_step(trainer)
     assert 2 < best < NUM_STEPS
     assert named(trainer) == step_name(best)
-    assert names_beside_the_best(trainer) == sorted(["best", step_name(best), step_name(NUM_STEPS)])
+    assert names_in(trainer) == sorted(["best", step_name(best), step_name(NUM_STEPS)])
     assert step_of(best_in(folder_of(trainer))) == verify(folder_of(trainer) / "best").step == best
     assert f"checkpoints/best is {step_name(best)}, of val_loss {losses_of(trainer)[best]:.4f}" in screen.getvalue()
 
@@ -510,14 +465,14 @@ def test_the_best_stays_beside_the_newest_and_the_link_names_it(start_run, scree
 def test_the_last_evaluation_may_be_the_best_also_where_the_end_is_not_saved(start_run):
     trainer = start_run("run", checkpoint=policy(at_end=False), max_steps=4)
     trainer.run()
-    assert names_beside_the_best(trainer) == ["best", "step-00000004"]
+    assert names_in(trainer) == ["best", "step-00000004"]
 
 
 def test_without_the_setting_nothing_more_is_saved_or_noted(start_run):
     trainer = start_run("run", checkpoint=CheckpointPolicy(every_steps=5, keep=None))
     trainer.run()
-    assert names_beside_the_best(trainer) == [step_name(step) for step in (5, 10, 12)]
-    assert "best" not in verify(folder_of(trainer) / step_name(10)).content["extra"]["trainer"]["run"]
+    assert names_in(trainer) == names_of(5, 10, 12)
+    assert "best" not in verify(path_of(trainer, 10)).content["extra"]["trainer"]["run"]
 
 
 class KilledError(Exception):
@@ -528,7 +483,7 @@ class KilledError(Exception):
     "checkpoints",
     "the run dies before any step, or stops before an evaluation that was due",
     "who goes on ends with the same best checkpoint as a run that never stopped",
-    under="`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not",
+    under=BEST,
 )
 @pytest.mark.parametrize("step", range(3, NUM_STEPS + 1))
 @pytest.mark.thinned(3)
@@ -547,7 +502,7 @@ def test_a_run_that_dies_goes_on_with_what_was_the_best(start_run, step):
     again = start_run("run", checkpoint=policy(every_steps=1, resume=to_try))
     again.run()
     assert losses_of(again) == losses_of(whole)
-    assert (named(again), names_beside_the_best(again)) == (named(whole), names_beside_the_best(whole))
+    assert (named(again), names_in(again)) == (named(whole), names_in(whole))
 
 
 @pytest.mark.parametrize("left", [None, "step-00000002", "step-00000099"])
@@ -562,13 +517,13 @@ def test_the_link_of_a_run_that_was_killed_before_it_was_made_is_made_by_who_goe
     again = start_run("run", checkpoint=policy(keep=None, resume=[folder_of(first) / best]))
     again.run()
     assert named(again) == best
-    assert not [name for name in names_beside_the_best(again) if name.endswith(".tmp")]
+    assert not [name for name in names_in(again) if name.endswith(".tmp")]
 
 
 @pytest.mark.case(
     "checkpoints",
     "the run dies before any step, or stops before an evaluation that was due",
-    under="`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not",
+    under=BEST,
 )
 @pytest.mark.parametrize("step", [4, 6])
 def test_an_evaluation_that_a_stop_left_to_who_goes_on_counts(start_run, step):
@@ -577,16 +532,16 @@ def test_an_evaluation_that_a_stop_left_to_who_goes_on_counts(start_run, step):
     first = start_run("run", checkpoint=policy(), max_steps=6 if step < 6 else 7)
     first.begin = lambda number: number == step and os.kill(os.getpid(), signal.SIGTERM)
     first.run()
-    again = start_run("run", checkpoint=policy(resume=[folder_of(first) / step_name(step)]), max_steps=6)
+    again = start_run("run", checkpoint=policy(resume=[path_of(first, step)]), max_steps=6)
     again.run()
     assert losses_of(again) == losses_of(whole)
-    assert (named(again), names_beside_the_best(again)) == (named(whole), names_beside_the_best(whole))
+    assert (named(again), names_in(again)) == (named(whole), names_in(whole))
 
 
 def test_of_another_folder_no_best_is_taken_over_and_of_another_metric_none(start_run):
     first = start_run("run", checkpoint=policy(keep=None, every_steps=5))
     first.run()
-    path = folder_of(first) / step_name(10)
+    path = path_of(first, 10)
     other = start_run("other", checkpoint=policy(resume=[path]))
     other.run()
     assert named(other) == step_name(NUM_STEPS)
@@ -601,21 +556,31 @@ def test_a_later_best_that_is_set_aside_is_no_longer_named(start_run):
     first = start_run("run", checkpoint=policy(keep=None))
     first.run()
     best = named(first)
-    again = start_run("run", checkpoint=policy(keep=None, resume=[folder_of(first) / "step-00000002"]), max_steps=3)
+    again = start_run("run", checkpoint=policy(keep=None, resume=[path_of(first, 2)]), max_steps=3)
     again.run()
     assert named(again) == "step-00000002" != best
 
 
-def best_of(start_run: Any, name: str = "alone") -> BestCheckpoint:
-    trainer = start_run(name)
-    return BestCheckpoint("val_loss", folder_of(trainer), trainer.engine, trainer.world, trainer.console)
+@pytest.fixture
+def best(start_run) -> Any:
+    """`BestCheckpoint` of no run; evaluations by steps."""
+    trainer = start_run("alone")
+    best = BestCheckpoint("val_loss", folder_of(trainer), trainer.engine, trainer.world, trainer.console)
+
+    def evaluate(losses: dict[int, float]) -> BestCheckpoint:
+        for step, loss in losses.items():
+            run: Any = SimpleNamespace(step=step, badness=lambda metric, value: value)
+            best.after_evaluation(run, {"val_loss": float(loss)})
+        return best
+
+    return evaluate
 
 
 @pytest.mark.case(
     "checkpoints",
     "a loss of nan, a save that fails",
     "never the best; the best is that of before",
-    under="`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not",
+    under=BEST,
 )
 @pytest.mark.parametrize(
     ("losses", "due"),
@@ -626,29 +591,22 @@ def best_of(start_run: Any, name: str = "alone") -> BestCheckpoint:
         ([0, math.inf, 5, -math.inf, 4], [2, 4]),
     ],
 )
-def test_lower_is_better_and_nan_and_infinity_never_are(start_run, losses, due):
+def test_lower_is_better_and_nan_and_infinity_never_are(best, losses, due):
     """The first evaluation is before the first step."""
-    best = best_of(start_run)
-    for step, loss in enumerate(losses):
-        best.after_evaluation(
-            SimpleNamespace(step=step, badness=lambda metric, value: value), {"val_loss": float(loss)}
-        )
-    assert [step for step in range(len(losses)) if best.is_due(step)] == due
+    after = best(dict(enumerate(losses)))
+    assert [step for step in range(len(losses)) if after.is_due(step)] == due
 
 
 @pytest.mark.case(
     "checkpoints",
     "a loss of nan, a save that fails",
-    under="`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not",
+    under=BEST,
 )
-def test_where_its_save_fails_the_best_is_that_of_before(start_run):
-    best = best_of(start_run)
-    for step, loss in ((2, 3.0), (4, 2.0)):
-        best.after_evaluation(SimpleNamespace(step=step, badness=lambda metric, value: value), {"val_loss": loss})
-    best.note_failed(Path(step_name(4)))
-    assert best.state_dict()["best"] == {"metric": "val_loss", "value": 3.0, "step": 2}
-    best.after_evaluation(SimpleNamespace(step=6, badness=lambda metric, value: value), {"val_loss": 2.5})
-    assert best.is_due(6)
+def test_where_its_save_fails_the_best_is_that_of_before(best):
+    after = best({2: 3.0, 4: 2.0})
+    after.note_failed(Path(step_name(4)))
+    assert after.state_dict()["best"] == {"metric": "val_loss", "value": 3.0, "step": 2}
+    assert best({6: 2.5}).is_due(6)
 
 
 def test_a_run_whose_saves_fail_has_no_best(start_run):

@@ -1,6 +1,7 @@
 import io
 import re
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from rich.console import Console
 
 from zerotrain import PrecisionConfig, ZeroConfig, build_engine
-from zerotrain.training.callbacks.console import MAX_PLAIN_LINES, ProgressDisplay, print_start, short
+from zerotrain.training.callbacks.console import MAX_PLAIN_LINES, ShowProgress, ShowStart, short
 from zerotrain.training.callbacks.evaluation import num_eval_rows
+from zerotrain.training.callbacks.stages import RunStages
 
 MEASURED: dict[str, Any] = {
     "train_loss": 2.345,
@@ -21,15 +23,40 @@ MEASURED: dict[str, Any] = {
 }
 
 
+class Progress:
+    """`ShowProgress` of a run of so many steps."""
+
+    def __init__(self, max_steps: int, first_step: int = 0, **terminal: Any) -> None:
+        self.file = io.StringIO()
+        console = Console(**{"file": self.file, "width": 80, "legacy_windows": False, "color_system": None} | terminal)
+        self.run: Any = SimpleNamespace(console=console, max_steps=max_steps, step=first_step)
+        self.shown = ShowProgress()
+        self.shown.start(self.run)
+
+    def advance(self, to: int) -> None:
+        outcome: Any = None
+        while self.run.step < to:
+            self.run.step += 1
+            self.shown.after_step(self.run, outcome)
+
+    def log(self, **changes: Any) -> None:
+        self.shown.log(self.run, MEASURED | changes)
+
+    def log_evaluation(self, loss: float) -> None:
+        self.shown.log(self.run, {"val_loss": loss})
+
+    def end(self) -> str:
+        self.shown.end(self.run)
+        return self.file.getvalue()
+
+
 def progress_lines(max_steps: int, first_step: int = 0) -> list[str]:
     """The lines of a run that logs each step, outside a terminal."""
-    file = io.StringIO()
-    progress = ProgressDisplay(console=Console(file=file, width=80), max_steps=max_steps, first_step=first_step)
+    progress = Progress(max_steps, first_step)
     for step in range(first_step + 1, max_steps + 1):
-        progress.advance()
-        progress.log(MEASURED, step)
-    progress.close()
-    return file.getvalue().splitlines()
+        progress.advance(step)
+        progress.log()
+    return progress.end().splitlines()
 
 
 @pytest.mark.parametrize("max_steps", [1, 7, 100, 5000])
@@ -45,32 +72,23 @@ def test_a_run_that_goes_on_shows_its_first_step_and_the_tenths_of_the_whole():
 
 
 def test_a_terminal_of_80_columns_has_room_for_all_numbers():
-    file = io.StringIO()
-    console = Console(file=file, width=80, force_terminal=True, color_system=None, legacy_windows=False)
-    progress = ProgressDisplay(console=console, max_steps=200)
-    for _step in range(1, 151):
-        progress.advance()
-    progress.log({"val_loss": 2.456}, 150)
-    progress.log(MEASURED, 150)
-    progress.close()
-    assert "150/200" in file.getvalue()
-    assert "loss 2.345 val 2.456 12345 tok/s mfu 41% grad 1.23>1.00" in file.getvalue()
+    progress = Progress(200, force_terminal=True)
+    progress.advance(150)
+    progress.log_evaluation(2.456)
+    progress.log()
+    shown = progress.end()
+    assert "150/200" in shown
+    assert "loss 2.345 val 2.456 12345 tok/s mfu 41% grad 1.23>1.00" in shown
 
 
 def in_terminal(width: int, *, num_steps: int, max_steps: int, clock=None) -> list[str]:
     """What a terminal has shown, one after the other, of a run that was logged and evaluated after step 100."""
-    file = io.StringIO()
-    console = Console(
-        file=file, width=width, force_terminal=True, color_system=None, legacy_windows=False, get_time=clock
-    )
-    progress = ProgressDisplay(console=console, max_steps=max_steps)
-    for step in range(1, num_steps + 1):
-        progress.advance()
-        if step == 100:
-            progress.log(MEASURED | {"skipped_steps": 3}, step)
-            progress.log({"val_loss": 2.456}, step)
-    progress.close()
-    return [line.strip() for line in re.split(r"[\r\n]|\x1b\[[\d;?]*[A-Za-z]", file.getvalue()) if line.strip()]
+    progress = Progress(max_steps, width=width, force_terminal=True, get_time=clock)
+    progress.advance(100)
+    progress.log(skipped_steps=3)
+    progress.log_evaluation(2.456)
+    progress.advance(num_steps)
+    return [line.strip() for line in re.split(r"[\r\n]|\x1b\[[\d;?]*[A-Za-z]", progress.end()) if line.strip()]
 
 
 def test_a_number_of_an_earlier_step_says_its_step():
@@ -96,16 +114,14 @@ def test_a_word_is_never_broken_however_narrow_the_terminal_is(width: int, max_s
 
 
 def test_the_last_line_has_the_last_evaluation():
-    file = io.StringIO()
-    progress = ProgressDisplay(console=Console(file=file, width=80), max_steps=4)
-    progress.log({"val_loss": 5.5}, 0)
+    progress = Progress(4)
+    progress.log_evaluation(5.5)
     for step in range(1, 5):
-        progress.advance()
-        progress.log(MEASURED, step)
+        progress.advance(step)
+        progress.log()
         if step % 2 == 0:
-            progress.log({"val_loss": 3.0 - step / 4}, step)
-    progress.close()
-    losses = [line.partition(" 12345")[0] for line in file.getvalue().splitlines()]
+            progress.log_evaluation(3.0 - step / 4)
+    losses = [line.partition(" 12345")[0] for line in progress.end().splitlines()]
     assert losses == [
         "step 1/4  loss 2.345 val 5.500@0",
         "step 2/4  loss 2.345 val 5.500@0",
@@ -115,41 +131,34 @@ def test_the_last_line_has_the_last_evaluation():
     ]
 
 
-def test_in_a_dumb_terminal_there_are_plain_lines(monkeypatch):
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "loss 2.345 12345 tok/s mfu 41% grad 1.23>1.00"),
+        ({"skipped_steps": 1, "mfu": None}, "loss 2.345 1 skipped 12345 tok/s grad 1.23>1.00"),
+        (
+            {"tokens_per_s": None, "samples_per_s": 84.2, "tokens": None, "epoch": 1.5},
+            "loss 2.345 epoch 1.50 84 samples/s mfu 41% grad 1.23>1.00",
+        ),
+    ],
+    ids=["in a dumb terminal", "a skipped step", "data that is no text"],
+)
+def test_a_plain_line_has_what_was_measured(changes, line, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
-    file = io.StringIO()
-    progress = ProgressDisplay(console=Console(file=file, width=80, force_terminal=True), max_steps=2)
-    progress.advance()
-    progress.log(MEASURED, 1)
-    progress.close()
-    assert file.getvalue() == "step 1/2  loss 2.345 12345 tok/s mfu 41% grad 1.23>1.00\n"
-
-
-def test_skipped_steps_are_counted_beside_the_losses():
-    file = io.StringIO()
-    progress = ProgressDisplay(console=Console(file=file, width=80), max_steps=2)
-    progress.log(MEASURED | {"skipped_steps": 1, "mfu": None}, 1)
-    progress.close()
-    assert file.getvalue() == "step 1/2  loss 2.345 1 skipped 12345 tok/s grad 1.23>1.00\n"
+    progress = Progress(2, force_terminal=not changes)
+    progress.advance(1)
+    progress.log(**changes)
+    assert progress.end() == f"step 1/2  {line}\n"
 
 
 def test_a_line_says_epoch_tokens_and_outside_a_terminal_the_time_left_too():
-    file, seconds = io.StringIO(), iter(range(0, 10_000, 60))
-    console = Console(file=file, width=80, get_time=lambda: float(next(seconds)))
-    progress = ProgressDisplay(console=console, max_steps=10)
-    for _ in range(5):
-        progress.advance()
-    progress.log(MEASURED | {"epoch": 0.314, "tokens": 1_234_567}, 5)
-    line = file.getvalue()
+    seconds = iter(range(0, 10_000, 60))
+    progress = Progress(10, get_time=lambda: float(next(seconds)))
+    progress.advance(5)
+    progress.log(epoch=0.314, tokens=1_234_567)
+    line = progress.file.getvalue()
     assert line.startswith("step 5/10  loss 2.345 epoch 0.31 1.23M tokens 12345 tok/s mfu 41% grad 1.23>1.00 ")
     assert re.search(r"\d+ min left\n$", line)
-
-
-def test_data_that_is_no_text_has_samples():
-    file = io.StringIO()
-    progress = ProgressDisplay(console=Console(file=file, width=80), max_steps=2)
-    progress.log(MEASURED | {"tokens_per_s": None, "samples_per_s": 84.2, "tokens": None, "epoch": 1.5}, 1)
-    assert file.getvalue() == "step 1/2  loss 2.345 epoch 1.50 84 samples/s mfu 41% grad 1.23>1.00\n"
 
 
 @pytest.mark.parametrize(
@@ -160,12 +169,10 @@ def test_a_number_of_tokens_is_short(number: float, said: str):
 
 
 def test_a_quiet_console_shows_nothing():
-    file = io.StringIO()
-    progress = ProgressDisplay(console=Console(file=file, quiet=True), max_steps=2)
-    progress.advance()
-    progress.log(MEASURED, 1)
-    progress.close()
-    assert file.getvalue() == ""
+    progress = Progress(2, quiet=True)
+    progress.advance(1)
+    progress.log()
+    assert progress.end() == ""
 
 
 # The first lines of a run say what trains, on what, where and for how long, in any terminal.
@@ -186,16 +193,13 @@ decay   0.01 on 10 matrices (26,112), 0 on 18 others (896)
 
 def shown(trainer, **terminal) -> str:
     file = io.StringIO()
-    print_start(
-        Console(file=file, legacy_windows=False, **terminal),
-        engine=trainer.engine,
-        dataset=trainer.dataset,
-        validation_sets=trainer.validation_sets,
-        num_eval_rows=num_eval_rows(trainer.eval_batches),
-        sampler=trainer.feed.sampler,
-        plan_name="stage 2",
-        num_steps=trainer.max_steps,
+    stages = RunStages({0: 2}, trainer.gradient_accumulation_steps)
+    start = ShowStart(stages, trainer.feed.sampler, trainer.validation_sets, num_eval_rows(trainer.eval_batches))
+    console = Console(file=file, legacy_windows=False, **terminal)
+    run: Any = SimpleNamespace(
+        console=console, engine=trainer.engine, dataset=trainer.dataset, step=0, max_steps=trainer.max_steps
     )
+    start.start(run)
     return file.getvalue()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import optuna
 import pytest
 
+from tests.unit.training.runs import result_in
 from zerotrain.errors import ConfigError
 from zerotrain.training.callbacks.early_stopping import EarlyStopping, Pruning, Trial, open_storage
 from zerotrain.training.metrics import Metric
@@ -15,9 +16,7 @@ from zerotrain.training.metrics import Metric
 def test_early_stopping_ends_a_run_after_as_many_evaluations_that_are_not_better(make_trainer, tmp_path):
     stopping = EarlyStopping(patience=2, min_delta=100.0)
     make_trainer(max_steps=20, eval_every=2, callbacks={"early": stopping}).run()
-    result = json.loads(
-        (tmp_path / "result.json").read_text()
-    )  # before the first step the best, after 2 and 4 none better
+    result = result_in(tmp_path)  # before the first step the best, after 2 and 4 none better
     assert (result["stopped_by"], result["steps"]) == ("callbacks.early", 5)
 
 
@@ -156,4 +155,4 @@ def test_a_study_is_made_where_there_is_none(tmp_path: Path):
     (tmp_path / "empty.db").touch()
     for name in ("new.db", "empty.db"):
         assert open_storage(f"sqlite:///{tmp_path}/{name}").get_all_studies() == []
-    assert json.dumps(sorted(path.name for path in tmp_path.iterdir())) == '["empty.db", "new.db"]'
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.db", "new.db"]

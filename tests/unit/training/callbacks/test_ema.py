@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.unit.training.callbacks.test_stages import sums, tied_model, trainer_of
+from tests.unit.training.callbacks.test_stages import tied_model, trainer_of
+from tests.unit.training.runs import lines_in
 from zerotrain.checkpoint.folder import checkpoints_in
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training import constant
@@ -17,7 +18,7 @@ from zerotrain.training.callbacks.early_stopping import EarlyStopping
 from zerotrain.training.callbacks.ema import EMA
 from zerotrain.training.callbacks.evaluation import evaluate
 
-__all__ = ["sums", "tied_model"]  # the fixtures of the runs
+__all__ = ["tied_model"]  # a fixture of the runs
 STAGES = {0: 2, 5: 3, 7: 0}
 
 
@@ -32,8 +33,7 @@ def run(world, tied_model, folder: Path, **changes):
 
 
 def losses_of(folder: Path) -> dict[int, float]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["val_loss"] for line in lines if line.get("val_loss") is not None}
+    return {line["step"]: line["val_loss"] for line in lines_in(folder, "val_loss")}
 
 
 def test_evaluations_are_of_the_average_and_the_training_is_that_without_it(tied_model, tmp_path):

@@ -7,13 +7,19 @@ import torch
 from torch.utils.data import Dataset
 
 import zerotrain
-from zerotrain.comm.world import World
 from zerotrain.data import Mix, SyntheticTokens
 from zerotrain.data.fetch import RowError
 from zerotrain.errors import ConfigError
 from zerotrain.models import GPT, HuggingFaceModel
 from zerotrain.testing.fake_wire import run_threads
-from zerotrain.training.callbacks.evaluation import evaluate, evaluate_sources, sources_in, validation_rows
+from zerotrain.training import Accuracy
+from zerotrain.training.callbacks.evaluation import (
+    evaluate,
+    evaluate_all,
+    evaluate_sources,
+    sources_in,
+    validation_rows,
+)
 
 
 @pytest.fixture
@@ -222,19 +228,21 @@ def test_a_source_that_weighs_next_to_nothing_is_evaluated_by_a_row(engine, worl
 
 
 @pytest.mark.case("losses", "Validation of a mix", "a loss of each source; `val_loss` is their mean by weights")
-def test_each_source_of_a_mix_has_its_loss_and_their_mean_by_weights_is_that_of_the_mix(engine, world, dataset):
+def test_each_source_of_a_mix_has_its_numbers_and_their_mean_by_weights_is_that_of_the_mix(engine, world, dataset):
     other = SyntheticTokens(seq_len=16, vocab_size=32, num_sequences=40)
     mix = Mix(
         {"a": {"data": dataset, "weight": 3}, "b": {"data": other, "weight": 1}, "c": {"data": other, "weight": 0}}
     )
-    arguments = {"engine": engine, "world": world, "micro_batch_size": 4}
-    metrics = evaluate_sources(dataset=mix.validation, num_sequences=16, **arguments)
-    loss, by_source = metrics["val_loss"], sources_in(metrics)
-    alone = evaluate(dataset=dataset.validation, num_sequences=12, **arguments)
-    assert by_source["a"] == alone
-    assert by_source["b"] == evaluate(dataset=other.validation, num_sequences=4, **arguments) != alone
-    assert loss == pytest.approx((3 * by_source["a"] + by_source["b"]) / 4)
-    assert evaluate_sources(dataset=dataset.validation, num_sequences=12, **arguments) == {"val_loss": alone}
+    arguments = {"engine": engine, "world": world, "micro_batch_size": 4, "metrics": {"accuracy": Accuracy()}}
+    found = evaluate_sources(dataset=mix.validation, num_sequences=16, **arguments)
+    alone = evaluate_all(dataset=dataset.validation, num_sequences=12, **arguments)
+    others = evaluate_all(dataset=other.validation, num_sequences=4, **arguments)
+    assert alone != others
+    for name in ("val_loss", "val_accuracy"):
+        assert (found[f"{name}/a"], found[f"{name}/b"]) == (alone[name], others[name])
+        assert found[name] == pytest.approx((3 * alone[name] + others[name]) / 4)
+    assert sources_in(found).keys() == {"a", "b", "c"}
+    assert evaluate_sources(dataset=dataset.validation, num_sequences=12, **arguments) == alone
 
 
 class Scaled(torch.nn.Module):
@@ -271,7 +279,7 @@ class OfAllSizes(Dataset):
 )
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
-def test_the_loss_is_the_same_bits_at_any_number_of_ranks(stage, micro_batch_size, monkeypatch):
+def test_the_loss_is_the_same_bits_at_any_number_of_ranks(stage, micro_batch_size):
     """Each rank's sum was added to those of the others: the last bits told how many there were (2026-11-22)."""
     items = [OfAllSizes()[row] for row in range(23)]
     loss_sum, total = 0.0, 0
@@ -279,20 +287,13 @@ def test_the_loss_is_the_same_bits_at_any_number_of_ranks(stage, micro_batch_siz
         inputs, labels = (torch.stack(each) for each in zip(*items[first : first + micro_batch_size], strict=True))
         count = int((labels != -100).sum())
         loss_sum, total = loss_sum + Scaled()(inputs).item() * count, total + count
-    engines = {}
-
-    def summed(world, values):
-        everyone = engines[world.size, world.rank].collectives.gather_objects(values.tolist(), name="metrics")
-        return torch.tensor(everyone, dtype=values.dtype).sum(0)
 
     def on_a_rank(world):
         zero = zerotrain.ZeroConfig(stage=stage)
         engine = zerotrain.build_engine(Scaled(), optimizer=torch.optim.SGD, zero=zero, world=world)
-        engines[world.size, world.rank] = engine
         arguments = {"num_sequences": 100, "micro_batch_size": micro_batch_size}
         return evaluate(engine=engine, world=world, dataset=OfAllSizes(), **arguments)
 
-    monkeypatch.setattr(World, "sum", summed)
     for size in (1, 2, 3, 4, 5):
         assert set(run_threads(on_a_rank, size)[0]) == {loss_sum / total}
 

@@ -11,7 +11,7 @@ import torch
 
 import zerotrain
 from zerotrain.testing.ranks import run_ranks
-from zerotrain.training.callbacks.measuring import Measuring
+from zerotrain.training.callbacks.measuring import Measuring, rates_of
 from zerotrain.training.clock import StepClock
 from zerotrain.training.metrics.metric import TrainingMetrics
 from zerotrain.training.result import RunResult
@@ -28,17 +28,19 @@ def measured() -> dict[str, Any]:
     """Each rank waits for its rows half a second longer than the one before it, but the last does not."""
     world = zerotrain.World.current(torch.device("cpu"))
     engine = zerotrain.build_engine(Line(2, 1), optimizer=torch.optim.SGD, world=world)
-    sampler = SimpleNamespace(global_batch_size=4)
-    feed: Any = SimpleNamespace(epoch=0.5, num_samples=16, num_tokens=None, sampler=sampler, reads_tokens=False)
+    sampler = SimpleNamespace(global_batch_size=4, num_virtual_ranks=3, num_micro_batches=1)
+    position = {"epoch": 0.5, "samples": 16, "tokens": None}
+    feed: Any = SimpleNamespace(position=lambda: position, sampler=sampler, reads_tokens=False)
     stages: Any = None  # asked at the end alone
     clock, result = StepClock(), RunResult(world_size=world.size)
-    metrics = TrainingMetrics({}, world, num_virtual_ranks=3, num_micro_batches=1)
-    measuring = Measuring(engine, world, feed, result, clock, stages, metrics, model_flops=None, log_every=2)
+    metrics = TrainingMetrics({}, engine, feed.sampler)
+    measuring = Measuring(clock, feed, stages, metrics, model_flops=None, log_every=2)
     for wait_s in (0.0, 0.5 * (world.rank % 2)):
         with clock:
             outcome = engine.train_step([(torch.full((1, 2), float(world.rank)),)])
         clock.count(0.0, wait_s, num_labels=8.0)
-    return measuring._step_metrics(outcome) | {"loss": outcome.loss.item()}
+    run: Any = SimpleNamespace(engine=engine, world=world, result=result)
+    return measuring._step_metrics(run, outcome) | {"loss": outcome.loss.item()}
 
 
 def test_the_loss_is_the_mean_of_the_ranks_and_the_wait_that_of_the_longest() -> None:
@@ -53,21 +55,15 @@ def test_the_loss_is_the_mean_of_the_ranks_and_the_wait_that_of_the_longest() ->
     assert all(each["sent_nbytes"] > 0 and each["peak_nbytes"] > 0 and each["train_s"] > 0 for each in by_rank)
 
 
-def rates_of(*rates: float) -> dict[str, float]:
-    world = zerotrain.World.current(torch.device("cpu"))
-    model = torch.nn.ModuleList(Line(2, 1) for _ in rates)
-    groups = [{"params": [*each.parameters()], "lr": rate} for each, rate in zip(model, rates, strict=True)]
-    engine = zerotrain.build_engine(model, optimizer=torch.optim.SGD, param_groups=groups, world=world)
-    unused: Any = None
-    measuring = Measuring(
-        engine, world, unused, RunResult(world_size=1), StepClock(), unused, unused, model_flops=None, log_every=1
-    )
-    return measuring._rates()
+def rates(*by_group: float) -> dict[str, float]:
+    model = torch.nn.ModuleList(Line(2, 1) for _ in by_group)
+    groups = [{"params": [*each.parameters()], "lr": rate} for each, rate in zip(model, by_group, strict=True)]
+    return rates_of(zerotrain.build_engine(model, optimizer=torch.optim.SGD, param_groups=groups))
 
 
 def test_a_group_with_a_rate_of_its_own_has_a_curve_of_its_own() -> None:
-    assert rates_of(0.1) == rates_of(0.1, 0.1) == {"lr": 0.1}
-    assert rates_of(0.1, 0.2, 0.1) == {"lr": 0.1, "lr/group 1": 0.2}
+    assert rates(0.1) == rates(0.1, 0.1) == {"lr": 0.1}
+    assert rates(0.1, 0.2, 0.1) == {"lr": 0.1, "lr/group 1": 0.2}
 
 
 class SlowSGD(torch.optim.SGD):
@@ -92,7 +88,8 @@ def parts_of_a_step(folder: Path, *, overlap: bool, stage: int) -> list[tuple[fl
                 time.sleep(0.5)
             engine.train_step([(torch.ones(1, 2),)])
         clock.count(0.0, traffic=engine.ledger.last_step)
-        found.append((clock.last_s, clock.comm_wait_ms(1) / 1e3, clock.update_ms(1) / 1e3))
+        figures = clock.figures(1)
+        found.append((clock.last_s, figures["comm_wait_ms"] / 1e3, figures["update_ms"] / 1e3))
     return found
 
 

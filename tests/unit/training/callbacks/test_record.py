@@ -12,7 +12,7 @@ import pytest
 from zerotrain import TrainingError
 from zerotrain.config.schema import Config
 from zerotrain.run import factory
-from zerotrain.training.callbacks.record import MIN_BEFORE, MIN_SCORE, NUM_BEFORE, RecentValues, Spike, Spikes
+from zerotrain.training.callbacks.record import MIN_BEFORE, MIN_SCORE, NUM_BEFORE, Spike, Spikes, score_of
 from zerotrain.training.result import STEPS_NAME
 
 # Spikes: a number far above those of the steps before it, and nothing else, is told.
@@ -53,28 +53,23 @@ def test_the_larger_of_loss_and_norm_is_told() -> None:
 
 
 def test_a_score_is_told_by_quartiles_of_the_steps_before_alone() -> None:
-    draw, before, values = random.Random(3), RecentValues(), []
+    draw, values = random.Random(3), list[float]()
     for _ in range(3 * NUM_BEFORE):
         value = draw.choice([draw.gauss(5, 1), 5.0, draw.uniform(0, 100)])
         window = sorted(values[-NUM_BEFORE:])
-        score, median = before.score(value)
+        score, median = score_of(value, values[-NUM_BEFORE:])
         if len(window) >= MIN_BEFORE:
             lower, middle, upper = (window[len(window) * part // 4] for part in (1, 2, 3))
             assert median == middle
             assert score == (value - middle) / max((upper - lower) / 1.349, 0.01 * middle)
         else:
             assert score == 0.0
-        before.add(value)
         values.append(value)
 
 
 def test_the_divisor_is_a_standard_deviation() -> None:
-    draw, scores = random.Random(5), []
-    for _ in range(100):
-        before = RecentValues()
-        for _ in range(NUM_BEFORE):
-            before.add(draw.gauss(50, 3))
-        scores.append(before.score(50 + 10 * 3)[0])
+    draw = random.Random(5)
+    scores = [score_of(50 + 10 * 3, [draw.gauss(50, 3) for _ in range(NUM_BEFORE)])[0] for _ in range(100)]
     assert statistics.fmean(scores) == pytest.approx(10, rel=0.05)
 
 

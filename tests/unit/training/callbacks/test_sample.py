@@ -13,7 +13,7 @@ import zerotrain
 from zerotrain.config.schema import Config, TrainConfig
 from zerotrain.errors import ConfigError
 from zerotrain.preflight.check import require_prompts
-from zerotrain.training.callbacks.sample import generate, show_sample
+from zerotrain.training.callbacks.sample import Sample, generate
 
 VOCAB_SIZE = 128
 SEQ_LEN = 8
@@ -47,8 +47,10 @@ def letters(**others: Any) -> Any:
 def sample(dataset: Any, prompts: list[str] | None = None, num_tokens: int = 5) -> list[str]:
     file = io.StringIO()
     engine = zerotrain.build_engine(Counting(), optimizer=partial(torch.optim.SGD, lr=0.1))
-    console = Console(file=file, width=60)
-    show_sample(console, engine, dataset, num_tokens=num_tokens, prompts=prompts, seed=0)
+    run: Any = SimpleNamespace(
+        engine=engine, world=engine.world, dataset=dataset, console=Console(file=file, width=60), stopped_by=None
+    )
+    Sample(num_tokens=num_tokens, prompts=prompts, seed=0).end(run)
     return [line.strip("─ ") for line in file.getvalue().splitlines()]
 
 

@@ -2,9 +2,7 @@
 
 import errno
 import io
-import json
 import os
-import stat
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,8 @@ from rich.console import Console
 from torch import nn
 
 import zerotrain
-from tests.unit.training.test_no_labels import sum_over_threads
+from tests.unit.training import runs
+from tests.unit.training.runs import lines_without_times as lines_of
 from zerotrain.checkpoint.manifest import read_manifest
 from zerotrain.comm.world import World
 from zerotrain.config.schema import Config, ZeroGroup
@@ -29,23 +28,11 @@ from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training import Trainer, warmup_cosine
 from zerotrain.training.callbacks import stages as control_module
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
-from zerotrain.training.callbacks.stages import Control, stage_at, stages_from, stages_named
-from zerotrain.training.request import SAVE, STOP, Request, decoded
+from zerotrain.training.callbacks.stages import Control, stage_at, stages_from
+from zerotrain.training.request import Request
 
-TIMES = (
-    "tokens_per_s",
-    "labels_per_s",
-    "samples_per_s",
-    "step_ms_median",
-    "data_wait_ms",
-    "comm_wait_ms",
-    "update_ms",
-    "mfu",
-    "train_s",
-    "wall_time_s",
-    "peak_nbytes",
-    "sent_nbytes",
-)
+CHANGES = "`zero.schedule` changes the stage in mid-run"
+CONTROL = "`control.yaml` asks for a stage, a save or a stop"
 ROUND = {0: 0, 2: 1, 4: 2, 6: 3, 8: 1, 10: 0}
 """Each stage, for two steps."""
 KINDS: dict[str, dict[str, Any]] = {
@@ -73,35 +60,30 @@ class Adapted(nn.Linear):
         return super().forward(x) + self.up(self.down(x))
 
 
-@pytest.fixture(autouse=True)
-def sums(monkeypatch):
-    monkeypatch.setattr(zerotrain.World, "sum", sum_over_threads)
-
-
 def trainer_of(world, tied_model, folder: Path, *, stage: int = 0, kind: str = "fp32", zero=None, **changes) -> Trainer:
     """Of twelve steps, with clipping, an evaluation every four, and two micro-batches in a step."""
-    folder.mkdir(exist_ok=True)
     zero = {"stage": stage, "bucket_mb": 0.02} | (zero or {})
     given = {"zero": zerotrain.ZeroConfig(**zero), "max_grad_norm": 0.5} | KINDS[kind]
-    engine = zerotrain.build_engine(tied_model(kind), world=world, **given)
     arguments = {
-        "engine": engine,
-        "world": world,
         "dataset": SyntheticTokens(seq_len=8, vocab_size=16, num_sequences=120),
         "schedule": partial(warmup_cosine, warmup_steps=2),
-        "seed": 0,
         "max_steps": 12,
         "micro_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "eval_every": 4,
         "eval_batches": 1,
-        "log_every": 1,
-        "sample_tokens": 0,
-        "run_dir": folder,
         "run_facts": {"stage": stage, "overrides": [], "config_hash": ""},
         "console": Console(file=io.StringIO(), width=80),
     }
-    return Trainer(**arguments | changes)
+    engine = zerotrain.build_engine(tied_model(kind), world=world, **given)
+    return runs.trainer_of(engine, folder, **arguments | changes)
+
+
+def run_on_a_rank(world, tied_model, folder: Path, *, width: int, **changes) -> tuple[dict[str, Any], str]:
+    """The result of such a run, and what it said."""
+    screen = io.StringIO()
+    console = Console(file=screen, width=width)
+    return trainer_of(world, tied_model, folder, console=console, **changes).run(), screen.getvalue()
 
 
 @pytest.fixture
@@ -129,11 +111,6 @@ def tied_model():
     return make
 
 
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
-
-
 def without_changes(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if "stage" not in line]
 
@@ -145,11 +122,7 @@ def without_changes(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 )
 @pytest.mark.parametrize(("kind", "size"), list(zip(KINDS, (2, 3, 2, 2), strict=True)))
 def test_a_run_that_changes_its_stage_every_two_steps_is_the_run_at_one_stage(kind, size, tied_model, tmp_path):
-    def run(world, folder, **changes):
-        screen = io.StringIO()
-        trainer = trainer_of(world, tied_model, folder, kind=kind, console=Console(file=screen, width=80), **changes)
-        return trainer.run(), screen.getvalue()
-
+    run = partial(run_on_a_rank, tied_model=tied_model, kind=kind, width=80)
     fixed, _ = run_threads(partial(run, folder=tmp_path / "fixed", stage=2), size)
     changing, _ = run_threads(partial(run, folder=tmp_path / "changing", stages=ROUND), size, late_rank=size - 1)
     for (wanted, _), (got, _) in zip(fixed, changing, strict=True):
@@ -183,7 +156,7 @@ def test_a_run_that_changes_its_stage_every_two_steps_is_the_run_at_one_stage(ki
     "checkpoints",
     "and it was stopped before, at or behind a change",
     "it goes on at the stage of its step, whatever stage saved",
-    under="`zero.schedule` changes the stage in mid-run",
+    under=CHANGES,
 )
 @pytest.mark.parametrize("saved_at", [5, 6])
 def test_a_run_stopped_between_two_changes_or_at_one_goes_on_at_the_stage_of_its_step(saved_at, tied_model, tmp_path):
@@ -207,7 +180,7 @@ def test_a_run_stopped_between_two_changes_or_at_one_goes_on_at_the_stage_of_its
 @pytest.mark.case(
     "checkpoints",
     "and it was stopped before, at or behind a change",
-    under="`zero.schedule` changes the stage in mid-run",
+    under=CHANGES,
 )
 def test_a_run_goes_on_by_the_schedule_of_now_whatever_stage_has_saved(tied_model, tmp_path, world):
     first = trainer_of(
@@ -238,7 +211,7 @@ def test_a_stage_that_no_step_was_trained_at_is_none_of_the_run(tied_model, tmp_
     "checkpoints",
     "where control.yaml has asked for another stage, or the newest manifest is damaged",
     "built at that stage; or at the stage of the newest readable manifest",
-    under="`zero.schedule` changes the stage in mid-run",
+    under=CHANGES,
 )
 def test_the_stage_of_the_step_that_a_run_goes_on_at_is_known_from_its_checkpoint(tied_model, tmp_path, world):
     """Before its ranks build an engine: with `zero.schedule={0: 0, 500: 3}` they built one at stage 0 to go on at step
@@ -281,12 +254,6 @@ def test_an_entry_at_the_last_step_changes_nothing(tied_model, tmp_path, world):
     assert [each["stage"] for each in body["stages"]] == [1]
 
 
-def test_stages_are_named_from_where_a_run_is():
-    assert stages_named({0: 2}) == "stage 2"
-    assert stages_named({0: 2, 500: 3, 900: 0}) == "stage 2, 3 after step 500, 0 after step 900"
-    assert stages_named({0: 2, 500: 3, 900: 0}, 500) == "stage 3, 0 after step 900"
-
-
 PLANNED = 10**6
 NO_PLAN = dict.fromkeys(("parameters", "gradients", "optimizer", "offloaded", "scratch", "sent"), 0)
 
@@ -314,11 +281,7 @@ def test_a_stage_that_was_chosen_and_holds_more_than_it_may_is_changed_after_thr
     facts = {"stage": 1, "overrides": [], "config_hash": "", "memory_bytes": {"planned": plan}}
     policy = CheckpointPolicy(every_steps=5, at_end=False, keep=None)
 
-    def run(world, folder, **changes):
-        screen = io.StringIO()
-        console = Console(file=screen, width=200)
-        return trainer_of(world, tied_model, folder, stage=1, console=console, **changes).run(), screen.getvalue()
-
+    run = partial(run_on_a_rank, tied_model=tied_model, stage=1, width=200)
     [(wanted, _), _], _ = run_threads(partial(run, folder=tmp_path / "fixed"), 2)
     given = {"folder": tmp_path / "chosen", "run_facts": facts, "checkpoint": policy}
     [(got, shown), _], _ = run_threads(partial(run, **given), 2, late_rank=1)
@@ -340,26 +303,15 @@ def run(make_trainer: Callable[..., Any], tmp_path: Path, screen: Any) -> Callab
 
     def begin(asked: dict[int, str], name: str = "run", **changes: Any) -> tuple[Any, Any, str]:
         run_dir = tmp_path / name
-        run_dir.mkdir(exist_ok=True)
         control = run_dir / "control.yaml"
-        answers: list[str] = []
 
         def write(step: int) -> None:
-            if control.exists():
-                answers.append(control.read_text())
             if step in asked:
                 control.write_text(asked[step])
 
-        torch.manual_seed(0)
-        model = GPT(vocab_size=32, max_seq_len=16, num_layers=2, num_heads=2, hidden_size=32)
-        engine = zerotrain.build_engine(model, optimizer=partial(torch.optim.AdamW, lr=1e-2))
-        settings = {
-            "engine": engine,
-            "run_dir": run_dir,
-            "max_steps": 12,
-            "checkpoint": CheckpointPolicy(at_end=False, keep=None),
-        }
-        trainer = make_trainer(**settings | {"begin": write} | changes)
+        engine = zerotrain.build_engine(runs.tiny_gpt(), optimizer=runs.ADAMW)
+        settings = {"engine": engine, "run_dir": run_dir, "max_steps": 12, "begin": write}
+        trainer = make_trainer(**settings | {"checkpoint": CheckpointPolicy(at_end=False, keep=None)} | changes)
         body = trainer.run()
         return trainer, body, control.read_text() if control.exists() else ""
 
@@ -409,45 +361,26 @@ def test_a_stop_saves_and_the_run_goes_on_at_the_stage_that_was_asked_for(run, m
     "stopping",
     "what cannot be, or no yaml",
     "answered; the run goes on",
-    under="`control.yaml` asks for a stage, a save or a stop",
+    under=CONTROL,
 )
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "stages", "said"),
     [
-        ("stage: 7", "stage: got 7; it must be 0, 1, 2 or 3"),
-        ("stage: true", "stage: got True; it must be 0, 1, 2 or 3"),
-        ("save: later", "save: got 'later'; it must be now"),
-        ("stop: 1", "stop: got 1; it must be true"),
-        ("stagee: 3", "stagee: there is no such request; there are stage: 0 to 3, save: now, stop: true"),
-        ("stage", "it has no key and value; write stage: 0 to 3, save: now, stop: true"),
+        (
+            {2: "stage: [3", 6: "stage: 3\nsave: later\n"},
+            [2, 3],
+            ["stage: 3 after step 6", "save: got 'later'; it must be now"],
+        ),
+        ({2: "stage: 7"}, [2], ["stage: got 7; it must be 0, 1, 2 or 3"]),
+        ({2: "", 4: "answer: [done]\n"}, [2], ["done"]),
     ],
+    ids=["no yaml, and what is right beside what is wrong", "what cannot be", "nothing"],
 )
-def test_what_cannot_be_is_answered_and_the_run_goes_on(run, asked, said):
-    _, body, answer = run({2: asked})
-    assert (body["status"], body["steps"], len(body["stages"])) == ("completed", 12, 1)
-    assert yaml.safe_load(answer) == {"answer": [said]}
-
-
-@pytest.mark.case("stopping", "what cannot be, or no yaml", under="`control.yaml` asks for a stage, a save or a stop")
-def test_no_yaml_is_answered_and_what_is_right_beside_what_is_wrong_is_done(run):
-    _, body, answer = run({2: "stage: [3", 6: "stage: 3\nsave: later\n"})
-    assert body["stages"][-1]["stage"] == 3
-    assert yaml.safe_load(answer) == {"answer": ["stage: 3 after step 6", "save: got 'later'; it must be now"]}
-
-
-def test_an_empty_file_and_an_answer_ask_for_nothing(run):
-    _, body, answer = run({2: "", 4: "answer: [done]\n"})
-    assert body["status"] == "completed"
-    assert answer == "answer: [done]\n"
-
-
-def test_the_numbers_that_travel_are_told_apart():
-    for stage in range(4):
-        assert decoded([15 + SAVE + (stage + 1) * (SAVE << 1) + STOP, 0]).stage == stage
-    assert decoded([15 + SAVE + STOP, 0]).stage is None
-    assert decoded([STOP, 0]).stopped_by == "control.yaml"
-    assert decoded([STOP, 15]).stopped_by == "SIGTERM"
-    assert decoded([SAVE + (SAVE << 1), 0]).stopped_by is None
+def test_what_cannot_be_is_answered_and_the_run_goes_on(run, asked, stages, said):
+    _, body, answer = run(asked)
+    assert (body["status"], body["steps"]) == ("completed", 12)
+    assert [each["stage"] for each in body["stages"]] == stages
+    assert yaml.safe_load(answer) == {"answer": said}
 
 
 def test_an_answer_that_cannot_be_written_is_said_whatever_the_run_is_called(run, screen, monkeypatch, tmp_path):
@@ -488,6 +421,10 @@ UNREADABLE = {
     "a version of later": ("%YAML 9.9\n---\nstage: 3", "it cannot be read: found incompatible YAML document"),
     "no text": (b"stage: \xff\xfe", "it cannot be read: 'utf-8' codec can't decode byte 0xff"),
     "a null byte": (b"stage: \x00", "it cannot be read: unacceptable character #x0000"),
+    "true for a number": ("stage: true", "stage: got True; it must be 0, 1, 2 or 3"),
+    "1 for true": ("stop: 1", "stop: got 1; it must be true"),
+    "another name": ("stagee: 3", "stagee: there is no such request; there are stage: 0 to 3, save: now, stop: true"),
+    "a word": ("stage", "it has no key and value; write stage: 0 to 3, save: now, stop: true"),
     "a date": ("stage: 2026-11-23", "stage: got '2026-11-23'; it must be 0, 1, 2 or 3"),
     "a date as a key": ("2026-11-23: 3", "2026-11-23: there is no such request"),
     "a list": ("stage: [3]", "stage: got [3]; it must be 0, 1, 2 or 3"),
@@ -529,14 +466,6 @@ def test_of_many_mistakes_the_first_are_told(control, tmp_path):
     assert (len(answers), answers[0], answers[-1]) == (12, "stage: 3 after step 1", "and 490 more that are wrong")
 
 
-def make_fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def make_socket(path: Path) -> None:
-    os.mknod(path, stat.S_IFSOCK | 0o600)
-
-
 def link_to(target: str) -> Callable[[Path], None]:
     return lambda path: path.symlink_to(target)
 
@@ -544,14 +473,12 @@ def link_to(target: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (make_fifo, "it is a FIFO, and must be a regular file"),
-        (make_socket, "it is a socket, and must be a regular file"),
-        (link_to("/dev/zero"), "it is a device, and must be a regular file"),
+        (os.mkfifo, "it is a FIFO, and must be a regular file"),
         (link_to("control.yaml"), "Too many levels of symbolic links"),
         (link_to("nothing"), "No such file or directory"),
         (link_to("."), "it is a folder, and must be a regular file"),
     ],
-    ids=["FIFO", "socket", "device", "loop", "link to nothing", "link to a folder"],
+    ids=["FIFO", "loop", "link to nothing", "link to a folder"],
 )
 def test_what_is_no_file_is_answered_in_its_place_and_nobody_waits(control, tmp_path, make, said):
     path = tmp_path / "control.yaml"
@@ -646,7 +573,7 @@ def test_what_lies_where_an_answer_is_prepared_is_neither_waited_for_nor_written
 ):
     monkeypatch.setattr("secrets.token_hex", lambda _: "0")
     path, temporary = tmp_path / "control.yaml", tmp_path / "control.yaml.0.tmp"
-    for step, make in enumerate([make_fifo, link_to("mine")], 1):
+    for step, make in enumerate([os.mkfifo, link_to("mine")], 1):
         (tmp_path / "mine").write_text("kept")
         make(temporary)
         path.write_text(f"stage: {step}\n")

@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
 import zerotrain
+from tests.unit.training.runs import lines_in
 from zerotrain.errors import CallbackError
 from zerotrain.training import Accuracy, Metric, Perplexity, TorchMetric
-from zerotrain.training.callbacks.evaluation import evaluate_all, evaluate_sources
+from zerotrain.training.callbacks.evaluation import evaluate_all
 from zerotrain.training.metrics.metric import MAX_TOLD, MetricStates, is_metrics_state
 
 torchmetrics = pytest.importorskip("torchmetrics")
@@ -45,19 +46,6 @@ def test_where_no_label_counts_a_metric_is_nan(model, world) -> None:
     assert all(map(math.isnan, found.values()))
 
 
-def test_a_mix_has_the_metric_of_each_source(model, world, dataset) -> None:
-    from zerotrain.data import Mix, SyntheticTokens
-
-    other = SyntheticTokens(seq_len=16, vocab_size=32, num_sequences=40)
-    mix = Mix({"a": {"data": dataset, "weight": 3}, "b": {"data": other, "weight": 1}})
-    engine = zerotrain.build_engine(model, optimizer=torch.optim.SGD, world=world)
-    arguments = {"engine": engine, "world": world, "micro_batch_size": 4, "metrics": {"accuracy": Accuracy()}}
-    found = evaluate_sources(dataset=mix.validation, num_sequences=16, **arguments)
-    alone = evaluate_all(dataset=dataset.validation, num_sequences=12, **arguments)
-    assert found["val_accuracy/a"] == alone["val_accuracy"]
-    assert found["val_accuracy"] == pytest.approx((3 * found["val_accuracy/a"] + found["val_accuracy/b"]) / 4)
-
-
 def test_a_run_logs_its_metrics_and_trains_to_the_same_weights(make_trainer, model, screen, tmp_path) -> None:
     start = {name: value.clone() for name, value in model.state_dict().items()}
     plain = make_trainer(eval_every=2).run()
@@ -66,8 +54,7 @@ def test_a_run_logs_its_metrics_and_trains_to_the_same_weights(make_trainer, mod
     result = make_trainer(eval_every=2, callbacks=callbacks).run()
     assert result["weights_sha256"] == plain["weights_sha256"]
     assert result["final_val_loss"] == plain["final_val_loss"]
-    lines = list(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
-    told = [line for line in lines if "val_loss" in line][-1]
+    told = lines_in(tmp_path, "val_loss")[-1]
     assert told["val_perplexity"] == math.exp(told["val_loss"])
     assert 0 < told["val_accuracy"] <= 1
     names = ("val_accuracy", "val_perplexity", "val_f1", "val_loss_top")
@@ -292,5 +279,4 @@ def test_a_metric_compares_with_the_part_that_it_names(make_trainer, tmp_path, t
     expected = (model(features) - y).square().mean().item()
     assert body["val_metrics"]["val_mse"] == pytest.approx(expected, rel=1e-5)
     assert body["final_val_loss"] == pytest.approx(expected, rel=1e-5)
-    told = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["train_mse"] for line in told if line.get("step") == 3 and "train_mse" in line]
+    assert 3 in [line["step"] for line in lines_in(tmp_path, "train_mse")]
