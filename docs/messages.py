@@ -77,6 +77,8 @@ def placeholder(node: ast.expr) -> str:
         return f"{{{node.id}}}"
     if isinstance(node, ast.Attribute) and re.fullmatch(r"\{\w[\w.]*\}", owner := placeholder(node.value)):
         return f"{owner[:-1]}.{node.attr}}}"
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "argument":
+        return text_of(node.args[0]) or "{...}"
     if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
         return placeholder(node.args[0])
     return "{...}"

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from zerotrain import checkpoint as checkpoint
     from zerotrain.api import build_engine
     from zerotrain.comm.world import World
+    from zerotrain.engine import MuonWithAdamW
     from zerotrain.engine.engine import ZeroEngine
-    from zerotrain.engine.groups.optimizers import MuonWithAdamW
     from zerotrain.engine.results import LoadedWeights, StageSwitch, StepResult, TrainStepResult
     from zerotrain.errors import (
         CheckpointError,
@@ -29,7 +29,7 @@ _HOMES = {
     "zerotrain.api": ["build_engine"],
     "zerotrain.comm.world": ["World"],
     "zerotrain.engine.engine": ["ZeroEngine"],
-    "zerotrain.engine.groups.optimizers": ["MuonWithAdamW"],
+    "zerotrain.engine": ["MuonWithAdamW"],
     "zerotrain.engine.results": ["LoadedWeights", "StageSwitch", "StepResult", "TrainStepResult"],
     "zerotrain.settings": ["OffloadConfig", "PrecisionConfig", "ZeroConfig"],
 }

@@ -6,17 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
 from zerotrain.device.kinds import device_of
-from zerotrain.engine.engine import ZeroEngine
-from zerotrain.engine.groups.optimizers import OptimizerFactory
-from zerotrain.engine.model.deferred import InitialValues, deferred_init
-from zerotrain.engine.model.forward import makes_memory, replace_forwards
-from zerotrain.engine.options import EngineOptions
-from zerotrain.engine.sharded_model import ShardedModel
-from zerotrain.engine.state.together import failing_together
+from zerotrain.engine import OptimizerFactory, ZeroEngine, assemble_engine
 from zerotrain.errors import ConfigError
 from zerotrain.settings import EngineConfig, OffloadConfig, PrecisionConfig, ZeroConfig, problems_in
 
@@ -81,45 +73,6 @@ def build_engine(
         activation_checkpointing=activation_checkpointing,
         world=world or World.current(_device_of(model)),
     )
-
-
-@makes_memory
-def assemble_engine(
-    model: nn.Module | Callable[[], nn.Module],
-    given: EngineConfig,
-    *,
-    optimizer: OptimizerFactory,
-    world: World,
-    decay_all: bool = True,
-    param_groups: Sequence[dict[str, Any]] | None = None,
-    compile: bool = False,
-    activation_checkpointing: bool = False,
-) -> ZeroEngine:
-    """`build_engine` for one who has checked the values.
-
-    Raises:
-        ConfigError: the model or optimizer cannot be trained so.
-    """
-    options = EngineOptions.resolve(given, world)
-    collectives = Collectives(world, ledger=Ledger(), ordered=options.ordered, overlap=options.zero.overlap)
-    with failing_together(collectives, doing="building the engine", outcome="no rank has one"):
-        initial = InitialValues()
-        if not isinstance(model, nn.Module):
-            with world.device:  # where parameters are sharded, built without their memory
-                model, initial = deferred_init(model) if options.plan.shards_parameters else (model(), initial)
-        replace_forwards(
-            model, units=options.zero.unit_patterns, compile=compile, activation_checkpointing=activation_checkpointing
-        )
-        held = ShardedModel(
-            model,
-            optimizer=optimizer,
-            collectives=collectives,
-            options=options,
-            decay_all=decay_all,
-            param_groups=param_groups,
-            initial=initial,
-        )
-    return ZeroEngine(held)
 
 
 def _require_allowed(model: Any, optimizer: Any, config: EngineConfig) -> None:

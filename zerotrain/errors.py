@@ -1,7 +1,58 @@
 """Every error zerotrain raises on purpose; each says what was given, what is allowed and what to do."""
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
 from zerotrain.files.untrusted import listed as listed
 from zerotrain.files.untrusted import printable
+
+# Arguments in messages. A reader who calls Python knows compile=True; the reader of a run knows model.compile=true.
+
+_settings: Mapping[str, str] = {}
+_write: Callable[[Any], str] = repr
+
+
+@contextmanager
+def naming_settings(settings: Mapping[str, str], write: Callable[[Any], str]) -> Iterator[None]:
+    """In here messages name the settings of a run in place of Python's arguments.
+
+    Args:
+        settings: by the names that `argument` gets.
+        write: writes a value as the command line has it.
+    """
+    global _settings, _write
+    former = _settings, _write
+    _settings, _write = settings, write
+    try:
+        yield
+    finally:
+        _settings, _write = former
+
+
+@contextmanager
+def naming_entry(name: str, entry: str) -> Iterator[None]:
+    """In here a setting with named entries is named with one of them, such as optimizer.groups.embeddings. Python's
+    argument keeps its name."""
+    entries = {name: f"{_settings[name]}.{entry}"} if name in _settings else {}
+    with naming_settings({**_settings, **entries}, _write):
+        yield
+
+
+def argument(name: str, *value: Any) -> str:
+    """An argument as the reader of a message knows it.
+
+    Args:
+        name: of an argument of `build_engine`, or of another function, such as "World.from_environment(device)". A
+            phrase that is written differently in a run.
+        value: at most one; none: the argument is named alone.
+    """
+    setting = _settings.get(name, name)
+    function, _, own_name = setting.rstrip(")").partition("(")
+    if function and own_name.isidentifier():
+        return f"{function}({own_name}={_write(value[0]) if value else '...'})"
+    return f"{setting}={_write(value[0])}" if value else setting
+
 
 MAX_MESSAGE = 100_000
 """Characters: a line for each of some problems."""
@@ -17,6 +68,9 @@ class ConfigError(ZeroTrainError):
     Args:
         problems: one line per wrong setting: the field, what it got, what is allowed, what to do.
     """
+
+    about = ""
+    """The group of settings that the lines are about, if they name no setting, such as "model"."""
 
     def __init__(self, *problems: str) -> None:
         self.problems = tuple(printable(problem, keep="") for problem in problems)

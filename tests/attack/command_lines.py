@@ -116,7 +116,7 @@ INTERPOLATIONS = [
         ("seed: got ${train.max_steps}, which leads back", "train.max_steps: got ${seed}, which leads back"),
     ),
     Attack(["seed=${data.path}"], "seed: got ${data.path}; "),
-    Attack(["zero.units=${zero}"], "zero.units: got ${zero}; "),
+    Attack(["zero.units=${zero}"], "zero.units: got ${zero}, which leads back to itself"),
     Attack(["data.path='a${b'"], "data.path='a${b': ${ begins a reference and needs a } to close it"),
     Attack(["optimizer=${nope}"], "optimizer=${nope}: "),
     Attack(["optimizer.betas=[0.9,${x}]"], "optimizer.betas.1: got ${x}; there is no x"),
@@ -180,7 +180,7 @@ VALUES = [
     Attack("data=synthetic data.seq_len=1000000000 model=mlp", "data: needs more memory than there is: the 8 rows of"),
     Attack(
         "data=synthetic data.seq_len=100000 train.micro_batch_size=2000 model.max_seq_len=100000",
-        "train.micro_batch_size: needs more memory than there is: what the forward of 2000 rows saves, with weights",
+        "train.micro_batch_size: needs more memory than there is: a step with micro-batches of 2000 rows of a rank wo",
     ),
     Attack("data=synthetic model.hidden_size=200000 model.num_layers=1000", "model: needs more memory than there is: "),
     Attack("data=synthetic model=mlp model.hidden_size=1000000", "model: needs more memory than there is: weights, "),

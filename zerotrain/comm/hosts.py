@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerotrain.errors import ConfigError
+from zerotrain.errors import ConfigError, argument
 from zerotrain.files.untrusted import Natural, parse_json, printable
 
 AUTO = "auto"
@@ -123,10 +123,10 @@ def _fixed(backend: str, interface: str | None) -> tuple[str, str]:
         address = "127.0.0.1"  # where gloo listens if the name of its machine has no address
         with suppress(OSError):
             address = str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
-        return address, "World.from_environment(interface=None)"
+        return address, argument("World.from_environment(interface)", None)
     else:
-        name, setting = interface, f"World.from_environment(interface='{interface}')"
-        remedy = f"use World.from_environment(interface='{AUTO}'), or one of these"
+        name, setting = interface, argument("World.from_environment(interface)", interface)
+        remedy = f"use {argument('World.from_environment(interface)', AUTO)}, or one of these"
     addresses = _addresses()
     if name in addresses or not addresses:
         return addresses.get(name, ""), setting
@@ -145,7 +145,7 @@ def _unreachable(rank: int, place: RankHost) -> str:
     if place.route and not is_loopback(place.route[1]):
         interface = place.route[0]
         reaches = f": {interface} ({place.route[1]}) reaches MASTER_ADDR"
-        remedy = f"use World.from_environment(interface='{interface}')"
+        remedy = f"use {argument('World.from_environment(interface)', interface)}"
     if place.fixed_by.startswith(tuple(_VARIABLES.values())):
         remedy = f"unset {place.fixed_by.partition('=')[0]}"
     return (

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zerotrain.comm.environment import RankEnvironment, num_restarts
 from zerotrain.comm.hosts import AUTO, RankHost, choose_interface, is_loopback, names_of_hosts
 from zerotrain.comm.whereabouts import first_line, name_ranks, shortage, within
-from zerotrain.errors import CommError, ConfigError
+from zerotrain.errors import CommError, ConfigError, argument
 
 _REMINDER_S = 10.0
 """A line names the missing ranks each time so much has passed."""
@@ -193,8 +193,8 @@ def reach(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
     # Torch would wait too, with lines of its own.
     if not wait(lambda: _is_reachable(ranks), lambda: keeper, ranks, timeout_s):
         raise CommError(
-            f"{keeper} did not come within {timeout_s:g} s (World.from_environment(start_timeout_s=...)); start it, "
-            "with the same MASTER_ADDR and MASTER_PORT"
+            f"{keeper} did not come within {timeout_s:g} s ({argument('World.from_environment(start_timeout_s)')}); "
+            "start it, with the same MASTER_ADDR and MASTER_PORT"
         )
     limit_s = min(timeout_s, STORE_LIMIT_S)
 
@@ -363,8 +363,9 @@ def await_ranks(store: dist.Store, ranks: RankEnvironment, awaited: Sequence[int
     in_time = wait(lambda: store.check(keys), lambda: name_ranks(missing()) if is_first() else "", ranks, timeout_s)
     if not in_time and (absent := missing()):
         raise CommError(
-            f"{name_ranks(absent)} did not come within {timeout_s:g} s (World.from_environment(start_timeout_s=...)); "
-            "start all ranks, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+            f"{name_ranks(absent)} did not come within {timeout_s:g} s "
+            f"({argument('World.from_environment(start_timeout_s)')}); start all ranks, with the same WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT",
             unheard=tuple(absent),
             where=WHERE,
             waited_s=timeout_s,

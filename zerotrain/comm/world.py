@@ -19,7 +19,7 @@ from zerotrain.comm.ledger import Overdue, Tell, tell_log
 from zerotrain.comm.meeting import keep_at_rank_0, leave, make_together, meet
 from zerotrain.comm.whereabouts import Whereabouts, files_problem, is_of_others, num_open_files
 from zerotrain.device.kinds import device_of, num_gpus
-from zerotrain.errors import ConfigError
+from zerotrain.errors import ConfigError, argument
 
 if TYPE_CHECKING:
     from zerotrain.comm.handles import Wire
@@ -273,13 +273,14 @@ def choose_device(device: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not num_gpus():
         raise ConfigError(
-            "World.from_environment(device='cuda'), but torch sees no GPU here; use "
-            "World.from_environment(device='cpu') or auto"
+            f"{argument('World.from_environment(device)', 'cuda')}, but torch sees no GPU here; use "
+            f"{argument('World.from_environment(device)', 'cpu')} or auto"
         )
     if local_rank >= num_gpus_for(local_rank + 1):
         raise ConfigError(
             f"local rank {local_rank} has no GPU: this machine has {num_gpus()}; use "
-            f"torchrun --nproc-per-node={num_gpus()} or less, or World.from_environment(device='cpu')"
+            f"{argument('torchrun --nproc-per-node', num_gpus())} or less, or "
+            f"{argument('World.from_environment(device)', 'cpu')}"
         )
     return torch.device("cuda", local_rank if local_rank < num_gpus() else 0)
 

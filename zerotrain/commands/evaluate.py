@@ -23,7 +23,7 @@ from zerotrain.commands.frame import add_run, exit_code, is_averaged, parser_of
 from zerotrain.config import checks
 from zerotrain.config.compose import first_paragraph, from_values, known_keys, literal
 from zerotrain.config.schema import CheckpointConfig, Config
-from zerotrain.config.words import did_you_mean, in_words_of_config, words_of_config
+from zerotrain.config.words import did_you_mean, words_of_config
 from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import nothing_imported_from
@@ -357,8 +357,11 @@ def _checked(config: Config, run: OfRun, averaged: bool, num_local: int, num_ran
     if not data["validation_rows"] and not config.validation_set_targets:
         raise ConfigError("data.validation is empty, so that there is nothing to evaluate on; give other data")
     model = build_on_meta(config)
-    if model is not None and (misfits := weight_misfits(str(run.path), model, averaged=averaged)):
-        raise ConfigError(*(in_words_of_config(line) for line in misfits))
+    if model is not None:
+        with words_of_config():
+            misfits = weight_misfits(str(run.path), model, averaged=averaged)
+        if misfits:
+            raise ConfigError(*misfits)
     return data
 
 

@@ -284,10 +284,10 @@ def value_problems(config: Config) -> list[str]:
         )
     train = config.train
     if train.gradient_accumulation_steps * (train.virtual_ranks or 1) > MAX_MICRO_BATCHES:
-        problems.append(
-            f"train.virtual_ranks: got {train.virtual_ranks} with train.gradient_accumulation_steps="
-            f"{train.gradient_accumulation_steps}; a step must have {MAX_MICRO_BATCHES} micro-batches or fewer"
-        )
+        got = f"train.gradient_accumulation_steps: got {train.gradient_accumulation_steps}"
+        if train.virtual_ranks is not None:
+            got = f"train.virtual_ranks: got {train.virtual_ranks} with {got.replace(': got ', '=')}"
+        problems.append(f"{got}; a step must have {MAX_MICRO_BATCHES} micro-batches or fewer")
     if config.zero.schedule is not None:
         problems += [
             f"{name}: got auto with zero.schedule={word(config.zero.schedule)}; it must be a value with a schedule; "

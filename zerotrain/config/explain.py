@@ -1,6 +1,5 @@
 """Hydra's complaints about a command line, in one line each."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, ValidationError
 
@@ -162,8 +161,6 @@ def _line(override: str | None, error: Exception, keys: list[str], folders: Sequ
         mark = error.problem_mark or error.context_mark
         where = f"{mark.name}, line {mark.line + 1}: " if mark else ""
         return f"{where}{error.problem or error.context}"
-    if in_file := re.match(r"In '([^']+)': \w+ raised while composing config:", str(error)):
-        return _line_of_file(in_file[1], override, cause, keys, folders)
     if override is None and isinstance(error, MissingConfigException):
         return (
             f"{error.missing_cfg_file}: there is no such yaml in {' or '.join(map(str, folders))}; --config-path must "
@@ -185,6 +182,10 @@ def _line(override: str | None, error: Exception, keys: list[str], folders: Sequ
         return _missing_choice(override, error, folders)
     if isinstance(error, UnicodeError):
         return f"{find_yaml(f'{key}/{got}', folders) or override}: is not text in UTF-8"
+    group = key.partition("@")[0]
+    path = find_yaml(f"{group}/{got}", folders)
+    if path is not None and isinstance(error, ConfigCompositionException):
+        return _line_of_file(path, group, override, cause, keys)
     if isinstance(cause, GrammarParseError):
         return f"{override}: ${{ begins a reference and needs a }} to close it; write \\${{ for the characters ${{"
     key, got, is_inner = _innermost(override, cause) or (key, got, False)
@@ -199,11 +200,11 @@ def _line(override: str | None, error: Exception, keys: list[str], folders: Sequ
         is_own = key.startswith((f"{CALLBACKS}.", "optimizer.groups."))  # whose names are the user's
         meant = "" if is_own else we_call_it(key, got) or did_you_mean(key, keys)
         return f"{key}: there is no such setting{_callback_hint(key, keys, folders) or meant or adding}"
-    if "An item is already at" in str(error) or "Multiple values for" in str(error):
+    if override.startswith("+") and not override.startswith("++"):
         return f"{override}: {key} has a value already; leave out the +"
     if override.startswith("~") and key in keys:
-        if key.startswith(tuple(f"{group}." for group in OPEN_GROUPS)) and "does not exist" in str(error):
-            group = key.partition(".")[0]
+        group, _, name = key.partition(".")
+        if group in OPEN_GROUPS and name:
             return (
                 f"{override}: is null, and Hydra can only leave out a setting with a value; {without_arguments(group)}"
             )
@@ -255,17 +256,17 @@ def _callback_hint(key: str, keys: list[str], folders: Sequence[Path]) -> str:
     return f"; {group}={name} brings that callback" if group else ""
 
 
-def _line_of_file(name: str, override: str | None, cause: Exception, keys: list[str], folders: Sequence[Path]) -> str:
+def _line_of_file(path: Path, group: str, override: str, cause: Exception, keys: list[str]) -> str:
     """The problem of a chosen yaml, with its line."""
-    key, path = str(getattr(cause, "full_key", "")), find_yaml(name, folders)
-    place = None if path is None else place_of(key, path)
-    where = place or override or path or name
-    if path is not None and not isinstance(_read(path), yaml.MappingNode | None):  # something else than `key: value`
+    key = str(getattr(cause, "full_key", "") or "")
+    place = place_of(key, path)
+    where = place or override
+    if not isinstance(_read(path), yaml.MappingNode | None):  # something else than `key: value`
         return f"{path}, line 1: there must be settings, such as `train:` and below it `max_steps: 3`"
-    if path is not None and place is None and key == name.partition("/")[0]:
+    if place is None and key == group:
         return f"{path}: its settings go to {key}, which does not exist; its first line must be `# @package _global_`"
     if not key:
-        return f"{path or where}: {first_paragraph(cause).lstrip(': ')}"
+        return f"{path}: {first_paragraph(cause).lstrip(': ')}"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         return f"{where}: {key}: there is no such setting{we_call_it(key) or did_you_mean(key, keys)}"
     return f"{where}: {must_be(key, place.value) if place and place.value else f'{key}: {first_paragraph(cause)}'}"

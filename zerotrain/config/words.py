@@ -5,22 +5,28 @@ comm, sharding and the engine know the arguments of `zerotrain.build_engine`, an
 `zero.units`, are the same for both.
 """
 
-import ast
 import difflib
+import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
 
-from zerotrain.errors import ConfigError, ZeroTrainError
+from zerotrain.errors import naming_settings
 
 SETTINGS = {
     "compile": "model.compile",
     "activation_checkpointing": "model.activation_checkpointing",
     "max_grad_norm": "train.max_grad_norm",
+    "build_engine(max_grad_norm)": "train.max_grad_norm",
     "max_skipped_steps": "train.max_skipped_steps",
     "virtual_ranks": "train.virtual_ranks",
     "param_groups": "optimizer.groups",
@@ -36,20 +42,12 @@ PHRASES = {
     "zerotrain.MuonWithAdamW(...)": "optimizer=muon",
     "(max_skipped_steps)": "(train.on_nonfinite=skip, train.max_skipped_steps)",
     "the optimizer's lr": "optimizer.lr",
-    "strict=False": "checkpoint.strict=false",
+    "strict": "checkpoint.strict",
     "set `whole_tensor = True` in its class": "choose optimizer.whole_tensor=true",
     "its class says `whole_tensor = True`": "optimizer.whole_tensor=true",
-    "torchrun --nproc-per-node=": "launch.nproc_per_node=",
+    "torchrun --nproc-per-node": "launch.nproc_per_node",
 }
 """Phrases with other words in the config."""
-
-_LITERAL = r"""True|False|None|"[^"]*"|'[^']*'|\[[^\]]*\]"""
-_CALL = re.compile(rf"(?:zerotrain\.)?\b(\w+(?:\.\w+)?)\((\w+)=({_LITERAL}|\.\.\.)\)")
-"""Such as MuonWithAdamW(matrices='auto'), or MuonWithAdamW(matrices=...) where the value does not matter."""
-_NAMES = "|".join(name for name in SETTINGS if "_" in name and "(" not in name)
-# The English words "compile" and "precision" are arguments only before a value.
-_ARGUMENT = re.compile(rf"(?<![\w.])({_NAMES}|compile(?==)|precision(?==)|zero\.\w+)\b(?:=({_LITERAL}))?")
-"""Such as max_grad_norm, compile=True or zero.overlap=False."""
 
 
 def word(value: Any) -> str:
@@ -61,40 +59,13 @@ def word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def in_words_of_config(text: str) -> str:
-    """A message of comm, sharding or the engine, in words of the config."""
-    for phrase, replacement in PHRASES.items():
-        text = text.replace(phrase, replacement)
-    text = _CALL.sub(lambda call: _setting_text(f"{call[1]}({call[2]})", call[3], call[0]), text)
-    return _ARGUMENT.sub(lambda argument: _setting_text(argument[1], argument[2], argument[0]), text)
-
-
-@contextmanager
-def words_of_config() -> Iterator[None]:
-    """Errors that zerotrain raises on purpose in here speak of the config; they stay the same exceptions, with their
-    causes."""
-    try:
-        yield
-    except ZeroTrainError as error:
-        error.args = tuple(in_words_of_config(str(part)) for part in error.args)
-        if isinstance(error, ConfigError):
-            error.problems = tuple(in_words_of_config(problem) for problem in error.problems)
-        raise
-
-
-def _setting_text(argument: str, literal: str | None, text: str) -> str:
-    """The setting that `argument` is, with its value on the command line: without quotes, and in a list without blanks,
-    at which a shell would part it. `text` as it was where there is no such setting."""
-    setting = argument if argument.startswith(("zero.", "precision")) else SETTINGS.get(argument)
-    if setting is None:
-        return text
-    if literal is None or literal == "...":
-        return setting
-    try:
-        value = ast.literal_eval(literal)
-    except (SyntaxError, ValueError):
-        return f"{setting}={literal}"
-    return f"{setting}=[{','.join(map(str, value))}]" if isinstance(value, list) else f"{setting}={word(value)}"
+def words_of_config() -> AbstractContextManager[None]:
+    """In here messages speak of the config."""
+    # A list without blanks: a shell would part it there.
+    return naming_settings(
+        SETTINGS | PHRASES,
+        lambda value: f"[{','.join(map(str, value))}]" if isinstance(value, list) else word(value),
+    )
 
 
 # References among values, such as ${data.vocab_size}: a line for each broken one.
@@ -131,18 +102,21 @@ def walk_values(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def interpolation_line(key: str, got: Any, error: Exception) -> str:
     """The problem of an interpolated value, and its remedy."""
-    message = str(error)
-    if variable := re.search(r"Environment variable '(.+?)' not found", message):
-        default = f"${{oc.env:{variable[1]},...}}"
-        return f"{key}: got {got}; the environment variable {variable[1]} is not set; set it, or use {default}"
-    if missing := re.search(r"Interpolation key '(.+?)' not found", message):
+    references = re.findall(r"\$\{([^${}]+)\}", str(got))
+    names = [reference for reference in references if ":" not in reference]
+    for reference in references:
+        resolver, _, variable = reference.partition(":")
+        if resolver == "oc.env" and "," not in variable and variable not in os.environ:
+            default = f"${{oc.env:{variable},...}}"
+            return f"{key}: got {got}; the environment variable {variable} is not set; set it, or use {default}"
+        if resolver != reference and isinstance(error, UnsupportedInterpolationType):
+            return f"{key}: got {got}; there is no resolver {resolver}; give {key}=...; write \\$ for the character $"
+    if isinstance(error, InterpolationKeyError):
         or_null = f", or {key}=null, which takes the number from the data" if key == "model.vocab_size" else ""
-        return f"{key}: got {got}; there is no {missing[1]}; give {key}=...{or_null}"
-    if resolver := re.search(r"Unsupported interpolation type (\S+)", message):
-        return f"{key}: got {got}; there is no resolver {resolver[1]}; give {key}=...; write \\$ for the character $"
-    if "Recursive interpolation" in message:
+        return f"{key}: got {got}; there is no {' or '.join(names)}; give {key}=...{or_null}"
+    if type(error) is InterpolationResolutionError and names == references:
         return f"{key}: got {got}, which leads back to itself; give {key}=..."
-    line = message.strip().split("\n")[0].rstrip(".")
+    line = str(error).strip().split("\n")[0].rstrip(".")
     return f"{key}: got {got}; {line}; give {key}=..."
 
 

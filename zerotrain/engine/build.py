@@ -16,7 +16,7 @@ from zerotrain.engine.buckets.update import BucketUpdate, update_range
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.groups.hyperparameters import shown_groups
 from zerotrain.engine.groups.param_groups import ParamGroups
-from zerotrain.engine.model.checks import require_trainable
+from zerotrain.engine.model.checks import model_error, require_trainable
 from zerotrain.engine.model.deferred import InitialValues
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.live_unit import LiveUnit
@@ -24,7 +24,6 @@ from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.fill import GivenUpMemory, Source, fill, fill_state
 from zerotrain.engine.state.from_buckets import OtherBuckets, described_state
 from zerotrain.engine.state.together import wait_for_others
-from zerotrain.errors import ConfigError
 from zerotrain.sharding.bucketing import BucketSpec, cut_buckets
 from zerotrain.sharding.layout import BucketLayout, FlatBuffer, assign_owners
 from zerotrain.sharding.units import WalkedModel
@@ -224,7 +223,7 @@ def share_unmanaged(walked: WalkedModel, collectives: Collectives) -> None:
     tensors = walked.unmanaged
     for name, tensor in tensors.items():
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-            raise ConfigError(
+            raise model_error(
                 f"{name} is {tensor.dtype} and requires a gradient, which no bucket holds: make it two real "
                 "parameters (torch.view_as_real), or freeze it with requires_grad_(False)"
             )

@@ -3,7 +3,7 @@
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +12,13 @@ import torch
 from torch import nn
 
 from zerotrain.checkpoint.manifest import read_manifest
-from zerotrain.engine.model.forward import makes_memory, outside_graphs
+from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.world import World
+from zerotrain.device.kinds import device_of
+from zerotrain.engine.groups.optimizers import OptimizerFactory
+from zerotrain.engine.model.deferred import InitialValues, deferred_init
+from zerotrain.engine.model.forward import makes_memory, outside_graphs, replace_forwards
 from zerotrain.engine.optimizer_step import written_to
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.results import LoadedWeights, StageSwitch
@@ -24,10 +30,11 @@ from zerotrain.engine.state.from_checkpoint import added_groups, places_in, requ
 from zerotrain.engine.state.from_weights import StateDict, checked_weights
 from zerotrain.engine.state.named import full_state_dict, weights_sha256
 from zerotrain.engine.state.save import SaveArguments, SaveUnderWay, facts_of, prepare
-from zerotrain.engine.state.together import agreed
+from zerotrain.engine.state.together import agreed, failing_together
 from zerotrain.engine.step import Steps
 from zerotrain.engine.usage import Usage
 from zerotrain.errors import CommError, ConfigError, EngineStateError
+from zerotrain.settings import EngineConfig
 from zerotrain.sharding.plan import Plan
 
 
@@ -445,3 +452,46 @@ def take_up(engine: ZeroEngine, path: str | os.PathLike[str]) -> tuple[Any, str 
         engine.loss_scaler.load_state_dict(saved["loss_scaler"])
     has_unkept = engine.held.average is None and manifest.num_average_updates > 0
     return saved["extra"], f"{folder} holds an average of weights, which is dropped" if has_unkept else None
+
+
+@makes_memory
+def assemble_engine(
+    model: nn.Module | Callable[[], nn.Module],
+    given: EngineConfig,
+    *,
+    optimizer: OptimizerFactory,
+    world: World,
+    decay_all: bool = True,
+    param_groups: Sequence[dict[str, Any]] | None = None,
+    compile: bool = False,
+    activation_checkpointing: bool = False,
+) -> ZeroEngine:
+    """`zerotrain.build_engine` for one who has checked the values.
+
+    Raises:
+        ConfigError: the model or optimizer cannot be trained so.
+    """
+    options = EngineOptions.resolve(given, world)
+    collectives = Collectives(world, ledger=Ledger(), ordered=options.ordered, overlap=options.zero.overlap)
+    with failing_together(collectives, doing="building the engine", outcome="no rank has one"):
+        initial = InitialValues()
+        if not isinstance(model, nn.Module):
+            with world.device:  # where parameters are sharded, built without their memory
+                model, initial = deferred_init(model) if options.plan.shards_parameters else (model(), initial)
+        replace_forwards(
+            model,
+            units=options.zero.unit_patterns,
+            compile=compile,
+            activation_checkpointing=activation_checkpointing,
+            holds_values=device_of(world.device).holds_values,
+        )
+        held = ShardedModel(
+            model,
+            optimizer=optimizer,
+            collectives=collectives,
+            options=options,
+            decay_all=decay_all,
+            param_groups=param_groups,
+            initial=initial,
+        )
+    return ZeroEngine(held)

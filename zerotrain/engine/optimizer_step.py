@@ -23,7 +23,7 @@ from zerotrain.engine.results import StepResult
 from zerotrain.engine.schedule.gathers import Gathers
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.named import GRADIENT, pieces
-from zerotrain.errors import EngineStateError
+from zerotrain.errors import EngineStateError, argument
 
 # The update that a GPU is told before the host knows whether the step is skipped.
 #
@@ -239,17 +239,18 @@ class OptimizerStep:
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
         if not skipped:
             return None
+        rate = argument("the optimizer's lr")
         if self._loss_scaler is not None and self._loss_scaler.is_exhausted:
             return (
-                "the gradient overflows fp16 even at a loss scale of 1; use precision='bf16' or lower the "
-                "optimizer's lr"
+                f"the gradient overflows fp16 even at a loss scale of 1; use {argument('precision', 'bf16')} or lower "
+                f"{rate}"
             )
         if self.num_skipped_in_a_row < self._max_skipped_steps:
             return None
         in_a_row = "" if self._max_skipped_steps == 1 else f" in {self.num_skipped_in_a_row} steps in a row"
         return (
-            f"the gradient was not finite{in_a_row}; lower the optimizer's lr, look at the data, or let more steps "
-            "be skipped (max_skipped_steps)"
+            f"the gradient was not finite{in_a_row}; lower {rate}, look at the data, or let "
+            f"more steps be skipped {argument('(max_skipped_steps)')}"
         )
 
     def _norm_of_all(

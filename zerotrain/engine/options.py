@@ -8,7 +8,7 @@ from typing import Any
 from zerotrain.comm.world import World
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.model.precision import LossScaler, Precision, precision_named
-from zerotrain.errors import ConfigError
+from zerotrain.errors import ConfigError, argument
 from zerotrain.settings import AUTO, EngineConfig, OffloadConfig, ZeroConfig, problems_in
 from zerotrain.sharding.plan import STAGES, Plan
 from zerotrain.sharding.units import ManagedParameter, Unit
@@ -106,14 +106,14 @@ class EngineOptions:
         return LossScaler(initial_scale=numerics.initial_scale, growth_interval=numerics.growth_interval)
 
     def settings(self) -> dict[str, object]:
-        """The settings that must be equal on all ranks: all, by their names in `zerotrain.build_engine`."""
+        """The settings that must be equal on all ranks: all, by the names that the reader of a message knows."""
         placements = ", ".join(f"{field.name} {getattr(self.plan, field.name).value}" for field in fields(self.plan))
         # As decided: auto is another reduction on a CPU than on a GPU.
         decided = {
             "zero.stage": f"{self.zero.stage}: {placements}",
             "zero.reduction": "ordered" if self.ordered else self.zero.reduction.replace("auto", "native"),
         }
-        return dotted(asdict(self.config)) | decided
+        return {argument(name): value for name, value in (dotted(asdict(self.config)) | decided).items()}
 
 
 def leaves_per_rank(virtual_ranks: int | None, num_ranks: int, accumulate: str) -> int:
@@ -128,14 +128,15 @@ def leaves_per_rank(virtual_ranks: int | None, num_ranks: int, accumulate: str) 
         while numbers[0] % 2 == 0 and numbers[0] > 0:
             numbers.insert(0, numbers[0] // 2)
         raise ConfigError(
-            f"virtual_ranks={virtual_ranks}: {num_ranks} ranks cannot share them evenly, "
+            f"{argument('virtual_ranks', virtual_ranks)}: {num_ranks} ranks cannot share them evenly, "
             f"{', '.join(map(str, numbers))} can; it must "
             f"be the number of ranks times a power of two, such as {num_ranks} or {2 * num_ranks}"
         )
     if leaves > 1 and accumulate == "reduced":
         raise ConfigError(
-            f"zero.accumulate='reduced' adds micro-batches up over ranks, and with virtual_ranks={virtual_ranks} each "
-            f"rank adds up {leaves} virtual ranks first; take zero.accumulate='local', or as many ranks"
+            f"{argument('zero.accumulate', 'reduced')} adds micro-batches up over ranks, and with "
+            f"{argument('virtual_ranks', virtual_ranks)} each rank adds up {leaves} virtual ranks first; take "
+            f"{argument('zero.accumulate', 'local')}, or as many ranks"
         )
     return leaves
 

@@ -186,7 +186,7 @@ class ShardedModel:
             param_groups,
             decay_all=decay_all,
             device=world.device,
-            warns=world.rank == 0,
+            warns=world.rank == 0 and device_of(world.device).holds_values,
         )
         self.pools = ScratchPools(world.device, self.collectives.zeros)
         self.homes = Homes(options.offload, world, options.zero.prefetch)

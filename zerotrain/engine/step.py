@@ -14,13 +14,13 @@ from zerotrain.device.device import lies_on_host
 from zerotrain.engine.agreement import StepStamps
 from zerotrain.engine.buckets.life import Backward, Phase
 from zerotrain.engine.model.forward import makes_memory, outside_graphs
-from zerotrain.engine.model.live_parameter import LEFT_ITS_UNIT, reads_freed_memory
+from zerotrain.engine.model.live_parameter import left_its_unit, reads_freed_memory
 from zerotrain.engine.model.precision import LossScaler, WideArguments, require_one_dtype
 from zerotrain.engine.optimizer_step import OptimizerStep
 from zerotrain.engine.results import StepResult, TrainStepResult
 from zerotrain.engine.schedule.hooks import require_graph
 from zerotrain.engine.sharded_model import ShardedModel
-from zerotrain.errors import CommError, ConfigError, EngineStateError, TrainingError
+from zerotrain.errors import CommError, ConfigError, EngineStateError, TrainingError, argument
 
 # The micro-batches of one virtual rank. See [Note: leaves] in `buckets/gradient.py`.
 
@@ -381,7 +381,7 @@ class Steps:
                 with suppress(Exception):  # of what is under way: the first cause is what the user reads
                     self.zero_grad()
             if reads_freed_memory(error):
-                raise EngineStateError(LEFT_ITS_UNIT.format("its unit")) from error
+                raise EngineStateError(left_its_unit("its unit")) from error
             raise
 
     @contextmanager
@@ -553,7 +553,7 @@ class Steps:
             warnings.warn(
                 f"a floating-point argument of the model has values that {self.held.precision.name} does not reach, "
                 "and became inf where it met 16-bit weights; scale it, keep the module that reads it in "
-                "precision.keep_fp32, or use precision='bf16'",
+                f"precision.keep_fp32, or use {argument('precision', 'bf16')}",
                 RuntimeWarning,
                 stacklevel=2,
             )

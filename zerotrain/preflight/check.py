@@ -7,8 +7,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -22,26 +23,31 @@ from zerotrain.config.checks import HYDRA_KEYS
 from zerotrain.config.checks import SETS as SETS_OF
 from zerotrain.config.compose import first_paragraph
 from zerotrain.config.schema import Config, SweepConfig
-from zerotrain.config.words import in_words_of_config, word, words_of_config
+from zerotrain.config.words import word, words_of_config
 from zerotrain.data import fetch
 from zerotrain.data.items import first_batches, require_next_tokens, require_taken
 from zerotrain.device.kinds import device_of
-from zerotrain.engine.buckets.home import NOT_ON_HOST
-from zerotrain.engine.groups.optimizers import SAMPLE_SHAPE, build_optimizer, needing_whole
-from zerotrain.engine.groups.probe import probe
-from zerotrain.engine.model.checks import require_own_memory, require_plain, require_trainable
-from zerotrain.engine.model.forward import replace_forwards, require_units
-from zerotrain.engine.model.precision import dtypes_of, precision_named
+from zerotrain.engine import ZeroEngine
 from zerotrain.engine.options import leaves_per_rank
 from zerotrain.engine.state.from_checkpoint import model_misfits
 from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.engine.step import call_model, is_loss, require_loss
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import MAX_INT, Natural, is_kind, printable
-from zerotrain.preflight.room import Ranks, Room, refusing_too_large, require_memory, require_room, require_rows
+from zerotrain.preflight.rehearsal import Links, Rehearsal, Rehearsals
+from zerotrain.preflight.room import (
+    SMALLER_BATCH,
+    SMALLER_MODEL,
+    Ranks,
+    Room,
+    refusing_too_large,
+    require_disk,
+    require_folder,
+    require_rows,
+)
 from zerotrain.run import factory
 from zerotrain.settings import problems_in
-from zerotrain.sharding.units import cut_units, model_parameters, walk
+from zerotrain.sharding.units import model_parameters
 from zerotrain.training import Callback
 from zerotrain.training.callbacks.checkpoints import OF_TRAINER
 from zerotrain.training.callbacks.early_stopping import EarlyStopping
@@ -61,6 +67,10 @@ NUM_TRIED = 8
 MOST_NUMEL, MOST_PRODUCTS, MOST_S = 2**25, 10**11, 0.2
 """Parameters of a model whose loss is tried at most, products of these with elements of a row, and seconds of a core in
 which it is to have computed the loss of all rows once."""
+LARGE_NUMEL = 2**20
+"""Elements of a micro-batch from which on a step is rehearsed."""
+SURE = 0.8
+"""A run is refused if so much of its rehearsed step has no room: a rehearsal has at most a fifth of bytes too many."""
 TOLERANCE = 1e-5
 """By this part of the largest loss tried another may differ from what it should be: sums in fp32 round by a tenth."""
 
@@ -387,6 +397,26 @@ def require_fit(model: nn.Module, data: Any, batches: Mapping[str, Sequence[Any]
             require_next_tokens(set_batches, name, model=kind, vocab_size=getattr(model, "vocab_size", None))
 
 
+def require_weights_fit(model: nn.Module, config: Config, goes_on_from: Manifest | None) -> None:
+    """Check that the weights that a run begins with fit its model, as far as names and shapes tell.
+
+    Args:
+        model: without memory.
+        goes_on_from: of the checkpoint that is tried first.
+
+    Raises:
+        ConfigError: with a line for each kind of misfit.
+    """
+    checkpoint = config.checkpoint
+    setting, lines = "checkpoint.resume", list[str]()
+    if goes_on_from is not None:
+        lines = model_misfits(goes_on_from, model_parameters(model))
+    elif checkpoint.init_from is not None and checkpoint.strict:
+        setting, lines = "checkpoint.init_from", weight_misfits(checkpoint.init_from, model)
+    if lines:
+        raise ConfigError(*(f"{setting}: {line}" for line in lines))
+
+
 def require_prompts(data: Any, config: Config) -> None:
     """Check that the data can encode what samples of text are to begin with."""
     prompts = config.train.sample_prompts
@@ -475,6 +505,45 @@ def _num_sequences(config: Config, train: Sized) -> Fraction | None:
 # A config, tried as far as one process can before any rank starts.
 
 
+class ConfigTrial:
+    """Tries parts of a config one after the other, and notes what is wrong with each."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.problems: list[str] = []
+
+    def __call__(self, group: str, attempted: Callable[[Config], Any]) -> Any:
+        """The result of a call with the config; None after a problem.
+
+        Args:
+            group: of settings that an error is about which names none.
+        """
+        values = getattr(self._config, group)
+        try:
+            with words_of_config():
+                return attempted(self._config)
+        except ConfigError as error:
+            prefix = f"{error.about}: " if error.about else ""
+            self.problems += [prefix + problem for problem in error.problems]
+        except fetch.RowError as error:
+            # The error of the user's class or function, and its place in the user's code.
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            if _lacks_memory(cause):
+                self.problems.append(_too_large("data", cause))
+            else:
+                *_, frame = traceback.extract_tb(cause.__traceback__)
+                self.problems.append(f"{str(error).splitlines()[0]} ({frame.filename}, line {frame.lineno})")
+        except (ValueError, TypeError, LookupError, OSError) as error:
+            self.problems.append(factory.in_group(group, error, values))
+        except (MemoryError, RuntimeError) as error:
+            if not _lacks_memory(error):
+                raise
+            self.problems.append(_too_large(group, error))
+        except SystemExit as ending:
+            self.problems.append(factory.ended_in(group, ending, values))
+        return None
+
+
 def check(
     config: Config,
     num_local_ranks: int = 1,
@@ -483,7 +552,7 @@ def check(
     run_dir: Path | None = None,
     like: Mapping[str, Any] | None = None,
 ) -> fetch.Fingerprint:
-    """Build what can be built without ranks: the model without memory, the dataset, the optimizer of one element.
+    """Build what can be built without ranks: the dataset, the model without memory, and the run's engine around it.
 
     Called once, before any rank starts; it also fills the dataset's cache, where the ranks find it.
 
@@ -501,36 +570,10 @@ def check(
     Raises:
         ConfigError: with every problem found.
     """
-    problems: list[str] = []
-
-    def attempt(group: str, attempted: Callable[[Config], Any]) -> Any:
-        """The result of `attempted`; None after a problem."""
-        try:
-            with words_of_config():
-                return attempted(config)
-        except ConfigError as error:
-            problems.extend(error.problems)
-        except fetch.RowError as error:
-            # The error of the user's class or function, and its place in the user's code.
-            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            if _lacks_memory(cause):
-                problems.append(_too_large("data", cause))
-            else:
-                *_, frame = traceback.extract_tb(cause.__traceback__)
-                problems.append(f"{str(error).splitlines()[0]} ({frame.filename}, line {frame.lineno})")
-        except (ValueError, TypeError, LookupError, OSError) as error:
-            problems.append(factory.in_group(group, error, getattr(config, group)))
-        except (MemoryError, RuntimeError) as error:
-            if not _lacks_memory(error):
-                raise
-            problems.append(_too_large(group, error))
-        except SystemExit as ending:
-            problems.append(factory.ended_in(group, ending, getattr(config, group)))
-
+    attempt, ranks = ConfigTrial(config), Ranks(num_ranks, num_local_ranks)
     device = attempt("launch", lambda config: choose_device(config.launch.device, num_local_ranks - 1))
     attempt("train", lambda config: leaves_per_rank(config.train.virtual_ranks, num_ranks, config.zero.accumulate))
     data = attempt("data", dataset_of)
-    ranks = Ranks(num_ranks, num_local_ranks)
     # A plan tells itself what does not fit.
     room = Room(math.inf, math.inf) if config.plan.only else Room.of_machine(device, num_local_ranks)
     if config.model.get("vocab_size", 0) is None and isinstance(size := getattr(data, "vocab_size", None), int):
@@ -545,41 +588,114 @@ def check(
         batches = attempt("data", lambda config: first_batches_of(data, sets, config, ranks, room))
     if batches is not None:
         fingerprint = attempt("data", lambda config: fetch.fingerprint_of(data, config.seed, sets, like))
-    frozen = None if model is None else attempt("model", lambda config: _try_model(model, config))
-    if model is not None and frozen is not None:
-        if goes_on_from is not None:
-            lines = model_misfits(goes_on_from, model_parameters(model))
-            problems += [f"checkpoint.resume: {line}" for line in lines]
-        elif config.checkpoint.init_from is not None and config.checkpoint.strict:
-            lines = weight_misfits(config.checkpoint.init_from, model)
-            problems += [f"checkpoint.init_from: {in_words_of_config(line)}" for line in lines]
-        if batches is not None:
-            attempt("data", lambda _: require_fit(model, data, batches))
-            if not problems and not config.plan.only:
-                attempt("train", lambda config: require_loss_over(model, data, batches["data.train"][0], config))
+    frozen = None if model is None else attempt("model", lambda config: factory.freeze(config, model))
+    if model is not None:
+        attempt("checkpoint", lambda config: require_weights_fit(model, config, goes_on_from))
+        attempt("optimizer", lambda config: factory.require_groups(config, model_parameters(model)))
+    if model is not None and batches is not None:
+        attempt("data", lambda _: require_fit(model, data, batches))
     if batches is not None:
         attempt("train", lambda config: require_enough(data, config))
         attempt("train", lambda config: require_prompts(data, config))
         attempt("train", lambda config: take_max_steps(config, data, num_ranks, goes_on_from))
         attempt("train", lambda config: factory.require_rhythms(config, data.train, num_ranks))
         attempt("model", lambda config: factory.frozen_steps(config, frozen or {}, data.train, num_ranks))
-    num_problems = len(problems)
-    trying = _naming_the_argument("optimizer", lambda config: _try_optimizer(model, config, device))
-    if (maker := attempt("optimizer", trying)) is not None and model is not None and frozen is not None:
-        attempt("optimizer", lambda config: factory.require_groups(config, walk(model), maker, device, goes_on_from))
-    sized = model if len(problems) == num_problems and not config.plan.only else None
-    attempt("offload", lambda config: require_room(config, sized, run_dir, ranks))
-    if sized is not None and batches is not None and not problems:
-        stages_by_step, step = stages_from(goes_on_from, config.zero.stages)
-        max_steps, row = config.train.max_steps or 0, batches["data.train"][0]
-        later = [stage for start, stage in stages_by_step.items() if step < start < max_steps]
-        stages = dict.fromkeys([stage_at(stages_by_step, step), *later])
-        attempt("model", lambda config: require_memory(config, sized, maker, row, ranks, room, stages))
+    attempt("offload", lambda config: require_folder(config, run_dir))
     attempt("scheduler", _naming_the_argument("scheduler", factory.try_schedule))
     attempt("callbacks", lambda config: require_callbacks_fit(data, sets or {}, config, model, batches))
-    if problems:
-        raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
+    row = None if batches is None else batches["data.train"][0]
+    start = Start(ranks, device, room, run_dir, goes_on_from)
+    _rehearse(attempt, config, None if frozen is None else model, row, start)
+    if model is not None and frozen is not None and row is not None and not attempt.problems and not config.plan.only:
+        attempt("train", lambda config: require_loss_over(model, data, row, config))
+    if attempt.problems:
+        raise ConfigError(*dict.fromkeys(attempt.problems))  # several parts may stumble over one pattern
     return fingerprint or {}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts, and from what."""
+
+    ranks: Ranks
+    device: torch.device | None
+    """Of the ranks; None: there is none."""
+    room: Room
+    run_dir: Path | None
+    goes_on_from: Manifest | None
+
+
+def _rehearse(attempt: ConfigTrial, config: Config, model: nn.Module | None, row: Any, start: Start) -> None:
+    """Build the run's engine without memory, which says what it cannot train, and look whether it has room.
+
+    Args:
+        model: without memory, frozen in part; None: there is none.
+        row: a batch of one; None: there is none.
+    """
+    ranks, device, run_dir, goes_on_from = start.ranks, start.device, start.run_dir, start.goes_on_from
+    on_host = device is None or device_of(device).is_host
+    tried_on = device if on_host else None  # on a GPU the ranks try it: this process leaves none of its memory there
+
+    def try_optimizer(device: torch.device | None) -> Any:
+        trying = _naming_the_argument("optimizer", lambda config: factory.try_optimizer(config, device))
+        return attempt("optimizer", trying)
+
+    maker = try_optimizer(None)
+    if model is None or any(map(problems_in, (config.zero, config.precision, config.offload, config.train))):
+        try_optimizer(tried_on)
+        return
+    rehearsals = Rehearsals.of_run(config, Links.of_run(config, ranks.num_ranks, on_host=on_host), row, maker, run_dir)
+    stages_by_step, step = stages_from(goes_on_from, config.zero.stages)
+    later = [stage for start, stage in stages_by_step.items() if step < start < (config.train.max_steps or 0)]
+
+    def rehearse(stage: int, model: nn.Module | None, config: Config) -> ZeroEngine | None:
+        try:
+            with rehearsals.at(stage, model) as rehearsal:
+                at_rest: dict[str, int] = {}
+                with suppress(Exception):  # of an optimizer that works on GPUs alone, or nowhere, as its probe says
+                    at_rest = rehearsal.at_rest_nbytes()
+                if at_rest and not attempt.problems and not config.plan.only:
+                    require_disk(config, run_dir, at_rest["disk"], ranks)
+                    require_memory(rehearsal, at_rest, config, row, ranks, start.room)
+                return rehearsal.engine
+        except RuntimeError as error:
+            if _lacks_memory(error):
+                raise
+            return None  # it computes with values while it is built, and the ranks find out
+
+    engine = attempt("model", partial(rehearse, stage_at(stages_by_step, step), model))
+    if engine is None:
+        try_optimizer(tried_on)
+        return
+    if maker is not None:
+        attempt("optimizer", lambda _: factory.require_optimizer(engine, tried_on, goes_on_from))
+    for stage in dict.fromkeys(later) if not attempt.problems and not config.plan.only else ():
+        attempt("model", partial(rehearse, stage, None))
+
+
+def require_memory(
+    rehearsal: Rehearsal, at_rest: Mapping[str, int], config: Config, row: Any, ranks: Ranks, room: Room
+) -> None:
+    """Make sure that there is memory for what each rank of this machine keeps at once: of large micro-batches in a
+    step, too.
+
+    Args:
+        at_rest: bytes by place, see `Rehearsal.at_rest_nbytes`.
+        row: a batch of one; None: there is none.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    engine, num_rows = rehearsal.engine, config.train.micro_batch_size
+    subject = f"weights, gradients and optimizer state at stage {engine.options.zero.stage}"
+    room.require("model", room.split(at_rest["device"], at_rest["cpu"]), ranks.num_local, subject, SMALLER_MODEL)
+    tensors = [] if row is None else list(fetch.tensors_in(row))
+    is_large = sum(tensor.numel() for tensor in tensors) * num_rows >= LARGE_NUMEL
+    if is_large and all(tensor.shape[:1] == (1,) for tensor in tensors):
+        plan = rehearsal.plan()
+        nbytes = room.split(SURE * (plan.peak or 0), SURE * plan.host)
+        subject = f"a step with micro-batches of {num_rows} rows"
+        room.require("train.micro_batch_size", nbytes, ranks.num_local, subject, SMALLER_BATCH)
 
 
 def prepare_data(config: Config) -> None:
@@ -623,53 +739,5 @@ def _too_large(group: str, error: Exception) -> str:
 def _require_module(config: Config) -> nn.Module | None:
     model = factory.build_on_meta(config)
     if model is not None:
-        _require_kind("model", config.model, model, nn.Module, "torch.nn.Module")
+        factory.require_kind("model", config.model, model, nn.Module)
     return model
-
-
-def _require_kind(group: str, values: dict[str, Any], instance: object, kind: type, called: str) -> None:
-    if not isinstance(instance, kind):
-        path, got = values.get("_target_"), type(instance).__name__
-        raise ConfigError(f"{group}._target_: got {path}, which makes a {got}; it must make a {called}")
-
-
-def _try_model(model: nn.Module, config: Config) -> dict[str, Any]:
-    """Look whether the switches and the patterns of the config can be followed in a model without memory. Returns what
-    `freeze` does."""
-    frozen = factory.freeze(config, model)
-    walked = walk(model)
-    try:
-        require_plain(walked)
-        require_own_memory(walked)
-    except ConfigError as error:
-        raise ConfigError(*(f"model: {problem}" for problem in error.problems)) from error
-    require_trainable(model, trains=any(managed.parameter.requires_grad for managed in walked.managed))
-    dtypes_of(walked.managed, precision_named(config.precision.name, tuple(config.precision.keep_fp32)))
-    replace_forwards(model, units=config.zero.unit_patterns, **config.forward_switches)
-    if config.offload.activations != "device":
-        require_units(walked, config.zero.unit_patterns, f"offload.activations={config.offload.activations}")
-    return frozen
-
-
-def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device | None) -> Any:
-    """Let the optimizer choose what it needs whole of the model without memory, and build it for one tensor of each.
-    For the CPU let it make some steps; on a GPU the ranks do, since this process is to leave none of its memory there.
-
-    Returns:
-        The optimizer's factory.
-    """
-    make_optimizer = factory.build_optimizer_factory(config)
-    units = [] if model is None else cut_units(walk(model), config.zero.unit_patterns, max_numel=1)
-    with suppress(ValueError):  # which build_optimizer has a sentence for
-        optimizer = make_optimizer([{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "matrices"}])
-        _require_kind("optimizer", config.optimizer, optimizer, torch.optim.Optimizer, "torch.optim.Optimizer")
-    names = {"whole matrices"} if model is not None and needing_whole(make_optimizer, units) else set()
-    if names and config.offload.optimizer != "device" and config.offload.update == "host":
-        raise ConfigError(NOT_ON_HOST)
-    for name in names | {"matrices"} if hasattr(make_optimizer, "needs_whole") else names or {"matrices"}:
-        group = {"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}
-        optimizer = build_optimizer(make_optimizer, [group])
-        if device is not None and device_of(device).is_host:
-            settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-            probe(make_optimizer, settings, device)
-    return make_optimizer

@@ -153,10 +153,7 @@ class Planner:
         return RunPlan(stage=config.zero.stages[0], num_ranks=self.ranks.num_ranks, memory=self.memory, stages=stages)
 
     def _rehearsals(self, config: Config, num_ranks: int | None = None) -> Rehearsals:
-        reduction, on_host = config.zero.reduction, self.on_host
-        ordered = reduction in ("ordered", "fp32") or (reduction == "auto" and on_host)
-        num = self.ranks.num_ranks if num_ranks is None else num_ranks
-        links = Links(num, on_host, ordered)
+        links = Links.of_run(config, num_ranks or self.ranks.num_ranks, on_host=self.on_host)
         return Rehearsals(config, links, self._row, self._optimizer, self._footprint, self._run_dir)
 
 

@@ -1,12 +1,16 @@
-"""One step of a run at a stage, rehearsed: its own engine and model, without memory, without values, without ranks."""
+"""The engine of a run at a stage, and a step of it, rehearsed: without memory, without values, without ranks."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zerotrain.comm.collectives import MAX_RANKS_OF_EXCHANGE
 from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Reduction, ReductionSpec, Wire, Zeros
@@ -15,15 +19,14 @@ from zerotrain.comm.world import Shards, World
 from zerotrain.config.schema import Config
 from zerotrain.data.fetch import as_inputs, with_tensors
 from zerotrain.device.kinds import rehearsing
+from zerotrain.engine import OptimizerFactory, ZeroEngine, build_optimizer, updates_whole
 from zerotrain.engine.buckets.home import OPTIMIZER_WINDOWS, Homes
-from zerotrain.engine.engine import ZeroEngine
-from zerotrain.engine.groups.optimizers import OptimizerFactory, build_optimizer, updates_whole
 from zerotrain.engine.optimizer_step import update_all
 from zerotrain.engine.usage import moved_nbytes
 from zerotrain.errors import ConfigError
 from zerotrain.offload.tier import PAGE_NBYTES
-from zerotrain.preflight.unreal import OTHERS, SCRATCH, LiveMemory, Unreal, attention_of, nothing_known
-from zerotrain.run.factory import averages_in, build_engine_of, build_on_meta
+from zerotrain.preflight.unreal import MAX_KNOWN_NUMEL, OTHERS, SCRATCH, LiveMemory, Unreal, attention_of, nothing_known
+from zerotrain.run.factory import averages_in, build_engine_of, build_on_meta, freeze
 
 # The step of an optimizer, rehearsed on small tensors: the bytes it keeps and takes for an element.
 
@@ -144,6 +147,12 @@ class Links:
     on_host: bool
     ordered: bool
     """Reductions are added by one tree."""
+
+    @classmethod
+    def of_run(cls, config: Config, num_ranks: int, *, on_host: bool) -> "Links":
+        """Those of a run's ranks, which compute in the host's memory or on GPUs."""
+        reduction = config.zero.reduction
+        return cls(num_ranks, on_host, ordered=reduction in ("ordered", "fp32") or (reduction == "auto" and on_host))
 
     @property
     def posts_receives(self) -> bool:
@@ -298,37 +307,64 @@ class Rehearsals:
     config: Config
     links: Links
     row: Any
-    """A batch of one."""
+    """A batch of one; None: it is not known, and there are no steps."""
     optimizer: OptimizerFactory
     footprint: Footprint | None
     """This tells what `optimizer` keeps and takes."""
-    run_dir: Path
-    """For what is offloaded; nothing is written there."""
+    run_dir: Path | None
+    """For what is offloaded; nothing is written there. None: nothing is offloaded."""
+
+    @classmethod
+    def of_run(
+        cls, config: Config, links: Links, row: Any, optimizer: OptimizerFactory | None, run_dir: Path | None
+    ) -> "Rehearsals":
+        """Those of a run that is looked at for the first time.
+
+        Args:
+            optimizer: None: the run's cannot be made. SGD stands in for it, without the run's groups.
+        """
+        if optimizer is None:
+            config = replace(config, optimizer=config.optimizer | {"groups": None})
+            optimizer = partial(torch.optim.SGD, lr=0.1)
+        footprint = None
+        with suppress(Exception):  # of an optimizer that works on GPUs alone, or nowhere; the engine says so
+            footprint = look_at(optimizer, on_host=links.on_host)
+        return cls(config, links, row, optimizer, footprint, run_dir)
 
     def plan(self, stage: int) -> StagePlan:
-        """The plan of a stage: of the rank that holds most.
+        """The plan of a stage. Raises as `at`."""
+        with self.at(stage) as rehearsal:
+            return rehearsal.plan()
+
+    @contextmanager
+    def at(self, stage: int, model: nn.Module | None = None) -> Iterator["Rehearsal"]:
+        """In here the engine of the rank that holds most can be looked at, and can make a step.
+
+        Args:
+            model: without memory, frozen in part, which becomes the engine's; None: it is built.
 
         Raises:
             ConfigError: the model or the optimizer cannot be trained so, or the model cannot be built without memory.
         """
-        config = replace(self.config, model=self.config.model | {"compile": False})
-        rank = 0
+        rank, on_host = 0, self.links.on_host
         while True:
-            mode = Unreal()
-            on_host = self.links.on_host
-            with mode, rehearsing(on_host=on_host), attention_of(on_host=on_host):
-                engine = self._engine(config, mode, stage, rank)
+            with Unreal() as mode, rehearsing(on_host=on_host), attention_of(on_host=on_host):
+                engine = self._engine(mode, stage, rank, model)
                 if (busiest := _busiest(engine)) == rank:
-                    return _Rehearsal(mode, engine, config, self.row).plan()
-            rank = busiest
+                    yield Rehearsal(mode, engine, self.config, self.row)
+                    return
+            rank, model = busiest, None
 
-    def _engine(self, config: Config, mode: Unreal, stage: int, rank: int) -> ZeroEngine:
-        links, model = self.links, build_on_meta(config)
+    def _engine(self, mode: Unreal, stage: int, rank: int, model: nn.Module | None) -> ZeroEngine:
+        config, links = self.config, self.links
         if model is None:
-            raise ConfigError(
-                f"model._target_: got {config.model.get('_target_')}, whose constructor computes with values; a plan "
-                "builds the model without memory"
-            )
+            model = build_on_meta(config)
+            if model is None:
+                raise ConfigError(
+                    f"model._target_: got {config.model.get('_target_')}, whose constructor computes with values; a "
+                    "plan builds the model without memory"
+                )
+            freeze(config, model)
 
         def scratch(numel: int, dtype: torch.dtype) -> torch.Tensor:
             memory = torch.zeros(numel, dtype=dtype, device=_META)
@@ -365,16 +401,28 @@ def _busiest(engine: ZeroEngine) -> int:
     return own_rank if state_nbytes[own_rank] == max(state_nbytes) else state_nbytes.index(max(state_nbytes))
 
 
-class _Rehearsal:
-    """A step of an engine without memory."""
+class Rehearsal:
+    """An engine without memory, as it is at rest and in a step."""
 
     def __init__(self, mode: Unreal, engine: ZeroEngine, config: Config, row: Any) -> None:
-        self._mode, self._engine, self._config, self._row = mode, engine, config, row
+        self._mode, self.engine, self._config, self._row = mode, engine, config, row
         self._homes: Homes = engine.held.homes
 
+    def at_rest_nbytes(self) -> dict[str, int]:
+        """Bytes of weights, gradients and the optimizer's state, by the place where they lie: device, cpu and disk. As
+        the engine plans them, since some optimizers make their state in seconds without memory."""
+        held, average = self.engine.memory_bytes(), self.engine.held.average
+        placed, _ = self._placed_nbytes()
+        on_device = held["parameters"] + held["gradients"]
+        for bucket in self.engine.schedule.trained:
+            if not bucket.update.home.moves:
+                on_device += bucket.update.planned_nbytes()
+                on_device += 0 if average is None else bucket.update.master_weight.nbytes
+        return {"device": on_device, **placed}
+
     def plan(self) -> StagePlan:
-        """Make it, and look."""
-        engine, mode = self._engine, self._mode
+        """Make a step, and look."""
+        engine, mode = self.engine, self._mode
         leaves, accumulated = len(engine.virtual_ranks), self._config.train.gradient_accumulation_steps
         with nothing_known(mode, 1.0):  # update with no gradient: a step that is not the first finds state
             share = None if engine.held.average is None else 1.0
@@ -447,7 +495,7 @@ class _Rehearsal:
     def _others_nbytes(self) -> int:
         """So much more another rank may hold at once than the one that keeps most: it owns other tensors, and what it
         has offloaded begins elsewhere on a page."""
-        engine = self._engine
+        engine = self.engine
         owns = engine.plan.shards_optimizer and any(bucket.update.owners for bucket in engine.schedule.trained)
         pages = OPTIMIZER_WINDOWS if self._config.offload.optimizer != "device" and engine.world.size > 1 else 0
         return (self._mode.peak_nbytes // 100 if owns else 0) + PAGE_NBYTES * pages
@@ -471,9 +519,12 @@ def name_state(live: LiveMemory, engine: ZeroEngine) -> None:
 
 
 def _rows(row: Any, num_rows: int) -> Any:
-    """A batch of so many rows, as the model takes it, of a batch of one."""
+    """A batch of so many rows, as the model takes it, of a batch of one. Of many elements it has no values."""
 
     def repeated(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.repeat(num_rows, *[1] * (tensor.ndim - 1)) if tensor.ndim and tensor.shape[0] == 1 else tensor
+        if not tensor.ndim or tensor.shape[0] != 1:
+            return tensor
+        source = tensor.to(_META) if tensor.numel() * num_rows > MAX_KNOWN_NUMEL else tensor
+        return source.repeat(num_rows, *[1] * (tensor.ndim - 1))
 
     return as_inputs(with_tensors(row, repeated))

@@ -1,37 +1,29 @@
-"""Whether a run fits the memory of its machine, looked at before any rank starts.
+"""The memory, the disk and the files that a machine has for a run, looked at before any rank starts.
 
-Only what a run certainly keeps at once is counted, so that nothing is refused that fits: weights, gradients and
-optimizer state as its stage shares them, the rows of a step, and what the forward of a large micro-batch saves.
+Only what a run certainly keeps at once is counted, so that nothing is refused that fits: the rows of a step, and the
+bytes of its rehearsal.
 """
 
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.overrides import TorchFunctionMode
 
 from zerotrain.comm.whereabouts import files_problem
 from zerotrain.config.schema import Config
-from zerotrain.data.fetch import as_inputs, tensors_in, with_tensors
 from zerotrain.device.kinds import device_of, num_gpus
-from zerotrain.engine.groups.optimizers import SAMPLE_SHAPE, OptimizerFactory, sampled_nbytes, updates_whole
-from zerotrain.engine.model.precision import dtypes_of, precision_named
 from zerotrain.errors import ConfigError, OffloadError
 from zerotrain.offload.disk import ScratchFile, file_system_of, lies_in_memory
 from zerotrain.offload.tier import SAMPLE_NBYTES, available_nbytes, most_of_process
-from zerotrain.run.factory import averages_in, build_optimizer_factory
-from zerotrain.sharding.plan import STAGES, Plan, Volume
-from zerotrain.sharding.units import model_parameters
+from zerotrain.sharding.plan import ITEMSIZE, STAGES
 
 # The parameters of a model while its constructor still makes them.
 
@@ -84,38 +76,46 @@ class Ranks:
     num_local: int
 
 
-def require_room(config: Config, model: nn.Module | None, run_dir: Path | None, ranks: Ranks) -> None:
-    """Make sure that a disk that is offloaded to can be, and has as much free as the ranks of this machine will take.
-    Room for activations is unknown and not counted.
+def require_folder(config: Config, run_dir: Path | None) -> None:
+    """Make sure that a file can be made in the folder that a run offloads to, if it offloads to a disk.
 
     Args:
-        model: without memory; None: its size is not known, and the ranks find out.
         run_dir: the folder that a null `offload.path` stands for.
 
     Raises:
-        ConfigError: no file can be made in the folder, or the disk is too small.
+        ConfigError: none can.
     """
     offload = config.offload
     if not offload.uses_disk or (run_dir is None and offload.path is None):
         return
-    folder, base = _folders(Path(offload.path or run_dir or ""))
+    _, base = _folders(Path(offload.path or run_dir or ""))
     try:
         ScratchFile(base, "this run")
     except OffloadError as error:
         raise ConfigError(f"{error}; name another folder") from error
-    needed = 0 if model is None else _needed_nbytes(config, model, ranks)
+
+
+def require_disk(config: Config, run_dir: Path | None, placed_nbytes: int, ranks: Ranks) -> None:
+    """Make sure that the disk has as much free as the ranks of this machine place there, and a sample to measure its
+    speed by. Room for activations is unknown and not counted.
+
+    Args:
+        run_dir: as for `require_folder`.
+        placed_nbytes: of a rank.
+
+    Raises:
+        ConfigError: it is too small.
+    """
+    if not placed_nbytes or (run_dir is None and config.offload.path is None):
+        return
+    folder, base = _folders(Path(config.offload.path or run_dir or ""))
+    needed = ranks.num_local * (placed_nbytes + min(placed_nbytes, SAMPLE_NBYTES))
     free = shutil.disk_usage(base).free
     if needed > free:
         raise ConfigError(
             f"offload.path: {folder} has {free / 1e9:.3g} GB free, and this run needs {needed / 1e9:.3g} GB there; "
             "name a folder on a larger disk, or offload less (offload.keep)"
         )
-
-
-def plans_of(stages: Iterable[Any]) -> list[Plan]:
-    """Plans of those stages that exist: other stages are reported elsewhere."""
-    numbers = list(stages)
-    return [plan for stage, plan in enumerate(STAGES) if stage in numbers]
 
 
 def is_on_host(config: Config) -> bool:
@@ -155,48 +155,6 @@ def _folders(path: Path) -> tuple[Path, Path]:
     return folder, next(candidate for candidate in (folder, *folder.parents) if os.path.lexists(candidate))
 
 
-def _needed_nbytes(config: Config, model: nn.Module, ranks: Ranks) -> int:
-    """Bytes of all ranks of this machine at the stage that takes most, with those that they measure its rates by."""
-    volume, optimizer_nbytes = model_sizes(config, model, build_optimizer_factory(config), ranks)
-    needed = 0.0
-    for plan in plans_of(config.zero.stages.values()):
-        held, placed = volume.memory_nbytes(plan, optimizer_nbytes), 0.0
-        if config.offload.optimizer == "disk":
-            placed += ranks.num_local * held["optimizer"] * (1 - config.offload.keep)
-        if config.offload.parameters == "disk" and plan.shards_parameters:
-            placed += ranks.num_local * held["parameters"]
-        needed = max(needed, placed)
-    sample = min(needed, ranks.num_local * SAMPLE_NBYTES)
-    return round(needed + sample)
-
-
-def model_sizes(config: Config, model: nn.Module, factory: OptimizerFactory, ranks: Ranks) -> tuple[Volume, int]:
-    """Bytes of weights and gradients; and of the optimizer's state, with master weights that are copies and the
-    average of weights: 0 of a state that cannot be tried here, as it needs a GPU."""
-    precision = precision_named(config.precision.name, tuple(config.precision.keep_fp32))
-    held = dtypes_of(model_parameters(model), precision)
-    trained = {parameter: dtype for parameter, dtype in held.items() if parameter.requires_grad}
-    trainable, frozen = (
-        sum(
-            parameter.numel() * dtype.itemsize for parameter, dtype in held.items() if parameter.requires_grad is trains
-        )
-        for trains in (True, False)
-    )
-    per_element = 0.0
-    with suppress(Exception):
-        sampled = [sampled_nbytes(factory, is_whole=True)] if updates_whole(factory) else []
-        if hasattr(factory, "needs_whole") or not sampled:
-            sampled.append(sampled_nbytes(factory, is_whole=False))
-        per_element = min(sampled) / (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
-    copies = sum(parameter.numel() for parameter, dtype in trained.items() if dtype != precision.master)
-    if averages_in(config):
-        copies += sum(parameter.numel() for parameter in trained)
-    state = per_element * sum(parameter.numel() for parameter in trained) + copies * precision.master.itemsize
-    return Volume(trainable, frozen, ranks.num_ranks), round(state)
-
-
-LARGE_NUMEL = 2**20
-"""Elements of a micro-batch from which on its forward is tried without memory."""
 PATIENCE_S = 2.0
 """So long a model is built that has no room, to know how much it would need."""
 PLANNING_S = 60.0
@@ -227,6 +185,13 @@ class Room:
         """The memory that a rank computes in."""
         return "gpu" if self.gpu else "host"
 
+    def split(self, device_nbytes: float, host_nbytes: float) -> dict[str, float]:
+        """Bytes by memory, of those that lie where a rank computes and of those that are offloaded to the host."""
+        nbytes = dict.fromkeys(("host", self.device), 0.0)
+        nbytes[self.device] += device_nbytes
+        nbytes["host"] += host_nbytes
+        return nbytes
+
     def require(self, group: str, nbytes: Mapping[str, float], num_local: int, what: str, advice: str) -> None:
         """Make sure that there is room for a rank's bytes, by the memory that they lie in."""
         for memory, where, num in (("gpu", "its GPU has", 1), ("host", "there are", num_local)):
@@ -246,8 +211,8 @@ def _in_gb(nbytes: float) -> str:
 def refusing_too_large(config: Config, ranks: Ranks, room: Room) -> AbstractContextManager[None]:
     """Inside, a model whose weights alone have no room is refused before the last of a million layers is made, which
     would take minutes even without memory. So is one that is planned and takes minutes."""
-    itemsize = precision_named(config.precision.name).compute.itemsize
-    may_share = any(plan.shards_parameters for plan in plans_of(config.zero.stages.values()))
+    itemsize = ITEMSIZE.get(config.precision.name, min(ITEMSIZE.values()))
+    may_share = any(plan.shards_parameters for plan in STAGES if STAGES.index(plan) in config.zero.stages.values())
     num_sharing = ranks.num_ranks if may_share else 1
     patient_until_s = time.monotonic() + (PLANNING_S if config.plan.only else PATIENCE_S)
     most_numel = getattr(room, room.device) * num_sharing / itemsize
@@ -271,87 +236,3 @@ def require_rows(config: Config, row_nbytes: int, num_rows: int, ranks: Ranks, r
     num_rows = min(num_rows, config.train.micro_batch_size * config.train.gradient_accumulation_steps)
     nbytes = {"host": float(num_rows * row_nbytes)}
     room.require("data", nbytes, ranks.num_local, f"the {num_rows} rows of a step", SMALLER_BATCH)
-
-
-def require_memory(
-    config: Config,
-    model: nn.Module,
-    optimizer: OptimizerFactory,
-    row: Any,
-    ranks: Ranks,
-    room: Room,
-    stages: Iterable[int],
-) -> None:
-    """Make sure that there is memory for what each rank of this machine keeps at once.
-
-    Args:
-        model: without memory.
-        optimizer: what it is made by.
-        row: a batch of one.
-        stages: that the run is to be at.
-    """
-    volume, optimizer_nbytes = model_sizes(config, model, optimizer, ranks)
-    saved_nbytes = _saved_nbytes(config, model, row)
-    for plan in plans_of(stages):
-        held_nbytes: dict[str, float] = {**volume.memory_nbytes(plan, optimizer_nbytes)}
-        at_rest = _by_memory(config, plan, held_nbytes, room.device)
-        subject = f"weights, gradients and optimizer state at stage {STAGES.index(plan)}"
-        room.require("model", at_rest, ranks.num_local, subject, SMALLER_MODEL)
-        held_nbytes |= {"gradients": 0.0, "saved": saved_nbytes}
-        subject = f"what the forward of {config.train.micro_batch_size} rows saves, with weights and optimizer state,"
-        in_forward = _by_memory(config, plan, held_nbytes, room.device)
-        room.require("train.micro_batch_size", in_forward, ranks.num_local, subject, SMALLER_BATCH)
-
-
-def _by_memory(config: Config, plan: Plan, held_nbytes: Mapping[str, float], device: str) -> dict[str, float]:
-    """Bytes of a rank by the memory they lie in; what lies on a disk takes none."""
-    offload, by_memory = config.offload, dict.fromkeys(("host", device), 0.0)
-    tiers = {"optimizer": offload.optimizer} | ({"parameters": offload.parameters} if plan.shards_parameters else {})
-    for kind, nbytes in held_nbytes.items():
-        tier = tiers.get(kind, "device")
-        stays = 1.0 if tier == "device" else offload.keep if kind == "optimizer" else 0.0
-        by_memory[device] += nbytes * stays
-        by_memory["host"] += nbytes * (1 - stays) if tier == "cpu" else 0.0
-    return by_memory
-
-
-def _saved_nbytes(config: Config, model: nn.Module, row: Any) -> float:
-    """Bytes that the forward of a micro-batch saves for its backward, tried without memory; 0 for a small one, and if
-    they cannot be known: it computes with values, or the run moves or compiles what it saves."""
-    num_rows, shapes = config.train.micro_batch_size, [tensor.shape for tensor in tensors_in(row)]
-    numel = sum(shape.numel() for shape in shapes) * num_rows
-    moves = any(config.forward_switches.values()) or config.offload.activations != "device"
-    if moves or numel < LARGE_NUMEL or any(shape[:1] != (1,) for shape in shapes):
-        return 0.0
-    inputs = as_inputs(with_tensors(row, lambda tensor: tensor.new_empty((num_rows, *tensor.shape[1:]), device="meta")))
-    shrunk = precision_named(config.precision.name).compute.itemsize / torch.float32.itemsize
-    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    saved: dict[int, tuple[StorageWeakRef, float]] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        memory = tensor.untyped_storage()
-        if memory._cdata not in own:
-            nbytes = memory.nbytes() * (shrunk if tensor.is_floating_point() else 1)
-            saved[memory._cdata] = StorageWeakRef(memory), nbytes
-        return tensor
-
-    with (
-        suppress(Exception),
-        _WithoutAttention(),
-        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-    ):
-        _ = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)  # kept: its graph holds what is saved
-    return sum(nbytes for memory, nbytes in saved.values() if not memory.expired())
-
-
-class _WithoutAttention(TorchFunctionMode):
-    """Inside, attention gives a tensor of the right shape and saves nothing: without memory torch takes the variant
-    that saves each pair of tokens, which no device does that has another."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention and len(args) >= 3:
-            query, _, value = args[:3]
-            return query.new_empty(*query.shape[:-1], value.shape[-1])
-        return func(*args, **(kwargs or {}))

@@ -5,14 +5,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 from weakref import ref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine import ZeroEngine
 from zerotrain.offload.tier import Crossing, Tier
 
 # The bytes of all live tensors, counted operation by operation, and their kinds at the peak.
@@ -96,7 +96,7 @@ class LiveMemory(TorchDispatchMode):
                 self._note(leaf)
         return result
 
-    def __enter__(self) -> "LiveMemory":
+    def __enter__(self) -> Self:
         """Memory that is given back and comes again under the same tensor is no operation: it is heard of here."""
         self._resize = torch.UntypedStorage.resize_
 
@@ -144,6 +144,7 @@ _aten = torch.ops.aten
 _META = torch.device("meta")
 _COUNTS = {_aten.arange.default, _aten.arange.start, _aten.arange.start_step}
 _CONSTANTS = {_aten.ones.default, _aten.zeros.default, _aten.full.default, _aten.scalar_tensor.default}
+_LIKE = {_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default}
 _CHANGES_MEMORY = {
     _aten.resize_.default,
     _aten.resize_as_.default,
@@ -213,6 +214,8 @@ class Unreal(LiveMemory):
             into = kwargs.get(target[1], args[target[0]] if target[0] < len(args) else None)
             if isinstance(into, torch.Tensor) and into.numel():  # an empty one is to be made as large as the result
                 return into
+        if func in _LIKE and args[0].is_contiguous():  # torch's own way imports symbolic shapes: 0.5 s of CPU, 34 MB
+            return _empty(args[0].shape, args[0].stride(), kwargs.get("dtype") or args[0].dtype)
         key = _key(operation, args, kwargs) if operation.makes_new else None
         if key is not None and (layouts := _RESULTS.get(key)) is not None:
             outputs = [None if layout is None else _empty(*layout) for layout in layouts]
@@ -295,12 +298,14 @@ def _layout(argument: Any) -> Any:
 @cache
 def _choice(query: Any, key: Any, value: Any, mask: Any, dropout_p: float, is_causal: bool, enable_gqa: bool) -> int:
     """torch's choice for tensors of these shapes on the CPU. It looks at no values: their memory is never touched."""
+    layouts = [layout for layout in (query, key, value, mask) if layout is not None]
+    is_batched = all(len(shape) == 4 for shape, _, _ in layouts)  # then one row chooses as all do
     with _disable_current_modes():
         tensors = [
-            None if layout is None else torch.empty_strided(*layout[:2], dtype=layout[2])
-            for layout in (query, key, value)
+            torch.empty_strided((1, *shape[1:]) if is_batched else shape, stride, dtype=dtype)
+            for shape, stride, dtype in layouts
         ]
-        of_mask = None if mask is None else torch.empty_strided(*mask[:2], dtype=mask[2])
+        of_mask = None if mask is None else tensors.pop()
         choose: Any = torch._fused_sdp_choice  # whose stub lacks an argument
         chosen: int = choose(*tensors, of_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
         return chosen

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -14,23 +15,19 @@ from hydra.utils import instantiate
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zerotrain.api import assemble_engine
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.comm.ledger import Tell, tell_log
 from zerotrain.comm.world import World
 from zerotrain.config.checks import SETS, takes
 from zerotrain.config.compose import checkpoint_settings, first_paragraph
 from zerotrain.config.schema import VALIDATION_FRACTION, Config, Rhythm, TrainConfig
-from zerotrain.config.words import find_references, in_words_of_config, word, words_of_config
+from zerotrain.config.words import find_references, word, words_of_config
 from zerotrain.data.fetch import fetch_rows, seeded
-from zerotrain.device.kinds import device_of
-from zerotrain.engine.engine import ZeroEngine
-from zerotrain.engine.groups.optimizers import WHOLE, OptimizerFactory
-from zerotrain.engine.groups.param_groups import ParamGroups
+from zerotrain.engine import WHOLE, OptimizerFactory, ParamGroups, ZeroEngine, assemble_engine
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import printable
 from zerotrain.settings import EngineConfig, OffloadConfig, problems_in
-from zerotrain.sharding.units import ModelParameter, WalkedModel, cut_units, matching, model_parameters, no_match
+from zerotrain.sharding.units import ModelParameter, matching, model_parameters, no_match
 from zerotrain.training import Callback, Trainer
 from zerotrain.training.callback import require_callbacks
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
@@ -168,62 +165,47 @@ def frozen_steps(config: Config, until: Mapping[str, Any], train: Sized, num_ran
     return {name: steps[end] for name, end in until.items()}
 
 
-def require_groups(
-    config: Config,
-    walked: WalkedModel,
-    factory: OptimizerFactory,
-    device: torch.device | None,
-    goes_on_from: Manifest | None,
-) -> None:
-    """Make sure that a model without memory can have the groups of a config, each with an effect.
+def require_groups(config: Config, parameters: Sequence[ModelParameter]) -> None:
+    """Make sure that each group of a config has an effect on a model with these parameters. Of patterns without a
+    match the engine tells.
+
+    Raises:
+        ConfigError: with each group that has none.
+    """
+    owners: dict[ModelParameter, str] = {}
+    problems = [line for group in config.optimizer_groups or () for line in _without_effect(group, parameters, owners)]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def require_optimizer(engine: ZeroEngine, device: torch.device | None, goes_on_from: Manifest | None) -> None:
+    """Make sure that ranks can train with the optimizers of an engine without memory.
 
     Args:
-        device: of the ranks; on a GPU they try optimizers themselves.
+        device: of the ranks; None: they try it themselves.
         goes_on_from: of the checkpoint that is tried first.
 
     Raises:
         ConfigError: they cannot, or a parameter is in another group in the checkpoint.
     """
-    tried = device if device is not None and device_of(device).is_host else None
-    units = cut_units(walked, config.zero.unit_patterns, max_numel=1)
-    groups, problems = config.optimizer_groups, list[str]()
-
-    def build_groups(groups: Sequence[dict[str, Any]] | None) -> ParamGroups:
-        return ParamGroups(walked.managed, units, factory, groups, decay_all=False, device=tried, warns=False)
-
-    owners: dict[ModelParameter, str] = {}
-    for group in groups or ():
-        lines = _without_effect(group, walked.managed, owners)
-        problems += lines
-        if lines:
-            continue
-        try:
-            build_groups([group])
-        except ConfigError as error:
-            lines = [in_words_of_config(problem).removeprefix(f"{GROUPS}: ") for problem in error.problems]
-            problems += [f"{GROUPS}.{group['name']}: {line}" for line in lines]
-    if problems:
-        raise ConfigError(*problems)
+    if device is not None:
+        engine.held.groups.probe_on(device)
     if goes_on_from is not None:
-        _require_same(goes_on_from, build_groups(groups))
+        _require_same(goes_on_from, engine.held.groups)
 
 
 def _without_effect(
     group: dict[str, Any], parameters: Sequence[ModelParameter], owners: dict[ModelParameter, str]
 ) -> list[str]:
-    """A line for each pattern of a group without a match, or one for a group without parameters of its own; notes its
-    parameters in `owners`."""
-    name, patterns = f"{GROUPS}.{group['name']}", group["params"]
-    unknown = [f"{name}: {no_match(parameters, pattern)}" for pattern in patterns if not matching(parameters, pattern)]
-    matches = dict.fromkeys(entry for pattern in patterns for entry in matching(parameters, pattern))
+    """A line for a group without parameters of its own that train; notes its parameters in `owners`."""
+    name = f"{GROUPS}.{group['name']}"
+    matches = dict.fromkeys(entry for pattern in group["params"] for entry in matching(parameters, pattern))
     own = [entry for entry in matches if entry not in owners]
     earlier = dict.fromkeys(owners[entry] for entry in matches if entry in owners)
     owners |= dict.fromkeys(own, group["name"])
-    if unknown:
-        return unknown
-    if not own:
+    if matches and not own:
         return [f"{name}: has no effect, since all that it matches is in {_listed(earlier)} before it; leave it out"]
-    if not any(entry.parameter.requires_grad for entry in own):
+    if matches and not any(entry.parameter.requires_grad for entry in own):
         return [f"{name}: has no effect, since all that it matches is frozen; leave it out"]
     return []
 
@@ -377,7 +359,7 @@ def build_engine_of(
         stage: None: the run's first.
         run_dir: None: of no run that trains; nothing is offloaded.
         frozen: gets what `zerotrain.run.factory.freeze` returns.
-        model, optimizer: in place of those that the config names, for a rehearsal.
+        model, optimizer: in place of those that the config names, for a rehearsal; the model is frozen in part.
 
     Raises:
         ConfigError: a class cannot be found or refuses its arguments, or the model cannot be trained so.
@@ -398,14 +380,14 @@ def build_engine_of(
     )
 
     def build_model() -> nn.Module:
-        built: nn.Module = build("model", config.model_target) if model is None else model
+        built: nn.Module = build("model", config.model_target)
         until = freeze(config, built)
         if frozen is not None:
             frozen.update(until)
         return built
 
     return assemble_engine(
-        build_model if model is None else build_model(),
+        build_model if model is None else model,
         engine_config,
         optimizer=optimizer or build_optimizer_factory(config),
         world=world,
@@ -505,6 +487,23 @@ def build_optimizer_factory(config: Config) -> OptimizerFactory:
     return factory
 
 
+def try_optimizer(config: Config, device: torch.device | None) -> OptimizerFactory:
+    """The maker of the run's optimizers, which has made one of a small tensor.
+
+    Args:
+        device: on which some steps are tried; None: on none.
+
+    Raises:
+        ConfigError: it makes something else, or ranks cannot train with it.
+    """
+    factory = build_optimizer_factory(config)
+    with suppress(ValueError):  # for which the engine has a sentence
+        optimizer = factory([{"params": [torch.zeros(64, 64)], "name": "matrices"}])
+        require_kind("optimizer", config.optimizer, optimizer, torch.optim.Optimizer)
+    ParamGroups((), (), factory, None, device=device)
+    return factory
+
+
 def try_schedule(config: Config) -> None:
     """Ask the schedule for a factor; ConfigError where it gives something else."""
     factor = build("scheduler", config.scheduler)(0, config.train.max_steps or 1)
@@ -513,6 +512,14 @@ def try_schedule(config: Config) -> None:
             f"scheduler._target_: got {config.scheduler.get('_target_')}, which returns a {type(factor).__name__} "
             "for (0, max_steps); it must return a number, the factor of the learning rate"
         )
+
+
+def require_kind(group: str, values: dict[str, Any], instance: object, kind: type) -> None:
+    """Make sure that a class of the config makes what its group is for; ConfigError otherwise."""
+    if not isinstance(instance, kind):
+        called = "torch.nn.Module" if kind is nn.Module else "torch.optim.Optimizer"
+        path, got = values.get("_target_"), type(instance).__name__
+        raise ConfigError(f"{group}._target_: got {path}, which makes a {got}; it must make a {called}")
 
 
 def in_group(group: str, error: Exception, values: Any) -> str:

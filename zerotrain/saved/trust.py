@@ -20,7 +20,7 @@ import zerotrain.training
 import zerotrain.training.metrics
 from zerotrain.config.schema import Config
 from zerotrain.config.words import find_references, walk_values
-from zerotrain.engine.groups.optimizers import MuonWithAdamW
+from zerotrain.engine import MuonWithAdamW
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import printable
 

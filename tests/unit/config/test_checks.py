@@ -1,7 +1,7 @@
 """Every rule on a value refuses what is outside it, and settings without effect are named."""
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -30,75 +30,33 @@ def test_what_we_ship_has_no_problems(compose, group):
     assert problems_of(compose, group) == []
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "seed=-1",
-        "zero.stage=4",
-        "zero.stage=-1",
-        "zero.bucket_mb=0",
-        "zero.bucket_mb=-0.5",
-        "zero.bucket_mb=nan",
-        "zero.bucket_mb=inf",
-        "zero.prefetch=-1",
-        "zero.reduction=fast",
-        "zero.units=blocks",
-        "zero.units=[]",
-        "zero.units=[1]",
-        "precision.name=fp8",
-        "precision.keep_fp32=['']",
-        "precision.initial_scale=3",
-        "precision.initial_scale=0.5",
-        "precision.initial_scale=2e10",
-        "precision.growth_interval=0",
-        "model.compile=maybe",
-        "model.activation_checkpointing=null",
-        "train.max_steps=0",
-        "train.num_epochs=0",
-        "train.num_epochs=nan",
-        "train.max_tokens=-1",
-        "train.max_tokens=inf",
-        "train.micro_batch_size=0",
-        "train.gradient_accumulation_steps=0",
-        "train.max_grad_norm=0",
-        "train.max_grad_norm=nan",
-        "train.on_nonfinite=ignore",
-        "train.max_skipped_steps=0",
-        "train.eval_every=-1",
-        "train.eval_batches=0",
-        "train.eval_batches=2.5",
-        "train.eval_batches=some",
-        "train.log_every=0",
-        "train.sample_tokens=-1",
-        "launch.nproc_per_node=0",
-        "launch.device=tpu",
-        "launch.threads_per_rank=0",
-        "launch.timeout_s=0",
-    ],
-)
+OUTSIDE = """
+seed=-1 zero.stage=4 zero.stage=-1 zero.bucket_mb=0 zero.bucket_mb=-0.5 zero.bucket_mb=nan zero.bucket_mb=inf
+zero.prefetch=-1 zero.reduction=fast zero.units=blocks zero.units=[] zero.units=[1] precision.name=fp8
+precision.keep_fp32=[''] precision.initial_scale=3 precision.initial_scale=0.5 precision.initial_scale=2e10
+precision.growth_interval=0 model.compile=maybe model.activation_checkpointing=null train.max_steps=0 train.num_epochs=0
+train.num_epochs=nan train.max_tokens=-1 train.max_tokens=inf train.micro_batch_size=0
+train.gradient_accumulation_steps=0 train.max_grad_norm=0 train.max_grad_norm=nan train.on_nonfinite=ignore
+train.max_skipped_steps=0 train.eval_every=-1 train.eval_batches=0 train.eval_batches=2.5 train.eval_batches=some
+train.log_every=0 train.sample_tokens=-1 launch.nproc_per_node=0 launch.device=tpu launch.threads_per_rank=0
+launch.timeout_s=0
+"""
+AT_THE_EDGE = """
+zero.bucket_mb=0.01 zero.prefetch=0 train.max_grad_norm=null train.eval_every=0 zero.units=[a.*,b]
+precision.keep_fp32=[a.*,b] precision.initial_scale=1 precision.initial_scale=4294967296 train.max_skipped_steps=1
+"""
+
+
+@pytest.mark.parametrize("override", OUTSIDE.split())
 def test_a_value_outside_its_range_is_refused_in_one_line(compose, override):
-    setting = override.partition("=")[0]
     [problem] = problems_of(compose, override)
-    assert problem.startswith(f"{setting}: got ")
+    assert problem.startswith(f"{override.partition('=')[0]}: got ")
     assert "it must be" in problem
     assert "the default is" in problem
     assert "\n" not in problem
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "zero.bucket_mb=0.01",
-        "zero.prefetch=0",
-        "train.max_grad_norm=null",
-        "train.eval_every=0",
-        "zero.units=[a.*,b]",
-        "precision.keep_fp32=[a.*,b]",
-        "precision.initial_scale=1",
-        "precision.initial_scale=4294967296",
-        "train.max_skipped_steps=1",
-    ],
-)
+@pytest.mark.parametrize("override", AT_THE_EDGE.split())
 def test_the_edge_of_a_range_is_allowed(compose, override):
     assert problems_of(compose, override) == []
 
@@ -191,84 +149,94 @@ def test_a_value_of_the_wrong_type_breaks_the_rule_too():
     assert problem == "zero.bucket_mb: got large; it must be a number of MiB above 0, or auto; the default is auto"
 
 
-def test_a_setting_without_effect_at_this_stage_is_named():
-    config = Config(zero=ZeroGroup(stage=1, prefetch=2, reshard_after_forward=False))
-    assert without_effect(config, world_size=2) == [
-        "zero.prefetch=2 has no effect at zero.stage=1; it has one at 3",
-        "zero.reshard_after_forward=false has no effect at zero.stage=1; it has one at 3",
-    ]
+SCALED = PrecisionGroup("bf16", ["*norm*"], initial_scale=2.0, growth_interval=10)
+EVALUATED = TrainConfig(eval_every="0.1epoch", eval_batches=3)
+LATE = {"prefetch": 2, "reshard_after_forward": False}
+NO_TF32 = "or with train.deterministic=true; it has one with fp32 and without"
+NO_ROWS = "has no effect with data.validation_fraction=0, which leaves nothing to evaluate on"
+EFFECTS: list[tuple[dict[str, Any], list[str]]] = [
+    ({}, []),
+    (
+        {"zero": ZeroGroup(stage=1, **LATE)},
+        [
+            "zero.prefetch=2 has no effect at zero.stage=1; it has one at 3",
+            "zero.reshard_after_forward=false has no effect at zero.stage=1; it has one at 3",
+        ],
+    ),
+    ({"zero": ZeroGroup(stage=3, **LATE)}, []),
+    ({"zero": ZeroGroup(prefetch=2, schedule={5: 3})}, []),
+    (
+        {"zero": ZeroGroup(prefetch=2, schedule={5: 1})},
+        ["zero.prefetch=2 has no effect at zero.schedule={5: 1}; it has one at 3"],
+    ),
+    (
+        {"zero": ZeroGroup(stage=3, schedule={0: 1})},
+        ["zero.stage=3 has no effect with zero.schedule={0: 1}, which has the stage from step 0 on"],
+    ),
+    ({"zero": ZeroGroup(stage=3, schedule={5: 1})}, []),
+    (
+        {"precision": PrecisionGroup("fp32", ["*norm*"])},
+        ["precision.keep_fp32=['*norm*'] has no effect with precision=fp32; it has one with bf16 or fp16"],
+    ),
+    (
+        {"precision": SCALED},
+        [
+            "precision.initial_scale=2.0 has no effect with precision=bf16; it has one with fp16",
+            "precision.growth_interval=10 has no effect with precision=bf16; it has one with fp16",
+        ],
+    ),
+    ({"precision": replace(SCALED, name="fp16")}, []),
+    ({"precision": PrecisionGroup("fp32", tf32=True)}, []),
+    (
+        {"precision": PrecisionGroup("bf16", tf32=True)},
+        [f"precision.tf32=true has no effect with precision=bf16, {NO_TF32}"],
+    ),
+    (
+        {"precision": PrecisionGroup("fp32", tf32=True), "train": TrainConfig(deterministic=True)},
+        [f"precision.tf32=true has no effect with precision=fp32, {NO_TF32}"],
+    ),
+    (
+        {"train": TrainConfig(on_nonfinite="stop", max_skipped_steps=3)},
+        ["train.max_skipped_steps=3 has no effect with train.on_nonfinite=stop; it has one with skip"],
+    ),
+    (
+        {"train": TrainConfig(sample_tokens=0, sample_prompts=["a"])},
+        ["train.sample_prompts=['a'] has no effect with train.sample_tokens=0"],
+    ),
+    (
+        {"train": EVALUATED, "data": {"validation_fraction": 0}},
+        [f"train.eval_every=0.1epoch {NO_ROWS}", f"train.eval_batches=3 {NO_ROWS}"],
+    ),
+    ({"train": EVALUATED, "data": {"validation_fraction": 0, "validation_path": "val.bin"}}, []),
+    ({"train": EVALUATED, "data": {"validation_fraction": 0.1}}, []),
+    ({"data": {"validation_fraction": 0}}, []),
+]
 
 
-def test_a_setting_without_effect_in_this_precision_is_named():
-    assert without_effect(Config(precision=PrecisionGroup("fp32", ["*norm*"])), world_size=2) == [
-        "precision.keep_fp32=['*norm*'] has no effect with precision=fp32; it has one with bf16 or fp16"
-    ]
-    scaled = PrecisionGroup("bf16", ["*norm*"], initial_scale=2.0, growth_interval=10)
-    assert without_effect(Config(precision=scaled), world_size=2) == [
-        "precision.initial_scale=2.0 has no effect with precision=bf16; it has one with fp16",
-        "precision.growth_interval=10 has no effect with precision=bf16; it has one with fp16",
-    ]
-    scaled.name = "fp16"
-    assert without_effect(Config(precision=scaled), world_size=2) == []
+@pytest.mark.parametrize(("groups", "lines"), EFFECTS)
+def test_a_setting_without_effect_is_named_with_what_it_needs(groups: dict[str, Any], lines: list[str]) -> None:
+    assert without_effect(Config(**groups), world_size=2) == lines
 
 
-@pytest.mark.parametrize(("name", "deterministic"), [("bf16", False), ("fp32", True)])
-def test_tf32_has_no_effect_in_16_bits_or_where_kernels_are_deterministic(name, deterministic):
-    config = Config(precision=PrecisionGroup(name, tf32=True), train=TrainConfig(deterministic=deterministic))
-    assert without_effect(config, world_size=2) == [
-        f"precision.tf32=true has no effect with precision={name}, or with train.deterministic=true; it has one with "
-        "fp32 and without"
-    ]
+def test_one_rank_alone_sends_nothing_and_shares_nothing():
+    config = Config(zero=ZeroGroup(stage=3, overlap=False, bucket_mb=1.0))
+    sharing, sending = without_effect(config, world_size=1)
+    assert sharing.startswith("zero.stage=3 has no effect on memory with one rank; launch.nproc_per_node=2 starts two")
+    assert sending.startswith("zero.overlap=false ")
+    assert without_effect(Config(), world_size=1) == []
 
 
-def test_tf32_has_an_effect_in_fp32():
-    assert without_effect(Config(precision=PrecisionGroup("fp32", tf32=True)), world_size=2) == []
-
-
-def test_how_many_steps_are_skipped_has_no_effect_where_none_is():
-    train = TrainConfig(on_nonfinite="stop", max_skipped_steps=3)
-    assert without_effect(Config(train=train), world_size=2) == [
-        "train.max_skipped_steps=3 has no effect with train.on_nonfinite=stop; it has one with skip"
-    ]
-
-
-def test_how_often_to_evaluate_has_no_effect_where_there_is_nothing_to_evaluate_on():
-    train = TrainConfig(eval_every="0.1epoch", eval_batches=3)
-    why = "has no effect with data.validation_fraction=0, which leaves nothing to evaluate on"
-    config = Config(train=train, data={"validation_fraction": 0})
-    assert without_effect(config, world_size=2) == [f"train.eval_every=0.1epoch {why}", f"train.eval_batches=3 {why}"]
-    config.data["validation_path"] = "val.bin"
-    assert without_effect(config, world_size=2) == []
-    assert without_effect(Config(data={"validation_fraction": 0}), world_size=2) == []
-    assert without_effect(Config(train=train, data={"validation_fraction": 0.1}), world_size=2) == []
-
-
-def test_prompts_have_no_effect_without_a_sample():
-    train = TrainConfig(sample_tokens=0, sample_prompts=["a"])
-    assert "train.sample_prompts=['a'] has no effect with train.sample_tokens=0" in without_effect(
-        Config(train=train), world_size=2
-    )
+def test_too_many_micro_batches_are_named_by_the_setting_that_was_given(compose):
+    many = "train.gradient_accumulation_steps=1000000000"
+    allowed = "; a step must have 1048576 micro-batches or fewer"
+    assert problems_of(compose, many) == [f"{many.replace('=', ': got ')}{allowed}"]
+    assert problems_of(compose, many, "train.virtual_ranks=2") == [f"train.virtual_ranks: got 2 with {many}{allowed}"]
 
 
 def test_fp16_cannot_stop_at_the_first_overflow(compose):
     assert problems_of(compose, "precision=fp16", "train.on_nonfinite=stop") == [
         "train.on_nonfinite: got stop; it must be skip with precision=fp16, which finds its loss scale by overflows"
     ]
-
-
-def test_the_same_setting_has_effect_at_the_stage_that_listens():
-    config = Config(zero=ZeroGroup(stage=3, prefetch=2, reshard_after_forward=False))
-    assert without_effect(config, world_size=2) == []
-
-
-def test_one_rank_alone_sends_nothing_so_how_it_sends_has_no_effect():
-    config = Config(zero=ZeroGroup(overlap=False, bucket_mb=1.0))
-    lines = without_effect(config, world_size=1)
-    assert [line.split(" ")[0] for line in lines] == ["zero.overlap=false"]
-
-
-def test_defaults_never_warn():
-    assert without_effect(Config(), world_size=1) == without_effect(Config(), world_size=4) == []
 
 
 def test_a_pretrained_model_that_is_given_bytes_is_told_of():
@@ -279,11 +247,6 @@ def test_a_pretrained_model_that_is_given_bytes_is_told_of():
     assert doubtful(Config(model=pretrained, data={"tokenizer": "llama"})) == []
     assert doubtful(Config(model=pretrained, data={"path": "tokens.bin"})) == []
     assert doubtful(Config(model={"name_or_path": None}, data={"tokenizer": None})) == []
-
-
-def test_one_rank_alone_is_told_that_its_stage_saves_nothing():
-    [line] = without_effect(Config(zero=ZeroGroup(stage=3)), world_size=1)
-    assert line.startswith("zero.stage=3 has no effect on memory with one rank; launch.nproc_per_node=2 starts two")
 
 
 def test_every_setting_has_a_rule():
@@ -316,20 +279,6 @@ def test_a_schedule_replaces_one_of_before_where_null_stands_between(compose):
     assert config.zero.stages == {0: 2, 7: 3}
     config, _ = checked_config(compose(["zero.schedule={0:1,9:2}", "zero.schedule={9:3}"]))
     assert config.zero.stages == {0: 1, 9: 3}
-
-
-def test_of_stage_and_schedule_it_is_said_which_counts():
-    config = Config(zero=ZeroGroup(stage=3, schedule={0: 1}))
-    [line] = without_effect(config, world_size=2)
-    assert line == "zero.stage=3 has no effect with zero.schedule={0: 1}, which has the stage from step 0 on"
-    assert config.zero.of_engine(None).stage == 1
-    assert without_effect(Config(zero=ZeroGroup(stage=3, schedule={5: 1})), world_size=2) == []
-
-
-def test_what_has_an_effect_at_stage_3_has_it_where_the_schedule_comes_there():
-    assert without_effect(Config(zero=ZeroGroup(prefetch=2, schedule={5: 3})), world_size=2) == []
-    [line] = without_effect(Config(zero=ZeroGroup(prefetch=2, schedule={5: 1})), world_size=2)
-    assert line == "zero.prefetch=2 has no effect at zero.schedule={5: 1}; it has one at 3"
 
 
 @pytest.mark.parametrize("given", ["train.num_epochs=2", "train.num_epochs=0.5", "train.max_tokens=1e9"])
@@ -465,14 +414,6 @@ def test_true_and_false_are_no_numbers(monkeypatch: pytest.MonkeyPatch, name: st
     assert problems(values | {name: right}) == []
 
 
-@pytest.mark.parametrize("name", ["num_layers", "hidden_size", "max_seq_len", "num_heads"])
-def test_true_is_no_size_of_a_model(name: str) -> None:
-    target = "zerotrain.models.GPT"
-    values = {"vocab_size": 8, "max_seq_len": 8, "num_layers": 1, "num_heads": 1, "hidden_size": 8}
-    lines = list(target_problems({"_target_": target, **values, name: True}, name="model"))
-    assert f"model.{name}: got true; {target} takes a whole number" in [line.partition("; its")[0] for line in lines]
-
-
 def test_what_cannot_be_read_of_a_class_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.takes_much", takes_much, raising=False)
     values = {"_target_": "torch.nn.takes_much", "size": "x", "names": 3, "pair": "y", "path": 3}
@@ -488,36 +429,40 @@ def test_what_cannot_be_read_of_a_class_is_not_guessed(monkeypatch: pytest.Monke
 MLP = {"_target_": "zerotrain.models.MLP", "vocab_size": 8, "context": 2, "hidden_size": 4, "num_layers": 1}
 
 
-def problems_of_a_target(**changes):
-    return list(target_problems({**MLP, **changes}, name="model"))
+def without(name: str) -> dict[str, Any]:
+    return {key: value for key, value in MLP.items() if key != name}
 
 
-def test_a_class_with_its_arguments_has_no_problems():
-    assert problems_of_a_target() == []
+SGD = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1}
 
 
-def test_a_misspelt_class_is_refused_with_a_suggestion():
-    assert problems_of_a_target(_target_="zerotrain.models.MPL") == [
-        "model._target_: got zerotrain.models.MPL; zerotrain.models has no MPL; did you mean MLP?"
-    ]
-
-
-def test_a_module_that_does_not_exist_is_named():
-    [problem] = problems_of_a_target(_target_="zerotrian.models.MLP")
-    assert "there is no module zerotrian" in problem
-
-
-@pytest.mark.parametrize("target", [None, 3, "MLP", "zerotrain.models", "zerotrain.models.__doc__"])
-def test_what_is_no_path_to_a_class_is_refused_in_one_line(target):
-    [problem] = problems_of_a_target(_target_=target)
-    assert problem.startswith("model._target_: got ")
-    assert "\n" not in problem
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (MLP, None),
+        (MLP | {"_target_": "zerotrain.models.MPL"}, "._target_: got zerotrain.models.MPL; zerotrain.models has no "
+         "MPL; did you mean MLP?"),
+        (MLP | {"_target_": "zerotrian.models.MLP"}, "._target_: got zerotrian.models.MLP; there is no module zerotri"),
+        (MLP | {"hiden_size": 3}, ".hiden_size: zerotrain.models.MLP takes no such argument; did you mean hidden_siz"),
+        (MLP | {"zzz": 3}, ".zzz: zerotrain.models.MLP takes no such argument; leave it out with ~model.zzz"),
+        (without("context"), ": zerotrain.models.MLP: missing a required argument: 'context'"),
+        (SGD, None),
+        (SGD | {"betas": [0.9, 0.99]}, ".betas: torch.optim.SGD takes no such argument"),
+        ({"_target_": "builtins.dict", "whatever": 1}, None),
+        *[(MLP | {"_target_": path}, "._target_: got ")
+          for path in (None, 3, "MLP", "zerotrain.models", "zerotrain.models.__doc__")],
+    ],
+)  # fmt: skip
+def test_a_class_is_found_and_gets_arguments_that_it_takes(values: dict[str, Any], problem: str | None) -> None:
+    lines = list(target_problems(values, name="model"))
+    assert len(lines) == (0 if problem is None else 1)
+    assert all(line.startswith(f"model{problem}") and "\n" not in line for line in lines)
 
 
 def test_a_module_of_the_user_that_fails_on_import_is_named_with_its_error(tmp_path: Path, monkeypatch):
     (tmp_path / "broken_model.py").write_text("raise RuntimeError('no licence\\nsecond line')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert problems_of_a_target(_target_="broken_model.Net") == [
+    assert list(target_problems(MLP | {"_target_": "broken_model.Net"}, name="model")) == [
         "model._target_: got broken_model.Net; importing broken_model failed: RuntimeError: no licence"
     ]
 
@@ -525,37 +470,8 @@ def test_a_module_of_the_user_that_fails_on_import_is_named_with_its_error(tmp_p
 def test_a_module_that_lacks_what_it_imports_names_what_is_lacking(tmp_path: Path, monkeypatch):
     (tmp_path / "needy_model.py").write_text("import module_nobody_has")
     monkeypatch.syspath_prepend(tmp_path)
-    [problem] = problems_of_a_target(_target_="needy_model.Net")
+    [problem] = target_problems(MLP | {"_target_": "needy_model.Net"}, name="model")
     assert "there is no module module_nobody_has" in problem
-
-
-def test_an_unknown_argument_is_refused_with_a_suggestion():
-    assert problems_of_a_target(hiden_size=3) == [
-        "model.hiden_size: zerotrain.models.MLP takes no such argument; did you mean hidden_size?"
-    ]
-
-
-def test_an_unknown_argument_like_no_other_may_be_left_out():
-    assert problems_of_a_target(zzz=3) == [
-        "model.zzz: zerotrain.models.MLP takes no such argument; leave it out with ~model.zzz"
-    ]
-
-
-def test_a_missing_argument_is_named():
-    values = {key: value for key, value in MLP.items() if key != "context"}
-    assert list(target_problems(values, name="model")) == [
-        "model: zerotrain.models.MLP: missing a required argument: 'context'"
-    ]
-
-
-def test_a_partial_target_may_lack_arguments_but_not_take_unknown_ones():
-    optimizer = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1}
-    assert list(target_problems(optimizer, name="optimizer")) == []
-    assert len(list(target_problems({**optimizer, "betas": [0.9, 0.99]}, name="optimizer"))) == 1
-
-
-def test_a_target_that_takes_any_argument_gets_any():
-    assert list(target_problems({"_target_": "builtins.dict", "whatever": 1}, name="model")) == []
 
 
 def test_targets_inside_arguments_are_checked_too():

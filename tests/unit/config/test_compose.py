@@ -29,11 +29,6 @@ def test_interpolations_are_resolved(compose):
     assert config.model["max_seq_len"] == 77
 
 
-def test_an_interpolation_that_leads_nowhere_is_refused(compose):
-    with pytest.raises(ConfigError, match=r"model\.num_layers: .*data\.depth"):
-        to_config(compose(["model.num_layers=${data.depth}"]))
-
-
 def test_a_dataset_without_a_number_of_tokens_is_told_that_null_is_its_own(compose):
     with pytest.raises(
         ConfigError, match=r"there is no data.vocab_size; give model.vocab_size=..., or .*=null, which takes the number"

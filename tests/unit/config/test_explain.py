@@ -14,35 +14,15 @@ CONF = Path(__file__).resolve().parents[3] / "conf"
     [
         ("zero.stge=3", "zero.stge: there is no such setting; did you mean zero.stage?"),
         ("max_steps=3", "max_steps: there is no such setting; did you mean train.max_steps?"),
-        ("train.epochs=3", "train.epochs: there is no such setting; zerotrain calls it train.num_epochs"),
-        ("epochs=3", "epochs: there is no such setting; zerotrain calls it train.num_epochs"),
         ("trainer.max_epochs=3", "trainer.max_epochs: there is no such setting; zerotrain calls it train.num_epochs"),
-        ("train.batch_size=3", "train.batch_size: there is no such setting; zerotrain calls it train.micro_batch_size"),
-        ("lr=3", "lr: there is no such setting; zerotrain calls it optimizer.lr"),
-        ("train.lr=3", "train.lr: there is no such setting; zerotrain calls it optimizer.lr"),
         ("strategy=fsdp", "strategy: there is no such setting; zerotrain calls it zero.stage=3"),
-        ("trainer.strategy=x", "trainer.strategy: there is no such setting; zerotrain calls it zero.stage"),
-        (
-            "peft.lora.r=8",
-            "peft.lora.r: there is no such setting; zerotrain calls it model=huggingface model.lora.rank",
-        ),
         (
             "precision=16-mixed",
             "precision=16-mixed: there is no such choice; zerotrain calls it precision=fp16; there are bf16, fp16, "
             "fp32",
         ),
         ("train.seed=3", "train.seed: there is no such setting; did you mean seed?"),
-        ("train.max_epochs=3", "train.max_epochs: there is no such setting; zerotrain calls it train.num_epochs"),
-        (
-            "train.num_train_epochs=3",
-            "train.num_train_epochs: there is no such setting; zerotrain calls it train.num_epochs",
-        ),
-        ("num_train_epochs=3", "num_train_epochs: there is no such setting; zerotrain calls it train.num_epochs"),
         ("max_tokens=3", "max_tokens: there is no such setting; did you mean train.max_tokens?"),
-        (
-            "scheduler.num_warmup_steps=3",
-            "scheduler.num_warmup_steps: there is no such setting; zerotrain calls it scheduler.warmup_steps",
-        ),
         ("warmup_steps=3", "warmup_steps: there is no such setting; did you mean scheduler.warmup_steps?"),
         (
             "train.warmup_steps=3",

@@ -1,73 +1,79 @@
-"""What the engine says in the words of `build_engine`, said in those of the config."""
+"""Messages name what their reader knows: arguments in Python, settings in a run; and the name nearest to another."""
 
+import ast
 import inspect
+import re
+from collections.abc import Iterator
 from operator import attrgetter
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import zerotrain
 from zerotrain.config.checks import must_be
 from zerotrain.config.compose import to_config
-from zerotrain.config.words import REMOVED, SETTINGS, did_you_mean, in_words_of_config, we_call_it, words_of_config
-from zerotrain.errors import CommError, ConfigError, DisagreementError, EngineStateError, TrainingError, ZeroTrainError
+from zerotrain.config.words import PHRASES, REMOVED, SETTINGS, did_you_mean, we_call_it, words_of_config
+from zerotrain.errors import ConfigError, argument, naming_entry
 
-SAID = [
-    ("compile=True: works unit by unit; or set compile=False", "model.compile=true: works unit by unit; or set "
-     "model.compile=false"),
-    ("activation_checkpointing=True: works", "model.activation_checkpointing=true: works"),
-    ("torch.compile needs a C++ compiler; compile less", "torch.compile needs a C++ compiler; compile less"),
-    ("max_grad_norm: differs between the ranks", "train.max_grad_norm: differs between the ranks"),
-    ("let more be skipped (max_skipped_steps)", "let more be skipped (train.on_nonfinite=skip, "
-     "train.max_skipped_steps)"),
-    ("max_skipped_steps: got 0", "train.max_skipped_steps: got 0"),
-    ('use precision="bf16" or lower the optimizer\'s lr', "use precision=bf16 or lower optimizer.lr"),
-    ("precision.keep_fp32: keeps every parameter", "precision.keep_fp32: keeps every parameter"),
-    ("set zero.reshard_after_forward=False", "set zero.reshard_after_forward=false"),
-    ("name its units with zero.units=['blocks.*', 'head']", "name its units with zero.units=[blocks.*,head]"),
-    ("MuonWithAdamW(matrices='auto'): found none", "optimizer.matrices=auto: found none"),
-    ("MuonWithAdamW(matrices=...): none matches 'x'", "optimizer.matrices: none matches 'x'"),
-    ("such as zerotrain.MuonWithAdamW(matrices=['*.weight'])", "such as optimizer.matrices=[*.weight]"),
-    ("use zerotrain.MuonWithAdamW(...), which", "use optimizer=muon, which"),
-    ("World.from_environment(device='cuda'): no GPU", "launch.device=cuda: no GPU"),
-    ("use torchrun --nproc-per-node=2 or less", "use launch.nproc_per_node=2 or less"),
-    ("checkpoint with use_reentrant=False", "checkpoint with use_reentrant=False"),
-    ("train.max_grad_norm=1.0 and model.compile=true", "train.max_grad_norm=1.0 and model.compile=true"),
-]  # fmt: skip
+PACKAGE = Path(zerotrain.__file__).parent
+NAMED = [
+    (("compile", True), "compile=True", "model.compile=true"),
+    (("max_grad_norm",), "max_grad_norm", "train.max_grad_norm"),
+    (("build_engine(max_grad_norm)",), "build_engine(max_grad_norm=...)", "train.max_grad_norm"),
+    (("(max_skipped_steps)",), "(max_skipped_steps)", "(train.on_nonfinite=skip, train.max_skipped_steps)"),
+    (("precision", "bf16"), "precision='bf16'", "precision=bf16"),
+    (("strict", False), "strict=False", "checkpoint.strict=false"),
+    (("zero.accumulate", "reduced"), "zero.accumulate='reduced'", "zero.accumulate=reduced"),
+    (("World.from_environment(device)", "cuda"), "World.from_environment(device='cuda')", "launch.device=cuda"),
+    (("World.from_environment(interface)", None), "World.from_environment(interface=None)", "launch.interface=null"),
+    (("MuonWithAdamW(matrices)",), "MuonWithAdamW(matrices=...)", "optimizer.matrices"),
+    (("MuonWithAdamW(matrices)", ["a.*", "b"]), "MuonWithAdamW(matrices=['a.*', 'b'])", "optimizer.matrices=[a.*,b]"),
+    (("zerotrain.MuonWithAdamW(...)",), "zerotrain.MuonWithAdamW(...)", "optimizer=muon"),
+    (("torchrun --nproc-per-node", 2), "torchrun --nproc-per-node=2", "launch.nproc_per_node=2"),
+]
 
 
-@pytest.mark.parametrize(("text", "said"), SAID)
-def test_arguments_become_settings_and_settings_stay(text: str, said: str) -> None:
-    assert in_words_of_config(text) == said
-    assert in_words_of_config(said) == said
+@pytest.mark.parametrize(("named", "in_python", "in_config"), NAMED)
+def test_an_argument_is_named_as_its_reader_knows_it(named: tuple[Any, ...], in_python: str, in_config: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(in_config)}$"), words_of_config():
+        raise ConfigError(argument(*named))
+    assert argument(*named) == in_python
 
 
-@pytest.mark.parametrize("kind", [ConfigError, TrainingError, CommError, DisagreementError, EngineStateError])
-def test_an_error_stays_the_same_with_its_cause(kind: type[ZeroTrainError]) -> None:
-    raised = kind("max_grad_norm: wrong")
-    with pytest.raises(ZeroTrainError) as caught, words_of_config():
-        raise raised from ValueError("below")
-    assert caught.value is raised
-    assert str(raised) == "train.max_grad_norm: wrong"
-    assert isinstance(raised.__cause__, ValueError)
+def test_an_entry_of_a_setting_is_named_in_a_run() -> None:
+    with naming_entry("param_groups", "head"):
+        assert argument("param_groups") == "param_groups"
+    with words_of_config(), naming_entry("param_groups", "head"):
+        assert argument("param_groups") == "optimizer.groups.head"
 
 
-def test_each_problem_of_a_config_error_is_told_so() -> None:
-    with pytest.raises(ConfigError) as caught, words_of_config():
-        raise ConfigError("compile=True: no", "zero.units: no")
-    assert caught.value.problems == ("model.compile=true: no", "zero.units: no")
-
-
-def test_what_is_not_ours_is_left_alone() -> None:
-    with pytest.raises(ValueError, match=r"^max_grad_norm$"), words_of_config():
-        raise ValueError("max_grad_norm")
-
-
-@pytest.mark.parametrize(("argument", "setting"), SETTINGS.items())
-def test_both_names_exist(argument: str, setting: str) -> None:
-    callee, _, name = argument.rstrip(")").rpartition("(")
+@pytest.mark.parametrize(("name", "setting"), SETTINGS.items())
+def test_both_names_exist(name: str, setting: str) -> None:
+    callee, _, own_name = name.rstrip(")").rpartition("(")
     called = attrgetter(callee or "build_engine")(zerotrain)
-    assert name in inspect.signature(called).parameters
+    assert own_name in inspect.signature(called).parameters
     assert must_be(setting, "?") or setting == "optimizer.matrices"
+
+
+def messages(node: ast.AST) -> Iterator[str]:
+    """The texts below a node, without documentation and what `argument` gets."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Constant) and isinstance(child.value, str):
+            yield child.value
+        is_named = isinstance(child, ast.Call) and ast.unparse(child.func) in ("argument", "naming_entry")
+        is_documentation = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
+        if not is_named and not is_documentation:
+            yield from messages(child)
+
+
+@pytest.mark.parametrize("room", ["comm", "checkpoint", "sharding", "engine"])
+def test_no_message_of_the_engine_has_an_argument_that_a_run_calls_otherwise(room: str) -> None:
+    words = [name for name in SETTINGS | PHRASES if re.search(r"\W|_", name)]
+    pattern = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, words))})(?!\w)")
+    for path in (PACKAGE / room).rglob("*.py"):
+        for text in messages(ast.parse(path.read_text())):
+            assert " " not in text.strip() or not pattern.search(text), (path, text)
 
 
 # A value that points elsewhere and leads nowhere is one line, and all of them are told.

@@ -1,4 +1,4 @@
-"""What certainly has no room in memory is refused before any rank starts, and nothing else."""
+"""What certainly has no room in memory or on a disk is refused before any rank starts, and nothing else."""
 
 import math
 import resource
@@ -12,39 +12,57 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.configs import ADAMW, config
+from tests.unit.configs import GPT, config
 from zerotrain.config.schema import Config, PlanConfig, TrainConfig, ZeroGroup
 from zerotrain.errors import ConfigError
-from zerotrain.offload.tier import SAMPLE_NBYTES
 from zerotrain.preflight import check as preflight
 from zerotrain.preflight import room as memory_room
-from zerotrain.preflight import room as offload_room
-from zerotrain.preflight.room import (
-    Ranks,
-    Room,
-    file_problems,
-    in_memory,
-    refusing_too_large,
-    require_memory,
-    require_room,
-)
-from zerotrain.run.factory import build, build_on_meta
+from zerotrain.preflight.check import SURE, require_memory
+from zerotrain.preflight.rehearsal import Links, Rehearsals
+from zerotrain.preflight.room import Ranks, Room, file_problems, in_memory, refusing_too_large, require_folder
+from zerotrain.run import factory
 from zerotrain.settings import OffloadConfig, OffloadGroup, PrecisionGroup
 
 MOMENTUM = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1, "momentum": 0.9}
-ROW = (torch.zeros(1, 16, dtype=torch.int64), torch.zeros(1, 16, dtype=torch.int64))
+ROW = (torch.zeros(1, 16),)
+NUMEL = 2 * 512**2
 
 
-def require(wanted: Config, room: Room, ranks: Ranks, model: nn.Module | None = None, row: Any = ROW) -> None:
-    model = build_on_meta(wanted) if model is None else model
+class Square(nn.Module):
+    """Two matrices, each a bucket without padding."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False, device="meta") for _ in range(2))
+        self.fails = fails
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise RuntimeError("computes with values")
+        return (rows * self.layers[1](self.layers[0].weight)[0, 0]).exp().sum()
+
+
+def rehearsals(wanted: Config, num_ranks: int = 1, *, on_host: bool = True) -> Rehearsals:
+    wanted.zero.bucket_mb = 1.0
+    links = Links.of_run(wanted, num_ranks, on_host=on_host)
+    return Rehearsals.of_run(wanted, links, ROW, factory.try_optimizer(wanted, None), Path("/nowhere"))
+
+
+def require(wanted: Config, room: Room, ranks: Ranks, model: nn.Module | None = None) -> None:
+    tried = rehearsals(wanted, ranks.num_ranks, on_host=not room.gpu)
+    with tried.at(wanted.zero.stages[0], model or Square()) as rehearsal:
+        require_memory(rehearsal, rehearsal.at_rest_nbytes(), wanted, ROW, ranks, room)
+
+
+def numel_of(wanted: Config) -> int:
+    model = factory.build_on_meta(wanted)
     assert model is not None
-    factory = build("optimizer", wanted.optimizer)
-    require_memory(wanted, model, factory, row, ranks, room, wanted.zero.stages.values())
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.case(
     "offload: Offload",
-    "More memory than there is: weights, gradients, optimizer state, rows, saved tensors of a forward",
+    "More memory than there is: weights, gradients, optimizer state, rows, a step with large micro-batches",
     "refused before any rank starts, with the bytes",
 )
 @pytest.mark.parametrize(
@@ -54,7 +72,6 @@ def require(wanted: Config, room: Room, ranks: Ranks, model: nn.Module | None = 
         ({"zero": ZeroGroup(stage=1)}, 8, 8),
         ({"zero": ZeroGroup(stage=2)}, 4, 12),
         ({"zero": ZeroGroup(stage=3)}, 0, 16),
-        ({"zero": ZeroGroup(stage=3, schedule={5: 1})}, 8, 8),
         ({"zero": ZeroGroup(stage=0), "precision": PrecisionGroup("bf16")}, 16, 0),
         ({"zero": ZeroGroup(stage=2), "precision": PrecisionGroup("bf16")}, 2, 14),
         ({"zero": ZeroGroup(stage=2), "optimizer": MOMENTUM}, 4, 8),
@@ -69,23 +86,17 @@ def test_bytes_of_an_element_by_stage_precision_and_offloading(
     groups: dict[str, Any], each: int, shared: int, ranks: Ranks
 ) -> None:
     """`each`: bytes of an element that every rank holds; `shared`: that they share."""
-    wanted = config(**groups)
-    model = build_on_meta(wanted)
-    assert model is not None
-    needed = sum(parameter.numel() for parameter in model.parameters()) * (each + shared / ranks.num_ranks)
-    require(wanted, Room(math.ceil(needed), gpu=0), ranks)
+    needed = NUMEL * (each + shared / ranks.num_ranks)
+    require(config(**groups), Room(1.005 * needed, gpu=0), ranks)  # what is offloaded begins on a border
     with pytest.raises(ConfigError, match=r"^model: needs more memory than there is: weights, gradients and optim"):
-        require(wanted, Room(needed - 3, gpu=0), ranks)
+        require(config(**groups), Room(needed - 3, gpu=0), ranks)
 
 
 def test_a_gpu_holds_what_is_not_offloaded_and_the_host_the_rest() -> None:
-    wanted = config(zero=ZeroGroup(stage=0), offload=OffloadConfig("cpu"))
-    model = build_on_meta(wanted)
-    assert model is not None
-    half = 8 * sum(each.numel() for each in model.parameters())
-    require(wanted, Room(half, half), Ranks(1, 1))
+    wanted, half = config(zero=ZeroGroup(stage=0), offload=OffloadConfig("cpu")), 8 * NUMEL
+    require(wanted, Room(1.005 * half, half), Ranks(1, 1))
     with pytest.raises(ConfigError, match=r"of a rank would take .* or more, and its GPU has .* GB; choose"):
-        require(wanted, Room(half, half - 1), Ranks(1, 1))
+        require(wanted, Room(1.005 * half, half - 1), Ranks(1, 1))
     with pytest.raises(ConfigError, match=r"of 2 ranks of this machine would take .* or more, and there are .* GB"):
         require(wanted, Room(half - 1, half), Ranks(2, 2))
 
@@ -94,56 +105,25 @@ def test_what_does_not_train_has_no_gradient_and_no_state() -> None:
     model = nn.Linear(64, 64, bias=False, device="meta")
     model.add_module("frozen", nn.Linear(1000, 1000, bias=False, device="meta").requires_grad_(False))
     needed = 64 * 64 * 16 + 1000 * 1000 * 4
-    require(config(zero=ZeroGroup(stage=0)), Room(needed, gpu=0), Ranks(1, 1), model)
-
-
-def test_what_the_forward_of_many_rows_saves_counts_and_of_few_is_not_tried() -> None:
-    wanted = config(train=TrainConfig(micro_batch_size=2**17))
-    with pytest.raises(ConfigError, match=r"^train\.micro_batch_size: .*what the forward of 131072 rows saves"):
-        require(wanted, Room(1e9, gpu=0), Ranks(1, 1))
-    require(wanted, Room(1e13, gpu=0), Ranks(1, 1))
-    require(replace(wanted, train=TrainConfig(micro_batch_size=8)), Room(1e7, gpu=0), Ranks(1, 1))
-    recomputing = wanted.model | {"activation_checkpointing": True}
-    require(replace(wanted, model=recomputing), Room(1e7, gpu=0), Ranks(1, 1))
-
-
-class Saving(nn.Module):
-    """Of its weights a forward saves none, of the rows exactly what the product needs."""
-
-    def __init__(self, *, fails: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, device="meta"))
-        self.fails = fails
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.fails:
-            raise RuntimeError("computes with values")
-        return (rows * self.weight).sum()
-
-
-class Passing(Saving):
-    """Computes gradients of other products in its forward, and keeps none of what they saved."""
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        for _ in range(3):
-            torch.autograd.grad((rows * self.weight).exp().sum(), self.weight)
-        return super().forward(rows)
+    require(config(zero=ZeroGroup(stage=0)), Room(1.005 * needed, gpu=0), Ranks(1, 1), model)
 
 
 @pytest.mark.case(
     "offload: Offload",
-    "More memory than there is: weights, gradients, optimizer state, rows, saved tensors of a forward",
+    "More memory than there is: weights, gradients, optimizer state, rows, a step with large micro-batches",
 )
-@pytest.mark.parametrize("model", [Saving, Passing])
-@pytest.mark.parametrize(("precision", "nbytes"), [("fp32", 4), ("bf16", 2)])
-def test_what_is_saved_is_counted_to_the_byte(precision: str, nbytes: int, model: type[Saving]) -> None:
-    wanted = config(train=TrainConfig(micro_batch_size=2**18), precision=PrecisionGroup(precision), optimizer=ADAMW)
-    row = (torch.zeros(1, 16),)
-    needed, state = 2**22 * nbytes, 16
-    require(wanted, Room(needed + state, gpu=0), Ranks(1, 1), model(), row)
-    with pytest.raises(ConfigError, match="what the forward of 262144 rows saves"):
-        require(wanted, Room(needed, gpu=0), Ranks(1, 1), model(), row)
-    require(wanted, Room(needed, gpu=0), Ranks(1, 1), Saving(fails=True), row)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_with_many_rows_is_rehearsed_and_one_with_few_is_not(precision: str) -> None:
+    wanted = config(train=TrainConfig(micro_batch_size=2**18), precision=PrecisionGroup(precision))
+    peak = rehearsals(replace(wanted, model={"_target_": f"{__name__}.Square"})).plan(2).peak
+    assert peak is not None
+    assert peak > 2**22 * 8  # the product and its exponential
+    require(wanted, Room(math.ceil(SURE * peak), gpu=0), Ranks(1, 1))
+    with pytest.raises(ConfigError, match=r"^train\.micro_batch_size: .*a step with micro-batches of 262144 rows of a"):
+        require(wanted, Room(SURE * peak - 1, gpu=0), Ranks(1, 1))
+    at_rest = Room(NUMEL * 20, gpu=0)
+    require(wanted, at_rest, Ranks(1, 1), Square(fails=True))
+    require(replace(wanted, train=TrainConfig(micro_batch_size=8)), at_rest, Ranks(1, 1))
 
 
 @pytest.mark.parametrize("zero", [ZeroGroup(stage=3), ZeroGroup(stage=2, schedule={5: 3})], ids=["3", "3 later"])
@@ -205,9 +185,7 @@ def test_a_stage_that_no_step_is_trained_at_needs_no_room(
     last: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = config(zero=ZeroGroup(stage=3, schedule={4: 0}), train=TrainConfig(max_steps=last))
-    model = build_on_meta(wanted)
-    assert model is not None
-    per_element = 8.0 * sum(each.numel() for each in model.parameters())  # 4 on each of four ranks, or 16
+    per_element = 8.0 * numel_of(wanted)  # 4 on each of four ranks, or 16
     monkeypatch.setattr(memory_room, "available_nbytes", lambda: per_element)
     if is_refused:
         with pytest.raises(ConfigError, match="weights, gradients and optimizer state at stage 0 of a rank"):
@@ -234,46 +212,35 @@ def to_disk(path: Path | None, **groups: Any) -> Config:
 
 
 @pytest.mark.case("offload: Offload", "`offload.path` is a file, cannot be written, or has too little room")
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("num_local", [1, 2])
-def test_a_disk_is_large_enough_from_what_the_ranks_of_a_machine_place_there_on(
-    num_local: int, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted = to_disk(tmp_path, zero=ZeroGroup(stage=stage))
-    model = build_on_meta(wanted)
-    state = sum(each.numel() for each in model.parameters()) * (14 if stage == 3 else 12) * num_local // 2
-    needed = state + min(state, num_local * SAMPLE_NBYTES)
-    for free in (needed, needed - 1):
-        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: Usage(0, 0, free))
-        if free == needed:
-            require_room(wanted, model, tmp_path, Ranks(2, num_local))
-        else:
-            with pytest.raises(ConfigError, match=r"^offload\.path: .* GB free, and this run needs .* GB there"):
-                require_room(wanted, model, tmp_path, Ranks(2, num_local))
-
-
 @pytest.mark.parametrize(
-    ("stage", "schedule", "nbytes"), [(3, {5: 1}, 14 // 2), (1, {5: 3}, 14 // 2), (3, {5: 0}, 12), (1, {5: 0}, 12)]
+    ("zero", "nbytes"),
+    [
+        (ZeroGroup(stage=1), 12 / 2),
+        (ZeroGroup(stage=3), 14 / 2),
+        (ZeroGroup(stage=3, schedule={5: 1}), 14 / 2),
+        (ZeroGroup(stage=1, schedule={5: 3}), 14 / 2),
+        (ZeroGroup(stage=3, schedule={5: 0}), 12),
+        (ZeroGroup(stage=1, schedule={5: 0}), 12),
+    ],
 )
-def test_a_disk_is_to_be_large_enough_for_each_stage(
-    stage: int, schedule: dict[int, int], nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_local", [1, 2])
+def test_a_disk_is_large_enough_for_what_the_ranks_of_a_machine_place_there_at_each_stage(
+    num_local: int, zero: ZeroGroup, nbytes: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shards of parameters lie there at stage 3 alone, and what stages share less of is larger."""
-    wanted = to_disk(tmp_path, zero=ZeroGroup(stage=stage, schedule=schedule))
-    model = build_on_meta(wanted)
-    state = sum(each.numel() for each in model.parameters()) * nbytes
-    needed = state + min(state, SAMPLE_NBYTES)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, needed))
-    require_room(wanted, model, tmp_path, Ranks(2, 1))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, needed - 1))
+    """`nbytes`: of an element on one of two ranks. Shards of parameters lie there at stage 3 alone."""
+    wanted = to_disk(tmp_path, zero=zero, model=GPT | {"hidden_size": 256}, train=TrainConfig(max_steps=9))
+    needed = 2 * num_local * nbytes * numel_of(wanted)  # and as large a sample, of which the ranks measure the speed
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 1.01 * needed))
+    preflight.check(wanted, num_local, 2, run_dir=tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 0.99 * needed))
     with pytest.raises(ConfigError, match=r"^offload\.path: .* GB free, and this run needs .* GB there"):
-        require_room(wanted, model, tmp_path, Ranks(2, 1))
+        preflight.check(wanted, num_local, 2, run_dir=tmp_path)
 
 
 def test_nothing_is_made_and_nothing_asked_of_a_disk_that_is_not_used(tmp_path: Path) -> None:
     path = tmp_path / "not/there"
-    require_room(to_disk(path), None, None, Ranks(1, 1))
-    require_room(config(offload=OffloadGroup(path="/proc/x")), None, tmp_path, Ranks(1, 1))
+    require_folder(to_disk(path), None)
+    require_folder(config(offload=OffloadGroup(path="/proc/x")), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -290,13 +257,13 @@ def test_what_is_no_folder_is_told(what: str, tmp_path: Path) -> None:
     else:
         path.symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"no file can be made in .* \(it is no folder\); name another folder"):
-        require_room(to_disk(path), None, tmp_path, Ranks(1, 1))
+        require_folder(to_disk(path), tmp_path)
 
 
 @pytest.mark.case("offload: Offload", "it lies in memory, as /dev/shm", "a warning")
 def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_room, "file_system_of", lambda _: "tmpfs")
-    monkeypatch.setattr(offload_room, "lies_in_memory", lambda folder: folder == tmp_path)
+    monkeypatch.setattr(memory_room, "file_system_of", lambda _: "tmpfs")
+    monkeypatch.setattr(memory_room, "lies_in_memory", lambda folder: folder == tmp_path)
     says = (
         f"offload.path: {tmp_path / 'run'} is in memory (tmpfs), so that offloading to it frees none; "
         "name a folder on a disk"
@@ -310,9 +277,9 @@ def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.Mon
 def test_activations_that_stay_in_the_hosts_memory_are_warned_of_on_a_cpu(
     device: str, num_lines: int, tmp_path: Path
 ) -> None:
-    given = config()
-    given.offload.activations, given.launch.device = "cpu", device
-    lines = in_memory(given, tmp_path)
+    wanted = config()
+    wanted.offload.activations, wanted.launch.device = "cpu", device
+    lines = in_memory(wanted, tmp_path)
     assert [line.partition(":")[0] for line in lines] == ["offload.activations=cpu"] * num_lines
 
 

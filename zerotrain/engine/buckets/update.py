@@ -183,7 +183,7 @@ class BucketUpdate:
             )
         optimizers = self.optimizer, self._whole_optimizer
         self.state = OptimizerState(self.master_weight, self.has_copy, self.spans, self.whole, *optimizers)
-        self.home: Home = homes.of_optimizer(self.spec, self._planned_nbytes, self.state.tensors)
+        self.home: Home = homes.of_optimizer(self.spec, self.planned_nbytes, self.state.tensors)
         (self.home if self.has_copy else weights.home).tell(self.state.follow_master)
         self.home.put_away()
         self.home.forget()
@@ -193,8 +193,8 @@ class BucketUpdate:
         self.is_away = self.home.moves or weights.home.moves
         """Whether something of what is updated lies off the device at rest."""
 
-    def _planned_nbytes(self) -> int:
-        """Bytes that the home will hold once the optimizer has made its state."""
+    def planned_nbytes(self) -> int:
+        """Bytes of the optimizer's state, once it has made it, and of a master weight that is a copy."""
         groups, owned = self._groups, self.whole.targets.values() if self.whole is not None else ()
         state = groups.state_nbytes([span.target.numel() for span in self.spans], is_whole=False)
         state += groups.state_nbytes([target.numel() for target in owned], is_whole=True)

@@ -9,7 +9,7 @@ import torch
 
 from zerotrain.checkpoint.manifest import DTYPES
 from zerotrain.device.device import lies_on_host
-from zerotrain.errors import EngineStateError
+from zerotrain.errors import EngineStateError, argument
 
 _PLAIN_TYPES = frozenset({float, int, bool, str, type(None)})
 _ON_THE_DEVICE = "on the device"
@@ -36,8 +36,9 @@ class Hyperparameters(dict[str, Any]):
         if name == "params":
             raise EngineStateError(
                 "a group of engine.param_groups holds only hyperparameters, because the updated tensors are "
-                "shards; parameters are in engine.module.parameters(), gradients are clipped by max_grad_norm, and "
-                "with precision=fp16 the engine scales the loss itself: leave out a GradScaler"
+                "shards; parameters are in engine.module.parameters(), gradients are clipped by "
+                f"{argument('max_grad_norm')}, and with precision=fp16 the engine scales the loss itself: leave out a "
+                "GradScaler"
             )
         raise KeyError(name)
 

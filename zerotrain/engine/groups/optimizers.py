@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerotrain.errors import ConfigError
+from zerotrain.errors import ConfigError, argument
 from zerotrain.sharding.units import ModelParameter, Unit
 
 # Muon for the matrices inside a model's blocks, AdamW for all else: torch's own optimizers, each where it belongs.
@@ -58,8 +58,8 @@ class MuonWithAdamW:
         if isinstance(self.matrices, str):
             if self.matrices != "auto":
                 raise ConfigError(
-                    f"MuonWithAdamW(matrices={self.matrices!r}): must be auto, or a list of name patterns such as "
-                    f"MuonWithAdamW(matrices=[{self.matrices!r}])"
+                    f"{argument('MuonWithAdamW(matrices)', self.matrices)}: must be auto, or a list of name patterns "
+                    f"such as {argument('MuonWithAdamW(matrices)', [self.matrices])}"
                 )
             chosen = [
                 managed
@@ -68,8 +68,9 @@ class MuonWithAdamW:
             ]
             if not chosen:
                 raise ConfigError(
-                    "MuonWithAdamW(matrices='auto'): found no two-dimensional parameter in a repeated block of the "
-                    "model; name some, such as MuonWithAdamW(matrices=['*.weight']), or the blocks with zero.units"
+                    f"{argument('MuonWithAdamW(matrices)', 'auto')}: found no two-dimensional parameter in a repeated "
+                    f"block of the model; name some, such as {argument('MuonWithAdamW(matrices)', ['*.weight'])}, or "
+                    "the blocks with zero.units"
                 )
             return chosen
         matrices = [managed for _, managed in two_dimensional]
@@ -77,8 +78,8 @@ class MuonWithAdamW:
             if not any(_matches(managed, pattern) for managed in matrices):
                 candidates = ", ".join(managed.names[0] for managed in matrices[:3])
                 raise ConfigError(
-                    f"MuonWithAdamW(matrices=...): no trainable two-dimensional parameter matches {pattern!r}; there "
-                    f"are {candidates or 'none'} and so on"
+                    f"{argument('MuonWithAdamW(matrices)')}: no trainable two-dimensional parameter matches "
+                    f"{pattern!r}; there are {candidates or 'none'} and so on"
                 )
         return [managed for managed in matrices if any(_matches(managed, pattern) for pattern in self.matrices)]
 
@@ -160,13 +161,13 @@ def require_values(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]
         return
     for name, value in settings.items():
         if isinstance(value, str) and isinstance(defaults.get(name), Real):
-            raise ConfigError(f"param_groups: {name}={value!r} is a text; {kind.__name__} takes a number")
+            raise ConfigError(f"{argument('param_groups')}: {name}={value!r} is a text; {kind.__name__} takes a number")
     try:
         keywords |= {name: value for name, value in settings.items() if name in allowed}
         kind([torch.zeros(SAMPLE_SHAPE)], **keywords)
     except (ValueError, TypeError, LookupError) as error:
         listing = ", ".join(f"{name}={value}" for name, value in settings.items())
-        raise ConfigError(f"param_groups: {kind.__name__} cannot have {listing}: {error}") from error
+        raise ConfigError(f"{argument('param_groups')}: {kind.__name__} cannot have {listing}: {error}") from error
 
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
@@ -192,7 +193,7 @@ def needing_whole(factory: OptimizerFactory, units: Sequence[Unit[ModelParameter
     if vector is not None and isinstance(_sample(factory), torch.optim.Muon):
         raise ConfigError(
             f"optimizer=Muon: updates only matrices, and {vector} is none; use "
-            "zerotrain.MuonWithAdamW(...), which leaves the rest to AdamW"
+            f"{argument('zerotrain.MuonWithAdamW(...)')}, which leaves the rest to AdamW"
         )
     return trainable
 

@@ -14,7 +14,7 @@ from zerotrain.device.kinds import device_of
 from zerotrain.engine.groups import optimizers
 from zerotrain.engine.groups.hyperparameters import Hyperparameters, OwnNumbers, as_plain, show, shown_groups
 from zerotrain.engine.groups.probe import probe
-from zerotrain.errors import CheckpointError, ConfigError, EngineStateError
+from zerotrain.errors import CheckpointError, ConfigError, EngineStateError, argument, naming_entry
 from zerotrain.sharding.layout import round_up
 from zerotrain.sharding.units import ManagedParameter, ModelParameter, Unit, matching, no_match
 
@@ -91,8 +91,14 @@ class ParamGroups:
         """Whether weight decay is for matrices alone."""
         self._classify(self.trainable)
         if param_groups is not None:
+            problems: list[str] = []
             for group in param_groups if isinstance(param_groups, Iterable) else [param_groups]:
-                self._add(group)
+                try:
+                    self._add(group)
+                except ConfigError as error:
+                    problems += error.problems
+            if problems:
+                raise ConfigError(*problems)
         num_given = len(self.hyperparameters)
         rest = [parameter for parameter in self._names if parameter not in self._home]
         if param_groups is None or not decay_all:
@@ -104,8 +110,8 @@ class ParamGroups:
             self._take_places(self._home)
         elif without := [parameter for parameter in rest if parameter.requires_grad]:
             raise ConfigError(
-                f"param_groups: {self._listed(without)} in no group; name it in one, end with a group of "
-                '{"params": ["*"]}, or freeze it with requires_grad_(False)'
+                f"{argument('param_groups')}: {self._listed(without)} in no group; name it in one, end with a group "
+                'of {"params": ["*"]}, or freeze it with requires_grad_(False)'
             )
 
     def _classify(self, started: Sequence[nn.Parameter]) -> None:
@@ -130,13 +136,18 @@ class ParamGroups:
         """Append a group, in its parts; of the parameters it names it gets those that no group has."""
         params, settings = _params_of(group), {key: value for key, value in group.items() if key != "params"}
         name = settings.pop("name", f"group {len(self.hyperparameters)}")
+        with naming_entry("param_groups", name):
+            self._append_parts(name, params, settings)
+
+    def _append_parts(self, name: str, params: list[Any], settings: dict[str, Any]) -> None:
+        setting = argument("param_groups")
         if {name, f"{name} others"} & self._settings.keys():
-            raise ConfigError(f"param_groups: two groups are called {name!r}; give each a name of its own")
+            raise ConfigError(f"{setting}: two groups are called {name!r}; give each a name of its own")
         if name.startswith(optimizers.WHOLE) or (not self._decay_all and name in OF_THE_REST):
-            raise ConfigError(f"param_groups: a group is called {name!r}, a name of the engine's; give it another")
-        members = self.find(params, "param_groups")
+            raise ConfigError(f"{setting}: a group is called {name!r}, a name of the engine's; give it another")
+        members = self.find(params, setting)
         if duplicates := [param for param in params if isinstance(param, nn.Parameter) and param in self._home]:
-            raise ConfigError(f"param_groups: {self._listed(duplicates)} in two groups; leave it in one")
+            raise ConfigError(f"{setting}: {self._listed(duplicates)} in two groups; leave it in one")
         members = [parameter for parameter in members if parameter not in self._home]
         self._settings[name] = settings
         self._home |= dict.fromkeys(members, name)
@@ -154,7 +165,7 @@ class ParamGroups:
             self._append(part)
         self._take_places(members)
         if self._warns and not members:
-            warnings.warn(f"param_groups: group {name!r} holds no parameter", stacklevel=2)
+            warnings.warn(f"{setting}: group {name!r} holds no parameter", stacklevel=2)
 
     def _append(self, name: str, saved: Mapping[str, Any] | None = None) -> None:
         """Append a group: its hyperparameters are those given for it or saved, and the optimizer's own.
@@ -181,6 +192,12 @@ class ParamGroups:
         )
         self._groups.append((group, None if counting is None else OwnNumbers(counting, own)))
 
+    def probe_on(self, device: torch.device) -> None:
+        """Make sure that ranks can train on a device with the optimizer of each group. Raises as `probe`."""
+        self._device = device
+        for settings in self.hyperparameters:
+            self._own_numbers(settings)
+
     def _own_numbers(self, settings: dict[str, Any]) -> frozenset[str]:
         """The names of the numbers that steps change in a group of these settings, once it is known to work here."""
         if self._device is None:
@@ -205,7 +222,8 @@ class ParamGroups:
         if unknown := settings.keys() - setting_names - {"initial_lr"}:
             kinds = " and ".join(dict.fromkeys(type(sample).__name__ for sample in samples))
             raise ConfigError(
-                f"param_groups: {kinds} has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(setting_names))}"
+                f"{argument('param_groups')}: {kinds} has no {', '.join(sorted(unknown))}; it has "
+                f"{', '.join(sorted(setting_names))}"
             )
 
     def _default_name(self, name: str) -> str:
@@ -438,8 +456,8 @@ def _params_of(group: Any) -> list[Any]:
     if not isinstance(group, Mapping) or "params" not in group:
         problem = f'has no "params": {group}' if isinstance(group, Mapping) else f"is a {type(group).__name__}"
         raise ConfigError(
-            f"param_groups: a group {problem}; it takes a list of dicts, each with names, patterns or parameters as "
-            '"params", such as [{"params": ["*.bias"], "weight_decay": 0.0}, {"params": ["*"]}]'
+            f"{argument('param_groups')}: a group {problem}; it takes a list of dicts, each with names, patterns or "
+            'parameters as "params", such as [{"params": ["*.bias"], "weight_decay": 0.0}, {"params": ["*"]}]'
         )
     return _as_list(group["params"])
 

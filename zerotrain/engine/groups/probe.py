@@ -22,7 +22,7 @@ from zerotrain.device.device import lies_on_host
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.groups.hyperparameters import OwnNumbers, as_plain, is_number, saved_group, show, without_objects
 from zerotrain.engine.groups.optimizers import WHOLE, OptimizerFactory, is_torchs_own
-from zerotrain.errors import ConfigError
+from zerotrain.errors import ConfigError, argument
 
 NUM_STEPS = 11
 """Some optimizers look at more than one element in every tenth step only."""
@@ -47,15 +47,15 @@ RANDOM = (
 )
 IN_PARTS = (
     "in a test on small tensors, it updated a tensor in parts differently than at once, and ranks hold parts. It "
-    "updates each tensor by itself: set `whole_tensor = True` in its class, and ranks gather tensors for it"
+    "updates each tensor by itself: {}, and ranks gather tensors for it"
 )
 EVERYTHING = (
     "in a test on small tensors, the update of one depended on the others (a norm or a number over all of them), which "
-    "no rank has; use one that updates each tensor by itself, such as AdamW (max_grad_norm clips over the whole model)"
+    "no rank has; use one that updates each tensor by itself, such as AdamW ({} clips over the whole model)"
 )
 UNFIT = (
     "it keeps {}, which ranks cannot cut and save; it must keep each under a name of its own in self.state[parameter]: "
-    "a number, a tensor of no dimension or one of the weight's shape (of any, if its class says `whole_tensor = True`)"
+    "a number, a tensor of no dimension or one of the weight's shape (of any, if {})"
 )
 ELSEWHERE = (
     "in a test on small tensors, it continued differently after it was rebuilt from its state, as engine.set_stage, "
@@ -122,11 +122,13 @@ def _find_problem(runs: "_Runs", is_whole: bool) -> str | None:
     if not plain.rows.diff(dim=0).any():
         return NOTHING
     if unfit := list(dict.fromkeys(_unfit_in_state(optimizer, is_whole))):
-        return UNFIT.format(" and ".join(unfit))
+        return UNFIT.format(" and ".join(unfit), argument("its class says `whole_tensor = True`"))
     if not runs.give(plain, _apart if is_whole else _in_pieces):
         if not runs.give(plain, _as_one, as_engine=False):
             return RANDOM
-        return IN_PARTS if not is_whole and runs.give(plain, _apart) else EVERYTHING
+        if not is_whole and runs.give(plain, _apart):
+            return IN_PARTS.format(argument("set `whole_tensor = True` in its class"))
+        return EVERYTHING.format(argument("max_grad_norm"))
     attributes, rebuilt, is_same = _attributes(optimizer), dict[str, str](), False
     with suppress(Exception):
         renewed = runs.run(_as_one, is_renewed=True)

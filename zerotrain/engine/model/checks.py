@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerotrain.device.kinds import device_of
-from zerotrain.errors import ConfigError, EngineStateError
+from zerotrain.errors import ConfigError, EngineStateError, argument
 from zerotrain.sharding.units import WalkedModel
 
 
@@ -30,6 +30,13 @@ def require_trainable(model: nn.Module, *, trains: bool) -> None:
         raise ConfigError(f"model {type(model).__name__} has no trainable floating-point parameter; nothing to train")
 
 
+def model_error(problem: str) -> ConfigError:
+    """The error of a model that cannot be trained."""
+    error = ConfigError(problem)
+    error.about = "model"
+    return error
+
+
 def require_plain(walked: WalkedModel) -> None:
     """Make sure that no part of the model is more than a module: wrapped by another engine, scripted, not ready, in
     fp64 or sparse, or one that changes its weights in the forward.
@@ -41,15 +48,15 @@ def require_plain(walked: WalkedModel) -> None:
         kind, where = type(module).__name__, type(module).__module__
         part = f"{name or 'the model'} is a {kind}"
         if where.startswith(("torch.nn.parallel", "torch.distributed")):
-            raise ConfigError(f"{part}, which shares gradients over ranks itself; give build_engine the module in it")
+            raise model_error(f"{part}, which shares gradients over ranks itself; give build_engine the module in it")
         if isinstance(module, torch.jit.ScriptModule):
-            raise ConfigError(f"{part}, whose code takes no hooks; give build_engine the module before torch.jit")
+            raise model_error(f"{part}, whose code takes no hooks; give build_engine the module before torch.jit")
         if any(is_lazy(parameter) for parameter in module._parameters.values() if parameter is not None):
-            raise ConfigError(f"{part} without shapes yet; run one forward of the model before build_engine")
+            raise model_error(f"{part} without shapes yet; run one forward of the model before build_engine")
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise ConfigError(f"{part} with sparse=True, and buckets hold dense gradients; build it with sparse=False")
+            raise model_error(f"{part} with sparse=True, and buckets hold dense gradients; build it with sparse=False")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise ConfigError(
+            raise model_error(
                 f"{part} with max_norm={module.max_norm}, which changes its weight in the forward by this rank's "
                 "inputs only; build it with max_norm=None, and scale its output"
             )
@@ -57,13 +64,13 @@ def require_plain(walked: WalkedModel) -> None:
     for name, tensor in tensors:
         if tensor.layout != torch.strided:
             kind = str(tensor.layout).removeprefix("torch.")
-            raise ConfigError(
+            raise model_error(
                 f"{name} is a tensor of layout {kind}, which ranks and checkpoints do not carry; keep it dense, "
                 "or keep its indices and values as buffers and make it in the forward"
             )
     double = [entry.names[0] for entry in walked.parameters if entry.parameter.dtype == torch.float64]
     if double:
-        raise ConfigError(
+        raise model_error(
             f"{', '.join(double[:3])}{', ...' if len(double) > 3 else ''} {'is' if len(double) == 1 else 'are'} fp64, "
             "and the engine trains fp32 weights at most; call model.float() before build_engine"
         )
@@ -78,8 +85,9 @@ def require_leaves(walked: WalkedModel, leaves_per_rank: int) -> None:
     for name, module in walked.modules.items():
         if leaves_per_rank > 1 and isinstance(module, _NormBase) and module.track_running_stats:
             raise ConfigError(
-                f"virtual_ranks: {name or 'the model'} is a {type(module).__name__}, whose running statistics follow "
-                "the ranks; take as many ranks as virtual ranks, another norm, or track_running_stats=False"
+                f"{argument('virtual_ranks')}: {name or 'the model'} is a {type(module).__name__}, whose running "
+                "statistics follow the ranks; take as many ranks as virtual ranks, another norm, or "
+                "track_running_stats=False"
             )
 
 
@@ -137,9 +145,8 @@ def require_own_memory(walked: WalkedModel) -> None:
         reaching = [earlier for earlier in reaching if earlier.space == memory.space and earlier.end > memory.start]
         for earlier in reaching:
             if (memory.is_parameter or earlier.is_parameter) and _share_elements(earlier, memory):
-                raise ConfigError(
-                    _sharing_problem(earlier, memory) if earlier.is_parameter else _sharing_problem(memory, earlier)
-                )
+                pair = (earlier, memory) if earlier.is_parameter else (memory, earlier)
+                raise model_error(_sharing_problem(*pair))
         reaching.append(memory)
 
 
@@ -170,7 +177,7 @@ def _ranges(walked: WalkedModel) -> Iterator[_MemoryRange]:
             continue
         dims = list(zip(tensor.shape, tensor.stride(), strict=True))
         if is_parameter and any(size > 1 and stride == 0 for size, stride in dims):
-            raise ConfigError(f"{name} has several elements at one place, as expand() gives them; clone() it")
+            raise model_error(f"{name} has several elements at one place, as expand() gives them; clone() it")
         if tensor.numel() == 0 or is_traceable_wrapper_subclass(tensor):
             continue
         storage = tensor.untyped_storage()

@@ -20,7 +20,7 @@ from torch.autograd import profiler
 from torch.utils import checkpoint as checkpoints
 
 from zerotrain.engine.model.precision import WideArguments, one_dtype_at_entry
-from zerotrain.errors import ConfigError
+from zerotrain.errors import ConfigError, argument
 from zerotrain.offload.saved import SavedTensors
 from zerotrain.sharding.units import WalkedModel, find_units, walk
 
@@ -126,7 +126,12 @@ _Buffers = dict[str, torch.Tensor | None]
 
 
 def replace_forwards(
-    model: nn.Module, *, units: Sequence[str] | None, compile: bool, activation_checkpointing: bool
+    model: nn.Module,
+    *,
+    units: Sequence[str] | None,
+    compile: bool,
+    activation_checkpointing: bool,
+    holds_values: bool = True,
 ) -> None:
     """Compile the forward of each unit of `model`, or drop its activations and compute them again in the backward.
 
@@ -138,21 +143,25 @@ def replace_forwards(
 
     Args:
         units: module name patterns; None: the repeated blocks.
+        holds_values: False: of a model without memory nothing is compiled, and all is checked.
 
     Raises:
         ConfigError: the model has no units, or this machine lacks what torch.compile needs.
     """
     if not (compile or activation_checkpointing):
         return
-    modules = require_units(walk(model), units, "compile=True" if compile else "activation_checkpointing=True")
+    setting = "compile" if compile else "activation_checkpointing"
+    modules = require_units(walk(model), units, argument(setting, True))
     if compile:
         require_compiler()
+    compiles = compile and holds_values
+    if compiles:
         for loss in [module for module in model.modules() if isinstance(module, nn.modules.loss._Loss)]:
             compiled = one_dtype_at_entry(torch.compile(loss.forward), WideArguments.widened)
             loss.forward = _UnitForward(compiled, loss.forward)
     for name, module in modules.items():
         trained = module.forward
-        if compile:
+        if compiles:
             trained = one_dtype_at_entry(torch.compile(module.forward), WideArguments.rounded)
         if activation_checkpointing:
             trained = _checkpointed(trained, name, module)
@@ -339,6 +348,6 @@ def require_compiler() -> None:
         lacking.append("Python.h, the headers of this Python (often the package python3-dev)")
     if lacking:
         raise ConfigError(
-            f"compile=True: torch.compile needs {' and '.join(lacking)}, which this machine does not have; "
-            "install it, or leave compile=True out"
+            f"{argument('compile', True)}: torch.compile needs {' and '.join(lacking)}, which this machine does not "
+            f"have; install it, or leave {argument('compile', True)} out"
         )

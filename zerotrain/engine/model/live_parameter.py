@@ -23,20 +23,16 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zerotrain.errors import EngineStateError
+from zerotrain.errors import EngineStateError, argument
 
-LEFT_ITS_UNIT = (
-    "a backward read parameters that were not gathered for it: a tensor left {} other than by the unit's output; "
-    "return it from the unit's forward, or set zero.reshard_after_forward=False"
-)
 ENGINE_IS_GONE = (
     "a parameter was read after its engine was deleted: keep the engine as long as its model is used, or load "
     "engine.full_state_dict() into a new model"
 )
 _GRADIENT_IS_IN_THE_ENGINE = (
     "the gradient of {} is in the engine, which reduces it over the ranks while the backward runs: clip it with "
-    "build_engine(max_grad_norm=...), whose norm engine.step() returns, forget it with engine.zero_grad(), and look at "
-    "this rank's own with parameter.register_hook(...)"
+    "{}, whose norm engine.step() returns, forget it with engine.zero_grad(), and look at this rank's own with "
+    "parameter.register_hook(...)"
 )
 _FREED_MEMORY_WAS_READ = ("storage of size 0", "data is not allocated yet")
 """Torch's messages if autograd reads freed memory that it saved: a class of a parameter cannot notice that."""
@@ -46,6 +42,14 @@ _GRAD: Any = torch._C.TensorBase.grad
 get_data, set_data = _DATA.__get__, _DATA.__set__
 get_grad, set_grad = _GRAD.__get__, _GRAD.__set__
 """Accessors of the attributes `data` and `grad` for the engine itself."""
+
+
+def left_its_unit(unit: str) -> str:
+    """The sentence about a backward that read parameters of a unit that were not gathered for it."""
+    return (
+        f"a backward read parameters that were not gathered for it: a tensor left {unit} other than by the unit's "
+        f"output; return it from the unit's forward, or set {argument('zero.reshard_after_forward', False)}"
+    )
 
 
 def reads_freed_memory(error: BaseException) -> bool:
@@ -138,7 +142,9 @@ class LiveParameter(nn.Parameter):
     def _require_no_gradient(self) -> None:
         owner = _owner(self)
         if owner is not None and owner.holds_gradient():
-            raise EngineStateError(_GRADIENT_IS_IN_THE_ENGINE.format(owner.name_of(self)))
+            raise EngineStateError(
+                _GRADIENT_IS_IN_THE_ENGINE.format(owner.name_of(self), argument("build_engine(max_grad_norm)"))
+            )
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """As torch's. It runs before the engine moves the gradient out of the parameter."""

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
-from zerotrain.errors import ConfigError, listed
+from zerotrain.errors import ConfigError, argument, listed
 from zerotrain.sharding.units import ModelParameter, WalkedModel
 
 # The tensors inside what a module takes and returns: in dicts, lists, named tuples, dataclasses, however nested.
@@ -256,7 +256,9 @@ def dtypes_of(parameters: Sequence[ModelParameter], precision: Precision) -> dic
             )
     keeps_all = all(dtype == precision.master for dtype in dtypes.values())
     if precision.keep_fp32 and precision.separate_master and keeps_all:
-        raise ConfigError("precision.keep_fp32: keeps every parameter; use precision='fp32', or name fewer")
+        raise ConfigError(
+            f"precision.keep_fp32: keeps every parameter; use {argument('precision', 'fp32')}, or name fewer"
+        )
     return dtypes
 
 

@@ -18,7 +18,7 @@ from zerotrain.engine.buckets.bucket import TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.gradient import Gradients, Segment
 from zerotrain.engine.buckets.life import Backward
 from zerotrain.engine.buckets.norm import StepSquares
-from zerotrain.engine.model.live_parameter import LEFT_ITS_UNIT, get_grad
+from zerotrain.engine.model.live_parameter import get_grad, left_its_unit
 from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.errors import EngineStateError
 
@@ -145,7 +145,7 @@ class Reductions:
         for bucket in self._closed_short:
             late = [managed.names[0] for managed in bucket.spec.parameters if get_grad(managed.parameter) is not None]
             if late:
-                raise EngineStateError(LEFT_ITS_UNIT.format(f"{bucket.spec.name} (the gradient of {late[0]} was late)"))
+                raise EngineStateError(left_its_unit(f"{bucket.spec.name} (the gradient of {late[0]} was late)"))
         if not self._under_way.reduces:
             for bucket in reversed(self.trained):
                 self._move_unmoved(bucket)

@@ -11,7 +11,7 @@ from zerotrain.device.memory import set_heap
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.gradient import Gradients, Segment
 from zerotrain.engine.buckets.life import Backward, Phase, WeightState
-from zerotrain.engine.model.live_parameter import ENGINE_IS_GONE, LEFT_ITS_UNIT, settle
+from zerotrain.engine.model.live_parameter import ENGINE_IS_GONE, left_its_unit, settle
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.gathers import Gathers
 from zerotrain.engine.schedule.live_unit import BEHIND_ALL_NODES, LiveUnit, UnitCall
@@ -156,7 +156,7 @@ class Schedule:
                 "loss through the models of two engines build one engine of both, as an nn.ModuleList of them"
             )
         if bucket.weights.life.state is not WeightState.FULL:
-            raise EngineStateError(LEFT_ITS_UNIT.format(bucket.spec.name))
+            raise EngineStateError(left_its_unit(bucket.spec.name))
         if self.reductions.arrived(bucket, segment, gradients):
             going = bucket if self.reductions.may_go(bucket) else None
             if going is not None:

@@ -20,7 +20,7 @@ from zerotrain.engine.results import LoadedWeights
 from zerotrain.engine.state.fill import Source
 from zerotrain.engine.state.named import Holdings, NamedPiece, buffers
 from zerotrain.engine.state.together import LEFT, attempt, from_rank_0, on_all, raise_first
-from zerotrain.errors import CheckpointError, ConfigError, EngineStateError, ZeroTrainError, listed
+from zerotrain.errors import CheckpointError, ConfigError, EngineStateError, ZeroTrainError, argument, listed
 from zerotrain.files import match
 from zerotrain.files.match import ModelTensor, StoredTensor
 from zerotrain.sharding.layout import slot_view
@@ -76,7 +76,7 @@ def _describe_part(part: str, rest: Sequence[StoredTensor]) -> str:
 def misfits(loaded: LoadedWeights) -> list[str]:
     """Tell what does not fit, a line for each kind of it; the same on every rank."""
     misfits = match.Misfits(loaded.missing, loaded.surplus, loaded.wrong_shape, loaded.wrong_dtype)
-    problems = misfits.problems("; or give strict=False")
+    problems = misfits.problems(f"; or give {argument('strict', False)}")
     lines = [f"{loaded.path} does not fit the engine: {problem}" for problem in problems]
     notes = "; ".join(filter(None, (loaded.part, loaded.renamed)))
     return [*lines, f"{loaded.path}: {notes}"] if lines and notes else lines
@@ -404,7 +404,7 @@ def _problems(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool) ->
     loaded = match.match(tensors, match.model_tensors(own.items()), kind=match.any_kind)
     if not strict:
         loaded = replace(loaded, missing=(), surplus=())
-    lines = loaded.problems("; or give strict=False")
+    lines = loaded.problems(f"; or give {argument('strict', False)}")
     return [*(f"load_state_dict: the dict does not fit the engine: {line}" for line in lines), *problems]
 
 

@@ -18,8 +18,8 @@ from rich.console import Console
 from zerotrain.checkpoint import folder as folders
 from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
 from zerotrain.comm.world import World
+from zerotrain.engine import OF_THIS_MACHINE, Hyperparameters, restored, saved_group
 from zerotrain.engine.engine import ZeroEngine, take_up
-from zerotrain.engine.groups.hyperparameters import OF_THIS_MACHINE, Hyperparameters, restored, saved_group
 from zerotrain.engine.options import dotted
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.engine.state.save import SaveUnderWay
