@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerotrain.errors import argument, naming_settings
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "zerotrain"
 INDEX = REPOSITORY / "docs/reference/messages.md"
@@ -78,7 +80,9 @@ def placeholder(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute) and re.fullmatch(r"\{\w[\w.]*\}", owner := placeholder(node.value)):
         return f"{owner[:-1]}.{node.attr}}}"
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "argument":
-        return text_of(node.args[0]) or "{...}"
+        values = [repr(arg.value) if isinstance(arg, ast.Constant) else placeholder(arg) for arg in node.args[1:]]
+        with naming_settings({}, str):  # values as they stand
+            return argument(text_of(node.args[0]) or "{...}", *values)
     if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
         return placeholder(node.args[0])
     return "{...}"
