@@ -16,10 +16,8 @@ from torch import nn
 
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.checkpoint.verification import CheckpointTensors, open_checkpoint
-from zerotrain.config.checks import must_be, target_problems, value_problems
-from zerotrain.config.compose import first_paragraph, from_values
+from zerotrain.config import checks, compose, words
 from zerotrain.config.schema import Config
-from zerotrain.config.words import word
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.match import StoredTensor, match, model_tensors
@@ -92,7 +90,7 @@ class OfRun:
         if not self.trusts_code:
             require_trusted(config, (group,), self.path)
         with nothing_imported_from(self.path), watching_parameters(self._refuse_countless):
-            if problems := list(target_problems(values, name=group)):
+            if problems := list(checks.target_problems(values, name=group)):
                 raise ConfigError(*(f"{self.path}: {line}" for line in problems))
             try:
                 return make(config)
@@ -181,16 +179,16 @@ def config_from(values: Any, path: Path) -> Config | None:
         return None
     unknown = f"{path} has a config that this zerotrain does not know: "
     try:
-        config = from_values(values)
+        config = compose.from_values(values)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{unknown}{_refusal_line(values, error)}") from None
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise ConfigError(f"{unknown}{first_paragraph(error)}") from None
+        raise ConfigError(f"{unknown}{compose.first_paragraph(error)}") from None
     for group in fields(config):
         value, expected = getattr(config, group.name), type(getattr(Config(), group.name))
         if not isinstance(value, expected):
             raise ConfigError(f"{unknown}{group.name} is a {type(value).__name__}")
-    if problems := value_problems(config) + unchosen_problems(config):
+    if problems := checks.value_problems(config) + unchosen_problems(config):
         raise ConfigError(*(f"{unknown}{line}" for line in problems))
     return config
 
@@ -206,11 +204,11 @@ def _refusal_line(values: Any, error: OmegaConfBaseException) -> str:
             group for group in values if isinstance(defaults.get(group), dict) and not isinstance(values[group], dict)
         ]
         if not groups:
-            return first_paragraph(error)
+            return compose.first_paragraph(error)
         name = groups[0]
     for part in name.split("."):
         values = values.get(part) if isinstance(values, dict) else None
-    return must_be(name, values) or f"{name}: got {word(values)}; it must be a group of settings"
+    return checks.must_be(name, values) or f"{name}: got {words.word(values)}; it must be a group of settings"
 
 
 @contextmanager
