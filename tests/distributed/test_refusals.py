@@ -123,7 +123,7 @@ READS = {
     *("theoretical_sent_nbytes", "loss_scale", "param_groups", "virtual_ranks"),
     *("module", "world", "options", "plan", "precision", "max_grad_norm", "ledger", "collectives", "schedule"),
     *("stamps", "loss_scaler"),
-    *("held", "steps", "checkpoints", "averaging"),  # its parts
+    *("held", "optimizer_step"),  # its parts
 }
 """Names of public attributes that refuse nothing."""
 WITHIN_OTHERS = {"forward_scope": "within forward_scope", "no_sync": "within no_sync", "optimizer": "optimizer."}
