@@ -21,9 +21,7 @@ from zerotrain.commands.frame import add_run, exit_code, parser_of
 from zerotrain.config.words import words_of_config
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files import kept_out, lock, terminal, untrusted
-from zerotrain.launching import exits
-from zerotrain.launching.job import num_threads_per_rank
-from zerotrain.launching.resuming import first_readable
+from zerotrain.launching import exits, job, resuming
 from zerotrain.replay.record import Record, read_record
 from zerotrain.replay.report import batch_of, print_around, print_report, report_of
 from zerotrain.replay.steps import ReplayedSteps, of_replay, opened_steps
@@ -132,7 +130,7 @@ def replay(
     first_step = max(1, step - options.around)
     checkpoints = _checkpoints_before(options.path.absolute(), first_step, has_start=0 in record.starts)
     settings = start.get("settings")
-    if settings is None and (manifest := first_readable(checkpoints)) is not None:
+    if settings is None and (manifest := resuming.first_readable(checkpoints)) is not None:
         settings = manifest.content["config"]
     with kept_out.nothing_imported_from(folder):
         config = config_from(settings, folder)
@@ -143,7 +141,7 @@ def replay(
         config = of_replay(config)
         config.data = kept_in_own_cache(config.data)
         config = with_settings(config, options.settings, folder, REPLAY, trust_code=options.trust_code)
-        torch.set_num_threads(num_threads_per_rank(config, 1))
+        torch.set_num_threads(job.num_threads_per_rank(config, 1))
         choose_kernels(deterministic=config.train.deterministic, tf32=config.precision.tf32)
         with tempfile.TemporaryDirectory() as scratch, join_ranks(config) as world:
             console.print(f"step {step}, on one rank with {virtual_ranks} virtual ranks", highlight=False)

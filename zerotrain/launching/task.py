@@ -37,9 +37,8 @@ from zerotrain.preflight.check import check, length_given
 from zerotrain.preflight.plan import PLAN_NAME, Memory, Planner, print_plan
 from zerotrain.report.journal import JournalError
 from zerotrain.settings import autos_of
+from zerotrain.training import report, request
 from zerotrain.training.callbacks.stages import stage_at, stages_named
-from zerotrain.training.report import PlannedUsage
-from zerotrain.training.request import is_over
 from zerotrain.training.result import RESULT_NAME, code_of_stop, read_result
 
 # The ranks of a command, and the device they compute on.
@@ -253,9 +252,9 @@ def _memory(config: Config, ranks: room.Ranks) -> Memory:
     return Memory.of_run(config, choose_device(config.launch.device, 0), ranks.num_local)
 
 
-def _usage(plan: rehearsal.StagePlan, stage: int, memory: Memory) -> PlannedUsage:
+def _usage(plan: rehearsal.StagePlan, stage: int, memory: Memory) -> report.PlannedUsage:
     """A plan as the report of a run has it."""
-    return PlannedUsage(
+    return report.PlannedUsage(
         stage=stage,
         parameters=plan.parameters,
         gradients=plan.gradients,
@@ -377,7 +376,7 @@ def _end_as_stopped(result: dict[str, Any], signum: int, config: Config | None) 
     """End this process where a signal or control.yaml has stopped its job, and with it the sweep. A job that ended by
     itself, as EarlyStopping or a pruner wants it, ends no other."""
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    if is_sweep and not signum and is_over(result["stopped_by"]):
+    if is_sweep and not signum and request.is_over(result["stopped_by"]):
         return
     by = result["stopped_by"]
     if by is not None:

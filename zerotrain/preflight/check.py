@@ -19,11 +19,10 @@ from torch import nn
 
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.comm.world import choose_device
+from zerotrain.config import compose, words
 from zerotrain.config.checks import HYDRA_KEYS
 from zerotrain.config.checks import SETS as SETS_OF
-from zerotrain.config.compose import first_paragraph
 from zerotrain.config.schema import Config, SweepConfig
-from zerotrain.config.words import word, words_of_config
 from zerotrain.data import fetch
 from zerotrain.data.items import first_batches, require_next_tokens, require_taken
 from zerotrain.device.kinds import device_of
@@ -486,7 +485,7 @@ def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Mani
 def length_given(config: Config) -> str:
     """The setting from which the number of steps follows, with its value."""
     name = "max_tokens" if config.train.num_epochs is None else "num_epochs"
-    return f"train.{name}={word(getattr(config.train, name))}"
+    return f"train.{name}={words.word(getattr(config.train, name))}"
 
 
 def _num_sequences(config: Config, train: Sized) -> Fraction | None:
@@ -518,7 +517,7 @@ class ConfigTrial:
         """
         values = getattr(self._config, group)
         try:
-            with words_of_config():
+            with words.words_of_config():
                 return attempted(self._config)
         except ConfigError as error:
             prefix = f"{error.about}: " if error.about else ""
@@ -698,7 +697,7 @@ def require_memory(
 
 def prepare_data(config: Config) -> None:
     """Let the data be made that lies in a cache of this machine; ConfigError where it cannot be."""
-    with words_of_config():
+    with words.words_of_config():
         validation_sets_of(dataset_of(config), config)
 
 
@@ -718,7 +717,7 @@ def _naming_the_argument(group: str, attempted: Callable[[Config], Any]) -> Call
                 except Exception:  # of a user's class, which gets fewer arguments than it may need
                     continue
                 reason = line.removeprefix(f"{group}: ")
-                raise ConfigError(f"{group}.{name}: got {word(values[name])}; {reason}") from error
+                raise ConfigError(f"{group}.{name}: got {words.word(values[name])}; {reason}") from error
             raise
 
     return attempt
@@ -731,7 +730,7 @@ def _lacks_memory(error: Exception) -> bool:
 
 
 def _too_large(group: str, error: Exception) -> str:
-    return f"{group}: needs more memory than there is: {first_paragraph(error)}; choose smaller values"
+    return f"{group}: needs more memory than there is: {compose.first_paragraph(error)}; choose smaller values"
 
 
 def _require_module(config: Config) -> nn.Module | None:
