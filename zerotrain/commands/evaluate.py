@@ -28,13 +28,8 @@ from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.untrusted import printable, read_json
-from zerotrain.launching import exits
-from zerotrain.launching.failures import Failure, RunError
+from zerotrain.launching import exits, failures, resuming, spawn, task, worker
 from zerotrain.launching.job import Job, num_threads_per_rank
-from zerotrain.launching.resuming import Attempts
-from zerotrain.launching.spawn import open_fork_server, run_ranks
-from zerotrain.launching.task import device_for, num_local_ranks
-from zerotrain.launching.worker import exit_now
 from zerotrain.preflight.check import check
 from zerotrain.preflight.choice import unchosen_problems
 from zerotrain.run.factory import build_on_meta
@@ -110,7 +105,7 @@ OTHER_DATA = "the data differs from that of the run: its files or their split ha
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    open_fork_server()
+    spawn.open_fork_server()
     parser = parser_of("evaluate", __doc__, EXAMPLES)
     add_run(parser, has_settings=True, has_weights=True)
     parser.add_argument("--metrics", metavar="NAMES", help="such as accuracy,perplexity, in place of those of the run")
@@ -128,15 +123,15 @@ def _run(path: Path, settings: Sequence[str], **request: Any) -> int:
     except (ConfigError, CheckpointError):
         raise
     except Exception as error:
-        if isinstance(error, RunError):
+        if isinstance(error, failures.RunError):
             print(error, file=sys.stderr)
         else:
             if not isinstance(error, ZeroTrainError):  # of a user's class: the user needs to see where
                 traceback.print_exc()
             rank = 0 if ranks is None else ranks.rank
-            print(f"rank {rank} {Failure.from_error(error, rank).cause}", file=sys.stderr)
+            print(f"rank {rank} {failures.Failure.from_error(error, rank).cause}", file=sys.stderr)
         if ranks is not None:
-            exit_now(exits.FAILED)
+            worker.exit_now(exits.FAILED)
         return exits.FAILED
     if not _is_one_of_others():
         print(f"step {step}: validation loss {metrics.pop('val_loss', 'of each set')}")
@@ -187,7 +182,7 @@ def evaluate(
         warnings += [f"callbacks.{printable(name)} {LEFT_OUT}" for name in left_out]
         config = with_settings(config, settings, run.path, EVALUATION, trust_code=trust_code)
         num_local, num_ranks = _num_ranks(config, ranks)
-        config.launch.device, why = device_for(config.launch.device, num_local, num_gpus_for(num_local))
+        config.launch.device, why = task.device_for(config.launch.device, num_local, num_gpus_for(num_local))
         try:
             with _errors_in_one_line(config, run.path):
                 data = _checked(config, run, averaged, num_local, num_ranks)
@@ -343,7 +338,7 @@ def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]
     """The ranks of this machine, and of all. A ConfigError where torchrun has started others than asked for."""
     nproc = config.launch.nproc_per_node
     if ranks is None:
-        return (num_ranks := num_local_ranks(config)), num_ranks
+        return (num_ranks := task.num_local_ranks(config)), num_ranks
     if nproc not in (None, 1, ranks.local_world_size):
         raise ConfigError(
             f"launch.nproc_per_node: got {nproc}; {ranks.starter} has started {ranks.local_world_size}; leave it out"
@@ -374,8 +369,8 @@ def _by_ranks(config: Config, request: dict[str, Any], num_ranks: int) -> Any:
         job = Job(config=config, run_dir=folder, overrides=[], evaluates=request)
         job.ranks_dir.mkdir()
         try:
-            run_ranks(Attempts(job), num_ranks)
-        except RunError:
+            spawn.run_ranks(resuming.Attempts(job), num_ranks)
+        except failures.RunError:
             stack.pop_all()
             raise
         return read_json(folder / evaluating.LOSS_NAME, _Loss, max_nbytes=MAX_LOSS_NBYTES)

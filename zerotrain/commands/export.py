@@ -21,10 +21,7 @@ from zerotrain.checkpoint.others.safetensors_and_torch import write_safetensors,
 from zerotrain.commands import export_formats as formats
 from zerotrain.commands.frame import WEIGHTS, add_run, exit_code, is_averaged, parser_of
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
-from zerotrain.files.kept_out import nothing_imported_from
-from zerotrain.files.lock import sync_file, sync_folder
-from zerotrain.files.terminal import code_of
-from zerotrain.files.untrusted import FilePath, UntrustedFileError, read_json
+from zerotrain.files import kept_out, lock, terminal, untrusted
 from zerotrain.launching import exits
 from zerotrain.launching.exits import ended_in_order
 from zerotrain.saved.saved import ABOUT, ADAPTERS, DCP, EXPORTED_MODEL, MERGED, MODEL, SavedRun, opened_run
@@ -37,7 +34,7 @@ FILES = "files"
 
 
 class _About(TypedDict):
-    files: list[FilePath]
+    files: list[untrusted.FilePath]
 
 
 MAX_ABOUT_NBYTES = 64 * 2**20
@@ -153,9 +150,9 @@ def _sync_files(folder: Path) -> list[str]:
     names = []
     for path in sorted(folder.rglob("*")):
         if path.is_dir():
-            sync_folder(path)
+            lock.sync_folder(path)
         elif path != folder / LOCK:
-            sync_file(path)
+            lock.sync_file(path)
             names.append(str(path.relative_to(folder)))
     return names
 
@@ -173,8 +170,8 @@ def _files_of_export(folder: Path, final_path: Path | None = None) -> list[Path]
     if folder.is_symlink() or not (folder / ABOUT).is_file():
         raise ConfigError(f"--overwrite: {final_path} is no folder that zerotrain.export has written; {_GO_ON}")
     try:
-        about = read_json(folder / ABOUT, _About, max_nbytes=MAX_ABOUT_NBYTES)
-    except (OSError, UntrustedFileError) as error:
+        about = untrusted.read_json(folder / ABOUT, _About, max_nbytes=MAX_ABOUT_NBYTES)
+    except (OSError, untrusted.UntrustedFileError) as error:
         raise ConfigError(f"--overwrite: {final_path / ABOUT} does not list the files of an export: {error}") from None
     own = [folder / name for name in (*about[FILES], ABOUT)]
     try:
@@ -286,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(line, flush=True)
         except SystemExit as ending:
             print("stopped by a signal; nothing is left", file=sys.stderr)
-            return code_of(ending)
+            return terminal.code_of(ending)
         return exits.COMPLETED
 
     return exit_code(work, when_stopped="stopped by Ctrl-C; nothing is left")
@@ -311,7 +308,10 @@ def export(path: str | os.PathLike[str], options: ExportOptions) -> Iterator[str
         raise ConfigError(f"{other}: the optimizer's state is that of the trained weights; leave out --weights ema")
     out = Path(os.path.realpath(options.out)) if options.out.name in ("", "..") else options.out.absolute()
     require_free(out, overwrite=options.overwrite)
-    with nothing_imported_from(path), opened_run(path, trust_code=options.trust_code, averaged=averaged) as run:
+    with (
+        kept_out.nothing_imported_from(path),
+        opened_run(path, trust_code=options.trust_code, averaged=averaged) as run,
+    ):
         of_model = run.require_config().model.get("name_or_path") if run.is_hugging_face else None
         sources = [name for name in (of_model, run.tokenizer_name) if name is not None and Path(name).is_dir()]
         require_apart(out, run.path, [Path(name).absolute() for name in sources])

@@ -20,13 +20,8 @@ from zerotrain.commands.evaluate import Use, kept_in_own_cache, with_settings
 from zerotrain.commands.frame import add_run, exit_code, parser_of
 from zerotrain.config.words import words_of_config
 from zerotrain.errors import CheckpointError, ConfigError
-from zerotrain.files.kept_out import nothing_imported_from
-from zerotrain.files.lock import whole
-from zerotrain.files.terminal import package
-from zerotrain.files.untrusted import only_regular
-from zerotrain.launching import exits
-from zerotrain.launching.job import num_threads_per_rank
-from zerotrain.launching.resuming import first_readable
+from zerotrain.files import kept_out, lock, terminal, untrusted
+from zerotrain.launching import exits, job, resuming
 from zerotrain.replay.record import Record, read_record
 from zerotrain.replay.report import batch_of, print_around, print_report, report_of
 from zerotrain.replay.steps import ReplayedSteps, of_replay, opened_steps
@@ -135,9 +130,9 @@ def replay(
     first_step = max(1, step - options.around)
     checkpoints = _checkpoints_before(options.path.absolute(), first_step, has_start=0 in record.starts)
     settings = start.get("settings")
-    if settings is None and (manifest := first_readable(checkpoints)) is not None:
+    if settings is None and (manifest := resuming.first_readable(checkpoints)) is not None:
         settings = manifest.content["config"]
-    with nothing_imported_from(folder):
+    with kept_out.nothing_imported_from(folder):
         config = config_from(settings, folder)
         if config is None:
             raise ConfigError(f"{folder} {NO_CONFIG}")
@@ -146,7 +141,7 @@ def replay(
         config = of_replay(config)
         config.data = kept_in_own_cache(config.data)
         config = with_settings(config, options.settings, folder, REPLAY, trust_code=options.trust_code)
-        torch.set_num_threads(num_threads_per_rank(config, 1))
+        torch.set_num_threads(job.num_threads_per_rank(config, 1))
         choose_kernels(deterministic=config.train.deterministic, tf32=config.precision.tf32)
         with tempfile.TemporaryDirectory() as scratch, join_ranks(config) as world:
             console.print(f"step {step}, on one rank with {virtual_ranks} virtual ranks", highlight=False)
@@ -199,7 +194,7 @@ def _go_on(steps: ReplayedSteps, record: Record, until: int) -> list[dict[str, A
 
 def _safetensors() -> Any:
     try:
-        return package("safetensors.torch", extra="hf", needed_by="--save-batch")
+        return terminal.package("safetensors.torch", extra="hf", needed_by="--save-batch")
     except ImportError as error:
         raise ConfigError(str(error)) from error
 
@@ -223,10 +218,10 @@ def _new_file(name: str, path: Path | None, run: Path) -> Iterator[BinaryIO]:
     with ExitStack() as stack:
         try:
             if os.path.lexists(path):
-                with open(path, "rb", opener=only_regular) as old_file:
+                with open(path, "rb", opener=untrusted.only_regular) as old_file:
                     if old_file.read(len(begin)) != begin:
                         raise ConfigError(f"{name}: got {path}, which is there already; give a new name")
-            file = stack.enter_context(whole(path))
+            file = stack.enter_context(lock.whole(path))
         except OSError as error:
             problem = f"{name}: got {path}, which cannot be written: {error.strerror}"
             raise ConfigError(f"{problem}; give a file in a folder where you may write") from None

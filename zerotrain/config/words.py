@@ -12,13 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import (
-    InterpolationKeyError,
-    InterpolationResolutionError,
-    OmegaConfBaseException,
-    UnsupportedInterpolationType,
-)
+from omegaconf import DictConfig, ListConfig, OmegaConf, errors
 
 from zerotrain.errors import naming_settings
 
@@ -80,7 +74,7 @@ def interpolation_problems(node: Any, prefix: str = "") -> Iterator[str]:
         key = f"{prefix}{name}"
         try:
             value = None if OmegaConf.is_missing(node, name) else node[name]
-        except OmegaConfBaseException as error:
+        except errors.OmegaConfBaseException as error:
             unresolved_values: Any = OmegaConf.to_container(node, resolve=False)
             yield interpolation_line(key, unresolved_values[name], error)
         else:
@@ -109,12 +103,12 @@ def interpolation_line(key: str, got: Any, error: Exception) -> str:
         if resolver == "oc.env" and "," not in variable and variable not in os.environ:
             default = f"${{oc.env:{variable},...}}"
             return f"{key}: got {got}; the environment variable {variable} is not set; set it, or use {default}"
-        if resolver != reference and isinstance(error, UnsupportedInterpolationType):
+        if resolver != reference and isinstance(error, errors.UnsupportedInterpolationType):
             return f"{key}: got {got}; there is no resolver {resolver}; give {key}=...; write \\$ for the character $"
-    if isinstance(error, InterpolationKeyError):
+    if isinstance(error, errors.InterpolationKeyError):
         or_null = f", or {key}=null, which takes the number from the data" if key == "model.vocab_size" else ""
         return f"{key}: got {got}; there is no {' or '.join(names)}; give {key}=...{or_null}"
-    if type(error) is InterpolationResolutionError and names == references:
+    if type(error) is errors.InterpolationResolutionError and names == references:
         return f"{key}: got {got}, which leads back to itself; give {key}=..."
     line = str(error).strip().split("\n")[0].rstrip(".")
     return f"{key}: got {got}; {line}; give {key}=..."

@@ -17,9 +17,7 @@ from typing import Any, BinaryIO
 
 from zerotrain.data.formats import kind_of_text, place_on_disk
 from zerotrain.data.tokenizer import Cut, cut_anywhere, cut_text
-from zerotrain.files.lock import Holder, read_note
-from zerotrain.files.terminal import package
-from zerotrain.files.untrusted import UntrustedFileError, parse_json, printable
+from zerotrain.files import lock, terminal, untrusted
 
 JSONL = (".jsonl", ".ndjson")
 COMPRESSED = (".gz", ".zst")
@@ -107,7 +105,7 @@ def read_pieces(path: Path, *, field: str, start: int = 0, cut: Cut = cut_anywhe
             isinstance(error, OSError) and error.errno is not None
         ):  # of the disk
             raise
-        problem = printable((str(error).splitlines() or [type(error).__name__])[0], keep="")
+        problem = untrusted.printable((str(error).splitlines() or [type(error).__name__])[0], keep="")
         raise ValueError(f"data.path: {path} is broken: {problem}; copy it again, or leave it out") from error
 
 
@@ -129,7 +127,7 @@ def _open_content(path: Path, stack: ExitStack) -> tuple[BinaryIO, Callable[[], 
     if path.suffix.lower() == ".gz":
         opened = stack.enter_context(gzip.GzipFile(fileobj=raw))
     if path.suffix.lower() == ".zst":
-        zstandard = package("zstandard", extra="zstd", needed_by=f"data.path: {path}")
+        zstandard = terminal.package("zstandard", extra="zstd", needed_by=f"data.path: {path}")
         stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
         opened = stack.enter_context(io.BufferedReader(stream))
     return opened, raw.tell
@@ -162,8 +160,8 @@ def _read_lines(
 
 def _parse_row(line: str) -> Any:
     try:
-        return parse_json(line, Any)
-    except UntrustedFileError as error:
+        return untrusted.parse_json(line, Any)
+    except untrusted.UntrustedFileError as error:
         problem = f"{str(error).removeprefix('it ')}; mend it, or leave the file out"
         raise ValueError(_ARRAY if line.lstrip().startswith("[") else problem) from error
 
@@ -186,7 +184,7 @@ def _text_of(row: Any, field: str) -> str | None:
         raise ValueError(_ARRAY)
     finding = f"is a {type(row).__name__}"
     if isinstance(row, dict):
-        finding = f"has the fields {printable(', '.join(map(str, row))[:200], keep='')}"
+        finding = f"has the fields {untrusted.printable(', '.join(map(str, row))[:200], keep='')}"
         finding = f"has a {type(row[field]).__name__} there" if field in row else finding
     raise ValueError(
         f"has no text in the field {field!r}: it {finding}; give data.text_field, or a path without this file"
@@ -209,7 +207,7 @@ def _cut_document(text: str | None, cut: Cut, resume_at: int, reached: int) -> I
 
 
 def _read_parquet(path: Path, field: str, start: int, cut: Cut) -> Iterator[TextPiece]:
-    parquet = package("pyarrow.parquet", extra="parquet", needed_by=f"data.path: {path}")
+    parquet = terminal.package("pyarrow.parquet", extra="parquet", needed_by=f"data.path: {path}")
     nbytes = os.path.getsize(path)
     with parquet.ParquetFile(path) as file:
         names, total = file.schema_arrow.names, max(1, file.metadata.num_rows)
@@ -435,7 +433,7 @@ def _holds_run(folder: Path) -> bool:
         return True
     # The lock of a run, or of tokens that are prepared, is there before anything else; other programs' locks say
     # something else.
-    return any(read_note(folder / name, Holder) is not None for name in (".lock", "lock"))
+    return any(lock.read_note(folder / name, lock.Holder) is not None for name in (".lock", "lock"))
 
 
 def _walk(folder: str, is_own: Callable[[Path], bool], sources: Sources) -> Iterator[Path]:

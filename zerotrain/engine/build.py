@@ -9,9 +9,9 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import ScratchPools
 from zerotrain.device.memory import give_back_freed
 from zerotrain.engine.agreement import require_same
+from zerotrain.engine.buckets import home
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.gradient import BucketGradient
-from zerotrain.engine.buckets.home import Homes
 from zerotrain.engine.buckets.update import BucketUpdate, update_range
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.groups.hyperparameters import shown_groups
@@ -47,7 +47,7 @@ class Builder:
         groups: ParamGroups,
         collectives: Collectives,
         pools: ScratchPools,
-        homes: Homes,
+        homes: home.Homes,
     ) -> None:
         self._homes = homes
         self._model, self._dtypes, self._options = model, dtypes, options

@@ -16,29 +16,24 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
 from zerotrain.device.kinds import device_of
+from zerotrain.engine import optimizer_step, results, step, usage
 from zerotrain.engine.groups.optimizers import OptimizerFactory
 from zerotrain.engine.model.deferred import InitialValues, deferred_init
 from zerotrain.engine.model.forward import makes_memory, outside_graphs, replace_forwards
-from zerotrain.engine.optimizer_step import written_to
 from zerotrain.engine.options import EngineOptions
-from zerotrain.engine.results import LoadedWeights, StageSwitch
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.sharded_model import Average, HalfLoaded, ShardedModel
+from zerotrain.engine.state import from_buckets, from_checkpoint, from_weights
 from zerotrain.engine.state.fill import fill
-from zerotrain.engine.state.from_buckets import described_state
-from zerotrain.engine.state.from_checkpoint import added_groups, places_in, require_alike, restore, verified_manifest
-from zerotrain.engine.state.from_weights import StateDict, checked_weights
 from zerotrain.engine.state.named import full_state_dict, weights_sha256
 from zerotrain.engine.state.save import SaveArguments, SaveUnderWay, facts_of, prepare
 from zerotrain.engine.state.together import agreed, failing_together
-from zerotrain.engine.step import Steps
-from zerotrain.engine.usage import Usage
 from zerotrain.errors import CommError, ConfigError, EngineStateError
 from zerotrain.settings import EngineConfig
 from zerotrain.sharding.plan import Plan
 
 
-class ZeroEngine(Steps, Usage):
+class ZeroEngine(step.Steps, usage.Usage):
     """Trains a model at a ZeRO stage.
 
     All ranks make the same calls in the same order. Gradients are the mean over ranks of the sum over the backwards
@@ -80,7 +75,7 @@ class ZeroEngine(Steps, Usage):
         self.held.change("engine.add_param_group", lambda: self.held.groups.add(group))
 
     @makes_memory
-    def set_stage(self, stage: int) -> StageSwitch:
+    def set_stage(self, stage: int) -> results.StageSwitch:
         """Let parameters, gradients and optimizer state lie from here on as another ZeRO stage has them; what is
         computed stays the same, to the bit.
 
@@ -99,17 +94,17 @@ class ZeroEngine(Steps, Usage):
         def plan() -> tuple[EngineOptions, dict[str, object]]:
             held.require_whole()
             options = held.options.at_stage(stage)
-            described_state(held.schedule.buckets)  # raises where something of it cannot be moved
-            return options, {"weights written in place, as a hash": written_to(held.schedule.buckets)}
+            from_buckets.described_state(held.schedule.buckets)  # raises where something of it cannot be moved
+            return options, {"weights written in place, as a hash": optimizer_step.written_to(held.schedule.buckets)}
 
         options = held.between_steps("engine.set_stage", "the stage cannot change", plan, argument=repr(stage))
         if options.plan == held.options.plan:
-            return StageSwitch(stage, sent_nbytes=0, theory_sent_nbytes=0)
+            return results.StageSwitch(stage, sent_nbytes=0, theory_sent_nbytes=0)
         held.wait_until_save_ended()
         theory = self._switch_nbytes(options.plan)
         former_nbytes = held.ledger.outside_steps.sent_nbytes
         held.move_to(options)
-        return StageSwitch(stage, held.ledger.outside_steps.sent_nbytes - former_nbytes, theory)
+        return results.StageSwitch(stage, held.ledger.outside_steps.sent_nbytes - former_nbytes, theory)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -317,7 +312,7 @@ class ZeroEngine(Steps, Usage):
     @makes_memory
     def load_weights(
         self, path: str | os.PathLike[str], *, strict: bool = True, averaged: bool = False
-    ) -> LoadedWeights:
+    ) -> results.LoadedWeights:
         """Take weights and buffers alone from a file, as `model.load_state_dict` does; the optimizer's state, counts
         and groups stay what they are.
 
@@ -339,7 +334,7 @@ class ZeroEngine(Steps, Usage):
             "engine.load_weights", "weights cannot be loaded", path, strict=strict, averaged=averaged
         )
         self.held.wait_until_save_ended()
-        with checked_weights(path, self.held.holdings, strict=strict, averaged=averaged) as source:
+        with from_weights.checked_weights(path, self.held.holdings, strict=strict, averaged=averaged) as source:
             half, loaded = self.held.half_loaded, source.loaded
             failed_load = HalfLoaded(loaded.path, with_optimizer=half is not None and half.with_optimizer)
             with self.held.replaced(
@@ -366,8 +361,8 @@ class ZeroEngine(Steps, Usage):
         """
         buckets, collectives = self.held.schedule.buckets, self.held.collectives
 
-        def plan() -> tuple[StateDict, dict[str, object]]:
-            return StateDict(self.held.module, buckets, collectives, state, strict=strict), {}
+        def plan() -> tuple[from_weights.StateDict, dict[str, object]]:
+            return from_weights.StateDict(self.held.module, buckets, collectives, state, strict=strict), {}
 
         source = self.held.between_steps("engine.load_state_dict", "weights cannot be loaded", plan)
         source.agree()
@@ -432,17 +427,17 @@ def take_up(engine: ZeroEngine, path: str | os.PathLike[str]) -> tuple[Any, str 
     anything is."""
     folder = engine._agreed_path("engine.load", "a checkpoint cannot be loaded", path)
     engine.held.wait_until_save_ended()
-    folder, manifest = verified_manifest(folder, engine.held.holdings)
-    places, added = places_in(manifest), added_groups(manifest, engine.held.groups)
+    folder, manifest = from_checkpoint.verified_manifest(folder, engine.held.holdings)
+    places, added = from_checkpoint.places_in(manifest), from_checkpoint.added_groups(manifest, engine.held.groups)
 
     def adopt() -> bool:
         """Let train what trains in the checkpoint, in the groups it has."""
         return bool(added or places != engine.held.groups.places) and engine.held.groups.adopt(places, added)
 
     engine.held.change("engine.load", adopt)
-    require_alike(folder, manifest, engine.held.holdings)
+    from_checkpoint.require_alike(folder, manifest, engine.held.holdings)
     with engine.held.replaced(HalfLoaded(folder, with_optimizer=True), mends=True):
-        restore(folder, manifest, engine.held.holdings, averages=engine.held.average is not None)
+        from_checkpoint.restore(folder, manifest, engine.held.holdings, averages=engine.held.average is not None)
     saved = manifest.content
     if engine.held.average is not None:
         engine.held.average.num_updates = manifest.num_average_updates

@@ -28,9 +28,7 @@ from zerotrain.config.explain import composition_problems, parsed_override
 from zerotrain.config.words import did_you_mean, interpolation_line, quote
 from zerotrain.device.processes import end_with_parent
 from zerotrain.errors import ConfigError, ZeroTrainError
-from zerotrain.files.here_last import require_here
-from zerotrain.files.terminal import code_of, outlast_readers, with_output_written
-from zerotrain.files.untrusted import printable
+from zerotrain.files import here_last, terminal, untrusted
 from zerotrain.launching import exits
 from zerotrain.launching.imports import importing
 from zerotrain.launching.sweep.telling import find_latest, report
@@ -115,7 +113,7 @@ def problems_with(error: Exception, conf: Path) -> list[str]:
         problems = [first_paragraph(error)]
     if not problems and not isinstance(error, OSError) and not _comes_from_user(error):
         problems = [f"the command line cannot be run: {type(error).__name__}: {first_paragraph(error)}"]
-    return [printable(problem, keep="") for problem in problems]
+    return [untrusted.printable(problem, keep="") for problem in problems]
 
 
 def _comes_from_user(error: Exception) -> bool:
@@ -215,8 +213,8 @@ def dispatch(main: Callable[[], None], conf: Path) -> NoReturn:
 
 
 def _exit_code(main: Callable[[], None], conf: Path) -> int:
-    outlast_readers()
-    require_here()
+    terminal.outlast_readers()
+    here_last.require_here()
     # Users name classes of modules in their working folder.
     sys.path.append(os.getcwd())
     # Hydra then passes its exceptions on instead of printing them in its own way.
@@ -291,7 +289,7 @@ def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> 
         print("stopped by Ctrl-C", file=sys.stderr)
         code = exits.of_signal(signal.SIGINT)
     except SystemExit as ending:
-        code = code_of(ending)
+        code = terminal.code_of(ending)
     except ZeroTrainError as error:
         print(error, file=sys.stderr)
         code = exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED
@@ -301,4 +299,4 @@ def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> 
         for problem in problems or of_disk or traceback.format_exception(error):
             print(problem, file=sys.stderr)
         code = exits.CONFIG_PROBLEM if problems else exits.FAILED
-    return with_output_written(report(code))
+    return terminal.with_output_written(report(code))

@@ -32,10 +32,8 @@ from rich.console import Console
 
 from zerotrain.comm.environment import STORE_VARIABLE
 from zerotrain.device.processes import end_with_parent, may_fork
-from zerotrain.launching import exits, rank_process
-from zerotrain.launching.failures import RunError, first_failure, lost_folder, pass_on
+from zerotrain.launching import exits, failures, rank_process, resuming
 from zerotrain.launching.job import Job, num_threads_per_rank
-from zerotrain.launching.resuming import Attempts
 from zerotrain.training.callbacks.stop import StopRequest, stop_requests
 
 _STANDARD = (0, 1, 2)
@@ -327,7 +325,7 @@ _REMOVE_BEHIND_US = 'read _; for second in 1 2 3 4 5; do rm -rf "$0" && exit; sl
 """Shell command to remove a folder after the end of this process: ranks may still write there while they end."""
 
 
-def run_ranks(attempts: Attempts, num_ranks: int) -> int:
+def run_ranks(attempts: resuming.Attempts, num_ranks: int) -> int:
     """Start the ranks and wait until all have ended; after a failure start them again, as often as the config allows.
     No rank is left at the end, in any case.
 
@@ -344,14 +342,14 @@ def run_ranks(attempts: Attempts, num_ranks: int) -> int:
     job = attempts.job
 
     def tell(signum: int) -> bool:
-        return job.evaluates is None and pass_on(job.ranks_dir, num_ranks, signum)
+        return job.evaluates is None and failures.pass_on(job.ranks_dir, num_ranks, signum)
 
     with stop_requests(tell) as stop:
         while True:
             try:
                 _run_once(attempts.job, num_ranks, stop)
                 return stop.signum
-            except RunError as error:
+            except failures.RunError as error:
                 if stop.signum:
                     raise
                 print(attempts.begin_next(error), file=sys.stderr, flush=True)
@@ -375,9 +373,9 @@ def _run_once(job: Job, num_ranks: int, stop: StopRequest) -> None:
         finally:
             Console().show_cursor(True)  # which the progress bar of a killed rank 0 leaves hidden
         if not job.ranks_dir.is_dir():
-            raise lost_folder(job.run_dir)
+            raise failures.lost_folder(job.run_dir)
         # A rank may have ended before its work was done with exit code 0, as by os._exit(0).
-        failure = first_failure(job.ranks_dir, codes, by_user=stop.signum != 0)
+        failure = failures.first_failure(job.ranks_dir, codes, by_user=stop.signum != 0)
         if failure is not None and failure.stopped_by is not None:
             # This signal told one rank to stop before all could end in order: it has told the run.
             raise _ended_at_once(signal.Signals[failure.stopped_by])

@@ -19,9 +19,7 @@ from rich.console import Console
 
 from zerotrain.comm.environment import RankEnvironment, num_restarts
 from zerotrain.comm.world import choose_device, num_gpus_for
-from zerotrain.config.checks import CALLBACKS, OPEN_GROUPS, checked_config, doubtful, without_effect
-from zerotrain.config.compose import first_paragraph
-from zerotrain.config.explain import with_place
+from zerotrain.config import checks, compose, explain
 from zerotrain.config.schema import Config
 from zerotrain.device.kinds import num_gpus
 from zerotrain.device.processes import compute_in_child, one_thread
@@ -34,16 +32,13 @@ from zerotrain.launching.job import Job, locked, write_ending, write_refusal
 from zerotrain.launching.spawn import open_fork_server, run_ranks
 from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member, Value, devices_of_own
 from zerotrain.launching.sweep.telling import join_sweep
-from zerotrain.preflight import choice
+from zerotrain.preflight import choice, rehearsal, room
 from zerotrain.preflight.check import check, length_given
 from zerotrain.preflight.plan import PLAN_NAME, Memory, Planner, print_plan
-from zerotrain.preflight.rehearsal import StagePlan
-from zerotrain.preflight.room import Ranks, file_problems, in_memory, is_on_host
 from zerotrain.report.journal import JournalError
 from zerotrain.settings import autos_of
+from zerotrain.training import report, request
 from zerotrain.training.callbacks.stages import stage_at, stages_named
-from zerotrain.training.report import PlannedUsage
-from zerotrain.training.request import is_over
 from zerotrain.training.result import RESULT_NAME, code_of_stop, read_result
 
 # The ranks of a command, and the device they compute on.
@@ -67,13 +62,13 @@ def device_for(device: str, num_local_ranks: int, num_gpus: int) -> tuple[str, s
     )
 
 
-def all_ranks(config: Config, ranks: RankEnvironment | None) -> Ranks:
+def all_ranks(config: Config, ranks: RankEnvironment | None) -> room.Ranks:
     """The ranks started by torchrun, else the ranks to plan for or to start."""
     if ranks is not None:
-        return Ranks(ranks.world_size, ranks.local_world_size)
+        return room.Ranks(ranks.world_size, ranks.local_world_size)
     num_local = num_local_ranks(config)
     num_ranks = (config.plan.only and config.plan.num_ranks) or num_local
-    return Ranks(num_ranks, min(num_local, num_ranks))
+    return room.Ranks(num_ranks, min(num_local, num_ranks))
 
 
 def num_local_ranks(config: Config) -> int:
@@ -97,7 +92,7 @@ class ReadConfig:
 def read_config(composed: DictConfig) -> ReadConfig:
     try:
         with exits.exits_raised():
-            return ReadConfig(*checked_config(composed))
+            return ReadConfig(*checks.checked_config(composed))
     except Exception as error:
         return ReadConfig(None, [], error)
 
@@ -125,8 +120,8 @@ def settings_of(read: ReadConfig, run_dir: Path, ranks: RankEnvironment | None) 
             f"launch.nproc_per_node: got {nproc}; {ranks.starter} has started {started.num_local}; leave it out"
         )
     # An impossible number of ranks has no files to count, and a plan opens none.
-    if not problems and is_on_host(config) and not config.plan.only:
-        problems += file_problems(started.num_ranks)
+    if not problems and room.is_on_host(config) and not config.plan.only:
+        problems += room.file_problems(started.num_ranks)
     problems += resuming.start_problems(config.checkpoint.resume, ranks)
     return config, problems + _folder_problems(config, run_dir, ranks)
 
@@ -160,7 +155,9 @@ def require_sound(
     except ConfigError as error:
         problems += error.problems
     # Objects are made only from arguments allowed by the signatures, or the same problem would be told twice.
-    if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, CALLBACKS, "launch")) for problem in problems):
+    if not any(
+        problem.lstrip("+").startswith((*checks.OPEN_GROUPS, checks.CALLBACKS, "launch")) for problem in problems
+    ):
         settings = {problem.partition(":")[0] for problem in problems}
         try:
             with one_thread():
@@ -180,7 +177,7 @@ def _locate(problem: str) -> str:
     hydra = HydraConfig.get()
     folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
     choices = {group: name for group, name in hydra.runtime.choices.items() if not group.startswith("hydra/")}
-    return with_place(problem, dict(reversed(choices.items())), folders, given_settings(hydra))
+    return explain.with_place(problem, dict(reversed(choices.items())), folders, given_settings(hydra))
 
 
 # `plan.only=true`: a plan in place of a run; and values for `auto`, chosen from plans before the run.
@@ -203,7 +200,7 @@ def require_alone(config: Config | None) -> None:
         raise ConfigError(f"plan.only: got true under {ranks.starter}; a plan starts no rank: use python launch.py")
 
 
-def choose_autos(raw: Config, config: Config, ranks: Ranks, run_dir: Path) -> tuple[Config, dict[str, Any] | None]:
+def choose_autos(raw: Config, config: Config, ranks: room.Ranks, run_dir: Path) -> tuple[Config, dict[str, Any] | None]:
     """The config that a run has, and its `PlannedUsage`; None: nobody has asked for a plan. Each `auto` becomes what an
     earlier run in the folder had; without one it is chosen: the plans and the choice are printed and written there.
 
@@ -225,11 +222,11 @@ def choose_autos(raw: Config, config: Config, ranks: Ranks, run_dir: Path) -> tu
         print(f"auto: {values}, as {PLAN_NAME} of the run's folder has it", flush=True)
     stage = config.zero.stages[0]
     plan = _in_a_child(lambda: asdict(Planner(config, ranks, memory, run_dir).stage(config, stage)))
-    return config, asdict(_usage(StagePlan(**plan), stage, memory))
+    return config, asdict(_usage(rehearsal.StagePlan(**plan), stage, memory))
 
 
 def _choose_now(
-    raw: Config, config: Config, ranks: Ranks, memory: Memory, run_dir: Path
+    raw: Config, config: Config, ranks: room.Ranks, memory: Memory, run_dir: Path
 ) -> tuple[Config, dict[str, Any]]:
     """`choose_autos`, where no earlier run in the folder has chosen."""
     fields = _in_a_child(lambda: asdict(choice.choose(raw, config, Planner(config, ranks, memory, run_dir))))
@@ -251,13 +248,13 @@ def _in_a_child(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return computed()
 
 
-def _memory(config: Config, ranks: Ranks) -> Memory:
+def _memory(config: Config, ranks: room.Ranks) -> Memory:
     return Memory.of_run(config, choose_device(config.launch.device, 0), ranks.num_local)
 
 
-def _usage(plan: StagePlan, stage: int, memory: Memory) -> PlannedUsage:
+def _usage(plan: rehearsal.StagePlan, stage: int, memory: Memory) -> report.PlannedUsage:
     """A plan as the report of a run has it."""
-    return PlannedUsage(
+    return report.PlannedUsage(
         stage=stage,
         parameters=plan.parameters,
         gradients=plan.gradients,
@@ -291,7 +288,7 @@ def run_job(composed: DictConfig) -> Value:
     try:
         run_dir = Path(hydra.runtime.output_dir)
     except OmegaConfBaseException as error:  # Hydra has resolved the name, made the folder, and resolves the name again
-        print(f"hydra.run.dir: {first_paragraph(error)}; a folder's name cannot hold `${{`", file=sys.stderr)
+        print(f"hydra.run.dir: {compose.first_paragraph(error)}; a folder's name cannot hold `${{`", file=sys.stderr)
         raise SystemExit(exits.CONFIG_PROBLEM) from error
     if hydra.mode == RunMode.MULTIRUN:
         try:
@@ -379,7 +376,7 @@ def _end_as_stopped(result: dict[str, Any], signum: int, config: Config | None) 
     """End this process where a signal or control.yaml has stopped its job, and with it the sweep. A job that ended by
     itself, as EarlyStopping or a pruner wants it, ends no other."""
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    if is_sweep and not signum and is_over(result["stopped_by"]):
+    if is_sweep and not signum and request.is_over(result["stopped_by"]):
         return
     by = result["stopped_by"]
     if by is not None:
@@ -452,8 +449,8 @@ def _run(
     if result is not None:
         print(f"{folder} holds this run already, and it is completed; nothing is changed", flush=True)
         return result, 0
-    doubts = in_memory(config, run_dir) + resuming.doubtful_start(config.launch.max_restarts, ranks)
-    _warn(without_effect(raw, started.num_ranks) + doubtful(config) + doubts)
+    doubts = room.in_memory(config, run_dir) + resuming.doubtful_start(config.launch.max_restarts, ranks)
+    _warn(checks.without_effect(raw, started.num_ranks) + checks.doubtful(config) + doubts)
     if config.checkpoint.save_at_end is None:
         config.checkpoint.save_at_end = HydraConfig.get().mode != RunMode.MULTIRUN
     job = Job(
@@ -490,7 +487,7 @@ def _plan(read: ReadConfig, run_dir: Path) -> int:
     raw, config = deepcopy(config), choice.with_least_memory(config)
     require_sound(raw, config, problems, run_dir, None)
     ranks = all_ranks(config, None)
-    _warn(without_effect(raw, ranks.num_ranks))
+    _warn(checks.without_effect(raw, ranks.num_ranks))
     planner = Planner(config, ranks, _memory(config, ranks), run_dir)
     chosen = choice.choose(raw, config, planner) if autos_of(raw) else None
     plan = planner.run(config) if chosen is None else chosen.plan

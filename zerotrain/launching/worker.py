@@ -18,11 +18,9 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, get_e
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.comm.ledger import tell_log
 from zerotrain.errors import CommError
-from zerotrain.files.suspension import watch_suspensions
+from zerotrain.files import suspension, untrusted
 from zerotrain.files.terminal import LastingStream, StandIn, escape_what_cannot_be_written
-from zerotrain.files.untrusted import only_regular, printable
-from zerotrain.launching import exits
-from zerotrain.launching.failures import Failure, name_full_disk, stop_in_order
+from zerotrain.launching import exits, failures
 from zerotrain.launching.job import Job, num_threads_per_rank
 from zerotrain.launching.presence import Presence, continue_stopped, seen_alive
 from zerotrain.run import factory
@@ -71,7 +69,7 @@ def open_rank_log(ranks_dir: Path, rank: int, append: bool = False) -> TextIO:
     ranks_dir.mkdir(parents=True, exist_ok=True)
     path = ranks_dir / f"{rank}.log"
     log = open(  # noqa: SIM115 - open until the process ends
-        path, "a" if append else "w", 1, encoding="utf-8", errors="backslashreplace", opener=only_regular
+        path, "a" if append else "w", 1, encoding="utf-8", errors="backslashreplace", opener=untrusted.only_regular
     )
     for stream in (sys.stdout, sys.stderr):
         escape_what_cannot_be_written(stream)
@@ -101,11 +99,11 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
         for path in job.ranks_dir.glob(f"{ranks.rank}.*error.json"):
             path.unlink()
         presence = Presence(job.ranks_dir, ranks.rank)
-        stop_in_order(presence.note_stop, settle)
-        watch_suspensions(presence.note_suspension)
+        failures.stop_in_order(presence.note_stop, settle)
+        suspension.watch_suspensions(presence.note_suspension)
         log = open_rank_log(job.ranks_dir, ranks.rank, append=job.restarts > 0)
     except OSError as error:  # there is no file yet to leave it in
-        name_full_disk(error, job.run_dir)
+        failures.name_full_disk(error, job.run_dir)
         print(f"rank {ranks.rank}: {error}", file=sys.stderr)
         raise
     torch.set_num_threads(num_threads_per_rank(job.config, ranks.local_world_size))
@@ -121,8 +119,8 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
         presence.note_interrupt()
         raise
     except (Exception, SystemExit) as error:
-        name_full_disk(error, job.run_dir)
-        failure = Failure.from_error(error, ranks.rank, seen_alive(job.ranks_dir, ranks.rank))
+        failures.name_full_disk(error, job.run_dir)
+        failure = failures.Failure.from_error(error, ranks.rank, seen_alive(job.ranks_dir, ranks.rank))
         try:
             failure.write(job.ranks_dir)
             traceback.print_exc(file=log)
@@ -168,7 +166,7 @@ def leave_overdue(ranks_dir: Path, rank: int, error: CommError | None) -> None:
         if error is None:
             (ranks_dir / f"{rank}.overdue.error.json").unlink(missing_ok=True)
         else:
-            Failure.from_error(error, rank, seen_alive(ranks_dir, rank)).write(ranks_dir, "overdue.error")
+            failures.Failure.from_error(error, rank, seen_alive(ranks_dir, rank)).write(ranks_dir, "overdue.error")
 
 
 def tell_torch_of_gpus(ranks_dir: Path) -> None:
@@ -189,7 +187,7 @@ def tell_torch_of_gpus(ranks_dir: Path) -> None:
 
 def _tell_torchrun(report: ErrorHandler, error: BaseException) -> None:
     """Have torchrun's own report say what has failed; it prints whatever the exception holds, and its traceback."""
-    text = printable(str(error))
+    text = untrusted.printable(str(error))
     if text == str(error):
         report.record_exception(error)
         return

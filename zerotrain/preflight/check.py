@@ -19,11 +19,10 @@ from torch import nn
 
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.comm.world import choose_device
+from zerotrain.config import compose, words
 from zerotrain.config.checks import HYDRA_KEYS
 from zerotrain.config.checks import SETS as SETS_OF
-from zerotrain.config.compose import first_paragraph
 from zerotrain.config.schema import Config, SweepConfig
-from zerotrain.config.words import word, words_of_config
 from zerotrain.data import fetch
 from zerotrain.data.items import first_batches, require_next_tokens, require_taken
 from zerotrain.device.kinds import device_of
@@ -49,11 +48,7 @@ from zerotrain.run import factory
 from zerotrain.settings import problems_in
 from zerotrain.sharding.units import model_parameters
 from zerotrain.training import Callback
-from zerotrain.training.callbacks.checkpoints import OF_TRAINER
-from zerotrain.training.callbacks.early_stopping import EarlyStopping
-from zerotrain.training.callbacks.evaluation import in_set, rows_of_set
-from zerotrain.training.callbacks.sample import prompts_of
-from zerotrain.training.callbacks.stages import stage_at, stages_from
+from zerotrain.training.callbacks import checkpoints, early_stopping, evaluation, sample, stages
 from zerotrain.training.metrics.metric import OF_TRAINING, OF_VALIDATION, Metric, class_dim_of, logits_in, metrics_in
 from zerotrain.training.result import in_evaluation
 
@@ -118,7 +113,7 @@ def first_batches_of(
     if isinstance(length := getattr(data.train, "tokens_per_sequence", None), int):
         require_rows(config, length * torch.int64.itemsize, len(data.train), ranks, room)
     datasets = {f"data.{name}": getattr(data, name) for name in SETS if name == "train" or has_rows(data.validation)}
-    datasets |= {f"{SETS_OF}.{name}": rows_of_set(extra) for name, extra in sets.items()}
+    datasets |= {f"{SETS_OF}.{name}": evaluation.rows_of_set(extra) for name, extra in sets.items()}
     collate = factory.build_collate(config)
     return {name: first_batches(rows, name, seed=config.seed, collate=collate) for name, rows in datasets.items()}
 
@@ -153,7 +148,7 @@ def require_callbacks_fit(
     followed = [
         (f"callbacks.{name}.metric", callback.metric)
         for name, callback in callbacks.items()
-        if isinstance(callback, EarlyStopping)
+        if isinstance(callback, early_stopping.EarlyStopping)
     ]
     if config.checkpoint.best is not None:
         followed.append(("checkpoint.best", config.checkpoint.best))
@@ -167,7 +162,9 @@ def require_callbacks_fit(
     of_each = [f"val_{name}" for name in ("loss", *metrics)]
     all_metrics = _with_sources(of_each, data.validation) if has_validation else []
     for name, extra in sets.items():
-        all_metrics += [in_set(metric, name) for metric in _with_sources(of_each, rows_of_set(extra))]
+        all_metrics += [
+            evaluation.in_set(metric, name) for metric in _with_sources(of_each, evaluation.rows_of_set(extra))
+        ]
     for name, metric in followed:
         if metric not in all_metrics:
             raise ConfigError(f"{name}: got {metric}; an evaluation has {', '.join(all_metrics)}")
@@ -426,7 +423,7 @@ def require_prompts(data: Any, config: Config) -> None:
         if not callable(getattr(data, name, None)):
             raise ConfigError(f"train.sample_prompts: the data cannot {name} text; {NONE}")
     try:
-        prompts_of(data, prompts)
+        sample.prompts_of(data, prompts)
     except Exception as error:  # of the user's encode
         why = printable(f"{error}", keep="") or type(error).__name__
         raise ConfigError(f"train.sample_prompts: {why}; give other texts, or null") from error
@@ -471,7 +468,7 @@ def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Mani
         step = goes_on_from.step
         # The extra of another loop than ours may be anything; the ranks say that it is none to go on from.
         entry: Any = goes_on_from.content["extra"]
-        for name in (OF_TRAINER, "run", "data", "rows_consumed"):
+        for name in (checkpoints.OF_TRAINER, "run", "data", "rows_consumed"):
             entry = entry.get(name) if isinstance(entry, dict) else None
         num_read = int(entry) if is_kind(entry, Natural) else step * batch_size
     num_steps = math.ceil((num_sequences - num_read) / batch_size)
@@ -488,7 +485,7 @@ def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Mani
 def length_given(config: Config) -> str:
     """The setting from which the number of steps follows, with its value."""
     name = "max_tokens" if config.train.num_epochs is None else "num_epochs"
-    return f"train.{name}={word(getattr(config.train, name))}"
+    return f"train.{name}={words.word(getattr(config.train, name))}"
 
 
 def _num_sequences(config: Config, train: Sized) -> Fraction | None:
@@ -520,7 +517,7 @@ class ConfigTrial:
         """
         values = getattr(self._config, group)
         try:
-            with words_of_config():
+            with words.words_of_config():
                 return attempted(self._config)
         except ConfigError as error:
             prefix = f"{error.about}: " if error.about else ""
@@ -645,7 +642,7 @@ def _rehearse(attempt: ConfigTrial, config: Config, model: nn.Module | None, row
         try_optimizer(tried_on)
         return
     rehearsals = Rehearsals.of_run(config, Links.of_run(config, ranks.num_ranks, on_host=on_host), row, maker, run_dir)
-    stages_by_step, step = stages_from(goes_on_from, config.zero.stages)
+    stages_by_step, step = stages.stages_from(goes_on_from, config.zero.stages)
     later = [stage for start, stage in stages_by_step.items() if step < start < (config.train.max_steps or 0)]
 
     def rehearse(stage: int, model: nn.Module | None, config: Config) -> ZeroEngine | None:
@@ -663,7 +660,7 @@ def _rehearse(attempt: ConfigTrial, config: Config, model: nn.Module | None, row
                 raise
             return None  # it computes with values while it is built, and the ranks find out
 
-    engine = attempt("model", partial(rehearse, stage_at(stages_by_step, step), model))
+    engine = attempt("model", partial(rehearse, stages.stage_at(stages_by_step, step), model))
     if engine is None:
         try_optimizer(tried_on)
         return
@@ -700,7 +697,7 @@ def require_memory(
 
 def prepare_data(config: Config) -> None:
     """Let the data be made that lies in a cache of this machine; ConfigError where it cannot be."""
-    with words_of_config():
+    with words.words_of_config():
         validation_sets_of(dataset_of(config), config)
 
 
@@ -720,7 +717,7 @@ def _naming_the_argument(group: str, attempted: Callable[[Config], Any]) -> Call
                 except Exception:  # of a user's class, which gets fewer arguments than it may need
                     continue
                 reason = line.removeprefix(f"{group}: ")
-                raise ConfigError(f"{group}.{name}: got {word(values[name])}; {reason}") from error
+                raise ConfigError(f"{group}.{name}: got {words.word(values[name])}; {reason}") from error
             raise
 
     return attempt
@@ -733,7 +730,7 @@ def _lacks_memory(error: Exception) -> bool:
 
 
 def _too_large(group: str, error: Exception) -> str:
-    return f"{group}: needs more memory than there is: {first_paragraph(error)}; choose smaller values"
+    return f"{group}: needs more memory than there is: {compose.first_paragraph(error)}; choose smaller values"
 
 
 def _require_module(config: Config) -> nn.Module | None:

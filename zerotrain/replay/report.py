@@ -16,10 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from zerotrain.data.batches import RowsToRead
-from zerotrain.data.fetch import ids_of, tensors_in
-from zerotrain.data.mix import MixedRows
-from zerotrain.data.windows import TokenWindows
+from zerotrain.data import batches, fetch, mix, windows
 from zerotrain.device.memory import give_back_freed
 from zerotrain.files.untrusted import printable
 from zerotrain.replay.record import Record
@@ -76,7 +73,7 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 def _floats(values: Any) -> list[torch.Tensor]:
     """The floating-point tensors in any structure."""
-    return [tensor for tensor in tensors_in(values) if tensor.is_floating_point()]
+    return [tensor for tensor in fetch.tensors_in(values) if tensor.is_floating_point()]
 
 
 def _listed(tensors: list[torch.Tensor]) -> str:
@@ -180,7 +177,7 @@ def report_of(steps: ReplayedSteps, *, each_row: bool) -> StepReport:
     worst = report.worst
     rows, epochs = steps.feed.rows_of(worst.virtual_rank, worst.micro_batch)
     for row, epoch in zip(rows, epochs, strict=True):
-        read = steps.feed.read(RowsToRead([row], [epoch]))
+        read = steps.feed.read(batches.RowsToRead([row], [epoch]))
         source, text = _source(steps.dataset.train, row), _outline(steps.dataset, read)
         alone = _compute_part(steps, read, worst.virtual_rank, worst.micro_batch) if each_row else None
         report.rows.append(RowPart(row=row, epoch=epoch, source=source, text=text, alone=alone))
@@ -237,10 +234,10 @@ def _compute_part(steps: ReplayedSteps, inputs: Any, virtual_rank: int, micro_ba
 
 def _source(dataset: Any, row: int) -> str:
     """The place of a row of the data, as far as the dataset tells."""
-    if isinstance(dataset, MixedRows):
+    if isinstance(dataset, mix.MixedRows):
         name, rows, number = dataset.source_of(row)
         return f"{name}: {_source(rows, number) or f'row {number}'}"
-    if isinstance(dataset, TokenWindows):
+    if isinstance(dataset, windows.TokenWindows):
         starts, _ = dataset.layout.parts(np.array([row]))
         return dataset.store.origin(int(starts[0]))
     return ""
@@ -248,11 +245,11 @@ def _source(dataset: Any, row: int) -> str:
 
 def _outline(dataset: Any, inputs: Any) -> str:
     """The text of a row, or the shapes and ranges of its tensors."""
-    ids = ids_of(inputs)
+    ids = fetch.ids_of(inputs)
     if ids is not None and ids.dtype == torch.int64 and callable(getattr(dataset, "decode", None)):
         text = printable(dataset.decode(ids.flatten()), keep="")
         return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
-    return _listed(tensors_in(inputs))
+    return _listed(fetch.tensors_in(inputs))
 
 
 # The result of a replay, as tables and lines.

@@ -16,16 +16,12 @@ from torch import nn
 
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.checkpoint.verification import CheckpointTensors, open_checkpoint
-from zerotrain.config.checks import must_be, target_problems, value_problems
-from zerotrain.config.compose import first_paragraph, from_values
+from zerotrain.config import checks, compose, words
 from zerotrain.config.schema import Config
-from zerotrain.config.words import word
 from zerotrain.errors import CheckpointError, ConfigError
-from zerotrain.files.kept_out import nothing_imported_from
+from zerotrain.files import kept_out, untrusted
 from zerotrain.files.match import StoredTensor, match, model_tensors
-from zerotrain.files.untrusted import Natural, UntrustedFileError, one_of, read_json
-from zerotrain.preflight.choice import unchosen_problems
-from zerotrain.preflight.room import LiveParameters, watching_parameters
+from zerotrain.preflight import choice, room
 from zerotrain.run.factory import averages_in, build, build_on_meta, in_group
 from zerotrain.saved.trust import require_trusted
 from zerotrain.training.callbacks.checkpoints import OF_TRAINER
@@ -91,8 +87,8 @@ class OfRun:
         values = getattr(config, f"{group}_target")
         if not self.trusts_code:
             require_trusted(config, (group,), self.path)
-        with nothing_imported_from(self.path), watching_parameters(self._refuse_countless):
-            if problems := list(target_problems(values, name=group)):
+        with kept_out.nothing_imported_from(self.path), room.watching_parameters(self._refuse_countless):
+            if problems := list(checks.target_problems(values, name=group)):
                 raise ConfigError(*(f"{self.path}: {line}" for line in problems))
             try:
                 return make(config)
@@ -101,7 +97,7 @@ class OfRun:
             except Exception as error:  # whatever a class makes of arguments that nobody has checked
                 raise ConfigError(f"{self.path}: {in_group(group, error, values)}") from error
 
-    def _refuse_countless(self, live: LiveParameters) -> None:
+    def _refuse_countless(self, live: room.LiveParameters) -> None:
         """The files have all parameters of their model: a config that makes more of them, such as a million layers, is
         not the one they were written with."""
         most = self._nbytes + SPARE_PARAMETERS
@@ -181,16 +177,16 @@ def config_from(values: Any, path: Path) -> Config | None:
         return None
     unknown = f"{path} has a config that this zerotrain does not know: "
     try:
-        config = from_values(values)
+        config = compose.from_values(values)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{unknown}{_refusal_line(values, error)}") from None
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise ConfigError(f"{unknown}{first_paragraph(error)}") from None
+        raise ConfigError(f"{unknown}{compose.first_paragraph(error)}") from None
     for group in fields(config):
         value, expected = getattr(config, group.name), type(getattr(Config(), group.name))
         if not isinstance(value, expected):
             raise ConfigError(f"{unknown}{group.name} is a {type(value).__name__}")
-    if problems := value_problems(config) + unchosen_problems(config):
+    if problems := checks.value_problems(config) + choice.unchosen_problems(config):
         raise ConfigError(*(f"{unknown}{line}" for line in problems))
     return config
 
@@ -206,11 +202,11 @@ def _refusal_line(values: Any, error: OmegaConfBaseException) -> str:
             group for group in values if isinstance(defaults.get(group), dict) and not isinstance(values[group], dict)
         ]
         if not groups:
-            return first_paragraph(error)
+            return compose.first_paragraph(error)
         name = groups[0]
     for part in name.split("."):
         values = values.get(part) if isinstance(values, dict) else None
-    return must_be(name, values) or f"{name}: got {word(values)}; it must be a group of settings"
+    return checks.must_be(name, values) or f"{name}: got {words.word(values)}; it must be a group of settings"
 
 
 @contextmanager
@@ -252,11 +248,11 @@ ADAPTERS = "adapters"
 MERGED = "a model of Hugging Face, adapters merged"
 DCP = "a folder of torch.distributed.checkpoint"
 MAX_ABOUT_NBYTES = 1 << 26
-_Form = Annotated[str, one_of(MODEL, EXPORTED_MODEL, ADAPTERS, MERGED, DCP)]
+_Form = Annotated[str, untrusted.one_of(MODEL, EXPORTED_MODEL, ADAPTERS, MERGED, DCP)]
 
 
 class _ExportAbout(Struct):
-    step: Natural
+    step: untrusted.Natural
     form: _Form
     config: Any
     data_fingerprint: Any
@@ -274,12 +270,12 @@ def exported_run(folder: Path, *, trust_code: bool = False) -> OfRun | None:
         ConfigError: it does not say so, or has a config of another version.
     """
     try:
-        about: _ExportAbout = read_json(folder / ABOUT, _ExportAbout, max_nbytes=MAX_ABOUT_NBYTES)
+        about: _ExportAbout = untrusted.read_json(folder / ABOUT, _ExportAbout, max_nbytes=MAX_ABOUT_NBYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise ConfigError(f"{folder / ABOUT} cannot be read: {error.strerror}") from error
-    except UntrustedFileError:
+    except untrusted.UntrustedFileError:
         raise ConfigError(f"{folder / ABOUT} does not name the run that was exported; export it again") from None
     fingerprint = about.data_fingerprint
     return OfRun(

@@ -19,24 +19,17 @@ from zerotrain.device.kinds import reading
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import CommError, ConfigError
 from zerotrain.files.untrusted import printable
+from zerotrain.training import clock, feed, report, result, sameness
 from zerotrain.training.callback import Callback, CallbackList, Run
-from zerotrain.training.callbacks.checkpoints import CheckpointPolicy, ResumePoint, RunCheckpoints
+from zerotrain.training.callbacks import checkpoints, loggers, record, sample
 from zerotrain.training.callbacks.console import ShowProgress, ShowStart
 from zerotrain.training.callbacks.evaluation import RunEvaluation, num_eval_rows
-from zerotrain.training.callbacks.loggers import Sinks
 from zerotrain.training.callbacks.measuring import Measuring
 from zerotrain.training.callbacks.profile import Recording
-from zerotrain.training.callbacks.record import StepRecord
-from zerotrain.training.callbacks.sample import Sample
 from zerotrain.training.callbacks.stages import CONTROL_NAME, Control, RunFreezing, RunStages
 from zerotrain.training.callbacks.stop import StopRequest, stop_requests
-from zerotrain.training.clock import ModelFlops, StepClock
-from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.metrics.metric import OF_VALIDATION, TrainingMetrics, metrics_in, rising_metrics
-from zerotrain.training.report import say
 from zerotrain.training.request import Request, decoded
-from zerotrain.training.result import METRICS_NAME, STEPS_NAME, MetricSink, RunResult, keep_lines
-from zerotrain.training.sameness import seed_leaf
 from zerotrain.training.schedule import set_rates
 
 _ALL_UNREAD_S = 5.0
@@ -83,11 +76,11 @@ class Trainer:
     """Texts to continue at the end; None: the beginning of the validation text."""
     profile: bool = False
     memory_snapshot: bool = False
-    model_flops: ModelFlops | None = None
+    model_flops: clock.ModelFlops | None = None
     """For MFU; None where it is not known."""
     console: Console = field(default_factory=Console)
     """Rank 0 shows its progress there."""
-    sinks: Sequence[MetricSink] = ()
+    sinks: Sequence[result.MetricSink] = ()
     """Rank 0 sends metrics there, beside metrics.jsonl and the console; `run` closes them. See `ResumableSink`."""
     exit_code_when_stopped: int | None = None
     """`exit_code` in result.json after a stop by a signal; None: 130 for SIGINT, else 0."""
@@ -109,7 +102,7 @@ class Trainer:
     """Global batches that the engine was trained on before; metrics.jsonl is gone on with where it is there."""
     skipped_before: int = 0
     """Skipped ones among them, which are no updates to the schedule."""
-    checkpoint: CheckpointPolicy | None = None
+    checkpoint: checkpoints.CheckpointPolicy | None = None
     """When to save, and what to go on from; None: neither."""
     settings: Mapping[str, Any] | None = None
     """The run's settings as checkpoints note them: nested dicts of values that JSON can hold."""
@@ -124,7 +117,7 @@ class Trainer:
                 f"first_step={self.first_step} must be in 0..{self.max_steps}, which is max_steps, and "
                 f"skipped_before={self.skipped_before} in 0..first_step"
             )
-        self.feed = TrainingFeed(
+        self.feed = feed.TrainingFeed(
             self.dataset,
             self.validation_sets,
             engine=self.engine,
@@ -137,13 +130,13 @@ class Trainer:
             collate=self.collate_fn,
             loss_over=self.loss_over,
         )
-        self.result = RunResult(
+        self.result = result.RunResult(
             world_size=self.world.size, steps=self.first_step, skipped_steps=self.skipped_before, **self.run_facts
         )
         if self.world.rank > 0:
             self.console, self.sinks = Console(quiet=True), ()
-        self.clock = StepClock()
-        self.checkpoints = RunCheckpoints(
+        self.clock = clock.StepClock()
+        self.checkpoints = checkpoints.RunCheckpoints(
             self.engine, self.world, self.run_dir, policy=self.checkpoint, console=self.console, settings=self.settings
         )
         self._metrics = TrainingMetrics(self.callbacks, self.engine, self.feed.sampler)
@@ -173,13 +166,13 @@ class Trainer:
             metrics=metrics_in(self.callbacks, OF_VALIDATION),
         )
         head: list[Callback] = [
-            StepRecord(sampler),
-            Sinks(self.sinks),
+            record.StepRecord(sampler),
+            loggers.Sinks(self.sinks),
             self._metrics,
             Measuring(
                 self.clock, self.feed, stages, self._metrics, model_flops=self.model_flops, log_every=self.log_every
             ),
-            Sample(num_tokens=self.sample_tokens, prompts=self.sample_prompts, seed=self.seed),
+            sample.Sample(num_tokens=self.sample_tokens, prompts=self.sample_prompts, seed=self.seed),
             stages,
             RunFreezing(self.engine, self.console, self.frozen),
             ShowStart(stages, sampler, self.validation_sets, num_eval_rows(self.eval_batches)),
@@ -250,14 +243,14 @@ class Trainer:
         if resumed is not None and self.world.rank == 0:
             # Nothing can be refused any more: the run's folder gets the lines of the steps before.
             self.checkpoints.take_over(resumed)
-            for name in (METRICS_NAME, STEPS_NAME):
-                keep_lines(resumed.path.parent.parent / name, self.run_dir / name, until=self.first_step)
+            for name in (result.METRICS_NAME, result.STEPS_NAME):
+                result.keep_lines(resumed.path.parent.parent / name, self.run_dir / name, until=self.first_step)
         self.data_state = self.feed.sampler.state_dict()
         # A model of `from_pretrained` is in evaluation mode: dropout does nothing.
         self.engine.train()
         self._callbacks.start(run)
 
-    def _go_on(self, resumed: ResumePoint) -> None:
+    def _go_on(self, resumed: checkpoints.ResumePoint) -> None:
         """Be where the run was that has saved a checkpoint."""
         if resumed.step > self.max_steps:
             problem = f"train.max_steps: got {self.max_steps}, but {resumed.path} is of step {resumed.step}"
@@ -291,7 +284,7 @@ class Trainer:
                     with self.clock:
                         micro_batches, weights, counts = self.feed.next_step(loader)
                         read_counts = reading(counts)
-                        seed_each = partial(seed_leaf, self.seed, step)
+                        seed_each = partial(sameness.seed_leaf, self.seed, step)
                         wishes = Request(signal=stop.signum) | self._callbacks.ask(run)
                         self.engine.signal = wishes.encoded(self._callbacks.names)
                         measuring = self._metrics.of_step(step + 1, micro_batches, self.feed.counts)
@@ -303,7 +296,7 @@ class Trainer:
                         run.asked = self._stop_of_all(stop.signum)
                     if not run.stopped_by:
                         raise
-                    say(self.console, f"the run ends before step {step + 1}: {printable(str(error))}")
+                    report.say(self.console, f"the run ends before step {step + 1}: {printable(str(error))}")
                     return
                 num_labels, num_tokens = read_counts()  # only now: the step has waited for the device anyway
                 self.clock.count(num_tokens, loader.wait_s, num_labels=num_labels, traffic=self.engine.ledger.last_step)
@@ -339,5 +332,5 @@ class Trainer:
     def leaf(self, virtual_rank: int) -> dict[str, torch.Tensor]:
         """The gradient that a virtual rank will add in the next step: `engine.leaf`. Collective at stage 3."""
         micro_batches, weights = self.feed.leaf(virtual_rank)
-        seed_each = partial(seed_leaf, self.seed, self.result.steps)
+        seed_each = partial(sameness.seed_leaf, self.seed, self.result.steps)
         return self.engine.train().leaf(virtual_rank, micro_batches, weights=weights, before_each=seed_each)

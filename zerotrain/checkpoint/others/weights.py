@@ -12,13 +12,11 @@ from pathlib import Path
 import torch
 from msgspec import Struct
 
-from zerotrain.checkpoint.folder import candidates, entries
+from zerotrain.checkpoint import folder, tensor_file, verification
 from zerotrain.checkpoint.manifest import AVERAGE, BUFFER, MANIFEST, WEIGHT, hash_of, read_manifest
 from zerotrain.checkpoint.others.dcp import METADATA, DcpWeights
 from zerotrain.checkpoint.others.safetensors_and_torch import is_of_torch, safetensors_in, torch_tensors_in
 from zerotrain.checkpoint.others.stored_weights import OpenFile, Weights
-from zerotrain.checkpoint.tensor_file import Reader
-from zerotrain.checkpoint.verification import problems_in
 from zerotrain.errors import CheckpointError, listed
 from zerotrain.files.match import StoredTensor
 from zerotrain.files.untrusted import FileName, UntrustedFileError, read_json, shown
@@ -56,9 +54,9 @@ def resolve_weights(path: str | os.PathLike[str]) -> Path:
     if os.path.lexists(source) and not os.path.isdir(source):
         return source
     try:
-        return candidates(source, allowed=ALLOWED)[0]
+        return folder.candidates(source, allowed=ALLOWED)[0]
     except CheckpointError:
-        if files := [entry for entry in entries(source) if entry.suffix in OTHERS]:
+        if files := [entry for entry in folder.entries(source) if entry.suffix in OTHERS]:
             raise CheckpointError(
                 f"{source} has no {IN_FOLDERS[0]}: name the file itself, such as {files[0]}"
             ) from None
@@ -140,12 +138,12 @@ class CheckpointWeights(Weights):
         if averaged:
             self._manifest.require_average(path)
         self._opened = ExitStack()
-        self._reader = self._opened.enter_context(Reader(path, self._manifest))
+        self._reader = self._opened.enter_context(tensor_file.Reader(path, self._manifest))
         self.fingerprint = hash_of(self._manifest.text().encode())
         self.tensors = self._manifest.weights(averaged=averaged)
 
     def problems(self, tensors: Sequence[StoredTensor], part: int, num_parts: int) -> list[str]:
-        return problems_in(self.path, self._manifest, part, num_parts, roles=self._roles)
+        return verification.problems_in(self.path, self._manifest, part, num_parts, roles=self._roles)
 
     def read(self, tensor: StoredTensor, start: int, target: torch.Tensor) -> None:
         if target.numel() > 0:

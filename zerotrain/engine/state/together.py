@@ -7,17 +7,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from zerotrain import errors
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.whereabouts import by_rank
 from zerotrain.device.kinds import device_of
-from zerotrain.errors import (
-    CheckpointError,
-    CommError,
-    ConfigError,
-    DisagreementError,
-    EngineStateError,
-    ZeroTrainError,
-)
 
 T = TypeVar("T")
 LEFT = "nothing of the engine has changed"
@@ -26,8 +19,8 @@ _FAILURE = "a failure"
 """The name of the comparison that a rank comes to which has failed."""
 MAX_NUM_SHOWN = 160
 """Characters of what a rank was given."""
-_KINDS: dict[str, type[ZeroTrainError]] = {
-    kind.__name__: kind for kind in (CheckpointError, ConfigError, EngineStateError)
+_KINDS: dict[str, type[errors.ZeroTrainError]] = {
+    kind.__name__: kind for kind in (errors.CheckpointError, errors.ConfigError, errors.EngineStateError)
 }
 
 
@@ -37,9 +30,9 @@ class SharedError(NamedTuple):
     kind: str
     text: str
 
-    def error(self) -> ZeroTrainError:
+    def error(self) -> errors.ZeroTrainError:
         """To be raised."""
-        return _KINDS.get(self.kind, CheckpointError)(self.text)
+        return _KINDS.get(self.kind, errors.CheckpointError)(self.text)
 
 
 def shared_error(error: BaseException) -> SharedError:
@@ -47,7 +40,7 @@ def shared_error(error: BaseException) -> SharedError:
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
-        text = str(error) if isinstance(error, ZeroTrainError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, errors.ZeroTrainError) else f"{type(error).__name__}: {error}"
     return SharedError(type(error).__name__, text)
 
 
@@ -55,7 +48,7 @@ def attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Make a call; return what it gives, or what it raises. The loss of another rank is raised at once."""
     try:
         return call(), None
-    except CommError:
+    except errors.CommError:
         raise
     except Exception as error:
         return None, error
@@ -88,18 +81,18 @@ def agreed(
         return planned[0]
     message = [call, arguments, None if error is None else list(shared_error(error)), facts]
     ranks = collectives.gather_objects(message, name="refused calls", in_order=False)
-    calls, all_arguments, errors, all_facts = zip(*ranks, strict=True)
-    refused = [(rank, SharedError(*failure)) for rank, failure in enumerate(errors) if failure is not None]
+    calls, all_arguments, failures, all_facts = zip(*ranks, strict=True)
+    refused = [(rank, SharedError(*failure)) for rank, failure in enumerate(failures) if failure is not None]
     if len(set(calls)) > 1:
-        raise DisagreementError(f"the ranks have come to different calls: {by_rank(calls)}; {SAME_CALLS}")
+        raise errors.DisagreementError(f"the ranks have come to different calls: {by_rank(calls)}; {SAME_CALLS}")
     if len(set(all_arguments)) > 1:
-        raise ConfigError(_difference(call, all_arguments))
+        raise errors.ConfigError(_difference(call, all_arguments))
     if error is not None and len({failure for _, failure in refused}) == 1 and len(refused) == len(ranks):
         raise error
     if refused:
-        raise joint(refused, len(ranks), doing=call, outcome=LEFT, otherwise=ConfigError).error() from error
+        raise joint(refused, len(ranks), doing=call, outcome=LEFT, otherwise=errors.ConfigError).error() from error
     by_name = {name: [rank_facts[name] for rank_facts in all_facts] for name in facts}
-    raise ConfigError(
+    raise errors.ConfigError(
         *(_difference(f"{call}: {name}", values) for name, values in by_name.items() if len(set(values)) > 1)
     )
 
@@ -160,19 +153,23 @@ def failing_together(collectives: Collectives, *, doing: str, outcome: str) -> I
         yield
         wait_for_others(collectives, "an end")
     except Exception as error:
-        of_others = isinstance(error, DisagreementError) and _FAILURE in str(error)
+        of_others = isinstance(error, errors.DisagreementError) and _FAILURE in str(error)
         is_plan = not device_of(collectives.world.device).holds_values  # whose other ranks are not there
-        if collectives.shards.size == 1 or is_plan or (isinstance(error, CommError) and not of_others):
+        if collectives.shards.size == 1 or is_plan or (isinstance(error, errors.CommError) and not of_others):
             raise
         if not of_others:
-            with suppress(DisagreementError):  # the others are at a comparison of the call, and learn of it there
+            with suppress(
+                errors.DisagreementError
+            ):  # the others are at a comparison of the call, and learn of it there
                 wait_for_others(collectives, _FAILURE)
         own_failure = None if of_others else list(shared_error(error))
         ranks = collectives.gather_objects(own_failure, name="causes", in_order=False)
         failed = [(rank, SharedError(*failure)) for rank, failure in enumerate(ranks) if failure is not None]
         if own_failure is not None and failed[0][1] == SharedError(*own_failure):
             raise
-        raise joint(failed, len(ranks), doing=doing, outcome=outcome, otherwise=EngineStateError).error() from error
+        raise joint(
+            failed, len(ranks), doing=doing, outcome=outcome, otherwise=errors.EngineStateError
+        ).error() from error
 
 
 def wait_for_others(collectives: Collectives, name: str) -> None:
@@ -202,7 +199,7 @@ def joint(
     *,
     doing: str,
     outcome: str,
-    otherwise: type[ZeroTrainError] = CheckpointError,
+    otherwise: type[errors.ZeroTrainError] = errors.CheckpointError,
 ) -> SharedError:
     """The error that all ranks tell where some have failed: the first rank's.
 

@@ -22,8 +22,7 @@ from zerotrain.config.checks import makes, target_problems
 from zerotrain.config.schema import Config, SweepConfig
 from zerotrain.config.words import did_you_mean, word
 from zerotrain.errors import ConfigError
-from zerotrain.files import untrusted
-from zerotrain.files.terminal import LastingStream
+from zerotrain.files import terminal, untrusted
 from zerotrain.files.untrusted import printable
 from zerotrain.launching import exits
 from zerotrain.launching.sweep.sweep import MAX_JOBS, Sweep, has_study, settings_of, swept_in
@@ -52,12 +51,13 @@ class KeptReport:
         is_page_due = num > self._num_on_page and time.monotonic() - self._page_s > _PAGE_EVERY_S
         if num == self._num_told and not is_page_due:
             return
-        from zerotrain.report.files import CSV_NAME, HEADS, JSON_NAME, write_files  # imports torch, as the jobs do
-        from zerotrain.report.rows import read_report
+        from zerotrain.report import files, rows  # import torch, as the jobs do
 
         with suppress(ConfigError, OSError):
-            write_files(
-                read_report(self._sweep.folder), self._sweep.folder, HEADS if is_page_due else (CSV_NAME, JSON_NAME)
+            files.write_files(
+                rows.read_report(self._sweep.folder),
+                self._sweep.folder,
+                files.HEADS if is_page_due else (files.CSV_NAME, files.JSON_NAME),
             )
         self._num_told = num
         if is_page_due:
@@ -178,7 +178,7 @@ class Teller:
         self._sweep = sweep
         # Streams that go where the output of this process goes now.
         streams: Any = [
-            LastingStream(os.fdopen(os.dup(descriptor), "w", encoding="utf-8", errors="backslashreplace"))
+            terminal.LastingStream(os.fdopen(os.dup(descriptor), "w", encoding="utf-8", errors="backslashreplace"))
             for descriptor in (1, 2)
         ]
         self._out, self._err = streams
@@ -458,15 +458,14 @@ def report(code: int) -> int:
         if code == exits.COMPLETED:
             print("-m: there is no job to run; a range(...) or glob(...) among the settings is empty", file=sys.stderr)
         return code or exits.CONFIG_PROBLEM
-    from zerotrain.report.files import PAGE_NAME, print_table, write_files  # imports torch, as the jobs have by now
-    from zerotrain.report.rows import read_report
+    from zerotrain.report import files, rows  # import torch, as the jobs have by now
 
-    all_in_folder = read_report(sweep.folder)
+    all_in_folder = rows.read_report(sweep.folder)
     own = all_in_folder.only(sweep.folder, events)
-    print_table(own, Console())
+    files.print_table(own, Console())
     try:
-        write_files(all_in_folder, sweep.folder)
-        print(f"report: {sweep.folder / PAGE_NAME}")
+        files.write_files(all_in_folder, sweep.folder)
+        print(f"report: {sweep.folder / files.PAGE_NAME}")
     except (ConfigError, OSError) as error:
         print(f"warning: the report of the sweep cannot be written: {printable(str(error))}", file=sys.stderr)
     counts = Counter(own.counts)

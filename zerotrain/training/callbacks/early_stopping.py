@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from zerotrain.errors import ConfigError
-from zerotrain.files.terminal import package
-from zerotrain.files.untrusted import Natural, only_regular, printable, require_kind, shown
+from zerotrain.files import terminal, untrusted
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.report import say
 from zerotrain.training.request import PRUNER, Request
@@ -19,7 +18,7 @@ from zerotrain.training.request import PRUNER, Request
 
 class _StoppingState(TypedDict):
     best: float | None
-    num_worse: Natural
+    num_worse: untrusted.Natural
 
 
 class EarlyStopping(Callback):
@@ -64,7 +63,7 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`."""
-        state = require_kind(state, _StoppingState)
+        state = untrusted.require_kind(state, _StoppingState)
         self._best, self._num_worse = state["best"], state["num_worse"]
 
 
@@ -117,7 +116,7 @@ class Pruning(Callback):
             self._is_unwanted = self._report(run.step, value)
         except Exception as error:  # of whatever database it is
             self._has_failed = True
-            message = printable(f"{type(error).__name__}: {error}".partition("\n")[0], keep="")
+            message = untrusted.printable(f"{type(error).__name__}: {error}".partition("\n")[0], keep="")
             say(run.console, f"warning: sweep.pruner: {message}; this job goes on unpruned")
 
     def ask(self, run: Run) -> Request | None:
@@ -170,17 +169,17 @@ def _require_sqlite(path: Path) -> None:
     if not os.path.lexists(path):
         return
     try:
-        with open(path, "rb", opener=only_regular) as file:
+        with open(path, "rb", opener=untrusted.only_regular) as file:
             header = file.read(len(_MAGIC))
         problem = None if header in (b"", _MAGIC) else "it is no database of SQLite"
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", timeout=_WAIT_S, uri=True)) as database:
             tables = [] if problem else [name for (name,) in database.execute("SELECT name FROM sqlite_master")]
         if tables and "studies" not in tables:
-            problem = f"it is a database of something else, with {shown(tables[0])}"
+            problem = f"it is a database of something else, with {untrusted.shown(tables[0])}"
     except OSError as error:
         problem = str(error.strerror)
     except (sqlite3.Error, UnicodeDecodeError) as error:  # the second of a name that is no text
-        problem = printable(str(error))
+        problem = untrusted.printable(str(error))
     if problem is not None:
         raise ConfigError(
             f"hydra.sweeper.storage: got {path}, which cannot be read: {problem}; move it away, or give another "
@@ -189,6 +188,6 @@ def _require_sqlite(path: Path) -> None:
 
 
 def _optuna() -> Any:
-    optuna = package("optuna", extra="sweeps", needed_by="hydra/sweeper=optuna")
+    optuna = terminal.package("optuna", extra="sweeps", needed_by="hydra/sweeper=optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
