@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerotrain.comm.collectives import MAX_RANKS_OF_EXCHANGE
+from zerotrain.comm import collectives, wires
 from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Reduction, ReductionSpec, Wire, Zeros
-from zerotrain.comm.wires import CHUNK_NUMEL, ring_nbytes
 from zerotrain.comm.world import Shards, World
 from zerotrain.config.schema import Config
 from zerotrain.data.fetch import as_inputs, with_tensors
@@ -157,7 +156,7 @@ class Links:
     @property
     def posts_receives(self) -> bool:
         """Whether the receives of a reduction are posted ahead."""
-        return self.on_host and self.ordered and self.num_ranks <= MAX_RANKS_OF_EXCHANGE
+        return self.on_host and self.ordered and self.num_ranks <= collectives.MAX_RANKS_OF_EXCHANGE
 
     def wire(self, zeros: Zeros) -> Wire:
         """The wire of a rank.
@@ -197,7 +196,7 @@ class _SendsNothing:
 class _Gather(_SendsNothing, Gather):
     def __init__(self, spec: GatherSpec, num_ranks: int) -> None:
         super().__init__(spec)
-        self.sent_nbytes = ring_nbytes(spec.full, num_ranks)
+        self.sent_nbytes = wires.ring_nbytes(spec.full, num_ranks)
 
 
 class _Reduction(Reduction):
@@ -233,7 +232,7 @@ class _Reduction(Reduction):
         if self._links.ordered and self.num_leaves > 1:
             pairs, numel = (self._links.num_ranks + 1) // 2, self.out.numel()
             if self._links.on_host:  # where the mean is added in chunks
-                numel = min(numel, max(1, CHUNK_NUMEL // pairs))
+                numel = min(numel, max(1, wires.CHUNK_NUMEL // pairs))
             torch.empty(4 * pairs * numel, dtype=torch.uint8, device=self.out.device)
         self._withdraw()
         super()._complete()

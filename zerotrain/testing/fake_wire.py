@@ -25,9 +25,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from zerotrain.comm import ledger, wires
 from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Handle, Reduction, ReductionSpec, Wire
-from zerotrain.comm.ledger import OtherNamesError
-from zerotrain.comm.wires import mean_by_tree
 from zerotrain.comm.world import Shards, World
 from zerotrain.testing.ranks import HANG_S
 
@@ -146,7 +145,7 @@ class BoardEnd:
         parts = self.board.parts(key)
         names = [name for name, _ in parts]
         if len(set(names)) > 1:
-            raise OtherNamesError(names)
+            raise ledger.OtherNamesError(names)
         return torch.stack([part for _, part in parts])
 
 
@@ -213,7 +212,7 @@ class _FakeReduction(_Fake, Reduction):
             self._full.fill_(float("nan"))  # a buffer that is given back now
         start = self._end.rank * self.out.numel()
         parts = torch.stack([part[start : start + self.out.numel()] for part in self._arrived])
-        mean_by_tree(parts, self.out, self.num_leaves)
+        wires.mean_by_tree(parts, self.out, self.num_leaves)
         super()._complete()
 
 
