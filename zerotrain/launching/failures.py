@@ -23,7 +23,7 @@ from zerotrain.files.terminal import say_at_once
 from zerotrain.files.untrusted import Natural, printable, read_json
 from zerotrain.launching import exits
 from zerotrain.launching.presence import RankState, SignalName, clock_error, read_states
-from zerotrain.training.callbacks.stop import SAME_REQUEST_S, StopRequest
+from zerotrain.training.request import SAME_REQUEST_S, StopRequest
 
 _SIGNS_OF_LOST_PEERS = ("/gloo/", "Connection closed by peer", "Connection reset by peer")
 """In the messages of collectives in a user's own code; ours raise CommError."""

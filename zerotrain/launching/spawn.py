@@ -34,7 +34,7 @@ from zerotrain.comm.environment import STORE_VARIABLE
 from zerotrain.device.processes import end_with_parent, may_fork
 from zerotrain.launching import exits, failures, rank_process, resuming
 from zerotrain.launching.job import Job, num_threads_per_rank
-from zerotrain.training.callbacks.stop import StopRequest, stop_requests
+from zerotrain.training.request import StopRequest, stop_requests
 
 _STANDARD = (0, 1, 2)
 

@@ -30,7 +30,6 @@ from zerotrain.launching import exits, resuming
 from zerotrain.launching.failures import RunError, name_full_disk
 from zerotrain.launching.job import Job, locked, write_ending, write_refusal
 from zerotrain.launching.spawn import open_fork_server, run_ranks
-from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member, Value, devices_of_own
 from zerotrain.launching.sweep.telling import join_sweep
 from zerotrain.preflight import choice, rehearsal, room
 from zerotrain.preflight.check import check, length_given
@@ -272,7 +271,7 @@ OF_SCHEDULERS = (signal.SIGUSR1, signal.SIGUSR2)
 """A scheduler may have a handler of these signals in this process."""
 
 
-def run_job(composed: DictConfig) -> Value:
+def run_job(composed: DictConfig) -> float | list[float] | None:
     """Run one job, alone or of a sweep.
 
     Returns:
@@ -315,7 +314,9 @@ def run_job(composed: DictConfig) -> Value:
     return result["final_val_loss"]
 
 
-def _run_in_sweep(composed: DictConfig, hydra_dir: Path, hydra: Any) -> Value:
+def _run_in_sweep(composed: DictConfig, hydra_dir: Path, hydra: Any) -> float | list[float] | None:
+    from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member, devices_of_own
+
     require_alone(read_config(composed).config)
     sweep = join_sweep(Path(hydra.sweep.dir).absolute())
     subdir = OmegaConf.to_container(hydra, resolve=False)["sweep"]["subdir"]  # type: ignore[index, call-overload]

@@ -48,7 +48,7 @@ from zerotrain.run import factory
 from zerotrain.settings import problems_in
 from zerotrain.sharding.units import model_parameters
 from zerotrain.training import Callback
-from zerotrain.training.callbacks import checkpoints, early_stopping, evaluation, sample, stages
+from zerotrain.training.callbacks import checkpoints, evaluation, sample, stages
 from zerotrain.training.metrics.metric import OF_TRAINING, OF_VALIDATION, Metric, class_dim_of, logits_in, metrics_in
 from zerotrain.training.result import in_evaluation
 
@@ -145,11 +145,12 @@ def require_callbacks_fit(
         require_measurable(of_training if where == "data.train" else metrics, where, batch, model)
     if data is None:
         return callbacks
-    followed = [
-        (f"callbacks.{name}.metric", callback.metric)
-        for name, callback in callbacks.items()
-        if isinstance(callback, early_stopping.EarlyStopping)
-    ]
+    followed = []
+    if callbacks:
+        from zerotrain.training.callbacks.early_stopping import EarlyStopping  # few runs need it
+
+        stoppers = {name: callback for name, callback in callbacks.items() if isinstance(callback, EarlyStopping)}
+        followed = [(f"callbacks.{name}.metric", callback.metric) for name, callback in stoppers.items()]
     if config.checkpoint.best is not None:
         followed.append(("checkpoint.best", config.checkpoint.best))
     compared = [] if config.sweep.objective == SweepConfig.objective else map(str, config.sweep.objectives)

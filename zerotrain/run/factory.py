@@ -31,7 +31,6 @@ from zerotrain.sharding.units import ModelParameter, matching, model_parameters,
 from zerotrain.training import Callback, Trainer
 from zerotrain.training.callback import require_callbacks
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
-from zerotrain.training.callbacks.early_stopping import Pruning, Trial
 from zerotrain.training.callbacks.ema import EMA
 from zerotrain.training.clock import ModelFlops, count_flops, device_peak_flops
 from zerotrain.training.sameness import choose_kernels
@@ -286,6 +285,8 @@ def run(
         enter(f"building {config.model.get('_target_')}")
         pruning = None
         if trial is not None and world.rank == 0:  # rank 0 alone has the pruner
+            from zerotrain.training.callbacks.early_stopping import Pruning, Trial
+
             job = Trial(**trial)
             pruning = Pruning(job, build("sweep.pruner", job.pruner))
         arguments = {"run_facts": facts, "begin": begin, "data_checked": data_checked, "pruning": pruning}

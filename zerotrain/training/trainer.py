@@ -27,9 +27,8 @@ from zerotrain.training.callbacks.evaluation import RunEvaluation, num_eval_rows
 from zerotrain.training.callbacks.measuring import Measuring
 from zerotrain.training.callbacks.profile import Recording
 from zerotrain.training.callbacks.stages import CONTROL_NAME, Control, RunFreezing, RunStages
-from zerotrain.training.callbacks.stop import StopRequest, stop_requests
 from zerotrain.training.metrics.metric import OF_VALIDATION, TrainingMetrics, metrics_in, rising_metrics
-from zerotrain.training.request import Request, decoded
+from zerotrain.training.request import Request, StopRequest, decoded, stop_requests
 from zerotrain.training.schedule import set_rates
 
 _ALL_UNREAD_S = 5.0

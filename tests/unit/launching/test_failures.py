@@ -17,8 +17,8 @@ from zerotrain.errors import CommError, ConfigError, DisagreementError
 from zerotrain.launching import failures as stopping
 from zerotrain.launching.failures import Failure, RunError, first_failure
 from zerotrain.launching.presence import Presence, RankState, read_states, seen_alive
-from zerotrain.training.callbacks import stop
-from zerotrain.training.callbacks.stop import stop_requests
+from zerotrain.training import request as requests
+from zerotrain.training.request import stop_requests
 
 LOST_PEER = RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9614")
 
@@ -448,7 +448,7 @@ def test_in_the_training_the_first_signal_ends_nothing_and_one_after_a_rank_is_g
 def test_a_second_request_ends_a_rank_that_hangs_after_the_grace(ends_with, monkeypatch) -> None:
     monkeypatch.setattr(stopping, "STOP_GRACE_S", 0.1)
     monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.0)
-    monkeypatch.setattr(stop, "SAME_REQUEST_S", 0.0)
+    monkeypatch.setattr(requests, "SAME_REQUEST_S", 0.0)
 
     def body(say: Callable[..., None]) -> None:
         stopping.stop_in_order(lambda signum, in_order: say("noted", in_order) or in_order, lambda: say("settled"))

@@ -12,7 +12,7 @@ from zerotrain.data import GlobalBatchSampler, SyntheticTokens, TextDataset
 from zerotrain.data.fetch import RowError
 from zerotrain.models import GPT
 from zerotrain.training import Callback, warmup_cosine
-from zerotrain.training.callbacks import stop
+from zerotrain.training import request as requests
 
 
 class WrappedSequences(Dataset):
@@ -308,7 +308,7 @@ def ctrl_c():
 
 
 @pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("number", stop.STOP_SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", requests.STOP_SIGNALS, ids=lambda number: number.name)
 def test_a_run_that_is_told_to_stop_ends_the_step_and_says_so_in_its_result(make_trainer, dataset, tmp_path, number):
     tell = partial(os.kill, os.getpid(), number)
     trainer = make_trainer(dataset=with_changed_training(dataset, failing_at_read(10, tell)))
@@ -361,7 +361,7 @@ def signal_twice(first, second, error):
 def test_a_second_signal_stops_at_once_whatever_it_surfaces_as(
     make_trainer, dataset, tmp_path, monkeypatch, second, error, raised
 ):
-    monkeypatch.setattr(stop, "SAME_REQUEST_S", 0.0)
+    monkeypatch.setattr(requests, "SAME_REQUEST_S", 0.0)
     twice = partial(signal_twice, signal.SIGTERM, second, error)
     trainer = make_trainer(dataset=with_changed_training(dataset, failing_at_read(10, twice)))
     with pytest.raises(raised):

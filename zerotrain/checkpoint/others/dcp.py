@@ -15,7 +15,7 @@ import torch
 
 from zerotrain.checkpoint.manifest import DTYPES, hash_of
 from zerotrain.checkpoint.others.safetensors_and_torch import is_readable, loaded_without_numbers, place_of
-from zerotrain.checkpoint.others.stored_weights import FileRange, OpenFile, Weights
+from zerotrain.checkpoint.others.stored_weights import METADATA, FileRange, OpenFile, Weights
 from zerotrain.errors import CheckpointError
 from zerotrain.files.match import StoredTensor, row_by_row
 from zerotrain.files.untrusted import FileName, Natural, Shape, require_kind
@@ -24,10 +24,6 @@ from zerotrain.files.untrusted import FileName, Natural, Shape, require_kind
 #
 # The file is a pickle, and torch itself reads it with pickle.load: its author may have any code run. Here it is read
 # into records of our own, tuples, texts, dicts and dtypes, and any other object in it is refused.
-
-
-METADATA = ".metadata"
-"""The file that makes a folder one of DCP."""
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

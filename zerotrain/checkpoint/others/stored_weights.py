@@ -13,6 +13,9 @@ from zerotrain.errors import CheckpointError
 from zerotrain.files.match import StoredTensor
 from zerotrain.files.untrusted import only_regular
 
+METADATA = ".metadata"
+"""The file that makes a folder one of torch.distributed.checkpoint."""
+
 
 class Weights(ABC):
     """A source of weights, open until `close`.

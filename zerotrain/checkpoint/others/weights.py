@@ -14,9 +14,8 @@ from msgspec import Struct
 
 from zerotrain.checkpoint import folder, tensor_file, verification
 from zerotrain.checkpoint.manifest import AVERAGE, BUFFER, MANIFEST, WEIGHT, hash_of, read_manifest
-from zerotrain.checkpoint.others.dcp import METADATA, DcpWeights
 from zerotrain.checkpoint.others.safetensors_and_torch import is_of_torch, safetensors_in, torch_tensors_in
-from zerotrain.checkpoint.others.stored_weights import OpenFile, Weights
+from zerotrain.checkpoint.others.stored_weights import METADATA, OpenFile, Weights
 from zerotrain.errors import CheckpointError, listed
 from zerotrain.files.match import StoredTensor
 from zerotrain.files.untrusted import FileName, UntrustedFileError, read_json, shown
@@ -78,6 +77,8 @@ def find_weights(path: str | os.PathLike[str], *, averaged: bool = False) -> Wei
     if averaged:
         raise CheckpointError(f"{source} is no checkpoint of zerotrain, and only those hold an average of weights")
     if os.path.isfile(source / METADATA):
+        from zerotrain.checkpoint.others.dcp import DcpWeights  # few runs need it
+
         return DcpWeights(source)
     file = next((source / name for name in IN_FOLDERS if os.path.isfile(source / name)), source)
     return FileWeights(source, _names_by_file(file) if file.name.endswith(INDEX_END) else {file: None})
