@@ -193,10 +193,10 @@ def _watch_changes_of_the_stage(striker: Striker) -> None:
     from zerotrain.training.callbacks.stages import RunStages
 
     change = _Change(striker)
-    before(ShardedModel, "_move_to", change.begin)
+    before(ShardedModel, "move_to", change.begin)
     before(Builder, "moved", change.bucket)
     before(Handle, "wait", change.wait)
-    after(ShardedModel, "_move_to", change.end)
+    after(ShardedModel, "move_to", change.end)
     after(RunStages, "after_step", change.told)
 
 

@@ -7,7 +7,7 @@ from zerotrain.commands.frame import exit_code, parser_of
 from zerotrain.files.untrusted import UntrustedFileError, printable
 from zerotrain.launching import exits
 from zerotrain.launching.job import refusal_in
-from zerotrain.training.result import RESULT_NAME, read_result
+from zerotrain.training.result import RESULT_NAME, code_of_stop, read_result
 
 EXAMPLES = """\
 torchrun ends with exit code 1 whatever its ranks have ended with. A job's script says behind it how the run has ended:
@@ -43,7 +43,10 @@ def ended(run: Path) -> int:
     if result is None:
         return _say(run, exits.FAILED, f"there is no {RESULT_NAME}: no run has ended here, it runs or was killed")
     code = result["exit_code"]
-    return _say(run, exits.FAILED if code is None else code, result["error"] or result["status"])
+    if code is None:  # the launcher has not noted it, or another program has written the file
+        of_status = {"completed": exits.COMPLETED, "stopped": code_of_stop(result["stopped_by"] or "SIGTERM", None)}
+        code = of_status.get(result["status"], exits.FAILED)
+    return _say(run, code, result["error"] or result["status"])
 
 
 def _say(run: Path, code: int, how: str) -> int:

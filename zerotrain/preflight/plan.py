@@ -189,8 +189,9 @@ def print_plan(console: Console, plan: RunPlan, config: Config) -> None:
         table.add_column(HEADS.get(name, name), justify="right")
     table.add_column("fits", justify="right")
     for stage, stage_plan in sorted(plan.stages.items()):
-        numbers = [getattr(stage_plan, name) for name in COLUMNS]
-        cells = ["?" if nbytes is None else f"{nbytes / unit_nbytes:.4g}" for nbytes in numbers]
+        amounts = [None if (n := getattr(stage_plan, name)) is None else n / unit_nbytes for name in COLUMNS]
+        # A cell has at most 6 characters: 80 columns have no more.
+        cells = ["?" if n is None else f"{n:.4g}" if n >= 0.1 else f"{n:.2g}" for n in amounts]
         table.add_row(str(stage), *cells, "yes" if plan.memory.fits(stage_plan) else "no")
     console.print(table)
     bars = _bars(plan, MARKS[-1 if console.options.ascii_only else 0])

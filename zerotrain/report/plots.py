@@ -52,7 +52,8 @@ def axis_of(values: Iterable[float], *, from_zero: bool = False, usual: Iterable
         usual: values that count; what lies far above nine of ten of them is left out.
     """
     finite = sorted(value for value in values if math.isfinite(value)) or [0.0, 1.0]
-    low, high = 0.0 if from_zero else finite[0], finite[-1]
+    low = 0.0 if from_zero else finite[0]
+    high = max(low, finite[-1])
     counted = sorted(value for value in usual if math.isfinite(value))
     if counted and (ninth := counted[math.ceil(0.9 * (len(counted) - 1))]) > low:
         high = min(high, low + CUT * (ninth - low))

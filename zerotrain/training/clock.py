@@ -121,6 +121,10 @@ class StepClock:
         self._steps: list[TimedStep] = []
         self._started_s = 0.0
         self._earlier = dict.fromkeys(EARLIER, 0.0)
+        self._train_s = 0.0
+        """Seconds of all steps of this sitting."""
+        self._counted = _sums([])
+        """Sums over this sitting without its first steps."""
 
     def __enter__(self) -> "StepClock":
         self._started_s = time.perf_counter()
@@ -146,7 +150,13 @@ class StepClock:
             traffic: of the step.
         """
         labels = num_tokens if num_labels is None else num_labels
-        self._steps.append(TimedStep(self.last_s, num_tokens, labels, wait_s, traffic.waited_s, traffic.update_s))
+        step = TimedStep(self.last_s, num_tokens, labels, wait_s, traffic.waited_s, traffic.update_s)
+        self._steps.append(step)
+        self._train_s += step.seconds
+        counted = _sums([step])
+        if len(self._steps) != NUM_WARMUP_STEPS + 1:  # else the first that counts, after which none before it does
+            counted = {name: self._counted[name] + value for name, value in counted.items()}
+        self._counted = counted
 
     def state_dict(self) -> dict[str, float]:
         """The sums of the run's steps, for a run that resumes."""
@@ -160,7 +170,7 @@ class StepClock:
     @property
     def train_s(self) -> float:
         """Seconds of all steps of the run, the first ones too."""
-        return self._earlier["train_s"] + sum(step.seconds for step in self._steps)
+        return self._earlier["train_s"] + self._train_s
 
     def figures(self, last_steps: int | None = None) -> dict[str, float]:
         """The speed over the last so many steps, or over the run without its first steps; nan before any.
@@ -185,17 +195,22 @@ class StepClock:
 
     def _sums(self, last_steps: int | None) -> dict[str, float]:
         """Sums over the last so many steps, or over those of the run that count, by the names of `EARLIER`."""
-        steps = self._select(last_steps)
-        sums = {
-            "steps": float(len(steps)),
-            "seconds": sum(step.seconds for step in steps),
-            "tokens": sum(step.tokens for step in steps),
-            "waits_s": sum(step.wait_s for step in steps),
-            "labels": sum(step.labels for step in steps),
-        }
-        return sums if last_steps else {name: self._earlier[name] + value for name, value in sums.items()}
+        if last_steps:
+            return _sums(self._select(last_steps))
+        return {name: self._earlier[name] + value for name, value in self._counted.items()}
 
     def _select(self, last_steps: int | None) -> list[TimedStep]:
         """The last so many steps, or those of this sitting without its first ones."""
         num_warmup = NUM_WARMUP_STEPS if len(self._steps) > NUM_WARMUP_STEPS else 0
         return self._steps[-last_steps:] if last_steps else self._steps[num_warmup:]
+
+
+def _sums(steps: list[TimedStep]) -> dict[str, float]:
+    """Sums over steps, by the names of `EARLIER`."""
+    return {
+        "steps": float(len(steps)),
+        "seconds": sum(step.seconds for step in steps),
+        "tokens": sum(step.tokens for step in steps),
+        "waits_s": sum(step.wait_s for step in steps),
+        "labels": sum(step.labels for step in steps),
+    }

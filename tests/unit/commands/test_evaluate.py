@@ -73,7 +73,7 @@ def test_the_folder_of_ranks_goes_unless_one_has_failed_whose_log_it_has(error, 
             raise error
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(evaluate, "run_ranks", run_ranks)
+    monkeypatch.setattr(evaluate.spawn, "run_ranks", run_ranks)
     with nullcontext() if error is None else pytest.raises(type(error)):
         assert evaluate._by_ranks(Config(), {}, 2) == {"metrics": {"val_loss": 1.0}}
     assert len([*tmp_path.iterdir()]) == isinstance(error, RunError)

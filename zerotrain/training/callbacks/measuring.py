@@ -3,6 +3,8 @@
 import time
 from typing import Any
 
+import torch
+
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
@@ -74,7 +76,8 @@ class Measuring(Callback):
     def _step_metrics(self, run: Run, outcome: TrainStepResult) -> dict[str, Any]:
         """The metrics of one training step, for the sinks. Collective."""
         speed = self._speed(run, self._log_every)
-        waits_ms = run.engine.collectives.gather_objects(speed["data_wait_ms"], name="waits for data")
+        wait_ms = torch.tensor([speed["data_wait_ms"]], dtype=torch.float64, device=run.world.device)
+        waits_ms = run.engine.collectives.gather_small(wait_ms, name="waits for data")
         return {
             "train_loss": outcome.mean_loss,
             **self._metrics.take(),
@@ -84,7 +87,7 @@ class Measuring(Callback):
             "skipped_steps": run.result.skipped_steps,
             "loss_scale": outcome.loss_scale,
             **speed,
-            "data_wait_ms": max(waits_ms),  # of the rank that waited longest
+            "data_wait_ms": waits_ms.max().item(),  # of the rank that waited longest
             **self._feed.position(),
             "sent_nbytes": run.engine.ledger.last_step.sent_nbytes,
             "peak_nbytes": device_of(run.world.device).peak_nbytes(),
