@@ -81,3 +81,11 @@ def test_a_refusal_counts_until_the_run_has_completed(tmp_path: Path, capsys):
     completed.end(None, 9, None)
     completed.write(tmp_path)
     assert ended(tmp_path, capsys) == (0, "completed; exit code 0")
+
+
+@pytest.mark.parametrize(("fields", "code"), [({"status": "completed"}, 0), ({"status": "failed"}, 1)])
+def test_a_result_without_an_exit_code_tells_that_of_its_status(fields, code, tmp_path: Path, capsys):
+    body = RunResult(world_size=2, **fields).body()
+    assert body["exit_code"] is None
+    (tmp_path / "result.json").write_text(json.dumps(body))
+    assert ended(tmp_path, capsys)[0] == code
