@@ -201,6 +201,10 @@ _OF_EXAMPLE = "examples/{0}_logger.py of the repository does it, from the folder
 REMOVED = {
     "launch.shared_memory": "leave it out: ranks of one host send through sockets, to the same bits",
     "offload.heap": "leave it out: freed memory is kept for the next step, and given back with a disk",
+    "data.cache_dir": "leave it out: only text is kept in a cache",
+    "hydra.sweeper.max_failure_rate": "give sweep.max_failures_in_a_row",
+    "hydra.sweeper.search_space": "give each setting its values, such as 'optimizer.lr=interval(1e-4,1e-2)'",
+    "hydra.sweeper.custom_search_space": "give each setting its values, such as 'optimizer.lr=interval(1e-4,1e-2)'",
     "logger=mlflow": _OF_EXAMPLE.format("mlflow", "{_target_:mlflow_logger.MLflowLogger}"),
     "logger=trackio": _OF_EXAMPLE.format("trackio", "{_target_:trackio_logger.TrackioLogger}"),
 }
