@@ -229,9 +229,10 @@ def forget_notes(folder: Path) -> None:
 
 
 def remove_store(folder: Path, *, num_finished: int = 0) -> None:
-    """Remove the files of a store, seal and index first, but for so many finished shards and their notes."""
+    """Remove the files of a store, seal and index first, but for so many finished shards and their notes. An
+    unfinished one of an older zerotrain has preparing.json and starts.part."""
     finished = {f"{number:06}.{suffix}" for number in range(num_finished) for suffix in ("bin", "note")}
-    for pattern in (SEAL_NAME, INDEX_NAME, NOTES, "*.bin", "*.tmp"):
+    for pattern in (SEAL_NAME, INDEX_NAME, NOTES, "preparing.json", "starts.part", "*.bin", "*.tmp"):
         for file in folder.glob(pattern):
             if file.name not in finished:
                 file.unlink()

@@ -53,10 +53,10 @@ FAULTS = {
         "unit/launching/sweep/test_study.py::test_a_study_never_has_more_trials_than_wanted",
     ),
     "sweep-obeys-the-file-of-a-study": Fault(
-        "Study.ask",
-        Swap("self.space", "trial.params", nth=1),
-        "a trial that somebody wrote into study.db gives a job a class to run",
-        "unit/launching/sweep/test_study.py::test_a_trial_in_the_file_gives_a_job_no_setting_that_is_not_varied",
+        "Study._drop_strangers",
+        Always(False),
+        "the best trial of a study has settings that its job never had",
+        "unit/launching/sweep/test_study.py::test_the_best_trial_has_no_setting_that_was_varied_before",
     ),
     "sweep-succeeds-with-a-failed-job": Fault(
         "telling.report",

@@ -683,6 +683,8 @@ def test_behind_a_shard_that_is_not_as_it_was_noted_nothing_is_gone_on_from(
 def test_shards_of_another_text_are_removed(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(prepare, "SHARD_TOKENS", 100)
     write_documents(tmp_path, range(4))
+    for name in ("preparing.json", "starts.part"):  # of an unfinished store of an older zerotrain
+        (tmp_path / name).touch()
     assert StoreWriter(tmp_path, np.dtype(np.uint16), "made of that").resumed_at == prepare.SourcePlace()
     assert list(tmp_path.iterdir()) == []
 

@@ -231,7 +231,7 @@ class Member:
             return None
         events = [event for event in self.sweep.journal.events() if self.sweep.folder / event.folder == place.run_dir]
         status = journal.outcome(place.result, events[-1].status if events else None)
-        value, _ = self._value(place.result, status)
+        value, _ = objective_in(place.result, status, self.sweep.objectives)
         self._say(journal.TAKEN, place.run_dir, status, final_val_loss=place.result["final_val_loss"], value=value)
         return value
 
@@ -270,7 +270,7 @@ class Member:
         was_evaluated = result["status"] == journal.COMPLETED and EVALUATES.holds(self._config, result["world_size"])
         has_diverged = was_evaluated and result["final_val_loss"] is None
         status = journal.outcome(result, journal.DIVERGED if has_diverged else None)
-        value, problem = self._value(result, status)
+        value, problem = objective_in(result, status, self.sweep.objectives)
         error = problem if status == journal.COMPLETED else result["error"] or problem
         self._say(
             journal.ENDED, self.run_dir, status, error=error, final_val_loss=result["final_val_loss"], value=value
@@ -288,20 +288,6 @@ class Member:
         if self._has_begun and self.run_dir is not None:
             self._say(journal.ENDED, self.run_dir, journal.STOPPED, error="stopped by a signal")
 
-    def _value(self, result: dict[str, Any], status: str) -> tuple[Value, str | None]:
-        """The value of a job for a sweeper, a list if there are several objectives, and the reason if there is none
-        though the job did well. A trial without a value has failed."""
-        if status not in (journal.COMPLETED, journal.PRUNED, journal.STOPPED):
-            return None, None
-        try:
-            values = [value_in(result, name) for name in self.sweep.objectives]
-        except LookupError as error:
-            return None, f"sweep.objective: {error.args[0]}"
-        numbers = [value for value in values if value is not None]
-        if len(numbers) < len(values):
-            return None, None
-        return (numbers[0] if len(numbers) == 1 else numbers), None
-
     def _event(self, event: str, run_dir: Path, status: str | None = None, **fields: Any) -> journal.JobEvent:
         return journal.JobEvent(
             event=event,
@@ -318,6 +304,30 @@ class Member:
         self.sweep.journal.append(self._event(event, run_dir, status, **fields))
         if self.sweep.is_driven_here and (current := driven_sweep()) is not None:
             current[1].look()
+
+
+def objective_in(result: dict[str, Any], status: str, names: Sequence[str]) -> tuple[Value, str | None]:
+    """The value of a job for a sweeper, a list if there are several objectives, and the reason if there is none though
+    the job did well. A trial without a value has failed."""
+    if status not in (journal.COMPLETED, journal.PRUNED, journal.STOPPED):
+        return None, None
+    try:
+        values = [value_in(result, name) for name in names]
+    except LookupError as error:
+        return None, f"sweep.objective: {error.args[0]}"
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values):
+        return None, None
+    return (numbers[0] if len(numbers) == 1 else numbers), None
+
+
+def read_fate(run_dir: Path, overrides: Sequence[str], names: Sequence[str]) -> tuple[str | None, Value]:
+    """The status and the value of a job by its result.json; None if that is of another job, or none can be read."""
+    with suppress(OSError, UntrustedFileError):
+        result = read_result(run_dir / RESULT_NAME)
+        if result["overrides"] == [*overrides]:
+            return (status := journal.outcome(result)), objective_in(result, status, names)[0]
+    return None, None
 
 
 # Devices for jobs side by side on one machine: each has its own, and gives them back when it ends or is killed.

@@ -1,11 +1,10 @@
 """The study of a sweep whose jobs Optuna chooses, and its sweeper: it asks for trials, and tells the journal's word
 on their jobs. Imports neither Optuna nor torch before a sweep has a study."""
 
-import functools
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -18,11 +17,13 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from zerotrain.config.checks import target_problems
+from zerotrain.config.checks import makes, target_problems
 from zerotrain.config.compose import first_paragraph
+from zerotrain.config.words import word
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.lock import can_lock, lock, open_lock
 from zerotrain.files.terminal import package
+from zerotrain.files.untrusted import printable
 from zerotrain.launching.sweep.sweep import Sweep, overrides_in
 from zerotrain.report import journal
 
@@ -32,14 +33,27 @@ DRIVERS = ".drivers"
 """Folder of a lock for each driver, below that of the sweep: it tells whether the driver of a running trial is
 there."""
 _PLUGIN = "hydra_plugins.zerotrain"
-_DRIVER = "zerotrain.driver"
-"""Attribute of a trial: the file of its driver's lock."""
+_DRIVER, _DROPPED = "zerotrain.driver", "zerotrain.dropped"
+"""Attributes of a trial: the file of its driver's lock; and that it has no job, and does not count."""
 _OBJECTIVES, _STARTS = "zerotrain.objective", "zerotrain.starts"
 """Attributes of the study: its objectives, and how often it was begun."""
 
 
 class StudyError(ZeroTrainError):
-    """The study has nothing to show."""
+    """The study has nothing to show, or cannot be reached."""
+
+
+@contextmanager
+def _naming_storage() -> Iterator[None]:
+    """Errors of the database in here are one line."""
+    from optuna.exceptions import OptunaError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (OptunaError, SQLAlchemyError) as error:
+        text = str(error.__cause__ or error).partition("\n")[0]  # the rest is SQL
+        raise StudyError(printable(f"hydra.sweeper.storage: {text}; the same command goes on", keep="")) from error
 
 
 @dataclass(kw_only=True)
@@ -57,11 +71,13 @@ class Study:
     fixed: tuple[str, ...] = ()
     """The settings that all jobs have."""
     _study: Any = None
-    _journal: Any = None
+    _sweep: Any = None
     _own_lock: Any = None
     """The lock of this process as a driver, in an open file."""
     _asked: list[Any] = field(default_factory=list)
     """The trials whose jobs run."""
+    _nbytes_before: int = 0
+    """Of the journal, before these jobs."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("url", "name", "num_trials", "trials")}
@@ -77,6 +93,7 @@ class Study:
 
         Raises:
             ConfigError: the study cannot be opened, or is one of something else.
+            StudyError: its database fails.
         """
         from zerotrain.training.callbacks import early_stopping  # imports torch, as the jobs are about to
 
@@ -94,38 +111,58 @@ class Study:
             num_trials=sweep.total or 0,
             space={name: distribution(override) for name, override in swept.items()},
             fixed=tuple(str(override.input_line) for name, override in overrides.items() if name not in swept),
-            _journal=sweep.journal,
+            _sweep=sweep,
         )
-        with sweep.journal.held():  # two drivers would make two studies
+        _sampler(sweeper.sampler, 0, swept)  # refuses it before there is a study
+        with sweep.journal.held(), _naming_storage():  # two drivers would make two studies
             storage = early_stopping.open_storage(study.url)
             study._study = _open_study(storage, study, sweep)
             study._own_lock = _lock_as_driver(sweep.folder)
             for trial in study._study.get_trials(deepcopy=False):
                 if trial.state.name == "RUNNING" and _is_left_alone(trial):
                     storage.set_trial_state_values(trial._trial_id, type(trial.state).WAITING)
+            study._drop_strangers()
             starts = int(study._study.user_attrs.get(_STARTS, 0))
             study._study.set_user_attr(_STARTS, starts + 1)
             study._study.sampler = _sampler(sweeper.sampler, starts, swept)
             if not study.num_left:
-                num_trials = len(study._study.get_trials(deepcopy=False))
-                print(f"the study has its {num_trials} trials; a larger hydra.sweeper.n_trials asks for more")
+                print(f"the study has its {len(study._trials)} trials; a larger hydra.sweeper.n_trials asks for more")
         register_sweeper()
         return study
 
     @property
     def num_left(self) -> int:
         """Trials that no driver has asked for."""
-        states = [trial.state.name for trial in self._study.get_trials(deepcopy=False)]
+        states = [trial.state.name for trial in self._trials]
         return max(0, self.num_trials - len(states) + states.count("WAITING"))
 
+    @property
+    def _trials(self) -> list[Any]:
+        """Those that count."""
+        return [trial for trial in self._study.get_trials(deepcopy=False) if _DROPPED not in trial.user_attrs]
+
+    def _drop_strangers(self) -> None:
+        """Let waiting trials fail that have settings which this sweep does not vary: misspelt, or varied before. Their
+        jobs would not have these."""
+        for trial in self._trials:
+            names = ", ".join(sorted({*trial.params, *trial.system_attrs.get("fixed_params", ())} - self.space.keys()))
+            if names and trial.state.name == "WAITING":
+                print(f"trial {trial.number} fails: the sweep has no {printable(names, keep='')}", file=sys.stderr)
+                self._study._storage.set_trial_user_attr(trial._trial_id, _DROPPED, True)
+                self._study._storage.set_trial_state_values(trial._trial_id, type(trial.state).FAIL)
+
+    @_naming_storage()
     def ask(self, num: int) -> list[tuple[str, ...]]:
         """The settings of so many further jobs; fewer where fewer trials are left.
 
         Raises:
             ConfigError: the study has a setting with values of another kind.
+            StudyError: its database fails.
         """
         self._asked = []
-        with self._journal.held():  # two drivers would ask for more trials than are left
+        with self._sweep.journal.held():  # two drivers would ask for more trials than are left
+            self._nbytes_before = self._sweep.journal.nbytes
+            self._drop_strangers()
             for _ in range(min(num, self.num_left)):
                 trial = self._study.ask()
                 trial.set_user_attr(_DRIVER, str(self._own_lock.name))
@@ -133,30 +170,44 @@ class Study:
                 for name, values in self.space.items():
                     _choose_value(trial, name, values)
         self.trials += [trial.number for trial in self._asked]
-        return [(*(f"{name}={trial.params[name]}" for name in self.space), *self.fixed) for trial in self._asked]
+        return [self._settings_of(trial) for trial in self._asked]
 
+    def _settings_of(self, trial: Any) -> tuple[str, ...]:
+        return (*(f"{name}={trial.params[name]}" for name in self.space), *self.fixed)
+
+    @_naming_storage()
     def tell(self) -> None:
-        """Tell Optuna the fate of the jobs of the last `ask`, by the journal. A job without a value has failed."""
-        from optuna.trial import TrialState
-
-        events = {event.job: event for event in self._journal.events() if event.event != journal.BEGUN}
-        for trial in self._asked:
-            event = events.get(trial.number)
-            ending: dict[str, Any] = {"state": TrialState.FAIL}
-            if event is not None and event.status == journal.PRUNED:
-                ending = {"state": TrialState.PRUNED}
-            elif event is not None and event.value is not None:
-                ending = {"values": event.value}
-            with suppress(RuntimeError):  # of a grid without further points, which stops `Study.optimize`
-                self._study.tell(trial, skip_if_finished=True, **ending)
-
-    def write_best(self, folder: Path) -> None:
-        """Write the best trial into a folder; of several objectives all trials that no other one beats.
+        """Tell Optuna the fate of the jobs of the last `ask`, by the journal. A job without a value has failed.
 
         Raises:
-            StudyError: no trial has completed.
+            StudyError: its database fails.
+        """
+        from optuna.trial import TrialState
+
+        from zerotrain.launching.sweep.member import read_fate  # imports torch, as the jobs have by now
+
+        events = {event.job: event for event in self._sweep.journal.events(self._nbytes_before, placed=True)}
+        for trial in self._asked:
+            event = events.get(trial.number)
+            status, value = (None, None) if event is None else (event.status, event.value)
+            if status is None:  # the disk was full
+                folder = event.folder if event is not None and event.is_within else str(trial.number)
+                status, value = read_fate(self._sweep.folder / folder, self._settings_of(trial), self._sweep.objectives)
+            state = TrialState.PRUNED if status == journal.PRUNED else TrialState.FAIL if value is None else None
+            with suppress(RuntimeError):  # of a grid without further points, which stops `Study.optimize`
+                self._study.tell(trial, value if state is None else None, state, skip_if_finished=True)
+
+    @_naming_storage()
+    def write_best(self, folder: Path) -> None:
+        """Write the best trial into a folder; of several objectives all trials that no other one beats. Nothing where
+        none has completed, and some were pruned or run yet.
+
+        Raises:
+            StudyError: all trials have failed, or the database fails.
         """
         trials = self._study.best_trials
+        if not trials and {"PRUNED", "RUNNING"} & {trial.state.name for trial in self._trials}:
+            return
         if not trials:
             raise StudyError("no trial of the study has completed, so that it has no best one")
         best: dict[str, Any] = {"best_params": trials[0].params, "best_value": trials[0].values[0]}
@@ -233,16 +284,24 @@ def distribution(override: Override) -> Any:
 
 def _sampler(values: DictConfig, starts: int, swept: dict[str, Override]) -> Any:
     """The sampler of a study that was begun so often before."""
+    from optuna.samplers import BaseSampler, GridSampler
+
     from zerotrain.run.factory import build  # imports torch
 
-    arguments: Any = OmegaConf.to_container(values)
-    if problems := list(target_problems(arguments, name="hydra.sweeper.sampler")):
+    name = "hydra.sweeper.sampler"
+    arguments: Any = OmegaConf.to_container(values) if OmegaConf.is_dict(values) else {"_target_": values}
+    if arguments.get("_partial_"):  # a grid, which gets its points
+        arguments |= {"_partial_": False, "_args_": [{name: _points(override) for name, override in swept.items()}]}
+    if problems := list(target_problems(arguments, name=name)):
         raise ConfigError(*problems)
-    if arguments.get("seed") is not None:  # or it would choose the same values again
-        arguments["seed"] += starts
-    sampler = build("hydra.sweeper.sampler", arguments)
-    if isinstance(sampler, functools.partial):  # a grid, which gets its points
-        sampler = sampler({name: _points(override) for name, override in swept.items()})
+    if (seed := arguments.get("seed")) is not None:
+        if type(seed) is not int or not 0 <= seed < 2**31:
+            raise ConfigError(f"{name}.seed: got {word(seed)}; it must be between 0 and 2**31 - 1, or null")
+        # Others would choose the same values again; the order of a grid must stay.
+        arguments["seed"] += 0 if makes(arguments["_target_"], GridSampler) else starts
+    sampler = build(name, arguments)
+    if not isinstance(sampler, BaseSampler):
+        raise ConfigError(f"{name}._target_: got {arguments['_target_']}; it must make a sampler of Optuna")
     return sampler
 
 
@@ -261,24 +320,25 @@ def _choose_value(trial: Any, name: str, values: Any) -> None:
     try:
         trial._suggest(name, values)  # as `Study.ask` does, but for a trial that has its driver by now
     except ValueError as error:
-        cause = str(error).rstrip(".")
         raise ConfigError(
-            f"{name}: the study has other values for it ({cause}); give it those, another hydra.sweep.dir or "
-            "another hydra.sweeper.study_name"
+            f"{name}: the study has other values for it ({str(error).rstrip('.')}); give it those, another "
+            "hydra.sweep.dir or another hydra.sweeper.study_name"
         ) from error
 
 
 def _problems(config: DictConfig, directions: list[str]) -> Iterator[str]:
     sweeper = config.hydra.sweeper
     names = list(sweeper.direction) if OmegaConf.is_list(sweeper.direction) else [sweeper.direction]
-    if names not in ([None], directions):
+    if names != [None] and any(name not in ("minimize", "maximize") for name in names):
+        yield f"hydra.sweeper.direction: got {word(sweeper.direction)}; it must be minimize or maximize"
+    elif names not in ([None], directions):
         got, has = ("[" + ",".join(group) + "]" if len(group) > 1 else group[0] for group in (names, directions))
         yield (
             f"hydra.sweeper.direction: got {got}, but sweep.direction={has}; give sweep.direction={got} and "
             "leave this one out"
         )
-    if OmegaConf.is_config(sweeper.storage):
-        yield "hydra.sweeper.storage: got an object; it must be a URL, or null for study.db"
+    if not isinstance(sweeper.storage, str | None):
+        yield f"hydra.sweeper.storage: got {word(sweeper.storage)}; it must be a URL, or null for study.db"
     if "?" in config.hydra.sweep.dir and sweeper.storage is None:
         yield f"hydra.sweep.dir: got {config.hydra.sweep.dir}; no URL of {STUDY_NAME} can have a ?; give another"
     for name in ("n_trials", "n_jobs"):

@@ -21,7 +21,7 @@ from rich.console import Console
 from zerotrain.config.checks import makes, target_problems
 from zerotrain.config.schema import Config, SweepConfig
 from zerotrain.config.words import did_you_mean, word
-from zerotrain.errors import ConfigError
+from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files import terminal, untrusted
 from zerotrain.files.untrusted import printable
 from zerotrain.launching import exits
@@ -327,10 +327,10 @@ def _with_study(sweep: Sweep, config: DictConfig) -> Sweep:
         from zerotrain.launching.sweep.study import Study
 
         return replace(sweep, study=Study.begin(config, sweep))
-    except (ConfigError, ImportError) as error:
+    except (ZeroTrainError, ImportError) as error:
         problem = str(error)
-    except Exception as error:  # of whatever database it is
-        problem = f"hydra.sweeper.storage: the study cannot be used: {type(error).__name__}: {error}".partition("\n")[0]
+    except Exception as error:  # of a class of the user's
+        problem = f"hydra/sweeper=optuna: the study cannot be used: {type(error).__name__}: {error}".partition("\n")[0]
     print(printable(problem), file=sys.stderr)
     raise SystemExit(exits.CONFIG_PROBLEM)
 

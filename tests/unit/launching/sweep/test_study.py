@@ -24,6 +24,7 @@ from zerotrain.launching.sweep import telling
 from zerotrain.launching.sweep.study import OptunaSweeper, Study, StudyError, distribution
 from zerotrain.launching.sweep.telling import SweepFolder
 from zerotrain.report.journal import JobEvent, SweepJournal
+from zerotrain.training.result import RunResult
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 Begin = Callable[..., Any]
@@ -104,7 +105,9 @@ REFUSED = {
         "hydra.sweeper.direction: got maximize, but sweep.direction=minimize; give sweep.direction=maximize"
     ),
     "hydra.sweeper.direction=minimize sweep.direction=maximize": "hydra.sweeper.direction: got minimize, but ",
-    "hydra.sweeper.storage={_target_:a.b}": "hydra.sweeper.storage: got an object; it must be a URL",
+    "hydra.sweeper.direction=foo": "hydra.sweeper.direction: got foo; it must be minimize or maximize",
+    "hydra.sweeper.storage=5": "hydra.sweeper.storage: got 5; it must be a URL, or null for study.db",
+    "hydra.sweeper.storage={_target_:a.b}": "hydra.sweeper.storage: got {'_target_': 'a.b'}; it must be a URL",
     "hydra.sweeper.storage=nonsense": "hydra.sweeper.storage: got nonsense, which Optuna cannot open: ",
     "hydra.sweeper.n_trials=0": "hydra.sweeper.n_trials: got 0; it must be 1 or more",
     "hydra.sweep.dir=a?b": "hydra.sweep.dir: got a?b; no URL of study.db can have a ?; give another",
@@ -113,6 +116,15 @@ REFUSED = {
     "hydra.sweeper.params={seed:'interval(2,1)'}": "seed=interval(2,1): ",
     "hydra.sweeper.params={seed:'tag(log,interval(0,1))'}": "seed=tag(log,interval(0,1)): ",
     "hydra.sweeper.sampler._target_=optuna.samplers.Best": "hydra.sweeper.sampler._target_: got optuna.samplers.Best; ",
+    "hydra.sweeper.sampler=null": "hydra.sweeper.sampler._target_: got null; it must be the import path of a class",
+    "hydra.sweeper.sampler={_target_:builtins.dict}": (
+        "hydra.sweeper.sampler._target_: got builtins.dict; it must make a sampler of Optuna"
+    ),
+    "hydra.sweeper.params={seed:'choice(1,2)'} hydra.sweeper.sampler={_target_:builtins.int,_partial_:true}": (
+        "hydra.sweeper.sampler: int() argument must be "
+    ),
+    "hydra.sweeper.sampler.seed=x": "hydra.sweeper.sampler.seed: got x; it must be between 0 and 2**31 - 1, or null",
+    "hydra.sweeper.sampler.seed=-1": "hydra.sweeper.sampler.seed: got -1; it must be between 0 and 2**31 - 1, or null",
     "hydra.sweeper.sampler={_target_:optuna.samplers.GridSampler,_partial_:true}": (
         "optimizer.lr=interval(0,1): a grid has points; give choice() or range()"
     ),
@@ -141,6 +153,7 @@ def test_what_cannot_be_is_one_line_before_the_first_job(
     [line] = capsys.readouterr().err.splitlines()
     assert (ending.value.code, line[: len(said)]) == (2, said)
     assert telling.driven_sweep() is None
+    assert not (tmp_path / "sweep/study.db").exists()
 
 
 @pytest.mark.parametrize(
@@ -301,16 +314,40 @@ def test_a_misspelt_setting_and_values_of_another_kind_do_not_spoil_a_study(begi
         other.ask(3)
 
 
-def test_a_trial_in_the_file_gives_a_job_no_setting_that_is_not_varied(begin: Begin, tmp_path: Path):
+def test_a_trial_with_a_setting_that_is_not_varied_fails_and_does_not_count(
+    begin: Begin, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     (tmp_path / "sweep").mkdir()
     written = optuna.create_study(study_name="sweep", storage=f"sqlite:///{tmp_path}/sweep/study.db")
     of_class = {"model._target_": CategoricalDistribution(["os.system"])}
     waiting = {"state": optuna.trial.TrialState.WAITING, "distributions": of_class}
     written.add_trial(optuna.trial.create_trial(params={"model._target_": "os.system"}, **waiting))
-    written.enqueue_trial({"model._target_": "os.system", "optimizer.lr": 0.5})
-    [[setting], enqueued] = begin("hydra.sweeper.n_trials=2").ask(2)
-    assert setting.startswith("optimizer.lr=")
-    assert enqueued == ("optimizer.lr=0.5",)
+    written.enqueue_trial({"optimizer.lrr": 0.25})
+    written.enqueue_trial({"optimizer.lr": 0.5})
+    study = begin("hydra.sweeper.n_trials=3")
+    dropped = [
+        f"trial {number} fails: the sweep has no {name}"
+        for number, name in enumerate(["model._target_", "optimizer.lrr"])
+    ]
+    assert capsys.readouterr().err.splitlines() == dropped
+    written.enqueue_trial({"optimizer.wd": 0.25})
+    asked = study.ask(9)
+    assert capsys.readouterr().err == "trial 3 fails: the sweep has no optimizer.wd\n"
+    assert (len(asked), asked[0]) == (3, ("optimizer.lr=0.5",))
+    assert states_in(tmp_path) == ["FAIL", "FAIL", "RUNNING", "FAIL", "RUNNING", "RUNNING"]
+
+
+def test_the_best_trial_has_no_setting_that_was_varied_before(begin: Begin, tmp_path: Path):
+    both = "hydra.sweeper.params={optimizer.lr:'interval(0,1)',optimizer.weight_decay:'interval(0,1)'}"
+    first = begin("hydra.sweeper.n_trials=1", both)
+    first.ask(1)
+    end_driver(first)
+    study = begin("hydra.sweeper.n_trials=1")
+    study.ask(1)
+    end_job(tmp_path, 1, value=1.0)
+    study.tell()
+    study.write_best(tmp_path)
+    assert list(OmegaConf.load(tmp_path / "optimization_results.yaml").best_params) == ["optimizer.lr"]
 
 
 def test_a_trial_of_another_program_stays_as_it_is(begin: Begin, tmp_path: Path):
@@ -339,9 +376,12 @@ def test_each_sampler_chooses(begin: Begin, name: str):
     assert len(set(study.ask(3))) == 3
 
 
-def test_a_grid_has_as_many_trials_as_points_and_one_that_waited_keeps_its_point(begin: Begin, tmp_path: Path):
+@pytest.mark.parametrize("seeded", [[], ["hydra.sweeper.sampler.seed=7"]])
+def test_a_grid_has_as_many_trials_as_points_and_one_that_waited_keeps_its_point(
+    begin: Begin, tmp_path: Path, seeded: list[str]
+):
     params = "hydra.sweeper.params={seed:'shuffle(1,2,3)',zero.stage:'range(0,2)'}"
-    grid = functools.partial(begin, params, groups=("hydra/sweeper/sampler=grid",))
+    grid = functools.partial(begin, params, *seeded, groups=("hydra/sweeper/sampler=grid",))
     first = grid()
     assert first.num_trials == 6
     asked = first.ask(2)
@@ -372,6 +412,71 @@ def test_the_fate_of_a_job_is_the_journal_s(begin: Begin, tmp_path: Path):
     study.write_best(tmp_path)
     best = OmegaConf.to_container(OmegaConf.load(tmp_path / "optimization_results.yaml"))
     assert best == {"name": "optuna", "best_params": trials_in(tmp_path)[0].params, "best_value": 2.0}
+
+
+def test_the_journal_of_an_earlier_sweep_tells_nothing_of_a_trial(begin: Begin, tmp_path: Path):
+    end_job(tmp_path, 0, value=0.5)
+    study = begin()
+    study.ask(2)
+    end_job(tmp_path, 1, value=1.0)
+    study.tell()
+    assert [trial.values for trial in trials_in(tmp_path)] == [None, [1.0]]
+
+
+def leave_result(folder: Path, overrides: list[str], **fields: Any) -> None:
+    folder.mkdir()
+    result = {"status": "completed", "final_train_loss": 3.0, "final_val_loss": 2.0} | fields
+    RunResult(world_size=1, overrides=overrides, **result).write(folder)
+
+
+def test_without_a_line_in_the_journal_the_fate_of_a_job_is_in_its_result(begin: Begin, tmp_path: Path):
+    study = begin("hydra.overrides.task=['seed=7']")
+    jobs, folder = [list(job) for job in study.ask(4)], tmp_path / "sweep"
+    leave_result(folder / "0", jobs[0])
+    leave_result(folder / "1", jobs[1], status="stopped", stopped_by="sweep.pruner")
+    leave_result(folder / "2", ["seed=7"])  # of another job, in whose place this one has got 2_2
+    begun = JobEvent(event="begun", job=3, folder="3_2", hash=None, overrides=[])
+    SweepJournal(folder).append(begun)
+    leave_result(folder / "3_2", jobs[3], final_val_loss=1.5)
+    study.tell()
+    trials = trials_in(tmp_path)
+    assert [trial.state.name for trial in trials] == ["COMPLETE", "PRUNED", "FAIL", "COMPLETE"]
+    assert [trial.values for trial in trials] == [[2.0], None, None, [1.5]]
+
+
+@pytest.mark.parametrize("use", ["ask", "tell", "write_best"])
+def test_a_database_that_fails_in_mid_sweep_is_one_line(begin: Begin, tmp_path: Path, use: str):
+    study = begin()
+    study.ask(1)
+    with contextlib.closing(sqlite3.connect(tmp_path / "sweep/study.db")) as database:
+        for table in ("trial_values", "trial_user_attributes", "trials"):
+            database.execute(f"DROP TABLE {table}")
+    arguments = {"ask": [1], "tell": [], "write_best": [tmp_path]}[use]
+    with pytest.raises(StudyError, match=r"^hydra\.sweeper\.storage: .*no such table: .*; the same command goes on$"):
+        getattr(study, use)(*arguments)
+
+
+def test_an_error_of_no_database_is_not_the_storage_s(
+    begin: Begin, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(optuna.samplers.TPESampler, "__init__", fail)
+    with pytest.raises(SystemExit):
+        begin()
+    said = capsys.readouterr().err
+    assert said == "hydra/sweeper=optuna: the study cannot be used: RuntimeError: no such luck\n"
+
+
+def test_without_a_completed_trial_a_pruned_or_running_one_is_no_error(begin: Begin, tmp_path: Path):
+    study = begin()
+    study.ask(1)
+    study.write_best(tmp_path)  # runs
+    end_job(tmp_path, 0, "pruned", 1.0)
+    study.tell()
+    study.write_best(tmp_path)
+    assert not (tmp_path / "optimization_results.yaml").exists()
 
 
 def test_a_study_keeps_its_trials_and_its_objective(begin: Begin, capsys: pytest.CaptureFixture[str], tmp_path: Path):
