@@ -77,6 +77,27 @@ class ConfigError(ZeroTrainError):
         super().__init__("\n".join(self.problems))
 
 
+@contextmanager
+def noting(errors: list[ConfigError]) -> Iterator[None]:
+    """Note a ConfigError of what is made in here, for `raise_noted`. After one any other error may follow from it."""
+    try:
+        yield
+    except ConfigError as error:
+        errors.append(error)
+    except Exception:
+        if not errors:
+            raise
+
+
+def raise_noted(errors: list[ConfigError]) -> None:
+    """Raise what `noting` has noted, if anything: several errors as one, with all their lines."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        lines = (f"{error.about}: {line}" if error.about else line for error in errors for line in error.problems)
+        raise ConfigError(*dict.fromkeys(lines)) from errors[0]
+
+
 class EngineStateError(ZeroTrainError):
     """An engine call came in a state that does not allow it (for example `step` without `backward`)."""
 

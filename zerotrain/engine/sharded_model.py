@@ -33,7 +33,7 @@ from zerotrain.engine.state.from_buckets import Described, OtherBuckets, describ
 from zerotrain.engine.state.named import Holdings
 from zerotrain.engine.state.save import SaveUnderWay
 from zerotrain.engine.state.together import agreed, shared_error
-from zerotrain.errors import ConfigError, EngineStateError
+from zerotrain.errors import ConfigError, EngineStateError, noting, raise_noted
 from zerotrain.sharding.units import WalkedModel, cut_units, walk
 
 # How a moving average of weights follows them: by which share, at which steps.
@@ -165,29 +165,36 @@ class ShardedModel:
         initial: InitialValues | None = None,
     ) -> None:
         world = collectives.world
-        walked = walk(model)
-        require_plain(walked)
-        require_values(walked, world.device)
+        walked, errors = walk(model), list[ConfigError]()
         require_no_engine(walked)
-        require_leaves(walked, options.leaves_per_rank)
-        require_own_memory(walked)
+        with noting(errors):
+            require_plain(walked)
+            require_values(walked, world.device)
+            require_own_memory(walked)
+        with noting(errors):
+            require_leaves(walked, options.leaves_per_rank)
         self.module = model
         self.world = world
         self.options = options
         self.precision = options.precision
         self.collectives, self.ledger = collectives, collectives.ledger
         require_same(self.collectives, options.settings())
-        units = cut_units(walked, options.zero.unit_patterns, options.bucket_numel)
-        dtypes = dtypes_of(walked.managed, self.precision)
-        self.groups = ParamGroups(
-            walked.managed,
-            units,
-            optimizer,
-            param_groups,
-            decay_all=decay_all,
-            device=world.device,
-            warns=world.rank == 0 and device_of(world.device).holds_values,
-        )
+        units = []
+        with noting(errors):
+            units = cut_units(walked, options.zero.unit_patterns, options.bucket_numel)
+        with noting(errors):
+            dtypes = dtypes_of(walked.managed, self.precision)
+        with noting(errors):
+            self.groups = ParamGroups(
+                walked.managed,
+                units or cut_units(walked, None, options.bucket_numel),
+                optimizer,
+                param_groups,
+                decay_all=decay_all,
+                device=world.device,
+                warns=world.rank == 0 and device_of(world.device).holds_values,
+            )
+        raise_noted(errors)
         self.pools = ScratchPools(world.device, self.collectives.zeros)
         self.homes = Homes(options.offload, world, options.zero.prefetch)
         share_unmanaged(walked, self.collectives)

@@ -84,7 +84,7 @@ def require_shapes(model: nn.Module, files: Mapping[str, str]) -> None:
 def load_weights(model: nn.Module, files: Mapping[str, str]) -> bool:
     """Copy tensors from files into the parameters and buffers of the same names. False, and nothing is copied, where
     names or shapes are not exactly those of the model. One name of tied tensors is enough."""
-    if _matched(model, files).problems():
+    if _matched(model, files) != Misfits((), (), (), ()):
         return False
     targets = model.state_dict(keep_vars=True)
     with torch.no_grad():

@@ -570,7 +570,8 @@ def check(
     """
     attempt, ranks = ConfigTrial(config), Ranks(num_ranks, num_local_ranks)
     device = attempt("launch", lambda config: choose_device(config.launch.device, num_local_ranks - 1))
-    attempt("train", lambda config: leaves_per_rank(config.train.virtual_ranks, num_ranks, config.zero.accumulate))
+    virtual, accumulate = config.train.virtual_ranks, config.zero.accumulate
+    leaves = attempt("train", lambda _: leaves_per_rank(virtual, num_ranks, accumulate))
     data = attempt("data", dataset_of)
     # A plan tells itself what does not fit.
     room = Room(math.inf, math.inf) if config.plan.only else Room.of_machine(device, num_local_ranks)
@@ -603,7 +604,9 @@ def check(
     attempt("callbacks", lambda config: require_callbacks_fit(data, sets or {}, config, model, batches))
     row = None if batches is None else batches["data.train"][0]
     start = Start(ranks, device, room, run_dir, goes_on_from)
-    _rehearse(attempt, config, None if frozen is None else model, row, start)
+    # What is wrong beside virtual ranks that cannot be shared, is so with as many as there are ranks.
+    tried = config if leaves else replace(config, train=replace(config.train, virtual_ranks=None))
+    _rehearse(attempt, tried, None if frozen is None else model, row, start)
     if model is not None and frozen is not None and row is not None and not attempt.problems and not config.plan.only:
         attempt("train", lambda config: require_loss_over(model, data, row, config))
     if attempt.problems:
@@ -645,6 +648,8 @@ def _rehearse(attempt: ConfigTrial, config: Config, model: nn.Module | None, row
     rehearsals = Rehearsals.of_run(config, Links.of_run(config, ranks.num_ranks, on_host=on_host), row, maker, run_dir)
     stages_by_step, step = stages.stages_from(goes_on_from, config.zero.stages)
     later = [stage for start, stage in stages_by_step.items() if step < start < (config.train.max_steps or 0)]
+    first, *others = dict.fromkeys([stages.stage_at(stages_by_step, step), *later])
+    largest = min([first, *others])  # the stage whose step is rehearsed: it shards least
 
     def rehearse(stage: int, model: nn.Module | None, config: Config) -> ZeroEngine | None:
         try:
@@ -654,20 +659,20 @@ def _rehearse(attempt: ConfigTrial, config: Config, model: nn.Module | None, row
                     at_rest = rehearsal.at_rest_nbytes()
                 if at_rest and not attempt.problems and not config.plan.only:
                     require_disk(config, run_dir, at_rest["disk"], ranks)
-                    require_memory(rehearsal, at_rest, config, row, ranks, start.room)
+                    require_memory(rehearsal, at_rest, config, row if stage == largest else None, ranks, start.room)
                 return rehearsal.engine
-        except RuntimeError as error:
-            if _lacks_memory(error):
+        except Exception as error:
+            if isinstance(error, ConfigError) or _lacks_memory(error):
                 raise
             return None  # it computes with values while it is built, and the ranks find out
 
-    engine = attempt("model", partial(rehearse, stages.stage_at(stages_by_step, step), model))
+    engine = attempt("model", partial(rehearse, first, model))
     if engine is None:
         try_optimizer(tried_on)
         return
     if maker is not None:
         attempt("optimizer", lambda _: factory.require_optimizer(engine, tried_on, goes_on_from))
-    for stage in dict.fromkeys(later) if not attempt.problems and not config.plan.only else ():
+    for stage in others if not attempt.problems and not config.plan.only else ():
         attempt("model", partial(rehearse, stage, None))
 
 

@@ -20,6 +20,7 @@ from zerotrain.data.fetch import as_inputs, with_tensors
 from zerotrain.device.kinds import rehearsing
 from zerotrain.engine import OptimizerFactory, ZeroEngine, build_optimizer, updates_whole
 from zerotrain.engine.buckets.home import OPTIMIZER_WINDOWS, Homes
+from zerotrain.engine.groups.optimizers import SAMPLE_SHAPE
 from zerotrain.engine.optimizer_step import update_all
 from zerotrain.engine.usage import moved_nbytes
 from zerotrain.errors import ConfigError
@@ -102,8 +103,16 @@ class RehearsedFactory:
     def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """See `OptimizerFactory`."""
         is_real = not all(tensor.is_meta for group in groups for tensor in group["params"])
-        if is_real or self._footprint is None or str(groups[0].get("name")).startswith("whole "):
+        if is_real:
             return self._factory(groups)
+        if self._footprint is None or str(groups[0].get("name")).startswith("whole "):
+            with suppress(Exception):
+                return self._factory(groups)
+            # It looks at its tensors, so it gets one that the engine has tried.
+            optimizer = self._factory([group | {"params": [torch.zeros(SAMPLE_SHAPE)]} for group in groups])
+            for group, source in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = list(source["params"])
+            return optimizer
         key = repr([group | {"params": None} for group in groups])
         if key not in self._made:
             self._made[key] = self._factory([group | {"params": [torch.zeros(1)]} for group in groups])
@@ -423,15 +432,15 @@ class Rehearsal:
         """Make a step, and look."""
         engine, mode = self.engine, self._mode
         leaves, accumulated = len(engine.virtual_ranks), self._config.train.gradient_accumulation_steps
-        with nothing_known(mode, 1.0):  # update with no gradient: a step that is not the first finds state
-            share = None if engine.held.average is None else 1.0
-            update_all(engine.schedule.trained, engine.schedule.gathers, None, share)
-            engine.schedule.end_update()
-        held = engine.memory_bytes()
-        failed, num = None, leaves * min(accumulated, MAX_MICRO_BATCHES)
-        rows = [_rows(self._row, self._config.train.micro_batch_size)] * num
-        engine.train()
+        held, failed, num = engine.memory_bytes(), None, leaves * min(accumulated, MAX_MICRO_BATCHES)
         try:
+            with nothing_known(mode, 1.0):  # update with no gradient: a step that is not the first finds state
+                share = None if engine.held.average is None else 1.0
+                update_all(engine.schedule.trained, engine.schedule.gathers, None, share)
+                engine.schedule.end_update()
+            held = engine.memory_bytes()
+            rows = [_rows(self._row, self._config.train.micro_batch_size)] * num
+            engine.train()
             if self._homes.tiers:  # whose windows are as large as they become from the second step on
                 engine.train_step(rows)
             name_state(mode, engine)
@@ -439,7 +448,7 @@ class Rehearsal:
             mode.begin(engine)
             start_moved = self._saved_moved()
             engine.train_step(rows)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        except Exception as error:  # of the user's classes, which may ask for anything
             failed = mode.failed or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         at_peak = {} if failed else mode.at_peak
         moved = [moved_nbytes(engine.held, accumulated * leaves, where) for where in ("cpu", "disk")]

@@ -197,6 +197,15 @@ def test_a_mistake_is_answered_with_what_to_do(mistake):
         call()
 
 
+def test_a_wrong_group_without_a_name_is_one_problem():
+    with pytest.raises(ConfigError) as refused:
+        build([{"params": "0.*", "wieght_decay": 0}, {"params": "1.*"}, {"params": "*", "bogus": 1}])
+    assert [problem.partition(";")[0] for problem in refused.value.problems] == [
+        "param_groups: AdamW has no wieght_decay",
+        "param_groups: AdamW has no bogus",
+    ]
+
+
 @pytest.mark.parametrize("rate", [None, "1e-3"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, Own, torch.optim.RMSprop])
 def test_a_rate_that_is_no_number_is_refused_at_the_build(rate, kind):

@@ -21,6 +21,7 @@ from zerotrain.errors import ConfigError
 from zerotrain.models import GPT as GPT_CLASS
 from zerotrain.preflight import check as preflight
 from zerotrain.preflight.check import require_callbacks_fit, take_max_steps
+from zerotrain.preflight.rehearsal import Links, Rehearsals
 from zerotrain.run import factory
 from zerotrain.settings import OffloadConfig, PrecisionGroup
 
@@ -30,6 +31,13 @@ class Bounded(torch.nn.Embedding):
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         return super().forward(ids).sum()
+
+
+class Double(Bounded):
+    """A model in fp64."""
+
+    def __init__(self) -> None:
+        super().__init__(256, 8, dtype=torch.float64)
 
 
 MLP = {"_target_": "zerotrain.models.MLP", "vocab_size": 256, "context": 2, "hidden_size": 8, "num_layers": 2}
@@ -48,6 +56,32 @@ def test_a_config_may_say_of_an_optimizer_of_others_that_it_needs_complete_tenso
     preflight.check(declared)
     engine = factory.build_engine_of(declared, World(rank=0, size=1, local_rank=0, device=torch.device("cpu")))
     assert {group["name"] for group in engine.param_groups} == {"whole matrices", "whole others"}
+
+
+class Looking(torch.optim.SGD):
+    """Looks at its tensors when it is made."""
+
+    def __init__(self, params: Any, lr: float, look: str) -> None:
+        super().__init__(params, lr=lr)
+        for tensor in (tensor for group in self.param_groups for tensor in group["params"]):
+            if look == "numpy":
+                tensor.detach().numpy()
+            elif look == "error" and tensor.is_meta:
+                raise ValueError("parameters must be materialized")
+            assert look != "assert" or tensor.device.type in ("cpu", "cuda")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("look", ["numpy", "error", "assert"])
+def test_an_optimizer_that_looks_at_its_tensors_gets_some_with_values(
+    look: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zerotrain.preflight.check.LARGE_NUMEL", 1)
+    looking = {"_target_": f"{__name__}.Looking", "_partial_": True, "lr": 0.1, "look": look, "whole_tensor": True}
+    wanted, row = config(optimizer=looking), (torch.zeros(1, 16, dtype=torch.int64),) * 2
+    preflight.check(wanted, num_ranks, num_ranks)
+    links = Links.of_run(wanted, num_ranks, on_host=True)
+    assert Rehearsals.of_run(wanted, links, row, factory.build_optimizer_factory(wanted), None).plan(2).peak is not None
 
 
 @pytest.mark.parametrize(
@@ -154,6 +188,29 @@ def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         preflight.check(config(model=GPT | {"num_heads": 3}, optimizer=ADAMW | {"lr": -1.0}))
     assert len(refused.value.problems) == 2
+
+
+def test_all_problems_that_the_engine_finds_are_reported_at_once() -> None:
+    wrong = config(
+        model=GPT | {"num_layers": 2},
+        optimizer=MUON | {"matrices": ["no"]},
+        zero=ZeroGroup(units=["layers.*"]),
+        precision=PrecisionGroup("bf16", ["rms*"]),
+        train=TrainConfig(virtual_ranks=3),
+    )
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(wrong)
+    names = [re.split("[=:]", problem)[0] for problem in refused.value.problems]
+    assert names == ["train.virtual_ranks", "zero.units", "precision.keep_fp32", "optimizer.matrices"]
+
+
+def test_of_a_model_that_cannot_be_trained_the_groups_are_checked_too() -> None:
+    wrong = config(model={"_target_": f"{__name__}.Double"}, optimizer=ADAMW | {"groups": {"a": {"match": ["no"]}}})
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(wrong)
+    of_model, of_group = refused.value.problems
+    assert of_model.startswith("model: weight is fp64")
+    assert of_group.startswith("optimizer.groups.a: 'no' is no floating-point parameter")
 
 
 @pytest.mark.parametrize("switch", ["compile", "activation_checkpointing"])

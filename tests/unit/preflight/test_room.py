@@ -18,7 +18,7 @@ from zerotrain.errors import ConfigError
 from zerotrain.preflight import check as preflight
 from zerotrain.preflight import room as memory_room
 from zerotrain.preflight.check import SURE, require_memory
-from zerotrain.preflight.rehearsal import Links, Rehearsals
+from zerotrain.preflight.rehearsal import Links, Rehearsal, Rehearsals, StagePlan
 from zerotrain.preflight.room import Ranks, Room, file_problems, in_memory, refusing_too_large, require_folder
 from zerotrain.run import factory
 from zerotrain.settings import OffloadConfig, OffloadGroup, PrecisionGroup
@@ -31,14 +31,14 @@ NUMEL = 2 * 512**2
 class Square(nn.Module):
     """Two matrices, each a bucket without padding."""
 
-    def __init__(self, *, fails: bool = False) -> None:
+    def __init__(self, *, fails: Exception | None = None) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False, device="meta") for _ in range(2))
         self.fails = fails
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.fails:
-            raise RuntimeError("computes with values")
+        if self.fails is not None:
+            raise self.fails
         return (rows * self.layers[1](self.layers[0].weight)[0, 0]).exp().sum()
 
 
@@ -122,8 +122,23 @@ def test_a_step_with_many_rows_is_rehearsed_and_one_with_few_is_not(precision: s
     with pytest.raises(ConfigError, match=r"^train\.micro_batch_size: .*a step with micro-batches of 262144 rows of a"):
         require(wanted, Room(SURE * peak - 1, gpu=0), Ranks(1, 1))
     at_rest = Room(NUMEL * 20, gpu=0)
-    require(wanted, at_rest, Ranks(1, 1), Square(fails=True))
+    for error in (RuntimeError("computes with values"), KeyError("meta"), AssertionError(), AttributeError("of meta")):
+        require(wanted, at_rest, Ranks(1, 1), Square(fails=error))
     require(replace(wanted, train=TrainConfig(micro_batch_size=8)), at_rest, Ranks(1, 1))
+
+
+def test_of_the_stages_of_a_run_the_step_with_most_memory_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, plan = [], Rehearsal.plan
+
+    def noted(rehearsal: Rehearsal) -> StagePlan:
+        planned.append(rehearsal.engine.options.zero.stage)
+        return plan(rehearsal)
+
+    monkeypatch.setattr(Rehearsal, "plan", noted)
+    monkeypatch.setattr("zerotrain.preflight.check.LARGE_NUMEL", 1)
+    zero = ZeroGroup(stage=3, schedule={1: 1, 2: 2, 3: 3, 4: 0})
+    preflight.check(config(zero=zero, train=TrainConfig(max_steps=4)), 1, 2)
+    assert planned == [1]
 
 
 @pytest.mark.parametrize("zero", [ZeroGroup(stage=3), ZeroGroup(stage=2, schedule={5: 3})], ids=["3", "3 later"])

@@ -94,7 +94,7 @@ class ParamGroups:
             problems: list[str] = []
             for group in param_groups if isinstance(param_groups, Iterable) else [param_groups]:
                 try:
-                    self._add(group)
+                    self._add(group, num_failed=len(problems))
                 except ConfigError as error:
                     problems += error.problems
             if problems:
@@ -132,10 +132,10 @@ class ParamGroups:
             self._append(name)
         self._take_places(parameters)
 
-    def _add(self, group: dict[str, Any]) -> None:
+    def _add(self, group: dict[str, Any], num_failed: int = 0) -> None:
         """Append a group, in its parts; of the parameters it names it gets those that no group has."""
         params, settings = _params_of(group), {key: value for key, value in group.items() if key != "params"}
-        name = settings.pop("name", f"group {len(self.hyperparameters)}")
+        name = settings.pop("name", f"group {len(self.hyperparameters) + num_failed}")
         with naming_entry("param_groups", name):
             self._append_parts(name, params, settings)
 

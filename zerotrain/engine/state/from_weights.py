@@ -400,7 +400,7 @@ def _problems(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool) ->
                 if isinstance(value, torch.Tensor):
                     got = f"a {value.layout} tensor on {value.device}"
                 problems.append(f"load_state_dict: {name} is {got}; give a tensor that holds its numbers")
-        tensors.append(StoredTensor([name], "", None, shape))
+        tensors.append(StoredTensor([str(name)], "", None, shape))
     loaded = match.match(tensors, match.model_tensors(own.items()), kind=match.any_kind)
     if not strict:
         loaded = replace(loaded, missing=(), surplus=())

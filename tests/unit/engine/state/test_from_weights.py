@@ -402,12 +402,13 @@ def without(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda state: {key: value for key, value in state.items() if key != name}
 
 
-REFUSED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+REFUSED: dict[str, tuple[Callable[[dict[Any, Any]], dict[Any, Any]], str]] = {
     "missing": (
         without("input.bias"),
         r"load_state_dict: the dict does not fit the engine: it lacks input\.bias; or give strict",
     ),
     "unknown": (lambda state: state | {"head.weight": torch.ones(1)}, r"the model has no head\.weight"),
+    "a number for a name": (lambda state: state | {3: torch.ones(1)}, "the model has no 3; or"),
     "shape": (lambda state: state | {"input.bias": torch.ones(3)}, r"input\.bias is of shape \(3,\) in it, and of"),
 }
 
