@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zerotrain.engine.groups.hyperparameters import Hyperparameters as Hyperparameters
     from zerotrain.engine.groups.hyperparameters import restored as restored
     from zerotrain.engine.groups.hyperparameters import saved_group as saved_group
+    from zerotrain.engine.groups.optimizers import SAMPLE_SHAPE as SAMPLE_SHAPE
     from zerotrain.engine.groups.optimizers import WHOLE as WHOLE
     from zerotrain.engine.groups.optimizers import MuonWithAdamW as MuonWithAdamW
     from zerotrain.engine.groups.optimizers import OptimizerFactory as OptimizerFactory
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "engine": ["ZeroEngine", "assemble_engine"],
     "groups.hyperparameters": ["OF_THIS_MACHINE", "Hyperparameters", "restored", "saved_group"],
-    "groups.optimizers": ["WHOLE", "MuonWithAdamW", "OptimizerFactory", "build_optimizer", "updates_whole"],
+    "groups.optimizers": [
+        *("SAMPLE_SHAPE", "WHOLE", "MuonWithAdamW", "OptimizerFactory", "build_optimizer", "updates_whole"),
+    ],
     "groups.param_groups": ["ParamGroups"],
 }
 

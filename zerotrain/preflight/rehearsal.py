@@ -18,9 +18,8 @@ from zerotrain.comm.world import Shards, World
 from zerotrain.config.schema import Config
 from zerotrain.data.fetch import as_inputs, with_tensors
 from zerotrain.device.kinds import rehearsing
-from zerotrain.engine import OptimizerFactory, ZeroEngine, build_optimizer, updates_whole
+from zerotrain.engine import SAMPLE_SHAPE, OptimizerFactory, ZeroEngine, build_optimizer, updates_whole
 from zerotrain.engine.buckets.home import OPTIMIZER_WINDOWS, Homes
-from zerotrain.engine.groups.optimizers import SAMPLE_SHAPE
 from zerotrain.engine.optimizer_step import update_all
 from zerotrain.engine.usage import moved_nbytes
 from zerotrain.errors import ConfigError
