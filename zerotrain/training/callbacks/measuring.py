@@ -76,9 +76,8 @@ class Measuring(Callback):
     def _step_metrics(self, run: Run, outcome: TrainStepResult) -> dict[str, Any]:
         """The metrics of one training step, for the sinks. Collective."""
         speed = self._speed(run, self._log_every)
-        waits_ms = torch.zeros(run.world.size, dtype=torch.float64, device=run.world.device)
-        waits_ms[run.world.rank] = speed["data_wait_ms"]
-        run.world.sum(waits_ms)  # a place for each rank
+        wait_ms = torch.tensor([speed["data_wait_ms"]], dtype=torch.float64, device=run.world.device)
+        waits_ms = run.engine.collectives.gather_small(wait_ms, name="waits for data")
         return {
             "train_loss": outcome.mean_loss,
             **self._metrics.take(),
