@@ -153,14 +153,14 @@ class StepClock:
         step = TimedStep(self.last_s, num_tokens, labels, wait_s, traffic.waited_s, traffic.update_s)
         self._steps.append(step)
         self._train_s += step.seconds
-        counted = _sums([step])
-        if len(self._steps) != NUM_WARMUP_STEPS + 1:  # else the first that counts, after which none before it does
-            counted = {name: self._counted[name] + value for name, value in counted.items()}
-        self._counted = counted
+        if len(self._steps) == NUM_WARMUP_STEPS + 1:  # from here on the first steps do not count
+            self._counted = _sums([])
+        for name, value in _sums([step]).items():
+            self._counted[name] += value
 
     def state_dict(self) -> dict[str, float]:
         """The sums of the run's steps, for a run that resumes."""
-        return {"train_s": self.train_s} | self._sums(None)
+        return {"train_s": self.train_s} | self._sums_of_run()
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on from what `state_dict` gave."""
@@ -180,7 +180,9 @@ class StepClock:
             a step, and `data_wait_share`, 0 to 1, of its time. These are of this sitting alone: `step_ms_median`, and
             the means `comm_wait_ms`, for which the host waited for other ranks, and `update_ms`.
         """
-        steps, sums = self._select(last_steps), self._sums(last_steps)
+        num_first = NUM_WARMUP_STEPS if len(self._steps) > NUM_WARMUP_STEPS else 0
+        steps = self._steps[-last_steps:] if last_steps else self._steps[num_first:]
+        sums = _sums(steps) if last_steps else self._sums_of_run()
         count, seconds = sums["steps"] or math.nan, sums["seconds"] or math.nan
         return {
             "tokens_per_s": sums["tokens"] / seconds,
@@ -193,16 +195,9 @@ class StepClock:
             "update_ms": 1e3 * statistics.fmean([step.update_s for step in steps] or [math.nan]),
         }
 
-    def _sums(self, last_steps: int | None) -> dict[str, float]:
-        """Sums over the last so many steps, or over those of the run that count, by the names of `EARLIER`."""
-        if last_steps:
-            return _sums(self._select(last_steps))
+    def _sums_of_run(self) -> dict[str, float]:
+        """Sums over the steps of the run that count, by the names of `EARLIER`."""
         return {name: self._earlier[name] + value for name, value in self._counted.items()}
-
-    def _select(self, last_steps: int | None) -> list[TimedStep]:
-        """The last so many steps, or those of this sitting without its first ones."""
-        num_warmup = NUM_WARMUP_STEPS if len(self._steps) > NUM_WARMUP_STEPS else 0
-        return self._steps[-last_steps:] if last_steps else self._steps[num_warmup:]
 
 
 def _sums(steps: list[TimedStep]) -> dict[str, float]:
