@@ -54,10 +54,10 @@ class Usage:
         what of them is offloaded. Known before the first step, from a step of the optimizer on a sample, and to no byte
         where it keeps factors of a matrix."""
         trained, num_whole = self.held.schedule.trained, self._num_whole
-        num_by_elements = sum(bucket.layout.numel for bucket in trained) - num_whole
+        num_by_elements = self._num_trained - num_whole
         copies = sum(bucket.layout.numel * 4 for bucket in trained if bucket.update.state.separate_master_nbytes)
         state = self._sampled_nbytes(num_whole, is_whole=True) + self._sampled_nbytes(num_by_elements, is_whole=False)
-        average = 4 * sum(bucket.layout.numel for bucket in trained) if self.held.average is not None else 0
+        average = 4 * self._num_trained if self.held.average is not None else 0
         return self._split(self._volume.memory_nbytes(self.held.schedule.plan, state + copies + average))
 
     def sums_nbytes(self, num_micro_batches: int) -> int:
@@ -152,6 +152,11 @@ class Usage:
         )
 
     @property
+    def _num_trained(self) -> int:
+        """Elements that train."""
+        return sum(bucket.layout.numel for bucket in self.held.schedule.trained)
+
+    @property
     def _num_whole(self) -> int:
         """Elements that are updated whole."""
         trained = self.held.schedule.trained
@@ -169,11 +174,10 @@ class Usage:
         """Bytes of all ranks together, without padding: optimizer state, master weights if they are copies,
         and the average of weights."""
         trained, num_whole = self.held.schedule.trained, self._num_whole
-        numel = sum(bucket.layout.numel for bucket in trained)
         # By elements, as measured on what this rank updates; of whole tensors, of which it may own none, on a sample.
         updated = sum(span.target.numel() for bucket in trained for span in bucket.update.spans)
         held = sum(bucket.update.state.element_state_nbytes() for bucket in trained)
-        state = (numel - num_whole) * (held // updated if updated else 0)
+        state = (self._num_trained - num_whole) * (held // updated if updated else 0)
         state += self._sampled_nbytes(num_whole, is_whole=True)
         copies = [bucket for bucket in trained if bucket.update.state.separate_master_nbytes]
         copies += [bucket for bucket in trained if bucket.update.state.average is not None]
@@ -182,12 +186,11 @@ class Usage:
     def _split(self, theory: dict[str, int]) -> dict[str, int]:
         """Bytes by kind, with those that lie off the device as a kind of their own."""
         trained = self.held.schedule.trained
-        numel = sum(bucket.layout.numel for bucket in trained)
         moved = sum(bucket.layout.numel for bucket in trained if bucket.update.home.nbytes)
         shards_are_off = any(bucket.weights.home.nbytes for bucket in self.held.schedule.buckets)
         offloaded = {
             "parameters": theory["parameters"] if shards_are_off else 0,
-            "optimizer": theory["optimizer"] * moved // max(numel, 1),
+            "optimizer": theory["optimizer"] * moved // max(self._num_trained, 1),
         }
         on_device = {kind: nbytes - offloaded.get(kind, 0) for kind, nbytes in theory.items()}
         return on_device | {"offloaded": sum(offloaded.values())}

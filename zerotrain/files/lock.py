@@ -87,15 +87,11 @@ def is_held(path: Path) -> bool:
         return False
 
 
-def note_holder(file: BinaryIO, **fields: Any) -> None:
-    """Note this process in the file of a lock, for `read_note`.
-
-    Args:
-        fields: of the note, besides those of a `Holder`.
-    """
+def note_holder(file: BinaryIO) -> None:
+    """Note this process in the file of a lock, for `read_note`."""
     note = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
     os.ftruncate(file.fileno(), 0)
-    os.pwrite(file.fileno(), (json.dumps(note | fields) + "\n").encode(), 0)
+    os.pwrite(file.fileno(), (json.dumps(note) + "\n").encode(), 0)
 
 
 def read_note(path: Path, kind: Any) -> Any:

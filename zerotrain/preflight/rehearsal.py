@@ -18,7 +18,7 @@ from zerotrain.comm.world import Shards, World
 from zerotrain.config.schema import Config
 from zerotrain.data.fetch import as_inputs, with_tensors
 from zerotrain.device.kinds import rehearsing
-from zerotrain.engine import SAMPLE_SHAPE, OptimizerFactory, ZeroEngine, build_optimizer, updates_whole
+from zerotrain.engine import SAMPLE_SHAPE, WHOLE, OptimizerFactory, ZeroEngine, build_optimizer, updates_whole
 from zerotrain.engine.buckets.home import OPTIMIZER_WINDOWS, Homes
 from zerotrain.engine.optimizer_step import update_all
 from zerotrain.engine.usage import moved_nbytes
@@ -104,7 +104,7 @@ class RehearsedFactory:
         is_real = not all(tensor.is_meta for group in groups for tensor in group["params"])
         if is_real:
             return self._factory(groups)
-        if self._footprint is None or str(groups[0].get("name")).startswith("whole "):
+        if self._footprint is None or str(groups[0].get("name")).startswith(WHOLE):
             with suppress(Exception):
                 return self._factory(groups)
             # It looks at its tensors, so it gets one that the engine has tried.
@@ -526,7 +526,7 @@ def name_state(live: LiveMemory, engine: ZeroEngine) -> None:
 
 
 def _rows(row: Any, num_rows: int) -> Any:
-    """A batch of so many rows, as the model takes it, of a batch of one. Of many elements it has no values."""
+    """Repeat a batch of one to so many rows, as the model takes them. A large batch gets no values."""
 
     def repeated(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.ndim or tensor.shape[0] != 1:

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ from typing import TypedDict
 import pytest
 
 from zerotrain.files.lock import (
+    Holder,
     can_lock,
     holder,
     lock,
@@ -84,10 +86,12 @@ class Why(TypedDict):
 
 def test_a_note_replaces_the_last_and_is_read_by_its_kind(tmp_path: Path):
     with open_lock(tmp_path / "it") as file:
-        note_holder(file, why="x" * 200)
-        note_holder(file, kept=True)
-    assert read_note(tmp_path / "it", Kept)["kept"] is True
+        os.pwrite(file.fileno(), json.dumps({"why": "x" * 200}).encode(), 0)
+        note_holder(file)
+    assert read_note(tmp_path / "it", Holder)["pid"] == os.getpid()
     assert read_note(tmp_path / "it", Why) is None
+    (tmp_path / "it").write_text('{"kept": true, "pid": 1}')
+    assert read_note(tmp_path / "it", Kept)["kept"] is True
     for content in ("", "x", "[" * 5000, '{"pid": "1", "host": "h", "started": "s"}', " " * 20_000):
         (tmp_path / "it").write_text(content)
         assert holder(tmp_path / "it") == "another process"
