@@ -65,7 +65,7 @@ IDLE = ("zero.schedule", "data.num_workers")
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """What the config of a run is used for again."""
+    """A second use of the config of a run, such as an evaluation."""
 
     name: str
     built: tuple[str, ...]

@@ -42,7 +42,8 @@ _PRECEDENCE = {
     "loss of others": 5,
     "death after a stop": 6,
 }
-"""The kinds of causes, the one that counts most first. Of one kind the earliest counts."""
+"""The kinds of causes, the one that counts most first; the earliest counts among causes of one kind. A death after a
+stop is that of a process which was told to stop, or which others saw alive after its end."""
 _MAX_NBYTES = 2**20
 """Largest size of a file with a rank's failure."""
 _OF_WAITS = ("unheard", "where", "waited_s")

@@ -604,7 +604,7 @@ def check(
     attempt("callbacks", lambda config: require_callbacks_fit(data, sets or {}, config, model, batches))
     row = None if batches is None else batches["data.train"][0]
     start = Start(ranks, device, room, run_dir, goes_on_from)
-    # What is wrong beside virtual ranks that cannot be shared, is so with as many as there are ranks.
+    # Where the ranks cannot share the virtual ranks, a virtual rank for each rank shows what else is wrong.
     tried = config if leaves else replace(config, train=replace(config.train, virtual_ranks=None))
     _rehearse(attempt, tried, None if frozen is None else model, row, start)
     if model is not None and frozen is not None and row is not None and not attempt.problems and not config.plan.only:
@@ -616,11 +616,11 @@ def check(
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts, and from what."""
+    """The machine, the folder and the checkpoint that a run starts with."""
 
     ranks: Ranks
     device: torch.device | None
-    """Of the ranks; None: there is none."""
+    """The device of the ranks; None: there is none."""
     room: Room
     run_dir: Path | None
     goes_on_from: Manifest | None

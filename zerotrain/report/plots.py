@@ -336,8 +336,8 @@ class BarChart:
 
 
 def bar_charts(report: Report) -> list[BarChart]:
-    """The bytes that rank 0 holds at rest and sends in a step, and the time of a step, by their parts. What no job has
-    measured has no chart."""
+    """The bytes that rank 0 holds at rest and sends in a step, and the time of a step, by their parts. A
+    chart that no job has a number for is left out."""
     charts = [
         _byte_chart(report, "memory", "Memory", KINDS, _HELD_NOTE),
         _byte_chart(report, "sent", "Sent in a step", ["sent"], _SENT_NOTE),

@@ -210,7 +210,7 @@ def _job_of_event(folder: Path, event: JobEvent) -> JobFiles:
 
 
 def _read_if_changed(read: Callable[[Path], Any], path: Path) -> Any:
-    """What a file holds; it is read again once it has changed: a sweep writes its report after each job."""
+    """Read a file, again once it has changed: a sweep writes its report after each job."""
     try:
         status = path.stat()
         version = status.st_mtime_ns, status.st_size

@@ -165,8 +165,8 @@ def frozen_steps(config: Config, until: Mapping[str, Any], train: Sized, num_ran
 
 
 def require_groups(config: Config, parameters: Sequence[ModelParameter]) -> None:
-    """Make sure that each group of a config has an effect on a model with these parameters. Of patterns without a
-    match the engine tells.
+    """Make sure that each group of a config has an effect on a model with these parameters. The engine
+    refuses patterns without a match.
 
     Raises:
         ConfigError: with each group that has none.

@@ -77,7 +77,7 @@ class Study:
     _asked: list[Any] = field(default_factory=list)
     """The trials whose jobs run."""
     _nbytes_before: int = 0
-    """Of the journal, before these jobs."""
+    """The size of the journal before these jobs."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("url", "name", "num_trials", "trials")}
