@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import REPOSITORY, TINY, result_of
 
-BUILT_FROM = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "zerotrain", "conf")
+BUILT_FROM = ("constraints.txt", "setup.py", "pyproject.toml", "README.md", "LICENSE", "zerotrain", "conf")
 SHIMS = {"pip": "pip", "torchrun": "torch.distributed.run"}
 
 
