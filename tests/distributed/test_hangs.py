@@ -23,7 +23,6 @@ from zerotrain.comm.world import Shards
 from zerotrain.errors import CommError, ZeroTrainError
 from zerotrain.settings import ZeroConfig
 from zerotrain.testing import run_ranks
-from zerotrain.testing.ranks import HANG_S
 
 TIMEOUT_S = 5.0
 Engine = zerotrain.ZeroEngine
@@ -256,22 +255,6 @@ def test_an_engine_that_is_deleted_in_the_midst_of_collectives_harms_no_other() 
     assert len(set(run_ranks(engines_that_go, 2, None))) == 1
 
 
-def closed_twice(_: None) -> tuple[list[float], float]:
-    """The timeouts of a world's groups; and a sum over the caller's own group, behind the end of the world."""
-    world = zerotrain.World.current(torch.device("cpu"))
-    groups = (world.shards.gather_group, world.shards.reduce_group)
-    timeouts = [group._get_backend(world.device).options._timeout.total_seconds() for group in groups]
-    world.close()
-    world.close()
-    ones = torch.ones(())
-    dist.all_reduce(ones)
-    return timeouts, ones.item()
-
-
-def test_reductions_wait_as_long_as_gathers_and_a_world_may_be_closed_twice() -> None:
-    assert run_ranks(closed_twice, 2, None) == [([HANG_S, HANG_S], 2.0)] * 2
-
-
 @pytest.mark.case(
     "hosts: Ranks that do not do the same",
     "a rank that sleeps for ever",
@@ -383,23 +366,3 @@ def test_one_stop_ends_a_run_whose_rows_do_not_end_after_its_last_step(
         " ".join((tmp_path / "run/ranks/0.log").read_text().split()),
     )
     assert command.wait_until_gone() == []
-
-
-@pytest.mark.case(
-    "data: Order, position and loading", "Ranks whose data differs, or data that has changed since it was checked"
-)
-def test_a_run_is_refused_whose_data_differs_in_few_rows_at_its_start_and_where_it_goes_on(
-    tmp_path: Path, launch: Launch
-) -> None:
-    """Seen: 31 of 136 rows differed, of which none was the first, the middle or the last, and nothing was said."""
-    data = [each for each in OF_ROWS if not each.startswith(("data", "train.max"))]
-    flipped = (*data, "data=own", "data._target_=misbehaving.FlippedRows", "checkpoint.every=1")
-    command = launch(*flipped, "train.max_steps=1", folder=tmp_path)
-    assert command.wait(60) == 2
-    assert re.search(r"data: (the ranks differ|it has changed .*): items of train: \w{16} of 136 rows", command.stderr)
-    (tmp_path / "seed").write_text("1")
-    assert launch(*flipped, "train.max_steps=1", folder=tmp_path).wait(60) == 0
-    (tmp_path / "seed").write_text("2")
-    command = launch(*flipped, "train.max_steps=2", "checkpoint.resume=auto", folder=tmp_path)
-    assert command.wait(60) == 2
-    assert "data: the saved run read other rows, so this one cannot go on at its row 4: items of" in command.stderr
