@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import OPTIMIZERS, run_over
+from cases import OPTIMIZERS, memory_nbytes, reset_peak, run_over
 from torch import nn
 
 import zerotrain
@@ -41,18 +41,11 @@ class Large(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
 
 
-def memory_nbytes(name: str) -> int:
-    """VmRSS: what this process has in memory; VmHWM: the most it had."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
-    return int(line.split()[1]) * 1024
-
-
 def peak_nbytes(stage: int) -> dict[str, int]:
     """On each rank: the most memory while the engine was built and its weights were hashed, above what there was."""
     small = functools.partial(nn.Linear, 8, 8)  # brings in what torch imports when first used
     zerotrain.build_engine(small, optimizer=OPTIMIZERS["adamw"], zero=zerotrain.ZeroConfig(stage=3)).weights_sha256()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    before = memory_nbytes("VmRSS")
+    before = reset_peak()
     engine = zerotrain.build_engine(
         Large,
         optimizer=OPTIMIZERS["adamw"],

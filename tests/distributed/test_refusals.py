@@ -28,10 +28,6 @@ def trained(world: zerotrain.World, stage: int, num_micro_batches: int, num_step
     return engine, hashes
 
 
-def cases_at(stage: int) -> list[str]:
-    return [*refusals.CASES, *(refusals.ONE_RANK_IN_NO_SYNC if stage < 3 else ())]
-
-
 def wrong_after(stage: int, num_micro_batches: int, names: list[str], folder: Path) -> list[str]:
     """On each rank: the cases after which the next step has not the bits it should have, or that do not work at all."""
     rank, _ = place()
@@ -92,7 +88,8 @@ ALL = range(len(PLACEMENTS))
 def require_bits_after_refusals(placement: int, shares: Sequence[int], folder: Path) -> None:
     """Of the cases, which the placements share, those of these shares."""
     num_ranks, stage, num_micro_batches = PLACEMENTS[placement]
-    names = [name for number, name in enumerate(cases_at(stage)) if number % len(PLACEMENTS) in shares]
+    names = [*refusals.CASES, *(refusals.ONE_RANK_IN_NO_SYNC if stage < 3 else ())]
+    names = [name for number, name in enumerate(names) if number % len(PLACEMENTS) in shares]
     assert run_ranks(wrong_after, num_ranks, stage, num_micro_batches, names, folder) == [[]] * num_ranks
 
 
