@@ -72,7 +72,7 @@ FAULTS = {
         _Stored, "on_device", "arriving.wait()", "pass", "activations", "does in copy_ is read by compute"
     ),
     "copy-on-write-left-out": Planted(
-        BucketWeights, "about_to_change", "before()", "pass", "save", "compute does in _fused_adamw_ is read by stream"
+        BucketWeights, "about_to_change", "announce()", "pass", "save", "compute does in _fused_adamw_ is read by stream"
     ),
     # a buffer or a window given back early
     "gradient-given-back-at-issue": Planted(
@@ -86,7 +86,7 @@ FAULTS = {
     "window-given-back-while-it-is-gathered-from": Planted(
         OffloadedHome,
         "close",
-        "self._windows.give_back(window, last)",
+        "self._windows.give_back(window, transfer)",
         "self._windows.give_back(window, DONE)",
         "offload",
         "all_gather is written by stream",
