@@ -60,6 +60,9 @@ def test_a_rank_that_is_killed_when_it_has_come_is_named_and_not_waited_for_as_a
 
 
 @pytest.mark.case(*KILLED_EARLY)
+@pytest.mark.case(
+    "hosts: Ranks of one host", "a rank is killed in a backward or a forward", "the others end at once, and say so"
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_rank_that_is_killed_at_any_moment_is_told_of_by_all_others(seed: int) -> None:
     drawn = random.Random(seed)

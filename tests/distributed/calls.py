@@ -58,19 +58,6 @@ class Net(nn.Module):
         return self.out(x)
 
 
-class Wide(nn.Module):
-    """Two layers of one bucket, large enough that gradients are moved into it one after the other. Of whole vectors, or
-    torch's fused AdamW rounds the last elements otherwise than within a bucket (docs/reference/cases/parameters.md)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(320, 320), nn.Linear(320, 320)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(F.gelu(self.first(F.pad(x, (0, 320 - WIDTH)))))
-
-
 class Skipping(Net):
     """Leaves two of its blocks unused."""
 
@@ -104,41 +91,35 @@ class Checkpointed(Net):
 class CheckpointingBlock(Block):
     """Checkpoints a part of itself."""
 
-    use_reentrant = False
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__(dropout=0.2)
+        self.checkpoint = functools.partial(checkpoint, use_reentrant=use_reentrant)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = checkpoint(lambda x: self.down(F.gelu(self.up(x))), self.norm(x), use_reentrant=self.use_reentrant)
-        return x + self.dropout(inner)
-
-
-class ReentrantlyCheckpointingBlock(CheckpointingBlock):
-    use_reentrant = True
+        return x + self.dropout(self.checkpoint(lambda x: self.down(F.gelu(self.up(x))), self.norm(x)))
 
 
 class CheckpointedInside(Net):
-    block = functools.partial(CheckpointingBlock, dropout=0.2)
-
-
-class ReentrantlyCheckpointedInside(Net):
-    block = functools.partial(ReentrantlyCheckpointingBlock, dropout=0.2)
+    def __init__(self, use_reentrant: bool) -> None:
+        self.block = functools.partial(CheckpointingBlock, use_reentrant)
+        super().__init__()
 
 
 class RoutedBlock(Block):
-    """Leaves a loss of its own in an attribute, as mixtures of experts do, before or after its output is computed."""
-
-    after_output = False
+    """Leaves a loss of its own in an attribute, as mixtures of experts do, before its output is computed."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.after_output:
-            self.aux = self.norm(x).softmax(dim=-1).square().sum()
+        self.aux = self.norm(x).softmax(dim=-1).square().sum()
+        return super().forward(x)
+
+
+class RoutedLateBlock(Block):
+    """After its output is computed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = super().forward(x)
-        if self.after_output:
-            self.aux = self.up(x).softmax(dim=-1).square().sum()
+        self.aux = self.up(x).softmax(dim=-1).square().sum()
         return output
-
-
-class RoutedLateBlock(RoutedBlock):
-    after_output = True
 
 
 class Routed(Net):
@@ -335,14 +316,6 @@ def forward_only(engine: Any, step: int, rank: int) -> None:
     engine(inputs(step, rank, 5))
 
 
-def evaluation(mode: Any, engine: Any, step: int, rank: int) -> None:
-    engine.eval()
-    with mode():
-        result = engine(inputs(step, rank, 5))
-    engine.train()
-    assert not result.requires_grad
-
-
 def part_evaluated(engine: Any, step: int, rank: int) -> None:
     with torch.no_grad(), engine.forward_scope():
         engine.module.blocks[2](inputs(step, rank, 5))
@@ -395,37 +368,11 @@ def fails_in_backward(place: str, accumulate: bool, engine: Any, step: int, rank
     handle.remove()
 
 
-def fails_in_second_backward(place: str, engine: Any, step: int, rank: int) -> None:
-    """Behind one that was reduced already."""
-    ordinary(engine, step + 5, rank)
-    fails_in_backward(place, False, engine, step, rank)
-
-
-class BrokenBatches(list[Any]):
-    """Micro-batches of which the second cannot be read."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield self[0]
-        raise StopError
-
-
-def fails_in_the_data(engine: Any, step: int, rank: int) -> None:
-    with expected(StopError):
-        engine.train_step(BrokenBatches([(inputs(step, rank, 5),)] * 2))
-
-
 def fails_in_train_step(engine: Any, step: int, rank: int) -> None:
     handle = engine.module.blocks[1].register_full_backward_hook(fail)
     with expected(StopError):
         engine.train_step([(inputs(step, rank, 5),)] * 2)
     handle.remove()
-
-
-def given_up(engine: Any, step: int, rank: int) -> None:
-    with engine.no_sync():
-        engine.backward(engine(inputs(step, rank, 5)).mean())
-    engine.backward(engine(inputs(step, rank, 6)).mean())
-    engine.zero_grad()
 
 
 def backward_without_engine(engine: Any, step: int, rank: int) -> None:
@@ -445,7 +392,6 @@ class Call:
     """Whether the aside leaves nothing gathered."""
     reshards: bool = True
     """The setting zero.reshard_after_forward."""
-    bucket_mb: float = BUCKET_MB
 
 
 CALLS = {
@@ -463,8 +409,8 @@ CALLS = {
     "parts of the model alone": Call(step=parts_alone),
     "checkpoint": Call(functools.partial(Checkpointed, use_reentrant=False)),
     "checkpoint, reentrant": Call(functools.partial(Checkpointed, use_reentrant=True)),
-    "checkpoint within a unit": Call(CheckpointedInside),
-    "checkpoint within a unit, reentrant": Call(ReentrantlyCheckpointedInside),
+    "checkpoint within a unit": Call(functools.partial(CheckpointedInside, use_reentrant=False)),
+    "checkpoint within a unit, reentrant": Call(functools.partial(CheckpointedInside, use_reentrant=True)),
     "checkpoint, two forwards": Call(functools.partial(Checkpointed, use_reentrant=False), preference),
     "auxiliary loss": Call(Routed, loss_from_model),
     "auxiliary loss after the output": Call(RoutedLate, loss_from_model),
@@ -473,8 +419,6 @@ CALLS = {
     "outputs handed on": Call(PassingOn),
     "gradient penalty": Call(GradientPenalty, loss_from_model),
     "forward without backward": Call(aside=forward_only, rests=False),
-    "eval and no_grad": Call(aside=functools.partial(evaluation, torch.no_grad)),
-    "inference_mode": Call(aside=functools.partial(evaluation, torch.inference_mode)),
     "a part evaluated": Call(aside=part_evaluated),
     "generation": Call(aside=generation),
     "exception in the head's forward": Call(aside=functools.partial(fails_in_forward, "embed")),
@@ -483,16 +427,11 @@ CALLS = {
     "exception within a unit's backward": Call(aside=functools.partial(fails_in_backward, "blocks.1.up", False)),
     "exception in the last backward": Call(aside=functools.partial(fails_in_backward, "embed", False)),
     "exception while accumulating": Call(aside=functools.partial(fails_in_backward, "blocks.1.up", True)),
-    "exception in the second reduced backward": Call(
-        Wide, aside=functools.partial(fails_in_second_backward, "first"), bucket_mb=25.0
-    ),
-    "exception in the data": Call(Loss, loss_from_model, aside=fails_in_the_data),
     "exception in train_step": Call(Loss, loss_from_model, aside=fails_in_train_step),
     "exception under checkpoint": Call(
         functools.partial(Checkpointed, use_reentrant=True),
         aside=functools.partial(fails_in_backward, "blocks.1.up", False),
     ),
-    "zero_grad": Call(aside=given_up),
     "loss.backward()": Call(aside=backward_without_engine, rests=False),
 }
 HARD = (

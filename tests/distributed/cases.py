@@ -13,13 +13,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import zerotrain
+from tests.unit.engine.parts import sum_by_tree
 from zerotrain.comm import collectives as process_groups
+from zerotrain.device.memory import give_back_freed
 from zerotrain.models import GPT
 from zerotrain.testing import run_ranks
 
@@ -253,18 +254,6 @@ def forward_in_fp32(forward: Any, module: nn.Module, compute: torch.dtype, input
     return forward(module, inputs.float()).to(compute)
 
 
-def sum_by_tree(leaves: list[torch.Tensor]) -> torch.Tensor:
-    """Neighbours in pairs, then the sums in pairs, and so on."""
-    while len(leaves) > 1:
-        leaves = [sum(leaves[index : index + 2]) for index in range(0, len(leaves), 2)]
-    return leaves[0]
-
-
-def add_to(sums: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
-    for name, value in values.items():
-        sums[name] = sums[name] + value if name in sums else value.clone()
-
-
 def sha256(weights: dict[str, torch.Tensor]) -> str:
     """Over the bytes of the weights in name order."""
     digest = hashlib.sha256()
@@ -273,9 +262,17 @@ def sha256(weights: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def resident_nbytes() -> int:
-    """Of this process."""
-    return int(psutil.Process().memory_info().rss)
+def memory_nbytes(name: str) -> int:
+    """VmRSS: what this process has in memory; VmHWM: the most it had since the last `reset_peak`."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
+    return int(line.split()[1]) * 1024
+
+
+def reset_peak() -> int:
+    """Bytes in use now, from which the peak begins to count anew; without what training keeps for its next step."""
+    give_back_freed()
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory_nbytes("VmHWM")
 
 
 def trainer_of(engine: zerotrain.ZeroEngine, dataset: Any, run_dir: Path, **settings: Any) -> Any:

@@ -58,9 +58,9 @@ class Command:
 
     def __post_init__(self) -> None:
         self.mark = uuid.uuid4().hex
-        self._out, self._err = self.folder / f"{self.mark}.out", self.folder / f"{self.mark}.err"
+        self.output_path, self.error_path = self.folder / f"{self.mark}.out", self.folder / f"{self.mark}.err"
         search = os.pathsep.join([str(REPOSITORY), str(USER_CODE)])
-        with self._out.open("w") as out, self._err.open("w") as err, _heeding_ctrl_c():
+        with self.output_path.open("w") as out, self.error_path.open("w") as err, _heeding_ctrl_c():
             self.process = self.start(
                 self.arguments,
                 cwd=self.folder,
@@ -90,22 +90,12 @@ class Command:
         assert self.wait_until_gone() == []
 
     @property
-    def output_path(self) -> Path:
-        """The file that gets stdout."""
-        return self._out
-
-    @property
-    def error_path(self) -> Path:
-        """The file that gets stderr."""
-        return self._err
-
-    @property
     def stdout(self) -> str:
-        return self._out.read_text()
+        return self.output_path.read_text()
 
     @property
     def stderr(self) -> str:
-        return self._err.read_text()
+        return self.error_path.read_text()
 
     def send_signal_as_terminal(self, signum: int) -> None:
         """As Ctrl-C does: to the whole process group."""

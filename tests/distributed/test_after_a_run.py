@@ -11,23 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import EVALUATION, GENERATION, WRONG_RUN
 from tests.zygote.client import Zygote
-from zerotrain.checkpoint.folder import PartialFolder, set_best, step_name
+from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.commands import evaluate, generate
 from zerotrain.commands.export import main as export
 from zerotrain.commands.generate import characters
 
-EVALUATED = (
-    "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
-)
-GENERATED = (
-    "`python -m zerotrain generate`, of bytes or a tokenizer, of a run, an interrupted one, an exported folder of any "
-    "form, adapters merged or not"
-)
-REFUSED = (
-    "half-written, damaged, cut, of another model or of no run, adapters alone, removed by its run meanwhile, no "
-    "tokenizer, no such setting or one without an effect"
-)
 SETTINGS = (
     "zero.stage=3",
     "launch.nproc_per_node=4",
@@ -63,7 +53,7 @@ def losses_of(run: Path) -> dict[int, float]:
 
 @pytest.mark.case(
     "checkpoints",
-    EVALUATED,
+    EVALUATION,
     "the run's own loss, to the bit; nothing changes in the run's folder, no temporary one stays",
 )
 def test_the_validation_loss_is_the_runs_own_to_the_bit(run: Path, capsys) -> None:
@@ -71,10 +61,12 @@ def test_the_validation_loss_is_the_runs_own_to_the_bit(run: Path, capsys) -> No
     for name, step in (("checkpoints/step-00000002", 2), ("", 3)):
         assert evaluate.main([str(run / name)]) == 0
         assert capsys.readouterr().out == f"step {step}: validation loss {wanted[step]!r}\n"
+    for setting in ("train.eval_batches=1", "data.seq_len=16"):
+        assert evaluate.evaluate(run, [setting])[1]["val_loss"] != wanted[3]
 
 
 @pytest.mark.slow
-@pytest.mark.case("checkpoints", EVALUATED)
+@pytest.mark.case("checkpoints", EVALUATION)
 def test_ranks_that_do_not_divide_the_micro_batches_come_to_the_same_bits(
     run: Path, tmp_path: Path, capfd, monkeypatch
 ) -> None:
@@ -87,12 +79,12 @@ def test_ranks_that_do_not_divide_the_micro_batches_come_to_the_same_bits(
     assert list(tmp_path.glob("zerotrain_*")) == []
 
 
-@pytest.mark.case("checkpoints", GENERATED)
+@pytest.mark.case("checkpoints", GENERATION)
 @pytest.mark.case(
     "checkpoints",
     "of an exported folder, plain, in parts, of DCP, of a Llama; of merged adapters",
     "the run's loss, to the bit; of merged ones up to rounding",
-    under=EVALUATED,
+    under=EVALUATION,
 )
 def test_an_exported_folder_is_evaluated_and_continued_as_the_run(run: Path, tmp_path: Path, capsys) -> None:
     text = ["--prompt", "def main", "--max-tokens", "12"]
@@ -113,18 +105,7 @@ def test_an_exported_folder_is_evaluated_and_continued_as_the_run(run: Path, tmp
         assert "is cut" in line
 
 
-@pytest.mark.case("checkpoints", REFUSED, under=EVALUATED)
-def test_settings_of_the_evaluation_can_be_others(run: Path, capsys) -> None:
-    step, found = evaluate.evaluate(run, ["train.eval_batches=1"])
-    loss = found["val_loss"]
-    assert (step, loss != losses_of(run)[3]) == (3, True)
-    assert evaluate.evaluate(run, ["data.seq_len=16"])[1]["val_loss"] != loss
-    assert evaluate.main([str(run), "train.eval_batchs=1"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("train.eval_batchs=1: is no setting with a value of this run")
-
-
-@pytest.mark.case("checkpoints", REFUSED, "one line, exit code 2", under=EVALUATED)
+@pytest.mark.case("checkpoints", WRONG_RUN, "one line, exit code 2", under=EVALUATION)
 def test_a_run_that_was_interrupted_and_a_save_that_was_cut_off(run: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     half = PartialFolder(tmp_path / "run" / "checkpoints" / "step-00000003").path
@@ -139,25 +120,21 @@ def test_a_run_that_was_interrupted_and_a_save_that_was_cut_off(run: Path, tmp_p
     assert generate.main([str(tmp_path / "run"), "--prompt", "def", "--max-tokens", "3"]) == 0
 
 
-@pytest.mark.case("checkpoints", REFUSED, under=EVALUATED)
+@pytest.mark.case("checkpoints", WRONG_RUN, under=EVALUATION)
 def test_damage_is_told_with_file_and_tensor(run: Path, tmp_path: Path, capsys) -> None:
     copy = tmp_path / "checkpoint"
     shutil.copytree(run / "checkpoints" / "step-00000003", copy)
     content = bytearray((copy / "rank-00002.safetensors").read_bytes())
     content[-1] ^= 1
     (copy / "rank-00002.safetensors").write_bytes(content)
-    for command in (
-        generate.main,
-        lambda given: export([*given[:1], "--out", str(tmp_path / "out")]),
-        lambda given: evaluate.main(given[:1]),
-    ):
+    for command in (generate.main, lambda given: evaluate.main(given[:1])):
         assert command([str(copy), "--prompt", "a"]) == 2
         [line] = capsys.readouterr().err.splitlines()
         assert "rank-00002.safetensors is not what was written" in line
         assert "weight of" in line
 
 
-@pytest.mark.case("checkpoints", GENERATED, "text in whole characters; the same from all")
+@pytest.mark.case("checkpoints", GENERATION, "text in whole characters; the same from all")
 def test_text_goes_on_from_a_prompt_and_from_each_line_of_the_input(run: Path, capsys, monkeypatch) -> None:
     options = ["--max-tokens", "40", "--seed", "5"]  # more than the model looks back on
     assert generate.main([str(run), "--prompt", "def main", *options]) == 0
@@ -175,20 +152,6 @@ def test_text_goes_on_from_a_prompt_and_from_each_line_of_the_input(run: Path, c
     assert capsys.readouterr().out == greedy
 
 
-def test_the_best_checkpoint_is_continued_by_its_link(run: Path, capsys) -> None:
-    text = ["--prompt", "def main", "--max-tokens", "12", "--temperature", "0"]
-    folder = run / "checkpoints"
-    assert generate.main([str(folder / step_name(2)), *text]) == 0
-    wanted = capsys.readouterr().out
-    set_best(folder / step_name(2), folder)
-    try:
-        command = [sys.executable, "-m", "zerotrain", "generate", str(folder / "best"), *text]
-        ended = subprocess.run(command, capture_output=True, text=True)
-    finally:
-        set_best(None, folder)
-    assert (ended.returncode, ended.stdout) == (0, wanted), ended.stderr
-
-
 def test_a_reader_who_goes_away_ends_the_text_without_a_word(run: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -202,7 +165,6 @@ def test_a_reader_who_goes_away_ends_the_text_without_a_word(run: Path) -> None:
     ("arguments", "said"),
     [
         (("nowhere", "--prompt", "a"), "nowhere is not there: give"),
-        (("run", "--prompt", ""), "--prompt: got an empty text"),
         (("run", "--prompt", "a", "--temperature", "-1"), "--temperature: got -1.0; it must be 0"),
         (("run", "--prompt", "a", "--top-k", "0"), "--top-k: got 0; it must be 1 or more"),
     ],
@@ -213,7 +175,7 @@ def test_what_cannot_be_is_one_line(run: Path, arguments, said: str, capsys) -> 
     assert said in line
 
 
-@pytest.mark.case("checkpoints", GENERATED)
+@pytest.mark.case("checkpoints", GENERATION)
 def test_characters_come_whole_and_what_is_none_comes_too() -> None:
     def decode(ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")

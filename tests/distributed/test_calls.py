@@ -4,7 +4,6 @@ import functools
 import gc
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,16 +47,14 @@ Outputs of a class of your own | same bits; at stage 3 the unit stays full until
 Outputs handed on from unit to unit, parameters as outputs | same bits | outputs handed on
 A forward without a backward | same bits as without it; at stage 3 the next call frees what is still full | forward
     without backward
-`eval`, `no_grad`, `inference_mode` | same bits as without; nothing left gathered | eval and no_grad; inference_mode
 Generation, as long as each rank likes | same bits as without; nothing left gathered | generation
 An exception in the forward | same bits as without; memory back at rest | exception in the head's forward; exception
     in a unit's forward
 An exception in the backward | same bits as without; memory back at rest; the step's gradients are forgotten |
     exception in the first backward; exception within a unit's backward; exception in the last backward; exception
-    under checkpoint; exception while accumulating; exception in the second reduced backward
+    under checkpoint; exception while accumulating
 An exception in the data or in `train_step` | same bits as without; the step's gradients are forgotten | exception
-    in the data; exception in train_step
-A step dropped with `engine.zero_grad()` | same bits as without; memory back at rest | zero_grad
+    in train_step
 `loss.backward()` instead of `engine.backward(loss)` | refused, and leaves nothing behind | loss.backward()
 """,
 )
@@ -107,7 +104,7 @@ def train_or_raise(run: Run) -> str:
     rank, _ = place()
     call = calls.CALLS[run.name]
     settings = {"prefetch": run.prefetch, "reduction": run.reduction}
-    engine = build(run.stage, call.model(), bucket_mb=call.bucket_mb, reshard_after_forward=call.reshards, **settings)
+    engine = build(run.stage, call.model(), reshard_after_forward=call.reshards, **settings)
     if run.late_rank == rank:
         be_late(engine, ("gather", "reduction"), DELAY_S)
     for step in range(calls.NUM_STEPS):
@@ -186,7 +183,7 @@ def test_the_hard_ways_with_three_ranks_one_of_them_late_with_accumulation() -> 
     expect_reference(late_runs(zero_or_two), 3)
 
 
-NATIVE = (*calls.HARD, "units that are not called", "exception in the second reduced backward")
+NATIVE = (*calls.HARD, "units that are not called")
 
 
 def native_runs(stages_of: StagesOf) -> list[Run]:
@@ -235,16 +232,6 @@ def test_a_backward_at_stage_3_holds_few_units_full_also_of_two_forwards() -> No
 # ---- refusals
 
 
-def gradient_at_rest(engine: Any, rank: int) -> None:
-    x = calls.inputs(0, rank).requires_grad_()
-    torch.autograd.grad(engine(x).sum(), x)
-
-
-def step_after_failed_backward(engine: Any, rank: int) -> None:
-    calls.fails_in_backward("blocks.1.up", False, engine, 0, rank)
-    engine.step()
-
-
 def reentrant_twice(engine: Any, rank: int) -> None:
     engine.module.checkpoint = functools.partial(checkpoint, use_reentrant=True)
     calls.preference(engine, 0, rank)
@@ -257,39 +244,18 @@ def only_attributes(engine: Any, rank: int) -> None:
         engine.module.is_greedy = False
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """What is called, what the answer must contain, and the stages at which it is refused."""
-
-    call: Callable[[Any, int], None]
-    answer: str
-    stages: Sequence[int] = (0, 1, 2, 3)
-    model: Callable[[], torch.nn.Module] = calls.Net
-
-
-REFUSALS = {
-    "gradients between engine calls": Refusal(gradient_at_rest, "inside `with engine.forward_scope()`", [3]),
-    "a step after a failed backward": Refusal(step_after_failed_backward, "step came before a backward"),
-    "reentrant checkpoints, two forwards": Refusal(
-        reentrant_twice, "checkpoint with use_reentrant=False", model=calls.CALLS["checkpoint"].model
-    ),
-    "auxiliary losses alone": Refusal(only_attributes, "set zero.reshard_after_forward=False", [3], calls.Greedy),
-}
-
-
-def refused(what: tuple[str, int]) -> str:
+def refused(what: tuple[int, bool]) -> str:
     """On each rank: the answer, if a step can be made after it."""
-    name, stage = what
+    stage, of_checkpoints = what
     rank, _ = place()
-    engine = build(stage, REFUSALS[name].model())
+    engine = build(stage, calls.CALLS["checkpoint"].model() if of_checkpoints else calls.Greedy())
     with pytest.raises(zerotrain.EngineStateError) as answer:
-        REFUSALS[name].call(engine, rank)
+        (reentrant_twice if of_checkpoints else only_attributes)(engine, rank)
     calls.ordinary(engine, 0, rank)
     engine.step()
     return str(answer.value)
 
 
-@pytest.mark.case("calls: Calls", "`step` after a backward that failed", "refused")
 @pytest.mark.case(
     "calls: Calls",
     "while nothing flows back through the unit's output",
@@ -300,18 +266,27 @@ def refused(what: tuple[str, int]) -> str:
     "and two forwards, one backward",
     under="torch's `checkpoint` called by the model, around units, with dropout",
 )
-@pytest.mark.case("calls: Calls", "`torch.autograd.grad` in the forward (gradient penalty)")
 def test_what_cannot_be_is_answered_with_what_to_do_and_the_next_step_works() -> None:
-    asked = [(name, stage) for name, refusal in REFUSALS.items() for stage in refusal.stages]
-    for (name, stage), answers in zip(asked, run_over(asked, refused, 2), strict=True):
-        assert all(REFUSALS[name].answer in answer for answer in answers), (name, stage)
+    asked = [(stage, True) for stage in STAGES] + [(3, False)]
+    for what, answers in zip(asked, run_over(asked, refused, 2), strict=True):
+        said = "checkpoint with use_reentrant=False" if what[1] else "set zero.reshard_after_forward=False"
+        assert all(said in answer for answer in answers), what
 
 
 # ---- the end of an engine
 
 
-def let_go(stage: int) -> list[str]:
-    """On each rank: what of an engine is still alive after it, and after its model; garbage is not collected."""
+def trained_anew(stage: int, model: torch.nn.Module) -> str:
+    """On each rank: the hash of the weights after a step of a new engine."""
+    engine = build(stage, model)
+    calls.ordinary(engine, 1, place()[0])
+    engine.step()
+    return engine.weights_sha256()
+
+
+def after_an_engine(stage: int) -> tuple[list[str], str]:
+    """On each rank: what of an engine is still alive after it and after its model, where garbage is not collected; and
+    whether the model gives between the two what it gave and trains on in another engine, or what it says."""
     rank, _ = place()
     build(stage)  # the first optimizer of a process imports parts of torch, which leave their frames to the collector
     gc.collect()
@@ -320,68 +295,26 @@ def let_go(stage: int) -> list[str]:
     engine = build(stage, model)
     calls.ordinary(engine, 0, rank)
     engine.step()
+    with torch.no_grad():
+        expected = engine(calls.inputs(0, rank))
     bucket = engine.schedule.trained[0]
     state = bucket.update.state.state_tensors()[0]
-    of_engine = watch(
-        engine=engine, schedule=engine.schedule, update=bucket.update, state=state, bucket=bucket.gradient
-    )
-    of_model = watch(weights=bucket.weights.model_weight.tensor, model=model)
+    of_engine = [weakref.ref(each) for each in (engine, engine.schedule, bucket.update, state, bucket.gradient)]
+    of_model = [weakref.ref(each) for each in (bucket.weights.model_weight.tensor, model)]
     del engine, state, bucket
-    alive = [name for name, each in of_engine.items() if each() is not None]
+    alive = [str(each()) for each in of_engine if each() is not None]
     alive += [name for name, module in model.named_modules() if module._forward_pre_hooks or module._forward_hooks]
-    del model
-    alive += [name for name, each in of_model.items() if each() is not None]
-    gc.enable()
-    return alive
-
-
-def watch(**objects: Any) -> dict[str, Any]:
-    return {name: weakref.ref(each) for name, each in objects.items()}
-
-
-def model_without_engine(stage: int) -> str:
-    """On each rank: use the model after its engine is gone."""
-    rank, _ = place()
-    model = calls.Net()
-    expected = model(calls.inputs(0, rank)).detach()
-    build(stage, model)
     try:
-        return str(torch.equal(model(calls.inputs(0, rank)).detach(), expected))
+        said = str(torch.equal(model(calls.inputs(0, rank)), expected))
+        copy = calls.Net()
+        copy.load_state_dict(model.state_dict())
+        assert trained_anew(stage, model) == trained_anew(stage, copy)
     except zerotrain.EngineStateError as error:
-        return str(error)
-
-
-def after_an_engine(stage: int) -> tuple[list[str], str]:
-    return let_go(stage), model_without_engine(stage)
-
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
-"""Without a state that would go with the engine."""
-
-
-def two_engines_in_turn(stage: int) -> str:
-    """On each rank: the hash of the weights after a step of one engine, and another step of the model's next engine."""
-    rank, _ = place()
-    model = calls.Net()
-    for step in range(calls.NUM_STEPS):
-        engine = build(stage, model, optimizer=SGD)
-        calls.ordinary(engine, step, rank)
-        engine.step()
-        sha256_ = engine.weights_sha256()
-        del engine
-    return sha256_
-
-
-def test_a_model_whose_engine_was_deleted_trains_on_in_another() -> None:
-    model = calls.Net()
-    optimizer = SGD(model.parameters())
-    for step in range(calls.NUM_STEPS):
-        optimizer.zero_grad()
-        for rank in range(2):
-            (model(calls.inputs(step, rank)).square().mean() / 2).backward()
-        optimizer.step()
-    expected = sha256({name: parameter.detach() for name, parameter in model.named_parameters()})
-    assert run_over([0, 1, 2], two_engines_in_turn, 2) == [[expected] * 2] * 3
+        said = str(error)
+    del model
+    alive += [str(each()) for each in of_model if each() is not None]
+    gc.enable()
+    return alive, said
 
 
 @pytest.mark.case(

@@ -2,19 +2,17 @@
 
 import ctypes
 import functools
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cases import resident_nbytes
+from cases import memory_nbytes, reset_peak
 from safetensors.torch import save_file
 
 import zerotrain
 from zerotrain.checkpoint.manifest import read_manifest
-from zerotrain.device.memory import give_back_freed
 from zerotrain.testing.ranks import run_ranks
 
 MIB = 2**20
@@ -50,12 +48,6 @@ def train(engine: zerotrain.ZeroEngine, step: int) -> None:
     engine.step()
 
 
-def peak_nbytes() -> int:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
 def saved_and_trained(path: str) -> tuple[str, int, str]:
     """The weights after one step more, and by how much the save has raised the peak; the weights after another step,
     with a save beside it."""
@@ -63,7 +55,7 @@ def saved_and_trained(path: str) -> tuple[str, int, str]:
     train(engine, 0)
     before = reset_peak()
     engine.save(path, extra={"rows": 4})
-    risen = peak_nbytes() - before
+    risen = memory_nbytes("VmHWM") - before
     train(engine, 1)
     after_one = engine.weights_sha256()
     save = engine.begin_save(f"{path}-beside", own={"rank": engine.world.rank})
@@ -77,7 +69,7 @@ def loaded_and_trained(path: str) -> tuple[str, int, str]:
     train(engine, 7)
     before = reset_peak()
     assert engine.load(path) == {"rows": 4}
-    risen = peak_nbytes() - before
+    risen = memory_nbytes("VmHWM") - before
     train(engine, 1)
     after_one = engine.weights_sha256()
     engine.load(f"{path}-beside")
@@ -103,7 +95,7 @@ def begun_with(path: str) -> tuple[list[str], list[int]]:
         engine.freeze("blocks.0.weight") if source is written[0] else None
         before = reset_peak()
         engine.load_weights(source)
-        risen.append(peak_nbytes() - before)
+        risen.append(memory_nbytes("VmHWM") - before)
         hashes.append(engine.weights_sha256())
     return hashes, risen
 
@@ -115,13 +107,6 @@ def damage(checkpoint: Path, role: str) -> None:
     content = bytearray(file.read_bytes())
     content[piece.byte + 2 * MIB] ^= 1
     file.write_bytes(content)
-
-
-def reset_peak() -> int:
-    """Bytes in use now, from which the peak begins to count anew; without what training keeps for its next step."""
-    give_back_freed()
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak_nbytes()
 
 
 @pytest.mark.slow
@@ -159,11 +144,11 @@ def change_stages() -> list[Change]:
     for stage in (3, 0, 2, 3, 1, 0):
         before, (held, theory) = engine.options.zero.stage, held_nbytes(engine)
         reset_peak()
-        resident, scratch = resident_nbytes(), engine.memory_bytes()["scratch"]
+        resident, scratch = memory_nbytes("VmRSS"), engine.memory_bytes()["scratch"]
         engine.set_stage(stage)
         held_now, theory_now = held_nbytes(engine)
-        changed = (resident, resident_nbytes()), peak_nbytes(), (held, held_now), (theory, theory_now), scratch
-        seen.append(Change((before, stage), *changed))
+        of_process = (resident, memory_nbytes("VmRSS")), memory_nbytes("VmHWM")
+        seen.append(Change((before, stage), *of_process, (held, held_now), (theory, theory_now), scratch))
     return seen
 
 

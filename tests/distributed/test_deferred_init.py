@@ -1,16 +1,14 @@
-"""Large models are never whole anywhere: at stage 3 a function that builds the model gives shards of the same bits."""
+"""Large models are never whole anywhere: at stage 3 a function that builds the model gives shards."""
 
 import functools
-import hashlib
 from pathlib import Path
 
 import pytest
 import torch
-from cases import OPTIMIZERS, run_over
+from cases import OPTIMIZERS, memory_nbytes, reset_peak, run_over
 from torch import nn
 
 import zerotrain
-from zerotrain.engine.engine import ZeroEngine
 
 NUM_LAYERS, HIDDEN = 16, 768
 UNIT_NBYTES = 4 * HIDDEN * 2 * HIDDEN
@@ -32,10 +30,10 @@ class Layer(nn.Module):
 class Large(nn.Module):
     """Of 80 MB; drawn anew when all of it is there, as GPT-2 and most models of Hugging Face are."""
 
-    def __init__(self, num_layers: int = NUM_LAYERS) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(2 * HIDDEN, HIDDEN)
-        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.layers = nn.ModuleList(Layer() for _ in range(NUM_LAYERS))
         self.apply(self.reset)
 
     def reset(self, module: nn.Module) -> None:
@@ -43,29 +41,16 @@ class Large(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
 
 
-def build(stage: int, precision: str = "fp32", num_layers: int = NUM_LAYERS) -> ZeroEngine:
-    torch.manual_seed(3)
-    return zerotrain.build_engine(
-        functools.partial(Large, num_layers),
-        optimizer=OPTIMIZERS["adamw"],
-        zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=UNIT_NBYTES / 2**20),
-        precision=precision,
-    )
-
-
-def memory_nbytes(name: str) -> int:
-    """VmRSS: what this process has in memory; VmHWM: the most it had."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
-    return int(line.split()[1]) * 1024
-
-
 def peak_nbytes(stage: int) -> dict[str, int]:
     """On each rank: the most memory while the engine was built and its weights were hashed, above what there was."""
     small = functools.partial(nn.Linear, 8, 8)  # brings in what torch imports when first used
     zerotrain.build_engine(small, optimizer=OPTIMIZERS["adamw"], zero=zerotrain.ZeroConfig(stage=3)).weights_sha256()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    before = memory_nbytes("VmRSS")
-    engine = build(stage)
+    before = reset_peak()
+    engine = zerotrain.build_engine(
+        Large,
+        optimizer=OPTIMIZERS["adamw"],
+        zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=UNIT_NBYTES / 2**20),
+    )
     built = memory_nbytes("VmHWM") - before
     engine.weights_sha256()
     return {"built": built, "hashed": memory_nbytes("VmHWM") - before}
@@ -84,21 +69,3 @@ def test_the_peak_of_a_rank_at_stage_3_is_its_shard_and_a_few_units() -> None:
     sharded, replicated = run_over([3, 2], peak_nbytes, 4)
     assert [peak for peak in sharded if max(peak.values()) > allowed] == []
     assert all(peak["built"] > MODEL_NBYTES for peak in replicated)
-
-
-def initial_sha256(setting: tuple[int, str]) -> tuple[str, float]:
-    """On each rank: the hash of the initial weights, and the next random number."""
-    engine = build(*setting, num_layers=3)
-    return engine.weights_sha256(), torch.rand(()).item()
-
-
-@pytest.mark.case("models: Models and optimizers", "its initial weights", "those of the ordinary way at every stage")
-def test_the_initial_bits_and_the_next_random_number_are_those_of_the_ordinary_way_at_every_stage() -> None:
-    torch.manual_seed(3)
-    model, digest = Large(num_layers=3), hashlib.sha256()
-    next_number = torch.rand(()).item()
-    for _, parameter in sorted(model.named_parameters()):
-        digest.update(parameter.detach().numpy().tobytes())
-    settings = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (3, "bf16")]
-    for by_rank in run_over(settings, initial_sha256, 2):
-        assert by_rank == [(digest.hexdigest(), next_number)] * 2

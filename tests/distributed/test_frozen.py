@@ -75,6 +75,10 @@ def held_over_changes(how: tuple[int, str]) -> dict[str, Any]:
 
 
 @pytest.mark.case(
+    "models: Models and optimizers", "LoRA", "trained parameters alone in gradients, optimizer state and reductions"
+)
+@pytest.mark.case("parameters", "what is frozen until a step", "sends no gradient until then")
+@pytest.mark.case(
     "parameters",
     "memory of frozen parameters",
     "no gradient, master weight or optimizer state, also after a change; nothing of them is reduced",

@@ -68,26 +68,24 @@ def test_one_rank_of_eight_trains_at_every_stage(stage: int, device: str) -> Non
 
 
 class Layers(torch.nn.Sequential):
-    """Without an embedding, whose backward has no fixed order on a GPU."""
+    """Without an embedding, whose backward has no fixed order on a GPU; returns its loss."""
 
     def __init__(self) -> None:
         super().__init__(*(torch.nn.Linear(256, 256) for _ in range(8)))
 
-
-def rows(step: int, number: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * step + number)
-    return torch.randn(32, 256, generator=generator).to(device)
-
-
-class LayersLoss(Layers):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).tanh().float().square().mean()
+
+
+def rows(step: int, number: int, device: torch.device, num_rows: int = 32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + number)
+    return torch.randn(num_rows, 256, generator=generator).to(device)
 
 
 def hash_of_layers(stage: int, precision: str, world: World, reduction: str = "ordered") -> str:
     torch.manual_seed(0)
     engine = build_engine(
-        LayersLoss().to(world.device),
+        Layers().to(world.device),
         optimizer=partial(torch.optim.AdamW, lr=1e-2, fused=True),
         zero=ZeroConfig(stage=stage, bucket_mb=0.2, reduction=reduction),
         precision=precision,
@@ -230,23 +228,6 @@ def test_a_learning_rate_on_the_device_is_compared_without_a_wait_for_it() -> No
 
 
 @pytest.mark.gpu
-def test_additions_in_no_fixed_order_change_the_bits_from_one_time_to_the_next() -> None:
-    """Why docs/reference/bits.md promises equal bits on GPUs with deterministic kernels alone."""
-    values = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)).cuda()
-    places = torch.arange(len(values), device="cuda") % 7
-
-    def sums() -> tuple[float, ...]:
-        return tuple(torch.zeros(7, device="cuda").index_add_(0, places, values).tolist())
-
-    assert len({sums() for _ in range(20)}) > 1
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert len({sums() for _ in range(20)}) == 1
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.gpu
 def test_tf32_changes_the_bits_of_a_matrix_product() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(512, 512, generator=generator).cuda() for _ in range(2))
@@ -284,52 +265,18 @@ def test_what_is_read_ahead_stays_whole_while_the_device_is_late(device: str) ->
     assert torch.stack(sums).tolist() == expected
 
 
-class Wide(torch.nn.Module):
-    """Blocks that save more than is left where it is, and nothing whose backward adds in any order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.GELU()) for _ in range(6)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.float().square().mean()
-
-
-@pytest.mark.case("offload: Activations off the device", "On a GPU", "same bits on one rank; `make test-gpu`")
-@pytest.mark.parametrize("device", ["cpu", ON_GPU])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_off_the_device_change_no_bits(checkpointing: bool, device: str, tmp_path: Path) -> None:
-    weights = []
-    for where in ("device", "cpu", "disk"):
-        torch.manual_seed(0)
-        engine = build_engine(
-            Wide().to(device),
-            optimizer=torch.optim.SGD,
-            offload=OffloadConfig(activations=where, path=str(tmp_path)),
-            activation_checkpointing=checkpointing,
-        )
-        for step in range(4):
-            x = torch.randn(256, 128, generator=torch.Generator().manual_seed(step)).to(device)
-            engine.backward(engine(x))
-            engine.step()
-        assert engine.memory_bytes()["offloaded"] == 0
-        weights.append(engine.weights_sha256())
-    assert len(set(weights)) == 1
-
-
 OFFLOADS = {
     "to the host": OffloadConfig("cpu", "cpu"),
     "to a disk": OffloadConfig("disk", "disk"),
     "half of the optimizer to a disk": OffloadConfig("disk", keep=0.5),
     "updated on the host, from a disk": OffloadConfig("disk", "cpu", update="host"),
     "updated on the host": OffloadConfig("cpu", update="host"),
+    "activations to the host": OffloadConfig(activations="cpu"),
+    "activations to a disk": OffloadConfig(activations="disk"),
 }
 
 
+@pytest.mark.case("offload: Activations off the device", "On a GPU", "same bits on one rank; `make test-gpu`")
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize("name", OFFLOADS)
 def test_what_is_offloaded_has_the_bits_of_what_is_not_through_a_save_and_a_load(
@@ -348,17 +295,13 @@ def test_what_is_offloaded_has_the_bits_of_what_is_not_through_a_save_and_a_load
             max_grad_norm=0.1,
             world=World.current(torch.device(device)),
         )
-        for step in range(6):
-            inputs = torch.randn(32, 256, generator=torch.Generator().manual_seed(step)).to(device)
-            engine.backward(engine(inputs).float().square().mean())
-            engine.step()
+        for step in range(8):
+            # So many rows that a layer saves more of them than is left where it is.
+            engine.train_step([(rows(step, 0, engine.world.device, 256),)])
             if step == 3:
                 engine.save(folder)
-        engine.load(folder)
-        for step in range(2):
-            inputs = torch.randn(32, 256, generator=torch.Generator().manual_seed(step)).to(device)
-            engine.backward(engine(inputs).float().square().mean())
-            engine.step()
+            if step == 5:
+                engine.load(folder)
         return engine.full_state_dict()
 
     wanted = trained(OffloadConfig(), tmp_path / "device")

@@ -19,7 +19,7 @@ from zerotrain.settings import OffloadConfig, PrecisionGroup
 from zerotrain.training import warmup_cosine
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 
-SAVED, UNFROZEN, NUM_STEPS = (2, 4), 3, 5
+SAVED, UNFROZEN, NUM_STEPS, NUM_LEAVES = (2, 4), 3, 5, 2
 MICRO_BATCH, SEQ_LEN, MAX_NORM = 2, 16, 0.5
 SMALL = {"vocab_size": 64, "max_seq_len": SEQ_LEN, "num_layers": 2, "num_heads": 2, "hidden_size": 8}
 DATA = {"seq_len": SEQ_LEN, "vocab_size": 64, "num_sequences": 64}
@@ -40,7 +40,6 @@ class Job:
     optimizer: str
     precision: str
     stage: int
-    num_leaves: int
     folder: Path
     begun_at: int = 0
     """The step of the checkpoint that it goes on from; 0: it begins anew and saves."""
@@ -59,7 +58,7 @@ class Job:
             zero=ZeroGroup(stage=self.stage, bucket_mb=0.002 if self.stage % 2 else 25.0, reduction="ordered"),
             precision=PrecisionGroup(self.precision),
             offload=OffloadConfig(optimizer=self.offload),
-            train=TrainConfig(max_grad_norm=MAX_NORM, virtual_ranks=self.num_leaves, max_steps=NUM_STEPS),
+            train=TrainConfig(max_grad_norm=MAX_NORM, virtual_ranks=NUM_LEAVES, max_steps=NUM_STEPS),
         )
 
     def in_folder(self, stage: int) -> Path:
@@ -70,8 +69,8 @@ def schedule(step: int, max_steps: int) -> float:
     return warmup_cosine(step, max_steps, warmup_steps=2)
 
 
-def trained(job: Job) -> tuple[str, list[int]]:
-    """On each rank: the hash of the weights, and the bytes sent in the first step, and in the last one."""
+def trained(job: Job) -> str:
+    """On each rank: the hash of the weights."""
     world, config, frozen = zerotrain.World.current(torch.device("cpu")), job.config, dict[str, Any]()
     torch.manual_seed(0)
     engine = build_engine_of(config, world, run_dir=job.folder, frozen=frozen)
@@ -81,12 +80,6 @@ def trained(job: Job) -> tuple[str, list[int]]:
         run_dir.mkdir()
     world.sum(torch.zeros(()))
     whole, step = replace(job, stage=2), f"step-{job.begun_at:08d}"
-    sent: list[int] = []
-
-    def begin(step: int) -> None:
-        if step > 1:
-            sent.append(engine.ledger.last_step.sent_nbytes)
-
     result = trainer_of(
         engine,
         dataset,
@@ -96,7 +89,6 @@ def trained(job: Job) -> tuple[str, list[int]]:
         frozen=frozen_steps(config, frozen, dataset.train, world.size),
         max_steps=NUM_STEPS,
         micro_batch_size=MICRO_BATCH,
-        begin=begin,
         checkpoint=CheckpointPolicy(
             every_steps=None if job.begun_at else SAVED[0],
             at_end=False,
@@ -104,7 +96,7 @@ def trained(job: Job) -> tuple[str, list[int]]:
             resume=[whole.in_folder(2) / "checkpoints" / step] if job.begun_at else [],
         ),
     ).run()
-    return result["weights_sha256"], [*sent, engine.ledger.last_step.sent_nbytes]
+    return str(result["weights_sha256"])
 
 
 def group_of(name: str) -> str | None:
@@ -146,7 +138,7 @@ def expected(job: Job) -> str:
     optimizers, dataset = optimizers_of(job, weights), SyntheticTokens(**DATA)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = [group["lr"] for group in groups]
-    batches = [iter(sampler(rank, job.num_leaves)) for rank in range(job.num_leaves)]
+    batches = [iter(sampler(rank, NUM_LEAVES)) for rank in range(NUM_LEAVES)]
     for step in range(NUM_STEPS):
         trains = {name: step >= until[name] for name in weights}
         sums = {name: torch.zeros_like(weight) for name, weight in weights.items() if trains[name]}
@@ -162,7 +154,7 @@ def expected(job: Job) -> str:
                 assert (parameter.grad is not None) == trains[name]
                 if trains[name]:
                     sums[name] += parameter.grad.float()
-        mean = {name: (total / job.num_leaves).to(dtype).float() for name, total in sums.items()}
+        mean = {name: (total / NUM_LEAVES).to(dtype).float() for name, total in sums.items()}
         norm = torch.cat([each.double().flatten() for each in mean.values()]).norm()
         coefficient = torch.clamp(MAX_NORM / (norm + 1e-6), max=1.0).float()
         for name, weight in weights.items():
@@ -197,12 +189,12 @@ KINDS = (("adamw", "fp32"), ("adamw", "bf16"), ("muon", "fp32"), ("muon", "bf16"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Job, list[Any]]]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Job, list[str]]]:
     """Runs of two ranks that never stop, at stages 2 and 3, and 0 and 1 in turns; each saves before the unfreezing, and
     after it."""
     folder = tmp_path_factory.mktemp("whole")
     places = [(kind, stage) for number, kind in enumerate(KINDS) for stage in (number % 2, 2, 3)]
-    jobs = [Job(*kind, stage, 2, folder) for kind, stage in places]
+    jobs = [Job(*kind, stage, folder) for kind, stage in places]
     return folder, dict(zip(jobs, run_over(jobs, trained, 2), strict=True))
 
 
@@ -212,17 +204,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Job, lis
     "the bits of plain PyTorch, where what is frozen has no gradient; in bf16 it is rounded once",
 )
 def test_groups_and_freezing_until_a_step_give_the_bits_of_plain_pytorch_at_every_stage(whole: Any) -> None:
-    wrong = [job for job, by_rank in whole[1].items() if {each[0] for each in by_rank} != {expected(job)}]
+    wrong = [job for job, by_rank in whole[1].items() if set(by_rank) != {expected(job)}]
     assert not wrong
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.thinned(2, first=1)
-def test_other_numbers_of_ranks_give_the_bits_of_plain_pytorch_too(tmp_path: Path, num_ranks: int) -> None:
-    stages = (3, 1, 0, 2)
-    jobs = [Job(*kind, stage, num_ranks, tmp_path) for kind, stage in zip(KINDS, stages, strict=True)]
-    got = run_over(jobs, trained, num_ranks)
-    assert [{each[0] for each in by_rank} for by_rank in got] == [{expected(job)} for job in jobs]
 
 
 @pytest.mark.case(
@@ -236,19 +219,8 @@ def test_a_run_goes_on_over_the_unfreezing_at_another_stage_and_number_of_ranks(
     places = ((3, SAVED[0]), (0, SAVED[1]), (1, SAVED[0]), (3, SAVED[1]))
     more: list[dict[str, Any]] = [{}, {"later_stage": 3}, {"offload": "cpu"}, {"later_stage": 0, "offload": "cpu"}]
     jobs = [
-        Job(*kind, stage, 2, folder, begun_at, **how)
+        Job(*kind, stage, folder, begun_at, **how)
         for kind, (stage, begun_at), how in zip(KINDS, places, more[:: 1 if num_ranks == 1 else -1], strict=True)
     ]
-    wanted = [runs[Job(job.optimizer, job.precision, 2, 2, folder)][0][0] for job in jobs]
-    assert [by_rank[0][0] for by_rank in run_over(jobs, trained, num_ranks)] == wanted
-
-
-@pytest.mark.case("parameters", "... and what is frozen until a step", "sends no gradient until then")
-def test_what_is_frozen_until_a_step_sends_nothing_of_its_gradient(whole: Any) -> None:
-    """At stage 2 in fp32 a rank of two sends each gradient half, and each weight half."""
-    model = GPT(**SMALL)
-    numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    sent = whole[1][Job("adamw", "fp32", 2, 2, whole[0])][0][1]
-    for step, nbytes in enumerate(sent):
-        theory = 4 * sum(numel for name, numel in numels.items() if step >= frozen_until(name))
-        assert theory <= nbytes <= theory + 64 * 4 * len(numels) + 1024, step
+    wanted = [runs[Job(job.optimizer, job.precision, 2, folder)][0] for job in jobs]
+    assert [by_rank[0] for by_rank in run_over(jobs, trained, num_ranks)] == wanted

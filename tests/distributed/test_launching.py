@@ -71,10 +71,6 @@ def test_rank_0_speaks_on_the_terminal_and_in_its_log_and_the_others_in_theirs(h
     assert "step" not in (run_dir / "ranks/1.log").read_text()
     assert command.stdout.count("run folder: ") == 1
     assert command.stderr == ""
-
-
-def test_nothing_is_left_of_a_run(hand_run):
-    command, _ = hand_run
     assert command.wait_until_gone() == []
 
 
@@ -156,18 +152,11 @@ def test_under_torchrun_the_first_rank_drives_a_sweep_with_as_many_ranks(hand_ru
 
 
 MY_MODELS = """
-import atexit, sys
 from zerotrain.models import MLP
 
 
 class MyMLP(MLP):
     pass
-
-
-@atexit.register
-def say():
-    with open("compiler", "a") as file:
-        print("torch._dynamo" in sys.modules, file=file)
 """
 
 
@@ -181,7 +170,6 @@ def test_one_rank_runs_a_class_from_the_working_folder_and_warns_of_settings_wit
         "warning: zero.stage=3 has no effect on memory with one rank; launch.nproc_per_node=2 starts two",
         "warning: zero.overlap=false has no effect with one rank; launch.nproc_per_node=2 starts two",
     ]
-    assert (tmp_path / "compiler").read_text() == "False\n" * 2  # torch's, in the parent and in the rank
 
 
 def test_under_torchrun_what_is_asked_for_is_printed_once(tmp_path: Path, torchrun):

@@ -11,22 +11,6 @@ SETTINGS = [each for each in TINY if not each.startswith("train.max_steps")]
 """64 sequences to train on, in batches of two for each rank."""
 
 
-def test_a_rhythm_of_epochs_follows_the_batch_of_each_sitting(zygote: Zygote, tmp_path: Path) -> None:
-    def evaluated(*settings: str) -> list[int]:
-        rhythm = ("train.eval_every=0.125epoch", "train.log_every=64tokens", "checkpoint.every=0.125epoch")
-        common = ("hydra.run.dir=run", "checkpoint.resume=auto", *rhythm)
-        ended = zygote.run([*SETTINGS, *common, *settings], tmp_path)
-        assert ended.code == 0, ended.err
-        lines = [*map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())]
-        logged = [line["step"] for line in lines if "train_loss" in line]
-        assert "every: " not in ended.out  # as a setting that has changed
-        return [line["step"] for line in lines if "val_loss" in line] + [-1] + logged
-
-    assert evaluated("launch.nproc_per_node=2", "train.max_steps=4") == [0, 2, 4, -1, 1, 2, 3, 4]
-    with_one = evaluated("launch.nproc_per_node=1", "train.max_steps=12", "train.virtual_ranks=1")
-    assert with_one == [0, 2, 4, 8, 12, -1, 1, 2, 3, 4, 6, 8, 10, 12]
-
-
 def test_a_run_of_epochs_ends_goes_on_and_is_left_alone_as_one_of_steps(zygote: Zygote, tmp_path: Path) -> None:
     def run(*settings: str) -> Ending:
         common = ("hydra.run.dir=run", "launch.nproc_per_node=2", "checkpoint.resume=auto", "train.eval_every=0")

@@ -36,9 +36,8 @@ zero-sized, 0-dim, one element, transposed, channels-last, (7, 15), (17, 257); s
     same bits; shape and strides stay | odd shapes
 used by no rank, by one rank alone, in every other step, twice in a forward * | same bits; without use the gradient
     is zeros, see below | unused, of one rank, of every other step
-other parts used on each rank: a linear of one block, something in every block, in the first and the last block * |
-    same bits | one linear of ten blocks unused on rank 0; in every block something unused on another rank; unused
-    in the first and the last block
+other parts used on each rank: a linear of one block, something in every block * | same bits | one linear of ten
+    blocks unused on rank 0; in every block something unused on another rank
 experts chosen differently by each rank, in blocks or as the complete model * | same bits; a ModuleList called
     `experts` is no unit, its parameters go with the module around it | a mixture of experts; a mixture of experts
     alone
@@ -231,7 +230,6 @@ CASES = {
     "in every block something unused on another rank": Case(
         lambda num_ranks: uneven.EveryBlockOnAnotherRank(), tells_place=True
     ),
-    "unused in the first and the last block": Case(lambda num_ranks: uneven.FirstAndLastBlock(), tells_place=True),
     "blocks skipped on one rank": Case(lambda num_ranks: uneven.SkippedBlocks(), tells_place=True),
     "a mixture of experts": Case(lambda num_ranks: uneven.Mixture(), tells_place=True),
     "a mixture of experts alone": Case(lambda num_ranks: uneven.ExpertsAlone(), tells_place=True),
@@ -419,7 +417,6 @@ HARD_RUNS = [
 UNEVEN = (
     "one linear of ten blocks unused on rank 0",
     "in every block something unused on another rank",
-    "unused in the first and the last block",
     "blocks skipped on one rank",
     "a mixture of experts",
     "a mixture of experts alone",

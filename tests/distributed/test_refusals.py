@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import refusals
 import torch
-from cases import place, run_over
+from cases import place
 
 import zerotrain
 from zerotrain.checkpoint.manifest import read_manifest
@@ -26,10 +26,6 @@ def trained(world: zerotrain.World, stage: int, num_micro_batches: int, num_step
         refusals.one_step(engine)
         hashes.append(engine.weights_sha256())
     return engine, hashes
-
-
-def cases_at(stage: int) -> list[str]:
-    return [*refusals.CASES, *(refusals.ONE_RANK_IN_NO_SYNC if stage < 3 else ())]
 
 
 def wrong_after(stage: int, num_micro_batches: int, names: list[str], folder: Path) -> list[str]:
@@ -92,7 +88,8 @@ ALL = range(len(PLACEMENTS))
 def require_bits_after_refusals(placement: int, shares: Sequence[int], folder: Path) -> None:
     """Of the cases, which the placements share, those of these shares."""
     num_ranks, stage, num_micro_batches = PLACEMENTS[placement]
-    names = [name for number, name in enumerate(cases_at(stage)) if number % len(PLACEMENTS) in shares]
+    names = [*refusals.CASES, *(refusals.ONE_RANK_IN_NO_SYNC if stage < 3 else ())]
+    names = [name for number, name in enumerate(names) if number % len(PLACEMENTS) in shares]
     assert run_ranks(wrong_after, num_ranks, stage, num_micro_batches, names, folder) == [[]] * num_ranks
 
 
@@ -112,90 +109,3 @@ def test_after_each_refusal_training_goes_on_with_the_bits_of_a_run_that_was_nev
 ) -> None:
     """Each case at one placement; tests/bits has it at another."""
     require_bits_after_refusals(placement, [placement], tmp_path)
-
-
-# ---- the list of what is public
-
-READS = {
-    *("eval", "train"),  # PyTorch's own
-    *("each_virtual_rank", "zero_grad"),  # they take nothing
-    *("group_sizes", "memory_bytes", "num_parameters", "offloaded", "planned_nbytes", "sums_nbytes"),
-    *("theoretical_sent_nbytes", "loss_scale", "param_groups", "virtual_ranks"),
-    *("module", "world", "options", "plan", "precision", "max_grad_norm", "ledger", "collectives", "schedule"),
-    *("stamps", "loss_scaler"),
-    *("held", "optimizer_step"),  # its parts
-}
-"""Names of public attributes that refuse nothing."""
-WITHIN_OTHERS = {"forward_scope": "within forward_scope", "no_sync": "within no_sync", "optimizer": "optimizer."}
-"""Names that are refused within the cases of others."""
-
-
-def test_each_public_call_of_an_engine_is_refused_here_or_refuses_nothing() -> None:
-    engine = zerotrain.build_engine(torch.nn.Linear(3, 3), optimizer=torch.optim.SGD)
-    public = {name for name in {*dir(type(engine)), *vars(engine)} if not name.startswith("_")}
-    cases = refusals.CASES
-    tried = {name for name in public if any(case.startswith((f"{name},", f"{name}.")) for case in cases)}
-    tried |= {name for name, part in WITHIN_OTHERS.items() if any(part in case for case in cases)}
-    tried |= {"weights_sha256"} & {name for case in cases for name in case.replace(",", "").split()}
-    assert public - READS == tried
-    assert public >= READS
-    assert set(refusals.RIGHT) <= {case.split(",")[0] for case in refusals.STATES}
-
-
-# ---- a build that fails on one rank alone
-
-
-def read_vocabulary() -> torch.nn.Module:
-    Path("/no/vocab.json").read_text(encoding="utf-8")
-    return torch.nn.Linear(3, 3)
-
-
-class Unreadable(torch.nn.Parameter):
-    """Rank 0 alone reads it, for the others."""
-
-    def detach(self) -> torch.Tensor:
-        raise RuntimeError("no such block")
-
-
-def with_unreadable() -> torch.nn.Module:
-    model = torch.nn.Linear(3, 3)
-    model.weight = Unreadable(torch.ones(3, 3))
-    return model
-
-
-FAILING: dict[str, tuple[Any, int, str]] = {
-    "the function that builds the model, on rank 1": (read_vocabulary, 1, "No such file or directory"),
-    "rank 0's first values": (with_unreadable, 0, "no such block"),
-    "a refused model on rank 0": (lambda: torch.nn.Linear(3, 3).double(), 0, "are fp64, and the engine trains fp32"),
-}
-
-
-def build_failing(case: tuple[str, int]) -> tuple[str, str]:
-    """On each rank: the kind of its error, and what it says; then all build an engine."""
-    make, failing, _ = FAILING[case[0]]
-    zero = zerotrain.ZeroConfig(stage=case[1])
-    with pytest.raises(Exception) as error:  # noqa: PT011
-        zerotrain.build_engine(
-            make if place()[0] == failing else lambda: torch.nn.Linear(3, 3), optimizer=torch.optim.SGD, zero=zero
-        )
-    engine = zerotrain.build_engine(torch.nn.Linear(3, 3), optimizer=torch.optim.SGD, zero=zero)
-    engine.backward(engine(torch.ones(2, 3)).sum())
-    engine.step()
-    return type(error.value).__name__, str(error.value)
-
-
-@pytest.mark.case(
-    "around_a_step",
-    "a build that fails on one rank alone: in the function that builds the model, at rank 0's first values, at its end",
-    "the first cause on all ranks, none of which waits; the next build works",
-)
-def test_a_build_that_fails_on_one_rank_ends_on_all_with_its_cause() -> None:
-    cases = [(name, stage) for name in FAILING for stage in (1, 3)]
-    for (name, _), by_rank in zip(cases, run_over(cases, build_failing, 2), strict=True):
-        _, failing, cause = FAILING[name]
-        (own, said), (kind, told) = by_rank[failing], by_rank[1 - failing]
-        assert cause in said, name
-        assert told.startswith(f"building the engine failed, rank {failing}: "), name
-        assert cause in told, name
-        assert told.endswith("; no rank has one"), name
-        assert kind == ("ConfigError" if own == "ConfigError" else "EngineStateError"), name

@@ -23,15 +23,19 @@ OPTIMIZERS = {
 PLACEMENTS = [(3, 4), (1, 4), (3, 2), (0, 1), (2, 1)]
 
 
-def trained(folder: Path, stage: int, bucket_mb: float, resume: bool) -> list[tuple[str, list[dict[str, Any]]]]:
-    """(hash of the weights, lines of metrics.jsonl) of each precision, with dropout and labels that differ by row."""
+Outcome = tuple[str, list[dict[str, Any]], list[str]]
+"""The hash of the weights, the lines of metrics.jsonl, and the last ones of steps.jsonl."""
+
+
+def trained(folder: Path, stage: int, bucket_mb: float, resume: bool) -> list[Outcome]:
+    """Of each precision, with dropout and labels that differ by row."""
     return [run(folder, name, stage, bucket_mb, resume) for name in OPTIMIZERS]
 
 
-def run(folder: Path, precision: str, stage: int, bucket_mb: float, resume: bool) -> tuple[str, list[dict[str, Any]]]:
+def run(folder: Path, precision: str, stage: int, bucket_mb: float, resume: bool) -> Outcome:
     world = zerotrain.World.current(torch.device("cpu"))
     torch.manual_seed(0 if not resume else 17 + world.rank)
-    settings = {"precision": precision, "bucket_mb": bucket_mb, "world": world}
+    settings = {"precision": precision, "bucket_mb": bucket_mb, "activation_checkpointing": stage == 3, "world": world}
     engine, dataset = on_ragged_text(folder, stage, OPTIMIZERS[precision], **settings)
     first = folder / f"first-{precision}"
     run_dir = folder / f"{resume}-{world.size}-{stage}-{precision}" if resume else first
@@ -51,7 +55,8 @@ def run(folder: Path, precision: str, stage: int, bucket_mb: float, resume: bool
     ).run()
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     shown = ("step", "train_loss", "val_loss", "grad_norm", "lr", "loss_scale", "epoch", "tokens")
-    return body["weights_sha256"], [{name: line.get(name) for name in shown} for line in lines]
+    steps = (run_dir / "steps.jsonl").read_text().splitlines()[-3:]  # behind where they were computed
+    return body["weights_sha256"], [{name: line.get(name) for name in shown} for line in lines], steps
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +72,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
     "that differ, accumulation, AdamW, Muon, fp16",
     "weights, losses, norms and lines of metrics.jsonl of the run that never stopped",
+)
+@pytest.mark.case(
+    "ranks", "a run of the Trainer: dropout, checkpointing, labels of which few count, Muon", "same weights"
 )
 @pytest.mark.parametrize(("stage", "num_ranks"), PLACEMENTS)
 @pytest.mark.thinned(3)

@@ -3,9 +3,8 @@
 from typing import Any
 
 import pytest
-from cases import SEQ_LEN, VOCAB, Case, batch, build, micro_batches, place, run_over, train
+from cases import Case, run_over, train
 
-from zerotrain.models import GPT
 from zerotrain.settings import ZeroConfig
 
 NORM_NBYTES = (4 + 5 + 1 + 1) * 8
@@ -61,51 +60,3 @@ def test_a_step_with_sharded_parameters_sends_at_most_three_times_their_bytes(nu
             # A bucket is gathered for its forward and for its backward, but those kept from one to the other once.
             gathers = case.num_micro_batches * (2 * step["num_buckets"] - step["num_kept"])
             assert step["calls"] == {"reduce": step["num_buckets"], "gather": gathers, "norm": 1}
-
-
-def test_parameters_kept_after_the_forward_are_gathered_once_a_step() -> None:
-    zero = ZeroConfig(stage=3, bucket_mb=0.05, reshard_after_forward=False)
-    for by_rank in run_over([Case(zero), Case(zero, num_micro_batches=3)], last_step, 2):
-        for step in by_rank:
-            assert step["calls"] == {"reduce": step["num_buckets"], "gather": step["num_buckets"], "norm": 1}
-            assert step["theory"] == step["numel"] * 4
-
-
-def test_without_overlap_the_same_collectives_are_issued() -> None:
-    overlapped = [Case(ZeroConfig(stage=stage, bucket_mb=0.05)) for stage in range(4)]
-    waiting = [case.with_zero(overlap=False) for case in overlapped]
-    steps = run_over([*waiting, *overlapped], last_step, 2)
-    assert steps[:4] == steps[4:]
-
-
-def last_step_of_many_layers(case: Case) -> tuple[dict[str, int], int, int]:
-    """The collectives of a step, the bytes they sent, and those of theory."""
-    rank, size = place()
-    model = GPT(vocab_size=VOCAB, max_seq_len=SEQ_LEN, num_layers=30, num_heads=4, hidden_size=64)
-    engine = build(case, model)
-    engine.train_step(micro_batches(batch(0, size, 1), rank))
-    sent = engine.ledger.last_step
-    return dict(sent.calls), sent.sent_nbytes, engine.theoretical_sent_nbytes(1)
-
-
-def test_units_that_share_a_bucket_gather_it_together() -> None:
-    """Seen with each unit freeing the bucket behind itself: 34 gathers instead of 8, and 3.8 times the bytes."""
-    [by_rank] = run_over([Case(ZeroConfig(stage=3))], last_step_of_many_layers, 2)
-    for calls, sent, theory in by_rank:
-        assert 4 < calls["reduce"] < 12  # once for each bucket: so several layers share one
-        assert calls["gather"] <= 2 * calls["reduce"]
-        assert sent <= theory
-
-
-def test_gloos_own_reduction_is_counted_with_all_that_it_sends() -> None:
-    """It is made of a whole all-reduce, so that every byte is sent twice."""
-    ordered = [Case(ZeroConfig(stage=stage, bucket_mb=0.25), num_steps=1) for stage in range(4)]
-    native = [case.with_zero(reduction="native") for case in ordered]
-    results = run_over([*ordered, *native], reduced_nbytes, 2)
-    assert [nbytes for by_rank in results[4:] for nbytes in by_rank] == [
-        2 * nbytes for by_rank in results[:4] for nbytes in by_rank
-    ]
-
-
-def reduced_nbytes(case: Case) -> int:
-    return train(case).ledger.last_step.nbytes["reduce"]

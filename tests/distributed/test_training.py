@@ -21,7 +21,6 @@ from zerotrain.models import GPT
 from zerotrain.testing import run_ranks
 from zerotrain.training import clock as metrics
 from zerotrain.training import warmup_cosine
-from zerotrain.training.callbacks.sample import generate
 
 GLOBAL_BATCH_SIZE = 12
 SEQ_LEN = 24
@@ -42,11 +41,6 @@ class RaggedLabels(Dataset):
         ids, labels = self.sequences[index]
         labels[index * 5 % 17 :] = -100
         return ids, labels
-
-
-def make_gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocab_size=256, max_seq_len=SEQ_LEN, num_layers=2, num_heads=2, hidden_size=32)
 
 
 def on_ragged_text(
@@ -72,8 +66,9 @@ def run_stage(stage: int, folder: Path, num_micro_batches: int, ragged: bool) ->
     dataset = TextDataset(str(folder / "text.txt"), seq_len=SEQ_LEN, cache_dir=str(folder))
     if ragged:
         dataset.train, dataset.validation = RaggedLabels(dataset.train), RaggedLabels(dataset.validation)
+    torch.manual_seed(0)
     engine = zerotrain.build_engine(
-        make_gpt(),
+        GPT(vocab_size=256, max_seq_len=SEQ_LEN, num_layers=2, num_heads=2, hidden_size=32),
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
         zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=0.1),
         max_grad_norm=1.0,
@@ -152,40 +147,3 @@ def sample(run: dict[str, Any]) -> str:
     found = re.search(r"of the validation text ─+\n(.*)\n─+\n", run["screen"], re.DOTALL)
     assert found is not None
     return found[1]
-
-
-# ---- text
-
-
-def text_of(engine: zerotrain.ZeroEngine, rank: int, stop_token: int | None = None) -> list[int]:
-    """What a rank makes of its own prompt: 3 tokens, 7, and so on, or fewer."""
-    prompt = torch.arange(10 * rank, 10 * rank + 4)
-    return generate(
-        engine=engine, prompt=prompt, num_tokens=3 + 4 * rank, max_seq_len=SEQ_LEN, seed=rank, stop_token=stop_token
-    ).tolist()
-
-
-def texts_at_each_stage(stop_token: int) -> list[tuple[list[int], list[int]]]:
-    """On each rank, at each stage: its text, and the one that the stop token may end."""
-    world = zerotrain.World.current(torch.device("cpu"))
-    texts = []
-    for stage in range(4):
-        engine = make_engine(zerotrain.ZeroConfig(stage=stage, bucket_mb=0.1), world)
-        texts.append((text_of(engine, world.rank), text_of(engine, world.rank, stop_token)))
-    return texts
-
-
-def make_engine(zero: zerotrain.ZeroConfig, world: zerotrain.World | None = None) -> zerotrain.ZeroEngine:
-    return zerotrain.build_engine(make_gpt(), optimizer=torch.optim.SGD, zero=zero, world=world)
-
-
-def test_ranks_that_generate_texts_of_different_length_each_get_their_own_whatever_the_stage() -> None:
-    alone = make_engine(zerotrain.ZeroConfig(stage=0))
-    first, second = text_of(alone, 0), text_of(alone, 1)
-    assert (len(first), len(second)) == (4 + 3, 4 + 7)
-    stop_token = first[5]  # the second that rank 0 adds, and rank 1 none of its own
-    assert stop_token not in second
-    assert run_ranks(texts_at_each_stage, 2, stop_token) == [
-        [(first, first[:6])] * 4,
-        [(second, second)] * 4,
-    ]

@@ -53,13 +53,6 @@ class EveryBlockOnAnotherRank(Uneven):
         return block(x, uses_second=(index + step) % 3 != rank)
 
 
-class FirstAndLastBlock(Uneven):
-    """And of the root, nothing but what every rank needs."""
-
-    def call(self, index: int, block: nn.Module, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
-        return block(x, uses_second=index not in (0, 9) or rank == step % 2)
-
-
 class SkippedBlocks(Uneven):
     """As layer drop does it: a rank does not call a block at all."""
 

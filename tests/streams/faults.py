@@ -15,8 +15,8 @@ from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.home import OffloadedHome
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.state.save import ChunkReader, Snapshot
-from zerotrain.offload.saved import SavedTensors, _Stored
-from zerotrain.offload.tier import Crossing, HostTier, Tier, _Pinned
+from zerotrain.offload.saved import _Stored
+from zerotrain.offload.tier import Crossing, HostTier, _Pinned
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,6 @@ FAULTS = {
     "gather-not-waited-for": Planted(
         Works, "_wait", "work.wait()", OF_GATHER, "stage 3", "gathers does in all_gather is read by compute"
     ),
-    "gather-not-waited-for-at-stage-1": Planted(
-        Works, "_wait", "work.wait()", OF_GATHER, "stage 1", "gathers does in all_gather is read by compute"
-    ),
     "reduction-not-waited-for": Planted(
         Works, "_wait", "work.wait()", OF_REDUCTION, "stage 2", "NCCL's stream of reductions does in reduce_scatter is"
     ),
@@ -75,7 +72,7 @@ FAULTS = {
         _Stored, "on_device", "arriving.wait()", "pass", "activations", "does in copy_ is read by compute"
     ),
     "copy-on-write-left-out": Planted(
-        BucketWeights, "about_to_change", "before()", "pass", "save", "compute does in _fused_adamw_ is read by stream"
+        BucketWeights, "about_to_change", "announce()", "pass", "save", "compute does in _fused_adamw_ is read by stream"
     ),
     # a buffer or a window given back early
     "gradient-given-back-at-issue": Planted(
@@ -89,7 +86,7 @@ FAULTS = {
     "window-given-back-while-it-is-gathered-from": Planted(
         OffloadedHome,
         "close",
-        "self._windows.give_back(window, last)",
+        "self._windows.give_back(window, transfer)",
         "self._windows.give_back(window, DONE)",
         "offload",
         "all_gather is written by stream",
@@ -105,14 +102,6 @@ FAULTS = {
         "offload of parameters alone",
         "does in copy_ is written by compute in copy_",
     ),
-    "window-fetched-into-while-it-is-gathered-from": Planted(
-        Tier,
-        "fetch",
-        "return self._fetch(place, window, stored, unused)",
-        "return self._fetch(place, window, stored, DONE)",
-        "offload",
-        "all_gather is written by stream",
-    ),
     "host-writes-while-it-is-fetched": Planted(
         OffloadedHome,
         "_settle",
@@ -121,17 +110,6 @@ FAULTS = {
         "offload, looked at between steps",
         "is written by host",
         size=1,  # where no collective has the host wait
-    ),
-    "moved-while-it-is-stored": Planted(
-        OffloadedHome,
-        "_move_to_larger",
-        "self._settle()",
-        "pass",
-        "offload, with more state than there is room for",
-        "does in copy_ is read by host",
-    ),
-    "window-filled-with-saved-tensors-while-it-is-stored": Planted(
-        SavedTensors, "store", "window.unused.wait()", "pass", "activations", "is written by compute"
     ),
     "weight-rounded-into-memory-that-is-still-read": Planted(
         _Pinned,
@@ -176,14 +154,6 @@ FAULTS = {
     "fetched-before-it-is-stored": Planted(
         HostTier, "_fetch", "events=(stored, unused)", "events=(unused,)", "activations", "does in copy_ is read by"
     ),
-    "fetched-before-it-is-stored-at-home": Planted(
-        OffloadedHome,
-        "fetch",
-        "self._window, stored)",
-        "self._window)",
-        "offload of two buckets",
-        "does in copy_ is read by stream",
-    ),
     "fetched-into-memory-in-use": Planted(
         HostTier, "_fetch", "events=(stored, unused)", "events=(stored,)", "activations", "what compute does in"
     ),
@@ -195,14 +165,6 @@ FAULTS = {
         "save",
         "what compute does in",
         size=1,  # where no collective has the host wait
-    ),
-    "shard-gathered-before-it-has-come": Planted(
-        OffloadedHome,
-        "_bring",
-        "self._arrived.wait()",
-        "pass",
-        "offload",
-        "read by NCCL's stream of gathers in all_gather",
     ),
     "copies-not-noted": Planted(
         Snapshot, "_hold", "self._reader.was_copied(entry)", "pass", "save", "what compute does in clone is read by"

@@ -14,7 +14,6 @@ from tests.streams.stand_in import run_on_streams
 from tests.streams.trainings import ADAMW, build, net, rows, saved_beside, train
 from tests.unit.checkpoint.slow_disk import SlowDisk
 from zerotrain.comm.world import World
-from zerotrain.offload.tier import Crossing
 from zerotrain.settings import OffloadConfig
 from zerotrain.testing.fake_wire import run_threads
 
@@ -58,19 +57,6 @@ def looked_at_between_steps(world: World, *_: Any, **given: Any) -> None:
     train(engine, between=between)
 
 
-def outgrowing(world: World, *_: Any) -> None:
-    """Someone gives the optimizer more state between steps, for which its place is too small."""
-    engine = build(world, 2, offload=OffloadConfig(optimizer="cpu"))
-
-    def between(step: int) -> None:
-        if step == 0:
-            for bucket in engine.schedule.trained:
-                for state in bucket.update.optimizer.state.values():  # type: ignore[union-attr]
-                    state["more"] = torch.ones(state["exp_avg"].shape)
-
-    train(engine, num_steps=3, between=between)
-
-
 def changing(world: World, *_: Any, **given: Any) -> torch.Tensor:
     engine = build(world, 1, **given)
     return train(engine, num_steps=4, between=lambda step: engine.set_stage((3, 0, 2, 2)[step]))
@@ -86,9 +72,7 @@ TRAININGS: dict[str, Case] = {
     "stage 0, fp32 sent": stage(0, reduction="fp32"),
     "offload": stage(3, offload=OFF, bucket_mb=0.01),
     "offload of parameters alone": stage(3, offload=OffloadConfig(parameters="cpu"), bucket_mb=0.01),
-    "offload of two buckets": lambda world, *_: train(build(world, 3, net(num_blocks=2), offload=OFF, bucket_mb=0.01)),
     "offload, looked at between steps": looked_at_between_steps,
-    "offload, with more state than there is room for": outgrowing,
     "update on the host": stage(3, bucket_mb=0.01, reduction="ordered", **BY_HOST),
     "update on the host, where the parameters are too": stage(
         3, bucket_mb=0.01, **BY_HOST | {"offload": OffloadConfig("cpu", "cpu", update="host")}
@@ -121,52 +105,6 @@ def test_the_code_of_a_gpu_comes_to_the_bits_of_a_cpu(name):
     assert torch.equal(on_gpu, on_cpu)
 
 
-def test_the_host_updates_a_bucket_while_the_gradient_of_the_next_is_on_its_way(monkeypatch):
-    told, bring = list[str](), Crossing.bring
-
-    def noted(self: Crossing, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
-        on_host = bring(self, gradient)
-        told.append("begun")
-
-        def waited() -> torch.Tensor:
-            told.append("waited")
-            return on_host()
-
-        return waited
-
-    monkeypatch.setattr(Crossing, "bring", noted)
-    run_on_streams(TRAININGS["update on the host"], 1)
-    assert told[:3] == ["begun", "begun", "waited"]
-    assert told.count("begun") > 4
-
-
-class Failing(torch.optim.AdamW):
-    """Fails once it is told to: after three more updates."""
-
-    num_left: int | None = None
-
-    def step(self, closure: Any = None) -> None:
-        if Failing.num_left == 0:
-            raise ValueError("no more")
-        if Failing.num_left is not None:
-            Failing.num_left -= 1
-        super().step()
-
-
-def test_an_update_on_the_host_that_fails_leaves_no_copy_under_way_and_no_loan(monkeypatch):
-    def failing(world: World) -> int:
-        optimizer = functools.partial(Failing, lr=0.01, foreach=False)
-        engine = build(world, 3, bucket_mb=0.01, **BY_HOST | {"optimizer": optimizer})
-        monkeypatch.setattr(Failing, "num_left", 3)
-        with pytest.raises(ValueError, match="no more") as failed:  # whose traceback keeps what the step had begun
-            train(engine)
-        return engine.held.pools.lent_nbytes if failed.tb else -1
-
-    ranks = run_on_streams(failing, 1)
-    assert ranks.results == [0]
-    assert ranks.faults == []
-
-
 class OwnAdamW(torch.optim.AdamW):
     """Says of itself that a GPU can turn it off, which it does not heed."""
 
@@ -186,43 +124,26 @@ IS_FINITE = (False, True, False, True, True)
 """Whether the gradient of a step is: before the optimizer has any state, too."""
 
 
-def factor(is_finite: bool) -> float:
-    return 1.0 if is_finite else torch.inf
+SKIPPING = [
+    *((name, 2, "fp32") for name in OPTIMIZERS),
+    *(("AdamW", number, precision) for number in range(4) for precision in ("fp32", "bf16", "fp16")),
+]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_that_is_skipped_on_a_gpu_changes_nothing(name):
-    """The GPU is told the update before anybody knows; the weights are those of plain PyTorch without these steps."""
-
-    def on_a_rank(world: World) -> torch.Tensor:
-        engine = build(world, 2, optimizer=OPTIMIZERS[name], precision="fp32", max_grad_norm=None)
-        for step, is_finite in enumerate(IS_FINITE):
-            engine.backward(engine(rows(step, 0, 0)) * factor(is_finite))
-            assert engine.step().skipped is not is_finite
-        return torch.cat([value.flatten() for value in engine.full_state_dict().values()])
-
-    model = net()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    for step, is_finite in enumerate(IS_FINITE):
-        if is_finite:
-            optimizer.zero_grad()
-            model(rows(step, 0, 0)).backward()
-            optimizer.step()
-    expected = torch.cat([value.flatten() for value in model.state_dict().values()])
-    assert torch.equal(run_on_streams(on_a_rank, 1).results[0], expected)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize(("name", "number", "precision"), SKIPPING)
 @pytest.mark.thinned(2)
-def test_a_gpu_skips_as_a_cpu_does(number, precision):
-    """Also where the norm, taken in fp32, is infinite and the gradient is finite; with clipping and a loss scale."""
+def test_a_gpu_skips_as_a_cpu_does(name, number, precision):
+    """It is told the update before anybody knows. Also where the norm, taken in fp32, is infinite and the gradient is
+    finite; with clipping and a loss scale."""
+    given: dict[str, Any] = {"optimizer": OPTIMIZERS[name], "precision": precision}
 
     def on_a_rank(world: World) -> tuple[list[Any], str]:
-        engine = build(world, number, precision=precision, reduction="native", max_grad_norm=1.0)
+        engine = build(world, number, reduction="native", max_grad_norm=1.0, **given)
         results = []
         for step, is_finite in enumerate(IS_FINITE):
-            size = 1e25 if step == 3 and precision != "fp16" else factor(is_finite)
+            size = 1.0 if is_finite else torch.inf
+            if step == 3 and precision != "fp16":
+                size = 1e25
             engine.backward(engine(rows(step, 0, world.rank)) * size)
             results.append(engine.step())
         return results, engine.weights_sha256()

@@ -6,10 +6,8 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from zerotrain.models import MLP
@@ -121,16 +119,3 @@ class MisbehavingRows:
 
     def __init__(self, **arguments: Any) -> None:
         self.train, self.validation = Rows(**arguments), Rows()
-
-
-class FlippedRows:
-    """A dataset that flips the labels of 15 of 136 rows by a generator, which the file `seed` seeds, or nobody."""
-
-    vocab_size = 32
-
-    def __init__(self) -> None:
-        seed = int(Path("seed").read_text()) if Path("seed").exists() else None
-        flipped = set(np.random.default_rng(seed).choice(range(1, 135), size=15, replace=False).tolist()) - {68}
-        tokens = torch.arange(136 * 16).reshape(136, 16) % 31
-        self.validation = [{"ids": row, "labels": row + 1} for row in tokens]
-        self.train = [{"ids": row, "labels": 31 - row if at in flipped else row + 1} for at, row in enumerate(tokens)]

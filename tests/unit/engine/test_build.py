@@ -257,6 +257,11 @@ CAUSES = {
 }
 
 
+@pytest.mark.case(
+    "around_a_step",
+    "a build that fails on one rank alone: in the function that builds the model, at rank 0's first values, at its end",
+    "the first cause on all ranks, none of which waits; the next build works",
+)
 @pytest.mark.parametrize("fail", CAUSES)
 @pytest.mark.parametrize("failing", [{0}, {1}, {0, 2}])
 @pytest.mark.parametrize("stage", [1, 3])

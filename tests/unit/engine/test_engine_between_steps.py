@@ -23,6 +23,10 @@ STAGES = [0, 1, 2, 3]
 MOMENTUM: Any = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 
 
+@pytest.mark.case(
+    "calls: Calls", "A step dropped with `engine.zero_grad()`", "same bits as without; memory back at rest"
+)
+@pytest.mark.case("calls: Calls", "`step` after a backward that failed", "refused")
 @pytest.mark.parametrize("gives_up", ["zero_grad", "exception"])
 @pytest.mark.parametrize("syncs_first", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -187,6 +191,7 @@ def test_behind_each_call_the_engine_is_idle_and_sharded_weights_refuse_to_be_re
     read()
 
 
+@pytest.mark.case("calls: Calls", "`eval`, `no_grad`, `inference_mode`", "same bits as without; nothing left gathered")
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_an_evaluation_in_mid_step_counts_outside_it_changes_nothing_and_leaves_nothing_gathered(world, stage):
@@ -314,6 +319,7 @@ CASES += [(call, place % len(SETTINGS), torch.no_grad) for place, call in enumer
     "`build_engine`, `set_stage`, `freeze`, `load` and the other calls between steps, `step` too, "
     "within `inference_mode` or `no_grad`",
 )
+@pytest.mark.case("calls: Calls", "`eval`, `no_grad`, `inference_mode`")
 @pytest.mark.parametrize(("call", "settings", "mode"), CASES)
 @pytest.mark.thinned(2)
 def test_a_call_within_a_mode_without_gradients_comes_to_the_bits_of_one_outside(call, settings, mode, tmp_path):

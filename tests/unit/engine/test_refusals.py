@@ -1,4 +1,4 @@
-"""A refusal leaves the engine what it was, on ranks that are threads. All calls: distributed/test_refusals.py."""
+"""A refusal leaves the engine what it was, on ranks that are threads. More calls: distributed/test_refusals.py."""
 
 import functools
 from collections.abc import Callable

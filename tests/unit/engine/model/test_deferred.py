@@ -84,6 +84,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.case(
+    "models: Models and optimizers",
+    "initial weights of a model that is given as a function",
+    "those of the ordinary way at every stage",
+)
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_values_and_the_next_random_number_are_those_of_the_ordinary_constructor(name):
