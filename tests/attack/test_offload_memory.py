@@ -21,8 +21,8 @@ WIDTH = 512
 UNIT_NBYTES = 4 * WIDTH * WIDTH
 SIZES = (24, 96)
 """Units: 1x and 4x; the smaller has as many buckets as windows eight times over."""
-ROWS = {"device": 4, "disk": 512}
-"""By where activations lie: units save 2 MB of so many that do not lie on the device."""
+ROWS = {"device": 4, "disk": 256}
+"""By where activations lie: of so many a unit saves 1 MB."""
 
 
 class Layers(nn.Module):
