@@ -21,7 +21,7 @@ WIDTH = 512
 UNIT_NBYTES = 4 * WIDTH * WIDTH
 SIZES = (24, 96)
 """Units: 1x and 4x; the smaller has as many buckets as windows eight times over."""
-ROWS = {"device": 4, "disk": 256}
+ROWS = {"device": 4, "disk": 512}
 """By where activations lie: of so many a unit saves 1 MB."""
 
 
@@ -32,7 +32,7 @@ class Layers(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = x + layer(x).tanh()
+            x = (x + layer(x[:4]).mean()).tanh()
         return x.square().mean()
 
 
