@@ -56,11 +56,7 @@ def carry_out(attack: Attack, zygote: Zygote, folder: Path) -> None:
         assert line.isprintable(), said
         assert len(line) <= MAX_LINE, said
     assert "run folder" not in ending.out, said
-    require_left(folder, before, attack)
-
-
-def require_left(folder: Path, before: set[str], attack: Attack) -> None:
-    """Check that nothing is there which was not, but the folder of a job that was refused."""
+    # Nothing is there which was not, but the folder of a job that was refused.
     left = files_in(folder) - before
     refused = {path for path in left if Path(path).name in (".lock", "result.json")}
     for path in refused:

@@ -95,21 +95,13 @@ RUNS = (
     Lure("by another module's os", model={**system(), "_target_": "zerotrain.inspect.os.system"}),
     Lure("a file opened for writing", model={"_target_": "builtins.open", "file": "CANARY", "mode": "w"}),
     Lure(
-        "a folder of torch.hub",
-        model={"_target_": "torch.hub.load", "repo_or_dir": "FOLDER", "model": "evil", "source": "local"},
-        files={"hubconf.py": PYTHON},
-    ),
-    Lure(
         "a pickle by torch.load",
         model={"_target_": "torch.load", "f": "FOLDER/evil.pt", "weights_only": False},
         files={"evil.pt": PICKLE},
     ),
-    Lure("TorchScript", model={"_target_": "torch.jit.load", "f": "FOLDER/evil.pt"}, files={"evil.pt": PICKLE}),
     Lure("a module in the folder", model={"_target_": "model.Evil"}, files={"model.py": PYTHON}),
     Lure("a module that is installed, and does something when imported", model={"_target_": "canary_on_import.Model"}),
     Lure("the same as a module of its package", model={"_target_": "zerotrain.models.canary_on_import.Model"}),
-    Lure("pickle of the standard library", model={"_target_": "pickle.loads", "_args_": ["cos\nsystem\n(S'x'\ntR."]}),
-    Lure("a function of ours that erases", model={"_target_": "shutil.rmtree", "path": "FOLDER"}),
     Lure("instantiate of hydra", model={"_target_": "hydra.utils.instantiate", "config": system()}),
     Lure("an argument of a model", model=gpt(dropout=system())),
     Lure("positional arguments", model=gpt(_args_=[system()])),
@@ -117,11 +109,6 @@ RUNS = (
     Lure("layers of torch around it", model={"_target_": "torch.nn.Sequential", "_args_": [system()]}),
     Lure("the data", changed={"data": system()}),
     Lure("an argument of the data", changed={"data.seq_len": system()}, codes=UNREAD),
-    Lure(
-        "a source of a mix",
-        changed={"data": {"_target_": "zerotrain.data.Mix", "sources": {"a": {"weight": 1, "data": system()}}}},
-        says=NO_TOKENIZER,
-    ),
     Lure("what makes batches", changed={"data.collate_fn": system(_partial_=True)}, codes=UNREAD),
     Lure("the optimizer", changed={"optimizer": system(_partial_=True)}, codes=UNREAD),
     Lure("an argument of the optimizer", changed={"optimizer.lr": system()}, codes=UNREAD),
@@ -141,17 +128,6 @@ RUNS = (
         "must be divisible",
         model={"_target_": "torch.nn.MultiheadAttention", "embed_dim": 3, "num_heads": 2},
     ),
-    Lure(
-        "a layer of a negative size",
-        "negative dimension",
-        model={"_target_": "torch.nn.Linear", "in_features": -1, "out_features": 2},
-    ),
-    Lure(
-        "an optimizer that is none",
-        "",
-        changed={"optimizer": {"_target_": "torch.optim.Optimizer", "_partial_": True, "defaults": 7}},
-        codes=UNREAD,
-    ),
     Lure("a partial in place of a model", "", model=gpt(_partial_=True)),
     Lure("a model without a class", "", model={"vocab_size": 3}),
     Lure(
@@ -165,11 +141,6 @@ RUNS = (
         "code of the hub in the fields of a model",
         "asks for code of the hub (evil/kernel)",
         model={**HUGGING_FACE, "config": {**GPT2, "_attn_implementation": "evil/kernel"}},
-        codes=HUB,
-    ),
-    Lure(
-        "a nested command in the fields of a model",
-        model={**HUGGING_FACE, "config": {**GPT2, "n_layer": system()}},
         codes=HUB,
     ),
     Lure(
@@ -197,11 +168,6 @@ EXPORTS += ("a variable in place of a number", "the folder of a tokenizer with c
 MODELS = (
     Lure("a config with code", OWN_CODE, files={"config.json": EVIL_CONFIG, "model.py": PYTHON}),
     Lure(
-        "a config with code of another's",
-        "has code of its own (evil/repo--model.C",
-        files={"config.json": {"model_type": "evil", "auto_map": {"AutoConfig": "evil/repo--model.C"}}},
-    ),
-    Lure(
         "compiled code of the hub",
         "asks for code of the hub (evil/kernel)",
         files={"config.json": {**GPT2, "attn_implementation": "evil/kernel"}, "model.safetensors": b""},
@@ -209,7 +175,6 @@ MODELS = (
     Lure("weights that are a pickle", "", files={"config.json": GPT2, "pytorch_model.bin": PICKLE}),
     Lure("weights that are a pickle in a zip", "", files={"config.json": GPT2, "pytorch_model.bin": ZIPPED}),
     Lure("a config that is deep", "", files={"config.json": '{"a":' * 100_000}),
-    Lure("a config that is a list", "", files={"config.json": [1]}),
 )
 """Folders of Hugging Face with a model."""
 
@@ -232,21 +197,10 @@ ADAPTERS = (
             "base/model.py": PYTHON,
         },
     ),
-    Lure("adapters of nothing", "", files={"adapter_config.json": {"peft_type": "LORA"}}),
 )
 
 TOKENIZERS = (
     Lure("a tokenizer with code", OWN_CODE, files={"tokenizer_config.json": EVIL_TOKENIZER, "model.py": PYTHON}),
-    Lure(
-        "a tokenizer with code, in the old form",
-        OWN_CODE,
-        files={"tokenizer_config.json": {"auto_map": ["model.T", None]}, "model.py": PYTHON},
-    ),
-    Lure(
-        "a tokenizer with code and a config",
-        OWN_CODE,
-        files={"config.json": EVIL_CONFIG, "tokenizer_config.json": EVIL_TOKENIZER, "model.py": PYTHON},
-    ),
     Lure(
         "a tokenizer of which one class is known",
         "",
@@ -293,23 +247,6 @@ DATA = (
             },
         ),
         ("data=huggingface", "data.path=FOLDER"),
-    ),
-    (
-        Lure(
-            "a saved dataset that leads away",
-            "",
-            files={
-                "state.json": {"_data_files": [{"filename": "../secret.arrow"}], "_fingerprint": "a"}
-                | {"_format_type": None, "_format_columns": None, "_format_kwargs": {}, "_output_all_columns": False}
-                | {"_split": "train"},
-                "dataset_info.json": {"features": {"tokens": {"dtype": "int64", "_type": "Value"}}},
-            },
-        ),
-        ("data=huggingface", "data.path=FOLDER"),
-    ),
-    (
-        Lure("a table for a dataset that is a pickle", "", files={"x.parquet": PICKLE}),
-        ("data=huggingface", "data.path=FOLDER/x.parquet"),
     ),
 )
 """Folders and files of data, and the settings that name them."""

@@ -15,7 +15,6 @@ from typing import Any
 from zerotrain.testing import ranks
 from zerotrain.testing.ranks import HANG_S
 
-"""Less than the 300 s that ranks wait by default, more than all that they may take."""
 KILLED, MET = "killed", "met"
 
 

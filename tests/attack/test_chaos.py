@@ -69,38 +69,25 @@ def test_forty_kills_of_runs_that_change_their_stage_have_each_place_in_a_change
         assert all(one != other for one, other in pairwise(stages))
 
 
-@pytest.fixture
-def completed(tmp_path: Path) -> tuple[Path, cases.Undisturbed]:
-    """What is looked at of a run that ended as it should."""
+def test_what_differs_from_the_undisturbed_run_and_what_a_run_leaves_behind_is_seen(tmp_path: Path):
     metrics = [{"step": 1, "train_loss": 3.0}, {"step": 2, "train_loss": 2.0}]
     for step in (5, 6):
         (tmp_path / "run" / CHECKPOINTS / step_name(step)).mkdir(parents=True)
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    lines = [json.dumps(line) + "\n" for line in metrics]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines))
     result = {"status": "completed", "steps": 6, "weights_sha256": "abc", "error": None}
     (tmp_path / "run" / "result.json").write_text(json.dumps(result))
-    return tmp_path, cases.Undisturbed("abc", metrics)
-
-
-def test_what_differs_from_the_undisturbed_run_is_seen(completed: tuple[Path, cases.Undisturbed]):
-    folder, undisturbed = completed
-    assert cases.problems_of_run(folder, undisturbed) == []
-    [other_weights] = cases.problems_of_run(folder, cases.Undisturbed("abd", undisturbed.metrics))
+    assert cases.problems_of_run(tmp_path, cases.Undisturbed("abc", metrics)) == []
+    [other_weights] = cases.problems_of_run(tmp_path, cases.Undisturbed("abd", metrics))
     assert other_weights == "weights_sha256 is abc, and abd undisturbed"
-    with (folder / "run" / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(undisturbed.metrics[1]) + "\n")
-    [twice] = cases.problems_of_run(folder, undisturbed)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join([*lines, lines[1]]))
+    [twice] = cases.problems_of_run(tmp_path, cases.Undisturbed("abc", metrics))
     assert twice.startswith("metrics.jsonl has the steps [1, 2, 2]")
-
-
-def test_what_a_run_leaves_behind_is_seen(completed: tuple[Path, cases.Undisturbed]):
-    folder, _ = completed
-    case = Case(0, 2, (), 2, 2, by_restart=False)
-    hidden = folder / "run" / CHECKPOINTS / f".{step_name(7)}.partial-{'0' * 16}"
+    hidden = tmp_path / "run" / CHECKPOINTS / f".{step_name(7)}.partial-{'0' * 16}"
     hidden.mkdir()
-    (folder / "run" / "metrics.jsonl.17.tmp").touch()
-    problems = cases.problems_of_folder(folder, case)
-    assert (
-        f"left in checkpoints/: ['{hidden.name}', '{step_name(5)}', '{step_name(6)}']" in problems
-    )  # without manifest
+    (tmp_path / "run" / "metrics.jsonl.17.tmp").touch()
+    problems = cases.problems_of_folder(tmp_path, Case(0, 2, (), 2, 2, by_restart=False))
+    without_manifest = f"left in checkpoints/: ['{hidden.name}', '{step_name(5)}', '{step_name(6)}']"
+    assert without_manifest in problems
     assert "0 checkpoints are there, and checkpoint.keep is 2" in problems
     assert "left in the run's folder: ['metrics.jsonl.17.tmp']" in problems

@@ -30,14 +30,6 @@ def test_a_run_goes_on_when_its_output_is_closed(tmp_path: Path, line: str):
     assert "step 30/30" in (tmp_path / "run/ranks/0.log").read_text()
 
 
-def test_a_sweep_goes_on_when_its_output_is_closed(tmp_path: Path):
-    sweep = ("-m", *TINY, "zero.stage=1,2", "hydra.sweep.dir=sweep")
-    command = in_shell('{ "$@"; echo $? > code; } 2>&1 | head -1', *HAND, *sweep, folder=tmp_path)
-    command.wait()
-    assert (tmp_path / "code").read_text() == "0\n", command.stdout
-    assert [result_of(tmp_path / "sweep" / job)["status"] for job in ("0", "1")] == ["completed", "completed"]
-
-
 def test_under_torchrun_too(tmp_path: Path):
     command = in_shell('{ "$@"; echo $? > code; } | head -1', *TORCHRUN, *TINY, "hydra.run.dir=run", folder=tmp_path)
     command.wait()

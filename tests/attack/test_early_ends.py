@@ -20,13 +20,6 @@ def test_a_class_that_ends_the_process_is_refused_by_name(launch, tmp_path: Path
     assert result_of(tmp_path / "run")["status"] == "failed"
 
 
-def test_a_module_that_ends_the_process_when_imported_is_refused_by_name(launch, tmp_path: Path):
-    command = launch(*RUN, "model._target_=ending_module.Model", folder=tmp_path)
-    assert command.wait() == 2
-    [line] = command.stderr.splitlines()
-    assert line.startswith("model._target_: got ending_module.Model; importing ending_module failed: SystemExit")
-
-
 ENDS = {
     "exit of C": "ended with exit code 0 in training misbehaving.MisbehavingMLP, before its work was done",
     "os._exit": "failed: SystemExit: the process tried to exit with code 0 before its work was done",
@@ -60,6 +53,12 @@ def test_under_torchrun_too(torchrun, tmp_path: Path, action: str):
     assert command.wait_until_gone() == []
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host",
+    "under the launcher; or again and again for a moment",
+    "reported by name within `launch.timeout_s`; the same bits",
+    under="a rank is stopped",
+)
 @pytest.mark.parametrize("start", ["launch", "torchrun"])
 def test_a_rank_that_was_stopped_is_said_not_to_answer_and_is_ended_soon(request, tmp_path: Path, start: str):
     ranks = (TWO_RANKS,) if start == "launch" else ()

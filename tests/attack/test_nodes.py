@@ -6,29 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import REPOSITORY, TINY, Command, free_port, result_of
-
-
-def test_a_machine_that_was_given_something_else_is_named_on_all_and_nothing_runs(torchrun, tmp_path: Path):
-    rendezvous = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}")
-    options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-id=job", *rendezvous)
-    stages = (1, 3)
-    commands = [
-        torchrun(*TINY, f"zero.stage={stage}", f"hydra.run.dir={tmp_path / 'run'}", folder=tmp_path, options=options)
-        for stage in stages
-    ]
-    assert [command.wait() for command in commands] == [1, 1]
-    # Torchrun decides which of the two is rank 0.
-    lines = {
-        f"rank 1: its command line differs from that of rank 0: it has zero.stage={has} and lacks "
-        f"zero.stage={lacks}; start every machine with the same command line"
-        for has, lacks in (stages, stages[::-1])
-    }
-    [told] = lines & set(commands[0].stderr.splitlines())
-    assert told in commands[1].stderr.splitlines()
-    assert result_of(tmp_path / "run")["error"] == told
-    assert not (tmp_path / "run/ranks").exists()
-
+from commands import REPOSITORY, TINY, Command, free_port
 
 REFUSED = "rank 0 refused the settings; its terminal says why"
 DIFFERS = "rank 2: its command line differs from that of rank 0: it has {} and lacks {}; start every "

@@ -7,13 +7,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from commands import TINY, TWO_RANKS, Command, result_of
+from commands import TINY, TWO_RANKS, result_of
 from omegaconf import OmegaConf
 
 from zerotrain.config.compose import from_values
 
 RUN = (*TINY, "hydra.run.dir=run")
-ASLEEP = (*RUN, "model._target_=misbehaving.MisbehavingMLP", "+model.action=sleep")
+ASLEEP = ("model._target_=misbehaving.MisbehavingMLP", "+model.action=sleep")
 
 
 def files_in(folder: Path) -> dict[Path, bytes]:
@@ -21,29 +21,10 @@ def files_in(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
-def asleep(folder: Path, start, *more: str) -> Command:
-    """A run whose rank 1 sleeps in its third forward."""
-    command = start(*ASLEEP, *more, folder=folder)
-    command.wait_for_text(folder / "run/ranks/1.log", "asleep")
-    command.wait_for_text(folder / "run/ranks/0.state", f"{'2':<16}{{")  # steps done: rank 0 writes nothing more
-    return command
-
-
-def end(command: Command, signum: int = signal.SIGTERM) -> None:
-    command.stop_at_once(signum)
-    command.wait()
-    assert command.wait_until_gone() == []
-
-
-def assert_refused_for_the_first(second: Command, pid: int) -> None:
-    [line] = second.stderr.splitlines()
-    assert re.search(
-        rf"^hydra.run.dir: got .*, where a run is under way \(pid {pid} on .*, started \d{{4}}-.*\); ", line
-    )
-
-
 def test_a_second_run_in_the_folder_of_a_running_one_is_refused_and_changes_nothing(launch, tmp_path: Path):
-    first = asleep(tmp_path, launch, TWO_RANKS)
+    first = launch(*RUN, *ASLEEP, TWO_RANKS, folder=tmp_path)
+    first.wait_for_text(tmp_path / "run/ranks/1.log", "asleep")
+    first.wait_for_text(tmp_path / "run/ranks/0.state", f"{'2':<16}{{")  # steps done: rank 0 writes nothing more
     before = files_in(tmp_path / "run")
     # a wrong setting and leave to overwrite make no difference
     seconds = [
@@ -51,19 +32,15 @@ def test_a_second_run_in_the_folder_of_a_running_one_is_refused_and_changes_noth
     ]
     assert [second.wait() for second in seconds] == [2, 2, 2]
     for second in seconds:
-        assert_refused_for_the_first(second, first.process.pid)
+        [line] = second.stderr.splitlines()
+        of_first = rf"pid {first.process.pid} on .*, started \d{{4}}-.*"
+        assert re.search(rf"^hydra.run.dir: got .*, where a run is under way \({of_first}\); ", line)
     assert files_in(tmp_path / "run") == before
-    end(first)
+    first.stop_at_once(signal.SIGTERM)
+    first.wait()
+    assert first.wait_until_gone() == []
     assert result_of(tmp_path / "run")["status"] == "stopped"
     assert from_values(OmegaConf.load(tmp_path / "run/config.yaml")).seed == 0
-
-
-def test_under_torchrun_a_second_run_in_the_folder_is_refused_too(launch, torchrun, tmp_path: Path):
-    first = asleep(tmp_path, torchrun)
-    second = launch(*RUN, "seed=7", folder=tmp_path)
-    assert second.wait() == 2
-    assert "where a run is under way" in second.stderr
-    end(first)
 
 
 def test_two_runs_started_at_once_in_one_folder_are_one_run(launch, tmp_path: Path):
@@ -72,16 +49,6 @@ def test_two_runs_started_at_once_in_one_folder_are_one_run(launch, tmp_path: Pa
     [seed] = [seed for seed, command in zip((1, 2), commands, strict=True) if command.process.returncode == 0]
     assert f"seed={seed}" in result_of(tmp_path / "run")["overrides"]
     assert from_values(OmegaConf.load(tmp_path / "run/config.yaml")).seed == seed
-
-
-def test_a_run_that_was_killed_leaves_a_folder_for_the_next(launch, tmp_path: Path):
-    first = asleep(tmp_path, launch, TWO_RANKS)
-    first.kill()
-    first.wait()
-    assert first.wait_until_gone() == []
-    second = launch(*RUN, folder=tmp_path)
-    assert second.wait() == 0, second.stderr
-    assert result_of(tmp_path / "run")["status"] == "completed"
 
 
 @pytest.fixture(scope="module")

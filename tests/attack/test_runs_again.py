@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import TINY, by_hand, result_of
+from commands import TINY, result_of
 
 from tests.zygote.client import Ending, Zygote
 
@@ -146,15 +146,6 @@ def test_a_run_of_text_is_known_again(completed: Path, tmp_path: Path, zygote):
     assert state_of(tmp_path / "run") == before
 
 
-def test_a_sweep_by_processes_takes_completed_jobs_into_its_table(swept: Path, tmp_path: Path):
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    shutil.copytree(swept / "sweep", tmp_path / "sweep")
-    settings = ("seed=0,1,2", "hydra.sweep.dir=sweep", "hydra/launcher=joblib", AUTO)
-    command = by_hand("-m", *TINY, *settings, folder=tmp_path)
-    assert command.wait() == 0, command.stderr
-    assert "in 3 jobs" in command.stdout
-
-
 def test_a_file_named_checkpoints_is_found_before_any_rank_starts(zygote, tmp_path: Path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoints").write_text("mine")
@@ -168,28 +159,3 @@ def test_a_file_named_checkpoints_is_found_before_any_rank_starts(zygote, tmp_pa
         )
         assert not (tmp_path / "run/ranks").exists()
     assert (tmp_path / "run/checkpoints").read_text() == "mine"
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", ".hydra/hydra.yaml", "ranks/0.error.json"])
-def test_a_fifo_in_the_place_of_a_file_stops_nobody(zygote, tmp_path: Path, name: str):
-    path = tmp_path / "run" / name
-    path.parent.mkdir(parents=True)
-    os.mkfifo(path)
-    ending = zygote.run([*TINY, "hydra.run.dir=run"], tmp_path, {})
-    assert ending.code == 2
-    [line] = ending.err.splitlines()
-    assert line.startswith(f"hydra.run.dir: got {tmp_path}/run, whe")
-    assert f"{name} " in line
-    assert "a FIFO, and must be a" in line
-    assert path.is_fifo()
-
-
-def test_a_fifo_named_control_yaml_is_answered_and_no_rank_waits(zygote, tmp_path: Path):
-    (tmp_path / "run").mkdir()
-    os.mkfifo(tmp_path / "run/control.yaml")
-    ending = zygote.run([*TINY, "hydra.run.dir=run", "launch.nproc_per_node=2"], tmp_path, {})
-    assert ending.code == 0, ending.err
-    assert (
-        "control.yaml: it cannot be read: it is a FIFO, and must be a regular file; write stage: 0 to 3" in ending.out
-    )
-    assert "answer:" in (tmp_path / "run/control.yaml").read_text()

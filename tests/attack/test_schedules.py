@@ -1,7 +1,6 @@
 """Runs whose stage changes, from the command line: their bits, what they go on at, and the memory that takes."""
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,6 @@ def test_a_run_that_changes_its_stage_every_five_steps_has_the_weights_of_one_th
     changing = run(zygote, tmp_path, "changing", ROUND, "checkpoint.every=7", *settings)
     assert changing["weights_sha256"] == fixed["weights_sha256"]
     assert [each["stage"] for each in changing["stages"]] == [0, 1, 2, 3, 1, 0]
-    for before, after in pairwise(changing["stages"]):
-        for one, other in zip(before["ranks"], after["ranks"], strict=True):
-            for kind in ("parameters", "gradients", "optimizer"):
-                (was, now), (was_wanted, now_wanted) = (
-                    (one[f"{prefix}{kind}_nbytes"], other[f"{prefix}{kind}_nbytes"]) for prefix in ("", "theory_")
-                )
-                assert (now > was) == (now_wanted > was_wanted), (before["stage"], after["stage"], kind)
 
 
 @pytest.mark.case(

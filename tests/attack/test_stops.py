@@ -16,7 +16,6 @@ RUN = (*TINY, "hydra.run.dir=run", PATIENT)
 ENDLESS = (*RUN, "train.max_steps=10000000")
 PAUSING = (*MISBEHAVING, "+model.action=pause", "train.max_steps=10000000")
 SIGNALLED = ("stopping", "SIGTERM, SIGINT or SIGUSR1 to the launcher, to one rank, to all processes")
-STOPPED = ("hosts: Ranks of one host", "under the launcher; or again and again for a moment")
 
 
 def assert_stopped_in_order(command: Command, run_dir: Path, by: str) -> None:
@@ -169,26 +168,9 @@ def wanted(launch, once: Callable[[str, Callable[[], Any]], Any], tmp_path: Path
     return str(once("stops, alone", alone))
 
 
-@pytest.mark.case(*STOPPED, "reported by name within `launch.timeout_s`; the same bits", under="a rank is stopped")
-def test_a_rank_that_is_stopped_is_told_of_within_the_timeout_by_name(launch, tmp_path: Path) -> None:
-    commands = {}
-    for stage in (1, 3):
-        (tmp_path / str(stage)).mkdir()
-        settings = (*ENDLESS, "launch.timeout_s=6", f"zero.stage={stage}", TWO_RANKS)
-        commands[stage] = launch(*settings, folder=tmp_path / str(stage))
-    for stage, command in commands.items():
-        run = tmp_path / str(stage) / "run"
-        command.wait_for_text(run / "ranks/0.log", "step 1/")
-        os.kill(command.pid_of_rank(run, 1), signal.SIGSTOP)
-    for stage, command in commands.items():
-        assert command.wait() == 1
-        cause = "rank 1 did not answer for 6 s, last seen in training"
-        assert command.stderr.startswith(cause), command.stderr
-        assert str(result_of(tmp_path / str(stage) / "run")["error"]).startswith(cause)
-        assert command.wait_until_gone() == []
-
-
-@pytest.mark.case(*STOPPED, under="a rank is stopped")
+@pytest.mark.case(
+    "hosts: Ranks of one host", "under the launcher; or again and again for a moment", under="a rank is stopped"
+)
 def test_a_rank_that_is_stopped_again_and_again_for_a_moment_costs_no_bit(wanted: str, tmp_path: Path) -> None:
     command = by_hand(*LONGER, folder=tmp_path)
     deadline, num_stops = time.monotonic() + HANG_S, 0

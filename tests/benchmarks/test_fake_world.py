@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -23,13 +22,6 @@ def test_an_engine_runs_in_worlds_of_any_size(tmp_path: Path) -> None:
     assert "8 ranks: ms/step" in table
     assert "64 ranks: peak MB" in table
     assert re.search(r"\| zerotrain stage 3 \| [0-9.]+ \|", table)
-
-
-def test_without_time_every_run_is_told_to_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fake_world(["--engines", "zero3", "--ranks", "8", "--rounds", "1", "--time-limit", "0"]) == 1
-    printed = capsys.readouterr()
-    assert "zero3, 8 ranks left out: no time left" in printed.err
-    assert "| zerotrain stage 3 | not measured |" in printed.out
 
 
 def calls_of_the_engine(num_parameters: int, stages: Sequence[int]) -> list[int]:

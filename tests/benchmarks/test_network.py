@@ -31,13 +31,10 @@ def interfaces(host: Host) -> list[str]:
     return sorted(line.split(":")[0].strip() for line in lines)
 
 
-def test_the_loopback_is_alone_in_its_namespace() -> None:
+def test_two_hosts_share_a_shaped_link_and_nothing_else_until_it_is_closed_and_the_loopback_is_alone() -> None:
     with unless_forbidden(loopback()) as network:
         assert network.host_of(0, 2) == network.host_of(1, 2)
         assert interfaces(network.host_of(0, 2)) == ["lo"]
-
-
-def test_two_hosts_share_a_shaped_link_and_nothing_else() -> None:
     with unless_forbidden(link("1gbit")) as network:
         places = [network.host_of(rank, 4) for rank in range(4)]
         assert places == [*network.hosts[:1] * 2, *network.hosts[1:] * 2]
@@ -45,10 +42,5 @@ def test_two_hosts_share_a_shaped_link_and_nothing_else() -> None:
             assert interfaces(host) == sorted(["lo", host.interface])
             assert "rate 1Gbit" in run(host, "tc", "qdisc", "show", "dev", host.interface)
         assert network.bit_per_s == 1_000_000_000
-
-
-def test_a_network_is_gone_when_it_is_closed() -> None:
-    with unless_forbidden(link("1gbit")) as network:
-        host = network.host_of(1, 2)
     with pytest.raises(subprocess.CalledProcessError):
         run(host, "true")

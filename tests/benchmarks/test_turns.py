@@ -25,11 +25,3 @@ def test_each_has_its_turns_and_one_that_fails_is_told_and_left_out(capsys: pyte
     assert "precision.name: got fp8" in failed.failures["zero2"]
     assert failed.left_out == {"ddp": "is not installed"}
     assert "zero2, broken: zero2: rank 0 ended with exit code 1" in capsys.readouterr().err
-
-
-def test_without_time_for_a_turn_it_is_said_how_many_are_missing() -> None:
-    limit = TimeLimit(600)
-    turns = Turns({"whole": WHOLE}, {"whole": (["alone"], {})}, limit)
-    limit.has_room_for = lambda name: False  # type: ignore[method-assign]
-    turns.run(num_rounds=2)
-    assert turns.comparison("whole", "", 2).left_out == {"alone": "2 of 2 rounds, by the time limit of 600 s"}

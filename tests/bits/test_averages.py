@@ -1,5 +1,5 @@
-"""The moving average of weights at every stage, on 1 to 3 ranks, through changes of the stage and from any checkpoint:
-the bits of torch's own average of the full weights after each step, and a training that does not know of it."""
+"""The moving average of weights at every stage, on 1 to 3 ranks, and from any checkpoint: the bits of torch's own
+average of the full weights after each step, and a training that does not know of it."""
 
 from itertools import product
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 import zerotrain
 from tests.unit.checkpoint.runs import KINDS, build, train
-from tests.unit.engine.test_average import DECAY, ROUND, Plain, assert_equal, followed, of_engine
+from tests.unit.engine.test_average import DECAY, Plain, assert_average, followed
 from zerotrain.testing.fake_wire import run_threads
 
 
@@ -30,9 +30,8 @@ def test_it_is_that_of_torch_at_every_stage_and_changes_no_bit(kind: str, size: 
         for step in range(4):
             followed(engine, plain, step, of_rank=world.rank)
             if step % 2:
-                before, found = engine.weights_sha256(), of_engine(engine)
-                if world.rank == 0:
-                    assert_equal(found, plain.average)
+                before = engine.weights_sha256()
+                assert_average(engine, plain)
                 assert engine.weights_sha256() == before
         return engine.weights_sha256()
 
@@ -44,25 +43,6 @@ def test_it_is_that_of_torch_at_every_stage_and_changes_no_bit(kind: str, size: 
     expected = run_threads(without, size)[0]
     for stage in range(4):
         assert run_threads(lambda world, stage=stage: on_a_rank(world, stage), size, late_rank=size - 1)[0] == expected
-
-
-@pytest.mark.case(
-    "checkpoints", "the stage changes after each step, from each to each other", "the same bits",
-    under="`engine.keep_average()`, `with engine.averaged():`",
-)  # fmt: skip
-@pytest.mark.parametrize(("kind", "size"), [(kind, 2 + index % 2) for index, kind in enumerate(KINDS)])
-def test_it_follows_through_every_change_of_the_stage(kind: str, size: int) -> None:
-    def on_a_rank(world: zerotrain.World) -> None:
-        engine, plain = build(world, KINDS[kind], 2), Plain(warmup=True)
-        engine.keep_average(decay=DECAY)
-        for step, stage in enumerate(ROUND):
-            followed(engine, plain, step, of_rank=world.rank)
-            engine.set_stage(stage)
-            found = of_engine(engine)
-            if world.rank == 0:
-                assert_equal(found, plain.average)
-
-    run_threads(on_a_rank, size)
 
 
 @pytest.mark.case(
@@ -84,9 +64,7 @@ def test_every_placement_loads_that_of_every_other(kind: str, stage: int, tmp_pa
         engine = build(world, KINDS[kind], later, seed=1, bucket_mb=0.002)
         engine.keep_average(decay=DECAY, warmup=False)
         engine.load(tmp_path / "saved")
-        found = of_engine(engine)
-        if world.rank == 0:
-            assert_equal(found, plain.average)
+        assert_average(engine, plain)
 
     run_threads(save, 1 + (stage + 1) % 3)
     for later, size in product(range(4), [1 + stage % 3]):

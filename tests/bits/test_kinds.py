@@ -24,45 +24,22 @@ from tests.bits.training import (
 )
 from zerotrain.testing.fake_wire import run_threads
 
-pytestmark = [
-    pytest.mark.case("ranks", "experts chosen by the rows of a batch", "the same", of=("a mixture of experts",)),
-    pytest.mark.case(
-        "ranks",
-        "blocks that one virtual rank alone uses, or does not, or none; in some micro-batches or steps",
-        "the same",
-        of=(
-            "a block left out by every second virtual rank",
-            "such a block, without overlap",
-            "blocks used by one virtual rank alone",
-            "a block used by all virtual ranks but one",
-            "a block used by none",
-            "a block used in the second micro-batch",
-            "a block used in every other step",
-        ),
-    ),
-    pytest.mark.case(
-        "ranks",
-        "dropout inside units under activation checkpointing",
-        "the same",
-        of=("dropout under activation checkpointing",),
-    ),
-    pytest.mark.case(
-        "ranks",
-        "`engine.freeze` and `unfreeze` in mid-run",
-        "the same",
-        of=(
-            "frozen in mid-run, and unfrozen",
-            "frozen but for the output, and unfrozen",
-        ),
-    ),
-    pytest.mark.case(
-        "ranks",
-        "a virtual rank whose loss is nan and weighs nothing",
-        "the same",
-        of=("a virtual rank whose loss is nan and weighs nothing",),
-    ),
-    pytest.mark.case("ranks", "a part kept in fp32", "the same", of=("an output layer kept in fp32",)),
-]
+CASE_ROWS = (
+    "ranks",
+    """
+experts chosen by the rows of a batch | the same | a mixture of experts;
+    test_virtual_ranks_of_the_mixture_do_use_different_experts
+blocks that one virtual rank alone uses, or does not, or none; in some micro-batches or steps | the same | a block left
+    out by every second virtual rank; such a block, without overlap; blocks used by one virtual rank alone; a block used
+    by all virtual ranks but one; a block used by none; a block used in the second micro-batch; a block used in every
+    other step
+dropout inside units under activation checkpointing | the same | dropout under activation checkpointing
+`engine.freeze` and `unfreeze` in mid-run | the same | frozen in mid-run, and unfrozen; frozen but for the output, and
+    unfrozen
+a virtual rank whose loss is nan and weighs nothing | the same | a virtual rank whose loss is nan and weighs nothing
+a part kept in fp32 | the same | an output layer kept in fp32
+""",
+)
 
 
 class Overflowing(Net):
@@ -180,7 +157,6 @@ def test_a_model_of_any_kind_comes_to_the_bits_of_plain_pytorch(
         assert_same(training, Setup(num_ranks, stage, is_late=stage % 2 == 0, **KINDS[kind][1]))
 
 
-@pytest.mark.case("ranks", "experts chosen by the rows of a batch")
 def test_virtual_ranks_of_the_mixture_do_use_different_experts() -> None:
     torch.manual_seed(0)
     model, used = Net(Mixture), []
@@ -212,31 +188,8 @@ def test_how_stage_3_gathers_changes_no_bit(name: str, num_ranks: int) -> None:
 
 @pytest.mark.case(
     "ranks",
-    "between two virtual ranks of a step; `requires_grad_(False)` instead of it",
-    under="`engine.freeze` and `unfreeze` in mid-run",
-)
-@pytest.mark.parametrize("stage", range(4))
-def test_requires_grad_changed_between_steps_is_answered_with_the_call_to_make(stage: int) -> None:
-    def on_a_rank(world: zerotrain.World) -> str:
-        engine = build(Training(), Setup(2, stage), world)
-        weight = engine.module.blocks[1].linear.weight
-        micro_batches = [(batch((0, number, 0)), (0, number, 0)) for number in engine.virtual_ranks]
-        engine.train_step(micro_batches)
-        weight.requires_grad_(False)
-        with pytest.raises(zerotrain.EngineStateError, match=r"engine\.freeze"):
-            engine.train_step(micro_batches)
-        weight.requires_grad_(True)
-        engine.train_step(micro_batches)
-        return engine.weights_sha256()
-
-    results, _ = run_threads(on_a_rank, 2)
-    assert len(set(results)) == 1
-
-
-@pytest.mark.case(
-    "ranks",
-    "between two virtual ranks of a step; `requires_grad_(False)` instead of it",
-    "refused, with the call to make",
+    "between two virtual ranks of a step",
+    "refused",
     under="`engine.freeze` and `unfreeze` in mid-run",
 )
 @pytest.mark.parametrize("stage", range(4))

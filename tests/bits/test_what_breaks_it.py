@@ -2,10 +2,7 @@
 docs/reference/bits.md."""
 
 import functools
-import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -227,27 +224,3 @@ def test_the_native_reduction_of_three_ranks_changes_the_hash() -> None:
     assert len(set(ordered)) == len(set(native)) == 1
     assert ordered[0] != native[0]
     assert native[0] != finer[0]
-
-
-PROGRAM = """
-import hashlib, torch
-torch.set_num_threads(1)
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5))
-model(torch.randn(64, 64)).square().mean().backward()
-gradients = torch.cat([each.grad.flatten() for each in model.parameters()])
-print(hashlib.sha256(gradients.numpy().tobytes()).hexdigest())
-"""
-
-
-def test_another_kind_of_cpu_changes_the_hash() -> None:
-    """torch takes other kernels where it finds no vector units, or is told that there are none."""
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        pytest.skip("this CPU has no vector units that torch knows")
-    hashes = {
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM], env=os.environ | more, capture_output=True, text=True, check=True
-        ).stdout
-        for more in ({}, {"ATEN_CPU_CAPABILITY": "default"})
-    }
-    assert len(hashes) == 2

@@ -29,9 +29,6 @@ from tests.chaos.cases import Outcome, Undisturbed, carry_out
 from tests.chaos.places import PLACES
 from tests.chaos.plan import VICTIMS, Case, plan, quick
 
-PLAIN_EVERY = 20
-"""Of so many cases one is started as a user does, without anything imported before."""
-
 
 def main(arguments: list[str]) -> int:
     """The exit code."""
@@ -44,21 +41,14 @@ def main(arguments: list[str]) -> int:
     if not chosen:
         sys.exit(f"--only: got {given.only}; it must be 0 to {len(cases) - 1}")
     shutil.rmtree(given.out, ignore_errors=True)
-    plain_every = 0 if given.quick else PLAIN_EVERY
     with ProcessPoolExecutor(given.jobs, get_context("fork"), starts.get_ready) as pool:
         runs = {
-            ranks: pool.submit(Undisturbed.run, given.out / f"undisturbed-{ranks}", ranks, plain=plain_every > 0)
+            ranks: pool.submit(Undisturbed.run, given.out / f"undisturbed-{ranks}", ranks)
             for ranks in {case.virtual_ranks for case in chosen}
         }
         undisturbed = {ranks: run.result() for ranks, run in runs.items()}
         under_way = [
-            pool.submit(
-                carry_out,
-                case,
-                given.out / f"case-{case.number}",
-                undisturbed[case.virtual_ranks],
-                plain=plain_every > 0 and case.number % plain_every == 0,
-            )
+            pool.submit(carry_out, case, given.out / f"case-{case.number}", undisturbed[case.virtual_ranks])
             for case in chosen
         ]
         outcomes = []
@@ -88,9 +78,7 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", type=int, help="the number of one case")
     parser.add_argument("--changing", action="store_true", help="runs whose stage changes after each step, all of them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
-    parser.add_argument(
-        "--quick", action="store_true", help="eleven kills, none of a run that was started as by a user"
-    )
+    parser.add_argument("--quick", action="store_true", help="eleven kills")
     parser.add_argument("--out", type=lambda name: Path(name).absolute(), default=Path("outputs/chaos").absolute())
     return parser.parse_args(arguments)
 

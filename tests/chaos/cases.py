@@ -73,26 +73,26 @@ class Undisturbed:
     metrics: list[dict[str, Any]]
 
     @classmethod
-    def run(cls, folder: Path, virtual_ranks: int, *, plain: bool) -> "Undisturbed":
+    def run(cls, folder: Path, virtual_ranks: int) -> "Undisturbed":
         """At stage 2, with as many ranks as virtual ones."""
         _prepare(folder)
         arguments = _arguments(virtual_ranks, 2, virtual_ranks, "checkpoint.every=null", "checkpoint.save_at_end=false")
-        code = starts.start(arguments, folder, out=folder / "start", plain=plain)
+        code = starts.start(arguments, folder, out=folder / "start")
         assert code == 0, (folder / "start.err").read_text()
         return cls(_result(folder)["weights_sha256"], _metrics(folder))
 
 
-def carry_out(case: Case, folder: Path, undisturbed: Undisturbed, *, plain: bool) -> Outcome:
+def carry_out(case: Case, folder: Path, undisturbed: Undisturbed) -> Outcome:
     """Carry out a case in a folder of its own."""
     outcome = Outcome(case)
     _prepare(folder)
     plan_strikes(folder, list(case.strikes))
     try:
-        stage = _run_until_completed(case, folder, outcome, plain=plain)
+        stage = _run_until_completed(case, folder, outcome)
         outcome.problems += problems_of_run(folder, undisturbed)
         outcome.problems += problems_of_stages(folder, schedule_from(stage) if case.changes_stage else {0: stage})
         if _has_left_overs(folder):  # which are the business of the next save
-            code = starts.start(_of_last(case, MAX_STEPS + 1), folder, out=folder / "one-more", plain=plain)
+            code = starts.start(_of_last(case, MAX_STEPS + 1), folder, out=folder / "one-more")
             outcome.problems += [] if code == 0 else [f"one step more: exit code {code}: {_said(folder / 'one-more')}"]
         outcome.problems += problems_of_folder(folder, case)
     except (AssertionError, OSError, ValueError) as error:
@@ -129,7 +129,7 @@ def _of_last(case: Case, max_steps: int) -> list[str]:
     return _of_case(case, case.last_stage, case.last_num_ranks, max_steps=max_steps)
 
 
-def _run_until_completed(case: Case, folder: Path, outcome: Outcome, *, plain: bool) -> int:
+def _run_until_completed(case: Case, folder: Path, outcome: Outcome) -> int:
     """The stage of the start that has completed."""
     struck_at = case.last_stage
     for number in range(len(case.strikes) + 2):
@@ -144,7 +144,7 @@ def _run_until_completed(case: Case, folder: Path, outcome: Outcome, *, plain: b
                 _damage_newest(folder)
         forget_processes(folder)
         out, before = folder / f"start-{number}", _temporary(folder)
-        code = starts.start(arguments, folder, out=out, plain=plain)
+        code = starts.start(arguments, folder, out=out)
         # A launcher that was killed could not remove its own.
         left = [*_in_shared_memory(folder), *(sorted(_temporary(folder) - before) if code >= 0 else ())]
         outcome.problems += [f"left by start {number}, in /dev/shm or $TMPDIR: {left}"] if left else []

@@ -1,16 +1,12 @@
 """Starting `launch.py` as a fork of a process that has imported torch: two seconds of CPU less for each.
 
-The code is the real one from its first line, in processes of their own; only the imports are there already. With
-`plain` nothing is: the commands are those of a user, and site/sitecustomize.py arms them.
+The code is the real one from its first line, in processes of their own; only the imports are there already.
 """
 
 import os
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -19,7 +15,6 @@ from tests.chaos.strike import FOLDER_VARIABLE
 from tests.zygote import server as zygote
 from zerotrain.testing.ranks import HANG_S
 
-SITE = Path(__file__).parent / "site"
 _CHILDREN_COME_HERE = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2): processes whose parent was killed become children of this one."""
 
@@ -32,16 +27,15 @@ def get_ready() -> None:
     ctypes.CDLL(None).prctl(_CHILDREN_COME_HERE, 1)
 
 
-def start(arguments: list[str], folder: Path, *, out: Path, plain: bool) -> int:
+def start(arguments: list[str], folder: Path, *, out: Path) -> int:
     """Run a command in a folder in which kills are planned; its exit code, -9 where it was killed.
 
     Raises:
         AssertionError: it hangs, or leaves a process behind.
     """
-    search = [str(SITE)] if plain else []
     environment = {
         **{name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ},
-        "PYTHONPATH": os.pathsep.join([*search, str(zygote.REPOSITORY)]),
+        "PYTHONPATH": str(zygote.REPOSITORY),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
@@ -56,7 +50,15 @@ def start(arguments: list[str], folder: Path, *, out: Path, plain: bool) -> int:
         "stderr": f"{out}.err",
         "tells_programs": False,
     }
-    process = _plain(request) if plain else _forked(request)
+    process = os.fork()
+    if process == 0:
+        try:
+            os.environ[FOLDER_VARIABLE] = str(folder)
+            os.environ.pop("RANK", None)
+            places.arm()
+            zygote.become(request)
+        finally:
+            os._exit(1)
     code = _ending(process)
     left = _left_after(0.0 if code is None else HANG_S)
     for each in left:
@@ -68,28 +70,6 @@ def start(arguments: list[str], folder: Path, *, out: Path, plain: bool) -> int:
     if left:
         raise AssertionError(f"left behind: {len(left)} processes")
     return code
-
-
-def _plain(request: dict[str, Any]) -> int:
-    with open(request["stdout"], "w") as out, open(request["stderr"], "w") as err:
-        command = [sys.executable, *request["arguments"]]
-        # Waited for by `_ending`.
-        return subprocess.Popen(
-            command, cwd=request["folder"], env=request["environment"], stdout=out, stderr=err, start_new_session=True
-        ).pid
-
-
-def _forked(request: dict[str, Any]) -> int:
-    process = os.fork()
-    if process == 0:
-        try:
-            os.environ[FOLDER_VARIABLE] = request["environment"][FOLDER_VARIABLE]
-            os.environ.pop("RANK", None)
-            places.arm()
-            zygote.become(request)
-        finally:
-            os._exit(1)
-    return process
 
 
 def _ending(process: int) -> int | None:

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.mutants.changes import Always, Argument, Change, Drop, Inner, Swap, Without
+from tests.mutants.changes import Always, Change, Drop, Swap
 from tests.mutants.fault import REPOSITORY, Fault
 from tests.mutants.faults import FAULTS, ROOMS
 
@@ -34,19 +34,9 @@ def test_every_fault_can_be_planted_and_names_tests_that_are_there() -> None:
     [
         (Drop("wait"), "self.a.wait(1)\nrest()", "rest()"),
         (Drop("a", nth=1), "self.a = 1\nself.a = 2", "self.a = 1"),
-        (Drop("lock"), "with lock():\n    rest()", "if True:\n    rest()"),
         (Drop("raise"), "if a:\n    raise ValueError(a)", "if a:\n    pass"),
         (Always(False), "if a:\n    rest()", "if False:\n    rest()"),
         (Always(True, "b"), "x = [c if b else d for a in e if a]", "x = [c if True else d for a in e if a]"),
-        (Without("b"), "x = a and self.b.c and d", "x = a and d"),
-        (Without("b"), "x = a + b * 2", None),  # of which of the two
-        (Without("b", nth=0), "x = a + b * 2", "x = a"),
-        (Inner("sorted"), "x = sorted(a, key=b)", "x = a"),
-        (Inner("clone"), "x = a.clone()", "x = a"),
-        (Argument("f", 1, "c"), "f(a, b)", "f(a, c)"),
-        (Argument("f", "b", "2"), "f(a, b=1)", "f(a, b=2)"),
-        (Argument("f", "b", None), "f(a, b=1)", "f(a)"),
-        (Argument("f", "b", None), "f(a)", None),
         (Swap("<=", "<"), "x = a <= b", "x = a < b"),
         (Swap("f(a, 1)", "0"), "x = f(\n    a,\n    1,\n)", "x = 0"),
         (Swap("a", "b"), "rest()", None),

@@ -55,14 +55,12 @@ def only(fitting: list[Place], nth: int | None, change: object) -> Place:
 def name_of(node: ast.AST) -> str:
     """The last name of a call, a target or a name: "wait" of `self._queue.wait(1)`."""
     match node:
-        case ast.Call(func=inner) | ast.Subscript(value=inner) | ast.Await(value=inner) | ast.Expr(value=inner):
+        case ast.Call(func=inner) | ast.Subscript(value=inner) | ast.Expr(value=inner):
             return name_of(inner)
         case ast.Assign(targets=[inner, *_]) | ast.AnnAssign(target=inner) | ast.AugAssign(target=inner):
             return name_of(inner)
-        case ast.Attribute(attr=name) | ast.Name(id=name) | ast.keyword(arg=str(name)):
+        case ast.Attribute(attr=name) | ast.Name(id=name):
             return name
-        case ast.Raise(exc=ast.AST() as inner) | ast.Return(value=ast.AST() as inner):
-            return name_of(inner)
     return ""
 
 
@@ -82,27 +80,17 @@ class Change:
 
 @dataclass(frozen=True)
 class Drop(Change):
-    """Takes a statement away: a call, an assignment or a raise, by the last name of what it calls, sets or raises.
-
-    "return", "if", "for", "while", "raise" and "continue" stand for all statements of that kind; a `with` is named by
-    what it enters, and its body stays.
-    """
+    """Takes a statement away: a call or an assignment, by the last name of what it calls or sets; "return", "if", "for"
+    and "raise" stand for all statements of that kind."""
 
     name: str
     nth: int | None = None
 
     def apply(self, function: Function) -> None:
-        place = only([place for place in places(function) if self._fits(place.node)], self.nth, self)
-        if isinstance(place.node, ast.With):
-            body: ast.stmt = ast.If(test=ast.Constant(True), body=place.node.body, orelse=[])
-            place.put(body)
-        else:
-            place.put(None)
+        only([place for place in places(function) if self._fits(place.node)], self.nth, self).put(None)
 
     def _fits(self, node: ast.AST) -> bool:
-        if isinstance(node, ast.With):
-            return any(name_of(item.context_expr) == self.name for item in node.items)
-        simple = ast.Expr | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Raise
+        simple = ast.Expr | ast.Assign | ast.AnnAssign | ast.AugAssign
         is_kind = isinstance(node, ast.stmt) and type(node).__name__.lower() == self.name
         return is_kind or (isinstance(node, simple) and name_of(node) == self.name)
 
@@ -128,76 +116,6 @@ class Always(Change):
 
 
 @dataclass(frozen=True)
-class Without(Change):
-    """An operand of `and`, `or` or an arithmetic operator is left out: the one that mentions a name."""
-
-    name: str
-    nth: int | None = None
-
-    def apply(self, function: Function) -> None:
-        pairs = [(whole, operand) for whole in places(function) for operand in _operands(whole.node)]
-        fitting = [whole for whole, operand in pairs if mentions(operand, self.name)]
-        whole = only(fitting, self.nth, self)
-        operands = _operands(whole.node)
-        rest = [operand for operand in operands if not mentions(operand, self.name)]
-        if len(rest) != len(operands) - 1:
-            raise ValueError(f"{self} fits several operands of one operator")
-        if isinstance(whole.node, ast.BoolOp) and len(rest) > 1:
-            whole.node.values = rest
-        else:
-            whole.put(rest[0])
-
-
-@dataclass(frozen=True)
-class Inner(Change):
-    """A call is left out, and what it is called on or with stays: `x` of `sorted(x)`, `x.clone()` or `not x`."""
-
-    name: str
-    nth: int | None = None
-
-    def apply(self, function: Function) -> None:
-        place = only([place for place in places(function) if self._fits(place.node)], self.nth, self)
-        match place.node:
-            case ast.UnaryOp(operand=inner):
-                place.put(inner)
-            case ast.Call(func=ast.Attribute(value=inner), args=[]):
-                place.put(inner)
-            case ast.Call(args=[inner, *_]):
-                place.put(inner)
-            case _:
-                raise ValueError(f"{self} leaves nothing")
-
-    def _fits(self, node: ast.AST) -> bool:
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return self.name == "not"
-        return isinstance(node, ast.Call) and name_of(node) == self.name
-
-
-@dataclass(frozen=True)
-class Argument(Change):
-    """An argument of a call becomes another, or goes: by its place, or by its name, under which it also comes."""
-
-    call: str
-    which: int | str
-    new: str | None
-    nth: int | None = None
-
-    def apply(self, function: Function) -> None:
-        calls = [place for place in places(function) if isinstance(place.node, ast.Call)]
-        node = only([place for place in calls if name_of(place.node) == self.call], self.nth, self).node
-        assert isinstance(node, ast.Call)
-        if isinstance(self.which, int):
-            if self.which >= len(node.args):
-                raise ValueError(f"{self} has no such argument")
-            node.args[self.which : self.which + 1] = [] if self.new is None else [parse(self.new)]
-            return
-        others = [keyword for keyword in node.keywords if keyword.arg != self.which]
-        if self.new is None and len(others) == len(node.keywords):
-            raise ValueError(f"{self} has no such argument")
-        node.keywords = others + ([] if self.new is None else [ast.keyword(self.which, parse(self.new))])
-
-
-@dataclass(frozen=True)
 class Swap(Change):
     """An expression, or an operator, becomes another, however it is laid out."""
 
@@ -213,18 +131,6 @@ class Swap(Change):
             shape = _shape(parse(self.old))
             fitting = [place for place in places(function) if _shape(place.node) == shape]
             only(fitting, self.nth, self).put(parse(self.new))
-
-
-@dataclass(frozen=True)
-class Both(Change):
-    """Two changes of one function."""
-
-    first: Change
-    second: Change
-
-    def apply(self, function: Function) -> None:
-        self.first.apply(function)
-        self.second.apply(function)
 
 
 def mentions(node: ast.AST, name: str) -> bool:
@@ -245,9 +151,3 @@ def _tests(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.If | ast.While | ast.IfExp):
         return [node.test]
     return node.ifs if isinstance(node, ast.comprehension) else []
-
-
-def _operands(node: ast.AST) -> list[ast.expr]:
-    if isinstance(node, ast.BoolOp):
-        return node.values
-    return [node.left, node.right] if isinstance(node, ast.BinOp) else []

@@ -89,10 +89,8 @@ def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
-    if "FUZZ_LOUD" not in os.environ:
-        os.dup2(nowhere, 2)
+    for descriptor in range(3):
+        os.dup2(nowhere, descriptor)
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, _too_long)
 
@@ -166,14 +164,7 @@ def _difference(found: Any, expected: Any) -> str:
     return f"{left[max(0, at - 60) : at + 60]} for {right[max(0, at - 60) : at + 60]}"
 
 
-WORDS_OF_PYTHON = (
-    "Error:",
-    "Traceback",
-    "object has no attribute",
-    "NoneType",
-    "unexpected keyword",
-    "list index",
-)
+WORDS_OF_PYTHON = ("Error:", "Traceback", "object has no attribute", "NoneType", "unexpected keyword", "list index")
 
 
 def _of_refusal(error: BaseException) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """Faults of data."""
 
-from tests.mutants.changes import Always, Argument, Drop, Swap, Without
+from tests.mutants.changes import Always, Drop, Swap
 from tests.mutants.fault import Fault
 
 FAULTS = {
@@ -12,7 +12,7 @@ FAULTS = {
     ),
     "tokens-behind-the-header": Fault(
         "TokenStore._fill",
-        Without("first_byte"),
+        Swap("self.shards[shard].first_byte", "0"),
         "a header is read as tokens",
         "unit/data/test_store.py::test_a_header_is_passed_over",
     ),
@@ -24,7 +24,7 @@ FAULTS = {
     ),
     "tokens-on-both-sides": Fault(
         "_split_by_chunk",
-        Without("arange"),
+        Swap("np.arange(2 * num_pairs)", "0"),
         "the last label of training is the first token of validation",
         "unit/data/test_windows.py::test_a_text_is_read_once_but_for_its_last_row_and_no_token_is_on_both_sides",
     ),
@@ -48,7 +48,7 @@ FAULTS = {
     ),
     "order-of-one-epoch-for-all": Fault(
         "rows_at",
-        Argument("_permute", 1, "keys[:, :1]"),
+        Swap("keys[:, of_position.flatten()]", "keys[:, :1]"),
         "behind the end of an epoch rows come in the order of the last one",
         "unit/data/test_batches.py::test_positions_go_through_one_epoch_after_another",
     ),
@@ -60,21 +60,9 @@ FAULTS = {
     ),
     "loader-begins-anew": Fault(
         "StepLoader.__init__",
-        Without("start"),
+        Swap("start + step * size", "step * size"),
         "a run that goes on reads the first rows again",
         "unit/data/test_loader.py::test_the_rows_are_those_of_the_sampler_from_its_position_on",
-    ),
-    "loader-error-before-its-place": Fault(
-        "ReadAhead.__next__",
-        Swap("not self._ready and self._error is not None", "self._error is not None"),
-        "a run ends steps before the row that cannot be read",
-        "unit/data/test_loader.py::test_each_way_to_read_gives_the_same_bits",
-    ),
-    "text-starts-of-finished-shards": Fault(
-        "StoreWriter.write",
-        Swap("self.tokens >= self._num_finished * SHARD_TOKENS", "True"),
-        "documents of a finished shard are there twice behind a kill",
-        "unit/data/test_prepare.py::test_what_was_ended_anywhere_goes_on_and_comes_to_the_same_bits",
     ),
     "text-shard-cut-short": Fault(
         "StoreWriter._finished_place",
@@ -84,15 +72,9 @@ FAULTS = {
     ),
     "text-file-read-again": Fault(
         "write_store",
-        Without("at_end"),
+        Swap("number + at_end", "number"),
         "killed just behind a file, preparing reads it again, and its tokens stand there twice",
         "unit/data/test_prepare.py::test_killed_behind_any_piece_it_repeats_the_unfinished_shard_alone",
-    ),
-    "tokens-beyond-the-vocabulary": Fault(
-        "TokenWindows.rows",
-        Swap("read.max(initial=0) >= self.vocab_size", "False"),
-        "a token that the model does not know ends a run in its embedding, without a file or a row",
-        "unit/data/test_datasets.py::test_a_token_beyond_the_vocabulary_is_refused_with_its_place_when_it_is_read",
     ),
     "feeds-store-of-other-settings": Fault(
         "misfit",

@@ -1,6 +1,6 @@
 """Faults of the engine's state, checkpoints and offloading."""
 
-from tests.mutants.changes import Always, Argument, Drop, Inner, Swap, Without
+from tests.mutants.changes import Always, Drop, Swap
 from tests.mutants.fault import Fault
 
 FAULTS = {
@@ -12,7 +12,7 @@ FAULTS = {
     ),
     "moved-to-the-old-place": Fault(
         "OtherBuckets._joined",
-        Argument("copy_", 0, "slot_view(values, slot)"),
+        Swap("slot_view(values, old_slot)", "slot_view(values, slot)"),
         "momentum is taken from where a parameter will lie, not from where it lay",
         "unit/engine/state/test_from_buckets.py::test_what_stays_keeps_its_momentum_and_its_count_and_what_comes_back_begins_anew",
     ),
@@ -24,7 +24,7 @@ FAULTS = {
     ),
     "cut-over-the-world": Fault(
         "Builder.schedule",
-        Argument("layout", 0, "self._collectives.world.size"),
+        Swap("spec.layout(self._collectives.shards.size)", "spec.layout(self._collectives.world.size)"),
         "where not all ranks share the shards, buckets are cut for too many",
         "unit/engine/test_build.py::test_a_layout_is_cut_over_the_ranks_that_share_the_shards_not_over_the_world",
     ),
@@ -138,7 +138,7 @@ FAULTS = {
     ),
     "checkpoint-buffers-not-copied": Fault(
         "_file",
-        Inner("clone"),
+        Swap("values.detach().reshape(-1).clone()", "values.detach().reshape(-1)"),
         "a batch norm's statistics are of a later step than the weights",
         "unit/checkpoint/test_beside_training.py::test_training_beside_a_save_comes_to_the_same_bits_and_the_state_at_its_begin_is_saved",
     ),
@@ -180,7 +180,7 @@ FAULTS = {
     ),
     "saved-before-it-was-written": Fault(
         "SavedTensors.store",
-        Without("_version"),
+        Swap("stored.version == tensor._version", "True"),
         "a backward uses what a memory held before the forward wrote into it",
         "unit/engine/test_offload_activations.py::test_a_memory_that_was_written_to_is_saved_anew",
     ),

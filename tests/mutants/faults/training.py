@@ -1,18 +1,12 @@
 """Faults of training, planning and replay."""
 
-from tests.mutants.changes import Always, Argument, Swap, Without
+from tests.mutants.changes import Swap
 from tests.mutants.fault import Fault
 
 FAULTS = {
-    "lengths-schedule-ends-late": Fault(
-        "_rise_and_fall",
-        Swap("max_steps - 1 - begin", "max_steps - begin"),
-        "the last step of a run is above the final learning rate",
-        "unit/training/test_schedule.py::test_the_cosine_falls_from_one_to_the_final_fraction_in_the_last_step",
-    ),
     "feeds-next-schedule-of-all-steps": Fault(
         "Trainer._train",
-        Without("result"),
+        Swap("step - self.result.skipped_steps", "step"),
         "a skipped step counts as an update to the schedule",
         "unit/training/test_trainer.py::test_a_skipped_step_is_a_step_of_the_run_but_not_of_the_schedule",
     ),
@@ -21,18 +15,6 @@ FAULTS = {
         Swap("self.sampler.num_virtual_ranks", "self.sampler.num_ranks"),
         "with virtual ranks the gradient of uneven labels is too small",
         "unit/training/test_feed.py::test_uneven_micro_batches_weigh_by_their_labels_whatever_virtual_rank_runs_them",
-    ),
-    "feeds-lines-of-the-next-step": Fault(
-        "keep_lines",
-        Swap("until", "until + 1"),
-        "metrics.jsonl has the step behind a checkpoint twice",
-        "unit/training/test_result.py::test_lines_of_later_steps_and_one_that_was_cut_off_do_not_stay",
-    ),
-    "metrics-ignored-labels-count": Fault(
-        "predictions",
-        Swap("(outputs[places], labels[places])", "(outputs, labels)"),
-        "padding counts as wrong predictions",
-        "distributed/test_metrics.py::test_metrics_are_those_of_one_process_to_the_last_digit",
     ),
     "padded-tokens-are-likely": Fault(
         "with_whole_multiple",
@@ -52,34 +34,10 @@ FAULTS = {
         "a run goes on from its oldest checkpoint, and sets the newer ones aside",
         "unit/launching/test_resuming.py::test_the_newest_is_tried_first",
     ),
-    "plan-always-fits": Fault(
-        "task._plan",
-        Always(True, "fits"),
-        "a script takes a run that does not fit for one that does",
-        "unit/launching/test_task.py::test_a_run_that_does_not_fit_is_an_exit_code_of_its_own",
-    ),
-    "auto-takes-what-does-not-fit": Fault(
-        "Choice.write",
-        Always(True, "fits"),
-        "a rerun takes a stage that did not fit",
-        "unit/preflight/test_choice.py::test_what_does_not_fit_is_chosen_for_no_run",
-    ),
     "room-for-one-rank": Fault(
         "Room.of_machine",
-        Without("num_local"),
+        Swap("available_nbytes() / num_local", "available_nbytes()"),
         "each rank of a machine is given all of its memory",
         "unit/preflight/test_room.py::test_the_ranks_of_a_machine_share_its_memory",
-    ),
-    "replay-counts-tokens-from-the-first-document": Fault(
-        "TokenStore.origin",
-        Without("number"),
-        "a row is told at a place of its file at which it is not",
-        "unit/data/test_datasets.py::test_a_token_is_told_by_the_file_that_it_was_read_from_and_its_place_there",
-    ),
-    "worst-is-the-largest-gradient": Fault(
-        "Record.worst",
-        Argument("max", "key", "lambda step: float(norms[step] or 0.0)"),
-        "--worst is a step at the beginning, where gradients are large, in place of the spike",
-        "unit/replay/test_record.py::test_the_largest_spike_comes_before_the_large_gradients_of_the_beginning",
     ),
 }

@@ -69,6 +69,10 @@ def assert_average(engine: zerotrain.ZeroEngine, plain: Plain) -> None:
         assert_equal(found, plain.average)
 
 
+@pytest.mark.case(
+    "checkpoints", "the stage changes after each step, from each to each other", "the same bits",
+    under="`engine.keep_average()`, `with engine.averaged():`",
+)  # fmt: skip
 @pytest.mark.parametrize(("kind", "size"), [("Muon and AdamW, bf16", 3), ("fp16, a step skipped", 2)])
 @on_ranks()
 def test_the_stage_changes_in_mid_run_and_its_bits_do_not(world, kind, size):
