@@ -87,7 +87,7 @@ def test_the_user_reads_the_cause_and_the_path_of_the_log_and_of_a_config_proble
     assert error.problems == ("a: wrong", "b: wrong")
 
 
-def leave_state(ranks_dir: Path, rank: int, **said: object) -> None:
+def leave_state(ranks_dir: Path, rank: int, /, **said: object) -> None:
     """What a rank that is gone has left."""
     said = asdict(RankState(rank, "training")) | said
     (ranks_dir / f"{rank}.state").write_text(f"{0:<16}" + json.dumps(said))

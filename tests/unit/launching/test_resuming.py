@@ -195,7 +195,6 @@ DAMAGED = {
     "another's": '{"answer": 42}',
     "another status": '{"status": "done", "world_size": 1, "steps": 3, "overrides": []}',
     "a text of steps": '{"status": "completed", "world_size": 1, "steps": "3", "overrides": []}',
-    "a list as loss": '{"status": "completed", "world_size": 1, "steps": 3, "overrides": [], "final_val_loss": [1]}',
     "deep": "[" * 5000,
     "no text": b"\xff\xfe",
 }
