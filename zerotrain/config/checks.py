@@ -9,6 +9,7 @@ import pkgutil
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from omegaconf import DictConfig
@@ -143,20 +144,21 @@ def without_arguments(group: str) -> str:
 
 def makes_callables(path: Any) -> bool:
     """Whether `path` names a class with callable objects: they take what comes later, without `_partial_`."""
-    try:
-        target = pkgutil.resolve_name(path)
-    except (Exception, SystemExit):  # `target_problems` says why
-        return False
+    target = _named_by(path)
     return isinstance(target, type) and any("__call__" in vars(base) for base in target.__mro__)
 
 
 def makes(path: Any, kind: type) -> bool:
     """Whether `path` names a class of a kind. True where there is no such class: `target_problems` says so."""
-    try:
-        target = pkgutil.resolve_name(path)
-    except (Exception, SystemExit):
-        return True
-    return isinstance(target, type) and issubclass(target, kind)
+    target = _named_by(path)
+    return target is None or (isinstance(target, type) and issubclass(target, kind))
+
+
+def _named_by(path: Any) -> Any:
+    """The object of an import path; None where there is none: `target_problems` says why."""
+    with suppress(Exception, SystemExit):
+        return pkgutil.resolve_name(path)
+    return None
 
 
 def takes(path: Any, argument: str) -> bool:

@@ -1,7 +1,6 @@
 """Hydra's complaints about a command line, in one line each."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,11 +46,8 @@ def with_place(problem: str, choices: Mapping[str, Any], folders: Sequence[Path]
     if any(key == name or ("." in name and key.startswith(f"{name}.")) for name in names):
         return problem
     paths = (find_yaml(f"{group}/{choice}", folders) for group, choice in choices.items() if choice is not None)
+    files = [(path, path.read_text(encoding="utf-8").lstrip()) for path in paths if path is not None]
     # An experiment counts more than the group it changes.
-    files = []
-    for path in filter(None, paths):
-        with suppress(OSError, UnicodeError):  # it has changed since Hydra read it
-            files.append((path, path.read_text(encoding="utf-8").lstrip()))
     files.sort(key=lambda file: not file[1].startswith("# @package _global_"))
     places = (place_of(key, path) for path, _ in files)
     place = next((place for place in places if place is not None), None)

@@ -120,12 +120,6 @@ class Failure:
             time_s = self.time_s + clock_error(Path(file.name))
             file.write(json.dumps(asdict(replace(self, time_s=time_s))).encode())
 
-    @classmethod
-    def read(cls, path: Path) -> "Failure":
-        """Read what `write` has left."""
-        failure: Failure = read_json(path, cls, max_nbytes=_MAX_NBYTES)
-        return failure
-
     def describe(self, ranks_dir: Path) -> str:
         """Two lines for the user: the cause and the rank's log."""
         return printable(
@@ -149,10 +143,10 @@ def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_us
         by_user: whether the user is known to have stopped them. A rank that ends in order and is gone before has
             failed all the same.
     """
-    failures = []
+    failures = list[Failure]()
     for path in ranks_dir.glob("*.error.json"):
         with suppress(OSError, ValueError):  # a file of somebody else
-            failures.append(Failure.read(path))
+            failures.append(read_json(path, Failure, max_nbytes=_MAX_NBYTES))
     states = read_states(ranks_dir)
     failures += [Failure(state.rank, state.failed, time_s=time.time()) for state, _ in states if state.failed]
     spoke = {failure.rank for failure in failures}

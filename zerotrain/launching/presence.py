@@ -170,7 +170,8 @@ def read_states(ranks_dir: Path) -> list[tuple[RankState, bool]]:
         try:
             with open(path, opener=only_regular) as file:
                 step, state = int(file.read(_STEP_NUM_BYTES)), parse_json(file.read(_NUM_BYTES), RankState)
-                states.append((replace(state, step=step), _is_locked(file.fileno())))
+                # A shared lock is tried: two processes that look at once do not see each other.
+                states.append((replace(state, step=step), not can_lock(file.fileno(), shared=True)))
         except (OSError, ValueError):  # its work is done, or it is about to write
             continue
     return states
@@ -184,11 +185,6 @@ def clock_error(path: Path) -> float:
     """
     error_s = path.stat().st_mtime - time.time()
     return error_s if abs(error_s) > _AGREED_S else 0.0
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Whether a process holds the lock. The try is a shared one: two at once do not see each other."""
-    return not can_lock(descriptor, shared=True)
 
 
 def continue_stopped(ranks_dir: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,11 @@ def settings_of(read: ReadConfig, run_dir: Path, ranks: RankEnvironment | None) 
     """The config, and a line for each impossible value, and for each obstacle in the run's folder."""
     if read.config is None:
         raise read.error or AssertionError
-    config, problems = read.config, [_locate(problem) for problem in read.problems]
+    hydra, config = HydraConfig.get(), read.config
+    folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
+    groups = {group: name for group, name in hydra.runtime.choices.items() if not group.startswith("hydra/")}
+    of_yamls = partial(explain.with_place, choices=dict(reversed(groups.items())), folders=folders)
+    problems = [of_yamls(problem, overrides=given_settings(hydra)) for problem in read.problems]
     resuming.set_code_when_stopped(config)
     started = all_ranks(config, ranks)
     device, why = device_for(config.launch.device, started.num_local, num_gpus_for(started.num_local))
@@ -170,13 +175,6 @@ def require_sound(
     if problems:
         raise ConfigError(*problems)
     return data_checked, [str(path) for path in to_try]
-
-
-def _locate(problem: str) -> str:
-    hydra = HydraConfig.get()
-    folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
-    choices = {group: name for group, name in hydra.runtime.choices.items() if not group.startswith("hydra/")}
-    return explain.with_place(problem, dict(reversed(choices.items())), folders, given_settings(hydra))
 
 
 # `plan.only=true`: a plan in place of a run; and values for `auto`, chosen from plans before the run.

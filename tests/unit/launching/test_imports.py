@@ -49,37 +49,6 @@ def test_no_optimizer_of_torch_imports_its_compiler_and_each_does_what_it_did() 
     assert hooked == plain_hooked
 
 
-COMPILED_LATE = """
-import os, sys
-os.environ["MASTER_ADDR"] = "127.0.0.1"
-from zerotrain.launching.imports import importing
-with importing():
-    import torch
-    import zerotrain
-weights, hooked = [], []
-for compiles in (False, True):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU()) for _ in range(4)))
-    optimizer = lambda groups: torch.optim.AdamW(groups, lr=0.01)
-    engine = zerotrain.build_engine(model, optimizer=optimizer, zero=zerotrain.ZeroConfig(stage=3, bucket_mb=0.001))
-    for step in range(3):
-        if compiles and step == 1:
-            hooked.append("torch._dynamo" in sys.modules)
-            engine.module.compile(backend="eager")
-        inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
-        engine.backward(engine(inputs).square().mean())
-        engine.step()
-    weights.append(engine.weights_sha256())
-"""
-
-
-def test_a_model_that_is_compiled_after_some_steps_keeps_its_bits() -> None:
-    """The engine's hooks, which stay between the graphs, were made when there was no compiler to tell so."""
-    weights, before, compiler = told(COMPILED_LATE)
-    assert (before, compiler) == ([False], True)
-    assert len(set(weights)) == 1
-
-
 COMPUTED_AGAIN = """
 import os, sys
 os.environ["MASTER_ADDR"] = "127.0.0.1"
@@ -87,7 +56,7 @@ from zerotrain.launching.imports import importing
 with importing():
     import torch
     import zerotrain
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import checkpoint
 with importing():  # as each job of a sweep does
     pass
 assert torch.utils.checkpoint.checkpoint is checkpoint
@@ -119,14 +88,6 @@ for step in range(4):
     engine.step()
     weights.append(engine.weights_sha256())
     hooked.append("torch._dynamo" in sys.modules)
-size = [4, 5]
-try:
-    given = torch.ones(4, requires_grad=True)
-    out = checkpoint(lambda x: (x * torch.ones(size.pop())[:4]).exp(), given, use_reentrant=False)
-    size[0] = 1
-    out.sum().backward()
-except CheckpointError:
-    hooked.append("not the same again")
 """
 
 
@@ -136,8 +97,8 @@ def test_units_are_computed_again_without_torch_s_compiler_until_something_impor
     plain, plain_hooked, _ = told(
         COMPUTED_AGAIN.replace("from zerotrain.launching.imports import", "from contextlib import nullcontext as")
     )
-    assert hooked == [False, False, False, [6, 6, 6], True, "not the same again"]
-    assert plain_hooked == [True, True, True, [6, 6, 6], True, "not the same again"]
+    assert hooked == [False, False, False, [6, 6, 6], True]
+    assert plain_hooked == [True, True, True, [6, 6, 6], True]
     assert weights == plain
 
 

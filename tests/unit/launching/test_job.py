@@ -132,15 +132,16 @@ def test_cores_are_shared_out_among_ranks_and_a_number_that_was_set_is_kept():
     assert num_threads_per_rank(Config(launch=LaunchConfig(threads_per_rank=3)), num_local_ranks=2) == 3
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.write_text('{"status": 1}')])
-def test_an_ending_is_told_whatever_lies_in_the_place_of_the_result(job: Job, make):
-    job.open_folder()
-    path = job.run_dir / "result.json"
-    make(path)
-    if path.is_dir():
-        with pytest.raises(IsADirectoryError):
-            write_ending(job, 2, status="failed", error="rank 0 was killed")
-    else:
-        write_ending(job, 2, status="failed", error="rank 0 was killed")
-        assert json.loads(path.read_text())["error"] == "rank 0 was killed"
-    assert [each.name for each in job.run_dir.glob("*.tmp")] == []
+@pytest.mark.parametrize(
+    "change",
+    [{"run_dir": 3}, {"overrides": "x"}, {"config": None}, {"config": {"zero": 3}}, {"restarts": -1}, {"stage": "1"}],
+)
+def test_a_damaged_job_is_one_line(change: dict, tmp_path: Path) -> None:
+    said = Job(config=Config(), run_dir=tmp_path, overrides=[]).to_json()
+    assert Job.from_json(said).run_dir == tmp_path
+    for text in (json.dumps(json.loads(said) | change), said[:-1], "[" * 9999, b"\xff"):
+        with pytest.raises(
+            ConfigError, match="the description of the job, as this rank received it, is damaged"
+        ) as caught:
+            Job.from_json(text)
+        assert str(caught.value).isprintable()

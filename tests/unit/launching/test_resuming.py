@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from zerotrain.checkpoint.manifest import MANIFEST
 from zerotrain.comm.environment import RankEnvironment
-from zerotrain.config.compose import config_hash, register_schema, save_config, slurm_job
+from zerotrain.config.compose import config_hash, register_schema, save_config
 from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, TrainConfig
 from zerotrain.errors import ConfigError
 from zerotrain.launching import resuming
@@ -28,7 +28,6 @@ from zerotrain.launching.resuming import (
     folder_problems,
     go_on_if_queued_again,
     going_on,
-    newest_step,
     options_in,
     queue_again,
     set_code_when_stopped,
@@ -194,11 +193,8 @@ DAMAGED = {
     "empty": "",
     "cut": '{"status": "compl',
     "another's": '{"answer": 42}',
-    "a list": "[]",
     "another status": '{"status": "done", "world_size": 1, "steps": 3, "overrides": []}',
     "a text of steps": '{"status": "completed", "world_size": 1, "steps": "3", "overrides": []}',
-    "overrides of numbers": '{"status": "completed", "world_size": 1, "steps": 3, "overrides": [3]}',
-    "a list as loss": '{"status": "completed", "world_size": 1, "steps": 3, "overrides": [], "final_val_loss": [1]}',
     "deep": "[" * 5000,
     "no text": b"\xff\xfe",
 }
@@ -333,9 +329,7 @@ IN_VAIN = "  gave up: the last 2 restarts wrote no newer checkpoint"
         (4, None, [None, 10, None, 30], "  given up: launch.max_restarts=4"),
     ],
 )
-def test_restarts_end_at_their_number_and_without_progress(
-    attempts, tmp_path: Path, allowed: int, saved_before: int | None, saved: list[int | None], says: str
-):
+def test_restarts_end_at_their_number_and_without_progress(attempts, tmp_path, allowed, saved_before, saved, says):
     """The steps saved are those of each restart."""
     if saved_before is not None:
         checkpoint(tmp_path, saved_before)
@@ -348,24 +342,6 @@ def test_restarts_end_at_their_number_and_without_progress(
         tried.begin_next(FAILED)
     lines = str(raised.value).splitlines()
     assert (lines[:2], lines[-1], tried.job.restarts) == ([CAUSE, LOG], says, len(saved))
-
-
-def test_a_run_without_its_folder_is_not_started_again(attempts, tmp_path: Path):
-    tried = attempts(3)
-    tried.job.ranks_dir.rmdir()
-    with pytest.raises(RunError) as raised:
-        tried.begin_next(FAILED)
-    assert raised.value is FAILED
-
-
-def test_what_is_whole_counts_by_the_number_of_its_step(tmp_path: Path):
-    assert newest_step(tmp_path) is None
-    for step in (900, 100000000, 1000):
-        checkpoint(tmp_path, step)
-    (tmp_path / "checkpoints/step-200000000").mkdir()  # without a manifest: it was being written
-    (tmp_path / "checkpoints/mine").mkdir()
-    (tmp_path / "checkpoints/mine/manifest.json").touch()
-    assert newest_step(tmp_path) == 100000000
 
 
 def test_a_restart_resumes_from_its_own_folder_once_something_is_saved_there(tmp_path: Path):
@@ -450,31 +426,18 @@ def test_a_checkpoint_beyond_the_last_step_is_refused_where_that_is_known():
     assert resuming.take_from(Saved(5, 1), config, 1, 1) == []
 
 
+OF_MODULE = ["python -m zerotrain", "--config-dir", "my conf", "-m"]
+GOES_ON = "hydra.run.dir=out a=1 train.max_steps=8 checkpoint.resume=auto"
+
+
 @pytest.mark.parametrize(
     ("argv", "ranks", "command"),
     [
-        (["launch.py"], None, "python launch.py hydra.run.dir=out a=1 train.max_steps=8 checkpoint.resume=auto"),
-        (
-            ["python -m zerotrain", "--config-dir", "my conf", "-m"],
-            (2, 2),
-            "torchrun --nproc-per-node 2 -m zerotrain hydra.run.dir=out a=1 train.max_steps=8 checkpoint.resume=auto "
-            "--config-dir 'my conf'",
-        ),
-        (
-            ["launch.py"],
-            (2, 4),
-            "torchrun ... launch.py hydra.run.dir=out a=1 train.max_steps=8 checkpoint.resume=auto",
-        ),
-        (
-            ["launch.py"],
-            (2, 2, "srun"),
-            "srun --ntasks 2 python launch.py hydra.run.dir=out a=1 train.max_steps=8 checkpoint.resume=auto",
-        ),
-        (
-            ["launch.py"],
-            (2, 4, "srun"),
-            "srun ... python launch.py hydra.run.dir=out a=1 train.max_steps=8 checkpoint.resume=auto",
-        ),
+        (["launch.py"], None, f"python launch.py {GOES_ON}"),
+        (OF_MODULE, (2, 2), f"torchrun --nproc-per-node 2 -m zerotrain {GOES_ON} --config-dir 'my conf'"),
+        (["launch.py"], (2, 4), f"torchrun ... launch.py {GOES_ON}"),
+        (["launch.py"], (2, 2, "srun"), f"srun --ntasks 2 python launch.py {GOES_ON}"),
+        (["launch.py"], (2, 4, "srun"), f"srun ... python launch.py {GOES_ON}"),
     ],
 )
 def test_the_command_to_go_on_is_that_of_the_run_and_says_where(monkeypatch, argv, ranks, command):
@@ -485,22 +448,22 @@ def test_the_command_to_go_on_is_that_of_the_run_and_says_where(monkeypatch, arg
     assert resuming.command_to_go_on(overrides, Path("out"), started, "train.max_steps=8") == command
 
 
+JOB, BATCH = {"SLURM_JOB_ID": "12"}, {"ENVIRONMENT": "BATCH"}
+ARRAY = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
+
+
 @pytest.mark.parametrize(
     ("environment", "more", "begins"),
     [
-        ({"SLURM_JOB_ID": "12", "ENVIRONMENT": "BATCH"}, [], "scontrol requeue 12; when "),
-        (
-            {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "3", "ENVIRONMENT": "BATCH"},
-            [],
-            "scontrol requeue 11_3; when ",
-        ),
-        ({"SLURM_JOB_ID": "12", "ENVIRONMENT": "BATCH"}, ["train.max_steps=8"], "srun --ntasks 2 python "),
-        ({"SLURM_JOB_ID": "12"}, [], "srun --ntasks 2 python "),
-        ({"ENVIRONMENT": "BATCH"}, [], "srun --ntasks 2 python "),
+        (JOB | BATCH, [], "scontrol requeue 12; when "),
+        (ARRAY | BATCH, [], "scontrol requeue 12_3; when "),
+        (JOB | BATCH, ["train.max_steps=8"], "srun --ntasks 2 python "),
+        (JOB, [], "srun --ntasks 2 python "),
+        (BATCH, [], "srun --ntasks 2 python "),
     ],
 )
 def test_a_stopped_job_of_sbatch_goes_on_by_its_own_script(monkeypatch, environment, more, begins):
-    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "ENVIRONMENT"):
+    for name in ARRAY | BATCH:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -512,10 +475,6 @@ def test_a_stopped_job_of_sbatch_goes_on_by_its_own_script(monkeypatch, environm
 
 
 # What a run does in a job of a scheduler: its exit code, where it goes on, and how it is queued again.
-
-
-JOB = {"SLURM_JOB_ID": "12"}
-ARRAY = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
 
 
 @pytest.mark.parametrize(
@@ -554,30 +513,23 @@ def test_only_a_signal_asks_others_to_try_again(by: str, given: int | None, code
 
 
 @pytest.mark.parametrize(
-    ("environment", "job"),
+    ("environment", "folder"),
     [
-        ({}, None),
-        (JOB, "12"),
-        (ARRAY, "12_3"),
-        ({"SLURM_JOB_ID": "../../etc"}, None),
-        ({"SLURM_JOB_ID": "١٢"}, None),
-        ({**ARRAY, "SLURM_ARRAY_TASK_ID": "3/.."}, None),
+        ({}, "10-00/x"),
+        (JOB, "slurm-12"),
+        (ARRAY, "slurm-12_3"),
+        ({"SLURM_JOB_ID": "../../etc"}, "10-00/x"),
+        ({"SLURM_JOB_ID": "١٢"}, "10-00/x"),
+        ({**ARRAY, "SLURM_ARRAY_TASK_ID": "3/.."}, "10-00/x"),
     ],
 )
-def test_a_job_has_the_name_that_scontrol_knows(environment: dict[str, str], job: str | None):
-    assert slurm_job(environment) == job
-
-
-def test_a_folder_is_named_by_the_job_and_else_by_the_time(monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_is_named_by_the_job_as_scontrol_knows_it_and_else_by_the_time(monkeypatch, environment, folder: str):
     register_schema()
-    names = {}
-    for name, environment in (("alone", {}), ("job", JOB), ("array", ARRAY)):
-        for each in ARRAY:
-            monkeypatch.delenv(each, raising=False)
-        for each, value in environment.items():
-            monkeypatch.setenv(each, value)
-        names[name] = OmegaConf.create({"dir": "outputs/${slurm_job:${time}/x}", "time": "10-00"}).dir
-    assert names == {"alone": "outputs/10-00/x", "job": "outputs/slurm-12", "array": "outputs/slurm-12_3"}
+    for each in ARRAY:
+        monkeypatch.delenv(each, raising=False)
+    for each, value in environment.items():
+        monkeypatch.setenv(each, value)
+    assert OmegaConf.create({"dir": "outputs/${slurm_job:${time}/x}", "time": "10-00"}).dir == f"outputs/{folder}"
 
 
 @pytest.mark.parametrize(
@@ -593,9 +545,7 @@ def test_a_folder_is_named_by_the_job_and_else_by_the_time(monkeypatch: pytest.M
         ("1", "auto", True, ("auto", False)),
     ],
 )
-def test_a_job_that_is_queued_again_goes_on_in_its_folder_and_erases_nothing(
-    tmp_path: Path, restarts: str | None, resume: str | None, saved: bool, after: tuple[str | None, bool]
-):
+def test_a_job_that_is_queued_again_goes_on_in_its_folder_and_erases_nothing(tmp_path, restarts, resume, saved, after):
     config = Config()
     config.checkpoint.resume, config.launch.overwrite = resume, True
     if saved:
@@ -638,10 +588,7 @@ def test_a_job_that_a_signal_ahead_of_its_end_has_stopped_is_queued_again(scontr
 @pytest.mark.parametrize(
     ("shown", "again"),
     [
-        (
-            "JobId=12 JobState=RUNNING Reason=None\n PreemptEligibleTime=2026 PreemptTime=2026-11-24",
-            True,
-        ),
+        ("JobId=12 JobState=RUNNING Reason=None\n PreemptEligibleTime=2026 PreemptTime=2026-11-24", True),
         ("JobId=12 JobState=RUNNING Reason=None PreemptEligibleTime=2026 PreemptTime=None", False),
         ("JobId=12 JobState=COMPLETING Reason=None PreemptTime=2026-11-24", False),
         ("JobId=12 JobState=COMPLETING Reason=TimeLimit PreemptTime=None", True),
@@ -654,9 +601,9 @@ def test_a_job_that_sigterm_has_come_to_is_where_slurm_has_a_reason_and_will_not
     assert (scontrol / "asked").exists() == again
 
 
-@pytest.mark.parametrize("by", ["SIGINT", "control.yaml"])
-def test_a_job_that_was_stopped_by_hand_is_not(scontrol, by: str):
-    assert queue_again(asking(), by, JOB) is None
+def test_a_job_that_was_stopped_by_hand_is_not(scontrol):
+    for by in ("SIGINT", "control.yaml"):
+        assert queue_again(asking(), by, JOB) is None
     assert queue_again(Config(), "SIGUSR1", JOB) is None
     assert not (scontrol / "asked").exists()
 
@@ -678,17 +625,12 @@ def test_why_a_job_is_not_queued_again_is_a_sentence(scontrol, monkeypatch: pyte
 PYTHON, PROGRAM = "/usr/bin/python", "launch.py"
 
 
-@pytest.mark.parametrize(
-    "start", [[PYTHON, "/usr/bin/torchrun"], [PYTHON, "-m", "torch.distributed.run"], ["torchrun"]], ids=" ".join
-)
-def test_the_options_stand_between_torchrun_and_the_program(start: list[str]) -> None:
+def test_the_options_stand_between_torchrun_and_the_program_and_another_command_has_none() -> None:
     options = ["--nnodes", "2", "--rdzv-endpoint=n0:29500"]
-    assert options_in([*start, *options, PROGRAM, "zero.stage=3", PROGRAM], PROGRAM) == options
-
-
-@pytest.mark.parametrize("command", [[], [PYTHON, PROGRAM], ["torchrun", "-m", "mine"], [PROGRAM, "torchrun"]])
-def test_another_command_has_none(command: list[str]) -> None:
-    assert options_in(command, PROGRAM) is None
+    for start in ([PYTHON, "/usr/bin/torchrun"], [PYTHON, "-m", "torch.distributed.run"], ["torchrun"]):
+        assert options_in([*start, *options, PROGRAM, "zero.stage=3", PROGRAM], PROGRAM) == options
+    for command in ([], [PYTHON, PROGRAM], ["torchrun", "-m", "mine"], [PROGRAM, "torchrun"]):
+        assert options_in(command, PROGRAM) is None
 
 
 @pytest.mark.parametrize(

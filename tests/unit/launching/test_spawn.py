@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -48,9 +46,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     return told
 
 
-def test_a_forked_rank_has_what_a_new_python_has_and_draws_numbers_of_its_own(
-    facts: dict[str, list[dict[str, Any]]],
-) -> None:
+def test_a_forked_rank_has_what_a_new_python_has_and_draws_numbers_of_its_own(facts):
     """A thread forbids the fork: the ranks are new Pythons then."""
     assert {each["program"] for each in facts["forked"]} == {str(commands.REPOSITORY / "launch.py")}
     assert {each["program"] for each in facts["new"]} == {"-m"}
@@ -102,71 +98,11 @@ def test_a_launcher_that_is_killed_takes_the_fork_server_and_the_ranks_along(tmp
     assert command.wait_until_gone() == []
 
 
-WITHOUT_ROOM = """
-import os, resource, sys
-from zerotrain.launching.imports import importing
-with importing():
-    from zerotrain.launching.spawn import fork_server, open_fork_server
-os.chdir("/")
-os.setuid(int(sys.argv[1]))
-resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))  # this process, and the server
-open_fork_server()
-server = fork_server()
-for attempt in range(2):
-    try:
-        server.start("job.json", dict(os.environ))
-    except OSError as error:
-        print(error.strerror)
-print(server.is_gone)
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes the name of another user")
-def test_where_no_process_is_to_be_had_the_start_says_so_and_the_server_stays(tmp_path: Path, zygote: Zygote) -> None:
-    (tmp_path / "without_room.py").write_text(WITHOUT_ROOM)
-    done = zygote.run_python(["without_room.py", str(60_000 + os.getpid() % 5_000)], tmp_path)
-    assert done.out.splitlines() == ["Resource temporarily unavailable"] * 2 + ["False"], done.err
-
-
 # The folder that ranks meet in goes with the process that made it.
-
-
-MADE = (
-    "import sys, tempfile; from pathlib import Path; from zerotrain.launching.spawn import ranks_folder\n"
-    "with ranks_folder() as folder:\n"
-    "    (Path(folder) / 'job.json').touch(); print(folder, flush=True); sys.stdin.read()\n"
-)
 
 
 def test_it_is_there_for_its_owner_alone_and_gone_behind() -> None:
     with ranks_folder() as folder:
         assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
         (Path(folder) / "job.json").touch()
-    assert not Path(folder).exists()
-
-
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-def test_it_goes_with_a_process_that_was_killed(tmp_path: Path, signum: signal.Signals) -> None:
-    command = [sys.executable, "-c", MADE]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
-    ) as process:
-        assert process.stdout is not None
-        folder = Path(process.stdout.readline().strip())
-        assert folder.parent == tmp_path
-        process.send_signal(signum)
-        process.wait()
-    deadline = time.monotonic() + 20
-    while folder.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_without_a_process_to_be_had_it_goes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(*arguments: object, **options: object) -> None:
-        raise BlockingIOError("Resource temporarily unavailable")
-
-    monkeypatch.setattr(subprocess, "Popen", none_left)
-    with ranks_folder() as folder:
-        pass
     assert not Path(folder).exists()

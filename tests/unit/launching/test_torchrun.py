@@ -1,13 +1,10 @@
 """What ranks that torchrun has started tell each other, and how one ends if its job does not complete."""
 
-import json
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +14,6 @@ from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import Config
 from zerotrain.errors import CommError, ConfigError
 from zerotrain.launching import exits, torchrun
-from zerotrain.launching.failures import Failure
 from zerotrain.launching.job import Job
 from zerotrain.launching.resuming import with_run_dir
 from zerotrain.launching.torchrun import JobExchange, prepare_everywhere
@@ -48,6 +44,11 @@ def everywhere(folder: Path, prepare: Callable[[int], object], timeout_s: float 
     return came
 
 
+@pytest.mark.case(
+    "data: Text",
+    "machines without a common folder",
+    "each prepares before the ranks meet, as long as it takes; a machine that cannot is named on all ranks",
+)
 def test_one_rank_of_each_other_machine_prepares_and_all_wait_for_longer_than_a_collective_may(
     tmp_path, monkeypatch, capfd
 ):
@@ -90,82 +91,6 @@ def test_a_machine_of_which_nothing_is_heard_any_more_is_named(tmp_path, monkeyp
         assert str(error).startswith("rank 2 prepares the data of its machine, and did not answer for ")
 
 
-def test_on_one_machine_nobody_waits():
-    def prepare() -> None:
-        pytest.fail("rank 0 has done it")
-
-    for rank in range(2):
-        prepare_everywhere(dist.HashStore(), RankEnvironment(rank, 2, rank, 2), prepare, 0.0)
-
-
-RANK_1 = RankEnvironment(rank=1, world_size=2, local_rank=1, local_world_size=2)
-
-
-@pytest.fixture
-def end_of(tmp_path: Path, monkeypatch):
-    """(error) -> what rank 1 did after its part of the job had raised it: sleep, exit with a code."""
-
-    def end(error: BaseException) -> list[str]:
-        done: list[str] = []
-
-        def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None]) -> dict[str, Any]:
-            if isinstance(error, Exception):
-                Failure.from_error(error, ranks.rank).write(job.ranks_dir)
-            raise error
-
-        def exit_now(code: int) -> None:
-            done.append(f"exit {code}")
-            raise SystemExit(code)
-
-        monkeypatch.setattr(torchrun, "run_rank", run_rank)
-        monkeypatch.setattr(torchrun, "exit_now", exit_now)
-        monkeypatch.setattr(torchrun.time, "sleep", lambda seconds: done.append("sleep"))
-        job = Job(config=Config(), run_dir=tmp_path, overrides=[])
-        job.open_folder()
-        with pytest.raises(SystemExit):
-            torchrun.run_here(job, RANK_1)
-        return done
-
-    return end
-
-
-def result_in(run_dir: Path) -> tuple[str, str]:
-    result = json.loads((run_dir / "result.json").read_text())
-    return result["status"], result["error"].splitlines()[0]
-
-
-@pytest.mark.parametrize(
-    ("error", "does", "result"),
-    [
-        (KeyboardInterrupt(), ["sleep", "exit 130"], ("stopped", "stopped by a signal")),
-        (ValueError("mine"), ["exit 1"], ("failed", "rank 1 failed: ValueError: mine")),
-        # Torchrun takes the first process to end for the root cause.
-        (CommError("rank 0 is gone"), ["sleep", "exit 1"], ("failed", "rank 1 lost another rank: rank 0 is gone")),
-    ],
-)
-def test_a_rank_lets_the_rank_of_the_cause_end_first_and_says_why_it_ends(
-    end_of, tmp_path: Path, error: BaseException, does: list[str], result: tuple[str, str]
-):
-    assert end_of(error) == does
-    assert result_in(tmp_path) == result
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["FIFO", "folder"])
-@pytest.mark.parametrize("name", ["ending.lock", "ending.txt"])
-def test_a_rank_ends_whatever_lies_in_the_place_of_its_notes(end_of, tmp_path: Path, capfd, name: str, make):
-    """A FIFO let it wait for ever."""
-
-    class FailingError(Exception):
-        def __str__(self) -> str:
-            if not os.path.lexists(tmp_path / "ranks" / name):
-                make(tmp_path / "ranks" / name)
-            return "mine"
-
-    assert end_of(FailingError()) == ["exit 1"]
-    assert result_in(tmp_path) == ("failed", "rank 1 failed: FailingError: mine")
-    assert "rank 1 failed: FailingError: mine" in capfd.readouterr().err
-
-
 @pytest.fixture
 def exchange(tmp_path: Path, monkeypatch):
     """(rank, arguments of its command line) -> a rank that has come; there are two."""
@@ -201,32 +126,6 @@ def test_a_rank_of_another_command_line_refuses_the_job_on_all(exchange):
         "and lacks zero.stage=3 train.max_steps=2; start every machine with the same command line"
     )
     assert said == [told, told]
-
-
-@pytest.mark.case(
-    "data: Text",
-    "machines without a common folder",
-    "each prepares before the ranks meet, as long as it takes; a machine that cannot is named on all ranks",
-)
-def test_a_rank_of_another_machine_prepares_its_data_and_rank_0_waits_for_it(exchange, tmp_path: Path):
-    """It did so while rank 0 waited in its first collective, which has a limit."""
-    texts, cache = tmp_path / "texts", tmp_path / "cache"
-    texts.mkdir()
-    for name in ("a", "b"):
-        (texts / name).write_text("some words " * 50)
-    data = {"_target_": "zerotrain.data.TextDataset", "path": str(texts), "seq_len": 8, "cache_dir": str(cache)}
-    job = Job(config=Config(data=data), run_dir=tmp_path, overrides=[])
-    first, second = exchange(0), exchange(1)
-    waiting = threading.Thread(target=first.prepare_data, args=(job,))
-    waiting.start()
-    waiting.join(0.5)
-    assert waiting.is_alive()
-    assert not cache.exists()
-    second.prepare_data(job)
-    waiting.join(30.0)
-    assert not waiting.is_alive()
-    [store] = cache.iterdir()
-    assert (store / "seal.json").exists()
 
 
 @pytest.mark.case("stopping", "`torchrun --max-restarts`")
@@ -288,8 +187,3 @@ def test_what_rank_0_has_refused_or_failed_at_is_no_success_of_the_others_and_it
 def test_rank_0_does_not_wait_for_ever_for_ranks_that_never_come(exchange, monkeypatch):
     monkeypatch.setattr(torchrun, "_HEARING_S", 0.2)
     exchange(0).withdraw(exits.CONFIG_PROBLEM)
-
-
-@pytest.mark.parametrize("given", ["abc", "-1", "nan", "inf", "1e300"])
-def test_a_timeout_that_rank_0_will_refuse_is_not_waited_for(exchange, given: str):
-    exchange(1, f"launch.start_timeout_s={given}")

@@ -26,21 +26,15 @@ def test_a_line_goes_to_both_and_whole_where_it_comes_in_pieces():
     assert not both.isatty()
 
 
-def test_colours_stay_on_the_terminal():
+def test_a_progress_bar_and_colours_are_drawn_on_the_terminal_and_leave_the_log_alone():
     terminal, file = Terminal(), io.StringIO()
-    console = Console(file=TerminalAndFile(terminal, file), force_terminal=True, color_system="standard")
-    console.print("[red]loss[/red] 2.5")
-    assert "\x1b[31m" in terminal.getvalue()
-    assert file.getvalue() == "loss 2.5\n"
-
-
-def test_a_progress_bar_is_drawn_on_the_terminal_and_leaves_the_log_alone():
-    terminal, file = Terminal(), io.StringIO()
-    console = Console(file=TerminalAndFile(terminal, file), force_terminal=True, width=80)
+    both = TerminalAndFile(terminal, file)
+    console = Console(file=both, force_terminal=True, width=80, color_system="standard")
     with Progress(console=console) as progress:
         task = progress.add_task("training", total=2)
         progress.advance(task)
         progress.refresh()
-    console.print("done")
+    console.print("[red]done[/red]")
     assert "training" in terminal.getvalue()
+    assert "\x1b[31m" in terminal.getvalue()
     assert file.getvalue() == "done\n"

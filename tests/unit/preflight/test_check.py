@@ -33,13 +33,6 @@ class Bounded(torch.nn.Embedding):
         return super().forward(ids).sum()
 
 
-class Double(Bounded):
-    """A model in fp64."""
-
-    def __init__(self) -> None:
-        super().__init__(256, 8, dtype=torch.float64)
-
-
 MLP = {"_target_": "zerotrain.models.MLP", "vocab_size": 256, "context": 2, "hidden_size": 8, "num_layers": 2}
 MUON = {"_target_": "zerotrain.MuonWithAdamW", "lr": 0.02, "adamw_lr": 1e-3}
 
@@ -73,9 +66,7 @@ class Looking(torch.optim.SGD):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("look", ["numpy", "error", "assert"])
-def test_an_optimizer_that_looks_at_its_tensors_gets_some_with_values(
-    look: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_that_looks_at_its_tensors_gets_some_with_values(look, num_ranks, monkeypatch):
     monkeypatch.setattr("zerotrain.preflight.check.LARGE_NUMEL", 1)
     looking = {"_target_": f"{__name__}.Looking", "_partial_": True, "lr": 0.1, "look": look, "whole_tensor": True}
     wanted, row = config(optimizer=looking), (torch.zeros(1, 16, dtype=torch.int64),) * 2
@@ -93,15 +84,11 @@ def test_an_optimizer_that_looks_at_its_tensors_gets_some_with_values(
         ({"optimizer": MUON | {"matrices": ["no"]}}, "optimizer.matrices: no trainable two-dimensional parameter"),
         ({"optimizer": MUON | {"matrices": "blocks.*"}}, "optimizer.matrices=blocks.*: must be auto, or a list"),
         ({"optimizer": ADAMW | {"betas": [0.9]}}, "optimizer.betas: got [0.9]; list index out of range"),
-        ({"optimizer": ADAMW | {"eps": [1]}}, "optimizer.eps: got [1]; '<=' not supported between instances of"),
         (
             {"optimizer": ADAMW | {"_target_": "builtins.dict"}},
             "optimizer._target_: got builtins.dict, which makes a dict",
         ),
-        (
-            {"optimizer": ADAMW | {"capturable": True}},
-            "optimizer=AdamW: its step fails on small tensors (Asser",
-        ),
+        ({"optimizer": ADAMW | {"capturable": True}}, "optimizer=AdamW: its step fails on small tensors (Asser"),
         ({"model": GPT | {"num_layers": "x"}}, "model.num_layers=x is no whole number"),
         (
             {"model": GPT | {"max_seq_len": 8}},
@@ -123,7 +110,6 @@ def test_an_optimizer_that_looks_at_its_tensors_gets_some_with_values(
             "it must return a number",
         ),
         ({"model": GPT | {"vocab_size": 100}}, "data.vocab_size=256, but GPT knows 100 tokens"),
-        ({"model": MLP | {"vocab_size": 100}}, "data.vocab_size=256, but MLP knows 100 tokens"),
         (
             {"model": {"_target_": "builtins.dict"}},
             "model._target_: got builtins.dict, which makes a dict; it must make a",
@@ -132,7 +118,6 @@ def test_an_optimizer_that_looks_at_its_tensors_gets_some_with_values(
             {"data": {"_target_": "builtins.dict"}},
             "data._target_: got builtins.dict, which makes a dict with no dataset called train; it must make an object",
         ),
-        ({"data": SYNTHETIC | {"seq_len": 10**12}}, "data: needs more memory than there is: "),
         (
             {"train": TrainConfig(micro_batch_size=10**9)},
             "train.micro_batch_size: got 1000000000; a rank would read 1000000000 sequences in a step, and the data",
@@ -156,18 +141,12 @@ def test_what_a_class_refuses_is_one_line_with_its_group(groups: dict[str, Any],
     assert "\n" not in refused.value.problems[0]
 
 
-def test_data_with_more_tokens_than_the_model_knows_is_refused() -> None:
-    small = {"_target_": "zerotrain.models.HuggingFaceModel", "config": {"model_type": "gpt2", "n_layer": 1}}
-    pytest.importorskip("transformers")
-    preflight.check(config(model=small | {"vocab_size": 256}))
-    with pytest.raises(ConfigError, match=r"data\.vocab_size=256, but HuggingFaceModel knows 100 tokens"):
-        preflight.check(config(model=small | {"vocab_size": 100}))
-
-
-def test_positions_are_compared_and_frozen_models_refused_also_of_hugging_face() -> None:
+def test_tokens_and_positions_are_compared_and_frozen_models_refused_also_of_hugging_face() -> None:
     pytest.importorskip("transformers")
     fields = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2}
     small = {"_target_": "zerotrain.models.HuggingFaceModel", "config": fields, "vocab_size": 256}
+    with pytest.raises(ConfigError, match=r"data\.vocab_size=256, but HuggingFaceModel knows 100 tokens"):
+        preflight.check(config(model=small | {"vocab_size": 100}))
     with pytest.raises(ConfigError, match=r"data\.seq_len=16, but HuggingFaceModel knows 8 positions"):
         preflight.check(config(model=small | {"config": fields | {"n_positions": 8}}))
     preflight.check(config(model=small | {"config": fields | {"max_position_embeddings": 16}}))
@@ -204,15 +183,6 @@ def test_all_problems_that_the_engine_finds_are_reported_at_once() -> None:
     assert names == ["train.virtual_ranks", "zero.units", "precision.keep_fp32", "optimizer.matrices"]
 
 
-def test_of_a_model_that_cannot_be_trained_the_groups_are_checked_too() -> None:
-    wrong = config(model={"_target_": f"{__name__}.Double"}, optimizer=ADAMW | {"groups": {"a": {"match": ["no"]}}})
-    with pytest.raises(ConfigError) as refused:
-        preflight.check(wrong)
-    of_model, of_group = refused.value.problems
-    assert of_model.startswith("model: weight is fp64")
-    assert of_group.startswith("optimizer.groups.a: 'no' is no floating-point parameter")
-
-
 @pytest.mark.parametrize("switch", ["compile", "activation_checkpointing"])
 def test_what_works_unit_by_unit_is_refused_for_a_model_without_units(switch: str) -> None:
     with pytest.raises(ConfigError, match=rf"model\.{switch}=true: works unit by unit, and GPT has no repeated blocks"):
@@ -233,29 +203,6 @@ def test_asking_for_gpus_that_are_not_there_is_refused() -> None:
     else:
         with pytest.raises(ConfigError, match=r"launch\.device=cuda, but torch sees no GPU here"):
             preflight.check(config(launch=LaunchConfig(device="cuda")))
-
-
-def test_a_problem_that_model_and_optimizer_both_have_is_told_once() -> None:
-    two_blocks = GPT | {"num_layers": 2, "activation_checkpointing": True}
-    with pytest.raises(ConfigError) as refused:
-        preflight.check(config(model=two_blocks, zero=ZeroGroup(units=["layers.*"])))
-    assert refused.value.problems == (
-        "zero.units: no module with parameters matches 'layers.*'; the model's children are: wte, wpe, dropout, "
-        "blocks, ln_f, loss",
-    )
-
-
-def test_the_model_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = []
-    instantiate = factory.instantiate
-
-    def noted(values: dict[str, Any], **options: Any) -> Any:
-        built.append(values["_target_"])
-        return instantiate(values, **options)
-
-    monkeypatch.setattr(factory, "instantiate", noted)
-    preflight.check(config(optimizer=MUON, model=GPT | {"num_layers": 2}))
-    assert sorted(built) == sorted(each["_target_"] for each in (GPT, SYNTHETIC, MUON, COSINE))
 
 
 MOST_MODULES = 161
@@ -325,13 +272,6 @@ def test_a_vocabulary_that_is_left_open_is_that_of_the_data_and_one_that_is_give
     assert checked(300) == 300
     with pytest.raises(ConfigError, match=r"data\.vocab_size=256, but GPT knows 100 tokens"):
         checked(100)
-
-
-def test_of_data_that_cannot_be_built_nothing_is_said_of_a_vocabulary_that_it_would_have_told() -> None:
-    data = {"_target_": "zerotrain.data.TextDataset", "path": "no/such", "seq_len": 8}
-    with pytest.raises(ConfigError) as refused:
-        preflight.check(config(data=data, model=GPT | {"vocab_size": None}))
-    assert [problem.split()[0] for problem in refused.value.problems] == ["data.path=no/such"]
 
 
 def test_a_hugging_face_model_from_scratch_knows_the_tokens_of_the_tokenizer() -> None:
@@ -752,9 +692,7 @@ def test_a_length_is_rounded_up_to_whole_steps(given: dict[str, Any], num_ranks:
         (1.0, 1, 10, "many", 250),
     ],
 )
-def test_a_run_that_goes_on_reads_the_sequences_that_are_left(
-    num_epochs: float, num_ranks: int, step: int, num_read: Any, steps: int
-) -> None:
+def test_a_run_that_goes_on_reads_the_sequences_that_are_left(num_epochs, num_ranks, step, num_read, steps):
     assert steps_of(config_with(num_epochs=num_epochs), num_ranks, saved(step, num_read)) == steps
 
 

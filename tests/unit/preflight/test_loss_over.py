@@ -1,7 +1,6 @@
 """A loss that is not the mean that `train.loss_over` says is refused before any rank starts."""
 
 import re
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -137,34 +136,3 @@ def test_a_model_of_zerotrain_or_a_large_one_is_not_built_for_it(monkeypatch) ->
     preflight.check(replace(config_of("labels", KINDS["labels"], "auto"), model=GPT))
     monkeypatch.setattr(preflight_data, "MOST_NUMEL", 100)
     preflight.check(config_of("rows", KINDS["rows"], "auto"))
-
-
-class OfTransformers(torch.nn.Module):
-    """A model of transformers with the loss that is its own."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        import transformers
-
-        sizes = {"vocab_size": losses.CLASSES, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-        if kind == "causal":
-            config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=losses.LENGTH, **sizes)
-            self.model = transformers.GPT2LMHeadModel(config)
-        else:
-            few = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2, "num_layers": 1, "decoder_start_token_id": 0}
-            self.model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **few))
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        given = self.model(input_ids=ids, labels=labels)
-        return given.logits if labels is None else given.loss
-
-
-@pytest.mark.parametrize(("kind", "fits"), [("causal", "shifted_labels"), ("seq2seq", "labels")])
-def test_what_the_losses_of_transformers_are_means_over(kind, fits) -> None:
-    pytest.importorskip("transformers")
-    settings = config_of("labels", KINDS["labels"], "auto")
-    settings.model = {"_target_": f"{__name__}.OfTransformers", "kind": kind}
-    with nullcontext() if fits == "labels" else pytest.raises(ConfigError, match=f"train.loss_over={fits} fits$"):
-        preflight.check(settings)
-    settings.train.loss_over = fits
-    preflight.check(settings)

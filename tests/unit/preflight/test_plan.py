@@ -1,7 +1,7 @@
 """What is printed of a plan."""
 
 import io
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 from rich.console import Console
@@ -16,26 +16,15 @@ MB = 1_000_000
 
 def stage_plan(parameters: int, gradients: int, optimizer: int, peak: int | None) -> StagePlan:
     """A plan in MB; None: the peak is unknown."""
-    return StagePlan(
-        parameters=parameters * MB,
-        gradients=gradients * MB,
-        optimizer=optimizer * MB,
-        gathered=0,
-        scratch=0,
-        sums=0,
-        activations=None if peak is None else (peak - parameters - gradients - optimizer) * MB,
-        peak=None if peak is None else peak * MB,
-        peak_phase=None if peak is None else "backward",
-        host=0,
-        disk=0,
-        saved=0,
-        sent=None if peak is None else MB,
-        fetched=0,
-        stored=0,
-        largest_unit=MB,
-        unknown_because="aten.nonzero" if peak is None else None,
-        recomputes=False,
-    )
+    nothing = dict.fromkeys((each.name for each in fields(StagePlan)), 0)
+    known = {"parameters": parameters * MB, "gradients": gradients * MB, "optimizer": optimizer * MB}
+    if peak is None:
+        others = {"activations": None, "peak": None, "sent": None, "unknown_because": "aten.nonzero"}
+    else:
+        activations = (peak - parameters - gradients - optimizer) * MB
+        others = {"activations": activations, "peak": peak * MB, "sent": MB, "unknown_because": None}
+    phase = None if peak is None else "backward"
+    return StagePlan(**nothing | known | others | {"peak_phase": phase, "largest_unit": MB, "recomputes": False})
 
 
 def printed(memory_mb: int, *stages: StagePlan, encoding: str = "utf-8", precision: str = "fp32") -> list[str]:

@@ -18,12 +18,9 @@ PICKED = {
 ALONE = [row for row in rows() if row.ranks == 1 and (row.model, row.stage, row.precision, row.settings) in PICKED]
 
 
-def test_the_rows_picked_are_in_the_table():
-    assert len(ALONE) == len(PICKED)
-
-
 @pytest.mark.parametrize("row", ALONE)
 def test_a_plan_is_what_one_rank_holds_at_most(row: Row, tmp_path: Path):
+    assert len(ALONE) == len(PICKED)
     found = held(row, World(0, 1, 0, torch.device("cpu")), tmp_path)
 
     wrong = misfits(row, planned(row, tmp_path), found)
@@ -45,9 +42,7 @@ class Chooser(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden[chosen]), labels[chosen])
 
 
-def test_an_operation_that_asks_for_values_is_named_and_the_states_are_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_operation_that_asks_for_values_is_named_and_the_states_are_planned(tmp_path, monkeypatch):
     monkeypatch.setitem(MODELS, "chooser", {"_target_": f"{__name__}.Chooser"})
 
     plan = planned(Row(model="chooser", ranks=2, stage=3, precision="fp32"), tmp_path)

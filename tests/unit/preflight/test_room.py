@@ -18,7 +18,7 @@ from zerotrain.errors import ConfigError
 from zerotrain.preflight import check as preflight
 from zerotrain.preflight import room as memory_room
 from zerotrain.preflight.check import SURE, require_memory
-from zerotrain.preflight.rehearsal import Links, Rehearsal, Rehearsals, StagePlan
+from zerotrain.preflight.rehearsal import Links, Rehearsals
 from zerotrain.preflight.room import Ranks, Room, file_problems, in_memory, refusing_too_large, require_folder
 from zerotrain.run import factory
 from zerotrain.settings import OffloadConfig, OffloadGroup, PrecisionGroup
@@ -82,9 +82,7 @@ def numel_of(wanted: Config) -> int:
     ],
 )
 @pytest.mark.parametrize("ranks", [Ranks(1, 1), Ranks(4, 2)])
-def test_bytes_of_an_element_by_stage_precision_and_offloading(
-    groups: dict[str, Any], each: int, shared: int, ranks: Ranks
-) -> None:
+def test_bytes_of_an_element_by_stage_precision_and_offloading(groups, each, shared, ranks):
     """`each`: bytes of an element that every rank holds; `shared`: that they share."""
     needed = NUMEL * (each + shared / ranks.num_ranks)
     require(config(**groups), Room(1.005 * needed, gpu=0), ranks)  # what is offloaded begins on a border
@@ -127,24 +125,8 @@ def test_a_step_with_many_rows_is_rehearsed_and_one_with_few_is_not(precision: s
     require(replace(wanted, train=TrainConfig(micro_batch_size=8)), at_rest, Ranks(1, 1))
 
 
-def test_of_the_stages_of_a_run_the_step_with_most_memory_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned, plan = [], Rehearsal.plan
-
-    def noted(rehearsal: Rehearsal) -> StagePlan:
-        planned.append(rehearsal.engine.options.zero.stage)
-        return plan(rehearsal)
-
-    monkeypatch.setattr(Rehearsal, "plan", noted)
-    monkeypatch.setattr("zerotrain.preflight.check.LARGE_NUMEL", 1)
-    zero = ZeroGroup(stage=3, schedule={1: 1, 2: 2, 3: 3, 4: 0})
-    preflight.check(config(zero=zero, train=TrainConfig(max_steps=4)), 1, 2)
-    assert planned == [1]
-
-
 @pytest.mark.parametrize("zero", [ZeroGroup(stage=3), ZeroGroup(stage=2, schedule={5: 3})], ids=["3", "3 later"])
-def test_a_model_of_countless_layers_is_refused_while_it_is_built(
-    zero: ZeroGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_countless_layers_is_refused_while_it_is_built(zero, monkeypatch):
     """A run that goes on may be at the later stage alone."""
     monkeypatch.setattr(memory_room, "PATIENCE_S", 0.0)
     wanted = config(zero=zero)
@@ -196,9 +178,7 @@ def test_before_any_rank_starts(groups: dict[str, tuple[str, int]], problem: str
 
 
 @pytest.mark.parametrize(("last", "is_refused"), [(5, True), (4, False)])
-def test_a_stage_that_no_step_is_trained_at_needs_no_room(
-    last: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_that_no_step_is_trained_at_needs_no_room(last, is_refused, monkeypatch):
     wanted = config(zero=ZeroGroup(stage=3, schedule={4: 0}), train=TrainConfig(max_steps=last))
     per_element = 8.0 * numel_of(wanted)  # 4 on each of four ranks, or 16
     monkeypatch.setattr(memory_room, "available_nbytes", lambda: per_element)
@@ -289,9 +269,7 @@ def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("device", "num_lines"), [("cpu", 1), ("auto", 0 if torch.cuda.is_available() else 1)])
-def test_activations_that_stay_in_the_hosts_memory_are_warned_of_on_a_cpu(
-    device: str, num_lines: int, tmp_path: Path
-) -> None:
+def test_activations_that_stay_in_the_hosts_memory_are_warned_of_on_a_cpu(device, num_lines, tmp_path):
     wanted = config()
     wanted.offload.activations, wanted.launch.device = "cpu", device
     lines = in_memory(wanted, tmp_path)

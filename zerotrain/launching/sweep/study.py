@@ -119,7 +119,10 @@ class Study:
             study._study = _open_study(storage, study, sweep)
             study._own_lock = _lock_as_driver(sweep.folder)
             for trial in study._study.get_trials(deepcopy=False):
-                if trial.state.name == "RUNNING" and _is_left_alone(trial):
+                lock_path = Path(str(trial.user_attrs.get(_DRIVER, "")))
+                # A trial of another program, or on another machine, may have its driver.
+                is_known = lock_path.is_absolute() and lock_path.parent.is_dir()
+                if trial.state.name == "RUNNING" and is_known and not lock_path.exists():
                     storage.set_trial_state_values(trial._trial_id, type(trial.state).WAITING)
             study._drop_strangers()
             starts = int(study._study.user_attrs.get(_STARTS, 0))
@@ -390,10 +393,3 @@ def _lock_as_driver(folder: Path) -> BinaryIO:
     own = open_lock(drivers / f"{os.getpid()}_{os.urandom(4).hex()}")
     lock(own)
     return own
-
-
-def _is_left_alone(trial: Any) -> bool:
-    """Whether the driver of a trial has ended. False if nobody can tell: a trial of another program, or on another
-    machine."""
-    path = Path(str(trial.user_attrs.get(_DRIVER, "")))
-    return path.is_absolute() and path.parent.is_dir() and not path.exists()

@@ -32,36 +32,24 @@ from zerotrain.settings import settings_in
 # The report of a sweep while it runs: written again after the end of each job.
 
 
-_PAGE_EVERY_S = 5.0
-"""csv and json of 200 jobs cost 0.04 s of CPU, the page 0.1 s more."""
-
-
 class KeptReport:
     """Keeps sweep.csv, sweep.json and report.html up to date. A failure to write a file is told at the sweep's end."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
-        self._num_told = self._num_on_page = 0
-        """Jobs ended at the last writing of the files, and of the page."""
-        self._page_s = float("-inf")
+        self._num_told = 0
+        """Jobs ended at the last writing."""
 
     def look(self) -> None:
-        """Write what is no longer up to date; the page only so often."""
+        """Write what is no longer up to date: of 200 jobs in 0.14 s of CPU."""
         num = sum(event.event != journal.BEGUN for event in self._sweep.events())
-        is_page_due = num > self._num_on_page and time.monotonic() - self._page_s > _PAGE_EVERY_S
-        if num == self._num_told and not is_page_due:
+        if num == self._num_told:
             return
         from zerotrain.report import files, rows  # import torch, as the jobs do
 
         with suppress(ConfigError, OSError):
-            files.write_files(
-                rows.read_report(self._sweep.folder),
-                self._sweep.folder,
-                files.HEADS if is_page_due else (files.CSV_NAME, files.JSON_NAME),
-            )
+            files.write_files(rows.read_report(self._sweep.folder), self._sweep.folder)
         self._num_told = num
-        if is_page_due:
-            self._num_on_page, self._page_s = num, time.monotonic()
 
 
 # The last line of a terminal while a sweep runs: the step and the loss of each running job.

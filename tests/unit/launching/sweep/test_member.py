@@ -109,9 +109,7 @@ NOT_FINITE = FAILED | {"error": "rank 0 failed: TrainingError: the gradient was 
         ([FAILED | {"event": "refused"}], {"seed": 2}, "0", False),  # makes room for one that is mended
     ],
 )
-def test_the_folder_of_a_job_and_whether_it_is_taken_as_it_lies(
-    tmp_path: Path, left: list[dict[str, Any]], job: dict[str, Any], folder: str, is_taken: bool
-):
+def test_the_folder_of_a_job_and_whether_it_is_taken_as_it_lies(tmp_path, left, job, folder, is_taken):
     for fields in left:
         leave(tmp_path, **fields)
     place = place_of(tmp_path, **job)
@@ -239,16 +237,11 @@ def test_jobs_at_once_have_gpus_of_their_own(tmp_path: Path, monkeypatch):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,GPU-5/0,6"
 
 
-def test_a_job_that_is_alone_has_all_and_locks_nothing(tmp_path: Path):
+def test_a_job_that_is_alone_has_all_and_locks_nothing_and_one_among_many_gives_its_core_back(tmp_path: Path):
     before = os.sched_getaffinity(0)
     with devices_of_own(Sweep(folder=tmp_path, start=0), Config()):
         assert os.sched_getaffinity(0) == before
     assert not (tmp_path / SLOTS).exists()
-
-
-def test_cores_are_given_back(tmp_path: Path):
-    before = os.sched_getaffinity(0)
-    sweep = Sweep(folder=tmp_path, start=0, num_at_once=1000)
-    with devices_of_own(sweep, Config()):
+    with devices_of_own(Sweep(folder=tmp_path, start=0, num_at_once=1000), Config()):
         assert len(os.sched_getaffinity(0)) == 1
     assert os.sched_getaffinity(0) == before

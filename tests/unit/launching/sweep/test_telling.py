@@ -1,6 +1,5 @@
 """What the user of a running sweep sees: lines, one line of progress in a terminal, and a report that is kept."""
 
-import json
 import os
 import pty
 import select
@@ -17,10 +16,8 @@ from zerotrain.launching.sweep import telling
 from zerotrain.launching.sweep.study import Study
 from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.launching.sweep.telling import KeptReport, StatusLine, Teller
-from zerotrain.report.files import HEADS, PAGE_NAME
 from zerotrain.report.journal import JobEvent, SweepJournal
 from zerotrain.report.rows import Row, read_report
-from zerotrain.testing.ranks import HANG_S
 
 
 def say(folder: Path, event: str, number: int, **fields) -> JobEvent:
@@ -28,14 +25,6 @@ def say(folder: Path, event: str, number: int, **fields) -> JobEvent:
     said = JobEvent(event=event, job=number, folder=str(number), hash="a", overrides=overrides, **fields)
     SweepJournal(folder).append(said)
     return said
-
-
-def rows_in(folder: Path) -> list[tuple[str, str]]:
-    said = json.loads((folder / "sweep.json").read_text())
-    lines = (folder / "sweep.csv").read_text().splitlines()[1:]
-    rows = [(each["job"], each["status"]) for each in said["jobs"]]
-    assert [(line.split(",")[0], line.split(",")[2]) for line in lines] == rows
-    return rows
 
 
 @contextmanager
@@ -56,31 +45,6 @@ def seen(ours: int) -> str:
     while select.select([ours], [], [], 0)[0]:
         found += os.read(ours, 65536)
     return found.decode()
-
-
-def test_the_report_is_written_after_each_job_and_its_page_not_so_often(tmp_path: Path, monkeypatch):
-    kept = KeptReport(Sweep(folder=tmp_path, start=0))
-    say(tmp_path, "begun", 0)
-    kept.look()
-    assert not HEADS.keys() & {path.name for path in tmp_path.iterdir()}
-    write_job(tmp_path / "0", ["seed=0"])
-    say(tmp_path, "ended", 0, status="completed")
-    say(tmp_path, "begun", 1)
-    kept.look()
-    assert rows_in(tmp_path) == [("0", "completed"), ("1", "failed")]
-    page = (tmp_path / PAGE_NAME).read_text()
-    say(tmp_path, "ended", 1, status="failed", error="the third batch is unlucky")
-    kept.look()
-    assert rows_in(tmp_path) == [("0", "completed"), ("1", "failed")]
-    assert "the third batch is unlucky" in (tmp_path / "sweep.csv").read_text()
-    assert (tmp_path / PAGE_NAME).read_text() == page
-    monkeypatch.setattr(telling, "_PAGE_EVERY_S", 0.0)
-    kept.look()
-    assert "the third batch is unlucky" in (tmp_path / PAGE_NAME).read_text()
-    state = {name: (tmp_path / name).stat().st_mtime_ns for name in HEADS}
-    kept.look()
-    assert {name: (tmp_path / name).stat().st_mtime_ns for name in HEADS} == state
-    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_file_of_the_user_s_own_is_no_reason_to_end_and_stays(tmp_path: Path):
@@ -114,41 +78,15 @@ def test_a_terminal_shows_the_running_jobs_in_one_line(tmp_path: Path):
         assert len(seen(ours)) <= len("\r\x1b[K") + 79
 
 
-@pytest.mark.parametrize("term", ["dumb", None])
-def test_a_pipe_and_a_dumb_terminal_get_lines_alone(tmp_path: Path, monkeypatch, term: str | None):
+def test_a_pipe_and_a_dumb_terminal_get_lines_alone(tmp_path: Path, monkeypatch):
     last = [say(tmp_path, "begun", 0)]
-    if term:
-        monkeypatch.setenv("TERM", term)
-        with terminal() as (ours, theirs):
-            StatusLine(os.fdopen(os.dup(theirs), "w"), tmp_path).draw(last)
-            assert seen(ours) == ""
-    else:
-        with (tmp_path / "out").open("w") as out:
-            StatusLine(out, tmp_path).draw(last)
-        assert (tmp_path / "out").read_text() == ""
-
-
-def test_lines_take_the_place_of_the_progress(tmp_path: Path):
-    before = os.dup(1)
+    with (tmp_path / "out").open("w") as out:
+        StatusLine(out, tmp_path).draw(last)
+    assert (tmp_path / "out").read_text() == ""
+    monkeypatch.setenv("TERM", "dumb")
     with terminal() as (ours, theirs):
-        os.dup2(theirs, 1)
-        teller = Teller(Sweep(folder=tmp_path, start=0, in_driver=False, output="summary"))
-        os.dup2(before, 1)
-        say(tmp_path, "begun", 0)
-        text = ""
-        while "job 0 starts" not in text:
-            select.select([ours], [], [], HANG_S)
-            text += (told := seen(ours))
-            assert told
-        say(tmp_path, "ended", 0, status="completed", final_val_loss=2.5)
-        teller.close()
-        text += seen(ours)
-    os.close(before)
-    assert text.split("\r\n") == [
-        "job 0 begins in 0: seed=0",
-        "\r\x1b[Kjob 0 starts\r\x1b[Kjob 0 completed with loss 2.5000 (1 done, best 2.5000 job 0)",
-        "",
-    ]
+        StatusLine(os.fdopen(os.dup(theirs), "w"), tmp_path).draw(last)
+        assert seen(ours) == ""
 
 
 # The end of a sweep: the rows of its jobs out of its whole report, and its exit code.
@@ -190,12 +128,6 @@ def test_the_exit_code_is_that_of_a_failure_if_any_job_failed(
     assert ("diverged" if "final_train_loss" in fields else fields["status"]) in capsys.readouterr().out
 
 
-def test_a_process_that_drove_no_sweep_prints_no_table(monkeypatch, capsys):
-    monkeypatch.setattr(telling, "_driven", [])
-    assert telling.report(exits.FAILED) == exits.FAILED
-    assert capsys.readouterr().out == ""
-
-
 @pytest.mark.parametrize(("by", "goes_on"), [("callbacks.early_stopping", False), ("SIGTERM", True)])
 def test_a_job_that_a_callback_has_ended_is_done(tmp_path: Path, monkeypatch, capsys, by: str, goes_on: bool):
     write(tmp_path, 0)
@@ -229,14 +161,6 @@ def test_a_job_without_a_result_runs_or_its_process_is_gone(tmp_path: Path):
     assert [row.status for row in rows] == ["running", "failed"]
     assert rows[0].error is None
     assert "its process is gone" in str(rows[1].error)
-
-
-def test_two_jobs_of_a_sweep_that_are_the_same_have_a_row_each(tmp_path: Path):
-    write(tmp_path, 0)
-    same = JobEvent(event="taken", job=1, folder="0", hash="a", overrides=[], status="completed")
-    SweepJournal(tmp_path).append(same)
-    rows = rows_of(sweep_in(tmp_path))
-    assert [(row.job, row.weights_sha256) for row in rows] == [("0", "a" * 64), ("1 in 0", "a" * 64)]
 
 
 def test_the_best_job_is_told_by_the_objective_and_pruned_ones_are_counted(tmp_path: Path, capfd):
