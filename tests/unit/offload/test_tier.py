@@ -101,15 +101,6 @@ def test_the_oldest_is_used_again_once_there_are_enough_and_its_last_copy_is_wai
     assert notes == ["second", "first", "third"]
 
 
-def test_another_is_made_where_all_are_lent_and_it_stays():
-    lent = windows(2)
-    taken = [lent.take(PAGE_NBYTES) for _ in range(4)]
-    assert len({id(window) for window in taken}) == 4
-    for window in taken:
-        lent.give_back(window, DONE)
-    assert [memory.nbytes for memory in lent.memories] == [PAGE_NBYTES] * 4
-
-
 def test_one_that_is_too_small_makes_room_for_a_larger_one():
     lent = windows(1)
     lent.give_back(lent.take(PAGE_NBYTES), DONE)
