@@ -77,8 +77,8 @@ FAULTS = {
         "unit/data/test_prepare.py::test_what_was_ended_anywhere_goes_on_and_comes_to_the_same_bits",
     ),
     "text-shard-cut-short": Fault(
-        "StoreWriter._finished_place",
-        Swap("nbytes == SHARD_TOKENS * self._dtype.itemsize", "True"),
+        "StoreWriter.__init__",
+        Swap("nbytes != SHARD_TOKENS * self._dtype.itemsize", "False"),
         "a shard that was cut short since is filled up with nothing",
         "unit/data/test_prepare.py::test_behind_a_shard_that_is_not_as_it_was_noted_nothing_is_gone_on_from",
     ),
