@@ -49,20 +49,6 @@ def test_after_any_number_of_collectives_the_order_is_a_number_that_fp64_holds()
     assert order != order_of(*(f"g unit{index}" for index in (1, 0, *range(2, 1000))))
 
 
-def test_a_step_counts_its_own_traffic_and_what_lies_outside_counts_apart():
-    ledger = Ledger()
-    ledger.record("broadcast", 100)
-    ledger.in_step = True
-    ledger.record("gather", 10)
-    ledger.record("gather", 10)
-    ledger.record("reduce", 5)
-    ledger.close_step()
-    assert ledger.last_step.calls == {"gather": 2, "reduce": 1}
-    assert ledger.last_step.sent_nbytes == 25
-    assert ledger.outside_steps.sent_nbytes == 100
-    assert not ledger.in_step
-
-
 def test_a_step_that_was_given_up_counts_as_outside_and_leaves_nothing_to_the_next():
     ledger = Ledger()
     for given_up in (True, False):

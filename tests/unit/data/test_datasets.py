@@ -247,18 +247,15 @@ def write_megatron(prefix: Path, documents: list[list[int]], dtype: str = "<i4",
     "`train.bin` and `val.bin`; `fineweb_train_*.bin` and `fineweb_val_*.bin` in one folder or glob",
     "the first are trained on, the others are validation",
 )
-@pytest.mark.parametrize("validation", ["val.bin", "a file of its own", "split off"])
-def test_validation_is_a_file_or_is_split_off(tmp_path, validation):
+def test_validation_is_a_file_or_is_split_off(tmp_path):
     write_tokens(tmp_path / "train.bin", 1000)
-    write_tokens(tmp_path / "other.bin", 10)
+    own_file = write_tokens(tmp_path / "other.bin", 100, first=40_000)
     (tmp_path / "meta.pkl").write_bytes(b"\x80\x04")
-    given = {}
-    if validation != "split off":
-        path = write_tokens(tmp_path / ("val.bin" if validation == "val.bin" else "b.bin"), 100, first=40_000)
-        given = {} if validation == "val.bin" else {"validation_path": path}
-    dataset = token_files(tmp_path, **given)
-    assert (len(dataset.train), len(dataset.validation)) == (99 if validation == "split off" else 111, 11)
-    if given or validation == "val.bin":
+    split_off, of_own_file = token_files(tmp_path), token_files(tmp_path, validation_path=own_file)
+    assert (len(split_off.train), len(split_off.validation)) == (99, 11)
+    write_tokens(tmp_path / "val.bin", 100, first=40_000)
+    for dataset in (of_own_file, token_files(tmp_path)):
+        assert (len(dataset.train), len(dataset.validation)) == (111, 11)
         assert dataset.validation[0][0].tolist() == list(range(40_000, 40_009))
 
 

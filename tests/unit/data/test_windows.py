@@ -166,14 +166,6 @@ def test_validation_is_spread_over_the_whole_text():
     assert tenths == set(range(10))
 
 
-def test_validation_is_cut_out_in_long_pieces():
-    for seq_len, least in ((10, 65_536), (5000, 320_000)):
-        _, validation = split_numbered(20_000_000, 0.1, seq_len=seq_len)
-        first_tokens = validation.rows(np.arange(len(validation)))[0][:, 0]
-        pieces = int((first_tokens.diff() != seq_len).sum()) + 1
-        assert len(validation) * seq_len / pieces >= least
-
-
 def test_a_text_too_short_for_one_window_on_each_side_is_refused():
     with pytest.raises(ValueError, match=r"data.path=numbers holds 101 tokens; .*seq_len=10.* needs at least 102"):
         split_numbered(101, 0.1)

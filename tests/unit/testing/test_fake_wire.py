@@ -88,18 +88,3 @@ def test_the_first_cause_is_raised_and_not_what_it_did_to_the_others(monkeypatch
 
     with pytest.raises(ZeroDivisionError):
         run_threads(on_a_rank, 3)
-
-
-def test_ranks_that_take_turns_draw_from_a_generator_each_and_leave_that_of_the_process_as_it_was():
-    def draws(world: World) -> list[list[float]]:
-        drawn = [torch.rand(3).tolist()]
-        for _ in range(4):
-            collectives(world).gather_now("unit", torch.zeros(world.shards.size), torch.zeros(1))  # others draw now
-            drawn.append(torch.rand(3).tolist())
-        return drawn
-
-    torch.manual_seed(7)
-    before = torch.get_rng_state()
-    results, _ = run_threads(draws, 3, late_rank=1, in_turns=True)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert results == [[torch.rand(3).tolist() for _ in range(5)]] * 3
