@@ -8,7 +8,7 @@ import torch
 from cases import Case, batch, build, make_model, micro_batches, place, run_over, train
 
 from zerotrain.settings import ZeroConfig
-from zerotrain.sharding.plan import STAGES
+from zerotrain.sharding.plan import STAGES, Placement
 
 
 def at_rest(case: Case) -> dict[str, Any]:
@@ -25,17 +25,17 @@ def test_at_rest_a_rank_holds_the_sum_of_its_placements(precision: str, num_rank
     for plan, by_rank in zip(STAGES, run_over(cases, at_rest, num_ranks), strict=True):
         for held in by_rank:
 
-            def share(is_sharded: bool) -> int:
-                return num_ranks if is_sharded else 1
+            def share(placement: Placement) -> int:
+                return num_ranks if placement is Placement.SHARDED else 1
 
             padded, numel = held["padded_numel"], held["numel"]
-            assert held["parameters"] == padded * itemsize // share(plan.shards_parameters)
-            assert held["gradients"] == padded * itemsize // share(plan.shards_gradients)
-            assert held["optimizer"] == padded * optimizer_itemsize // share(plan.shards_optimizer)
+            assert held["parameters"] == padded * itemsize // share(plan.parameters)
+            assert held["gradients"] == padded * itemsize // share(plan.gradients)
+            assert held["optimizer"] == padded * optimizer_itemsize // share(plan.optimizer)
             assert held["theory"] == {
-                "parameters": round(numel * itemsize / share(plan.shards_parameters)),
-                "gradients": round(numel * itemsize / share(plan.shards_gradients)),
-                "optimizer": round(numel * optimizer_itemsize / share(plan.shards_optimizer)),
+                "parameters": round(numel * itemsize / share(plan.parameters)),
+                "gradients": round(numel * itemsize / share(plan.gradients)),
+                "optimizer": round(numel * optimizer_itemsize / share(plan.optimizer)),
                 "offloaded": 0,
             }
             for kind, theory in held["theory"].items():

@@ -27,7 +27,7 @@ from torch import nn
 import zerotrain
 from zerotrain.errors import TrainingError
 from zerotrain.settings import ZeroConfig
-from zerotrain.sharding.plan import STAGES
+from zerotrain.sharding.plan import STAGES, Placement
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STAGES_AND_PRECISIONS = list(product(range(4), DTYPES))
@@ -208,17 +208,17 @@ def test_kept_parameters_take_four_bytes_held_and_sent_and_have_no_second_master
             nbytes = 2 * held["numel"] + 2 * held["kept"]
             assert held["kept"] == 7 * 2 * 64
 
-            def share(is_sharded: bool) -> int:
-                return 2 if is_sharded else 1
+            def share(placement: Placement) -> int:
+                return 2 if placement is Placement.SHARDED else 1
 
             assert held["theory"] == {
-                "parameters": nbytes // share(plan.shards_parameters),
-                "gradients": nbytes // share(plan.shards_gradients),
-                "optimizer": (12 * held["numel"] - 4 * held["kept"]) // share(plan.shards_optimizer),
+                "parameters": nbytes // share(plan.parameters),
+                "gradients": nbytes // share(plan.gradients),
+                "optimizer": (12 * held["numel"] - 4 * held["kept"]) // share(plan.optimizer),
                 "offloaded": 0,
             }
-            assert held["parameters"] == (nbytes + held["padding"]) // share(plan.shards_parameters)
-            assert held["gradients"] == (nbytes + held["padding"]) // share(plan.shards_gradients)
+            assert held["parameters"] == (nbytes + held["padding"]) // share(plan.parameters)
+            assert held["gradients"] == (nbytes + held["padding"]) // share(plan.gradients)
             assert held["padding"] < 0.03 * nbytes
             if plan.shards_parameters:
                 assert nbytes < held["sent"] <= held["theory_sent"] == 3 * nbytes // 2

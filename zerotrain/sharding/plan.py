@@ -5,19 +5,41 @@ All else follows from asking a plan where something lives; nothing compares a st
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+
+class Placement(Enum):
+    """Whether every rank has a tensor whole between its uses, or a shard of it."""
+
+    REPLICATED = "replicated"
+    SHARDED = "sharded"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Placement of the three kinds of model state at rest: whether every rank has a shard of it between its uses, or
-    all of it."""
+    """Placement of the three kinds of model state at rest."""
 
-    shards_parameters: bool
-    shards_gradients: bool
-    shards_optimizer: bool
+    parameters: Placement
+    gradients: Placement
+    optimizer: Placement
+
+    @cached_property
+    def shards_parameters(self) -> bool:
+        return self.parameters is Placement.SHARDED
+
+    @cached_property
+    def shards_gradients(self) -> bool:
+        return self.gradients is Placement.SHARDED
+
+    @cached_property
+    def shards_optimizer(self) -> bool:
+        return self.optimizer is Placement.SHARDED
 
 
-STAGES = (Plan(False, False, False), Plan(False, False, True), Plan(False, True, True), Plan(True, True, True))
+_R, _S = Placement.REPLICATED, Placement.SHARDED
+
+STAGES = (Plan(_R, _R, _R), Plan(_R, _R, _S), Plan(_R, _S, _S), Plan(_S, _S, _S))
 """The four stages of ZeRO (arXiv 1910.02054, figure 1), by number."""
 
 
@@ -45,13 +67,13 @@ class Volume:
             optimizer_nbytes: of the optimizer state of all trainable parameters, with master weights that are copies.
         """
 
-        def held(is_sharded: bool, nbytes: int) -> int:
-            return round(nbytes / (self.num_shards if is_sharded else 1))
+        def held(placement: Placement, nbytes: int) -> int:
+            return round(nbytes / (self.num_shards if placement is Placement.SHARDED else 1))
 
         return {
-            "parameters": held(plan.shards_parameters, self.trainable_nbytes + self.frozen_nbytes),
-            "gradients": held(plan.shards_gradients, self.trainable_nbytes),
-            "optimizer": held(plan.shards_optimizer, optimizer_nbytes),
+            "parameters": held(plan.parameters, self.trainable_nbytes + self.frozen_nbytes),
+            "gradients": held(plan.gradients, self.trainable_nbytes),
+            "optimizer": held(plan.optimizer, optimizer_nbytes),
         }
 
     def sent_nbytes(
