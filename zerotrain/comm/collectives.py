@@ -100,16 +100,13 @@ class Collectives:
         self.shards = world.shards
         self.ledger = ledger
         self._journal = Journal(ledger, world.whereabouts, overlap=overlap, overdue=world.overdue)
-        started_s = time.monotonic()
-        try:
+        with world.whereabouts.blame_others("comparison of where ranks are"):
             if world.shards.make_wire is not None:
                 self._wire = world.shards.make_wire(ordered)
             elif world.shards.size == 1:
                 self._wire = _wire_of_one_rank()
             else:
                 self._wire = process_groups(world.shards, world.device, ordered=ordered)
-        except RuntimeError as error:
-            self._journal.fail("comparison", "where ranks are", error, time.monotonic() - started_s)
         self.zeros = self._wire.zeros or handles.zeros_on(world.device)
         """(numel, dtype) -> (numel,) zeros for a part of a step; see `Wire.zeros`."""
 
@@ -184,22 +181,18 @@ class Collectives:
             self.ledger.record(ledger_kind, sent_nbytes)
 
     def _together(self, kind: str, name: str, call: Callable[[], T], in_order: bool = True) -> T:
-        if in_order:
-            self._journal.note(kind, name)
         started_s = time.monotonic()
         try:
-            with self.world.watching(f"{kind} of {name}"):
+            with self.world.collective(f"{kind} of {name}"):
                 result = call()
         except OtherNamesError as error:
-            if in_order:
-                self._journal.take_back(kind, name)
             raise DisagreementError(
                 f"rank {self.world.rank}, {self.world.whereabouts.describe()}: the ranks have come to different calls: "
                 f"{by_rank(error.names)}; all ranks must make the same calls in the same order"
             ) from None
-        except RuntimeError as error:
-            self._journal.fail(kind, name, error, time.monotonic() - started_s)
         self.ledger.waited(time.monotonic() - started_s)
+        if in_order:  # only now: of what ranks have not come to together none is made
+            self._journal.note(kind, name)
         return result
 
 

@@ -6,7 +6,6 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain, repeat
 
 from zerotrain.errors import ConfigError
 
@@ -78,7 +77,7 @@ def _tasks_per_node(environment: Mapping[str, str], size: int) -> list[int]:
     parts = [_REPEATED.fullmatch(part) for part in text.split(",")]
     pairs = [(int(part[1]), int(part[2] or 1)) for part in parts if part is not None]
     if len(pairs) == len(parts) and sum(tasks * nodes for tasks, nodes in pairs) == size and all(map(all, pairs)):
-        return list(chain.from_iterable(repeat(tasks, nodes) for tasks, nodes in pairs))
+        return [tasks for tasks, nodes in pairs for _ in range(nodes)]
     raise ConfigError(
         f"{_TASKS_PER_NODE}: got {text!r}; it must be counts of tasks such as 4(x2),3, of {size} in all; {REMEDY}"
     )

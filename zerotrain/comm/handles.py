@@ -10,8 +10,8 @@ import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,17 +22,14 @@ from zerotrain.errors import EngineStateError
 # Flat buffers for a part of a step. The next collective and the next step use them again.
 
 
+@dataclass(eq=False)
 class Scratch:
     """A flat tensor on loan."""
 
     storage: torch.Tensor
     """(numel,) as many elements as were asked for, or more."""
-    cuts: dict[Any, Any]
+    cuts: dict[Any, Any] = field(default_factory=dict)
     """Views cut by borrowers, by their key: making 10,000 views costs more than filling them."""
-
-    def __init__(self, storage: torch.Tensor) -> None:
-        self.storage = storage
-        self.cuts = {}
 
 
 Zeros = Callable[[int, torch.dtype], torch.Tensor]
@@ -138,6 +135,7 @@ class Handle(ABC):
         self.is_under_way = False
         """Whether `issue` was called, and `finish` not yet."""
         self._journal = journal
+        self._described = f"{self.kind} of {name}"
         self._waited = True
 
     def prepare(self) -> None:
@@ -147,24 +145,18 @@ class Handle(ABC):
         """
         if self.is_prepared:
             return
-        started_s = time.monotonic()
-        try:
+        with self._journal.whereabouts.blame_others(self._described):
             self._prepare()
-        except RuntimeError as error:
-            self._fail(error, started_s)
         self.is_prepared = True
 
     def _issue_noted(self) -> None:
         self._journal.note(self.kind, self.name)
         if not self.is_local:
             self._journal.ledger.record(self.ledger_kind, self.sent_nbytes)
-        started_s = time.monotonic()
-        try:
+        with self._journal.whereabouts.blame_others(self._described):
             self._issue()
-        except RuntimeError as error:
-            self._fail(error, started_s)
         if (overdue := self._journal.overdue) is not None and not self.is_local:
-            overdue.watch(f"{self.kind} of {self.name}", self._is_over())
+            overdue.watch(self._described, self._is_over())
         self.is_prepared, self.is_under_way, self._waited = False, True, self.is_local
         if not self._journal.overlap:
             self.wait()
@@ -176,11 +168,8 @@ class Handle(ABC):
         """
         if self._waited:
             return True
-        started_s = time.monotonic()
-        try:
+        with self._journal.whereabouts.blame_others(self._described):
             return self._is_done()
-        except RuntimeError as error:
-            self._fail(error, started_s)
 
     def finish(self) -> None:
         """Wait, and leave the result where it belongs."""
@@ -206,15 +195,10 @@ class Handle(ABC):
         if self._waited:
             return
         started_s = time.monotonic()
-        try:
+        with self._journal.whereabouts.blame_others(self._described):
             self._wait()
-        except RuntimeError as error:
-            self._fail(error, started_s)
         self._journal.ledger.waited(time.monotonic() - started_s)
         self._waited = True
-
-    def _fail(self, error: RuntimeError, started_s: float) -> NoReturn:
-        self._journal.fail(self.kind, self.name, error, time.monotonic() - started_s)
 
     # ---- what a way to send is made of
 

@@ -7,7 +7,6 @@ interface on a rank's way to the store of the run: it reaches the other hosts to
 import fcntl
 import json
 import os
-import platform
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -31,7 +30,7 @@ def host_name() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:  # where they are hidden
-        return platform.node()
+        return socket.gethostname()
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,8 @@ def _fixed(backend: str, interface: str | None) -> tuple[str, str]:
     addresses = _addresses()
     if name in addresses or not addresses:
         return addresses.get(name, ""), setting
-    if variable in os.environ and backend == "nccl":  # which takes beginnings of names, and lists
-        return "", setting
-    if "," in name:  # as gloo does
+    # Both take lists of names, and NCCL from its variable beginnings of names too.
+    if "," in name or (variable in os.environ and backend == "nccl"):
         return "", setting
     raise ConfigError(
         f"{setting}: {socket.gethostname()} has no such network interface with an address; "

@@ -1,6 +1,5 @@
 """The record of an engine's collectives: counts, bytes, order, and the message of a failure."""
 
-import functools
 import json
 import sys
 import threading
@@ -12,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from zerotrain.comm.whereabouts import Whereabouts, is_of_others
+from zerotrain.comm.whereabouts import Whereabouts
 from zerotrain.device.device import Event
 from zerotrain.errors import CommError
 
@@ -42,7 +41,6 @@ class OtherNamesError(Exception):
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
-        super().__init__(", ".join(names))
 
 
 def gather_framed(gather: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, name: str) -> torch.Tensor:
@@ -52,7 +50,7 @@ def gather_framed(gather: Callable[[torch.Tensor], torch.Tensor], values: torch.
         gather: does so with tensors of the same n on all ranks.
 
     Raises:
-        OtherNamesError: on every rank.
+        OtherNamesError: on every rank; with the number of each one's bytes if all names are the same.
     """
     payload = values.contiguous().view(torch.uint8)
     fits = payload.numel() <= _ROOM_NBYTES
@@ -63,24 +61,19 @@ def gather_framed(gather: Callable[[torch.Tensor], torch.Tensor], values: torch.
     frames = gather(frame)
     heads = frames[:, : NAME_NBYTES + _NUMBER_NBYTES]
     if (heads != heads[0]).any():
-        raise OtherNamesError(_names_in(heads))
+        rows = [bytes(head.tolist()) for head in heads]
+        names = [row[:NAME_NBYTES].decode("utf-8", "replace").strip() for row in rows]
+        if len(set(names)) == 1:
+            names = [f"{names[0]}, {int.from_bytes(row[NAME_NBYTES:])} bytes," for row in rows]
+        raise OtherNamesError(names)
     everyone = frames[:, NAME_NBYTES + _NUMBER_NBYTES :][:, : payload.numel()] if fits else gather(payload)
     return everyone.contiguous().view(values.dtype)
 
 
-@functools.cache
+@cache
 def _head(name: str, nbytes: int) -> torch.Tensor:
     text = name.encode("utf-8", "replace")[:NAME_NBYTES].ljust(NAME_NBYTES)
     return torch.frombuffer(bytearray(text + nbytes.to_bytes(_NUMBER_NBYTES)), dtype=torch.uint8)
-
-
-def _names_in(heads: torch.Tensor) -> list[str]:
-    """Each rank's name; with the number of its bytes if all names are the same."""
-    rows = [bytes(head.tolist()) for head in heads]
-    names = [row[:NAME_NBYTES].decode("utf-8", "replace").strip() for row in rows]
-    if len(set(names)) > 1:
-        return names
-    return [f"{names[0]}, {int.from_bytes(row[NAME_NBYTES:])} bytes," for row in rows]
 
 
 # A thread tells of an endless collective if the host does not wait for collectives.
@@ -188,7 +181,6 @@ def _look_at(reference: "weakref.ref[Overdue]") -> None:
 
 ORDER_BITS = 52
 """Bits of the hash of the order of collectives: fp64 holds such an integer exactly."""
-_INVERSE = pow(1_000_003, -1, 2**ORDER_BITS)
 
 
 @dataclass
@@ -267,7 +259,7 @@ class Journal:
         self.ledger = ledger
         self.overlap = overlap
         self.overdue = overdue
-        self._whereabouts = whereabouts
+        self.whereabouts = whereabouts
         self._orders: Counter[str] = Counter()
 
     @property
@@ -284,27 +276,7 @@ class Journal:
 
     def note(self, kind: str, name: str) -> None:
         """A collective is issued: let its place in the order count."""
-        self._orders[kind] = (self._orders[kind] * 1_000_003 + _code(name) + 1) % 2**ORDER_BITS
-
-    def take_back(self, kind: str, name: str) -> None:
-        """Strike out the collective noted last: no rank has made it."""
-        self._orders[kind] = (self._orders[kind] - _code(name) - 1) * _INVERSE % 2**ORDER_BITS
-
-    def fail(self, kind: str, name: str, error: RuntimeError, waited_s: float) -> NoReturn:
-        """A collective has raised an error, after so many seconds.
-
-        Raises:
-            CommError: other ranks are gone, or did not come.
-            RuntimeError: the error itself, of which no other rank is to blame: no memory, a fault of the device.
-        """
-        if not is_of_others(error):
-            raise error
-        raise self._whereabouts.lost_others(error, f"{kind} of {name}", waited_s) from error
-
-
-@cache
-def _code(name: str) -> int:
-    return zlib.crc32(name.encode())
+        self._orders[kind] = (self._orders[kind] * 1_000_003 + zlib.crc32(name.encode()) + 1) % 2**ORDER_BITS
 
 
 # Small texts from rank to rank in the store, apart from the collectives of the training.

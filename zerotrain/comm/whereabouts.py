@@ -11,8 +11,8 @@ import resource
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -222,6 +222,22 @@ class Whereabouts:
             return _outside() if alive is None else alive()
 
         self.describe = ask_if_alive
+
+    @contextmanager
+    def blame_others(self, collective: str) -> Iterator[None]:
+        """Make a collective in here, such as "gather of blocks.0".
+
+        Raises:
+            CommError: other ranks are gone, or did not come.
+            RuntimeError: its own error, of which no other rank is to blame: no memory, a fault of the device.
+        """
+        started_s = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_of_others(error):
+                raise
+            raise self.lost_others(error, collective, time.monotonic() - started_s) from error
 
     def lost_others(self, error: RuntimeError, collective: str, waited_s: float) -> CommError:
         """The error to raise if the backend has timed out or lost its connection.

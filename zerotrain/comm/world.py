@@ -2,12 +2,10 @@
 
 import itertools
 import os
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from zerotrain.comm.environment import STORE_VARIABLE, RankEnvironment
 from zerotrain.comm.ledger import Overdue, Tell, tell_log
 from zerotrain.comm.meeting import keep_at_rank_0, leave, make_together, meet
-from zerotrain.comm.whereabouts import Whereabouts, files_problem, is_of_others, num_open_files
+from zerotrain.comm.whereabouts import Whereabouts, files_problem, num_open_files
 from zerotrain.device.kinds import device_of, num_gpus
 from zerotrain.errors import ConfigError, argument
 
@@ -198,29 +196,22 @@ class World:
         """The element-wise sum of a small tensor over all ranks, in place; CommError if they do not come. For metrics,
         not for gradients."""
         if self.size > 1:
-            self._together("sum of metrics", lambda: dist.all_reduce(values, group=self.group))
+            with self.collective("sum of metrics"):
+                dist.all_reduce(values, group=self.group)
         return values
 
     def barrier(self) -> None:
         """Wait for all ranks; CommError if they do not come."""
         if self.size > 1:
-            self._together("barrier", lambda: dist.barrier(group=self.group))
+            with self.collective("barrier"):
+                dist.barrier(group=self.group)
 
-    def _together(self, collective: str, call: Callable[[], object]) -> None:
-        started_s = time.monotonic()
-        try:
-            with self.watching(collective):
-                call()
-        except RuntimeError as error:
-            if not is_of_others(error):
-                raise
-            raise self.whereabouts.lost_others(error, collective, time.monotonic() - started_s) from error
-
-    def watching(self, collective: str) -> AbstractContextManager[None]:
-        """In here a collective is issued, and is told of if it does not end."""
-        if self.overdue is None:
-            return nullcontext()
-        return self.overdue.watching(collective, device_of(self.device).event)
+    @contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        """In here a collective is issued, and is told of if it does not end; CommError if other ranks do not come."""
+        event, overdue = device_of(self.device).event, self.overdue
+        with self.whereabouts.blame_others(name), nullcontext() if overdue is None else overdue.watching(name, event):
+            yield
 
     def close(self) -> None:
         """Leave the groups. Safe to call twice; a group the caller made is left to the caller."""
@@ -236,11 +227,9 @@ class World:
     def __enter__(self) -> "World":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error the other ranks may be gone, and leaving a group waits for them.
-        if error is None:
+        if kind is None:
             self.close()
 
 

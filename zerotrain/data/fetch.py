@@ -8,7 +8,7 @@ These generators belong to the whole process. A thread that seeded them would ch
 computes beside it, so:
 
 * A thread may read a dataset that draws nothing: one that has `rows(indices)`, a list, a `TensorDataset`, and one
-  that says so with `draws = False`. `may_be_read_beside` tells.
+  that says so with `draws = False`. `draws` tells.
 * All others are read where nothing else draws: in the main thread between two steps, or in processes of their own
   (`data.num_workers`). A dataset may always draw, unless it says that it does not.
 * A generator of the dataset's own, such as `self.generator = torch.Generator()` or numpy's `default_rng()`, nobody can
@@ -21,14 +21,12 @@ import math
 import random
 import re
 import signal
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from operator import itemgetter
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -424,16 +422,12 @@ def fetch_rows(
 
 
 def draws(dataset: Any, collate: Collate | None = None) -> bool:
-    """Whether random numbers may be drawn while rows are read: a dataset may unless it says `draws = False`."""
+    """Whether random numbers may be drawn while rows are read: a dataset may unless it says `draws = False`. Else a
+    thread may read rows while the main thread computes, with the same bits for both."""
     reads_whole = collate is None and hasattr(dataset, "rows")
     plain = isinstance(dataset, list | tuple | TensorDataset)
     of_items = not reads_whole and bool(getattr(dataset, "draws", not plain))
     return of_items or (collate is not None and bool(getattr(collate, "draws", True)))
-
-
-def may_be_read_beside(dataset: Any, collate: Collate | None = None) -> bool:
-    """Whether a thread may read rows while the main thread computes, with the same bits for both."""
-    return not draws(dataset, collate)
 
 
 @contextmanager
@@ -565,7 +559,7 @@ def _hash_items(dataset: Any, seed: int, name: str, like: str, *, is_trained: bo
         costs_s.append(time.perf_counter() - started_s)
     if _hash_item(dataset, 0, seed, name) != hashes[0]:
         return "never the same"
-    cost_s, number = statistics.median(costs_s), _NUM_ROWS.fullmatch(like)
+    cost_s, number = sorted(costs_s)[len(costs_s) // 2], _NUM_ROWS.fullmatch(like)
     num_wanted = int(number[1]) if number else max(_CHEAP_S / cost_s, min(_NUM_SPREAD, _MAX_S / cost_s), len(rows))
     num_rows = int(min(num_wanted, length, _MAX_NUM_ROWS))
     how_many = f" of {num_rows} rows"
@@ -585,7 +579,7 @@ def _hash_items(dataset: Any, seed: int, name: str, like: str, *, is_trained: bo
 
 
 def _hash_item(dataset: Any, row: int, seed: int, name: str) -> str:
-    item = fetch_rows(dataset, [row], seed=seed, epochs=[0], step=1, collate=itemgetter(0), name=name)
+    item = fetch_rows(dataset, [row], seed=seed, epochs=[0], step=1, collate=lambda items: items[0], name=name)
     digest = hashlib.sha256()
     _add_value(digest, item)
     return digest.hexdigest()

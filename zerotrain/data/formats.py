@@ -285,7 +285,6 @@ _KINDS = {
     b"7z\xbc\xaf\x27\x1c": FileKind("a 7z archive", _UNPACK, "unpack it"),
     b"Rar!\x1a\x07": FileKind("a rar archive", _UNPACK, "unpack it"),
     b"PK\x03\x04": FileKind("a zip file (.npz and .pt are such)", _UNPACK),
-    b"PK\x05\x06": FileKind("an empty zip file", _UNPACK),
     b"PAR1": FileKind("a parquet file", "give it a name that ends in .parquet", "data=text reads its text"),
     b"ARROW1": _ARROW,
     b"FEA1": _ARROW,
@@ -300,9 +299,6 @@ _KINDS = {
         "the index of a Megatron dataset without the .bin beside it",
         "data=tokens reads the two of them",
         "put it there",
-    ),
-    b"TNTIDX": FileKind(
-        "the index of an old Megatron dataset", _AS_TEXT, "make it anew with a Megatron that writes MMIDIDX"
     ),
     b"SQLite format 3\0": FileKind("an SQLite database", _AS_TEXT),
     b"\x80\x04\x95": _PICKLE,

@@ -91,14 +91,12 @@ class HuggingFaceDataset:
                 if name is not None and name not in rows.column_names:
                     columns = ", ".join(rows.column_names)
                     raise ValueError(f"{setting}={name}: there is no such column; there are {columns}")
-        self._num_null = 0
-        if column is not None:
-            rows_of_all = sum(map(len, used_splits.values()))
-            for name, rows in used_splits.items():
-                if column in rows.column_names and rows.data.column(column).null_count:
-                    is_valid = rows.data.column(column).is_valid().to_numpy(zero_copy_only=False)
-                    used_splits[name] = rows.select(np.flatnonzero(is_valid))
-            self._num_null = rows_of_all - sum(map(len, used_splits.values()))
+        rows_of_all = sum(map(len, used_splits.values()))
+        for name, rows in used_splits.items():
+            if column is not None and rows.data.column(column).null_count:
+                is_valid = rows.data.column(column).is_valid().to_numpy(zero_copy_only=False)
+                used_splits[name] = rows.select(np.flatnonzero(is_valid))
+        self._num_null = rows_of_all - sum(map(len, used_splits.values()))
         ending = DocumentEnd(self.tokenizer, document_end)
         parts: list[Columns | Sequences] = [
             Columns(rows)

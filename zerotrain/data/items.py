@@ -43,13 +43,15 @@ def first_batches(dataset: Any, name: str, *, seed: int = 0, collate: Collate | 
         return [batch for group in groups for batch in group]
     _require_map_style(dataset, name)
     rows = range(min(NUM_ITEMS, len(dataset)))
+
+    def read(rows: Sequence[int], collate: Collate | None) -> Any:
+        return fetch_rows(dataset, rows, seed=seed, epochs=[0] * len(rows), step=1, name=name, collate=collate)
+
     if collate is None and not hasattr(dataset, "rows"):
         for row in rows[:2]:
-            _require_parts(
-                fetch_rows(dataset, [row], **_reading_args(seed, 1, name), collate=lambda items: items[0]), name, row
-            )
+            _require_parts(read([row], lambda items: items[0]), name, row)
     rng_state = torch.get_rng_state()
-    batches = [fetch_rows(dataset, [row], **_reading_args(seed, 1, name), collate=collate) for row in rows]
+    batches = [read([row], collate) for row in rows]
     if not fetch.draws(dataset, collate) and not torch.equal(rng_state, torch.get_rng_state()):
         raise ValueError(
             f"{name} draws random numbers though it has draws = False; leave that out, or draw from a generator that "
@@ -57,7 +59,7 @@ def first_batches(dataset: Any, name: str, *, seed: int = 0, collate: Collate | 
         )
     if collate is None:
         _require_one_shape(batches, [f"{name}[{row}]" for row in rows])
-    fetch_rows(dataset, rows, **_reading_args(seed, len(rows), name), collate=collate)
+    read(rows, collate)
     _require_as_many_labels(dataset, batches, name)
     return batches
 
@@ -67,10 +69,6 @@ def source_name(name: str, source: str) -> str:
     if name.startswith("data.validation_sets."):
         return f"{name}.sources.{source}.data"
     return name.replace("data.", f"data.sources.{source}.data.", 1)
-
-
-def _reading_args(seed: int, num_rows: int, name: str) -> dict[str, Any]:
-    return {"seed": seed, "epochs": [0] * num_rows, "step": 1, "name": name}
 
 
 def _require_map_style(dataset: Any, name: str) -> None:

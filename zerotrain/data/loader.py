@@ -88,9 +88,7 @@ class DeviceCopies:
 # rank waits for the value, for the end of the worker's process, and for no longer than a row may take (`RowPlace`).
 
 
-_IGNORED_SIGNALS = (
-    signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT,
-)  # fmt: skip
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
 
 _JOIN_S = 1.0
 """A worker that is not gone then, since it is stopped, or stuck in code that keeps Python from running, is killed. One
@@ -99,19 +97,13 @@ that is stuck in the kernel is not waited for any longer."""
 
 @contextmanager
 def read_in_workers(
-    read: Callable[[Any], Any],
-    requests: Iterator[Any],
-    num_workers: int,
-    num_ahead: int,
-    *,
-    describe: Callable[[Any], str] = str,
-    timeout_s: float = 300.0,
+    read: Callable[[Any], Any], requests: Iterator[Any], num_workers: int, num_ahead: int, *, timeout_s: float = 300.0
 ) -> Iterator[Iterator[Any]]:
     """`map(read, requests)` in the same order, computed by processes; at its end none of them is left.
 
     Args:
+        requests: their texts, such as "data.train: row 3", are told where no row is at fault alone.
         num_ahead: values that are computed before they are asked for, at least one by each process.
-        describe: the words for a request, such as "data.train: row 3", where no row is at fault alone.
         timeout_s: as of `RowPlace`.
 
     Raises:
@@ -128,16 +120,14 @@ def read_in_workers(
         for number, (place, (rank_end, worker_end)) in enumerate(zip(places, pipes, strict=True)):
             other_ends = [end for end in ends if end is not worker_end]
             process = multiprocessing.Process(
-                target=_run_worker,
-                args=(read, describe, place, worker_end, other_ends, number, num_workers),
-                daemon=True,
+                target=_run_worker, args=(read, place, worker_end, other_ends, number, num_workers), daemon=True
             )
             place.begin()
             process.start()
             workers.append(_Worker(process, rank_end, place))
         for _, worker_end in pipes:
             worker_end.close()
-        yield _in_order(workers, requests, -(-num_ahead // num_workers) * num_workers, describe)
+        yield _in_order(workers, requests, -(-num_ahead // num_workers) * num_workers)
     finally:
         for end in ends:
             end.close()
@@ -163,8 +153,8 @@ class _Worker(NamedTuple):
     pipe: Connection
     place: RowPlace
 
-    def receive(self, described: str) -> Any:
-        """The value of the oldest request that has not been answered."""
+    def receive(self, request: Any) -> Any:
+        """The value of a request, the oldest that has not been answered."""
         while not wait([self.pipe, self.process.sentinel], self.place.look_s):
             if reason := self.place.overdue():
                 raise RowError(f"{self.place} cannot be read by a worker process: {reason}") from reason
@@ -174,7 +164,7 @@ class _Worker(NamedTuple):
             self.process.join(_JOIN_S)
             if self.process.is_alive():
                 cause = f"{type(error).__name__}: {error}"
-                raise RowError(f"{described} cannot be taken from a worker process: {cause}") from error
+                raise RowError(f"{request} cannot be taken from a worker process: {cause}") from error
             code = self.process.exitcode or 0
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             raise RuntimeError(f"a worker process that reads the data {how}, at {self.place}") from error
@@ -183,9 +173,7 @@ class _Worker(NamedTuple):
         return value
 
 
-def _in_order(
-    workers: Sequence[_Worker], requests: Iterator[Any], num_ahead: int, describe: Callable[[Any], str]
-) -> Iterator[Any]:
+def _in_order(workers: Sequence[_Worker], requests: Iterator[Any], num_ahead: int) -> Iterator[Any]:
     """Send the requests to the workers in turn, so many ahead; the values, in the order of the requests."""
     turns, pending = zip(cycle(workers), requests, strict=False), deque[tuple[_Worker, Any]]()
     while True:
@@ -196,17 +184,11 @@ def _in_order(
         if not pending:
             return
         worker, request = pending.popleft()
-        yield worker.receive(describe(request))
+        yield worker.receive(request)
 
 
 def _run_worker(
-    read: Any,
-    describe: Callable[[Any], str],
-    place: RowPlace,
-    pipe: Connection,
-    other_ends: Sequence[Connection],
-    number: int,
-    num_workers: int,
+    read: Any, place: RowPlace, pipe: Connection, other_ends: Sequence[Connection], number: int, num_workers: int
 ) -> None:
     """The life of a worker."""
     for signum in _IGNORED_SIGNALS:
@@ -233,7 +215,7 @@ def _run_worker(
                 place.begin()
                 packed = ForkingPickler.dumps(value)
             except Exception as error:
-                message = f"{describe(request)} cannot be sent by a worker process: {type(error).__name__}: {error}"
+                message = f"{request} cannot be sent by a worker process: {type(error).__name__}: {error}"
                 failure = _Failure(str(error) if isinstance(error, RowError) else message, traceback.format_exc())
                 packed = ForkingPickler.dumps(failure)
             place.end()
@@ -263,12 +245,22 @@ class LoadedStep(NamedTuple):
     """In each of them, those that count."""
 
 
-Read = Callable[[tuple[RowsToRead, int]], tuple[Any, int]]
-"""(a micro-batch, its number of rows) of (rows, number of the step from 1)."""
+class Request(NamedTuple):
+    """A micro-batch to read."""
+
+    rows: RowsToRead
+    step: int
+    """Its number, from 1."""
+
+    def __str__(self) -> str:
+        return fetch.place_of("data.train", *self.rows, self.step)
 
 
-def reader_of(dataset: Any, seed: int, collate: Collate | None, vocab_size: int | None = None) -> Read:
-    """Reads micro-batches of a dataset, with arguments of `fetch_rows`; can be pickled if the dataset can."""
+def reader_of(
+    dataset: Any, seed: int, collate: Collate | None, vocab_size: int | None = None
+) -> Callable[[tuple[RowsToRead, int]], tuple[Any, int]]:
+    """Reads micro-batches of a dataset: (batch, its number of rows) of a `Request` or the like, with arguments of
+    `fetch_rows`; can be pickled if the dataset can."""
     return partial(_read_rows, partial(fetch.fetch_rows, dataset, seed=seed, collate=collate, vocab_size=vocab_size))
 
 
@@ -277,11 +269,6 @@ def _read_rows(read: Callable[..., Any], request: tuple[RowsToRead, int]) -> tup
     with torch.profiler.record_function("zerotrain data: read rows"):
         batch = read(rows, epochs=epochs, step=step)
         return batch, len(rows)
-
-
-def _describe_request(request: tuple[RowsToRead, int]) -> str:
-    (rows, epochs), step = request
-    return fetch.place_of("data.train", rows, epochs, step)
 
 
 class StepLoader:
@@ -319,23 +306,21 @@ class StepLoader:
     ) -> None:
         self.wait_s = 0.0
         """How long the last step was waited for."""
-        self.reads_ahead = num_steps_ahead > 0 and (num_workers > 0 or fetch.may_be_read_beside(dataset, collate))
+        self.reads_ahead = num_steps_ahead > 0 and (num_workers > 0 or not fetch.draws(dataset, collate))
         self._copies, self._weigh = DeviceCopies(device), weigh
         self._open = ExitStack()
         self._num_micro_batches = sampler.num_micro_batches * sampler.leaves_per_rank
         reader = reader_of(dataset, sampler.seed, collate, vocab_size)
         size, start = sampler.global_batch_size, sampler.rows_consumed
         requests = (
-            (rows, first_step + step + 1)
+            Request(rows, first_step + step + 1)
             for step in range(num_steps)
             for rows in sampler.micro_batches(start + step * size)
         )
         if num_workers > 0:
             num_ahead = max(num_steps_ahead, 1) * self._num_micro_batches
             read = self._open.enter_context(
-                read_in_workers(
-                    reader, requests, num_workers, num_ahead, describe=_describe_request, timeout_s=timeout_s
-                )
+                read_in_workers(reader, requests, num_workers, num_ahead, timeout_s=timeout_s)
             )
         else:
             read = map(reader, requests)

@@ -210,7 +210,6 @@ def _sources(sources: Any) -> tuple[dict[str, Any], dict[str, float]]:
         weights[str(name)] = weight
     if not any(weights.values()):
         raise ValueError("data.sources: all weights are 0; at least one must be above 0")
-    parts_of(list(weights.values()))
     return {str(name): source["data"] for name, source in sources.items()}, weights
 
 

@@ -29,8 +29,8 @@ import numpy as np
 from zerotrain.data.store import INDEX_NAME, Shard, TokenStore, write_index
 from zerotrain.data.text_files import Sources, TextPiece, find_sources, is_plain, read_pieces
 from zerotrain.data.tokenizer import PIECE_NBYTES, Cut, DocumentEnd, ExactPlace, TextTokenizer, cut_anywhere
-from zerotrain.files.lock import can_lock, holder, lock, note_holder, open_lock, whole
-from zerotrain.files.untrusted import Natural, UntrustedFileError, duration, parse_json, read_json, read_regular
+from zerotrain.files.lock import can_lock, holder, lock, note_holder, open_lock, read_note, whole
+from zerotrain.files.untrusted import Natural, duration, parse_json, read_regular
 
 # One process at a time fills a folder. The others wait as long as it takes, and name the process that they wait for.
 
@@ -137,8 +137,14 @@ class StoreWriter:
         self._folder, self._dtype, self._made_of = folder, np.dtype(dtype).newbyteorder("<"), made_of
         self.resumed_at, self._num_finished = SourcePlace(), 0
         with _naming_folder(folder):
-            while (place := self._finished_place(self._num_finished)) is not None:
-                self.resumed_at, self._num_finished = place, self._num_finished + 1
+            # Up to the first shard that is not there, or not as it was noted.
+            with suppress(FileNotFoundError, ValueError):
+                while True:
+                    place, _ = self._read_note(self._num_finished)
+                    nbytes = (folder / f"{self._num_finished:06}.bin").stat().st_size
+                    if nbytes != SHARD_TOKENS * self._dtype.itemsize:
+                        break
+                    self.resumed_at, self._num_finished = place, self._num_finished + 1
             remove_store(folder, num_finished=self._num_finished)
         self._place = place = self.resumed_at
         self.tokens, self.nulls, self._begins = place.tokens, place.nulls, place.begins
@@ -198,15 +204,6 @@ class StoreWriter:
                 with whole(self._folder / f"{self._num_finished:06}.{suffix}", lasting=True) as file:
                     file.write(part)
         self._num_finished, self._starts = self._num_finished + 1, []
-
-    def _finished_place(self, number: int) -> SourcePlace | None:
-        """The noted place of a whole shard; None if there is none."""
-        try:
-            place, _ = self._read_note(number)
-            nbytes = (self._folder / f"{number:06}.bin").stat().st_size
-        except (FileNotFoundError, ValueError):
-            return None
-        return place if nbytes == SHARD_TOKENS * self._dtype.itemsize else None
 
     def _read_note(self, number: int) -> tuple[SourcePlace, np.ndarray]:
         """(the noted place of a shard, the starts of documents in it). A ValueError if the note is damaged, or of
@@ -311,15 +308,6 @@ def kept_store(
     return folder
 
 
-def read_seal(folder: Path) -> Seal | None:
-    """The seal of the store in a folder; None if there is none, or it cannot be read."""
-    try:
-        seal: Seal = read_json(folder / SEAL_NAME, Seal, max_nbytes=MAX_JSON_NBYTES)
-        return seal
-    except (OSError, UntrustedFileError):
-        return None
-
-
 def remove_abandoned(cache: Path, *, superseded: str, keep: str) -> None:
     """Remove stores that were begun in a cache and that nobody will complete: of files that have changed since, and
     those of long ago.
@@ -356,7 +344,7 @@ def sha256_of(files: Sequence[Path]) -> str:
 
 def misfit(folder: Path, sources: Sequence[Path], recipe: str) -> str | None:
     """Why a store is not to be used; None where it is."""
-    seal, store_files = read_seal(folder), _store_files(folder)
+    seal, store_files = read_note(folder / SEAL_NAME, Seal), _store_files(folder)
     if seal is None:
         is_there = (folder / SEAL_NAME).exists()
         return f"what it holds cannot be read from {SEAL_NAME}" if is_there else "nothing in it says what it holds"
@@ -692,7 +680,7 @@ def prepare_in_folder(recipe: Recipe, folder: Path) -> TokenStore:
         names = set() if not folder.exists() else {entry.name for entry in folder.iterdir()}
         if names and LOCK_NAME not in names:
             raise ValueError(f"--out={folder} holds other files; give a folder that is empty, or that is not there yet")
-        seal = read_seal(folder)
+        seal = read_note(folder / SEAL_NAME, Seal)
         if seal is not None and seal.recipe != recipe.fingerprint:
             raise ValueError(f"--out={folder} holds tokens that were made with other settings; give another folder")
         write = partial(_write, recipe)

@@ -89,7 +89,10 @@ def read_pieces(path: Path, *, field: str, start: int = 0, cut: Cut = cut_anywhe
                 yield from _read_parquet(path, field, start, cut)
                 return
             file, reached = _open_content(path, stack)
-            _skip(file, start)
+            if file.seekable():
+                file.seek(start)
+            else:
+                _skip(file, start)
             if inner_suffix(path) in JSONL:
                 yield from _read_lines(file, path, field, start, cut, reached)
             else:
@@ -133,13 +136,12 @@ def _open_content(path: Path, stack: ExitStack) -> tuple[BinaryIO, Callable[[], 
     return opened, raw.tell
 
 
-def _skip(file: BinaryIO, nbytes: int) -> None:
-    """Go forward, also in a file that is compressed."""
-    if isinstance(file, io.BufferedReader) and isinstance(file.raw, io.FileIO):
-        file.seek(nbytes)
-        return
+def _skip(file: BinaryIO, nbytes: int) -> int:
+    """Read forward; how many lines that were."""
+    num_lines = 0
     while nbytes and (skipped := file.read(min(nbytes, _SKIPPED_NBYTES))):
-        nbytes -= len(skipped)
+        num_lines, nbytes = num_lines + skipped.count(b"\n"), nbytes - len(skipped)
+    return num_lines
 
 
 def _read_lines(
@@ -153,7 +155,8 @@ def _read_lines(
             try:
                 text = _text_of(_parse_row(line_text), field)
             except ValueError as error:
-                number = _line_number(path, position - len(line))
+                with ExitStack() as stack:
+                    number = 1 + _skip(_open_content(path, stack)[0], position - len(line))
                 raise ValueError(f"data.path: {path}, line {number}, {error}") from error
             yield from _cut_document(text, cut, position, reached())
 
@@ -164,16 +167,6 @@ def _parse_row(line: str) -> Any:
     except untrusted.UntrustedFileError as error:
         problem = f"{str(error).removeprefix('it ')}; mend it, or leave the file out"
         raise ValueError(_ARRAY if line.lstrip().startswith("[") else problem) from error
-
-
-def _line_number(path: Path, start: int) -> int:
-    """The number of the line that starts at a byte of the content; lines are counted only for a message."""
-    num_lines = 1
-    with ExitStack() as stack:
-        file = _open_content(path, stack)[0]
-        while start and (read := file.read(min(start, _SKIPPED_NBYTES))):
-            num_lines, start = num_lines + read.count(b"\n"), start - len(read)
-    return num_lines
 
 
 def _text_of(row: Any, field: str) -> str | None:
@@ -403,7 +396,17 @@ def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: 
         require_no_dataset(file, text_field, sources.path, is_named=True)
         return _add_files([file], sources)
     own = {folder.resolve() for folder in without}
-    is_own = functools.cache(lambda folder: folder.resolve() in own or _holds_run(folder))
+
+    @functools.cache
+    def is_own(folder: Path) -> bool:
+        """Whether a folder is left out, or is that of a run, on this machine or another, of a sweep, or of prepared
+        tokens."""
+        if folder.resolve() in own or any(all((folder / name).exists() for name in names) for names in _OWN_FILES):
+            return True
+        # The lock of a run, or of tokens that are prepared, is there before anything else; other programs' locks say
+        # something else.
+        return any(lock.read_note(folder / name, lock.Holder) is not None for name in (".lock", "lock"))
+
     if os.path.isdir(expanded):
         return _add_files(_text_files(_walk(expanded, is_own, sources), sources, text_field), sources)
     if not glob.has_magic(expanded):
@@ -425,15 +428,6 @@ def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: 
     ]
     sources.omissions[_OF_RUNS] += len(matches) - len(readable)
     return _add_files(_text_files(readable, sources, text_field), sources)
-
-
-def _holds_run(folder: Path) -> bool:
-    """Whether a folder is that of a run, on this machine or another, of a sweep, or of prepared tokens."""
-    if any(all((folder / name).exists() for name in names) for names in _OWN_FILES):
-        return True
-    # The lock of a run, or of tokens that are prepared, is there before anything else; other programs' locks say
-    # something else.
-    return any(lock.read_note(folder / name, lock.Holder) is not None for name in (".lock", "lock"))
 
 
 def _walk(folder: str, is_own: Callable[[Path], bool], sources: Sources) -> Iterator[Path]:

@@ -24,18 +24,15 @@ class Rows(ABC):
 
     Args:
         starts: (num_runs,) where each run starts in the store, rising.
-        lengths: (num_runs,) tokens of each.
+        borders: (num_runs,) a number of each by which its rows are found.
         seq_len: tokens of a row.
+        num_rows: of all runs.
+        num_used: tokens that are in a row, as an input or as a label.
     """
 
-    def __init__(self, starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> None:
-        self._starts, self._seq_len = np.ascontiguousarray(starts), seq_len
-        self._borders, self._num_rows, self.num_used = self._lay_out(lengths)
-
-    @abstractmethod
-    def _lay_out(self, lengths: np.ndarray) -> tuple[np.ndarray, int, int]:
-        """(a number of each run by which its rows are found, rows, tokens that are in a row, as an input or as a
-        label)."""
+    def __init__(self, starts: np.ndarray, borders: np.ndarray, seq_len: int, num_rows: int, num_used: int) -> None:
+        self._starts, self._borders, self._seq_len = np.ascontiguousarray(starts), borders, seq_len
+        self._num_rows, self.num_used = num_rows, num_used
 
     @abstractmethod
     def parts(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -58,12 +55,12 @@ class Rows(ABC):
 
 class RowsWithinRuns(Rows):
     """Rows that lie each in one run, for runs cut out of a text: the label of a row's last token is the token behind
-    it in the text. The tokens of a run after its last row are unused."""
+    it in the text. The tokens of a run, of which there are `lengths`, after its last row are unused."""
 
-    def _lay_out(self, lengths: np.ndarray) -> tuple[np.ndarray, int, int]:
-        num_rows = np.maximum(lengths - 1, 0) // self._seq_len
+    def __init__(self, starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> None:
+        num_rows = np.maximum(lengths - 1, 0) // seq_len
         first_rows, total = np.cumsum(num_rows) - num_rows, int(num_rows.sum())
-        return first_rows, total, total * self._seq_len + int((num_rows > 0).sum())
+        super().__init__(starts, first_rows, seq_len, total, total * seq_len + int((num_rows > 0).sum()))
 
     def parts(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         first_rows = self._borders
@@ -76,10 +73,10 @@ class RowsOverRuns(Rows):
     """Rows of the runs joined, for runs that are whole documents: after the last token of one comes the first of the
     next. Only the tokens after the last row of all are unused."""
 
-    def _lay_out(self, lengths: np.ndarray) -> tuple[np.ndarray, int, int]:
+    def __init__(self, starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> None:
         ends = np.cumsum(lengths)  # of each run in the joined ones
-        num_rows = max(0, int(lengths.sum()) - 1) // self._seq_len
-        return ends, num_rows, num_rows * self._seq_len + (num_rows > 0)
+        num_rows = max(0, int(lengths.sum()) - 1) // seq_len
+        super().__init__(starts, ends, seq_len, num_rows, num_rows * seq_len + (num_rows > 0))
 
     def parts(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         first_tokens, run_ends = indices * self._seq_len, self._borders
@@ -323,7 +320,11 @@ def fingerprint_tokens(train: TokenWindows, validation: TokenWindows) -> dict[st
     Raises:
         OSError: a file cannot be read.
     """
-    stores = _list_stores(train, validation)
+    stores, rows = _list_stores(train, validation), hashlib.sha256()
+    for side in (train, validation):
+        for array in side.layout.arrays():
+            rows.update(array.data)
+        rows.update(b"\n")
     return {
         "rows": len(train),
         "validation_rows": len(validation),
@@ -333,7 +334,7 @@ def fingerprint_tokens(train: TokenWindows, validation: TokenWindows) -> dict[st
         "dtype": " ".join(store.dtype.name for store in stores),
         "tokenizer": " ".join(store.tokenizer or "unknown" for store in stores),
         "files": _hash_of_files(stores),
-        "split": f"{train.split} {_hash_of_rows(train, validation)}",
+        "split": f"{train.split} {rows.hexdigest()[:16]}",
     }
 
 
@@ -362,14 +363,5 @@ def _hash_of_files(stores: list[TokenStore]) -> str:
                 beginning = file.read(min(_END_NBYTES, nbytes))
                 file.seek(shard.first_byte + nbytes - len(beginning))
                 hashed.update(beginning + file.read(len(beginning)))
-        hashed.update(b"\n")
-    return hashed.hexdigest()[:16]
-
-
-def _hash_of_rows(train: TokenWindows, validation: TokenWindows) -> str:
-    hashed = hashlib.sha256()
-    for side in (train, validation):
-        for array in side.layout.arrays():
-            hashed.update(array.data)
         hashed.update(b"\n")
     return hashed.hexdigest()[:16]

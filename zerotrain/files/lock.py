@@ -95,7 +95,7 @@ def note_holder(file: BinaryIO) -> None:
 
 
 def read_note(path: Path, kind: Any) -> Any:
-    """The note in the file of a lock; None where there is none of this kind."""
+    """The note in the file of a lock, or in a small file of its own; None where there is none of this kind."""
     try:
         return read_json(path, kind, max_nbytes=_MAX_NBYTES)
     except (OSError, UntrustedFileError):

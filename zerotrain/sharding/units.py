@@ -212,7 +212,7 @@ def cut_units(walked: WalkedModel, patterns: Sequence[str] | None, max_numel: in
     bucket of `max_numel` elements: two small collectives cost more than one.
     """
     blocks = find_units(walked, patterns)
-    home = {id(module): block for name, module in walked.places if (block := _block_of(name, blocks)) is not None}
+    home = {id(module): name for name, block in blocks.items() for module in block.modules()}
     units: dict[str, Unit[ModelParameter]] = {name: Unit(name, [block]) for name, block in blocks.items()}
     resident: Unit[ModelParameter] = Unit(RESIDENT, [], is_root=True)
     late: Unit[ModelParameter] = Unit(LATE, [], is_root=True)
@@ -233,13 +233,6 @@ def cut_units(walked: WalkedModel, patterns: Sequence[str] | None, max_numel: in
     for parameter in late.parameters:
         late.modules += [module for module, _ in parameter.owners if module not in late.modules]
     return [unit for unit in (resident, *units.values(), late) if unit.parameters or unit is resident]
-
-
-def _block_of(name: str, blocks: Mapping[str, nn.Module]) -> str | None:
-    """The block that a module of this name is, or lies in."""
-    parts = name.split(".")
-    candidates = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    return next((candidate for candidate in candidates if candidate in blocks), None)
 
 
 def _names_behind(walked: WalkedModel, block: str) -> frozenset[str]:

@@ -234,19 +234,6 @@ class _FakeExchange(_Fake, Exchange):
         torch.cat([parts[self._end.rank] for parts in self._arrived], out=received)
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Inside, the garbage collector does not run. A finished rank leaves its engine to it. If the thread
-    of another rank collected that engine, it would wait for a collective of its own future."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def run_threads(
     fn: Callable[[World], T],
     size: int,
@@ -286,11 +273,18 @@ def run_threads(
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    with _no_garbage_collection():
+    # A finished rank leaves its engine to the garbage collector. If the thread of another rank collected that engine,
+    # it would wait for a collective of its own future.
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+    finally:
+        if was_on:
+            gc.enable()
     if errors:
         raise next((error for error in errors if "have come" not in str(error)), errors[0])
     return results, board

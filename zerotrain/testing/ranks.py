@@ -60,7 +60,10 @@ def run_ranks(
     # A fork of a process can hang once torch's thread pools have run in it; a fork server has run none.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, *(name for name in _PRELOADED_AS_HERE if name in sys.modules)])
-    _start_fork_server()
+    # With this process's path: it would import another copy of zerotrain.
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    with patch.dict(os.environ, PYTHONPATH=path, PYTHONSAFEPATH="1"):
+        forkserver.ensure_running()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         pipes, processes = [], []
@@ -86,13 +89,6 @@ def run_ranks(
                 if process.is_alive():
                     process.kill()
                     process.join()
-
-
-def _start_fork_server() -> None:
-    """Start it, if it does not run yet, with this process's path: it would import another copy of zerotrain."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    with patch.dict(os.environ, PYTHONPATH=path, PYTHONSAFEPATH="1"):
-        forkserver.ensure_running()
 
 
 def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:

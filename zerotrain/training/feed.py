@@ -170,7 +170,7 @@ class TrainingFeed:
         """Advice for a run that waits for its rows."""
         if self._num_workers:
             return f"data.num_workers={2 * self._num_workers} reads with more processes"
-        if fetch.may_be_read_beside(self._dataset.train, self._collate):
+        if not fetch.draws(self._dataset.train, self._collate):
             return "data.num_workers=2 reads with processes, where one thread is not enough"
         return (
             "data.num_workers=2 reads with processes; or a dataset that draws no random numbers says `draws = False`, "

@@ -65,8 +65,8 @@ FAULTS = {
         "unit/data/test_loader.py::test_the_rows_are_those_of_the_sampler_from_its_position_on",
     ),
     "text-shard-cut-short": Fault(
-        "StoreWriter._finished_place",
-        Swap("nbytes == SHARD_TOKENS * self._dtype.itemsize", "True"),
+        "StoreWriter.__init__",
+        Swap("nbytes != SHARD_TOKENS * self._dtype.itemsize", "False"),
         "a shard that was cut short since is filled up with nothing",
         "unit/data/test_prepare.py::test_behind_a_shard_that_is_not_as_it_was_noted_nothing_is_gone_on_from",
     ),

@@ -63,13 +63,9 @@ def test_a_process_that_leaves_passes_none_of_it_on(monkeypatch):
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK: got 2; it must be below LOCAL_WORLD_SIZE=2"),
         ({"LOCAL_RANK": "1", "RANK": "0"}, "LOCAL_RANK: got 1; it must be RANK=0 or less"),
         ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE: got 5; it must be between 1 and WORLD_SIZE=4"),
-        ({"MASTER_PORT": "0"}, "MASTER_PORT: got 0; it must be between 1 and 65535"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT: got 65536; it must be between 1 and 65535"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT: got 'http'; it must be a whole number of at least 0"),
-        ({"MASTER_ADDR": ""}, "MASTER_ADDR: got '': "),
         ({"MASTER_ADDR": "no host"}, "MASTER_ADDR: got 'no host': "),
         ({"RANK": None}, "RANK: not set, though the environment has LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, MASTER_ADDR="),
-        ({"LOCAL_WORLD_SIZE": None}, "LOCAL_WORLD_SIZE: not set, though"),
         ({"MASTER_ADDR": None, "MASTER_PORT": None}, "MASTER_ADDR, MASTER_PORT: not set, though the environment has "),
         (
             dict.fromkeys(VARIABLES) | {"WORLD_SIZE": "2"},
@@ -168,12 +164,10 @@ def test_a_batch_script_a_step_of_one_task_and_a_process_without_slurm_are_no_ra
         ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS: got 'many'; it must be a whole number from 1 to "),
         ({"SLURM_STEP_NUM_TASKS": "6"}, "SLURM_STEP_TASKS_PER_NODE: got '2(x2),1'; it must be counts of tasks such as"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x99999999)"}, "SLURM_STEP_TASKS_PER_NODE: got "),
-        ({"SLURM_STEP_TASKS_PER_NODE": "0(x3),5"}, "SLURM_STEP_TASKS_PER_NODE: got "),
         (
             {"SLURM_STEP_NODELIST": "[1-3"},
             "SLURM_STEP_NODELIST: got '[1-3'; it must be names of nodes such as n[01-03]",
         ),
-        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST: got ''; it must be names of nodes"),
         ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID: got 'x'; it must be a whole number"),
     ],
 )

@@ -5,7 +5,7 @@ import torch
 
 from tests.unit.engine.parts import CPU, alone
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import Gather, Handle, Reduction, ReductionSpec, ScratchPool
+from zerotrain.comm.handles import Handle, ScratchPool
 from zerotrain.comm.ledger import Journal, Ledger
 from zerotrain.comm.whereabouts import Whereabouts
 from zerotrain.errors import CommError
@@ -123,16 +123,6 @@ def test_each_use_is_noted_once_with_its_bytes_whatever_else_is_called():
     assert mine.ledger.outside_steps.nbytes == {"gather": 20}
 
 
-def test_what_is_sent_to_nobody_has_its_place_in_the_order_and_is_not_counted():
-    class Local(Written):
-        is_local = True
-
-    mine = journal()
-    Local(mine).issue()
-    assert mine.order != journal().order
-    assert mine.ledger.outside_steps.calls == {}
-
-
 @pytest.mark.parametrize("where", ["prepare", "issue", "wait"])
 def test_a_failure_is_told_with_the_collective_and_what_the_backend_said(where):
     handle = Written(journal(), fails=where)
@@ -144,49 +134,6 @@ def test_a_failure_is_told_with_the_collective_and_what_the_backend_said(where):
 
     with pytest.raises(CommError, match=r"gather of unit .* after 0\.\d s: connection closed"):
         use()
-
-
-def test_a_reduction_that_is_finished_holds_its_input_no_longer():
-    class Kept(Reduction):
-        sent_nbytes = 0
-
-        def _issue(self) -> None:
-            pass
-
-        def _wait(self) -> None:
-            pass
-
-        def _is_done(self) -> bool:
-            return True
-
-    spec = ReductionSpec("unit", journal(), torch.zeros(2), pool(), num_leaves=2)
-    reduction = Kept(spec)
-    full = torch.zeros(4)
-    reduction.issue(full)
-    assert reduction._full is full
-    reduction.finish()
-    assert reduction._full is None
-    assert (Gather.kind, Reduction.kind) == ("gather", "reduction")
-
-
-def test_of_equal_buffers_the_one_that_was_cut_before_is_lent_again():
-    buffers = pool()
-    first, second = buffers.take(100), buffers.take(100)
-    second.cuts["layout"] = "views"
-    buffers.give_back(first)
-    buffers.give_back(second)
-    assert buffers.take(100, "layout") is second
-
-
-def test_steps_that_repeat_hold_as_many_buffers_as_were_lent_at_once():
-    buffers = pool()
-    for _ in range(3):
-        for numel in (100, 300, 200):
-            pair = [buffers.take(numel), buffers.take(numel)]
-            for scratch in pair:
-                buffers.give_back(scratch)
-    assert buffers.held_nbytes == 2 * 300 * 4
-    assert buffers.lent_nbytes == 0
 
 
 def test_the_smallest_buffer_that_fits_is_lent():
@@ -228,24 +175,3 @@ def test_a_reduction_is_a_copy_unless_it_goes_where_it_is(mine):
         reduction.finish()
         assert torch.equal(target, torch.arange(4.0))
     assert scratch.held_nbytes == 0
-
-
-def test_small_collectives_are_what_this_rank_has_to_say(mine):
-    assert mine.gather_small(torch.tensor([1.0, 2.0]), name="norm").tolist() == [[1.0, 2.0]]
-    value = object()  # which another rank could not be told
-    assert mine.gather_objects(value, name="state") == [value]
-    values = torch.ones(2)
-    mine.broadcast(values, name="unit")
-    assert values.tolist() == [1.0, 1.0]
-
-
-def test_nothing_is_sent_so_nothing_is_counted(mine):
-    mine.gather_now("unit", torch.zeros(4), torch.ones(4))
-    mine.gather_small(torch.zeros(1), name="norm")
-    mine.broadcast(torch.zeros(1), name="unit")
-    assert mine.ledger.outside_steps.calls == {}
-
-
-def test_an_exchange_with_nobody_is_a_fault(mine):
-    with pytest.raises(ValueError, match="between one rank"):
-        mine.exchange("unit", torch.zeros(0), torch.zeros(0), [0], [0])

@@ -1,7 +1,6 @@
 """A collective that does not end is told of by name once, before the backend ends the process; one that ends, never."""
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from zerotrain.comm.wires import Works
 from zerotrain.comm.world import World
 from zerotrain.device.device import DONE, Event
 from zerotrain.errors import CommError
-from zerotrain.launching.failures import Failure, first_failure
+from zerotrain.launching.failures import first_failure
 from zerotrain.launching.worker import ALLOCATOR_VARIABLES, leave_overdue, tell_torch_of_gpus
 
 # What is counted of collectives, and their order as one number that ranks compare.
@@ -36,17 +35,6 @@ def test_within_a_kind_names_order_and_number_tell_apart():
     assert order_of("g a", "g b") == order_of("g a", "g b")
 
 
-def test_what_was_noted_last_and_did_not_come_about_can_be_taken_back():
-    journal = Journal(Ledger(), Whereabouts(rank=0, size=1), overlap=True)
-    orders = []
-    for name in ("a", "b", "a" * 99):
-        orders.append(journal.order)
-        journal.note("g", name)
-    for name, before in zip(("a" * 99, "b", "a"), reversed(orders), strict=True):
-        journal.take_back("g", name)
-        assert journal.order == before
-
-
 def test_between_kinds_the_order_does_not_tell_apart():
     assert order_of("g a", "r x", "g b", "r y") == order_of("r x", "r y", "g a", "g b")
     assert order_of("g a", "r x", "g b", "r y") != order_of("g a", "r y", "g b", "r x")
@@ -59,37 +47,6 @@ def test_after_any_number_of_collectives_the_order_is_a_number_that_fp64_holds()
         assert int(float(order)) == order
     order = order_of(*(f"g unit{index}" for index in range(1000)))
     assert order != order_of(*(f"g unit{index}" for index in (1, 0, *range(2, 1000))))
-
-
-def test_a_step_counts_its_own_traffic_and_what_lies_outside_counts_apart():
-    ledger = Ledger()
-    ledger.record("broadcast", 100)
-    ledger.in_step = True
-    ledger.record("gather", 10)
-    ledger.record("gather", 10)
-    ledger.record("reduce", 5)
-    ledger.close_step()
-    assert ledger.last_step.calls == {"gather": 2, "reduce": 1}
-    assert ledger.last_step.sent_nbytes == 25
-    assert ledger.outside_steps.sent_nbytes == 100
-    assert not ledger.in_step
-
-
-def test_the_wait_of_an_update_is_none_of_its_own_time():
-    ledger = Ledger()
-    ledger.waited(100.0)
-    ledger.in_step = True
-    ledger.waited(0.25)
-    with ledger.updating():
-        started_s = time.monotonic()
-        time.sleep(0.06)
-        waited_s = time.monotonic() - started_s - 0.01
-        ledger.waited(waited_s)
-    ledger.close_step()
-    assert ledger.last_step.waited_s == 0.25 + waited_s
-    assert ledger.last_step.update_s >= 0.01
-    assert ledger.last_step.update_s < time.monotonic() - started_s - waited_s + 0.001
-    assert ledger.outside_steps.waited_s == 100.0
 
 
 def test_a_step_that_was_given_up_counts_as_outside_and_leaves_nothing_to_the_next():
@@ -207,7 +164,7 @@ def test_a_collective_that_the_host_issues_and_waits_for_is_watched_until_the_de
     late, event = Late(monkeypatch), Recorded()
     world = World(0, 3, 0, torch.device("cpu"))
     object.__setattr__(world, "overdue", late.overdue)
-    with world.watching("barrier"):
+    with world.collective("barrier"):
         assert "in barrier" in str(late.at(31.0)[0])  # while the host is in the call
     assert late.at(32.0)[-1] is None  # a CPU has done it
     with late.overdue.watching("sum of metrics", lambda: event):
@@ -254,19 +211,6 @@ def test_the_run_folder_says_who_did_not_come_until_it_has(tmp_path, monkeypatch
     stuck.work.has_ended = True
     late.at(32.0)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_own_failure_that_comes_after_counts_more_and_is_not_taken_back(tmp_path, monkeypatch):
-    late = Late(monkeypatch, lambda error: leave_overdue(tmp_path, 0, error))
-    stuck = late.gather()
-    late.at(31.0)
-    Failure.from_error(ValueError("a bad row"), rank=0).write(tmp_path)
-    for now_s in (32.0, 33.0):
-        failure = first_failure(tmp_path, {0: 1})
-        assert failure is not None
-        assert failure.cause == "failed: ValueError: a bad row"
-        stuck.work.has_ended = True
-        late.at(now_s)
 
 
 def unset(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

@@ -237,54 +237,9 @@ def test_of_few_rows_all_orders_come_equally_often(num_rows: int) -> None:
     assert abs(far_from(10, counts)) < 3
 
 
-@pytest.mark.case("data: Order, position and loading", "1 to 2**62 rows")
-@pytest.mark.parametrize("by", ["epochs", "seeds"])
-def test_every_row_comes_equally_often_at_every_place_and_behind_every_other(by: str) -> None:
-    num_rows, num_draws = 50, 1000
-    drawn = np.array(
-        [
-            permuted(
-                np.arange(num_rows),
-                num_rows=num_rows,
-                **({"seed": 7, "epoch": n} if by == "epochs" else {"seed": n, "epoch": 7}),
-            )
-            for n in range(num_draws)
-        ]
-    )
-    at_place = np.zeros((num_rows, num_rows))
-    np.add.at(at_place, (np.arange(num_rows), drawn), 1)
-    assert abs(far_from(num_draws / num_rows, at_place)) < 3
-    behind = np.zeros((num_rows, num_rows))
-    np.add.at(behind, (drawn[:, :-1], drawn[:, 1:]), 1)
-    # Never behind itself.
-    expected = num_draws / num_rows
-    others = behind[~np.eye(num_rows, dtype=bool)]
-    assert abs(far_from(expected, others)) < 3
-
-
-@pytest.mark.case("data: Order, position and loading", "1 to 2**62 rows")
-@pytest.mark.parametrize("other", [{"seed": 8, "epoch": 3}, {"seed": 7, "epoch": 4}, {"seed": 4, "epoch": 7}], ids=str)
-def test_orders_of_neighbouring_epochs_and_seeds_have_nothing_in_common(other: dict[str, int]) -> None:
-    num_rows = 20_000
-    places = np.arange(num_rows)
-    one, another = permuted(places, seed=7, epoch=3, num_rows=num_rows), permuted(places, num_rows=num_rows, **other)
-    assert abs(np.corrcoef(one, another)[0, 1]) < 3 / math.sqrt(num_rows)
-    assert abs(np.corrcoef(one, places)[0, 1]) < 3 / math.sqrt(num_rows)
-    assert abs(np.corrcoef(one[:-1], one[1:])[0, 1]) < 3 / math.sqrt(num_rows)
-    assert (one == another).sum() < 8  # one is expected
-
-
 def test_positions_go_through_one_epoch_after_another() -> None:
     whole = rows_at(np.arange(21), seed=4, num_rows=7).reshape(3, 7)
     for epoch in range(3):
         assert (whole[epoch] == permuted(np.arange(7), seed=4, epoch=epoch, num_rows=7)).all()
     positions = np.array([[20, 0], [6, 7]])
     assert (rows_at(positions, seed=4, num_rows=7) == whole.flatten()[positions]).all()
-
-
-@pytest.mark.parametrize("num_rows", [4, 9, 25, 49])
-def test_odd_permutations_come_as_often_as_even_ones(num_rows):
-    """A network of two odd halves makes even ones alone: half of the orders would never come."""
-    orders = (permuted(np.arange(num_rows), seed=seed, epoch=0, num_rows=num_rows) for seed in range(400))
-    num_odd = sum(round(np.linalg.det(np.eye(num_rows)[order])) == -1 for order in orders)
-    assert 140 <= num_odd <= 260  # six standard deviations

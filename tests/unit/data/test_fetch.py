@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from zerotrain.data import Mix
 from zerotrain.data import fetch as fingerprint
 from zerotrain.data.batches import rows_at
 from zerotrain.data.fetch import (
@@ -27,9 +26,7 @@ from zerotrain.data.fetch import (
     fingerprint_of,
     in_time,
     labels_of,
-    may_be_read_beside,
     num_labels,
-    seeded,
     to_device,
 )
 from zerotrain.files.suspension import suspended_s, watch_suspensions
@@ -144,7 +141,7 @@ def test_only_what_draws_nothing_may_be_read_beside_the_model() -> None:
     silent = Noisy()
     silent.draws = False  # type: ignore[attr-defined]
     tensors = TensorDataset(torch.zeros(3, 2))
-    assert all(may_be_read_beside(dataset) for dataset in (Whole(), [(0, 1)], tensors, silent))
+    assert not any(map(draws, (Whole(), [(0, 1)], tensors, silent)))
     assert draws(Noisy())
     assert draws([0], collate=lambda items: items)
 
@@ -178,19 +175,6 @@ def test_a_token_that_the_model_does_not_know_is_told_with_its_row(of: str, give
     with pytest.raises(RowError, match=r"rows 1, 5, 0 .* the token 999 is not among the model's, 0 to 255"):
         fetch_rows(dataset, [1, 5, 0], **place, collate=lambda _: torch.tensor([0] * 5 + [999]))
     fetch_rows([(torch.rand(3) * 1000, torch.tensor(True))] * 6, [1, 5, 0], **place)  # no row of tokens
-
-
-def test_what_is_drawn_inside_follows_from_the_place_and_nothing_outside_changes() -> None:
-    torch.manual_seed(1)
-    wanted = torch.rand(3).tolist()
-    torch.manual_seed(1)
-    drawn = []
-    for place in (("data", 3), ("data", 3), ("data", 4)):
-        with seeded(*place):
-            drawn.append((torch.rand(()).item(), random.random(), np.random.rand()))
-    assert drawn[0] == drawn[1]
-    assert not set(drawn[0]) & set(drawn[2])
-    assert torch.rand(3).tolist() == wanted
 
 
 class Slow(Noisy):
@@ -326,17 +310,6 @@ def test_as_many_rows_are_read_as_for_the_one_to_compare_with(size: int) -> None
     few = fingerprint_of(data, like={"items_of_train": "0" * 16 + " of 7 rows"})
     assert few["items_of_train"].endswith(f" of {min(7, size)} rows")
     assert fingerprint_of(data, like=few) == few
-
-
-def test_sets_and_sources_are_read_as_for_the_one_to_compare_with() -> None:
-    data = SimpleNamespace(train=Items(lambda row: row, 50), validation=Items(lambda row: row))
-    mix = Mix({name: {"data": data, "weight": 1} for name in ("a", "b")})
-    whole = fingerprint_of(mix, validation_sets={"more": data})
-    items = [name for name in whole if "items_of" in name]
-    assert len(items) == 6
-    like = whole | {name: "0" * 16 + f" of {number} rows" for number, name in enumerate(items, start=3)}
-    told = fingerprint_of(mix, validation_sets={"more": data}, like=like)
-    assert [told[name].split(" ", 1)[1] for name in items] == [like[name].split(" ", 1)[1] for name in items]
 
 
 def test_what_is_drawn_for_an_item_is_the_same_on_all_ranks() -> None:

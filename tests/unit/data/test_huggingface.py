@@ -93,6 +93,7 @@ def test_a_folder_of_splits_labels_of_their_own_and_all_columns(datasets: Any, t
         ),
         ({"split": "all"}, r"^data\.split=all: data\.path=.* has no such split; it has train$"),
         ({"validation_split": "train"}, r"^data\.validation_split=train is the split to train on"),
+        ({"document_end": "eos"}, r"^data.document_end=eos ends texts, and data.tokenizer=null reads none"),
         ({"tokenizer": "nowhere"}, r"^data\.column=null reads all columns as they are; give data\.column"),
         ({"path": "no/such"}, r"^data\.path=no/such does not exist"),
         ({"path": str(Path(__file__).parent)}, r"is a folder that save_to_disk\(\) has not written"),
@@ -149,8 +150,6 @@ def test_how_many_rows_are_cut_is_said_of_a_part_where_there_are_many(datasets: 
     assert data.summary() == "9 rows, 1 to validate; cut at data.seq_len=4: 3 of 9 rows"
     monkeypatch.setattr("zerotrain.data.huggingface._LOOKED_AT_ROWS", 5)
     assert data.summary() == "9 rows, 1 to validate; cut at data.seq_len=4: 1 of 5 rows looked at"
-    monkeypatch.setattr("zerotrain.data.huggingface._LOOKED_AT_TOKENS", 1)
-    assert data.summary() == "9 rows, 1 to validate"
     assert HuggingFaceDataset(file, column="tokens", seq_len=9, vocab_size=32).summary() == "9 rows, 1 to validate"
 
 
@@ -162,8 +161,3 @@ def test_a_broken_file_is_said_in_one_line(datasets: Any, tmp_path: Path, name: 
     ) as told:
         HuggingFaceDataset(str(tmp_path / name))
     assert "\n" not in str(told.value)
-
-
-def test_an_end_of_text_without_a_tokenizer_is_refused(datasets: Any, file: str) -> None:
-    with pytest.raises(ValueError, match=r"^data.document_end=eos ends texts, and data.tokenizer=null reads none"):
-        HuggingFaceDataset(file, column="tokens", document_end="eos")

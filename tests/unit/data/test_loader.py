@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -199,34 +199,15 @@ def test_a_worker_that_is_gone_is_told_with_its_row(end: Callable[[int], None], 
     assert multiprocessing.active_children() == []
 
 
-def kill_and_fail(pid: int, error: type[Exception]) -> None:
-    if pid != os.getpid():
-        os.kill(pid, signal.SIGKILL)
-    raise error("while it is made again")
+def fail() -> None:
+    raise ZeroDivisionError("while it is made again")
 
 
 class Unmade:
-    """Can be pickled, but not made again: in the process that asked for it, which kills another one before."""
-
-    def __init__(self, killed: int | None, error: type[Exception]) -> None:
-        self.killed, self.error = killed, error
+    """Can be pickled, but not made again."""
 
     def __reduce__(self) -> Any:
-        return kill_and_fail, (self.killed, self.error)
-
-
-def kill_who_reads(error: type[Exception]) -> Unmade:
-    return Unmade(os.getpid(), error)
-
-
-@pytest.mark.parametrize("error", [ConnectionResetError, EOFError, FileNotFoundError])
-def test_a_worker_that_is_killed_while_its_memory_is_asked_for_is_told_as_such(error: type[Exception]) -> None:
-    """Seen on a busy machine: the worker was there in the wait for a value, and gone while its memory was asked for."""
-    with (
-        pytest.raises(RuntimeError, match="worker process that reads the data was killed by SIGKILL"),
-        read_in_workers(kill_who_reads, iter([error]), num_workers=1, num_ahead=1) as values,
-    ):
-        next(values)
+        return fail, ()
 
 
 class Unsendable(Items):
@@ -264,7 +245,7 @@ def keep(items: list[Any]) -> Any:
         (lambda: None, "sent by a worker process: (AttributeError|PicklingError): .*lambda"),
         (NoPickle(), "sent by a worker process: MemoryError: no room for it"),
         (threading.Lock(), "sent by a worker process: TypeError: cannot pickle '_thread.lock' object"),
-        (Unmade(os.getpid(), ZeroDivisionError), "taken from a worker process: ZeroDivisionError: while it is made"),
+        (Unmade(), "taken from a worker process: ZeroDivisionError: while it is made"),
     ],
     ids=["a lambda", "no pickle", "a lock", "not made again"],
 )
@@ -325,30 +306,6 @@ def test_a_worker_that_is_stopped_is_given_up_and_ended() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_an_alarm_of_ones_own_comes_while_the_main_thread_reads() -> None:
-    alarms: list[int] = []
-    before = signal.signal(signal.SIGALRM, lambda signum, frame: alarms.append(signum))
-    try:
-        with loader(Items(lambda row: signal.raise_signal(signal.SIGALRM)), num_steps_ahead=0) as steps:
-            steps.next_step()
-        assert alarms == [signal.SIGALRM] * 6
-        signal.raise_signal(signal.SIGALRM)
-        assert len(alarms) == 7
-    finally:
-        signal.signal(signal.SIGALRM, before)
-
-
-def test_a_handler_that_a_dataset_sets_for_its_own_alarms_stays() -> None:
-    before = signal.getsignal(signal.SIGALRM)
-    with loader(Items(lambda row: signal.signal(signal.SIGALRM, ignore_alarm)), num_steps_ahead=0) as steps:
-        steps.next_step()
-        assert signal.signal(signal.SIGALRM, before) is ignore_alarm
-
-
-def ignore_alarm(signum: int, frame: Any) -> None:
-    pass
-
-
 class OfWorker(Items):
     def __getitem__(self, row: int) -> Any:
         known = torch.utils.data.get_worker_info()
@@ -385,29 +342,6 @@ def test_what_a_thread_reads_ahead_ends_where_the_values_end_or_fail() -> None:
         assert list(ahead) == [1, 2, 3]
 
 
-def test_who_waits_for_a_value_is_woken_by_the_error_in_its_place() -> None:
-    fails, raised = threading.Event(), []
-
-    def values() -> Any:
-        fails.wait(20.0)
-        raise KeyError("one")
-        yield
-
-    def wait_for_one() -> None:
-        with suppress(KeyError):
-            next(ahead)
-        raised.append(True)
-
-    with ReadAhead(values(), 5) as ahead:
-        waiting = threading.Thread(target=wait_for_one, daemon=True)
-        waiting.start()
-        waiting.join(0.2)
-        assert waiting.is_alive()
-        fails.set()
-        waiting.join(20.0)
-    assert raised == [True]
-
-
 # ---- ends
 
 
@@ -428,16 +362,6 @@ def test_workers_in_the_middle_of_an_item_are_gone_in_bounded_time() -> None:
         assert len(multiprocessing.active_children()) == 3
     assert multiprocessing.active_children() == []
     assert time.monotonic() - started_s < HANG_S
-
-
-def test_a_run_that_ends_early_leaves_no_thread_that_reads_on() -> None:
-    read: list[int] = []
-    with suppress(ZeroDivisionError), loader(Items(read.append), num_steps=10**9) as steps:
-        steps.next_step()
-        raise ZeroDivisionError
-    num_read = len(read)
-    time.sleep(0.1)
-    assert len(read) == num_read
 
 
 PROGRAM = """

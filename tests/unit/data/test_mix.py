@@ -100,9 +100,7 @@ class Known(SyntheticTokens):
         ({}, "data.sources={} names no source; give {name: {data: {_target_: ...}, weight: 1}, ...}"),
         ({"a": {"data": synthetic(), "weight": -1}}, "data.sources.a.weight: got -1; it must be a number that is at"),
         ({"a": {"data": synthetic(), "weight": "x"}}, "data.sources.a.weight: got x; "),
-        ({"a": {"data": synthetic(), "weight": True}}, "data.sources.a.weight: got True; "),
         ({"a": {"data": synthetic(), "weight": math.nan}}, "data.sources.a.weight: got nan; "),
-        ({"a": {"data": synthetic()}}, "data.sources.a.weight: got None; "),
         ({"a": {"data": synthetic(), "weight": 0}}, "data.sources: all weights are 0; at least one must be above 0"),
         (
             {"a": {"data": synthetic(), "weight": 1}, "b": {"data": synthetic(), "weight": 1e-9}},
@@ -150,41 +148,16 @@ def test_what_is_told_of_a_mix_names_its_sources() -> None:
     assert (mix.fingerprint()["a.rows"], mix.fingerprint()["b.rows"]) == (10, 40)
 
 
-def stream(mix: MixedRows, *, num_ranks: int, micro_batch_size: int, num_micro_batches: int, start: int) -> list[int]:
-    """The rows that all ranks read in some steps from position `start` on, in the order of the positions."""
-    samplers = [
-        GlobalBatchSampler(
-            num_sequences=len(mix),
-            micro_batch_size=micro_batch_size,
-            num_micro_batches=num_micro_batches,
-            rank=rank,
-            num_ranks=num_ranks,
-            seed=3,
-            order=mix.order,
-        )
-        for rank in range(num_ranks)
-    ]
-    size, rows = samplers[0].global_batch_size, []
-    for position in range(start, start + 5 * size, size):
-        read = [sampler.micro_batches(position) for sampler in samplers]
-        rows += [row for number in range(num_micro_batches) for each in read for row in each[number].rows]
-    return rows
-
-
 @pytest.mark.case("losses", "`data=mix`")
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize(("micro_batch_size", "num_micro_batches"), [(1, 1), (4, 1), (3, 2)])
-def test_ranks_and_batches_share_the_same_rows_of_a_mix_also_when_it_is_resumed(
-    num_ranks: int, micro_batch_size: int, num_micro_batches: int
-) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_ranks_and_batches_share_the_same_rows_of_a_mix_also_when_it_is_resumed(num_ranks: int) -> None:
     mix = rows_of(SIZES, {"books": 5, "code": 2, "web": 1})
+    shape = {"num_sequences": len(mix), "micro_batch_size": 3, "num_micro_batches": 2, "num_ranks": num_ranks}
+    samplers = [GlobalBatchSampler(**shape, rank=rank, seed=3, order=mix.order) for rank in range(num_ranks)]
+    size = samplers[0].global_batch_size
     for start in (0, 17, 10**12 + 1):
-        expected = mix.order(start + np.arange(5 * num_ranks * micro_batch_size * num_micro_batches), seed=3)[0]
-        read = stream(
-            mix,
-            num_ranks=num_ranks,
-            micro_batch_size=micro_batch_size,
-            num_micro_batches=num_micro_batches,
-            start=start,
-        )
-        assert read == expected.tolist()
+        rows = []
+        for position in range(start, start + 5 * size, size):
+            read = [sampler.micro_batches(position) for sampler in samplers]
+            rows += [row for number in range(2) for each in read for row in each[number].rows]
+        assert rows == mix.order(start + np.arange(5 * size), seed=3)[0].tolist()

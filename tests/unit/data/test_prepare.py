@@ -1,12 +1,9 @@
 """The tokens that are made of documents: each one's own, whatever it is cut into, with what stands between them."""
 
-import gzip
 import json
 import os
 import re
-import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,11 +16,11 @@ import pytest
 from tests.unit.data.tokenizers_made import END, KINDS, made, sample, saved
 from zerotrain.data import TextDataset, prepare
 from zerotrain.data import tokenizer as pieces
-from zerotrain.data.prepare import LOCK_NAME, Recipe, StoreWriter, forget_notes, sole_writer, write_store
+from zerotrain.data.prepare import Recipe, StoreWriter, forget_notes, write_store
 from zerotrain.data.store import TokenStore
-from zerotrain.data.text_files import find_sources, read_pieces
+from zerotrain.data.text_files import find_sources
 from zerotrain.data.tokenizer import TextTokenizer
-from zerotrain.files.lock import is_held, lock, note_holder, open_lock
+from zerotrain.files.lock import lock, open_lock
 
 # What is kept of a text is what is read again, or is made anew with a line that says why.
 
@@ -69,10 +66,6 @@ HARMS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     ),
     "random bytes of the same length and time": (
         lambda kept, source: rewritten(kept / "000000.bin", os.urandom(8801)),
-        "its bytes are not those that were written",
-    ),
-    "other documents": (
-        lambda kept, source: rewritten(kept / "documents.bin", bytes(16)),
         "its bytes are not those that were written",
     ),
     "a source of other text, of the same length and time": (
@@ -253,31 +246,6 @@ def test_a_store_of_another_recipe_is_made_anew(
     assert "is made anew: it was made with other settings" in capsys.readouterr().err
 
 
-# One process at a time makes what is in a folder, also where another one removes that meanwhile.
-
-
-def test_who_has_waited_for_a_folder_that_was_removed_locks_the_one_that_is_there(tmp_path: Path) -> None:
-    """A lock of a file without a name keeps nobody out."""
-    folder, inside, done = tmp_path / "store", threading.Event(), threading.Event()
-
-    def write() -> None:
-        with sole_writer(folder, private=True):
-            inside.set()
-            done.wait(20.0)
-
-    with sole_writer(folder, private=True):
-        writer = threading.Thread(target=write, daemon=True)
-        writer.start()
-        assert not inside.wait(0.3)
-        shutil.rmtree(folder)  # as one that is abandoned
-    assert inside.wait(20.0)
-    assert is_held(folder / LOCK_NAME)
-    done.set()
-    writer.join(20.0)
-    assert (folder / LOCK_NAME).is_file()
-    assert not is_held(folder / LOCK_NAME)
-
-
 PARAGRAPHS = sample()[:60_000].split("\n\n")
 NULL = '{"text": null}'
 
@@ -379,34 +347,6 @@ def test_a_tokenizer_that_was_saved_with_a_limit_loses_and_fills_up_nothing(tmp_
     assert tokenizer.encode_batch([text, "a"])[0].tolist() == backend.encode(text).ids
 
 
-def test_a_text_longer_than_the_model_reads_is_tokenised_without_an_alarm(tmp_path, caplog, monkeypatch):
-    """Transformers warned of "indexing errors" each time a text was prepared."""
-    logging = pytest.importorskip("transformers").utils.logging
-    monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts/a.txt").write_text(sample()[:5000])
-    folder = saved("bytes, GPT-2", tmp_path / "tokenizer", eos_token=END, model_max_length=64)
-    store_of(tmp_path / "texts", tmp_path / "out", folder)
-    assert caplog.messages == []
-    TextTokenizer(folder)._tokenizer.encode(sample()[:5000])
-    assert "indexing errors" in caplog.text
-
-
-@pytest.mark.case(
-    "data: Text", "a long line or document, with byte-level BPE, Metaspace, Llama 2's, Unigram and WordPiece tokenizers"
-)
-def test_no_piece_that_is_tokenised_is_longer_than_64_kb(tmp_path):
-    """150 bytes of memory for each byte of a line: a line of 200 MB would have taken 30 GB."""
-    (tmp_path / "line.txt").write_text(sample().replace("\n", " ") * 8)
-    tokenizer = TextTokenizer(saved("Llama 2", tmp_path / "tokenizer"))
-    lengths = [
-        len(piece.text)
-        for piece in read_pieces(tmp_path / "line.txt", field="text", cut=pieces.ExactPlace(tokenizer.tokens_of))
-    ]
-    assert sum(lengths) > 400_000
-    assert max(lengths) <= 1 << 16
-
-
 @pytest.mark.case(
     "data: Text", "a stretch in which no cut is exact", "tokenised at once, after a line about the memory it takes"
 )
@@ -485,37 +425,6 @@ def small_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return texts
 
 
-@pytest.mark.parametrize("shard_tokens", [30, 71])
-@pytest.mark.parametrize("is_done", [False, True])
-def test_killed_before_or_behind_any_file_gets_its_name_it_comes_to_the_same_bits(
-    small_texts: Path, tmp_path: Path, monkeypatch, shard_tokens: int, is_done: bool
-):
-    monkeypatch.setattr(prepare, "SHARD_TOKENS", shard_tokens)
-    recipe = Recipe(find_sources(str(small_texts)), None)
-    (tmp_path / "undisturbed").mkdir()
-    write_store(recipe, tmp_path / "undisturbed", "sources")
-    replace, left = os.replace, [0]
-
-    def replace_or_end(*paths: Path) -> None:
-        left[0] -= 1
-        if left[0] >= 0 or is_done:
-            replace(*paths)
-        if left[0] < 0:
-            raise Killed
-
-    for killed_at in range(1000):
-        out = tmp_path / f"killed at {killed_at}"
-        out.mkdir()
-        left[0] = killed_at
-        with monkeypatch.context() as patch, suppress(Killed):
-            patch.setattr(os, "replace", replace_or_end)
-            write_store(recipe, out, "sources")
-            break
-        write_store(recipe, out, "sources")
-        assert files_of(out) == files_of(tmp_path / "undisturbed")
-    assert killed_at == 2 * -(-148 // shard_tokens) + 2  # shards, notes, documents and index
-
-
 @pytest.mark.parametrize("end", ["newline", "none"])
 def test_killed_behind_any_piece_it_repeats_the_unfinished_shard_alone(
     small_texts: Path, tmp_path: Path, monkeypatch, end: str
@@ -550,32 +459,6 @@ def test_killed_behind_any_piece_it_repeats_the_unfinished_shard_alone(
         assert files_of(out) == files_of(tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".txt.gz"])
-def test_it_goes_on_at_so_many_bytes_of_the_files_as_they_lie_on_the_disk(suffix, tmp_path, monkeypatch, capsys):
-    """Rows of .parquet, and bytes of what was compressed, counted as bytes of the files."""
-    monkeypatch.setattr(pieces, "PIECE_NBYTES", 10_000)
-    monkeypatch.setattr(prepare, "BATCH_NBYTES", 20_000)
-    monkeypatch.setattr(prepare, "PIECE_NBYTES", 0)
-    monkeypatch.setattr(prepare, "SHARD_TOKENS", 300_000)
-    rows, path = [os.urandom(500).hex() for _ in range(400)], tmp_path / f"a{suffix}"
-    if suffix == ".parquet":
-        parquet = pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pytest.importorskip("pyarrow").table({"text": rows}), path)
-    else:
-        path.write_bytes(gzip.compress("".join(rows).encode()))
-    recipe, out = Recipe(find_sources(str(path)), None), tmp_path / "out"
-    out.mkdir()
-    with monkeypatch.context() as patch:
-        kill_at(patch, 18)
-        with pytest.raises(Killed):
-            write_store(recipe, out, "sources")
-    assert capsys.readouterr().err == ""
-    write_store(recipe, out, "sources")
-    goes_on = re.fullmatch(r"preparing: goes on at (0\.\d) of (0\.\d) MB\n", capsys.readouterr().err)
-    assert goes_on
-    assert 0.5 < float(goes_on[1]) / float(goes_on[2]) <= 1.0
-
-
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_how_far_it_is_is_told(is_terminal: bool, texts, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "QUIET_S", 0.0)
@@ -587,30 +470,6 @@ def test_how_far_it_is_is_told(is_terminal: bool, texts, tmp_path, monkeypatch, 
     said = capsys.readouterr().err
     assert re.search(r"preparing: 0\.\d of 0\.\d MB, [\d,]+ tokens, \d+\.\d MB/s, \d+ s left", said)
     assert ("\x1b" in said) == is_terminal
-
-
-@pytest.mark.case("data: Text", "several prepare the same")
-def test_who_waits_says_for_whom_until_the_lock_is_free(tmp_path, monkeypatch, capfd):
-    """That a killed process frees it: test_lock.py, and in attack/test_prepare.py with all of it."""
-    monkeypatch.setattr(prepare, "REMINDER_S", 0.2)
-    (tmp_path / "store").mkdir()
-    holder = open_lock(tmp_path / "store/lock")
-    lock(holder)
-    note_holder(holder)
-    polls, real_sleep = [], time.sleep
-
-    def poll(seconds: float) -> None:
-        polls.append(seconds)
-        if len(polls) == 5:
-            holder.close()
-        real_sleep(seconds)
-
-    monkeypatch.setattr(time, "sleep", poll)
-    with sole_writer(tmp_path / "store", private=True):
-        pass
-    said = capfd.readouterr().err.splitlines()
-    assert said
-    assert all(line.startswith(f"waits for pid {os.getpid()} on ") and "prepares" in line for line in said)
 
 
 def test_rows_without_any_text_are_refused_with_how_many_there_were(tmp_path, capsys):
@@ -634,10 +493,6 @@ def write_documents(folder: Path, numbers: range, made_of: str = "made of this")
     return writer
 
 
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
 def replaced_byte(at: int) -> Callable[[Path], object]:
     def replace(path: Path) -> None:
         content = bytearray(path.read_bytes())
@@ -648,12 +503,10 @@ def replaced_byte(at: int) -> Callable[[Path], object]:
 
 
 NOTE_HARMS: dict[str, Callable[[Path], object]] = {
-    "the shard cut": lambda note: cut(note.with_suffix(".bin")),
+    "the shard cut": lambda note: os.truncate(note.with_suffix(".bin"), 199),
     "the shard gone": lambda note: note.with_suffix(".bin").unlink(),
     "a longer shard": lambda note: note.with_suffix(".bin").write_bytes(bytes(202)),
-    "the note cut": cut,
     "the note gone": Path.unlink,
-    "an empty note": lambda note: note.write_bytes(b""),
     "no note": lambda note: note.write_bytes(os.urandom(200)),
     "another hash": replaced_byte(0),
     "another place": replaced_byte(65 + 9),
@@ -692,56 +545,28 @@ def test_shards_of_another_text_are_removed(tmp_path: Path, monkeypatch):
 # What is noted, and what an index names, lies on the disk by then: a power cut leaves no hole in a store.
 
 
-class Disk:
-    """Knows how much of each file a power cut would leave, and looks at what a file tells when it gets its name."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._kept: dict[int, int] = {}
-        self._names_kept: set[Path] = set()
-        self.named: list[str] = []
-        self._fsync, self._replace = os.fsync, os.replace
-        monkeypatch.setattr(os, "fsync", self.fsync)
-        monkeypatch.setattr(os, "replace", self.replace)
-
-    def fsync(self, descriptor: int) -> None:
-        self._fsync(descriptor)
-        status, path = os.fstat(descriptor), Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        self._kept[status.st_ino] = status.st_size
-        if path.is_dir():
-            self._names_kept |= set(path.iterdir())
-
-    def replace(self, source: Path, target: Path) -> None:
-        assert self._of(source) == os.path.getsize(source)
-        said, folder = json.loads(Path(source).read_text()) if target.suffix == ".json" else {}, target.parent
-        if target.suffix == ".note":
-            assert self.has_named(target.with_suffix(".bin"))
-        if target.name == "index.json":
-            self.require(folder / said["documents"], 8 * said["num_documents"])
-            assert self.has_named(folder / said["documents"])
-            for shard in said["shards"]:
-                self.require(folder / shard["name"], 2 * shard["tokens"])
-        self._replace(source, target)
-        self._names_kept.discard(target)
-        self.named.append(target.name)
-
-    def require(self, path: Path, nbytes: int) -> None:
-        assert self._of(path) >= nbytes, path
-
-    def has_named(self, path: Path) -> bool:
-        return path in self._names_kept
-
-    def _of(self, path: Path) -> int:
-        return self._kept.get(os.stat(path).st_ino, 0)
-
-
 def test_whatever_is_told_of_tokens_lies_on_the_disk_by_then(tmp_path: Path, monkeypatch):
     """Without these fsyncs no test failed: a power cut left an index of tokens that the disk never got."""
     monkeypatch.setattr(prepare, "SHARD_TOKENS", 100)
-    disk = Disk(monkeypatch)
+    fsync, replace, synced_nbytes, calls = os.fsync, os.replace, dict[str, int](), list[str]()
+
+    def noted_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced_nbytes[path] = os.fstat(descriptor).st_size
+        calls.extend(["its name is on the disk"] if path == str(tmp_path) else [])
+
+    def noted_replace(source: Path, target: Path) -> None:
+        assert synced_nbytes[str(source)] == os.path.getsize(source)
+        calls.append(target.name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
     write_documents(tmp_path, range(4)).complete(vocab_size=70, tokenizer=None)
     shards = [f"{number:06}.{suffix}" for number in range(3) for suffix in ("bin", "note")]
-    assert disk.named == [*shards, "documents.bin", "index.json"]
-    assert disk.has_named(tmp_path / "index.json")
+    names = [*shards, "documents.bin", "index.json"]
+    assert calls == [call for name in names for call in (name, "its name is on the disk")]
     forget_notes(tmp_path)
     store = TokenStore.open(tmp_path)
     assert store.documents is not None

@@ -100,27 +100,16 @@ def test_an_index_is_only_written_of_shards_that_are_there(tmp_path):
         ({"format": 2}, "has format 2, and this zerotrain reads format 1"),
         ({"dtype": "float32"}, "dtype: got 'float32'; it must be one of .*uint32; make the store"),
         ({"vocab_size": None}, "vocab_size: got null; it must be a whole number"),
-        ({"vocab_size": True}, "vocab_size: got True; it must be a whole number"),
         ({"vocab_size": 10**12}, "vocab_size: got 1000000000000; it must be a whole number <= 4294967296"),
         ({"num_documents": -1}, "num_documents: got -1; it must be a whole number >= 0"),
         ({"num_documents": 2}, "num_documents: got 2 without documents"),
         ({"num_documents": 3, "documents": ...}, "documents is missing"),
-        ({"num_documents": 2.0}, "num_documents: got 2.0; it must be a whole number"),
-        (
-            {"num_documents": 3, "documents": "000000.bin", "shards": []},
-            r"000000.bin has 6 bytes, but .* says 24 \(3 documents\)",
-        ),
-        ({"documents": "000000.bin"}, "shards: a file is named twice"),
         ({"shards": [{"name": "000000.bin", "tokens": 3}] * 2}, "shards: a file is named twice"),
         ({"shards": [{"name": "index.json", "tokens": 0}]}, "shards: a file is named twice"),
         ({"tokenizer": 5}, r"tokenizer: got 5; it must be a text or null"),
         (
             {"shards": [{"name": "../secret", "tokens": 1}]},
             r"shards\[0\]\.name: got ../secret; it must be the name of a file in this folder",
-        ),
-        (
-            {"shards": [{"name": "000000.bin", "tokens": -3}]},
-            r"shards\[0\]\.tokens: got -3; it must be a whole number >= 0",
         ),
         ({"shards": {}}, "shards: got a mapping; it must be a list"),
         ({"documents": "/etc/passwd"}, "documents: got /etc/passwd; it must be the name of a file"),
@@ -185,13 +174,6 @@ def test_an_older_index_that_does_not_say_how_many_documents_there_are_is_read(t
     (tmp_path / "index.json").write_text(json.dumps(index))
     found = TokenStore.open(tmp_path).documents
     assert documents == (None if found is None else found.tolist())
-    if documents:
-        os.truncate(tmp_path / "documents.bin", 21)
-        with pytest.raises(ValueError, match=r"documents.bin has 21 bytes, but .* says 16 \(2 documents\)"):
-            TokenStore.open(tmp_path)
-        (tmp_path / "documents.bin").unlink()
-        with pytest.raises(FileNotFoundError, match=r"documents.bin is missing, and index.json"):
-            TokenStore.open(tmp_path)
 
 
 def overwrite(file):
@@ -228,19 +210,6 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path):
         for _ in range(2):
             with pytest.raises(OSError, match=f"000001.bin {message}.*; the run needs its token 30"):
                 store.read(80, 90)
-
-
-def test_a_file_that_another_thread_puts_away_stays_open_until_it_was_looked_at(tmp_path, monkeypatch):
-    tokens = write_store(tmp_path, [8, 8])
-    store = TokenStore.open(tmp_path)
-    files, look = store._files, os.fstat
-
-    def put_away_before(descriptor):
-        files.clear()
-        return look(descriptor)
-
-    monkeypatch.setattr(os, "fstat", put_away_before)
-    assert store.read(0, 16).tolist() == tokens.tolist()
 
 
 @pytest.mark.case(

@@ -1,26 +1,22 @@
 """Each kind of file gives its documents, in pieces, from anywhere."""
 
 import bz2
-import contextlib
 import gzip
 import io
 import json
-import lzma
 import os
 import pickle
 import re
-import sqlite3
 import sys
 import sysconfig
 import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from zerotrain.data import TextDataset, TokenFiles
+from zerotrain.data import TextDataset
 from zerotrain.data.text_files import Sources, find_sources, read_pieces
 
 
@@ -207,19 +203,6 @@ def test_a_row_whose_text_is_null_is_left_out_of_every_kind_of_file_and_told(tmp
         assert list(read_pieces(path, field="text", start=piece.resume_at)) == pieces[number + 1 :]
 
 
-def test_a_line_behind_which_reading_went_on_is_told_by_its_number_too(tmp_path: Path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n\n{"text": "b"}\n{"text": 1}\n')
-    [_, second] = list(_until_broken(path))
-    with pytest.raises(ValueError, match=r"a.jsonl, line 4, has no text in the field 'text': it has a int there"):
-        list(read_pieces(path, field="text", start=second.resume_at))
-
-
-def _until_broken(path: Path):
-    with contextlib.suppress(ValueError):
-        yield from read_pieces(path, field="text")
-
-
 def documents_of(path: Path, start: int = 0) -> list[str]:
     documents: list[bytes] = []
     for piece in read_pieces(path, field="text", start=start):
@@ -280,10 +263,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: path.with_suffix(".jsonl").write_text('[{"text": "a"}, {"text": "b"}]'),
         "x.jsonl, line 1, begins a JSON array; write each object in a line of its own, or choose data=huggingface",
     ),
-    "an array in lines": (
-        lambda path: path.with_suffix(".jsonl").write_text('\n[\n {"text": "a"},\n {"text": "b"}\n]'),
-        "x.jsonl, line 2, begins a JSON array; write each object in a line of its own, or choose data=huggingface",
-    ),
     "a number in parquet": (
         lambda path: pytest.importorskip("pyarrow") and parquet(path.with_suffix(".parquet"), [1, 2]),
         "x.parquet, row 1, has no text in the field 'text': it has a int there",
@@ -298,7 +277,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: path.with_suffix(".gz").write_bytes(gzip.compress(bytes(range(256)) * 99)[:-40]),
         "is broken: ",
     ),
-    "no gz": (lambda path: path.with_suffix(".gz").write_bytes(b"something else"), "is broken: Not a gzipped file"),
     "no zst": (
         lambda path: pytest.importorskip("zstandard") and path.with_suffix(".zst").write_bytes(b"something else"),
         "is broken: ",
@@ -351,28 +329,12 @@ TEXT = "the quick brown fox jumps over the lazy dog\n" * 100
 ROW = json.dumps({"text": TEXT[:440]})
 
 
-def tar(mode: str, format: int = tarfile.PAX_FORMAT) -> bytes:
+def tar(mode: str) -> bytes:
     made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode=mode, format=format) as archive:
+    with tarfile.open(fileobj=made, mode=mode) as archive:
         member = tarfile.TarInfo("a.txt")
         member.size = len(TEXT)
         archive.addfile(member, io.BytesIO(TEXT.encode()))
-    return made.getvalue()
-
-
-def without_magic(archive: bytes) -> bytes:
-    """As tar of 1979 wrote it."""
-    header = bytearray(archive[:512])
-    header[257:265] = bytes(8)
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    return bytes(header) + archive[512:]
-
-
-def zipped() -> bytes:
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as archive:
-        archive.writestr("a.txt", TEXT)
     return made.getvalue()
 
 
@@ -384,46 +346,27 @@ def arrow(way: str) -> bytes:
     return made.getvalue()
 
 
-def parquet_bytes() -> bytes:
+def numpy_file() -> bytes:
     made = io.BytesIO()
-    pytest.importorskip("pyarrow.parquet").write_table(pytest.importorskip("pyarrow").table({"text": [TEXT]}), made)
+    np.save(made, np.arange(1000))
     return made.getvalue()
-
-
-def numpy_file(save: Callable[..., None]) -> bytes:
-    made = io.BytesIO()
-    save(made, np.arange(1000))
-    return made.getvalue()
-
-
-def sqlite() -> bytes:
-    connection = sqlite3.connect(":memory:")
-    connection.execute("create table texts (text)")
-    connection.execute("insert into texts values (?)", (TEXT,))
-    connection.commit()
-    return connection.serialize()
 
 
 UNPACK = "; unpack it"
 KINDS: dict[str, tuple[Callable[[], bytes], str]] = {
     "a.tar": (lambda: tar("w"), f"a tar archive{UNPACK}"),
-    "a.txt": (lambda: tar("w", tarfile.USTAR_FORMAT), f"a tar archive{UNPACK}"),
-    "old.tar": (lambda: without_magic(tar("w", tarfile.USTAR_FORMAT)), f"a tar archive{UNPACK}"),
-    "a.tar.gz": (lambda: tar("w:gz"), f"a tar archive{UNPACK}"),
     "a.tgz": (lambda: tar("w:gz"), f"a tar archive{UNPACK}"),
     "a.tar.xz": (lambda: tar("w:xz"), f"an xz file{UNPACK}"),
-    "a.zip": (zipped, r"a zip file \(.npz and .pt are such\)" + UNPACK),
+    "a.zip": (lambda: b"PK\x03\x04" + bytes(600), r"a zip file \(.npz and .pt are such\)" + UNPACK),
     "a.txt.gz.gz": (lambda: gzip.compress(gzip.compress(TEXT.encode())), "a gzip file"),
     "gzipped": (lambda: gzip.compress(TEXT.encode()), "a gzip file; unpack it, or give it a name that ends in .gz"),
     "a.txt.bz2": (lambda: bz2.compress(TEXT.encode()), f"a bzip2 file{UNPACK}"),
-    "a.txt.xz": (lambda: lzma.compress(TEXT.encode()), f"an xz file{UNPACK}"),
     "saved.arrow": (lambda: arrow("new_stream"), "an arrow file; data=huggingface reads"),
     "a.feather": (lambda: arrow("new_file"), "an arrow file; data=huggingface reads"),
-    "a.pq": (parquet_bytes, "a parquet file; give it a name that ends in .parquet"),
-    "a.npy": (lambda: numpy_file(np.save), "a .npy file; data=tokens reads tokens"),
-    "a.npz": (lambda: numpy_file(np.savez), "a zip file"),
+    "a.pq": (lambda: b"PAR1" + bytes(600), "a parquet file; give it a name that ends in .parquet"),
+    "a.npy": (numpy_file, "a .npy file; data=tokens reads tokens"),
     "a.pdf": (lambda: b"%PDF-1.7\n" + TEXT.encode(), "a PDF file; write its text to"),
-    "a.db": (sqlite, "an SQLite database; write its text to"),
+    "a.db": (lambda: b"SQLite format 3\0" + bytes(600), "an SQLite database; write its text to"),
     "a.pkl": (lambda: pickle.dumps([TEXT]), "a pickle; write its text to"),
     "wide.txt": (lambda: TEXT.encode("utf-16"), "text in UTF-16; write it in UTF-8"),
     "tokens.bin": (lambda: np.arange(300, 2300, dtype="<u4").tobytes(), "binary: of its first 8,000 bytes"),
@@ -449,17 +392,6 @@ def test_what_is_no_text_is_refused_by_name_and_left_out_of_folders_with_what_to
     assert dataset.store.read(0, dataset.store.tokens).tobytes() == TEXT.encode()
     kind = {"tokens.bin": "", "wide.txt": ": text in UTF-16"}.get(name, ": a")
     assert f"{tmp_path / 'texts'}: reads 1 files (1 .txt); leaves out 1 binary{kind}" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "name", ["a.tar", "old.tar", "a.tgz", "saved.arrow", "a.feather", "a.pdf", "a.db", "a.txt.bz2"]
-)
-@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
-def test_what_is_no_row_of_tokens_is_not_read_as_one(tmp_path, name: str, dtype: str):
-    content = KINDS[name][0]()
-    (tmp_path / name).write_bytes(content + bytes(len(content) % 2))
-    with pytest.raises(ValueError, match=rf"^data.path={tmp_path / name} is an? .*; (unpack it|give a .npy)"):
-        TokenFiles(str(tmp_path / name), seq_len=8, vocab_size=65_536, dtype=dtype, cache_dir=str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize(

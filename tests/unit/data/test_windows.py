@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from zerotrain.data.store import Shard, TokenStore, write_index
+from zerotrain.data.store import TokenStore, write_index
 from zerotrain.data.windows import are_validation, describe_tokens, fingerprint_tokens, split, whole
 
 SEQ_LEN = 10
@@ -59,15 +59,6 @@ def test_labels_are_the_tokens_that_follow():
     assert ids.tolist() == list(range(30, 40))
     assert labels.tolist() == list(range(31, 41))
     assert ids.dtype == labels.dtype == torch.int64
-
-
-def test_several_windows_are_read_at_once_in_the_order_asked_for():
-    for windows in (*split_numbered(3000, 0.3), *split_numbered(3000, 0.3, documents=document_starts(3000, 7))):
-        indices = [*torch.randperm(len(windows)).tolist(), 0, 0]
-        ids, labels = windows.rows(indices)
-        for row, index in enumerate(indices):
-            assert torch.equal(ids[row], windows[index][0])
-            assert torch.equal(labels[row], windows[index][1])
 
 
 def test_masking_labels_in_place_leaves_the_ids_alone():
@@ -169,29 +160,10 @@ def test_a_hundred_million_documents_take_a_few_bytes_each():
     assert sum(len(side) for side in sides) * 1024 > 10**10 - 4 * 1024
 
 
-@pytest.mark.case("data: Files of tokens", "Any number of tokens, `seq_len` and validation fraction")
-@pytest.mark.parametrize("seq_len", [1024, 8192, 16_384, 32_768, 40_000, 131_072])
-def test_hardly_any_token_is_lost_at_any_length(seq_len):
-    """It was 12.5 % at 8,192 and 50 % at 32,768 (A7); 131,072 was refused for want of data (B3)."""
-    train, validation = split_numbered(50_000_000_000, 0.1, seq_len=seq_len)
-    assert (len(train) + len(validation)) * seq_len > 0.99999 * 50_000_000_000
-    assert len(validation) / (len(train) + len(validation)) == pytest.approx(0.1, rel=0.001)
-    last = validation.rows([len(validation) - 1])[1][0, -1]
-    assert 50_000_000_000 - 2 * seq_len < last < 50_000_000_000
-
-
 def test_validation_is_spread_over_the_whole_text():
     _, validation = split_numbered(10_000_000, 0.1)
     tenths = {int(validation[index][0][0]) * 10 // 10_000_000 for index in range(0, len(validation), 100)}
     assert tenths == set(range(10))
-
-
-def test_validation_is_cut_out_in_long_pieces():
-    for seq_len, least in ((10, 65_536), (5000, 320_000)):
-        _, validation = split_numbered(20_000_000, 0.1, seq_len=seq_len)
-        first_tokens = validation.rows(np.arange(len(validation)))[0][:, 0]
-        pieces = int((first_tokens.diff() != seq_len).sum()) + 1
-        assert len(validation) * seq_len / pieces >= least
 
 
 def test_a_text_too_short_for_one_window_on_each_side_is_refused():
@@ -199,11 +171,6 @@ def test_a_text_too_short_for_one_window_on_each_side_is_refused():
         split_numbered(101, 0.1)
     train, validation = split_numbered(102, 0.1)
     assert (len(train), len(validation)) == (9, 1)
-
-
-def test_a_file_too_short_for_one_window_is_refused():
-    with pytest.raises(ValueError, match=r"holds 10 tokens; data.seq_len=10 needs at least 11"):
-        whole_numbered(10)
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, 1.5])
@@ -222,24 +189,6 @@ def test_at_a_fraction_of_nought_all_is_to_train_on():
     assert fingerprint_tokens(train, validation)["validation_rows"] == 0
     with pytest.raises(ValueError, match="holds 5 tokens"):
         split_numbered(5, 0.0)
-
-
-def test_a_token_beyond_the_vocabulary_is_refused_when_it_is_read():
-    windows = whole(Numbered(41), seq_len=SEQ_LEN, vocab_size=31, source="data.path=numbers")
-    windows[2]
-    with pytest.raises(
-        ValueError, match=r"data.path=numbers holds the token 31 \(numbers, token 31\); tokens must be below .*=31"
-    ):
-        windows.rows([0, 3])
-
-
-def test_a_window_may_reach_from_one_shard_into_the_next(tmp_path):
-    tokens = np.arange(100, dtype="<u2")
-    for name, part in (("a", tokens[:33]), ("b", tokens[33:34]), ("c", tokens[34:])):
-        part.tofile(tmp_path / name)
-    shards = [Shard(tmp_path / "a", 33), Shard(tmp_path / "b", 1), Shard(tmp_path / "c", 66)]
-    windows = whole(TokenStore(shards, tokens.dtype), seq_len=8, vocab_size=100, source="data.path=abc")
-    assert read(windows)[:, :-1].flatten().tolist() == list(range(96))
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -4,8 +4,7 @@ import sys
 import pytest
 import torch
 
-from zerotrain.device.device import DONE, Event, lies_on_host
-from zerotrain.device.kinds import Cpu, Cuda, device_of, mapped_bytes, num_gpus, seed_torch
+from zerotrain.device.kinds import Cpu, Cuda, device_of, mapped_bytes, seed_torch
 from zerotrain.offload.tier import PAGE_NBYTES
 
 
@@ -16,11 +15,6 @@ def test_a_device_is_asked_by_its_kind_and_no_gpu_is_needed_to_know_it(name: str
     device = device_of(torch.device(name))
     assert (type(device), device.backend, device.device) == (kind, backend, torch.device(name))
     assert device_of(torch.device(name)) is device
-
-
-def test_only_values_in_the_memory_of_the_host_lie_there() -> None:
-    assert lies_on_host(torch.zeros(2))
-    assert not lies_on_host(torch.zeros(2, device="meta"))
 
 
 def test_torch_draws_what_it_draws_after_its_own_way_to_seed():
@@ -59,25 +53,6 @@ def of_status(name: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(name))
 
 
-def test_a_copy_is_done_when_it_was_told() -> None:
-    source, target = torch.arange(8), torch.zeros(8, dtype=torch.int64)
-    copied = CPU.stream().copy(target, source, events=[CPU.event()])
-    source.zero_()
-    assert target.tolist() == list(range(8))
-    assert copied is CPU.event() is DONE
-    copied.wait()
-    copied.settle()
-
-
-def test_work_of_a_stream_is_done_in_the_order_of_all_work() -> None:
-    stream, target = CPU.stream(), torch.zeros(4)
-    with stream.current():
-        target.add_(1)
-    stream.wait(CPU.event())
-    target.mul_(3)
-    assert target.tolist() == [3.0] * 4
-
-
 @pytest.mark.parametrize("make", [CPU.host_bytes, CPU.bytes_for, mapped_bytes])
 def test_host_memory_begins_on_a_page_as_a_disk_needs_it(make) -> None:
     memory = make(PAGE_NBYTES + 1)
@@ -94,24 +69,6 @@ def test_random_numbers_drawn_inside_change_none_behind() -> None:
         torch.rand(5)
     assert torch.equal(torch.rand(3), wanted)
     assert CPU.generator is torch.default_generator
-
-
-def test_who_waits_for_an_event_settles_it() -> None:
-    class Slow(Event):
-        waited = 0
-
-        def wait(self) -> None:
-            self.waited += 1
-
-    slow = Slow()
-    slow.settle()
-    assert slow.waited == 1
-
-
-def test_the_host_has_no_memory_of_its_own_and_no_history_of_it() -> None:
-    assert (CPU.own_nbytes, CPU.kernels_nbytes, CPU.memory_history(), CPU.is_host) == (0, 0, None, True)
-    assert CPU.name == f"CPU, threads of each: {torch.get_num_threads()}"
-    assert num_gpus() == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 # What cuBLAS keeps of a GPU's memory, by the settings that torch reads; no GPU is asked.

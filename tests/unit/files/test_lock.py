@@ -20,7 +20,6 @@ from zerotrain.files.lock import (
     open_lock,
     read_note,
     replace_link,
-    sync_folder,
     whole,
 )
 from zerotrain.files.untrusted import NotRegularError
@@ -181,15 +180,6 @@ def test_who_may_read_it_is_what_the_user_has_set(tmp_path: Path):
     assert (tmp_path / "it").stat().st_mode & 0o777 == 0o640
 
 
-def test_two_who_write_one_file_at_once_do_not_take_each_others(tmp_path: Path):
-    with whole(tmp_path / "it") as first:
-        first.write(b"first")
-        with whole(tmp_path / "it") as second:
-            second.write(b"second")
-        assert (tmp_path / "it").read_bytes() == b"second"
-    assert (tmp_path / "it").read_bytes() == b"first"
-
-
 def test_the_disk_has_what_is_to_last_before_it_has_its_name(tmp_path: Path, monkeypatch):
     calls = []
     for name in ("fsync", "replace"):
@@ -201,12 +191,3 @@ def test_the_disk_has_what_is_to_last_before_it_has_its_name(tmp_path: Path, mon
     with whole(tmp_path / "it") as file:
         file.write(b"x")
     assert calls[3:] == ["replace"]
-
-
-def test_an_error_of_the_disk_names_the_folder(tmp_path: Path, monkeypatch):
-    def refuse(_: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(OSError, match=str(tmp_path)):
-        sync_folder(tmp_path)

@@ -1,6 +1,5 @@
 """Output that cannot be written, in processes of their own: what they print goes where a shell sends it."""
 
-import gzip
 import os
 import subprocess
 import sys
@@ -68,10 +67,6 @@ def test_what_the_terminal_has_no_character_for_is_escaped(stream: str, tmp_path
 
 
 # A package that is not installed is named, with what installs it.
-
-
-def test_a_package_that_is_there_is_imported():
-    assert package("gzip", extra="zstd", needed_by="a file") is gzip
 
 
 def test_one_that_is_not_is_told_with_what_installs_it(monkeypatch):

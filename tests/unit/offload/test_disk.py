@@ -86,20 +86,6 @@ def test_where_it_is_refused_when_used_too(call, tmp_path, monkeypatch):
     assert file.buffered_because == "the file system refuses direct access (Invalid argument)"
 
 
-def test_an_invalid_argument_is_an_error_where_there_is_no_other_way(tmp_path, monkeypatch):
-    file = ScratchFile(tmp_path, "rank 3")
-    monkeypatch.setattr(os, "pwritev", refusing(errno.EINVAL, os.pwritev, lambda *_: True))
-    with pytest.raises(OffloadError, match=r"the file of rank 3 in .* cannot be written .* \(Invalid argument\)"):
-        gone_through(file)
-
-
-def test_a_read_behind_the_end_is_named(tmp_path):
-    file = ScratchFile(tmp_path, "rank 0")
-    file.extend(PAGE_NBYTES)
-    with pytest.raises(OffloadError, match=r"cannot be read at bytes 4096 to 8192 \(the file ends there\)"):
-        file.read(0, mapped_bytes(2 * PAGE_NBYTES).numpy().data)
-
-
 def test_a_disk_without_room_is_named_with_what_is_there_and_what_is_free(tmp_path, monkeypatch):
     file = ScratchFile(tmp_path, "rank 0")
     file.extend(10**6)
@@ -203,13 +189,6 @@ def test_a_look_at_a_disk_that_fails_is_an_error_and_no_signal(tier, monkeypatch
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(OffloadError, match=r"cannot be read at bytes 0 to 4096 \(Input/output error\)"):
         tier.look(place, 0, 1)
-
-
-def test_the_room_of_a_place_that_was_freed_is_used_again(tier):
-    first, _ = tier.place(2 * PAGE_NBYTES), tier.place(PAGE_NBYTES)
-    tier.free(first)
-    assert [tier.place(PAGE_NBYTES).offset for _ in range(3)] == [0, PAGE_NBYTES, 3 * PAGE_NBYTES]
-    assert tier.placed_nbytes == 4 * PAGE_NBYTES
 
 
 def test_what_is_measured_takes_no_more_room_than_what_is_offloaded(tier):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerotrain.device.device import DONE, Event
+from zerotrain.device.device import Event
 from zerotrain.errors import OffloadError
 from zerotrain.offload.disk import DiskTier
 from zerotrain.offload.tier import PAGE_NBYTES, HostTier, OnThreads, Windows, available_nbytes, most_of_process
@@ -80,10 +80,6 @@ class Noted(Event):
         self._notes.append(self._name)
 
 
-def windows(num_windows: int = 3) -> Windows:
-    return Windows(HostTier(torch.device("cpu")), num_windows)
-
-
 @pytest.mark.parametrize("is_disk", [False, True], ids=["host", "disk"])
 def test_the_oldest_is_used_again_once_there_are_enough_and_its_last_copy_is_waited_for(is_disk, tmp_path):
     """By whoever uses it; a disk's threads write to it at once, so it is waited for first."""
@@ -99,24 +95,6 @@ def test_the_oldest_is_used_again_once_there_are_enough_and_its_last_copy_is_wai
     assert notes == ["second"]
     lent.settle()
     assert notes == ["second", "first", "third"]
-
-
-def test_another_is_made_where_all_are_lent_and_it_stays():
-    lent = windows(2)
-    taken = [lent.take(PAGE_NBYTES) for _ in range(4)]
-    assert len({id(window) for window in taken}) == 4
-    for window in taken:
-        lent.give_back(window, DONE)
-    assert [memory.nbytes for memory in lent.memories] == [PAGE_NBYTES] * 4
-
-
-def test_one_that_is_too_small_makes_room_for_a_larger_one():
-    lent = windows(1)
-    lent.give_back(lent.take(PAGE_NBYTES), DONE)
-    larger = lent.take(2 * PAGE_NBYTES)
-    lent.give_back(larger, DONE)
-    assert [memory.nbytes for memory in lent.memories] == [2 * PAGE_NBYTES]
-    assert lent.take(PAGE_NBYTES) is larger
 
 
 def test_all_that_threads_do_is_waited_for_and_the_first_error_raised():

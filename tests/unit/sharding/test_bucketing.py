@@ -175,35 +175,12 @@ def test_buckets_hold_one_dtype_and_one_of_several_units_lies_where_the_first_of
     ]
 
 
-def test_a_bucket_belongs_to_the_units_that_have_parameters_in_it_alone():
-    model = gpt()
-    model.blocks[1].requires_grad_(False)
-    *_, frozen = cut_buckets(model, HUGE)
-    assert [unit.name for unit in frozen.units] == ["blocks.1"]
-
-
 def test_a_bucket_is_named_by_its_units_or_by_its_parameters_where_it_is_a_part_of_one():
     units = units_of(gpt(), max_numel=10**6)
     assert [each.name for each in bucketing.cut_buckets(units, max_numel=10**6)] == ["root", "blocks.0..blocks.2"]
     in_parts = [each.name for each in bucketing.cut_buckets(units, max_numel=100)]
     assert "blocks.0.attention.qkv_proj.weight" in in_parts
     assert "blocks.0" not in in_parts
-
-
-def test_no_two_buckets_have_the_same_name():
-    model = gpt()
-    model.blocks[1].mlp.requires_grad_(False)
-    units = units_of(model, HUGE, dtype=lambda name: torch.bfloat16 if "ln_" in name else torch.float32)
-    for max_numel in (100, HUGE):
-        found = [each.name for each in bucketing.cut_buckets(units, max_numel)]
-        assert len(set(found)) == len(found)
-    assert found == [
-        "root (float32)",
-        "root (bfloat16)",
-        "blocks.0..blocks.2 (float32)",
-        "blocks.0..blocks.2 (bfloat16)",
-        "blocks.1 (float32) (frozen)",
-    ]
 
 
 def test_integer_parameters_are_left_alone():

@@ -23,11 +23,6 @@ def test_padding_is_less_than_one_block_a_parameter_and_a_rank():
     assert layout.padded_numel - layout.numel < ALIGN_NUMEL * (len(SHAPES) + 8)
 
 
-def test_a_bucket_of_aligned_parameters_is_dense_and_one_with_odd_ones_is_not():
-    assert BucketLayout.pack([(64,), (128, 2), (5,)], 2).is_dense
-    assert not BucketLayout.pack([(5,), (64,)], 2).is_dense
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_spans_cut_every_shard_at_the_border_without_loss(world_size):
     layout = BucketLayout.pack([(100,), (200,), (7,)], world_size)
@@ -79,9 +74,3 @@ def test_owners_share_the_cost_of_every_bucket_and_of_all():
 
 def test_one_rank_owns_all_and_a_bucket_without_whole_tensors_has_no_owners():
     assert assign_owners([[(4, 4), (5,)], []], 1) == [[0, 0], []]
-
-
-def test_the_cost_of_a_matrix_is_that_of_its_products_and_the_same_transposed():
-    assert update_cost((2, 5)) == update_cost((5, 2)) == 2 * (2 * 2 * 5) + 2**3
-    assert update_cost((7,)) == 7
-    assert update_cost((2, 3, 4)) == 24
