@@ -8,28 +8,8 @@ import pytest
 import torch
 
 from tests.unit.engine.parts import alone, engine_on, train
-from zerotrain.engine.groups.hyperparameters import Hyperparameters, mixed, plain_values, restore_group, saved_group
+from zerotrain.engine.groups.hyperparameters import Hyperparameters, mixed, restore_group, saved_group
 from zerotrain.errors import EngineStateError
-
-
-def test_values_are_told_alike_on_ranks_that_have_the_same():
-    class Rule:
-        pass
-
-    def group() -> dict[str, object]:
-        return {"lr": torch.tensor([0.5]), "betas": (0.9, torch.tensor(0.25)), "rule": Rule(), "fused": None, "k": 3}
-
-    text, unread = plain_values([group(), {"lr": 1e-3}])
-    assert (text, unread) == plain_values([group(), {"lr": 1e-3}])
-    assert text == "[[0.5], [0.9, 0.25], 'Rule', None, 3, 0.001]"
-
-
-def test_a_tensor_of_a_device_is_not_read():
-    lr = torch.tensor(0.5, device="meta")  # which cannot be read
-    text, unread = plain_values([{"lr": lr, "betas": (lr, 0.5)}])
-    assert "0.5" not in text.replace("0.5]", "")
-    assert [each is lr for each in unread] == [True, True]
-    assert mixed(unread).is_meta
 
 
 def test_tensors_are_mixed_into_a_number_that_differs_where_they_do():
@@ -39,18 +19,6 @@ def test_tensors_are_mixed_into_a_number_that_differs_where_they_do():
     assert len(set(numbers)) == len(rows)
     assert numbers[0] == mixed([torch.tensor([0.1, 0.2])]).item()
     assert all(number == int(number) and abs(number) < 2**47 for number in numbers)
-
-
-def test_the_first_rate_can_be_read_but_is_not_stored():
-    group = Hyperparameters({"lr": 0.5})
-    assert group["initial_lr"] == 0.5
-    assert "initial_lr" not in group
-    group["lr"] = 0.25
-    assert group["initial_lr"] == 0.5
-    group.setdefault("initial_lr", group["lr"])
-    assert group["initial_lr"] == 0.25
-    with pytest.raises(KeyError):
-        group["momentum"]
 
 
 def test_how_an_update_is_computed_is_this_machines_and_what_it_computes_is_the_files():
