@@ -213,10 +213,9 @@ def test_it_takes_four_bytes_of_each_element_a_rank_updates_and_nothing_is_sent_
     assert board.orders == other_board.orders
 
 
-@pytest.mark.parametrize("stage", [1])
 @on_ranks(2)
-def test_every_so_many_steps(world, stage):
-    engine, plain = build(world, Kind(), stage), Plain()
+def test_every_so_many_steps(world):
+    engine, plain = build(world, Kind(), 1), Plain()
     engine.keep_average(decay=DECAY, every=3, warmup=False)
     train(engine, 0, 1)
     followed(engine, plain, 2)

@@ -281,23 +281,15 @@ def test_a_call_within_a_mode_without_gradients_comes_to_the_bits_of_one_outside
     assert_same(inside[0][0], outside[0][0])
 
 
-def test_a_model_that_build_engine_builds_within_inference_mode_trains():
-    def on_a_rank(world: World) -> dict[str, torch.Tensor]:
-        with torch.inference_mode():
-            engine = zerotrain.build_engine(lambda: seeded(Linears), optimizer=ADAMW, world=world)
-        train(engine, 0)
-        return engine.full_state_dict()
-
-    expected = engine_on(zerotrain.World(rank=0, size=1, local_rank=0, device=torch.device("cpu")), optimizer=ADAMW)
-    train(expected, 0)
-    assert_same(run_threads(on_a_rank, 1)[0][0], expected.full_state_dict())
-
-
-@on_ranks(2)
-def test_what_full_state_dict_gives_within_inference_mode_can_be_written_to(world):
-    engine = engine_on(world)
+def test_what_is_built_or_given_within_inference_mode_trains_and_can_be_written_to():
+    with torch.inference_mode():
+        engine = zerotrain.build_engine(lambda: seeded(Linears), optimizer=ADAMW, world=alone())
+    train(engine, 0)
     with torch.inference_mode():
         state = engine.full_state_dict()
+    expected = engine_on(alone(), optimizer=ADAMW)
+    train(expected, 0)
+    assert_same(state, expected.full_state_dict())
     for value in state.values():
         value.zero_()
 

@@ -46,7 +46,6 @@ def sgd(groups: Any) -> torch.optim.Optimizer:
         (lambda groups: groups[0].pop("name"), "name of group 'first' was removed"),
         (lambda groups: groups[0].update(name="other"), "name of group 'first' was changed to 'other'; keep the name"),
         (lambda groups: groups.pop(), "the engine has 2 groups, and some were added, removed, moved or "),
-        (lambda groups: groups.reverse(), "some were added, removed, moved or replaced by hand"),
         (lambda groups: groups.__setitem__(1, groups[0]), "some were added, removed, moved or replaced by hand"),
         (lambda groups: groups.append({"lr": 0.1}), "call engine.add_param_group for another"),
         (lambda groups: groups.__setitem__(0, dict(groups[0])), "replaced by hand; change the values in a group"),
