@@ -16,7 +16,7 @@ from zerotrain.engine.buckets.update import BucketUpdate, update_range
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.groups.hyperparameters import shown_groups
 from zerotrain.engine.groups.param_groups import ParamGroups
-from zerotrain.engine.model.checks import model_error
+from zerotrain.engine.model.checks import model_error, require_trainable
 from zerotrain.engine.model.deferred import InitialValues
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.live_unit import LiveUnit
@@ -24,7 +24,6 @@ from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.fill import GivenUpMemory, Source, fill, fill_state
 from zerotrain.engine.state.from_buckets import OtherBuckets, described_state
 from zerotrain.engine.state.together import wait_for_others
-from zerotrain.errors import ConfigError
 from zerotrain.sharding.bucketing import BucketSpec, cut_buckets
 from zerotrain.sharding.layout import BucketLayout, FlatBuffer, assign_owners
 from zerotrain.sharding.units import WalkedModel
@@ -69,9 +68,7 @@ class Builder:
         """
         units = self._groups.classified(self._dtypes)
         specs = cut_buckets(units, self._options.bucket_numel_for(units))
-        if not any(spec.trainable for spec in specs):
-            kind = type(self._model).__name__
-            raise ConfigError(f"model {kind} has no trainable floating-point parameter; nothing to train")
+        require_trainable(self._model, trains=any(spec.trainable for spec in specs))
         layouts = [spec.layout(self._collectives.shards.size) for spec in specs]
         num_parameters, numel = sum(len(spec.tensors) for spec in specs), sum(layout.numel for layout in layouts)
         described = [f"{len(specs)} buckets, {num_parameters} parameters, {numel} elements"]

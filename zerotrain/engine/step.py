@@ -199,10 +199,7 @@ class Steps:
         """0-dim fp64, the mean of this rank's virtual ranks in a `train_step`."""
         self._broken_off_by = ""
         """The exception, mostly Ctrl-C, that cut off a backward or a step and left a part of the gradient."""
-        self.optimizer = EngineOptimizer(self)
-        """For torch's learning rate schedulers, such as `CosineAnnealingLR(engine.optimizer, 10)`: a
-        `torch.optim.Optimizer` with the groups of `param_groups`. Its `step` is `engine.step`, its `zero_grad` is
-        `engine.zero_grad`; it has no state dict."""
+        self._optimizer: EngineOptimizer | None = None
 
     @property
     def signal(self) -> int:
@@ -220,6 +217,16 @@ class Steps:
     def loss_scale(self) -> float:
         """Factor of the loss in the next backward; 1.0 but in fp16."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+
+    @property
+    @outside_graphs
+    def optimizer(self) -> EngineOptimizer:
+        """For torch's learning rate schedulers, such as `CosineAnnealingLR(engine.optimizer, 10)`: a
+        `torch.optim.Optimizer` with the groups of `param_groups`. Its `step` is `engine.step`, its `zero_grad` is
+        `engine.zero_grad`; it has no state dict."""
+        if self._optimizer is None:
+            self._optimizer = EngineOptimizer(self)
+        return self._optimizer
 
     @outside_graphs
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:

@@ -17,6 +17,19 @@ from zerotrain.errors import ConfigError, EngineStateError, argument
 from zerotrain.sharding.units import WalkedModel
 
 
+def require_trainable(model: nn.Module, *, trains: bool) -> None:
+    """Make sure that there is something to train.
+
+    Args:
+        trains: whether any floating-point parameter does.
+
+    Raises:
+        ConfigError: every parameter is frozen.
+    """
+    if not trains:
+        raise ConfigError(f"model {type(model).__name__} has no trainable floating-point parameter; nothing to train")
+
+
 def model_error(problem: str) -> ConfigError:
     """The error of a model that cannot be trained."""
     error = ConfigError(problem)

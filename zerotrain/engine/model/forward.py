@@ -10,7 +10,6 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -37,7 +36,7 @@ def outside_graphs(method: Callable[P, T]) -> Callable[P, T]:
     stage 3 torch's compiler died of a parameter's class that had changed meanwhile.)"""
     outside: Callable[P, T] | None = None
 
-    @wraps(method)
+    @functools.wraps(method)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal outside
         if outside is None:

@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -255,8 +254,8 @@ def cast_around_kept(walked: WalkedModel, dtypes: Mapping[nn.Parameter, torch.dt
     modules = [walked.model] if "" in norms else dict.fromkeys(_outermost_within(walked, "", in_master, of_norms))
 
     for module in modules:
-        module.register_forward_pre_hook(partial(_widen, precision.master), with_kwargs=True)
-        module.register_forward_hook(partial(_narrow, precision.compute))
+        module.register_forward_pre_hook(functools.partial(_widen, precision.master), with_kwargs=True)
+        module.register_forward_hook(functools.partial(_narrow, precision.compute))
 
 
 # Not functions within a function, which a model that is pickled could not take along.
