@@ -72,7 +72,12 @@ FAULTS = {
         _Stored, "on_device", "arriving.wait()", "pass", "activations", "does in copy_ is read by compute"
     ),
     "copy-on-write-left-out": Planted(
-        BucketWeights, "about_to_change", "announce()", "pass", "save", "compute does in _fused_adamw_ is read by stream"
+        BucketWeights,
+        "about_to_change",
+        "announce()",
+        "pass",
+        "save",
+        "compute does in _fused_adamw_ is read by stream",
     ),
     # a buffer or a window given back early
     "gradient-given-back-at-issue": Planted(

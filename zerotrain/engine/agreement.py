@@ -102,30 +102,20 @@ class StepStamps:
         Raises:
             DisagreementError: on every rank, if any two differ.
         """
-        differences = stamp_differences(stamps)
+        columns = list(zip(STAMP, stamps.T.tolist(), strict=True))
+        del columns[HYPERPARAMETERS]
+        differences = [f"{what}: {by_rank(values)}" for what, values in columns if len(set(values)) > 1]
         if (stamps[:, HYPERPARAMETERS] != stamps[0, HYPERPARAMETERS]).any():
             groups_by_rank = self._collectives.gather_objects(shown_groups(param_groups), name="hyperparameters")
             names = dict.fromkeys(name for on_rank in groups_by_rank for name in on_rank)
-            columns = {name: [on_rank.get(name, "none") for on_rank in groups_by_rank] for name in names}
-            lines = [f"{name}: {by_rank(values)}" for name, values in columns.items() if len(set(values)) > 1]
+            rows = {name: [on_rank.get(name, "none") for on_rank in groups_by_rank] for name in names}
+            lines = [f"{name}: {by_rank(values)}" for name, values in rows.items() if len(set(values)) > 1]
             differences += lines or ["the order of the hyperparameters in engine.param_groups"]
         if differences:
             raise DisagreementError(
                 f"rank {self._collectives.world.rank}, {self.describe()}: the ranks have not done the same since the "
                 f"last step; {'; '.join(differences)}"
             )
-
-    def close_step(self) -> None:
-        """A step has ended."""
-        self.num_steps += 1
-        self.num_backwards = 0
-
-
-def stamp_differences(stamps: torch.Tensor) -> list[str]:
-    """(ranks, len(STAMP)) fp64 -> one sentence for each number, but the hash, that is not the same on all ranks."""
-    columns = list(zip(STAMP, stamps.T.tolist(), strict=True))
-    del columns[HYPERPARAMETERS]
-    return [f"{what}: {by_rank(values)}" for what, values in columns if len(set(values)) > 1]
 
 
 def require_same(collectives: Collectives, facts: Mapping[str, object]) -> None:

@@ -1,6 +1,6 @@
 """From a model and options to live buckets, units and a schedule."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from zerotrain.engine.state.together import wait_for_others
 from zerotrain.sharding.bucketing import BucketSpec, cut_buckets
 from zerotrain.sharding.layout import BucketLayout, FlatBuffer, assign_owners
 from zerotrain.sharding.units import WalkedModel
+
+PlacedUnit = tuple[str, list[nn.Module], list[int]]
+"""A unit's name, its modules and the places of its buckets."""
 
 
 class Builder:
@@ -67,8 +70,12 @@ class Builder:
         specs = cut_buckets(units, self._options.bucket_numel_for(units))
         require_trainable(self._model, trains=any(spec.trainable for spec in specs))
         layouts = [spec.layout(self._collectives.shards.size) for spec in specs]
+        num_parameters, numel = sum(len(spec.tensors) for spec in specs), sum(layout.numel for layout in layouts)
+        described = [f"{len(specs)} buckets, {num_parameters} parameters, {numel} elements"]
+        for spec in specs:
+            described += [f"bucket {spec.name}", *spec.described()]
         facts = {
-            "the model (buckets and their parameters)": describe_buckets(specs, layouts),
+            "the model (buckets and their parameters)": described,
             "the optimizer (its parameter groups)": [
                 f"{name} {value}" for name, value in shown_groups(self._groups.hyperparameters).items()
             ],
@@ -91,33 +98,28 @@ class Builder:
             places.append((unit.name, unit.modules, [place for place, spec in enumerate(specs) if unit in spec.units]))
         return self._ordered(places, buckets)
 
-    def under(self, options: EngineOptions, schedule: Schedule) -> Callable[[], Schedule]:
-        """Be ready to move the buckets of a schedule, one after the other, to where other options have them. The
-        schedule must be gone when the move is made, or its buckets stay in memory. All ranks take part.
+    def under(self, options: EngineOptions, units: Sequence[PlacedUnit], buckets: list[Bucket]) -> Schedule:
+        """Move the buckets of a schedule, one after the other, to where other options have them. The schedule must be
+        gone, or its buckets stay in memory. All ranks take part.
+
+        Args:
+            units: of the schedule.
+            buckets: of the schedule; each is replaced here by the one that it becomes.
 
         Returns:
-            Makes the move; gives their new schedule.
+            Their new schedule.
         """
-        buckets: list[Bucket] = list(schedule.buckets)
-        places = [
-            (unit.name, unit.modules, [buckets.index(bucket) for bucket in unit.buckets]) for unit in schedule.units
-        ]
-        del schedule
+        self._options = options
+        source = OtherBuckets(buckets, described_state(buckets), options.plan, self._collectives)
+        given_up = GivenUpMemory(options.plan)
+        for place in range(len(buckets)):
+            buckets[place] = self.moved(buckets[place], source, given_up)
+            give_back_freed()
+        given_up.tell_of_held()
+        return self._ordered(units, buckets)
 
-        def move() -> Schedule:
-            self._options = options
-            source = OtherBuckets(buckets, described_state(buckets), options.plan, self._collectives)
-            given_up = GivenUpMemory(options.plan)
-            for place in range(len(buckets)):
-                buckets[place] = self.moved(buckets[place], source, given_up)
-                give_back_freed()
-            given_up.tell_of_held()
-            return self._ordered(places, buckets)
-
-        return move
-
-    def _ordered(self, units: Sequence[tuple[str, list[nn.Module], list[int]]], buckets: Sequence[Bucket]) -> Schedule:
-        """A schedule of units, each with its name, its modules and the places of its buckets."""
+    def _ordered(self, units: Sequence[PlacedUnit], buckets: Sequence[Bucket]) -> Schedule:
+        """A schedule of units and buckets."""
         live_units = [LiveUnit(name, modules, [buckets[place] for place in places]) for name, modules, places in units]
         return Schedule(live_units, buckets, self._options)
 
@@ -126,7 +128,9 @@ class Builder:
         dtype = self._options.precision.of_bucket(spec.dtype).master
         values = FlatBuffer.zeros(layout, dtype, self._collectives.world.device)
         if self._collectives.shards.rank == 0:
-            initial.copy_to(values.views(), spec.tensors)
+            for target, parameter in zip(values.views(), spec.tensors, strict=True):
+                with initial.values_of(parameter) as value:
+                    target.copy_(value)
         wait_for_others(self._collectives, spec.name)
         self._collectives.broadcast(values.tensor, name=spec.name)
         master = None
@@ -236,12 +240,3 @@ def share_unmanaged(walked: WalkedModel, collectives: Collectives) -> None:
         if tensor.numel() > 0:
             # As bytes: backends do not send every dtype.
             collectives.broadcast(tensor.data.view(-1).view(torch.uint8), name="buffers")
-
-
-def describe_buckets(specs: Sequence[BucketSpec], layouts: Sequence[BucketLayout]) -> list[str]:
-    """Texts that differ where anything about buckets does: how many there are, and each with its parameters."""
-    num_parameters, numel = sum(len(spec.tensors) for spec in specs), sum(layout.numel for layout in layouts)
-    lines = [f"{len(specs)} buckets, {num_parameters} parameters, {numel} elements"]
-    for spec in specs:
-        lines += [f"bucket {spec.name}", *spec.described()]
-    return lines

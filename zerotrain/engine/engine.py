@@ -263,7 +263,7 @@ class ZeroEngine(step.Steps, usage.Usage):
             return None, facts_of(request)
 
         self.held.between_steps("engine.save", "a checkpoint cannot be saved", plan)
-        writing = prepare(request, self.held.holdings, self._settle_last_save)
+        writing = prepare(request, self.held.holdings, self.held.settle_last_save)
         self.held.last_save = SaveUnderWay(writing)
         self.held.last_save.pause_s = time.perf_counter() - started_s
         return self.held.last_save
@@ -392,11 +392,6 @@ class ZeroEngine(step.Steps, usage.Usage):
             return absolute, {"path": absolute} | other
 
         return self.held.between_steps(call, what, plan)
-
-    def _settle_last_save(self) -> None:
-        if (save := self.held.last_save) is not None:
-            self.held.last_save = None
-            save.settle()
 
     # ---- the model
 

@@ -4,7 +4,6 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -32,14 +31,10 @@ from zerotrain.errors import EngineStateError, argument
 # (`found_inf`, torch's own protocol for loss scaling), and the host waits while the GPU updates.
 
 
-def can_go_ahead(trained: Sequence[TrainedBucket]) -> bool:
-    """Whether all updates happen on a GPU, by optimizers whose step can be turned off there: torch's own with
+def can_go_ahead(update: BucketUpdate) -> bool:
+    """Whether an update happens on a GPU, by an optimizer whose step can be turned off there: torch's own with
     `fused=True`. A class of somebody else's may have inherited that it can, and not do it. The same on all ranks. A CPU
     does not wait."""
-    return all(_is_on_gpu(bucket.update) for bucket in trained)
-
-
-def _is_on_gpu(update: BucketUpdate) -> bool:
     if update.is_away or update.whole is not None or device_of(update.device).is_host:
         return False
     optimizer = update.optimizer
@@ -66,21 +61,15 @@ class UpdateAhead:
         """The tensors whose state an optimizer has begun in this step."""
         is_finite = norm.isfinite()
         if factor is not None:
-            factor = torch.where(is_finite, factor, 1.0)
+            factor = torch.where(is_finite, factor, 1.0).to(torch.float32)  # as all master weights are
         is_off = is_finite.logical_not().to(torch.float32)
-        dtypes = {bucket.update.master_weight.dtype for bucket in trained}
-        factors = {dtype: None if factor is None else factor.to(dtype) for dtype in dtypes}
         for bucket in trained:
-            self._update(bucket, factors[bucket.update.master_weight.dtype], is_off)
-
-    def _update(self, bucket: TrainedBucket, factor: torch.Tensor | None, is_off: torch.Tensor) -> None:
-        bucket.weights.about_to_change()
-        bucket.weights.finish_gather()
-        update = bucket.update
-        if (optimizer := update.optimizer) is not None:
-            self._began += [(optimizer, span.target) for span in update.spans if span.target not in optimizer.state]
-        for _ in update.renew(factor, is_off=is_off):
-            raise AssertionError(f"{update.spec.name}: an update without whole tensors paused")
+            bucket.weights.about_to_change()
+            bucket.weights.finish_gather()
+            update = bucket.update
+            if (optimizer := update.optimizer) is not None:
+                self._began += [(optimizer, span.target) for span in update.spans if span.target not in optimizer.state]
+            list(update.renew(factor, is_off=is_off))  # without whole tensors it never pauses
 
     def take_back(self) -> None:
         """The step is skipped: forget the state that it began, whose values nobody has set."""
@@ -143,16 +132,6 @@ def _kind(values: torch.Tensor) -> int:
 _ENDED = object()
 
 
-class StepNumbers(NamedTuple):
-    """Numbers of all ranks in a step, as the host has read them."""
-
-    norm: float
-    coefficient: float
-    loss: float
-    digit_sums: tuple[float, ...]
-    signals: tuple[int, ...]
-
-
 class OptimizerStep:
     """The parts of a step that are the same for all steps of an engine.
 
@@ -183,16 +162,14 @@ class OptimizerStep:
         param_groups: Sequence[Mapping[str, object]],
         losses: Sequence[torch.Tensor],
         loss: torch.Tensor,
-        signal: int = 0,
-        average_share: float | None = None,
-        refusal: EngineStateError | None = None,
+        average_share: float | None,
+        refusal: EngineStateError | None,
     ) -> tuple[StepResult, str | None]:
         """Clip and update, or skip a gradient that is not finite.
 
         Args:
             losses: of the step's micro-batches, on this rank.
             loss: 0-dim fp64, the mean of this rank's virtual ranks; for all ranks to know the mean over all.
-            signal: this rank's number for the others, sent with the norm.
             average_share: see `OptimizerState.update_average`; None: no average is due.
             refusal: raised in place of an update, unless the ranks' groups differ.
 
@@ -201,11 +178,26 @@ class OptimizerStep:
         """
         fetch_next(schedule.trained, 0)
         schedule.reductions.finish()
-        self._stamps.writes_digest, self._stamps.signal = written_to(schedule.buckets), signal
+        self._stamps.writes_digest = written_to(schedule.buckets)
         loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
-        goes_ahead = refusal is None and average_share is None and can_go_ahead(schedule.trained)
-        exchanged, factor, numbers, ahead = self._norm_of_all(schedule, loss, param_groups, loss_scale, goes_ahead)
-        skipped = not math.isfinite(numbers.norm)
+        exchanged, factor, read = self._norm(schedule.reductions.squares, loss, param_groups, loss_scale)
+        ahead = None
+        if refusal is None and average_share is None and all(can_go_ahead(each.update) for each in schedule.trained):
+            ahead = UpdateAhead(schedule.trained, factor, exchanged.norm)
+        norm, coefficient, mean_loss, *rest = read()
+        if ahead is not None and not math.isfinite(norm):
+            ahead.take_back()
+            ahead = None
+        are_exact = all(bucket.gradient.reduction.has_exact_norm for bucket in schedule.trained)
+        if not math.isfinite(norm) and not are_exact:
+            # Taken in fp32. A gradient of 1e20 is finite, and its square is not.
+            squares = StepSquares()
+            for trained in schedule.trained:
+                squares.add(trained.gradient.reduction.take_squares(loss_scale, exact=True))
+            exchanged, factor, read = self._norm(squares, loss, param_groups, loss_scale)
+            norm, coefficient, mean_loss, *rest = read()
+        digits, signals = rest[: len(exchanged.digit_sums)], rest[len(exchanged.digit_sums) :]
+        skipped = not math.isfinite(norm)
         if skipped:
             self._stamps.require_same(exchanged.stamps, param_groups)
         if refusal is not None:
@@ -224,13 +216,13 @@ class OptimizerStep:
         for bucket in schedule.buckets:
             bucket.weights.writes.digest = 0
         result = StepResult(
-            grad_norm=numbers.norm,
-            clip_coefficient=numbers.coefficient,
+            grad_norm=norm,
+            clip_coefficient=coefficient,
             skipped=skipped,
             loss_scale=loss_scale,
-            signals=numbers.signals,
-            mean_loss=numbers.loss,
-            update_hash=update_hash(numbers.digit_sums, numbers.coefficient, loss_scale, param_groups),
+            signals=tuple(map(int, signals)),
+            mean_loss=mean_loss,
+            update_hash=update_hash(digits, coefficient, loss_scale, param_groups),
         )
         return result, reason
 
@@ -240,7 +232,7 @@ class OptimizerStep:
         if not skipped:
             return None
         rate = argument("the optimizer's lr")
-        if self._loss_scaler is not None and self._loss_scaler.is_exhausted:
+        if self._loss_scaler is not None and self._loss_scaler.scale <= 1.0:
             return (
                 f"the gradient overflows fp16 even at a loss scale of 1; use {argument('precision', 'bf16')} or lower "
                 f"{rate}"
@@ -253,48 +245,17 @@ class OptimizerStep:
             f"more steps be skipped {argument('(max_skipped_steps)')}"
         )
 
-    def _norm_of_all(
-        self,
-        schedule: Schedule,
-        loss: torch.Tensor,
-        param_groups: Sequence[Mapping[str, object]],
-        loss_scale: float,
-        goes_ahead: bool,
-    ) -> tuple[Exchanged, torch.Tensor | None, StepNumbers, UpdateAhead | None]:
-        """Take the norm, and read it. Returns what `_norm` does, with the numbers read, and the update if it was made
-        ahead of the reading."""
-        exchanged, factor, read = self._norm(schedule.reductions.squares, loss, param_groups, loss_scale)
-        ahead = UpdateAhead(schedule.trained, factor, exchanged.norm) if goes_ahead else None
-        numbers = read()
-        if math.isfinite(numbers.norm):
-            return exchanged, factor, numbers, ahead
-        if ahead is not None:
-            ahead.take_back()
-        if not all(bucket.gradient.reduction.has_exact_norm for bucket in schedule.trained):
-            # Taken in fp32. A gradient of 1e20 is finite, and its square is not.
-            squares = StepSquares()
-            for bucket in schedule.trained:
-                squares.add(bucket.gradient.reduction.take_squares(loss_scale, exact=True))
-            exchanged, factor, read = self._norm(squares, loss, param_groups, loss_scale)
-            numbers = read()
-        return exchanged, factor, numbers, None
-
     def _norm(
         self, squares: StepSquares, loss: torch.Tensor, param_groups: Sequence[Mapping[str, object]], loss_scale: float
-    ) -> tuple[Exchanged, torch.Tensor | None, Callable[[], StepNumbers]]:
+    ) -> tuple[Exchanged, torch.Tensor | None, Callable[[], list[float]]]:
         """Numbers of all ranks, and what gradients are multiplied with (None for 1), on the device; and what waits for
-        both and reads them."""
+        them, a step's one wait for the device: it gives the norm, its coefficient, the loss, the digit sums and the
+        signals."""
         with named_range("norm of", "the gradient"):
             exchanged = self._stamps.exchanged(squares.digit_sums(), loss, param_groups)
         coefficient = clip_coefficient(exchanged.norm, self.max_grad_norm)
         numbers = torch.stack([exchanged.norm, coefficient, exchanged.loss])
-        arriving = reading(torch.cat([numbers, exchanged.digit_sums, exchanged.signals]))
-
-        def read() -> StepNumbers:  # a step's one wait for the device
-            norm, coefficient_value, mean_loss, *rest = arriving()
-            digits, signals = rest[: len(exchanged.digit_sums)], rest[len(exchanged.digit_sums) :]
-            return StepNumbers(norm, coefficient_value, mean_loss, tuple(digits), tuple(map(int, signals)))
-
+        read = reading(torch.cat([numbers, exchanged.digit_sums, exchanged.signals]))
         is_scaled = self.max_grad_norm is not None or self._loss_scaler is not None
         return exchanged, coefficient / loss_scale if is_scaled else None, read
 
@@ -338,12 +299,17 @@ def update_all(
         factor: 0-dim, what gradients are multiplied with: clipped, and without the loss scale; None for 1.
         average_share: see `OptimizerState.update_average`; None: no average is due.
     """
+
+    def updating(bucket: TrainedBucket) -> Generator[None]:
+        yield from bucket.update.run(factor, average_share)
+        gathers.gather_updated(bucket)
+
     gathers.prepare_updated(trained)
     under_way: deque[Generator[None]] = deque()
     try:
         for place, bucket in enumerate(trained):
             fetch_next(trained, place)
-            under_way.appendleft(_update(bucket, gathers, factor, average_share))
+            under_way.appendleft(updating(bucket))
             _advance(under_way)
             bucket.gradient.drop()
         while under_way:
@@ -358,13 +324,6 @@ def fetch_next(trained: Sequence[TrainedBucket], place: int) -> None:
     for bucket in trained[place : place + 2]:
         if bucket.update.is_away:
             bucket.update.fetch()
-
-
-def _update(
-    bucket: TrainedBucket, gathers: Gathers, factor: torch.Tensor | None, average_share: float | None
-) -> Generator[None]:
-    yield from bucket.update.run(factor, average_share)
-    gathers.gather_updated(bucket)
 
 
 def _advance(under_way: deque[Generator[None]]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from zerotrain.comm.world import World
 from zerotrain.device.kinds import device_of
-from zerotrain.engine.model.precision import LossScaler, Precision, precision_named
+from zerotrain.engine.model.precision import PRECISIONS, LossScaler, Precision
 from zerotrain.errors import ConfigError, argument
 from zerotrain.settings import AUTO, EngineConfig, OffloadConfig, ZeroConfig, problems_in
 from zerotrain.sharding.plan import STAGES, Plan
@@ -47,7 +47,7 @@ class EngineOptions:
         return cls(
             config=deepcopy(config),
             plan=STAGES[zero.stage],
-            precision=precision_named(precision.name, tuple(precision.keep_fp32)),
+            precision=replace(PRECISIONS[precision.name], keep_fp32=tuple(precision.keep_fp32)),
             ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and on_gloo),
             leaves_per_rank=leaves_per_rank(config.virtual_ranks, world.shards.size, zero.accumulate),
             holds_units=zero.bucket_mb == AUTO and not device_of(world.device).is_host,

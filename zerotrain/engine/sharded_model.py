@@ -28,7 +28,6 @@ from zerotrain.engine.model.precision import cast_around_kept, dtypes_of
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.hooks import complete_before_encoders, connect, next_node, require_no_engine
 from zerotrain.engine.schedule.schedule import Schedule
-from zerotrain.engine.state.fill import Source
 from zerotrain.engine.state.from_buckets import Described, OtherBuckets, described_state
 from zerotrain.engine.state.named import Holdings
 from zerotrain.engine.state.save import SaveUnderWay
@@ -207,7 +206,7 @@ class ShardedModel:
             pools=self.pools,
             homes=self.homes,
         )
-        self._newcomers = Newcomers(walked, dtypes)
+        self.newcomers = Newcomers(walked, dtypes)
         round_at_entry(walked, dtypes)
         if self.homes.saved is not None:
             restore = offload_saved(walked, options.zero.unit_patterns, self.homes.saved, options.offload.activations)
@@ -287,7 +286,16 @@ class ShardedModel:
                 self.last_save.wait_until_read()
         if is_change:
             with self.breaks_if_it_fails(call):
-                self._cut_anew(OtherBuckets(self.schedule.buckets, state, self.options.plan, self.collectives))
+                former = self.schedule.buckets
+                source = OtherBuckets(former, state, self.options.plan, self.collectives)
+                self._disconnect()
+                for bucket in former:
+                    bucket.weights.let_go()
+                self.pools.clear()
+                schedule = self._builder.schedule(InitialValues(), source)
+                for bucket in former:
+                    bucket.leave()
+                self._connect(schedule)
 
     @contextmanager
     def breaks_if_it_fails(self, call: str) -> Iterator[None]:
@@ -307,17 +315,6 @@ class ShardedModel:
             self.schedule = broken
             raise
 
-    def _cut_anew(self, source: Source) -> None:
-        self._disconnect()
-        former = self.schedule.buckets
-        for bucket in former:
-            bucket.weights.let_go()
-        self.pools.clear()
-        schedule = self._builder.schedule(InitialValues(), source)
-        for bucket in former:
-            bucket.leave()
-        self._connect(schedule)
-
     def move_to(self, options: EngineOptions) -> None:
         """Let everything lie where other options have it, between two steps. Collective."""
         with self.breaks_if_it_fails("engine.set_stage"):
@@ -326,9 +323,10 @@ class ShardedModel:
             if device_of(self.world.device).is_host:
                 set_heap(returns=True)  # buckets that go leave no holes; the new schedule sets it back
             give_back_freed()
-            move = self._builder.under(options, self.schedule)
-            del self.schedule
-            schedule = move()
+            units, buckets = self.schedule.units, list(self.schedule.buckets)
+            places = [(unit.name, unit.modules, [buckets.index(bucket) for bucket in unit.buckets]) for unit in units]
+            del self.schedule, units
+            schedule = self._builder.under(options, places, buckets)
             self.options = options
             self._connect(schedule)
 
@@ -347,11 +345,6 @@ class ShardedModel:
         self.weights_changed()
         self.half_loaded = None if mends else former
 
-    def require_usable(self) -> None:
-        """Before a forward: nothing is there that a forward cannot use."""
-        self._newcomers.require_none()
-        self.require_whole()
-
     def require_whole(self) -> None:
         """Make sure that all is of one training.
 
@@ -368,3 +361,9 @@ class ShardedModel:
         """Wait until its folder is there, or will never be: it may be what is to be loaded."""
         if self.last_save is not None:
             self.last_save.wait_until_ended()
+
+    def settle_last_save(self) -> None:
+        """Wait for it, raise what it has met if nobody has asked, and forget it."""
+        if (save := self.last_save) is not None:
+            self.last_save = None
+            save.settle()

@@ -98,21 +98,6 @@ def require_loss(output: Any, model: str) -> None:
         )
 
 
-def loss_and_outputs(model: Callable[..., Any], inputs: MicroBatch) -> tuple[torch.Tensor, Any]:
-    """The model's loss for a micro-batch, and its outputs in the same forward.
-
-    Raises:
-        EngineStateError: the model gives something else than these two.
-    """
-    result = call_model(model, inputs, with_outputs=True)
-    if not isinstance(result, tuple) or len(result) != 2:
-        kind = type(result).__name__
-        raise EngineStateError(
-            f"a model that is called with with_outputs=True must return (loss, outputs), not a {kind}"
-        )
-    return result
-
-
 # The engine as torch's learning rate schedulers and loops written for torch see it.
 
 
@@ -124,6 +109,9 @@ class EngineOptimizer(torch.optim.Optimizer):
     Args:
         engine: a `ZeroEngine`. Schedulers of momentum look at the settings of its optimizers.
     """
+
+    _opt_called: bool
+    """Torch's: its schedulers warn of those who schedule without a step."""
 
     def __init__(self, engine: Any) -> None:
         groups = engine.held.groups
@@ -184,10 +172,6 @@ class EngineOptimizer(torch.optim.Optimizer):
         """
         self.state_dict()
 
-    def note_step(self) -> None:
-        """The engine has made a step: torch's schedulers warn of those who schedule without."""
-        self._opt_called = True
-
 
 MAX_SIGNAL = 2**31
 
@@ -213,22 +197,21 @@ class Steps:
         self._losses: list[torch.Tensor] = []
         self._loss: torch.Tensor | None = None
         """0-dim fp64, the mean of this rank's virtual ranks in a `train_step`."""
-        self._signal = 0
-        self._optimizer: EngineOptimizer | None = None
         self._broken_off_by = ""
         """The exception, mostly Ctrl-C, that cut off a backward or a step and left a part of the gradient."""
+        self._optimizer: EngineOptimizer | None = None
 
     @property
     def signal(self) -> int:
         """A whole number from 0 to 2**31 for all ranks, which rides on the exchange of the norm: see
         `StepResult.signals`."""
-        return self._signal
+        return self.stamps.signal
 
     @signal.setter
     def signal(self, signal: int) -> None:
         if not isinstance(signal, Integral) or not 0 <= signal <= MAX_SIGNAL:
             raise ConfigError(f"engine.signal: got {signal!r}; it must be a whole number from 0 to {MAX_SIGNAL}")
-        self._signal = int(signal)
+        self.stamps.signal = int(signal)
 
     @property
     def loss_scale(self) -> float:
@@ -259,7 +242,8 @@ class Steps:
     def forward_scope(self) -> Iterator[None]:
         """In here the model may be called by another name, such as `engine.module.encoder(inputs)`: on all ranks the
         same modules in the same order, with floats in the compute precision. A loss may use the outputs."""
-        self.held.require_usable()
+        self.held.newcomers.require_none()
+        self.held.require_whole()
         self._require_unbroken()
         in_step, backward_follows = self.held.ledger.in_step, torch.is_grad_enabled()
         self.held.ledger.in_step = backward_follows
@@ -425,9 +409,7 @@ class Steps:
             loss, self._loss = self._loss, None
             if loss is None:
                 loss = torch.full((), torch.nan, dtype=torch.float64, device=self.held.world.device)
-            result, reason = self.optimizer_step.run(
-                self.held.schedule, groups, self._losses, loss, self._signal, share, refusal
-            )
+            result, reason = self.optimizer_step.run(self.held.schedule, groups, self._losses, loss, share, refusal)
         self._warn_of_overflow()
         self._losses.clear()
         self._in_last_leaf = self.held.options.leaves_per_rank == 1
@@ -436,9 +418,10 @@ class Steps:
             self.held.groups.count_step()
             if average is not None and share is not None:
                 average.num_updates += 1
-        self.stamps.close_step()
+        self.stamps.num_steps += 1
+        self.stamps.num_backwards = 0
         self.held.ledger.close_step()
-        self.optimizer.note_step()
+        self.optimizer._opt_called = True
         if reason is not None:
             raise TrainingError(reason)
         if self.loss_scaler is not None:
@@ -507,7 +490,6 @@ class Steps:
         (weighted,) = shared_out(micro_batches, weights, 1)
         self.held.require_no_gradient("a leaf cannot be computed")
         self._in_last_leaf = False
-        num_backwards = self.stamps.num_backwards
         try:
             with self._clean_after_error():
                 self._run_leaf(virtual_rank, weighted, before_each, after_each)
@@ -518,7 +500,6 @@ class Steps:
                 }
         finally:
             self.zero_grad()
-            self.stamps.num_backwards = num_backwards
 
     def _run_leaf(
         self,
@@ -533,14 +514,17 @@ class Steps:
         for index, (inputs, weight) in enumerate(weighted):
             before_each(number, index)
             require_micro_batch(inputs)
-            if with_outputs:
-                loss, outputs = loss_and_outputs(self, inputs)
-            else:
-                loss, outputs = call_model(self, inputs), None
+            result = call_model(self, inputs, with_outputs=True) if with_outputs else (call_model(self, inputs), None)
+            if not isinstance(result, tuple) or len(result) != 2:
+                kind = type(result).__name__
+                raise EngineStateError(
+                    f"a model that is called with with_outputs=True must return (loss, outputs), not a {kind}"
+                )
+            loss, outputs = result
             if after_each is not None:
                 with torch.no_grad():
                     after_each(number, index, loss.detach(), outputs)
-            del outputs
+            del result, outputs
             with nullcontext() if index == len(weighted) - 1 else self.no_sync():
                 self.backward(loss, weight=weight)
             if not weighs_nothing(weight):  # a loss that is nan would spoil the sum

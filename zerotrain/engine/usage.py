@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from zerotrain.engine.groups.optimizers import SAMPLE_SHAPE, sampled_nbytes
 from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.sharding.plan import Plan, Volume
 
@@ -56,7 +55,8 @@ class Usage:
         trained, num_whole = self.held.schedule.trained, self._num_whole
         num_by_elements = self._num_trained - num_whole
         copies = sum(bucket.layout.numel * 4 for bucket in trained if bucket.update.state.separate_master_nbytes)
-        state = self._sampled_nbytes(num_whole, is_whole=True) + self._sampled_nbytes(num_by_elements, is_whole=False)
+        sampled = self.held.groups.sampled_nbytes
+        state = sampled(num_whole, is_whole=True) + sampled(num_by_elements, is_whole=False)
         average = 4 * self._num_trained if self.held.average is not None else 0
         return self._split(self._volume.memory_nbytes(self.held.schedule.plan, state + copies + average))
 
@@ -162,14 +162,6 @@ class Usage:
         trained = self.held.schedule.trained
         return sum(slot.numel for bucket in trained for slot in bucket.layout.slots[: bucket.spec.num_whole])
 
-    def _sampled_nbytes(self, numel: int, *, is_whole: bool) -> int:
-        """Bytes that the optimizer keeps of so many elements, as measured on a sample."""
-        if numel == 0:
-            return 0
-        return (
-            numel * sampled_nbytes(self.held.groups.factory, is_whole=is_whole) // (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
-        )
-
     def _optimizer_nbytes(self) -> int:
         """Bytes of all ranks together, without padding: optimizer state, master weights if they are copies,
         and the average of weights."""
@@ -178,7 +170,7 @@ class Usage:
         updated = sum(span.target.numel() for bucket in trained for span in bucket.update.spans)
         held = sum(bucket.update.state.element_state_nbytes() for bucket in trained)
         state = (self._num_trained - num_whole) * (held // updated if updated else 0)
-        state += self._sampled_nbytes(num_whole, is_whole=True)
+        state += self.held.groups.sampled_nbytes(num_whole, is_whole=True)
         copies = [bucket for bucket in trained if bucket.update.state.separate_master_nbytes]
         copies += [bucket for bucket in trained if bucket.update.state.average is not None]
         return state + sum(bucket.layout.numel * bucket.update.master_weight.itemsize for bucket in copies)

@@ -147,7 +147,7 @@ FAULTS = {
     ),
     "overflow-not-skipped": Fault(
         "OptimizerStep.run",
-        Swap("not math.isfinite(numbers.norm)", "math.isinf(numbers.norm)"),
+        Swap("not math.isfinite(norm)", "math.isinf(norm)", nth=2),
         "weights become NaN",
         "unit/engine/test_engine.py::test_what_is_not_finite_on_one_rank_skips_the_step_on_all",
     ),

@@ -3,7 +3,6 @@
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -218,10 +217,9 @@ def test_it_takes_four_bytes_of_each_element_a_rank_updates_and_nothing_is_sent_
     assert board.orders == other_board.orders
 
 
-@pytest.mark.parametrize("stage", [1])
 @on_ranks(2)
-def test_every_so_many_steps(world, stage):
-    engine, plain = build(world, Kind(), stage), Plain()
+def test_every_so_many_steps(world):
+    engine, plain = build(world, Kind(), 1), Plain()
     engine.keep_average(decay=DECAY, every=3, warmup=False)
     train(engine, 0, 1)
     followed(engine, plain, 2)
@@ -229,46 +227,6 @@ def test_every_so_many_steps(world, stage):
     followed(engine, plain, 5)
     train(engine, 6)
     assert_average(engine, plain)
-
-
-def test_a_save_under_way_has_the_average_as_it_was_at_the_call(tmp_path):
-    """Though steps and an evaluation come meanwhile; with as little room for copies as there can be."""
-    found: State = {}
-
-    def on_a_rank(world: zerotrain.World) -> None:
-        engine = build(world, Kind(precision="bf16"), 2)
-        engine.keep_average(decay=DECAY)
-        train(engine, 0, 1)
-        wanted = of_engine(engine)
-        saving = engine.begin_save(tmp_path / "saved", staging_nbytes=0)
-        of_engine(engine)
-        train(engine, 2, 3)
-        of_engine(engine)
-        saving.wait()
-        engine.load(tmp_path / "saved")
-        found = of_engine(engine)
-        if world.rank == 0:
-            assert_equal(found, wanted)
-
-    run_threads(on_a_rank, 2)
-    assert found == {}
-
-
-def test_what_a_user_writes_into_the_weights_stays_there():
-    def on_a_rank(world: zerotrain.World, evaluates: bool, stage: int) -> str:
-        engine = build(world, Kind(precision="bf16"), stage)
-        engine.keep_average()
-        train(engine, 0)
-        with torch.no_grad(), engine.forward_scope():
-            engine.module.odd.clamp_(-0.1, 0.1)
-        if evaluates:
-            of_engine(engine)
-        train(engine, 1)
-        return engine.weights_sha256()
-
-    expected = run_threads(lambda world: on_a_rank(world, False, 1), 2)[0]
-    assert run_threads(lambda world: on_a_rank(world, True, 1), 2)[0] == expected
-    assert run_threads(lambda world: on_a_rank(world, True, 3), 2)[0] == expected
 
 
 @pytest.mark.case(
@@ -356,14 +314,3 @@ def test_one_that_differs_by_rank_or_is_not_there_is_refused(world):
     with pytest.raises(ConfigError, match=said):
         engine.keep_average(decay=(0.5, 0.75)[world.rank])
     engine.keep_average()
-
-
-def test_numbers_of_numpy_are_numbers():
-    def averaged(decay: Any, every: Any) -> str:
-        engine = build(alone(), Kind(), 2)
-        engine.keep_average(decay=decay, every=every, warmup=False)
-        train(engine, 0, 1, 2, 3)
-        with engine.averaged():
-            return engine.weights_sha256()
-
-    assert averaged(np.float32(0.9), np.int64(2)) == averaged(float(np.float32(0.9)), 2) != averaged(0.9, 1)

@@ -173,27 +173,6 @@ def test_what_cannot_be_trained_is_refused() -> None:
         engine_on(alone(), lambda: complex_)
 
 
-class ExpertsInBlocks(nn.Module):
-    """A block of which each rank calls one of two experts: the block is the unit, not the experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.ModuleDict({"experts": Experts()}) for _ in range(2))
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(4, 2)
-        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-
-@pytest.mark.parametrize("make", [Experts, ExpertsInBlocks])
-def test_experts_are_no_units_of_their_own(make: type[nn.Module]) -> None:
-    engine = engine_on(alone(), make)
-    assert not [unit.name for unit in engine.schedule.units if ".experts." in unit.name or unit.name == "experts.0"]
-
-
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_function_that_builds_the_model_gives_the_same_engine_as_the_model(stage: int) -> None:
     def on_a_rank(world: World) -> list[dict[str, torch.Tensor]]:

@@ -1,18 +1,16 @@
 """An engine's calls on ranks that are threads, over a wire as late as can be: bits, order, memory, what is counted."""
 
-import functools
 from typing import Any
 
 import pytest
 import torch
 
 import zerotrain
-from tests.unit.engine.parts import Counted, Linears, Plain, alone, assert_same, engine_on, inputs, train
+from tests.unit.engine.parts import Counted, Linears, Plain, assert_same, engine_on, inputs, train
 from zerotrain.comm.world import World
 from zerotrain.testing.fake_wire import run_threads
 
 STAGES = [0, 1, 2, 3]
-MOMENTUM: Any = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 
 
 @pytest.mark.parametrize("nasty", [{}, {"late_rank": 0}, {"late_rank": 1, "done_rank": 0}], ids=str)
@@ -30,19 +28,6 @@ def test_three_ranks_train_to_the_bits_of_plain_pytorch_and_issue_the_same_in_th
     assert board.orders[0] == board.orders[1] == board.orders[2]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_without_overlap_the_same_is_issued_in_the_same_order(stage):
-    def on_a_rank(world: World, overlap: bool) -> str:
-        engine = engine_on(world, zero={"stage": stage, "overlap": overlap})
-        train(engine, 0, 1)
-        return engine.weights_sha256()
-
-    waiting, overlapped = (run_threads(functools.partial(on_a_rank, overlap=each), 2) for each in (False, True))
-    assert waiting[0] == overlapped[0]
-    for rank in (0, 1):
-        assert sorted(waiting[1].orders[rank]) == sorted(overlapped[1].orders[rank])
-
-
 class Deep(Linears):
     num_blocks = 12
 
@@ -57,21 +42,6 @@ def test_the_gradients_of_few_buckets_are_held_at_once_however_many_there_are(st
         return engine.held.pools.held_nbytes / (4 * max(numels))
 
     assert max(run_threads(on_a_rank, 3, late_rank=1)[0]) <= 3  # two on the wire, and one that is filled
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_backward_is_ready_to_receive_for_few_buckets_at_once_however_many_there_are(stage):
-    engine, prepared = engine_on(alone(), Deep, zero={"stage": stage}), []
-    numels = [bucket.layout.padded_numel for bucket in engine.schedule.trained]
-
-    def look(_: torch.Tensor) -> None:
-        ready = [bucket for bucket in engine.schedule.trained if bucket.gradient.reduction.handle.is_prepared]
-        prepared.append(sum(bucket.layout.padded_numel for bucket in ready))
-
-    loss = engine(inputs(0, 0))
-    loss.register_hook(look)
-    engine.backward(loss)
-    assert 0 < prepared[0] <= 2 * max(numels) < sum(numels)
 
 
 # ---- the norm

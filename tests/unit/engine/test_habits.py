@@ -1,7 +1,6 @@
 """What users do to a model around a step: as in plain PyTorch, or a sentence. With threads as ranks."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -59,41 +58,6 @@ def test_a_finite_gradient_whose_square_leaves_fp32_is_trained(stage, size, prec
     before = seeded(Net).first.weight.detach()
     moved = (huge[0][1] - before) / 2.0**80  # a power of two: the step is the small one's, but for the weight beside it
     assert torch.allclose(moved, small[0][1] - before, rtol=1e-2, atol=1e-6)
-
-
-class Scripted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.jit.script(nn.Linear(2, 2))
-
-
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "wrapped for several devices": (
-        lambda: nn.DataParallel(nn.Linear(2, 2)),
-        "the model is a DataParallel, which shares gradients over ranks itself; give build_engine the module in it",
-    ),
-    "scripted": (Scripted, "inner is a RecursiveScriptModule, whose code takes no hooks"),
-    "without shapes": (
-        lambda: nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)),
-        "1 is a LazyLinear without shapes yet; run one forward of the model before build_engine",
-    ),
-    "sparse gradients": (
-        lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)),
-        "0 is a Embedding with sparse=True, and buckets hold dense gradients; build it with sparse=False",
-    ),
-}
-
-
-@pytest.mark.case(
-    "calls: Calls",
-    "A model wrapped by another engine, scripted, with lazy layers or sparse embeddings",
-    "refused at the build",
-)
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_is_more_than_modules_is_refused_with_what_to_give(name):
-    make, answer = REFUSED[name]
-    with pytest.raises(zerotrain.ConfigError, match=answer):
-        zerotrain.build_engine(make(), optimizer=SGD)
 
 
 @pytest.mark.case(

@@ -10,8 +10,6 @@ from torch import nn
 
 import zerotrain
 from tests.unit.engine.habits import EVERYWHERE, SGD, assert_same, in_our_engine, in_plain_pytorch
-from tests.unit.engine.parts import engine_on, seeded
-from zerotrain.testing.fake_wire import run_threads
 
 # ---- what weighs nothing
 
@@ -147,36 +145,3 @@ def test_what_train_step_cannot_take_is_said():
 
 
 # ---- the loss that train_step gives
-
-
-def three_weighted_for_each(number: int) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[float]]:
-    """The micro-batches of a virtual rank, each with a larger loss than the one before, and their weights."""
-    ids = torch.randint(7, (3, 2, 6), generator=torch.Generator().manual_seed(number))
-    return [(each, each.roll(1 + number, dims=1)) for each in ids], [0.5, 0.25 + number, 0.0]
-
-
-def loss_in_plain_pytorch(virtual_ranks: range, weighted: bool) -> float:
-    """The mean over virtual ranks of the weighted sum over each one's micro-batches."""
-    model, total = seeded(functools.partial(Labelled, "torch's")), 0.0
-    for number in virtual_ranks:
-        micro_batches, weights = three_weighted_for_each(number)
-        weights = weights if weighted else [1 / 3] * 3
-        losses = [model(*each).item() for each in micro_batches]
-        total += sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
-    return total / len(virtual_ranks)
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("size", "virtual"), [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (2, 8)])
-def test_the_loss_of_a_step_is_the_mean_over_the_virtual_ranks_of_each_rank(size, virtual, weighted):
-    def on_a_rank(world: zerotrain.World) -> tuple[range, torch.Tensor]:
-        make = functools.partial(Labelled, "torch's")
-        engine = engine_on(world, make, optimizer=SGD, virtual_ranks=virtual)
-        given = [three_weighted_for_each(number) for number in engine.virtual_ranks]
-        micro_batches = [each for of_one, _ in given for each in of_one]
-        weights = [each for _, of_one in given for each in of_one] if weighted else None
-        return engine.virtual_ranks, engine.train_step(micro_batches, weights=weights).loss
-
-    for numbers, loss in run_threads(on_a_rank, size)[0]:
-        assert (loss.shape, loss.dtype) == ((), torch.float64)
-        assert loss.item() == pytest.approx(loss_in_plain_pytorch(numbers, weighted), rel=1e-6)

@@ -6,10 +6,8 @@ but for the copies between the two.
 
 import errno
 import os
-import re
 import threading
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -272,46 +270,6 @@ def test_what_users_write_into_parameters_is_kept(precision, where, tmp_path, mo
 def alone(path: Path, **how: Any) -> zerotrain.ZeroEngine:
     world = zerotrain.World.current(torch.device("cpu"))
     return build(world, Kind(Matrices, ADAMW), 2, offload=OffloadConfig(optimizer="disk", path=str(path)), **how)
-
-
-def a_third_of(call: Any, descriptor: int, parts: list[memoryview], at: int) -> int:
-    """A read or write that ends early, where a sector of the disk does."""
-    done: int = call(descriptor, [parts[0][: max(512, len(parts[0]) // 3 // 512 * 512)]], at)
-    return done
-
-
-def test_reads_and_writes_that_end_early_are_gone_on_with(tmp_path, monkeypatch):
-    wanted = alone(tmp_path)
-    train(wanted, 0, 1, 2)
-    for name in ("preadv", "pwritev"):
-        monkeypatch.setattr(os, name, partial(a_third_of, getattr(os, name)))
-    found = alone(tmp_path)
-    train(found, 0, 1, 2)
-    assert found.weights_sha256() == wanted.weights_sha256()
-
-
-@pytest.mark.parametrize(("call", "word"), [("preadv", "read"), ("pwritev", "written")])
-def test_a_disk_that_fails_is_named_and_the_checkpoint_is_as_it_was(call, word, tmp_path, monkeypatch):
-    engine = alone(tmp_path / "disk")
-    train(engine, 0)
-    engine.save(tmp_path / "saved")
-    wanted = alone(tmp_path / "disk")
-    wanted.load(tmp_path / "saved")
-    train(wanted, 1, 2)
-    wanted_sha256 = wanted.weights_sha256()  # its last writes are over before the disk fails
-
-    def fail(*_: Any) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as failing:
-        failing.setattr(os, call, fail)
-        where = re.escape(f"offload.path: the file of rank 0 in {tmp_path / 'disk'} cannot be {word}")
-        with pytest.raises(OffloadError, match=rf"{where} at bytes \d+ to \d+ \(Input/output error\)"):
-            train(engine, 1, 2)
-    again = alone(tmp_path / "disk")
-    again.load(tmp_path / "saved")
-    train(again, 1, 2)
-    assert again.weights_sha256() == wanted_sha256
 
 
 @pytest.mark.case(

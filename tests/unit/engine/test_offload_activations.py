@@ -7,7 +7,6 @@ import copy
 import errno
 import functools
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 import zerotrain
 from tests.unit.engine.habits import assert_same
-from tests.unit.engine.parts import Linears, Losses, Plain, alone, engine_on, inputs, train
+from tests.unit.engine.parts import Losses, Plain, alone, engine_on, inputs, train
 from zerotrain import OffloadConfig
 from zerotrain.errors import OffloadError
 from zerotrain.offload import saved
 from zerotrain.offload import tier as rates
 from zerotrain.testing.fake_wire import run_threads
-from zerotrain.training.callbacks import console as start
 
 TIERS = ("cpu", "disk")
 PAGE = 4096
@@ -399,13 +397,3 @@ def test_a_disk_that_is_full_or_fails_in_a_step_is_named(call, code, told, tmp_p
     monkeypatch.setattr(os, call, fail)
     with pytest.raises(OffloadError, match=rf"^offload\.path: .*{told}"):
         train(engine, 0)
-
-
-def test_a_start_knows_how_fast_the_tier_is(tmp_path):
-    engine = engine_on(alone(), Linears, offload=to("disk", tmp_path))
-    (told,) = engine.offloaded(num_micro_batches=1)
-    assert told.has_activations
-    assert (told.nbytes, told.fetched_nbytes, told.stored_nbytes) == (0, 0, 0)
-    assert min(told.fetched_per_s, told.stored_per_s) > 0
-    (line,) = start._offloaded(engine, 1)
-    assert re.match(r"activations in the disk of .*, fetched at .*/s and stored at .*/s of a rank$", line)

@@ -111,7 +111,6 @@ DIFFERENT: dict[str, tuple[Any, Callable[[dict[str, Any]], object], str]] = {
         "weight_decay of group 'parameters': 0.5 on ranks? 0.*, 0.25 on rank 1",
     ),
     "betas": (DECAYING, set_to((0.5, 0.9), "betas"), r"betas of group 'parameters': \[0.9, 0.999\] on rank 0, \[0.5, "),
-    "eps": (DECAYING, set_to(1e-3, "eps"), "eps of group 'parameters': 1e-08 on rank 0, 0.001 on rank 1"),
     "a flag": (DECAYING, set_to(True, "maximize"), "maximize of group 'parameters': False on rank 0, True on rank 1"),
     "momentum": (MOMENTUM, set_to(0.5, "momentum"), "momentum of group 'parameters': 0.9 on rank 0, 0.5 on rank 1"),
     "a whole number": (MOMENTUM, set_to(2, "lr"), "lr of group 'parameters': 0.1 on rank 0, 2 on rank 1"),
@@ -186,8 +185,6 @@ def in_sequence(optimizer: Any) -> Any:
 SCHEDULERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "a function for each group": (DECAYING, by_function),
     "CosineAnnealingLR": (DECAYING, cosine),
-    "CosineAnnealingWarmRestarts": (DECAYING, lambda each: schedulers.CosineAnnealingWarmRestarts(each, 2)),
-    "LinearLR": (DECAYING, lambda each: schedulers.LinearLR(each, 0.1, 1.0, 3)),
     "ReduceLROnPlateau": (DECAYING, lambda each: schedulers.ReduceLROnPlateau(each, patience=0)),
     "OneCycleLR, betas": (DECAYING, one_cycle),
     "OneCycleLR, momentum": (MOMENTUM, one_cycle),

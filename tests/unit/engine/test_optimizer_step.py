@@ -1,9 +1,6 @@
 """The order in which buckets are updated, on parts that only write down what is asked."""
 
 import functools
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +8,6 @@ from torch import nn
 
 import zerotrain
 from tests.unit.engine.parts import Linears, alone, engine_on, inputs, seeded
-from zerotrain.engine.optimizer_step import update_all
 
 # Clipping beside plain PyTorch: as docs/reference/bits.md says to compare it.
 
@@ -90,62 +86,3 @@ def test_the_kind_is_that_of_the_parameter_named():
     said = "In the backward it was first inf in second.bias; the loss was finite on every rank"
     with pytest.raises(zerotrain.TrainingError, match=said):
         step(engine_of(Halves(), max_skipped_steps=1), 1.0)
-
-
-class Written:
-    """Buckets whose updates pause so many times, and what gathers them.
-
-    Args:
-        fetches: whether to write down too when a bucket is asked to bring in what lies off the device.
-    """
-
-    def __init__(self, pauses: dict[str, int], fetches: bool) -> None:
-        self.fetches = fetches
-        self.told: list[str] = []
-        self.buckets: list[Any] = [self.bucket(name, number) for name, number in pauses.items()]
-
-    def bucket(self, name: str, number: int) -> Any:
-        def run(factor: torch.Tensor | None, average_share: float | None) -> Iterator[None]:
-            self.told.append(f"update {name}")
-            for _ in range(number):
-                yield
-                self.told.append(f"resume {name}")
-
-        def fetch() -> None:
-            if self.fetches and f"fetch {name}" not in self.told:  # again is nothing
-                self.told.append(f"fetch {name}")
-
-        gradient = SimpleNamespace(drop=lambda: self.told.append(f"drop {name}"))
-        update = SimpleNamespace(run=run, fetch=fetch, is_away=self.fetches)
-        return SimpleNamespace(name=name, update=update, gradient=gradient)
-
-    def prepare_updated(self, buckets: Any) -> None:
-        self.told.append("prepare " + "".join(bucket.name for bucket in buckets))
-
-    def gather_updated(self, bucket: Any) -> None:
-        self.told.append(f"gather {bucket.name}")
-
-
-def told(fetches: bool = False, **pauses: int) -> str:
-    written = Written(pauses, fetches)
-    update_all(written.buckets, written, None)  # type: ignore[arg-type]
-    return ", ".join(written.told)
-
-
-DONE = "prepare abc, fetch a, fetch b, update a, gather a, drop a, fetch c, update b, gather b, drop b, "
-
-
-@pytest.mark.parametrize(
-    ("pauses", "said"),
-    [
-        ({"a": 0, "b": 0}, "prepare ab, update a, gather a, drop a, update b, gather b, drop b"),
-        # While one has something on the wire, the next goes on and sends first.
-        ({"a": 1, "b": 1}, "prepare ab, update a, drop a, update b, resume a, gather a, drop b, resume b, gather b"),
-        # What is still travelling behind the last is waited for.
-        ({"a": 3}, "prepare a, update a, drop a, resume a, resume a, resume a, gather a"),
-        # What the next needs is being fetched while one is updated.
-        ({"fetches": True, "a": 0, "b": 0, "c": 0}, DONE + "update c, gather c, drop c"),
-    ],
-)
-def test_each_bucket_is_updated_gathered_and_its_gradient_dropped(pauses, said):
-    assert told(**pauses) == said

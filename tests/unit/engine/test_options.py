@@ -58,18 +58,6 @@ def test_auto_is_compared_by_what_it_comes_to():
     assert [key for key, value in on_gpu.items() if value != automatic.settings()[key]] == ["zero.reduction"]
 
 
-def test_a_loss_scale_is_made_where_it_is_needed():
-    scaler = options(EngineConfig(precision=PrecisionConfig("fp16", initial_scale=8.0))).loss_scaler()
-    assert scaler is not None
-    assert scaler.scale == 8.0
-    assert options(EngineConfig(precision=PrecisionConfig("bf16"))).loss_scaler() is None
-
-
-def test_units_are_patterns_or_found():
-    assert options(EngineConfig()).zero.unit_patterns is None
-    assert options(EngineConfig(ZeroConfig(units=["blocks.*"]))).zero.unit_patterns == ["blocks.*"]
-
-
 def sizes_of_buckets(given: EngineConfig, block: Callable[[], nn.Module], *, on_host: bool) -> list[int]:
     """MiB of each, of a model of three blocks."""
     with rehearsing(on_host=on_host), torch.device("meta"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from uneven import WIDTH, EveryBlockOnAnotherRank, ExpertsAlone, Mixture, SkippedBlocks, TwoLinears, Uneven
+from uneven import WIDTH, EveryBlockOnAnotherRank, ExpertsAlone, Mixture, SkippedBlocks, Uneven
 
 from tests.unit.engine.parts import Losses, Plain, assert_same, engine_on
 from zerotrain.comm.world import World
@@ -34,35 +34,6 @@ class CalledTwice(Small):
     def call(self, index: int, block: nn.Module, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
         x = block(x, uses_second=(index + step) % 2 != rank)
         return self.blocks[1](x, uses_second=rank == 1) if index == 3 else x
-
-
-class CalledTwiceAtOnce(Small):
-    """One block is called twice in a row; its second linear is used in the second call alone on rank 0, in both, or in
-    none."""
-
-    def call(self, index: int, block: nn.Module, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
-        if index != 2:
-            return block(x)
-        x = block(x, uses_second=rank == 1)
-        return block(x, uses_second=rank == 0 or step == 1)
-
-
-class ReadLate(Small):
-    """What belongs to the root and was made before the blocks, but is read behind them, on rank 0 alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        blocks, output = self.blocks, self.output
-        del self.blocks, self.output
-        self.scale = nn.Parameter(torch.ones(5))
-        self.blocks, self.output = blocks, output
-
-    def forward(self, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
-        x = self.input(x)
-        for block in self.blocks:
-            x = block(x)
-        x = self.output(x)
-        return (x * self.scale if rank == 0 else x).square().mean()
 
 
 class Recomputed(Small):
@@ -90,30 +61,6 @@ class Gains(Small):
         self.blocks = nn.ModuleList(Gain() for _ in range(4))
 
 
-class Nesting(TwoLinears):
-    """Calls another block within its own forward, between its two linears."""
-
-    inner: Any = None
-
-    def forward(self, x: torch.Tensor, uses_second: bool = True) -> torch.Tensor:
-        hidden = self.first(self.norm(x)).tanh()
-        if self.inner is not None:
-            hidden = self.inner[0](hidden, uses_second=not uses_second)
-        return x + (self.second(hidden).tanh() if uses_second else hidden)
-
-
-class Nested(Small):
-    """The second block runs within the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Nesting() for _ in range(4))
-        self.blocks[0].inner = (self.blocks[1],)
-
-    def call(self, index: int, block: nn.Module, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
-        return x if index == 1 else block(x, uses_second=(index + step) % 2 == rank)
-
-
 class TiedBlocks(Small):
     """A weight of the first block is one of the last, which a rank leaves out."""
 
@@ -125,7 +72,7 @@ class TiedBlocks(Small):
         return block(x, uses_second=not (index == 3 and rank == step % 2))
 
 
-SMALL = [OneLinear, CalledTwice, CalledTwiceAtOnce, ReadLate, Recomputed, Gains, Nested, TiedBlocks]
+SMALL = [OneLinear, CalledTwice, Recomputed, Gains, TiedBlocks]
 LARGE = [EveryBlockOnAnotherRank, SkippedBlocks, Mixture, ExpertsAlone]
 SKIPS_UNITS = {SkippedBlocks}
 """Where a rank does not call a unit that others call its gathers differ in place: only each kind has one order."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zerotrain
-from tests.unit.engine.parts import Linears, alone, engine_on, inputs, on_ranks, train
+from tests.unit.engine.parts import alone, engine_on, inputs, on_ranks, train
 from zerotrain.errors import CommError, ConfigError, DisagreementError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 
@@ -31,61 +31,6 @@ def test_what_one_rank_wrote_into_its_weights_is_refused_until_all_have_the_same
     for _ in range(2):
         with pytest.raises(DisagreementError, match="weights written in place, as a hash: "):
             engine.step()
-
-
-def test_a_set_stage_that_was_refused_leaves_what_was_written():
-    def on_a_rank(world: zerotrain.World, is_refused: bool) -> str:
-        engine = engine_on(world, zero={"stage": 2})
-        train(engine, 0)
-        with torch.no_grad():
-            engine.module.output.bias.fill_(3.0)
-        if is_refused:
-            with pytest.raises(ConfigError, match=r"engine.set_stage: differs between the ranks: 0 on rank 0, 1 on"):
-                engine.set_stage(world.rank)
-        train(engine, 1, 2)
-        return engine.weights_sha256()
-
-    assert run_threads(lambda world: on_a_rank(world, True), 2)[0] == run_threads(lambda w: on_a_rank(w, False), 2)[0]
-
-
-def test_gradients_that_one_rank_forgot_are_not_counted():
-    """It was told that it had made more backwards than the others, in each step until the end (2026-11-23)."""
-
-    def on_a_rank(world: zerotrain.World, forgets: bool) -> str:
-        engine = engine_on(world, zero={"stage": 2})
-        if forgets and world.rank == 1:
-            with engine.no_sync():
-                engine.backward(engine(inputs(5, 1)))
-            engine.zero_grad()
-        train(engine, 0, 1)
-        return engine.weights_sha256()
-
-    assert run_threads(lambda world: on_a_rank(world, True), 2)[0] == run_threads(lambda w: on_a_rank(w, False), 2)[0]
-
-
-@pytest.mark.parametrize("group", [{"params": "blocks.0.*", "no": 1}, {"params": "input.*"}, {}])
-def test_a_group_that_is_refused_is_in_no_list(group):
-    class Frozen(Linears):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks[0].requires_grad_(False)
-
-    def on_a_rank(world: zerotrain.World) -> None:
-        engine = engine_on(world, Frozen, zero={"stage": 1})
-        groups, places = engine.param_groups, engine.held.groups.places
-        before = [dict(each) for each in groups]
-        with pytest.raises((ConfigError, ValueError)):
-            engine.add_param_group(group)
-        with pytest.raises(ConfigError, match=r"the new group differs between the ranks: .* lr=0.0, .* lr=1.0"):
-            engine.add_param_group({"params": "blocks.0.*", "lr": float(world.rank)})
-        assert engine.param_groups is groups
-        assert groups == before
-        assert engine.held.groups.places == places
-        assert engine.optimizer.param_groups is groups
-        engine.add_param_group({"params": "blocks.0.*", "lr": 0.25})
-        train(engine, 0)
-
-    run_threads(on_a_rank, 2)
 
 
 @on_ranks(2)

@@ -1,6 +1,5 @@
 """The stage changes between two steps, and nothing of what is trained does. With threads as ranks."""
 
-import gc
 import re
 import weakref
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from tests.unit.checkpoint.runs import (
     train,
 )
 from tests.unit.engine.groups.own_optimizers import Momentum
-from tests.unit.engine.habits import Net
+from tests.unit.engine.habits import SGD, Net
 from tests.unit.engine.parts import on_ranks, seeded
 from zerotrain.errors import ConfigError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads
@@ -85,19 +84,6 @@ def test_the_stage_changes_in_mid_run_and_the_bits_do_not(kind, size):
         assert_same_counts(changed[rank][2], wanted[rank][2])
         assert changed[rank][3] == [by_stage[stage][rank][3] for stage in ROUND]
     assert_same_state(joined([each[1] for each in changed]), joined([each[1] for each in wanted]))
-
-
-def test_of_buckets_as_they_were_nothing_is_left():
-    def on_a_rank(world: zerotrain.World) -> int:
-        engine = build(world, Kind(), 1)
-        train(engine, 0)
-        storages = [weakref.ref(bucket) for bucket in engine.schedule.buckets]
-        engine.set_stage(3)
-        train(engine, 1)
-        gc.collect()
-        return sum(each() is not None for each in storages)
-
-    assert run_threads(on_a_rank, 2)[0] == [0, 0]
 
 
 def held_storages(engine: zerotrain.ZeroEngine) -> int:
@@ -493,3 +479,48 @@ def test_a_save_under_way_has_the_state_at_its_begin(world, before, after, tmp_p
     assert again.weights_sha256() == sha256
     train(again, 1, of_rank=world.rank)
     assert again.weights_sha256() == wanted
+
+
+# ---- the bytes that it says it sends, and does
+
+
+FROZEN, TRAINED = 256 * 256, 64 * 64
+
+
+class Adapted(nn.Module):
+    """A frozen matrix, and a trained one beside it; shards of two ranks and of four have no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(256, 256, bias=False), nn.Linear(64, 64, bias=False)
+        self.frozen.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trained(self.frozen(x)[:, :64]).square().mean()
+
+
+@pytest.mark.case(
+    "stages", "bytes it sends", "those of state that was sharded and becomes full; none without such state"
+)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "each_trained"),
+    [("fp32", SGD, 0), ("bf16", SGD, 4), ("fp32", partial(SGD, momentum=0.9), 4)],
+    ids=["SGD", "bf16", "momentum"],
+)
+def test_a_change_of_the_stage_sends_what_it_says(precision, optimizer, each_trained, size):
+    """`each_trained`: bytes of an element that the optimizer keeps and the change to stage 0 moves."""
+
+    def on_a_rank(world: zerotrain.World) -> list[zerotrain.StageSwitch]:
+        zero = zerotrain.ZeroConfig(stage=3)
+        engine = zerotrain.build_engine(Adapted(), optimizer=optimizer, precision=precision, zero=zero, world=world)
+        engine.backward(engine(torch.ones(1, 256)))
+        engine.step()
+        return [engine.set_stage(stage) for stage in (2, 3, 0)]
+
+    itemsize = 4 if precision == "fp32" else 2
+    weights = (FROZEN + TRAINED) * itemsize
+    theory = [nbytes * (size - 1) // size for nbytes in (weights, 0, weights + TRAINED * each_trained)]
+    for switches in run_threads(on_a_rank, size)[0]:
+        assert [each.theory_sent_nbytes for each in switches] == theory
+        assert all(0 <= each.sent_nbytes - each.theory_sent_nbytes < 1000 for each in switches)

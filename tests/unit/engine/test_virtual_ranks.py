@@ -123,7 +123,7 @@ def test_one_virtual_rank_for_each_rank_takes_no_buffer_and_sends_no_byte_more(p
     "refused",
 )
 @on_ranks(2)
-def test_ranks_that_cannot_share_the_virtual_ranks_are_refused(world):
+def test_what_ranks_cannot_share_is_refused_where_each_runs_several_virtual_ranks(world):
     for virtual_ranks in (3, 6, 1, 10):
         with pytest.raises(zerotrain.ConfigError, match=rf"virtual_ranks={virtual_ranks}: 2 ranks cannot share them"):
             engine_on(world, virtual_ranks=virtual_ranks)
@@ -131,12 +131,6 @@ def test_ranks_that_cannot_share_the_virtual_ranks_are_refused(world):
     with pytest.raises(zerotrain.EngineStateError, match="train_step got 3 micro-batches"):
         engine.train_step([(inputs(0, index),) for index in range(3)])
 
-
-@pytest.mark.case(
-    "ranks", "V that the ranks cannot share; a batch norm with running statistics; micro-batches that they cannot share"
-)
-@on_ranks(2)
-def test_a_batch_norm_is_refused_where_a_rank_runs_several_virtual_ranks(world):
     def make() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
 

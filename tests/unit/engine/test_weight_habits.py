@@ -176,14 +176,6 @@ def test_ranks_that_write_other_weights_are_told(world, stage, precision):
         engine.step()
 
 
-def test_what_all_ranks_have_written_is_compared_in_one_step():
-    engine = build(alone(), 2, "fp32")
-    clamp(engine.module)
-    engine.backward(engine(inputs(0)).sum())
-    engine.step()
-    assert not any(bucket.weights.writes.digest for bucket in engine.schedule.buckets)
-
-
 @pytest.mark.case(
     "around_a_step",
     '`.double()`, `.to("meta")`, `p.data = ` something of another shape',

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from numbers import Real
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from zerotrain.errors import ConfigError, argument
-from zerotrain.sharding.units import ModelParameter, Unit
+from zerotrain.sharding.units import ModelParameter, Unit, matching
 
 # Muon for the matrices inside a model's blocks, AdamW for all else: torch's own optimizers, each where it belongs.
 
@@ -73,15 +72,17 @@ class MuonWithAdamW:
                     "the blocks with zero.units"
                 )
             return chosen
-        matrices = [managed for _, managed in two_dimensional]
+        matrices, chosen = [managed for _, managed in two_dimensional], []
         for pattern in self.matrices:
-            if not any(_matches(managed, pattern) for managed in matrices):
+            found = matching(matrices, pattern)
+            chosen += found
+            if not found:
                 candidates = ", ".join(managed.names[0] for managed in matrices[:3])
                 raise ConfigError(
                     f"{argument('MuonWithAdamW(matrices)')}: no trainable two-dimensional parameter matches "
                     f"{pattern!r}; there are {candidates or 'none'} and so on"
                 )
-        return [managed for managed in matrices if any(_matches(managed, pattern) for pattern in self.matrices)]
+        return [managed for managed in matrices if managed in chosen]
 
     def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The optimizer of groups that are all updated whole, or all by elements."""
@@ -104,10 +105,6 @@ class MuonWithAdamW:
         )
 
 
-def _matches(managed: ModelParameter, pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in managed.names)
-
-
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer from parameter groups. It may have an attribute `whole_tensor`, as an optimizer's class may: true
 where each tensor is updated whole, apart from the others. Or it may have a method `needs_whole(units)`, which names the
@@ -116,9 +113,6 @@ rest."""
 
 NEEDS_EVERYTHING = {"LBFGS": "needs all parameters at once", "SparseAdam": "needs sparse gradients"}
 """Optimizers of torch that neither a shard nor a whole tensor is enough for."""
-
-WHOLE_TENSOR_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.Muon)
-"""Those of torch that update each tensor apart from the others; any other class says `whole_tensor = True`."""
 
 SAMPLE_SHAPE = (64, 64)
 WHOLE = "whole "
@@ -203,7 +197,9 @@ def updates_whole(factory: OptimizerFactory) -> bool:
     if hasattr(factory, "needs_whole") or getattr(factory, "whole_tensor", False):
         return True
     sample = _sample(factory)
-    return isinstance(sample, WHOLE_TENSOR_OPTIMIZERS) or getattr(sample, "whole_tensor", False)
+    # Those of torch that update each tensor apart from the others; any other class says so itself.
+    is_torchs = isinstance(sample, torch.optim.Adafactor | torch.optim.Muon)
+    return is_torchs or getattr(sample, "whole_tensor", False)
 
 
 def _sample(factory: OptimizerFactory) -> torch.optim.Optimizer:

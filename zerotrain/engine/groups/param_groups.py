@@ -18,7 +18,6 @@ from zerotrain.errors import CheckpointError, ConfigError, EngineStateError, arg
 from zerotrain.sharding.layout import round_up
 from zerotrain.sharding.units import ManagedParameter, ModelParameter, Unit, matching, no_match
 
-_CPU = torch.device("cpu")
 OF_THE_REST = ("matrices", "others")
 """The names of the groups of what no other has, where weight decay is for matrices alone."""
 _CHANGING = ("_group", "_home", "_settings", "_generation", "_classified", "_whole", "_groups")
@@ -61,7 +60,7 @@ class ParamGroups:
         param_groups: Sequence[dict[str, Any]] | None,
         *,
         decay_all: bool = True,
-        device: torch.device | None = _CPU,
+        device: torch.device | None,
         warns: bool = True,
     ) -> None:
         self.factory = factory
@@ -136,36 +135,33 @@ class ParamGroups:
         """Append a group, in its parts; of the parameters it names it gets those that no group has."""
         params, settings = _params_of(group), {key: value for key, value in group.items() if key != "params"}
         name = settings.pop("name", f"group {len(self.hyperparameters) + num_failed}")
-        with naming_entry("param_groups", name):
-            self._append_parts(name, params, settings)
-
-    def _append_parts(self, name: str, params: list[Any], settings: dict[str, Any]) -> None:
         setting = argument("param_groups")
-        if {name, f"{name} others"} & self._settings.keys():
-            raise ConfigError(f"{setting}: two groups are called {name!r}; give each a name of its own")
-        if name.startswith(optimizers.WHOLE) or (not self._decay_all and name in OF_THE_REST):
-            raise ConfigError(f"{setting}: a group is called {name!r}, a name of the engine's; give it another")
-        members = self.find(params, setting)
-        if duplicates := [param for param in params if isinstance(param, nn.Parameter) and param in self._home]:
-            raise ConfigError(f"{setting}: {self._listed(duplicates)} in two groups; leave it in one")
-        members = [parameter for parameter in members if parameter not in self._home]
-        self._settings[name] = settings
-        self._home |= dict.fromkeys(members, name)
-        if self._decays and "weight_decay" not in settings:
-            vectors = [parameter for parameter in members if parameter.ndim < 2]
-            if len(vectors) == len(members):
-                self._settings[name] = settings | {"weight_decay": 0.0}
-            elif vectors:
-                self._settings[f"{name} others"] = settings | {"weight_decay": 0.0}
-                self._home |= dict.fromkeys(vectors, f"{name} others")
-        bare = self._default_name(name)
-        self._require_known(set(map(self._full_name, members)) or {bare}, settings)
-        trainable = (parameter for parameter in members if parameter.requires_grad)
-        for part in dict.fromkeys(map(self._full_name, trainable)) or [bare]:
-            self._append(part)
-        self._take_places(members)
-        if self._warns and not members:
-            warnings.warn(f"{setting}: group {name!r} holds no parameter", stacklevel=2)
+        with naming_entry("param_groups", name):
+            if {name, f"{name} others"} & self._settings.keys():
+                raise ConfigError(f"{setting}: two groups are called {name!r}; give each a name of its own")
+            if name.startswith(optimizers.WHOLE) or (not self._decay_all and name in OF_THE_REST):
+                raise ConfigError(f"{setting}: a group is called {name!r}, a name of the engine's; give it another")
+            members = self.find(params, setting)
+            if duplicates := [param for param in params if isinstance(param, nn.Parameter) and param in self._home]:
+                raise ConfigError(f"{setting}: {self._listed(duplicates)} in two groups; leave it in one")
+            members = [parameter for parameter in members if parameter not in self._home]
+            self._settings[name] = settings
+            self._home |= dict.fromkeys(members, name)
+            if self._decays and "weight_decay" not in settings:
+                vectors = [parameter for parameter in members if parameter.ndim < 2]
+                if len(vectors) == len(members):
+                    self._settings[name] = settings | {"weight_decay": 0.0}
+                elif vectors:
+                    self._settings[f"{name} others"] = settings | {"weight_decay": 0.0}
+                    self._home |= dict.fromkeys(vectors, f"{name} others")
+            bare = self._default_name(name)
+            self._require_known(set(map(self._full_name, members)) or {bare}, settings)
+            trainable = (parameter for parameter in members if parameter.requires_grad)
+            for part in dict.fromkeys(map(self._full_name, trainable)) or [bare]:
+                self._append(part)
+            self._take_places(members)
+            if self._warns and not members:
+                warnings.warn(f"{setting}: group {name!r} holds no parameter", stacklevel=2)
 
     def _append(self, name: str, saved: Mapping[str, Any] | None = None) -> None:
         """Append a group: its hyperparameters are those given for it or saved, and the optimizer's own.
@@ -325,12 +321,17 @@ class ParamGroups:
                 if numbers is not None:
                     numbers.step(group, trains=index in training)
 
-    def state_nbytes(self, numels: Sequence[int], *, is_whole: bool) -> int:
-        """Bytes that the optimizer will keep of tensors of so many elements, each on a border of 256 bytes."""
-        if numels and is_whole not in self._state_nbytes:
+    def sampled_nbytes(self, numel: int, *, is_whole: bool) -> int:
+        """Bytes that the optimizer keeps of so many elements, as measured on a sample."""
+        if numel == 0:
+            return 0
+        if is_whole not in self._state_nbytes:
             self._state_nbytes[is_whole] = optimizers.sampled_nbytes(self.factory, is_whole=is_whole)
-        sample_numel = optimizers.SAMPLE_SHAPE[0] * optimizers.SAMPLE_SHAPE[1]
-        return sum(round_up(numel * self._state_nbytes[is_whole] // sample_numel, 256) + 256 for numel in numels)
+        return numel * self._state_nbytes[is_whole] // (optimizers.SAMPLE_SHAPE[0] * optimizers.SAMPLE_SHAPE[1])
+
+    def state_nbytes(self, numels: Sequence[int], *, is_whole: bool) -> int:
+        """The same of tensors of so many elements, each on a border of 256 bytes."""
+        return sum(round_up(self.sampled_nbytes(numel, is_whole=is_whole), 256) + 256 for numel in numels)
 
     # ---- changes of what trains
 

@@ -40,7 +40,6 @@ RATE = 0.5
 FAILS = "its step fails on small tensors ({}: {})"
 NO_CLOSURE = "; step() is called without a closure, so use AdamW, SGD or another optimizer that needs none"
 NOTHING = "its steps changed no weight of small tensors; use one whose step updates the weights it is given"
-FORM = "its step changes the shape or dtype of a weight; it must keep both"
 RANDOM = (
     "two runs of the same steps on small tensors came to other weights, by random numbers most likely: copies of a "
     "weight would drift apart between ranks and stages; use one without noise"
@@ -116,9 +115,6 @@ def _find_problem(runs: "_Runs", is_whole: bool) -> str | None:
     groups = ({**group, "params": None} for group in (runs.settings, plain.group))
     settings, stepped = (without_objects(saved_group(group)) for group in groups)
     runs.own = frozenset(name for name, value in stepped.items() if value != settings.get(name, ""))
-    tensors = optimizer.param_groups[0]["params"]
-    if [(tensor.shape, tensor.dtype) for tensor in tensors] != [(shape, torch.float32) for shape in runs.shapes]:
-        return FORM
     if not plain.rows.diff(dim=0).any():
         return NOTHING
     if unfit := list(dict.fromkeys(_unfit_in_state(optimizer, is_whole))):

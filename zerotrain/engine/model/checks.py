@@ -101,9 +101,7 @@ def require_values(walked: WalkedModel, device: torch.device) -> None:
     kind = type(walked.model).__name__
     parameters = ((entry.names[0], entry.parameter) for entry in walked.parameters)
     for name, tensor in (*parameters, *walked.buffers.items()):
-        with torch._C.DisableTorchFunctionSubclass():  # which would complete what another engine has sharded
-            is_inference = tensor.is_inference()
-        if is_inference:
+        if tensor.is_inference():
             raise ConfigError(
                 f"{name} of model {kind} was made within torch.inference_mode(), and can never be "
                 "trained; build the model outside of it, or give build_engine the function that builds it"
@@ -228,7 +226,8 @@ class Newcomers:
     PyTorch calls hooks on all modules of the process from a dict, and one that is taken out meanwhile ends the making
     of some module with "OrderedDict mutated during iteration": seen where an engine was collected in one thread while
     another built a model, and the same may happen in one thread, since the collector runs at any place. So there is one
-    hook, for good, and the engines' newcomers stand in a tuple, which is replaced and never changed.
+    hook, for good, and the engines' newcomers stand in a tuple, which is replaced and never changed. Those of an engine
+    that is gone are left out when the next is built.
 
     Args:
         walked: as it is now.
@@ -242,15 +241,9 @@ class Newcomers:
         self._parameters = set(map(id, parameters))
         self._names = weakref.WeakKeyDictionary({module: name for name, module in walked.modules.items()})
         self._placed: list[tuple[weakref.ref[nn.Module], str, weakref.ref[Placed]]] = []
-        reference = weakref.ref(self)
         with Newcomers._changing:
-            Newcomers._all = (*Newcomers._all, reference)
-        weakref.finalize(self, Newcomers._forget, reference).atexit = False
-
-    @staticmethod
-    def _forget(reference: "weakref.ref[Newcomers]") -> None:
-        with Newcomers._changing:
-            Newcomers._all = tuple(other for other in Newcomers._all if other is not reference)
+            others = (reference for reference in Newcomers._all if reference() is not None)
+            Newcomers._all = (*others, weakref.ref(self))
 
     @staticmethod
     def note(module: nn.Module, name: str, placed: Placed | None) -> None:

@@ -10,7 +10,7 @@ A value that a constructor reads is computed again for it, so that it may do any
 
 import gc
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -57,6 +57,14 @@ class RecordedCall:
 
     def leaves(self) -> list[Any]:
         return pytree.tree_leaves((self.args, self.kwargs))
+
+    def targets(self) -> list[torch.Tensor]:
+        """The tensor arguments that it writes, by its schema."""
+        written = []
+        for index, argument in enumerate(self.func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written.append(self.args[index] if index < len(self.args) else self.kwargs.get(argument.name))
+        return [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass(eq=False)
@@ -163,12 +171,6 @@ class InitialValues:
         yield parameter.detach()
         self.release()
 
-    def copy_to(self, targets: Iterable[torch.Tensor], parameters: Iterable[nn.Parameter]) -> None:
-        """Copy the values of each parameter to its target, one after the other."""
-        for target, parameter in zip(targets, parameters, strict=True):
-            with self.values_of(parameter) as value:
-                target.copy_(value)
-
     def release(self, *, but: Collection[RefillableStorage] = ()) -> None:
         """Give back the memory of all that can be computed again."""
         for storage in [storage for storage in self._live if storage not in but]:
@@ -223,7 +225,7 @@ class InitialValues:
             for storage in used:
                 storage.hold()
             return call.run()
-        targets = [storage for storage in map(self._find, _tensors_written_by(call)) if storage is not None]
+        targets = [storage for storage in map(self._find, call.targets()) if storage is not None]
         for storage in targets:
             storage.before_write()
         is_whole = packet in _OVERWRITES and len(targets) == 1 and tensors[0].nbytes == targets[0].nbytes
@@ -334,15 +336,6 @@ def deferred_init(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, Initi
 def _is_plain(tensor: Any) -> bool:
     """Whether it is a tensor that has memory of the usual kind."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
-
-
-def _tensors_written_by(call: RecordedCall) -> list[torch.Tensor]:
-    """The tensor arguments that an operation writes, by its schema."""
-    arguments = []
-    for index, argument in enumerate(call.func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            arguments.append(call.args[index] if index < len(call.args) else call.kwargs.get(argument.name))
-    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
 
 
 def _generator_of(call: RecordedCall, tensors: list[torch.Tensor]) -> torch.Generator | None:

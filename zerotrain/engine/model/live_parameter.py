@@ -122,13 +122,15 @@ class LiveParameter(nn.Parameter):
 
     data = property(_get_data, _set_data)
 
-    def _get_grad(self) -> torch.Tensor | None:
+    @property
+    def grad(self) -> torch.Tensor | None:
         value: torch.Tensor | None = get_grad(self)
         if value is None:
             self._require_no_gradient()
         return value
 
-    def _set_grad(self, value: torch.Tensor | None) -> None:
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
         self._require_no_gradient()
         if value is not None and (owner := _owner(self)) is not None:
             raise EngineStateError(
@@ -136,8 +138,6 @@ class LiveParameter(nn.Parameter):
                 "engine.backward(loss); to change them on their way, use parameter.register_hook(...)"
             )
         set_grad(self, value)
-
-    grad = property(_get_grad, _set_grad)
 
     def _require_no_gradient(self) -> None:
         owner = _owner(self)

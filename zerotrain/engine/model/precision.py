@@ -16,8 +16,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
-from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils import _pytree as pytree
 
 from zerotrain.errors import ConfigError, argument, listed
-from zerotrain.sharding.units import ModelParameter, WalkedModel
+from zerotrain.sharding.units import ModelParameter, WalkedModel, matching
 
 # The tensors inside what a module takes and returns: in dicts, lists, named tuples, dataclasses, however nested.
 #
@@ -44,27 +42,28 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(list(parts.values()))
 
 
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with `change(tensor)` for each tensor inside it, every container of its own type.
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with every floating-point tensor inside it in `dtype`, and every container of its own type.
 
     Nothing is changed in place: a dataclass or dict subclass with a changed tensor is copied, another is passed on.
     """
 
-    def change_leaf(leaf: Any) -> Any:
+    def cast(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return change(leaf)
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
         parts = _parts(leaf)
-        changed = {name: map_tensors(change, part) for name, part in parts.items()}
+        changed = {name: cast_floating(part, dtype) for name, part in parts.items()}
         if all(changed[name] is part for name, part in parts.items()):
             return leaf
-        return _with_parts(leaf, changed)
+        copied = copy.copy(leaf)  # not by its constructor, which may take other arguments
+        for name, part in changed.items():
+            if isinstance(copied, MutableMapping):
+                copied[name] = part
+            else:
+                object.__setattr__(copied, name, part)  # also where the dataclass is frozen
+        return copied
 
-    return pytree.tree_map(change_leaf, value)
-
-
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating-point tensor inside it in `dtype`; all else as it is."""
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+    return pytree.tree_map(cast, value)
 
 
 def _parts(leaf: Any) -> dict[Any, Any]:
@@ -74,17 +73,6 @@ def _parts(leaf: Any) -> dict[Any, Any]:
     if is_dataclass(leaf) and not isinstance(leaf, type):
         return {field.name: getattr(leaf, field.name) for field in fields(leaf) if hasattr(leaf, field.name)}
     return {}
-
-
-def _with_parts(leaf: Any, parts: dict[Any, Any]) -> Any:
-    """A copy of a container with other parts. Not by its constructor, which may take other arguments."""
-    changed = copy.copy(leaf)
-    for name, part in parts.items():
-        if isinstance(changed, MutableMapping):
-            changed[name] = part
-        else:
-            object.__setattr__(changed, name, part)  # also where the dataclass is frozen
-    return changed
 
 
 # Floating-point arguments of a model in 16 bits: they keep their bits wherever PyTorch computes with both.
@@ -222,17 +210,6 @@ PRECISIONS = {
 }
 
 
-def precision_named(name: str, keep_fp32: tuple[str, ...] = ()) -> Precision:
-    """The precision called `name`, in which the parameters that the patterns of `keep_fp32` name stay in fp32.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
-    if name not in PRECISIONS:
-        raise ConfigError(f"precision={name}: is none of {', '.join(PRECISIONS)}")
-    return replace(PRECISIONS[name], keep_fp32=keep_fp32)
-
-
 def dtypes_of(parameters: Sequence[ModelParameter], precision: Precision) -> dict[nn.Parameter, torch.dtype]:
     """The dtype that each parameter is held in: the compute dtype, or the master's for those kept and batch norms.
 
@@ -246,9 +223,9 @@ def dtypes_of(parameters: Sequence[ModelParameter], precision: Precision) -> dic
         is_of_batch_norms = all(isinstance(owner, _NormBase) for owner, _ in entry.owners)
         dtypes[entry.parameter] = precision.master if is_of_batch_norms else precision.compute
     for pattern in precision.keep_fp32:
-        matching = [entry.parameter for entry in parameters if any(_matches(name, pattern) for name in entry.names)]
-        dtypes |= dict.fromkeys(matching, precision.master)
-        if not matching:
+        kept = [*matching(parameters, pattern), *matching(parameters, f"{pattern}.*")]
+        dtypes |= {entry.parameter: precision.master for entry in kept}
+        if not kept:
             names = (name for entry in parameters for name in entry.names)
             patterns = dict.fromkeys(re.sub(r"\b\d+\b", "*", name.rpartition(".")[0] or name) for name in names)
             raise ConfigError(
@@ -260,12 +237,6 @@ def dtypes_of(parameters: Sequence[ModelParameter], precision: Precision) -> dic
             f"precision.keep_fp32: keeps every parameter; use {argument('precision', 'fp32')}, or name fewer"
         )
     return dtypes
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern names the parameter `name` or a module that holds it."""
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:length]), pattern) for length in range(1, len(parts) + 1))
 
 
 def cast_around_kept(walked: WalkedModel, dtypes: Mapping[nn.Parameter, torch.dtype], precision: Precision) -> None:
@@ -283,8 +254,8 @@ def cast_around_kept(walked: WalkedModel, dtypes: Mapping[nn.Parameter, torch.dt
     modules = [walked.model] if "" in norms else dict.fromkeys(_outermost_within(walked, "", in_master, of_norms))
 
     for module in modules:
-        module.register_forward_pre_hook(partial(_widen, precision.master), with_kwargs=True)
-        module.register_forward_hook(partial(_narrow, precision.compute))
+        module.register_forward_pre_hook(functools.partial(_widen, precision.master), with_kwargs=True)
+        module.register_forward_hook(functools.partial(_narrow, precision.compute))
 
 
 # Not functions within a function, which a model that is pickled could not take along.
@@ -370,11 +341,6 @@ class LossScaler:
         self.scale = initial_scale
         self.growth_interval = growth_interval
         self._num_clean_steps = 0
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether an overflow now is one that no smaller scale can end."""
-        return self.scale <= 1.0
 
     def update(self, *, overflowed: bool) -> None:
         """One step is over; `overflowed` says whether its gradient was not finite."""

@@ -1,9 +1,6 @@
 """Optimizers as users write them, by where they keep what later steps need."""
 
-import functools
 import logging
-import types
-from collections import deque
 from typing import Any
 
 import torch
@@ -21,18 +18,12 @@ def by(key: Any, momenta: dict[Any, torch.Tensor], gradient: torch.Tensor) -> to
 
 
 class ByParameter(Own):
-    key_of = staticmethod(lambda weight: weight)
-
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, lr)
         self.momenta: dict[Any, torch.Tensor] = {}
 
     def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return by(self.key_of(weight), self.momenta, gradient)
-
-
-class ById(ByParameter):
-    key_of = staticmethod(id)
+        return by(weight, self.momenta, gradient)
 
 
 class MadeWithIt(Own):
@@ -85,78 +76,14 @@ class Around(torch.optim.Optimizer):
         self.inner.step()
 
 
-class AroundItsState(Around):
-    """All that is in there is its own, too."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, lr)
-        self.state = self.inner.state
-
-
-class Lookahead(AroundItsState):
-    """Its slow weights are not."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, lr)
-        self.slow = [weight.clone() for group in self.param_groups for weight in group["params"]]
-        self.num_steps = 0
-
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        self.num_steps += 1
-        if self.num_steps % 20 == 0:
-            for slow, weight in zip(self.slow, self.param_groups[0]["params"], strict=True):
-                weight.copy_(slow.lerp_(weight, 0.5))
-
-
-class _Keeper:
-    __slots__ = ("history",)
-
-    def __init__(self) -> None:
-        self.history: deque[torch.Tensor] = deque(maxlen=3)
-
-
-class InAnObject(Own):
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, lr)
-        self.keepers: dict[Any, _Keeper] = {}
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        history = self.keepers.setdefault(weight, _Keeper()).history
-        history.append(gradient.clone())
-        return gradient + 0.1 * history[0]
-
-
 def on_the_parameter(weight: Any, gradient: torch.Tensor, *_: Any) -> torch.Tensor:
     weight.momentum = getattr(weight, "momentum", 0) * 0.9 + gradient
     return weight.momentum
 
 
-_MOMENTA: dict[Any, torch.Tensor] = {}
 OnTheParameter = own("OnTheParameter", on_the_parameter)
-InAGlobal = own("InAGlobal", lambda weight, gradient, *_: by(weight, _MOMENTA, gradient))
-ADictInItsGroup = own(
-    "ADictInItsGroup", lambda weight, gradient, group, _: by(weight, group.setdefault("momenta", {}), gradient)
-)
 # Follows the weight, as long as that lies where it is.
-AViewOfItsWeight = own(
-    "AViewOfItsWeight", lambda weight, g, _, state: g + 0.1 * state.setdefault("seen", weight.detach())
-)
 InStateOfNoParameter = own("InStateOfNoParameter", begin=lambda optimizer, _: count(optimizer.state["all"]))
-Nested = own("Nested", lambda _, gradient, __, state: by("first", state.setdefault("moments", {}), gradient))
-
-
-class ANumberOfItsState(Own):
-    """Counts in its state, and shows the count in its group, where the next step reads it."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        for group in self.param_groups:
-            for weight in (each for each in group["params"] if each.grad is not None):
-                group["count"] = count(self.state[weight])
-
-    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
-        return gradient / (1 + group.get("count", 0))
 
 
 # ---- in their state, with what else users hang on an optimizer
@@ -189,20 +116,6 @@ class Busy(AdamW):
 def hooked(params: Any) -> torch.optim.Optimizer:
     optimizer = AdamW(params, lr=0.01)
     optimizer.register_step_post_hook(lambda *_: None)
-    return optimizer
-
-
-def patched(params: Any) -> torch.optim.Optimizer:
-    """As schedulers and profilers patch a step."""
-    optimizer = AdamW(params, lr=0.01)
-    own_step = type(optimizer).step
-
-    @functools.wraps(own_step)
-    def counted(self: Any, *given: Any) -> None:
-        self.num_calls = getattr(self, "num_calls", 0) + 1
-        own_step(self, *given)
-
-    optimizer.step = types.MethodType(counted, optimizer)
     return optimizer
 
 

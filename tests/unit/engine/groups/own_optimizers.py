@@ -1,7 +1,5 @@
 """Optimizers as users write them: some change each element by itself, most do not."""
 
-import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -75,24 +73,13 @@ def count_in_groups(name: str) -> Callable[[Any, Any], None]:
 
 
 Momentum = own("Momentum", momentum)
-KeepsAGradient = own("KeepsAGradient", lambda _, gradient, __, state: mean_of(state, gradient, "gradient"))
 CountsInItsGroup = own(
     "CountsInItsGroup", lambda _, gradient, group, __: gradient / group["step"], count_in_groups("step")
 )
 # Has its number among its arguments, as those have it that average over steps.
-CountsFromTheStart = own(
-    "CountsFromTheStart", lambda _, gradient, group, __: gradient / group["k"], count_in_groups("k"), k=0
-)
 CountsInATensor = own("CountsInATensor", begin=adam_over_lists)
 
 # ---- that fit whole tensors
-
-
-def layerwise_adam(weight: torch.Tensor, gradient: torch.Tensor, _: Any, state: Any) -> torch.Tensor:
-    """LAMB by another name."""
-    square = state.setdefault("square", torch.zeros_like(weight)).lerp_(gradient.square(), 0.01)
-    update = mean_of(state, gradient) / (square.sqrt() + 1e-6)
-    return weight.norm() / update.norm() * update
 
 
 def in_blocks_of_8_bits(_: Any, gradient: torch.Tensor, *__: Any) -> torch.Tensor:
@@ -120,17 +107,8 @@ def of_matrices_only(weight: torch.Tensor, gradient: torch.Tensor, *_: Any) -> t
     return left @ right
 
 
-def in_blocks(_: Any, gradient: torch.Tensor, __: Any, state: Any) -> torch.Tensor:
-    """Keeps what it needs of each element, in rows of four."""
-    rows = torch.nn.functional.pad(gradient.flatten(), (0, -gradient.numel() % 4)).view(-1, 4)
-    return mean_of(state, rows).flatten()[: gradient.numel()].view_as(gradient)
-
-
 LayerwiseRate = own("LayerwiseRate", lambda weight, gradient, *_: 0.001 * weight.norm() / gradient.norm() * gradient)
-LayerwiseAdam = own("LayerwiseAdam", layerwise_adam)
 OfUnitNorm = own("OfUnitNorm", lambda _, gradient, *__: gradient / gradient.norm())
-ClipsEachTensor = own("ClipsEachTensor", lambda _, gradient, *__: gradient * min(1.0, 10.0 / float(gradient.norm())))
-SignOfTheMean = own("SignOfTheMean", lambda _, gradient, *__: gradient.mean().sign())
 # Looks at the shape alone: what is flat is left as it is.
 Centred = own("Centred", lambda weight, g, *_: g if weight.ndim < 2 else g - g.mean(dim=-1, keepdim=True))
 OnceInTen = own("OnceInTen", lambda _, g, __, state: g if count(state) % 10 else g / g.norm())
@@ -142,16 +120,8 @@ MatricesOnly = own("MatricesOnly", of_matrices_only)
 OneNumberOfATensor = own(
     "OneNumberOfATensor", lambda _, g, __, state: g / float(state.setdefault("count", torch.zeros(1)).add_(1))
 )
-InBlocks = own("InBlocks", in_blocks)
 
 # ---- that fit nowhere
-
-
-def second_derivative(_: Any, weights: list[torch.Tensor]) -> None:
-    """Of parameters alone, as ranks hold no parameters to derive by."""
-    derived = [weight for weight in weights if weight.requires_grad]
-    if derived:
-        torch.autograd.grad([weight.grad for weight in derived], derived, [weight.grad for weight in derived])
 
 
 def guess_the_rate(optimizer: Any, weights: list[torch.Tensor]) -> None:
@@ -172,30 +142,18 @@ def fail(*_: Any) -> None:
 
 
 KeepsAWeight = own("KeepsAWeight", lambda _, gradient, __, state: mean_of(state, gradient, "weight"))
-KeepsAnAverage = own("KeepsAnAverage", lambda _, gradient, __, state: mean_of(state, gradient, "weight_average"))
 InAList = own("InAList", lambda _, g, __, state: state.setdefault("means", [torch.zeros_like(g)])[0].lerp_(g, 0.1))
 DoesNothing = own("DoesNothing", lambda _, gradient, *__: torch.zeros_like(gradient))
-NeedsTheGraph = own("NeedsTheGraph", begin=second_derivative)
 ClipsAll = own("ClipsAll", begin=lambda _, weights: torch.nn.utils.clip_grad_norm_(weights, 1.0))
 GuessesItsRate = own("GuessesItsRate", begin=guess_the_rate)
-CountsTensorsInItsGroup = own("CountsTensorsInItsGroup", lambda _, g, group, __: g / count(group, "k"), k=0)
 Langevin = own("Langevin", lambda _, gradient, *__: gradient + torch.randn_like(gradient))
-PythonsNoise = own("PythonsNoise", lambda _, g, *__: g * random.Random(time.perf_counter_ns()).random())
 Fails = own("Fails", begin=fail)
 # As one does that looks back on steps before, and one that adds noise after a warm-up.
-FailsLater = own("FailsLater", lambda _, g, __, state: g if count(state) < 4 else g * {}["rate"])
-DrawsLater = own("DrawsLater", lambda _, g, __, state: g if count(state) < 4 else g + torch.randn_like(g))
 
 
 class WantsAClosure(Own):
     def step(self, closure: Callable[[], Any]) -> None:
         closure()
-
-
-class GoesBackward(Own):
-    def step(self, closure: Callable[[], Any]) -> None:
-        with torch.enable_grad():
-            closure().backward()
 
 
 class Sharpness(Own):

@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.unit.engine.groups.test_optimizers import model, one_step
 from tests.unit.engine.parts import assert_same
-from tests.unit.engine.test_refused_builds import build, partly_frozen
-from zerotrain.errors import ConfigError, EngineStateError
+from tests.unit.engine.test_refused_builds import build
+from zerotrain.errors import EngineStateError
 
 
 def test_a_group_shows_what_it_sets_and_takes_the_rest_from_the_optimizer():
@@ -39,19 +39,6 @@ def test_an_empty_group_is_kept_with_a_warning_and_may_be_filled_later():
     one_step(engine)
 
 
-def test_a_refused_change_leaves_the_engine_as_it_was():
-    engine = build([{"params": "2.*"}], partly_frozen())
-    with pytest.raises(ConfigError):
-        engine.add_param_group({"params": "1.*", "momentum": 0.9})
-    one_step(engine)
-    before = engine.full_state_dict()
-    engine.add_param_group({"params": engine.module[1].parameters(), "lr": 0.01})
-    one_step(engine)
-    assert [group["lr"] for group in engine.param_groups] == [0.1, 0.01]
-    moved = {name for name, value in engine.full_state_dict().items() if not torch.equal(value, before[name])}
-    assert moved == {"1.weight", "1.bias", "2.weight", "2.bias"}
-
-
 def test_the_backward_of_a_forward_from_before_a_change_is_refused():
     engine = build(plain=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     loss = engine(torch.ones(5, 3)).square().mean()
@@ -72,31 +59,12 @@ def test_a_change_frees_the_buckets_it_replaces_at_once():
         gc.enable()
 
 
-class StateFromTheStart(torch.optim.Optimizer):
-    """Makes its state with the group, as Adagrad does on torch 2.11, and needs it there."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-        for group in self.param_groups:
-            for weight in group["params"]:
-                self.state[weight]["sum"] = torch.full_like(weight, 0.1)
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override] -- torch's own takes a closure
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    total = self.state[weight]["sum"].addcmul_(weight.grad, weight.grad)
-                    weight.addcdiv_(weight.grad, total.sqrt(), value=-0.1)
-
-
 OPTIMIZERS = {
     "AdamW with amsgrad": functools.partial(torch.optim.AdamW, lr=0.1, amsgrad=True),
     "SGD with momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "NAdam": functools.partial(torch.optim.NAdam, lr=0.1),
     "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
     "RMSprop": functools.partial(torch.optim.RMSprop, lr=0.1, centered=True, momentum=0.5),
-    "one that makes its state with the group": StateFromTheStart,
 }
 
 

@@ -7,22 +7,12 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import config as inductor_config
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import zerotrain
 from tests.unit.engine.parts import Plain, assert_same, assert_weights, engine_on, on_ranks, seeded, train
-from zerotrain.engine.model.forward import named_range, require_compiler
+from zerotrain.engine.model.forward import require_compiler
 from zerotrain.testing.fake_wire import run_threads
-
-
-def test_a_range_is_named_while_a_profiler_runs_and_costs_nothing_else():
-    assert named_range("gather", "blocks.0") is named_range("reduce", "blocks.1")
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, named_range("gather", "blocks.0"):
-        pass
-    assert [event.name for event in profiler.events()] == ["gather blocks.0"]
-    assert named_range("gather", "blocks.0") is named_range("reduce", "blocks.1")
-
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -38,24 +28,6 @@ def test_a_python_without_headers_gets_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(zerotrain.ConfigError, match=r"Python\.h, the headers of this Python"):
         require_compiler()
-
-
-def test_units_that_are_named_are_checkpointed():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    num_forwards = 0
-
-    def count(*_: object) -> None:
-        nonlocal num_forwards
-        num_forwards += 1
-
-    model[1][1].register_forward_pre_hook(count)
-    zero = zerotrain.ZeroConfig(units=["1"])
-    engine = zerotrain.build_engine(model, optimizer=SGD, zero=zero, activation_checkpointing=True)
-    engine.backward(engine(torch.ones(2, 4)).sum())
-    assert num_forwards == 2
-    with torch.no_grad():
-        engine(torch.ones(2, 4))
-    assert num_forwards == 3
 
 
 class TakesGradients(nn.Module):
