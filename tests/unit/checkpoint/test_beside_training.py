@@ -165,8 +165,8 @@ def test_one_rank_that_fails_beside_the_training_fails_the_save_on_all_and_the_t
     def on_a_rank(world: zerotrain.World, saves: bool) -> str:
         engine = build(world, KINDS["Muon and AdamW"], 2)
         train(engine, 0)
-        save = engine.begin_save(tmp_path / "step") if saves else None
-        train(engine, 1, 2)
+        save = engine.begin_save(tmp_path / "step", staging_nbytes=0) if saves else None
+        train(engine, 1, 2)  # waits until all was read, or the save has ended
         if save is not None:
             said = rf"saving \S+step failed, rank {failing}: \S+{file}: No space left on device; nothing was saved"
             with pytest.raises(CheckpointError, match=said):
