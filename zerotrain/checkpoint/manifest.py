@@ -279,20 +279,17 @@ def require_whole(manifest: "Manifest") -> None:
                 f"{shown(bad[0])}: got {shown(settings[bad[0]])}; it must be a number, a text, null, a tensor, a list "
                 "of these, or an object's class"
             )
-    for problem in (*_file_problems(manifest), *_parameter_problems(manifest, len(groups)), *_place_problems(manifest)):
+    for problem in (*_part_problems(manifest, len(groups)), *_place_problems(manifest)):
         raise UntrustedFileError(problem)
 
 
-def _file_problems(manifest: "Manifest") -> Iterator[str]:
+def _part_problems(manifest: "Manifest", num_groups: int) -> Iterator[str]:
     files, num_ranks = manifest.files, manifest.num_ranks
     if len(files) != num_ranks or len({file.name for file in files}) != num_ranks or num_ranks == 0:
         yield f"it names {len(files)} files, and must name another for each of {num_ranks} ranks, 1 or more"
     for file in files:
         if len(file.hashes) != -(-file.nbytes // BLOCK_NBYTES):
             yield f"{file.name} has {file.nbytes} bytes in it, and the hashes of {len(file.hashes)} blocks"
-
-
-def _parameter_problems(manifest: "Manifest", num_groups: int) -> Iterator[str]:
     used_names: set[str] = set()
     for name, parameter in manifest.parameters.items():
         names, group, shape, stride = parameter.names, parameter.group, parameter.shape, parameter.stride

@@ -8,13 +8,13 @@ FAULTS = {
         "capture",
         Swap("current_weight(bucket)", "bucket.weights.held.float()"),
         "full weights, and those that move, are rounded",
-        "unit/engine/state/test_from_buckets.py::test_what_stays_keeps_its_momentum_and_its_count_and_what_comes_back_begins_anew",
+        "unit/engine/state/test_from_buckets.py::test_whatever_was_frozen_wherever_it_lay_weights_and_average_are_those_of_plain_pytorch",
     ),
     "moved-to-the-old-place": Fault(
         "OtherBuckets._joined",
         Swap("slot_view(values, old_slot)", "slot_view(values, slot)"),
         "momentum is taken from where a parameter will lie, not from where it lay",
-        "unit/engine/state/test_from_buckets.py::test_what_stays_keeps_its_momentum_and_its_count_and_what_comes_back_begins_anew",
+        "unit/engine/state/test_from_buckets.py::test_whatever_was_frozen_wherever_it_lay_weights_and_average_are_those_of_plain_pytorch",
     ),
     "weights-not-shared": Fault(
         "Builder._bucket",

@@ -32,6 +32,7 @@ from tests.unit.checkpoint.runs import (
 )
 from tests.unit.checkpoint.slow_disk import SlowDisk, fail
 from zerotrain.checkpoint import verify
+from zerotrain.checkpoint.tensor_file import Entry
 from zerotrain.engine.state import save as snapshot
 from zerotrain.engine.state.named import owned_pieces
 from zerotrain.errors import CheckpointError, ConfigError
@@ -108,14 +109,14 @@ def test_copies_take_no_more_than_was_allowed_by_default_the_largest_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[int, list[int]] = {0: [], 1: []}
-    real = snapshot.Snapshot._hold
+    real = snapshot.Snapshot._copy
 
     def on_a_rank(world: zerotrain.World) -> tuple[int, int]:
         engine = build(world, Kind(Matrices), 2)
         train(engine, 0)
 
-        def hold(self: snapshot.Snapshot, *given: Any) -> None:
-            real(self, *given)
+        def copy(self: snapshot.Snapshot, entry: Entry) -> None:
+            real(self, entry)
             rank = int(self is not saves[0]._snapshot)
             seen[rank].append(self._held_nbytes)
             if len(seen[rank]) == 1:
@@ -127,7 +128,7 @@ def test_copies_take_no_more_than_was_allowed_by_default_the_largest_bucket(
         saves.insert(world.rank, engine.begin_save(tmp_path / "step"))
         both.wait()
         if world.rank == 0:
-            monkeypatch.setattr(snapshot.Snapshot, "_hold", hold)
+            monkeypatch.setattr(snapshot.Snapshot, "_copy", copy)
         both.wait()
         train(engine, 1, 2)
         saves[world.rank].wait()
@@ -165,8 +166,8 @@ def test_one_rank_that_fails_beside_the_training_fails_the_save_on_all_and_the_t
     def on_a_rank(world: zerotrain.World, saves: bool) -> str:
         engine = build(world, KINDS["Muon and AdamW"], 2)
         train(engine, 0)
-        save = engine.begin_save(tmp_path / "step") if saves else None
-        train(engine, 1, 2)
+        save = engine.begin_save(tmp_path / "step", staging_nbytes=0) if saves else None
+        train(engine, 1, 2)  # waits until all was read, or the save has ended
         if save is not None:
             said = rf"saving \S+step failed, rank {failing}: \S+{file}: No space left on device; nothing was saved"
             with pytest.raises(CheckpointError, match=said):

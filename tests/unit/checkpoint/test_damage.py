@@ -99,14 +99,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a file longer": (lambda path: (path / FIRST).open("ab").write(b"more"), f"{FIRST} is longer than what was"),
     "a file removed": (lambda path: (path / SECOND).unlink(), rf"{SECOND} is missing \(\S+ of "),
-    "two files swapped": (
-        lambda path: [
-            (path / FIRST).rename(path / "kept"),
-            (path / SECOND).rename(path / FIRST),
-            (path / "kept").rename(path / SECOND),
-        ],
-        f"{FIRST} is (not what was written|cut)",
-    ),
     "the manifest edited": (
         lambda path: (path / MANIFEST).write_text((path / MANIFEST).read_text().replace('"step": 1', '"step": 2')),
         f"{MANIFEST} is not what was written: it was edited or damaged",

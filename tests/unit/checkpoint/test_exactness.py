@@ -12,6 +12,7 @@ import torch
 
 import zerotrain
 from tests.unit.checkpoint.runs import ADAMW, KINDS, MOMENTUM, Kind, Matrices, build, counted, held, joined, train
+from zerotrain.checkpoint.manifest import read_manifest
 from zerotrain.errors import CheckpointError, ConfigError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 
@@ -370,7 +371,11 @@ def test_another_model_or_optimizer_is_refused_on_all_ranks_before_anything_has_
         ("step", Kind(Longer), r"it lacks more\.weight, more\.bias\n\S+ does not fit the engine: it lacks seen$"),
         ("longer", Kind(Matrices), r"the model has no more\.weight, more\.bias"),
         ("step", Kind(Other), r"output\.weight is of shape \(37, 32\) in it, and of shape \(41, 32\) in the"),
-        ("step", Kind(Turned), r"output\.weight lies in memory with strides \(32, 1\), and the model's with \(1, 37\)"),
+        (
+            "step",
+            Kind(Turned),
+            r"output\.weight lies in memory with strides \(32, 1\), and the model's with \(1, 37\); build the",
+        ),
         ("step", Kind(Tied), r"blocks\.0\.bias is tied as \['blocks\.0\.bias'\], and the model's as"),
         ("step", Kind(Matrices, MOMENTUM), "its optimizer is AdamW, and the engine's SGD"),
         ("step", KINDS["Muon and AdamW"], r"its parameter groups are \['parameters'\], and the engine's"),
@@ -386,6 +391,18 @@ def test_another_model_or_optimizer_is_refused_on_all_ranks_before_anything_has_
             assert engine.stamps.num_steps == 0
 
         run_threads(load, 2)
+
+
+def test_the_stride_of_a_dimension_of_one_means_nothing(tmp_path: Path) -> None:
+    def engine_of(memory_format: torch.memory_format) -> zerotrain.ZeroEngine:
+        model = torch.nn.Conv2d(1, 4, 3).to(memory_format=memory_format)
+        return zerotrain.build_engine(model, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+
+    saving, loading = engine_of(torch.contiguous_format), engine_of(torch.channels_last)
+    assert saving.module.weight.stride() != loading.module.weight.stride()
+    saving.save(tmp_path / "step")
+    loading.load(tmp_path / "step")
+    assert torch.equal(saving.module.weight, loading.module.weight)
 
 
 class Counting(torch.nn.Linear):
@@ -428,16 +445,22 @@ def test_what_modules_keep_as_extra_state_comes_back_rank_0s_to_all_and_what_can
         train(engine, 0)
         engine.module.counts.seen = {"texts": ["b"], "number": 7 + world.rank}
         engine.module.table.seen = torch.arange(6, dtype=torch.int16).view(2, 3) + world.rank
-        under_way = engine.begin_save(tmp_path / "step")
+        extra, own, config = {"rows": [27]}, {"rank": [world.rank]}, {"model": {"layers": 2}}
+        under_way = engine.begin_save(tmp_path / "step", extra=extra, own=own, config=config)
+        extra["rows"][0] = own["rank"][0] = config["model"]["layers"] = 8
         engine.module.counts.seen["number"] = 0
         engine.module.table.seen.zero_()
-        under_way.wait()
-        engine.module.counts.seen = (1, 2)
+        content = read_manifest(under_way.wait()).content
+        assert (content["extra"], content["own"]) == ({"rows": [27]}, [{"rank": [0]}, {"rank": [1]}])
+        assert content["config"] == {"model": {"layers": 2}}
+        if world.rank == 1:
+            engine.module.counts.seen = (1, 2)
         with pytest.raises(
-            ConfigError, match=r"engine\.save: counts\._extra_state is of type tuple; it may hold dicts"
+            ConfigError, match=r"refused failed, rank 1: .*: counts\._extra_state is of type tuple; it may hold dicts"
         ):
             engine.save(tmp_path / "refused")
         build(world, Kind(Matrices), saving).save(tmp_path / "without")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["step", "without"]
 
     def load(world: zerotrain.World) -> Any:
         engine = build(world, kind, loading, seed=1)

@@ -20,7 +20,6 @@ from zerotrain.checkpoint.folder import (
     candidates,
     checkpoints_in,
     first_whole,
-    is_under_way,
     newest_first,
     partial_in,
     remove_all,
@@ -331,17 +330,6 @@ def test_one_that_is_broken_is_set_aside_and_its_step_can_be_saved_again(run: Ca
     PartialFolder(folder / step_name(2)).remove()
     with pytest.raises(CheckpointError, match="step-00000002: No such file or directory: it cannot be renamed"):
         set_aside(folder / step_name(2))
-
-
-def test_a_fifo_in_the_place_of_a_lock_holds_nobody(tmp_path: Path) -> None:
-    partial = tmp_path / ".step-00000003.partial-0123456789abcdef"
-    partial.mkdir()
-    os.mkfifo(partial / "lock")
-    os.utime(partial, (0, 0))
-    assert partial_in(tmp_path) == [partial]
-    assert not is_under_way(partial)
-    PartialFolder(tmp_path / step_name(4)).remove()
-    assert partial.is_dir()
 
 
 def test_what_saves_have_left_is_removed_and_nothing_else(tmp_path: Path) -> None:

@@ -169,16 +169,6 @@ def test_state_of_another_kind_is_refused_before_a_number_has_changed(edit: Edit
     run_threads(load, 2)
 
 
-def test_names_of_folders_beside_checkpoints_are_printed_without_what_a_terminal_obeys(
-    edited: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (edited.parent / "checkpoints").mkdir()
-    (edited.parent / "checkpoints" / f".\x1b[31mred\u202e.partial-{'0' * 16}").mkdir()
-    inspect.main([str(edited.parent)])
-    assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
-    assert inspect.main([str(edited.parent)]) == 2
-
-
 class Named(nn.Module):
     """Has a buffer of some name and values."""
 

@@ -6,7 +6,6 @@ import pickle
 import resource
 import struct
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from zerotrain.checkpoint.others import safetensors_and_torch as torch_file
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.errors import CheckpointError
-from zerotrain.files.match import row_by_row
 
 MANY = 10**30
 
@@ -59,12 +57,6 @@ def refused(path: Path, says: str) -> None:
     assert len(str(caught.value)) < 600
 
 
-def test_strides_are_those_of_torch_whatever_the_lengths() -> None:
-    for shape in ((), (0,), (3,), (2, 3), (4, 0, 5), (0, 0), (1, 1, 7), (2, 3, 4, 5)):
-        assert row_by_row(shape) == torch.empty(shape).stride()
-    assert row_by_row((2**62, 0)) == (1, 1)
-
-
 @pytest.mark.parametrize("name", ["../model-0.safetensors", "\x1b[2J", 3])
 def test_an_index_names_files_of_its_own_folder_alone(name: Any, tmp_path: Path) -> None:
     folder = tmp_path / "model"
@@ -84,14 +76,6 @@ def test_lists_that_double_take_no_time(tmp_path: Path, monkeypatch: pytest.Monk
         content = [content, content]
     torch.save({"x": content}, tmp_path / "pytorch_model.bin")
     refused(tmp_path, "holds more than 10,000 tensors, or lists that contain themselves")
-
-
-def test_a_list_that_holds_itself_is_read_once_around(tmp_path: Path) -> None:
-    content: list[Any] = [torch.ones(1)]
-    content.append(content)
-    torch.save({"x": content}, tmp_path / "pytorch_model.bin")
-    with closing(find_weights(tmp_path)) as weights:
-        assert weights.tensors
 
 
 def test_a_view_beyond_its_numbers_is_refused(tmp_path: Path) -> None:

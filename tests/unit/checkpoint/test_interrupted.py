@@ -153,17 +153,6 @@ def test_a_disk_that_fills_up_is_told_and_the_last_checkpoint_stays(small_disk: 
         verify(path)
 
 
-def test_a_disk_that_was_made_read_only_is_told_and_what_it_holds_can_be_loaded(small_disk: Path) -> None:
-    engine = build(alone(), KIND, 2)
-    engine.save(small_disk / "step")
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(CheckpointError, match="Read-only file system; nothing was saved"):
-        engine.save(small_disk / "next")
-    train(engine, 0)
-    engine.load(small_disk / "step")
-    assert engine.stamps.num_steps == 0
-
-
 @pytest.mark.case("checkpoints", "the name is taken", "refused; nothing is replaced")
 @pytest.mark.parametrize("name", ["a checkpoint", "an empty folder", "a file", "a link that leads nowhere"])
 def test_what_has_the_name_already_is_not_replaced(name: str, tmp_path: Path) -> None:
@@ -201,10 +190,3 @@ def test_a_save_that_is_under_way_beside_is_left_alone_and_foreign_folders_too(t
     assert alive.path.is_dir()
     assert (foreign / "notes.txt").read_text() == "kept"
     alive.remove()
-
-
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    engine = build(alone(), KIND, 2)
-    with pytest.raises(CheckpointError, match="file: File exists; nothing was saved"):
-        engine.save(tmp_path / "file" / "step")

@@ -1,6 +1,5 @@
 """The recipe of docs/reference/checkpoint_format.md, as it stands there, and the files by safetensors alone."""
 
-import json
 import re
 import subprocess
 import sys
@@ -8,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import zerotrain
-from tests.unit.checkpoint.runs import KINDS, Matrices, build, held, joined, train
+from tests.unit.checkpoint.runs import KINDS, build, held, joined, train
 from zerotrain.testing.fake_wire import run_threads
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "reference" / "checkpoint_format.md"
@@ -43,38 +41,3 @@ def test_a_few_lines_of_safetensors_and_json_read_weights_and_optimizer_state(tm
     assert state.keys() == {(name, role) for role, tensors in read.items() for name in tensors}
     momentum = read["momentum_buffer"]["odd"]
     assert torch.equal(momentum.flatten(), state["odd", "momentum_buffer"])
-
-
-def test_the_files_of_all_stages_hold_the_same_and_each_element_lies_in_one(tmp_path: Path) -> None:
-    for stage in range(4):
-
-        def save(world: zerotrain.World, stage: int = stage) -> None:
-            engine = build(world, KINDS["Muon and AdamW"], stage)
-            train(engine, 0, 1)
-            engine.save(tmp_path / str(stage))
-
-        run_threads(save, 2)
-    for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
-        files = [load_file(tmp_path / str(stage) / name) for stage in range(4)]
-        assert files[0]
-        for other in files[1:]:
-            assert other.keys() == files[0].keys()
-            assert all(torch.equal(other[key], files[0][key]) for key in other)
-
-
-def test_what_a_manifest_tells_of_a_run(tmp_path: Path) -> None:
-    def save(world: zerotrain.World) -> None:
-        engine = build(world, KINDS["Muon and AdamW"], 2)
-        train(engine, 0)
-        engine.save(tmp_path / "step", extra=[1], config={"train": {"lr": 0.5}})
-
-    run_threads(save, 2)
-    manifest = json.loads((tmp_path / "step" / "manifest.json").read_text())
-    assert [manifest[name] for name in ("step", "stage", "ranks", "virtual_ranks")] == [1, 2, 2, 2]
-    assert manifest["config"] == {"train": {"lr": 0.5}}
-    assert len(manifest["config_sha256"]) == 64
-    assert [group["optimizer"] for group in manifest["groups"]] == ["AdamW", "Muon"]
-    assert manifest["versions"]["torch"] == torch.__version__
-    names = [name for name, _ in Matrices().named_parameters()]
-    assert sorted(manifest["parameters"]) == sorted(names)
-    assert manifest["parameters"]["blocks.0.weight"]["tensors"]["momentum_buffer"]["shape"] == [24, 24]

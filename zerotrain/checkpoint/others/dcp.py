@@ -87,14 +87,11 @@ def _fills(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
         if any(start + size > length for start, size, length in zip(*box, shape, strict=True)):
             return False
         near = [other for other in near if not shape or other[0][0] + other[1][0] > box[0][0]]
-        if any(_overlap(box, other) for other in near):
-            return False
+        for other in near:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(*box, *other, strict=True)):
+                return False
         near.append(box)
     return sum(prod(sizes) for _, sizes in boxes) == prod(shape)
-
-
-def _overlap(box: Box, other: Box) -> bool:
-    return all(a < b + m and b < a + n for a, n, b, m in zip(*box, *other, strict=True))
 
 
 def _piece(folder: Path, info: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> DcpPiece:
@@ -124,39 +121,36 @@ class _Record:
             self.state = state
 
 
-_MADE: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): _Record,
-    ("collections", "OrderedDict"): dict,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
-} | dict.fromkeys(
-    (
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-            "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    _Record,
-) | dict.fromkeys(
-    ((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")), _Record
-)  # fmt: skip
-"""The objects made for names in the file; there are no others but dtypes."""
+_RECORDS = {
+    "torch.serialization": ["_get_layout"],
+    "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
+    "torch.distributed.checkpoint.metadata": [
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    ],
+    "pathlib": ["PosixPath", "WindowsPath"],
+    "pathlib._local": ["PosixPath", "WindowsPath"],
+}  # fmt: skip
+"""The classes in the file whose objects are made as records, by their modules; there are no others but tuples, dicts
+and dtypes."""
+_PLAIN: dict[tuple[str, str], Any] = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict}
 
 
 class _Unpickler(pickle._Unpickler):
     """The unpickler written in Python: the one in C allocates any number of bytes that a file says (LONG_BINPUT)."""
 
     refused = ""
-    """The first name without an entry in `_MADE`."""
+    """The first name of anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
-        if (module, name) not in _MADE:
+        if name in _RECORDS.get(module, ()):
+            return _Record
+        if (module, name) not in _PLAIN:
             self.refused = self.refused or f"{module}.{name}"
             raise pickle.UnpicklingError
-        return _MADE[module, name]
+        return _PLAIN[module, name]
 
 
 CHUNK_NUMEL = 2**17

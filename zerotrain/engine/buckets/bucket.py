@@ -6,6 +6,7 @@ import torch
 
 from zerotrain.device.memory import give_back_freed
 from zerotrain.engine.buckets.gradient import BucketGradient
+from zerotrain.engine.buckets.home import Home
 from zerotrain.engine.buckets.update import BucketUpdate
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.errors import EngineStateError
@@ -32,18 +33,27 @@ class Bucket:
     def __post_init__(self) -> None:
         self.spec, self.layout = self.weights.spec, self.weights.layout
 
+    @property
+    def homes(self) -> list[Home]:
+        """Of what it may keep off the device."""
+        return [self.weights.home]
+
     def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:
         """`Home.at_rest` of what it keeps off the device."""
-        return self.weights.home.at_rest(tensor)
+        for home in self.homes:
+            tensor = home.at_rest(tensor)
+        return tensor
 
     def forget(self) -> None:
         """It was looked at, and others will be: what that took is given back, to the system where it was memory."""
-        self.weights.home.forget()
+        for home in self.homes:
+            home.forget()
         give_back_freed()
 
     def leave(self) -> None:
         """Others have taken over what is kept of it: give back what it has off the device."""
-        self.weights.home.leave()
+        for home in self.homes:
+            home.leave()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -53,16 +63,9 @@ class TrainedBucket(Bucket):
     gradient: BucketGradient
     update: BucketUpdate
 
-    def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.update.home.at_rest(super().at_rest(tensor))
-
-    def forget(self) -> None:
-        super().forget()
-        self.update.home.forget()
-
-    def leave(self) -> None:
-        super().leave()
-        self.update.home.leave()
+    @property
+    def homes(self) -> list[Home]:
+        return [*super().homes, self.update.home]
 
 
 def require_unchanged(spec: BucketSpec, *, trains: bool) -> None:

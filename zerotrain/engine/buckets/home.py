@@ -14,7 +14,7 @@ from zerotrain.comm.world import World
 from zerotrain.device.device import DONE, Event, lies_on_host
 from zerotrain.device.kinds import device_of
 from zerotrain.device.memory import give_back_freed
-from zerotrain.errors import ConfigError, EngineStateError
+from zerotrain.errors import ConfigError
 from zerotrain.offload.disk import DiskTier
 from zerotrain.offload.saved import SavedTensors
 from zerotrain.offload.tier import Crossing, HostTier, Place, Rates, Tier, Window, Windows, measured, whole_pages
@@ -153,8 +153,6 @@ class OffloadedHome(Home):
             self._arriving = tier.fetch(self._place, self._window, stored)
 
     def open(self, *, replaced: bool = False) -> None:
-        if self._is_open:
-            raise EngineStateError("tensors of a bucket were opened twice; this is a fault of zerotrain itself")
         if not self._in_place:
             self._bring(replaced=replaced)
         self._is_open = True
@@ -288,14 +286,6 @@ OPTIMIZER_WINDOWS = 3
 """One is updated in, one fetched and one stored."""
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """How one kind of state is offloaded."""
-
-    windows: Windows
-    in_place: bool
-
-
 class Homes:
     """Gives buckets their homes.
 
@@ -319,17 +309,15 @@ class Homes:
         self.crossing = Crossing(world.device) if crosses else None
         """The way to the host's updates and back; None where there are none, or the host is the device."""
         # A bucket whose gradient is on its way has its window too.
-        self._optimizer = self._kind(settings.optimizer, OPTIMIZER_WINDOWS + crosses, settings.update == "host")
+        self._optimizer = self._windows(settings.optimizer, OPTIMIZER_WINDOWS + crosses, settings.update == "host")
         # One is gathered from, as many as units are ahead are waiting, and one more is fetched.
-        self._parameters = self._kind(settings.parameters, prefetch + 2, in_place=False)
-        activations = self._kind(settings.activations, 3, in_place=False)
-        self.saved = None if activations is None else SavedTensors(activations.windows)
+        self._parameters = self._windows(settings.parameters, prefetch + 2)
+        activations = self._windows(settings.activations, 3)
+        self.saved = None if activations is None else SavedTensors(activations)
         """Tensors that forwards save for backwards, if these are offloaded."""
 
-    def _kind(self, where: str, num_windows: int, in_place: bool) -> _Kind | None:
-        if where == "device":
-            return None
-        return _Kind(Windows(self._tier(where, on_host=in_place), num_windows), in_place and where == "cpu")
+    def _windows(self, where: str, number: int, on_host: bool = False) -> Windows | None:
+        return None if where == "device" else Windows(self._tier(where, on_host=on_host), number)
 
     def _tier(self, where: str, *, on_host: bool) -> Tier:
         is_real = device_of(self._world.device).holds_values
@@ -368,12 +356,14 @@ class Homes:
         """The home of a bucket's optimizer state."""
         if self._optimizer is None or spec.name in self._on_device or (nbytes := planned_nbytes()) == 0:
             return DEVICE
-        return _home(self._optimizer, nbytes, tensors)
+        in_place = self.update_on_host and self._settings.optimizer == "cpu"
+        return OffloadedHome(self._optimizer, nbytes, tensors, in_place=in_place)
 
     def of_shard(self, plan: Plan, shard: torch.Tensor) -> Home:
         """The home of a rank's shard of a bucket's weights; the device if the rank keeps them whole."""
-        kind = self._parameters if plan.shards_parameters else None
-        return _home(kind, shard.nbytes, lambda: iter([("shard", shard)]))
+        if self._parameters is None or not plan.shards_parameters:
+            return DEVICE
+        return OffloadedHome(self._parameters, shard.nbytes, lambda: iter([("shard", shard)]), in_place=False)
 
     @property
     def off_device(self) -> list[tuple[str, Tier | Crossing]]:
@@ -415,16 +405,10 @@ class Homes:
     @property
     def windows(self) -> list[torch.Tensor]:
         """The memory of windows on the device that are not lent."""
-        kinds = (self._optimizer, self._parameters, self.saved)
-        return [memory for kind in kinds if kind is not None for memory in kind.windows.memories]
+        kinds = (self._optimizer, self._parameters, None if self.saved is None else self.saved.windows)
+        return [memory for windows in kinds if windows is not None for memory in windows.memories]
 
     @property
     def update_on_host(self) -> bool:
         """Whether the optimizer's step is the host's, which needs a master weight there."""
         return self._settings.optimizer != "device" and self._settings.update == "host"
-
-
-def _home(kind: _Kind | None, planned_nbytes: int, tensors: Tensors) -> Home:
-    if kind is None:
-        return DEVICE
-    return OffloadedHome(kind.windows, planned_nbytes, tensors, in_place=kind.in_place)

@@ -3,7 +3,7 @@
 import torch
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import Gather, Scratch, ScratchPool
+from zerotrain.comm.handles import Scratch, ScratchPool
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.norm import block_squares
 from zerotrain.engine.model.forward import named_range
@@ -59,19 +59,13 @@ class BucketReduction:
         return self._wire_pool.dtype.itemsize
 
     @property
-    def has_gather(self) -> bool:
-        """Whether the reduced shards are gathered at once, since the optimizer is replicated."""
-        return self._gather is not None
-
-    @property
     def ends_with_gather(self) -> bool:
-        """Whether `gather` issues one."""
+        """Whether the reduced shards are gathered at once, since the optimizer is replicated."""
         return self._gather is not None and self.completes
 
     def keep_sum(self) -> None:
         """Another backward will be reduced: keep what those before it came to."""
-        if self._gather is not None:
-            self._finish_gather(self._gather)
+        self._finish_gather()
         if self._sum is None:
             self._sum = self.shard.to(self._master, copy=True)
 
@@ -126,14 +120,12 @@ class BucketReduction:
 
     def reduced(self) -> torch.Tensor:
         """The reduced gradient over this rank's optimizer range, compute dtype."""
-        if self._gather is not None:
-            self._finish_gather(self._gather)
+        self._finish_gather()
         return self._updated
 
     def drop(self) -> None:
         """Forget what it came to. A reduction that was prepared will not come, on any rank."""
-        if self._gather is not None:
-            self._finish_gather(self._gather)
+        self._finish_gather()
         self.handle.withdraw()
         self._sum = self._squares = None
 
@@ -143,7 +135,7 @@ class BucketReduction:
             self._wire_pool.give_back(self._widened)
             self._widened = None
 
-    def _finish_gather(self, gather: Gather) -> None:
-        if gather.is_under_way:
+    def _finish_gather(self) -> None:
+        if self._gather is not None and self._gather.is_under_way:
             with named_range("wait for gather gradient", self._name):
-                gather.finish()
+                self._gather.finish()

@@ -95,8 +95,18 @@ class Gathers:
         self._in_backward = None
 
     def before_backward(self, unit: LiveUnit) -> None:
-        """Make the unit's parameters complete for its backward, gather the unit before it, free the one behind it."""
-        self._free_behind(unit)
+        """Make the unit's parameters complete for its backward, gather the unit before it, and free what the one behind
+        it left full, with which the backward is done, and no earlier unit of the forward needs.
+
+        Most are freed when their gradient is done. Frozen ones have none, and that of two forwards is not done before
+        the backward of the second. (Seen: two blocks in one bucket, the one between them frozen. Freed behind the
+        second, the bucket was gathered again for the first; not so on a rank that skipped the second. The ranks hung.)
+        """
+        finished, self._in_backward = self._in_backward, unit
+        if self.frees_after_use and finished is not None and finished is not unit and not finished.calls_units:
+            for bucket in finished.first_of:
+                if not (bucket.stays_full or bucket in unit.buckets):
+                    bucket.weights.reshard()
         self.complete(unit.buckets, unit.ahead_in_backward, unit.fetched_in_backward)
 
     def skipped_before(self, unit: LiveUnit, backward: int) -> Iterator[tuple[LiveUnit, set[LiveUnit]]]:
@@ -120,21 +130,6 @@ class Gathers:
         """A backward passes by a unit that was not called on this rank."""
         if self.frees_after_use:
             self.complete([], unit.ahead_in_backward, unit.fetched_in_backward)
-
-    def _free_behind(self, unit: LiveUnit) -> None:
-        """A backward reached `unit`, so it is done with the unit it reached before: free what that one left full, and
-        no earlier unit of the forward needs.
-
-        Most are freed when their gradient is done. Frozen ones have none, and that of two forwards is not done before
-        the backward of the second. (Seen: two blocks in one bucket, the one between them frozen. Freed behind the
-        second, the bucket was gathered again for the first; not so on a rank that skipped the second. The ranks hung.)
-        """
-        finished, self._in_backward = self._in_backward, unit
-        if not self.frees_after_use or finished is None or finished is unit or finished.calls_units:
-            return
-        for bucket in finished.first_of:
-            if not (bucket.stays_full or bucket in unit.buckets):
-                bucket.weights.reshard()
 
     def gradient_done(self, bucket: Bucket) -> None:
         """The backward has no more use for a bucket's parameters."""
@@ -171,12 +166,12 @@ class Gathers:
                 self.complete(buckets, ahead, fetched)
             return
         for bucket in (*buckets, *ahead):
-            if bucket.weights.life.state is WeightState.SHARD:
+            if bucket.weights.state is WeightState.SHARD:
                 bucket.weights.start_gather()
         for bucket in fetched:
             bucket.weights.fetch_shard()
         for bucket in buckets:
-            if bucket.weights.life.state is WeightState.GATHERING:
+            if bucket.weights.state is WeightState.GATHERING:
                 bucket.weights.finish_gather()
 
     def rest(self) -> None:
@@ -200,6 +195,6 @@ def _needed_by(units: Sequence[LiveUnit]) -> set[Bucket]:
 def _rest(buckets: Iterable[Bucket]) -> None:
     """Reshard, also buckets that were gathered ahead and not used."""
     for bucket in buckets:
-        if bucket.weights.life.state is not WeightState.SHARD:
+        if bucket.weights.state is not WeightState.SHARD:
             bucket.weights.finish_gather()
             bucket.weights.reshard()

@@ -46,7 +46,6 @@ class Reductions:
         self._units_of = units_of
         largest = max((bucket.layout.padded_numel for bucket in trained), default=0)
         self._max_numel_in_flight = MAX_LARGEST_BUCKETS_IN_FLIGHT * largest
-        self._gathers = any(bucket.gradient.reduction.has_gather for bucket in trained)
         self._waiting: deque[TrainedBucket] = deque()
         """Not issued yet, the next first."""
         self._num_prepared = 0
@@ -92,8 +91,7 @@ class Reductions:
                 "backward: it was used in two checkpoints with use_reentrant=True, and each has a backward of its own; "
                 "call torch.utils.checkpoint.checkpoint with use_reentrant=False"
             )
-        self._begin_filling(bucket)
-        bucket.gradient.fill(segment, gradients, counts=self._under_way.counts)
+        self._fill(bucket, segment, gradients)
         open_segments.remove(segment)
         return not open_segments
 
@@ -109,7 +107,7 @@ class Reductions:
             if self._waiting[0] is not going and not self.may_go(self._waiting[0]):
                 break
             self._reduce_next()
-        if not (self._gathers and any(bucket.gradient.reduction.ends_with_gather for bucket in self._in_flight)):
+        if not any(bucket.gradient.reduction.ends_with_gather for bucket in self._in_flight):
             # A gather must not be issued when this rank happens to see its reduction done: the model may have
             # collectives of its own in the backward (batch norm over ranks), and the order among them would differ from
             # rank to rank.
@@ -214,8 +212,7 @@ class Reductions:
             gradients = segment.gradients()
             arrived = any(gradient is not None for gradient in gradients)
             if arrived or (self._under_way.reduces and not segment.holds_values):
-                self._begin_filling(bucket)
-                bucket.gradient.fill(segment, gradients, counts=self._under_way.counts)
+                self._fill(bucket, segment, gradients)
 
     # ---- room on the wire
 
@@ -247,10 +244,11 @@ class Reductions:
             self._num_prepared += 1
             self._prepared_numel += bucket.layout.padded_numel
 
-    def _begin_filling(self, bucket: TrainedBucket) -> None:
+    def _fill(self, bucket: TrainedBucket, segment: Segment, gradients: Gradients) -> None:
         if bucket.gradient.borrows:
             self._make_room(bucket)
         bucket.gradient.begin_filling(self._under_way)
+        bucket.gradient.fill(segment, gradients, counts=self._under_way.counts)
 
     def _make_room(self, bucket: TrainedBucket) -> None:
         """Finish the oldest reductions until one more bucket may be in flight."""

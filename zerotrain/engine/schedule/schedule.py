@@ -121,9 +121,13 @@ class Schedule:
 
     def before_backward(self, unit: LiveUnit, call: UnitCall, position: int, _: torch.Tensor) -> None:
         """A backward has come to node `position`, the first of what a call of the unit has made."""
-        if self.phase is not Phase.BACKWARD or self._is_aside(position):
+        # A torch.autograd.grad within the backward, which comes there itself later. (Seen: a forward that is computed
+        # again takes the gradient by its input, the output of the unit before.) The backward that a reentrant
+        # checkpoint makes is none: it runs over nodes made meanwhile.
+        is_aside = position < self._first_new_node and torch._C._current_graph_task_id() != self._root_task
+        if self.phase is not Phase.BACKWARD or is_aside:
             self._refuse_idle(unit.name, "was reached by a backward")
-            # torch.autograd.grad within a forward. A backward through its result reads the weights without a hook.
+            # Or one within a forward. A backward through its result reads the weights without a hook.
             self.keep(unit)
             self.gathers.complete(unit.buckets)
             return
@@ -140,12 +144,6 @@ class Schedule:
         """A backward is at its loss."""
         self._first_new_node, self._root_task = torch.autograd._get_sequence_nr(), torch._C._current_graph_task_id()
 
-    def _is_aside(self, position: int) -> bool:
-        """Whether node `position` is reached by a torch.autograd.grad within the backward, which comes there itself
-        later. (Seen: a forward that is computed again takes the gradient by its input, the output of the unit before.)
-        The backward that a reentrant checkpoint makes is none: it runs over nodes made meanwhile."""
-        return position < self._first_new_node and torch._C._current_graph_task_id() != self._root_task
-
     def segment_arrived(self, bucket: TrainedBucket, segment: Segment, gradients: Gradients) -> None:
         """All gradients of a segment are there."""
         if self.phase is not Phase.BACKWARD:
@@ -155,7 +153,7 @@ class Schedule:
                 "gradients arrived outside engine.backward(); call engine.backward(loss), not loss.backward(); for a "
                 "loss through the models of two engines build one engine of both, as an nn.ModuleList of them"
             )
-        if bucket.weights.life.state is not WeightState.FULL:
+        if bucket.weights.state is not WeightState.FULL:
             raise EngineStateError(left_its_unit(bucket.spec.name))
         if self.reductions.arrived(bucket, segment, gradients):
             going = bucket if self.reductions.may_go(bucket) else None

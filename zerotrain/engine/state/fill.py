@@ -145,20 +145,14 @@ def fill_state(source: Source, bucket: Bucket) -> None:
             if isinstance(tensor := keeps.get(role), KeptTensor):
                 state.values[role] = _values(source, bucket, role, state, tensor)
         bucket.update.home.put_away()
-    bucket.update.state.average = _average(source, bucket) if source.has_average else None
+    bucket.update.state.average = None
+    if source.has_average:
+        source.begin(bucket, AVERAGE)
+        state = KeptState([], bucket.update.where, bucket.update.master_weight, {})
+        average = _values(source, bucket, AVERAGE, state, KeptTensor(None, state.target.dtype))
+        bucket.update.state.average = average
     bucket.update.home.put_away()
     bucket.update.home.forget()
-
-
-def _average(source: Source, bucket: TrainedBucket) -> torch.Tensor:
-    source.begin(bucket, AVERAGE)
-    where = bucket.update.where
-    values = source.hand_over(bucket, AVERAGE, where)
-    if values is None:
-        values = torch.zeros_like(bucket.update.master_weight)
-        for piece in cut_pieces(bucket, AVERAGE, values, where):
-            source.read(piece)
-    return values
 
 
 def _values(source: Source, bucket: TrainedBucket, role: str, state: KeptState, tensor: KeptTensor) -> torch.Tensor:

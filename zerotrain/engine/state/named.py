@@ -44,23 +44,27 @@ class NamedPiece:
     """The place of the same elements in the bucket."""
 
 
-def pieces(bucket: Bucket, role: str) -> Iterator[NamedPiece]:
-    """Give what this rank holds of the parameters of a bucket in one role, in place, without what is empty."""
+def pieces(bucket: Bucket, role: str, within: slice | None = None) -> Iterator[NamedPiece]:
+    """Give what this rank holds of the parameters of a bucket in one role, in place, without what is empty.
+
+    Args:
+        within: only these elements of the bucket, and what is kept of whole tensors; None: all.
+    """
     if role == WEIGHT:
-        yield from cut_pieces(bucket, role, current_weight(bucket), kept_range(bucket))
+        yield from cut_pieces(bucket, role, current_weight(bucket), kept_range(bucket), within)
     elif not isinstance(bucket, TrainedBucket):
         return
     elif role == GRADIENT:
-        yield from cut_pieces(bucket, role, bucket.gradient.shard, bucket.weights.own)
+        yield from cut_pieces(bucket, role, bucket.gradient.shard, bucket.weights.own, within)
     elif role == AVERAGE:
         if (average := current_average(bucket)) is not None:
-            yield from cut_pieces(bucket, role, average, bucket.update.where)
+            yield from cut_pieces(bucket, role, average, bucket.update.where, within)
     else:
         for state in kept_states(bucket):
             if role in state.tensors():
                 values = state.values[role]
                 if isinstance(state.where, slice):
-                    yield from cut_pieces(bucket, role, values, state.where)
+                    yield from cut_pieces(bucket, role, values, state.where, within)
                 else:
                     yield NamedPiece(state.members[0], role, values, None, None)
 
@@ -165,15 +169,20 @@ def kept_range(bucket: Bucket) -> slice:
     return bucket.weights.own if bucket.weights.plan.shards_parameters else slice(0, bucket.layout.padded_numel)
 
 
-def cut_pieces(bucket: Bucket, role: str, values: torch.Tensor, where: slice) -> Iterator[NamedPiece]:
-    """The pieces of `values`, which lie at `where` in the bucket, parameter by parameter."""
+def cut_pieces(
+    bucket: Bucket, role: str, values: torch.Tensor, where: slice, within: slice | None = None
+) -> Iterator[NamedPiece]:
+    """The pieces of `values`, which lie at `where` in the bucket, parameter by parameter; see `pieces`."""
+    within = within or where
+    first, last = max(where.start, within.start), min(where.stop, within.stop)
     for slot, managed in zip(bucket.layout.slots, bucket.spec.parameters, strict=True):
-        start, end = max(slot.offset, where.start), min(slot.end, where.stop)
+        start, end = max(slot.offset, first), min(slot.end, last)
         if start < end:
-            in_tensor = slice(start - slot.offset, end - slot.offset)
-            yield NamedPiece(
-                managed, role, values[start - where.start : end - where.start], in_tensor, slice(start, end)
+            part, in_tensor = (
+                values[start - where.start : end - where.start],
+                slice(start - slot.offset, end - slot.offset),
             )
+            yield NamedPiece(managed, role, part, in_tensor, slice(start, end))
 
 
 # State of modules beside their tensors, by PyTorch's `get_extra_state` and `set_extra_state`: rank 0's is saved.
@@ -316,19 +325,13 @@ class Holdings:
 def owned_pieces(bucket: Bucket, rank: int) -> Iterator[NamedPiece]:
     """The part of a bucket that this rank saves: the elements in its own range, which at stages that replicate is less
     than it holds, and what is kept of the whole tensors that it owns."""
-    own = bucket.weights.own
     for role in roles(bucket):
-        for piece in pieces(bucket, role):
-            if piece.in_tensor is None or piece.in_bucket is None:
+        for piece in pieces(bucket, role, bucket.weights.own):
+            if piece.in_tensor is None:
                 assert isinstance(bucket, TrainedBucket)
-                if bucket.update.owners[bucket.spec.parameters.index(piece.managed)] == rank:
-                    yield piece
-                continue
-            start, stop = max(piece.in_bucket.start, own.start), min(piece.in_bucket.stop, own.stop)
-            if start < stop:
-                skipped, ahead = start - piece.in_bucket.start, piece.in_bucket.start - piece.in_tensor.start
-                values = piece.values[skipped : skipped + stop - start]
-                yield NamedPiece(piece.managed, role, values, slice(start - ahead, stop - ahead), slice(start, stop))
+                if bucket.update.owners[bucket.spec.parameters.index(piece.managed)] != rank:
+                    continue
+            yield piece
 
 
 def entries(holdings: Holdings, rank: int) -> Iterator[tuple[Bucket, Entry]]:
@@ -392,7 +395,6 @@ def buffers(model: nn.Module, buckets: Sequence[Bucket]) -> dict[str, torch.Tens
 def saved_parameters(holdings: Holdings, counts_of: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The parameters as the manifest has them, without their tensors."""
     places = holdings.groups.places
-    whole = {name: managed.is_updated_whole for name, managed in holdings.parameters.items()}
     return {
         name: {
             "names": managed.names,
@@ -401,7 +403,7 @@ def saved_parameters(holdings: Holdings, counts_of: Mapping[str, Mapping[str, An
             "trains": places[name][0],
             "group": places[name][1],
             "generation": places[name][2],
-            "is_updated_whole": whole[name],
+            "is_updated_whole": managed.is_updated_whole,
             "counts": counts_of.get(name, {}),
             "tensors": {},
         }

@@ -94,7 +94,7 @@ class Snapshot:
         """Flat bytes of entries from where they were read to; whose bucket has changed since."""
         self._under_way: Bucket | None = None
         """The bucket of whose live memory a chunk is being read."""
-        self._versions = {bucket: _versions(bucket) for bucket, own in entries.items() if _is_exposed(bucket, own)}
+        self._versions: dict[Bucket, list[int]] = {}
         """Versions of the parameters that users can write to, until the engine changes them itself."""
         largest = max((_nbytes(own) for own in entries.values()), default=0)
         self._staging_nbytes = largest if staging_nbytes is None else staging_nbytes
@@ -102,7 +102,10 @@ class Snapshot:
         self._error: ZeroTrainError | None = None
         self._is_closed = False
         self._changed = threading.Condition()
-        for bucket in entries:
+        for bucket, own in entries.items():
+            open_to_all = bucket.weights.model_weight.tensor.untyped_storage().data_ptr()
+            if any(entry.values.untyped_storage().data_ptr() == open_to_all for entry in own):
+                self._versions[bucket] = _versions(bucket)
             bucket.weights.before_change = partial(self.keep, bucket)
 
     # ---- on the thread that trains
@@ -147,13 +150,10 @@ class Snapshot:
                 rest = _at_rest(bucket, flat_bytes(entry.values)[start:])
             else:
                 rest = flat_bytes(_at_rest(bucket, entry.values))[start:]
-            self._hold(entry, rest.clone())
+            self._copies[entry] = rest.clone()
+            self._held_nbytes += rest.nbytes
             self.copied_nbytes += rest.nbytes
-
-    def _hold(self, entry: Entry, copy: torch.Tensor) -> None:
-        self._copies[entry] = copy
-        self._held_nbytes += copy.nbytes
-        self._reader.was_copied(entry)
+            self._reader.was_copied(entry)
 
     # ---- on the thread that writes
 
@@ -238,12 +238,6 @@ def _nbytes(entries: Sequence[Entry]) -> int:
     return sum(entry.values.nbytes for entry in entries)
 
 
-def _is_exposed(bucket: Bucket, entries: Sequence[Entry]) -> bool:
-    """Whether what is saved of a bucket lies in the memory that its parameters are views of."""
-    open_to_all = bucket.weights.model_weight.tensor.untyped_storage().data_ptr()
-    return any(entry.values.untyped_storage().data_ptr() == open_to_all for entry in entries)
-
-
 def _versions(bucket: Bucket) -> list[int]:
     """PyTorch's count of the writes to each parameter."""
     parameters: list[nn.Parameter] = [managed.parameter for managed in bucket.spec.parameters]
@@ -286,10 +280,10 @@ class Writing:
     notes: Notes
     rank: int
     num_ranks: int
-    publish: Callable[[list[dict[str, Any]]], None]
-    """On rank 0 gives it its name, from what each rank tells of its file."""
-    remove: Callable[[], None]
-    """On rank 0 removes what was written."""
+    partial: PartialFolder | None
+    """On rank 0, which gives it its name, or removes what was written."""
+    content: dict[str, Any]
+    """Of the manifest, without what each rank tells of its file."""
     process_ends: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> tuple[SharedError | None, BaseException | None]:
@@ -305,7 +299,8 @@ class Writing:
         try:
             return self._settled(error), None if isinstance(error, _EndedByOthersError) else error
         except BaseException as cause:  # the store is gone, and with it all word of the others
-            self.remove()
+            if self.partial is not None:
+                self.partial.remove()
             return self._joint([(self.rank, shared_error(cause))]), cause
 
     def _write(self) -> None:
@@ -324,17 +319,18 @@ class Writing:
             self.notes.leave(_STOP, self.rank)
         self.notes.leave(f"error {self.rank}", [failure])
         self.notes.count(_NUM_WRITTEN, 1)
-        if self.rank > 0:
+        if self.partial is None:
             return self._await_end()
         failed = self._await_all()
         if not failed:
             try:
-                self.publish([self._described_by(rank) for rank in range(self.num_ranks)])
+                _add_files(self.content, [self._described_by(rank) for rank in range(self.num_ranks)])
+                self.partial.publish(Manifest(self.content))
             except Exception as cause:
                 failed = [(0, shared_error(cause))]
         end = None
         if failed:
-            self.remove()
+            self.partial.remove()
             end = self._joint(failed)
         with suppress(CommError):  # nobody is left to be told, and the checkpoint is there all the same
             self.notes.leave(_END, [end])
@@ -546,14 +542,6 @@ def _build_writing(
 ) -> Writing:
     """The job of the thread that writes, from here on."""
     shards = holdings.collectives.shards
-    content = _content(arguments, holdings, plan, messages) if plan.partial is not None else {}
-    partial = plan.partial
-
-    def publish(files: list[dict[str, Any]]) -> None:
-        assert partial is not None
-        _add_files(content, files)
-        partial.publish(Manifest(content))
-
     return Writing(
         path=arguments.target,
         folder=Path(messages[0]["folder"]),
@@ -562,8 +550,8 @@ def _build_writing(
         notes=holdings.collectives.notes(f"save/{messages[0]['token']}"),
         rank=shards.rank,
         num_ranks=shards.size,
-        publish=publish,
-        remove=partial.remove if partial is not None else lambda: None,
+        partial=plan.partial,
+        content=_content(arguments, holdings, plan, messages) if plan.partial is not None else {},
     )
 
 

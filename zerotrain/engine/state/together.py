@@ -98,18 +98,15 @@ def agreed(
 
 
 def _difference(subject: str, values: Sequence[str]) -> str:
+    """Of values that are long without their beginning and end: the place where they begin to differ stays."""
     colon = "" if ":" in subject else ":"
-    return f"{subject}{colon} differs between the ranks: {by_rank(_shorten(values))}; give all ranks the same"
-
-
-def _shorten(values: Sequence[str]) -> list[str]:
-    """Texts without their beginning and end where they are long: the place where they begin to differ stays."""
     shortest, longest = min(map(len, values)), max(map(len, values))
     differ = (place for place, characters in enumerate(zip(*values, strict=False)) if len(set(characters)) > 1)
     start = 0 if longest <= MAX_NUM_SHOWN else max(0, next(differ, shortest) - MAX_NUM_SHOWN // 2)
     stop = start + MAX_NUM_SHOWN
     lead = "..." if start > 0 else ""
-    return [f"{lead}{value[start:stop]}{'...' if stop < len(value) else ''}" for value in values]
+    shown = [f"{lead}{value[start:stop]}{'...' if stop < len(value) else ''}" for value in values]
+    return f"{subject}{colon} differs between the ranks: {by_rank(shown)}; give all ranks the same"
 
 
 def _hash(text: str) -> int:

@@ -9,10 +9,9 @@ from torch import nn
 
 from tests.unit.engine.parts import OneBucket, alone
 from zerotrain.comm.world import World
-from zerotrain.engine.buckets.gradient import LARGE_NUMEL, SEGMENT_NBYTES, BucketGradient, cut_segments
+from zerotrain.engine.buckets.gradient import LARGE_NUMEL, BucketGradient, cut_segments
 from zerotrain.engine.buckets.life import Backward
 from zerotrain.engine.buckets.norm import digit_sums, norm_of_digit_sums
-from zerotrain.errors import EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 
 
@@ -172,55 +171,3 @@ def test_a_loss_scale_is_left_in_the_sum_and_taken_out_of_the_norm():
     reduce(gradient)
     assert norm_of_digit_sums(digit_sums(gradient.reduction.take_squares(loss_scale=1024.0))).item() == 6.0
     assert torch.equal(gradient.reduction.reduced(), bucket.flat([3072]))
-
-
-def test_gradients_that_were_moved_are_in_nobodys_hands():
-    bucket = OneBucket(alone())
-    gradient = bucket.gradient()
-    give(bucket, 1.0, None, 3.0)
-    gradient.begin_filling(Backward())
-    [segment] = gradient.segments
-    for held_before in (False, True):
-        gradients = segment.gradients()
-        gradient.fill(segment, gradients, counts=not held_before)
-        assert gradients == []
-        assert all(parameter.grad is None for parameter in bucket.parameters)
-        give(bucket, 4.0, 5.0, None)
-
-
-def test_segments_are_of_256_kib_at_least_and_hold_each_parameter_once_in_order():
-    small, large = (SEGMENT_NBYTES // 4 // 4,), (SEGMENT_NBYTES // 4,)
-    gradient = OneBucket(alone(), (small, small, small, small, large, small, small)).gradient()
-    assert [segment.slots for segment in gradient.segments] == [slice(0, 4), slice(4, 5), slice(5, 7)]
-    assert [len(segment.parameters) for segment in gradient.segments] == [4, 1, 2]
-
-
-def test_each_segment_is_filled_and_added_to_by_itself():
-    large = (SEGMENT_NBYTES // 4,)
-    bucket = OneBucket(alone(), (large, large))
-    gradient = bucket.gradient()
-    give(bucket, 1, 2)
-    gradient.begin_filling(Backward(reduces=False))
-    gradient.fill(gradient.segments[0], gradient.segments[0].gradients())
-    bucket.parameters[1].grad = None
-    give(bucket, 10, 20)
-    gradient.begin_filling(Backward())
-    for segment in gradient.segments:
-        gradient.fill(segment, segment.gradients())
-    reduce(gradient)
-    assert torch.equal(gradient.reduction.reduced(), bucket.flat([11, 20]))
-
-
-def test_a_reduction_of_what_was_never_filled_is_refused():
-    with pytest.raises(EngineStateError, match="used that had not been filled"):
-        OneBucket(alone()).gradient().reduce()
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_held_between_steps_are_the_whole_or_this_ranks_part(stage):
-    def on_a_rank(world: World) -> tuple[int, int]:
-        bucket = OneBucket(world, stage=stage)
-        return bucket.gradient().held_nbytes, bucket.layout.padded_numel * 4
-
-    for held, whole in run_threads(on_a_rank, 2)[0]:
-        assert held == whole // (1 if stage == 1 else 2)

@@ -21,16 +21,6 @@ def norm_over(shards: list[torch.Tensor], *, exact: bool = True) -> torch.Tensor
     return norm_of_digit_sums(add_digit_sums(rows))
 
 
-def test_sums_of_sums_are_those_of_all():
-    """As buckets are added on each rank, and ranks then."""
-    spread = torch.exp2(torch.arange(-40, 40, 4).double())
-    rows = torch.stack([digit_sums(torch.rand(100, dtype=torch.float64) * scale) for scale in spread])
-    whole = add_digit_sums(rows)
-    for num_first in (1, 7, 19):
-        parts = torch.stack([add_digit_sums(rows[:num_first]), add_digit_sums(rows[num_first:])])
-        assert torch.equal(add_digit_sums(parts), whole)
-
-
 @pytest.mark.parametrize("max_squares", [1, 300, MAX_SQUARES])
 def test_the_squares_of_a_step_are_those_of_its_buckets_however_many_are_kept(monkeypatch, max_squares):
     monkeypatch.setattr("zerotrain.engine.buckets.norm.MAX_SQUARES", max_squares)
@@ -136,19 +126,3 @@ def test_on_a_gpu_the_norm_of_a_shard_is_one_vector_norm_where_bits_are_not_fixe
     expected = torch.cat(shards).double().norm()
     torch.testing.assert_close(norm_over(shards, exact=False), expected, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(norm_over(shards), expected, rtol=1e-15, atol=0.0)
-
-
-@pytest.mark.usefixtures("on_gpu")
-def test_on_a_gpu_digits_are_summed_once_a_step(monkeypatch):
-    calls: list[int] = []
-
-    def counted(squares: torch.Tensor) -> torch.Tensor:
-        calls.append(squares.numel())
-        return digit_sums(squares)
-
-    monkeypatch.setattr("zerotrain.engine.buckets.norm.digit_sums", counted)
-    step = StepSquares()
-    for _ in range(3):
-        step.add(torch.ones(MAX_SQUARES, dtype=torch.float64))
-    assert norm_of_digit_sums(step.digit_sums()).item() == math.sqrt(3 * MAX_SQUARES)
-    assert calls == [3 * MAX_SQUARES]

@@ -80,17 +80,6 @@ def test_steps_too_small_for_bf16_add_up_in_the_master_weight(stage):
     assert weights["matrix"].unique().tolist() == [1 + 2**-7] == [in_bf16]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_master_weight_of_its_own_is_there_only_where_the_model_has_another_dtype(stage, precision):
-    engine = engine_on(alone(), Given, precision=precision, zero=ONE_BUCKET | {"stage": stage})
-    (bucket,) = engine.schedule.trained
-    is_copy = precision == "bf16"
-    assert bucket.update.state.separate_master_nbytes == (4 * bucket.layout.padded_numel if is_copy else 0)
-    held = {tensor.data_ptr() for tensor in (bucket.weights.shard, bucket.weights.model_weight.tensor)}
-    assert (bucket.update.master_weight.data_ptr() in held) != is_copy
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_update_multiplies_the_gradient_with_the_factor_and_sends_sharded_weights_to_rest(stage):
     engine = engine_on(alone(), Given, zero=ONE_BUCKET | {"stage": stage})

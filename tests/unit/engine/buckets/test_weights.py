@@ -3,10 +3,9 @@
 import gc
 
 import pytest
-import torch
 from torch import nn
 
-from tests.unit.engine.parts import CPU, OneBucket, alone, on_ranks
+from tests.unit.engine.parts import CPU, OneBucket, alone
 from zerotrain.comm.world import Shards, World
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.model.live_parameter import Owner, live_class, settle
@@ -23,34 +22,6 @@ def values_of(bucket: OneBucket) -> list[float]:
 
 
 COUNTING = [float(value) for value in range(5 + 64 + 9)]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_from_the_start_parameters_are_views_of_one_buffer_with_their_values(stage, precision):
-    bucket = OneBucket(alone(), stage=stage, precision=precision)
-    weights = bucket.weights()
-    assert weights.is_full
-    assert values_of(bucket) == COUNTING  # whole numbers up to 256 are numbers of bf16
-    storages = {parameter.untyped_storage().data_ptr() for parameter in bucket.parameters}
-    assert storages == {weights.model_weight.tensor.data_ptr()}
-    assert {parameter.dtype for parameter in bucket.parameters} == {bucket.spec.dtype}
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(3)
-def test_resharded_and_gathered_it_holds_what_each_rank_made_of_its_part(world, stage):
-    bucket = OneBucket(world, stage=stage)
-    weights = bucket.weights()
-    weights.reshard()
-    weights.shard.add_(1000 * (world.rank + 1))
-    weights.start_gather()
-    weights.finish_gather()
-    shard_numel = bucket.layout.shard_numel
-    expected = bucket.flat([torch.arange(5), torch.arange(5, 69), torch.arange(69, 78)])
-    expected += 1000 * (torch.arange(len(expected)) // shard_numel + 1)
-    assert torch.equal(weights.model_weight.tensor, expected)
-    assert all(torch.equal(p, v) for p, v in zip(bucket.parameters, weights.model_weight.views(), strict=True))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -105,51 +76,6 @@ def test_a_read_after_the_engine_has_gone_is_refused():
         bucket.parameters[0].sum()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_what_was_written_before_weights_are_replaced_is_forgotten(stage):
-    bucket = OneBucket(alone(), stage=stage)
-    weights = bucket.weights()
-    with torch.no_grad():
-        bucket.parameters[0].add_(1)
-    weights.take_writes()
-    assert weights.writes.digest != 0
-    weights.begin_refill()
-    weights.end_refill()
-    assert (weights.writes.digest, weights.writes.are_new) == (0, False)
-
-
-def test_what_is_full_or_on_its_way_is_gathered_no_second_time_and_what_is_at_rest_not_freed_again():
-    def on_a_rank(world: World) -> None:
-        weights = OneBucket(world, stage=3).weights()
-        weights.start_gather()  # it is full
-        weights.finish_gather()
-        for _ in range(2):
-            weights.reshard()
-            weights.reshard()
-            weights.start_gather()
-            weights.reshard()  # on its way: it stays so
-            weights.start_gather()
-            weights.finish_gather()
-            weights.finish_gather()
-            assert weights.is_full
-
-    _, board = run_threads(on_a_rank, 2)
-    assert board.orders == [["gather unit", "gather unit"]] * 2
-
-
-def test_drained_it_ends_the_gather_under_way():
-    def on_a_rank(world: World) -> list[float]:
-        bucket = OneBucket(world, stage=2)
-        weights = bucket.weights()
-        weights.reshard()
-        weights.start_gather()
-        weights.drain()
-        assert weights.is_full
-        return values_of(bucket)
-
-    assert run_threads(on_a_rank, 2)[0] == [COUNTING] * 2
-
-
 def test_drained_it_issues_the_gather_that_was_prepared_and_only_that():
     def on_a_rank(world: World) -> None:
         prepared, other = OneBucket(world, stage=2).weights(), OneBucket(world, stage=2).weights()
@@ -160,21 +86,6 @@ def test_drained_it_issues_the_gather_that_was_prepared_and_only_that():
         prepared.drain()
 
     assert run_threads(on_a_rank, 2)[1].orders == [["gather unit"]] * 2
-
-
-def test_prepared_for_the_next_gather_it_has_waited_for_the_last():
-    def on_a_rank(world: World) -> list[float]:
-        bucket = OneBucket(world, stage=2)
-        weights = bucket.weights()
-        for _ in range(2):
-            weights.prepare_gather()
-            assert weights.is_full
-            weights.reshard()
-            weights.start_gather()
-        weights.finish_gather()
-        return values_of(bucket)
-
-    assert run_threads(on_a_rank, 2)[0] == [COUNTING] * 2
 
 
 @pytest.mark.parametrize("on_its_way", [False, True])

@@ -82,19 +82,6 @@ def test_every_tensor_is_updated_once_whole_by_its_owner_and_comes_back_to_where
         assert all(target.untyped_storage().nbytes() == 4 for target in rank.whole.targets.values())
 
 
-def test_two_buckets_under_way_at_once_do_not_disturb_each_other():
-    def on_a_rank(world: World) -> list[bool]:
-        ranks = [OnARank(world, owners) for owners in ([2, 0, 1, 1], [1, 1, 0, 2])]
-        ranks[1].whole._pool = ranks[1].pool = ranks[0].pool
-        updates = [rank.whole.update(rank.gradient, rank.step) for rank in ranks]
-        while updates:
-            updates = [update for update in updates[::-1] if next(update, "over") is None][::-1]
-        assert ranks[0].pool.lent_nbytes == 0
-        return [torch.equal(rank.master, rank.expected()[rank.layout.shard(world.rank)]) for rank in ranks]
-
-    assert run_threads(on_a_rank, 3)[0] == [[True, True]] * 3
-
-
 def test_each_byte_is_sent_three_times_but_those_that_their_owner_holds_anyway():
     def on_a_rank(world: World) -> tuple[int, Counter[str]]:
         rank = OnARank(world, [0, 0, 0, 0])
@@ -106,16 +93,3 @@ def test_each_byte_is_sent_three_times_but_those_that_their_owner_holds_anyway()
     away = sum(max(0, slot.end - max(slot.offset, layout.shard_numel)) for slot in layout.slots[:4])
     assert [sent for sent, _ in results] == [4 * away, 4 * 2 * away]
     assert [calls["exchange"] for _, calls in results] == [2, 2]
-
-
-def test_a_replicated_optimizer_updates_all_in_place_and_sends_nothing():
-    def on_a_rank(world: World) -> int:
-        rank = OnARank(world, [1, 0, 0, 1], is_sharded=False)
-        assert list(rank.whole.update(rank.gradient, rank.step)) == []
-        assert torch.equal(rank.master, rank.expected())
-        assert rank.seen == SHAPES[:4]
-        return rank.whole.sent_nbytes
-
-    results, board = run_threads(on_a_rank, 2)
-    assert results == [0, 0]
-    assert board.orders == [[], []]

@@ -23,15 +23,15 @@ class Weights:
 
     def __init__(self, name: str, told: list[str]) -> None:
         self.spec, self.layout, self.told = SimpleNamespace(name=name), None, told
-        self.life, self.home = SimpleNamespace(state=WeightState.SHARD), SimpleNamespace(moves=self.are_away)
+        self.state, self.home = WeightState.SHARD, SimpleNamespace(moves=self.are_away)
 
     @property
     def is_full(self) -> bool:
-        return self.life.state is WeightState.FULL
+        return self.state is WeightState.FULL
 
     def _go(self, start: WeightState, to: WeightState, word: str) -> None:
-        if self.life.state is start:
-            self.life.state = to
+        if self.state is start:
+            self.state = to
             self.told.append(f"{word} {self.spec.name}")
 
     def start_gather(self) -> None:
@@ -56,7 +56,7 @@ class FetchedWeights(Weights):
     are_away = True
 
     def fetch_shard(self) -> None:
-        if self.life.state is WeightState.SHARD:
+        if self.state is WeightState.SHARD:
             self.told.append(f"fetch {self.spec.name}")
 
 
@@ -166,7 +166,7 @@ def test_an_evaluation_frees_what_the_backward_then_gathers_again():
     model = Model()
     model.forward()
     model.evaluate()
-    assert {bucket.weights.life.state for bucket in model.buckets.values()} == {WeightState.SHARD}
+    assert {bucket.weights.state for bucket in model.buckets.values()} == {WeightState.SHARD}
     assert model.backward().startswith("gather root gather c wait root wait c")
 
 
@@ -189,20 +189,10 @@ def test_so_many_units_are_gathered_ahead_in_the_order_they_come(prefetch, forwa
     assert [names(unit.ahead_in_backward) for unit in units] == backward
 
 
-def test_units_that_share_all_their_buckets_count_as_one_of_those_ahead():
-    model = Model(shared={"x": "ab"})
-    model.units["a"].buckets = model.units["b"].buckets = [model.buckets["x"]]
-    model.gathers._look_ahead(1)
-    assert names(model.units["a"].ahead_in_forward) == ["c"]
-    assert names(model.units["root"].ahead_in_forward) == ["x"]
-    assert names(model.units["c"].ahead_in_backward) == ["x"]
-    assert names(model.units["b"].ahead_in_backward) == ["root"]
-
-
 def test_what_was_gathered_ahead_and_not_used_is_freed_too():
     model = Model()
     model.forward("a", backward_follows=False)
-    assert {bucket.weights.life.state for bucket in model.buckets.values()} == {WeightState.SHARD}
+    assert {bucket.weights.state for bucket in model.buckets.values()} == {WeightState.SHARD}
 
 
 def test_a_bucket_of_several_units_is_freed_behind_the_last_of_them_alone():
@@ -211,11 +201,6 @@ def test_a_bucket_of_several_units_is_freed_behind_the_last_of_them_alone():
     told = model.forward()
     assert told.count("gather x") == 1
     assert told.index("free x") > told.index("wait b")
-
-
-def test_a_bucket_that_also_the_last_unit_needs_stays_full():
-    model = Model(shared={"x": "ac"})
-    assert "free x" not in model.forward()
 
 
 def test_a_backward_frees_the_unit_behind_also_where_no_gradient_was_done():
@@ -275,19 +260,6 @@ def test_behind_a_unit_within_another_a_bucket_that_the_outer_one_needs_stays_fu
     model.gathers.after_forward(model.units["a"], Phase.FORWARD)
     model.gathers.end_forward(backward_follows=True)
     assert not model.buckets["x"].weights.is_full
-
-
-def test_a_unit_called_behind_another_is_not_within_it_also_if_the_other_raised():
-    model = Model()
-    gathers, units = model.gathers, model.units
-    gathers.before_forward(units["a"], Phase.FORWARD)
-    gathers.before_forward(units["b"], Phase.FORWARD)  # raises, and a catches it
-    gathers.after_forward(units["a"], Phase.FORWARD)
-    gathers.before_forward(units["c"], Phase.FORWARD)
-    assert [units[name].calls_units for name in "abc"] == [True, False, False]
-    gathers.end_forward(backward_follows=True)
-    gathers.before_forward(units["b"], Phase.FORWARD)
-    assert not units["c"].calls_units
 
 
 def test_a_recomputation_in_a_backward_gathers_ahead_backwards_and_frees_nothing():

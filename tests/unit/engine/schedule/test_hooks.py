@@ -36,30 +36,6 @@ def test_of_several_gradients_the_last_is_told_once_a_backward_whichever_it_is()
     assert told == [[True] * 3] * 8
 
 
-def test_while_one_gradient_is_missing_nothing_is_told_and_afterwards_it_is_again():
-    used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    told: list[int] = []
-    hook = LastGradientHook([used, unused], lambda _: told.append(1))
-    used.sum().backward()
-    used.grad = None
-    assert told == []
-    (used * unused).sum().backward()
-    assert told == [1]
-    hook.remove()
-    (used * unused).sum().backward()
-    assert told == [1]
-
-
-def test_one_hook_hangs_on_the_parameters_however_often_it_moved():
-    parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
-    LastGradientHook(parameters, lambda _: None)
-    for _ in range(3):
-        sum(parameters, torch.zeros(2)).sum().backward()
-        for parameter in parameters:
-            parameter.grad = None
-    assert sum(len(parameter._post_accumulate_grad_hooks or {}) for parameter in parameters) == 1
-
-
 # ---- announcements
 
 

@@ -183,25 +183,6 @@ def test_a_forward_whose_loss_is_thrown_away_or_comes_later_changes_no_bit():
     assert len({each for by_rank in hashes for each in by_rank}) == 1
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_bucket_that_was_complete_before_its_turn_is_reduced_as_soon_as_that_comes(stage):
-    """Not when the backward comes to the next unit: its reduction would begin later."""
-    waiting: list[str] = []
-
-    class SecondCalledLast(Three):
-        def call(self, index: int, block: nn.Module, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
-            x = self.blocks[(0, 2, 1)[index]](x)
-            if index > 0:
-                return x
-            between, reductions = x * 1.0, engine.schedule.reductions
-            between.register_hook(lambda _: waiting.extend(each.spec.name for each in reductions._waiting))
-            return between
-
-    engine = build(SecondCalledLast, zerotrain.World.current(torch.device("cpu")), stage=stage, bucket_mb=ONE_EACH)
-    engine.backward(engine(inputs(0, 0), rank=0, step=0))
-    assert waiting == ["blocks.0", "root"]
-
-
 @pytest.mark.case("parameters", "complete blocks skipped on one rank, as layer drop does *")
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("prefetch", "skipped"), [(1, (2,)), (1, (0,)), (1, (1, 3)), (2, (1, 2)), (2, (2, 3))])

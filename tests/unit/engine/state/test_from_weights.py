@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,8 @@ from tests.unit.engine.parts import train as train_engine
 from tests.unit.engine.state.weight_files import (
     HARD,
     MODELS,
-    PLACES,
     Tensors,
     assert_holds,
-    nbytes_read,
     plain,
     saved,
     some_places,
@@ -63,23 +62,6 @@ def test_a_file_is_loaded_at_any_placement_as_plain_pytorch_loads_it(
     for stage, size in some_places(list(MODELS).index(name) + (dtype is torch.bfloat16)):
         results, _ = run_threads(lambda world, stage=stage: on_a_rank(world, stage), size, late_rank=size - 1)
         assert len({*results}) == 1
-
-
-def test_what_was_loaded_trains_as_what_load_state_dict_was_given(tmp_path: Path) -> None:
-    path = saved(tensors_of(plain(HARD, 7)), tmp_path / "weights.safetensors")
-    state = load_file(path)
-
-    def on_a_rank(world: World, stage: int) -> tuple[str, str]:
-        one, other = (build(world, HARD, stage, seed=seed) for seed in (1, 2))
-        one.load_weights(path)
-        other.load_state_dict(state)
-        for engine in (one, other):
-            train(engine, 0, 1)
-        return one.weights_sha256(), other.weights_sha256()
-
-    for stage, size in PLACES:
-        results, _ = run_threads(lambda world, stage=stage: on_a_rank(world, stage), size)
-        assert len({each for pair in results for each in pair}) == 1
 
 
 def test_a_model_whose_parameters_were_never_whole_is_filled(tmp_path: Path) -> None:
@@ -137,22 +119,6 @@ def test_weights_alone_are_taken_from_a_checkpoint_of_any_placement(name: str, n
 
     for stage, size in some_places(number):
         run_threads(lambda world, stage=stage: on_a_rank(world, stage), size)
-
-
-def test_a_checkpoint_of_other_strides_and_of_another_optimizer_is_taken_too(tmp_path: Path) -> None:
-    class Straight(HARD.model):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.turned = nn.Parameter(self.turned.detach().contiguous())
-
-    state = trained_run(tmp_path, Kind(Straight))
-
-    def on_a_rank(world: World) -> None:
-        engine = build(world, HARD, 3, seed=1)
-        engine.load_weights(tmp_path)
-        assert_holds(engine, HARD, state)
-
-    run_threads(on_a_rank, 2)
 
 
 def test_a_large_tensor_in_another_order_than_in_the_file_is_read_to_its_places(tmp_path: Path) -> None:
@@ -215,7 +181,7 @@ class Around(nn.Module):
     [
         ("module.", Matrices, "'module.', with which all names in it begin, was left out"),
         ("_orig_mod.", Matrices, "'_orig_mod.', with which all names in it begin, was left out"),
-        ("module._orig_mod.", Matrices, "'module._orig_mod.', with which all names in it begin, was left out"),
+        ("_orig_mod.module.", Matrices, "'_orig_mod.module.', with which all names in it begin, was left out"),
         ("", Around, "'model.inner.', with which all names of the model begin, was put before those in it"),
     ],
     ids=["DDP", "compiled", "both", "a class around the model"],
@@ -256,8 +222,7 @@ def test_names_that_hooks_of_the_state_dict_give_are_known_beside_those_of_modul
     class Hooked(Matrices):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks[0] = Renamed()
-            self.blocks[1] = Renamed()
+            self.blocks[0], self.blocks[1] = Renamed(), Renamed()
 
     kind = Kind(Hooked)
     tensors = tensors_of(plain(kind, 7))
@@ -290,40 +255,14 @@ def test_what_the_file_has_not_keeps_what_was_written_into_it_in_place(stage: in
     run_threads(on_a_rank, 2)
 
 
-def test_each_rank_reads_the_elements_that_it_holds(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for tensors whose elements lie in memory in another order, which every rank reads through."""
-    kind = KINDS["Muon and AdamW"]
-    path = saved(tensors_of(plain(kind, 7)), source / "matrices.safetensors")
-    with path.open("rb") as file:
-        header_nbytes = 64 + int.from_bytes(file.read(8), "little")  # looked at, and then read
-
-    per_rank = [nbytes - header_nbytes for nbytes in nbytes_read(path, kind, monkeypatch)]
-    data_nbytes = path.stat().st_size - header_nbytes + 64 - 8
-    assert sum(per_rank) == data_nbytes
-    assert max(per_rank) < data_nbytes / 2  # a third, but for the padding of tensors so small
-
-
-# Names of a file that are not the model's own: read by one word before them, or not at all.
-
-
-def given(name: str) -> StoredTensor:
-    return StoredTensor([name], "F32", torch.float32, (2,))
-
-
 def test_where_two_words_would_make_names_fit_none_is_taken() -> None:
     wanted = [ModelTensor([name], torch.zeros(2)) for name in ("model.inner.weight", "model.inner.inner.weight")]
-    loaded = match_part(Path("file"), [given("inner.weight")], wanted)
+    stored = StoredTensor(["inner.weight"], "F32", torch.float32, (2,))
+    loaded = match_part(Path("file"), [stored], wanted)
     assert loaded.surplus == ("inner.weight",)
     assert loaded.missing == ("model.inner.weight", "model.inner.inner.weight")
     assert loaded.renamed == ""
     assert not any(each.stored for each in wanted)
-
-
-def test_where_one_word_makes_names_fit_it_is_taken() -> None:
-    wanted = [ModelTensor([name], torch.zeros(2)) for name in ("model.inner.weight", "model.inner.bias")]
-    tensors = [given("inner.weight"), given("inner.bias")]
-    assert match_part(Path("file"), tensors, wanted).num_loaded == 2
-    assert [each.stored[0][1] for each in wanted] == tensors
 
 
 # Full weights into the shards of any stage.
@@ -337,6 +276,7 @@ class Kept(Linears):
         self.blocks[3].weight = self.blocks[0].weight
         self.blocks[1].requires_grad_(False)
         self.register_buffer("offset", torch.zeros(3))
+        self.register_buffer("number", torch.tensor(0))
         self.extra = "old"
 
     def get_extra_state(self) -> str:
@@ -366,6 +306,7 @@ def test_what_was_taken_out_trains_on_to_the_same_bits_in_another_engine(stage: 
     def on_a_rank(world: World) -> list[str]:
         one = engine_on(world, Kept, zero={"stage": stage}, precision=precision)
         one.module.offset.fill_(0.5)
+        one.module.number.fill_(9)
         one.module.extra = "new"
         train_engine(one, 0, 1)
         taken = one.full_state_dict() | ({"_extra_state": "new"} if world.rank == 0 else {})
@@ -373,7 +314,7 @@ def test_what_was_taken_out_trains_on_to_the_same_bits_in_another_engine(stage: 
         train_engine(other, 5)
         other.load_state_dict(taken)
         assert other.module.extra == "new"
-        assert other.module.offset.tolist() == [0.5] * 3
+        assert (other.module.offset.tolist(), other.module.number.item()) == ([0.5] * 3, 9)
         hashes = [one.weights_sha256(), other.weights_sha256()]
         for engine in (one, other):
             train_engine(engine, 2)
@@ -430,26 +371,16 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_anything_has_changed(
     run_threads(on_a_rank, 2)
 
 
-def test_while_a_gradient_waits_nothing_is_loaded_and_a_loss_from_before_is_refused() -> None:
-    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    engine = engine_on(world)
-    state = engine.full_state_dict()
-    loss = engine(torch.ones(1, 3))
-    engine.load_state_dict(state)
+@pytest.mark.parametrize("takes", ["load_state_dict", "load_weights"])
+def test_while_a_gradient_waits_nothing_is_loaded_and_a_loss_from_before_is_refused(takes: str, source: Path) -> None:
+    engine = build(alone(), HARD, 2)
+    given = source / "one" if takes == "load_weights" else engine.full_state_dict()
+    load = partial(getattr(engine, takes), given)
+    loss = engine(torch.arange(9))
+    load()
     with pytest.raises(zerotrain.EngineStateError, match="computed before"):
         engine.backward(loss)
-    engine.backward(engine(torch.ones(1, 3)))
-    with pytest.raises(zerotrain.EngineStateError, match="cannot be loaded while a gradient waits"):
-        engine.load_state_dict(state)
+    engine.backward(engine(torch.arange(9)))
+    with pytest.raises(zerotrain.EngineStateError, match="weights cannot be loaded while a gradient waits"):
+        load()
     engine.step()
-
-
-def test_a_model_with_state_beside_its_parameters_alone_is_loaded_as_plain_pytorch_does() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    engine = zerotrain.build_engine(model, optimizer=torch.optim.SGD)
-    state = model.state_dict()
-    state["1.running_mean"] = torch.full((3,), 7.0)
-    state["1.num_batches_tracked"] = torch.tensor(9)
-    engine.load_state_dict(state)
-    assert model[1].running_mean.tolist() == [7.0] * 3
-    assert model[1].num_batches_tracked.item() == 9

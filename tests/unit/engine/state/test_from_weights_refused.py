@@ -29,7 +29,7 @@ from zerotrain.checkpoint.folder import PartialFolder, step_name
 from zerotrain.checkpoint.manifest import read_manifest
 from zerotrain.comm.world import World
 from zerotrain.engine.state import from_weights as files
-from zerotrain.errors import CheckpointError, ConfigError, EngineStateError
+from zerotrain.errors import CheckpointError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 
 
@@ -104,9 +104,12 @@ def test_not_strict_it_takes_what_fits_and_tells_what_did_not(stage: int, tmp_pa
 
 
 def test_a_tied_tensor_may_lie_there_under_all_its_names_if_they_are_the_same(tmp_path: Path) -> None:
+    """By five ranks: the 888 elements cannot be shared out evenly."""
     tensors = tensors_of(plain(HARD, 7))
     twice = tensors | {"output.weight": tensors["embedding.weight"].clone()}
-    other = tensors | {"output.weight": tensors["embedding.weight"] + 1}
+    last_differs = tensors["embedding.weight"].clone()
+    last_differs[-1, -1] += 1
+    other = tensors | {"output.weight": last_differs}
     same, different = saved(twice, tmp_path / "same.safetensors"), saved(other, tmp_path / "other.safetensors")
 
     def on_a_rank(world: World) -> None:
@@ -119,40 +122,7 @@ def test_a_tied_tensor_may_lie_there_under_all_its_names_if_they_are_the_same(tm
         engine.load_weights(same)
         assert_holds(engine, HARD, tensors)
 
-    run_threads(on_a_rank, 2)
-
-
-def test_of_a_tensor_with_two_names_every_element_is_compared(tmp_path: Path) -> None:
-    """By five ranks: the 888 elements cannot be shared out evenly."""
-    tensors = tensors_of(plain(HARD, 7))
-    twice = tensors["embedding.weight"].clone()
-    twice[-1, -1] += 1
-    path = saved(tensors | {"output.weight": twice}, tmp_path / "weights.safetensors")
-
-    def on_a_rank(world: World) -> None:
-        engine = build(world, HARD, 2, seed=1)
-        with pytest.raises(CheckpointError, match=r"embedding\.weight and output\.weight are one tensor"):
-            engine.load_weights(path)
-
     run_threads(on_a_rank, 5)
-
-
-def open_in(folder: Path) -> list[str]:
-    """The files of a folder that this process has open."""
-    names = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
-    found = [os.readlink(name) for name in names if os.path.lexists(name)]
-    return [name for name in found if name.startswith(str(folder))]
-
-
-def test_files_are_closed_when_they_are_loaded_and_when_they_are_refused(source: Path) -> None:
-    engine = build(alone(), HARD, 2, seed=1)
-    misfit = saved({"head": torch.ones(2)}, source / "misfit.safetensors")
-    for form in ("any name.st", "two", "run"):
-        engine.load_weights(source / form)
-        assert open_in(source) == []
-    with pytest.raises(CheckpointError, match="the model has no head"):
-        engine.load_weights(misfit)
-    assert open_in(source) == []
 
 
 def written(path: Path, content: bytes) -> Path:
@@ -160,14 +130,11 @@ def written(path: Path, content: bytes) -> Path:
     return path
 
 
-def header(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """A file whose header was changed."""
+def other_shape(path: Path) -> Path:
+    """A file whose header gives a tensor another shape, of as many elements less seven."""
     content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    told = json.loads(content[8 : 8 + length])
-    change(told)
-    text = json.dumps(told).encode()
-    return written(path, len(text).to_bytes(8, "little") + text + content[8 + length :])
+    assert content.count(b"[7,15]") == 1
+    return written(path, content.replace(b"[7,15]", b"[7,14]"))
 
 
 def without_a_file(folder: Path) -> Path:
@@ -184,33 +151,17 @@ def pipe(path: Path) -> Path:
     return path
 
 
-def link(path: Path) -> Path:
-    path.symlink_to("nowhere")
-    return path
-
-
 FIRST = "model-00001-of-00002.safetensors"
 # Made of a folder `at` in which are `file`, a folder `two` with an index, and one that is `empty`.
 UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "not there": (lambda at: at / "nowhere", r"nowhere is not there: give a file of safetensors or torch\.s"),
     "cut": (lambda at: written(at / "f", (at / "file").read_bytes()[:-1]), r"f is cut: \d+ bytes, and its header say"),
-    "cut in its header": (lambda at: written(at / "f", (at / "file").read_bytes()[:99]), r"f is cut: 99 bytes, and i"),
     "longer": (lambda at: written(at / "f", (at / "file").read_bytes() + b"0"), "f is longer than its header says"),
     "empty": (lambda at: written(at / "f", b""), r"f is neither a file of safetensors nor of torch\.save \(0 b"),
-    "text": (
-        lambda at: written(at / "f", b"weights: none\n" * 9),
-        "f is neither a file of safetensors nor of torch.s",
-    ),
     "no JSON": (lambda at: written(at / "f", b"\2\0\0\0\0\0\0\0{["), "is no safetensors file, or damaged in its hea"),
-    "other JSON": (lambda at: written(at / "f", b'\x09\0\0\0\0\0\0\0{"a": 12}'), "damaged in its header"),
-    "shapes": (
-        lambda at: header(at / "file", lambda told: told["odd"].update(shape=[7, 14])),
-        "gives odd a place where",
-    ),
-    "a hole": (lambda at: header(at / "file", lambda told: told.pop("odd")), "a place where it cannot be"),
+    "shapes": (lambda at: other_shape(at / "file"), "gives odd a place where it cannot be"),
     "git LFS": (lambda at: written(at / "f", b"version https://git-lfs.github.com/spec/v1\noid"), "git lfs pull"),
     "a pipe": (lambda at: pipe(at / "f"), "f is no file"),
-    "a link that leads nowhere": (lambda at: link(at / "f"), "f is no file"),
     "an empty folder": (lambda at: at / "empty", "empty has no checkpoint in it: give a file of safetensors or"),
     "a cut save": (lambda at: PartialFolder(at / "empty" / step_name(1)).path.parent, "only a save that was cut off"),
     "a file missing": (lambda at: without_a_file(at / "two"), r"two lacks model-00002\S+ of the 2 files that model\.s"),
@@ -219,7 +170,6 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
         f"{FIRST} has no head, which its index lists",
     ),
     "an index that leads away": (lambda at: index(at / "two", {"odd": "../file"}), "json is no index of files with we"),
-    "an index of nothing": (lambda at: index(at / "two", None), "json is no index of files with weights, or damaged"),
 }
 
 
@@ -240,45 +190,33 @@ def test_what_cannot_be_read_is_one_sentence_on_every_rank(case: str, source: Pa
     assert_refused_alike(path, HARD, said)
 
 
-def test_a_flipped_byte_of_a_checkpoints_weights_is_refused_before_anything_has_changed(
-    source: Path, tmp_path: Path
+class Wide(nn.Module):
+    """With a weight and a buffer that share no block of a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(512, 1024, bias=False)
+        self.register_buffer("table", torch.zeros(512, 1024))
+
+
+@pytest.mark.parametrize(("role", "name"), [("weight", "linear.weight"), ("buffer", "table")])
+def test_a_flipped_byte_of_a_checkpoints_weights_or_buffers_is_refused_before_anything_has_changed(
+    role: str, name: str, tmp_path: Path
 ) -> None:
-    path = Path(shutil.copytree(source / "run" / "checkpoints" / step_name(10), tmp_path / "step"))
-    file = path / "rank-00000.safetensors"
-    content = bytearray(file.read_bytes())
-    content[read_manifest(path).parameters["embedding.weight"].tensors["weight"].pieces[0].byte] ^= 1
-    file.write_bytes(content)
+    path = build(alone(), Kind(Wide), 2).save(tmp_path / "step")
+    [piece] = next(tensor.pieces for of, _, tensor in read_manifest(path).tensors() if of == name)
+    content = bytearray((path / "rank-00000.safetensors").read_bytes())
+    content[piece.byte + 2**20 + 4] ^= 1
+    (path / "rank-00000.safetensors").write_bytes(content)
 
     def on_a_rank(world: World) -> None:
-        engine = build(world, HARD, 3, seed=1)
+        engine = build(world, Kind(Wide), 3, seed=1)
         before = engine.weights_sha256()
-        with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors is not what was written"):
+        with pytest.raises(CheckpointError, match=rf"safetensors is not what was written: .*{role} of {name}"):
             engine.load_weights(path)
         assert engine.weights_sha256() == before
 
     run_threads(on_a_rank, 2)
-
-
-def test_a_flipped_byte_of_a_checkpoints_buffers_is_refused_before_anything_has_changed(tmp_path: Path) -> None:
-    """A buffer that no block shares with a weight."""
-
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(512, 1024, bias=False)
-            self.register_buffer("table", torch.zeros(512, 1024))
-
-    kind = Kind(Wide)
-    path = build(alone(), kind, 2).save(tmp_path / "step")
-    [piece] = read_manifest(path).buffers["table"].pieces
-    content = bytearray((path / "rank-00000.safetensors").read_bytes())
-    content[piece.byte + 2**20 + 4] ^= 1
-    (path / "rank-00000.safetensors").write_bytes(content)
-    engine = build(alone(), kind, 2, seed=1)
-    before = engine.weights_sha256()
-    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors is not what was written: .*buffer of table"):
-        engine.load_weights(path)
-    assert engine.weights_sha256() == before
 
 
 def test_ranks_that_see_different_files_refuse_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,28 +276,3 @@ def test_a_disk_that_fails_in_the_midst_leaves_an_engine_that_trains_when_it_is_
         train(engine, 0)
 
     run_threads(on_a_rank, 2)
-
-
-def test_ranks_that_are_given_different_paths_are_told(source: Path) -> None:
-    def on_a_rank(world: World) -> None:
-        engine = build(world, HARD, 2, seed=1)
-        with pytest.raises(
-            ConfigError,
-            match=r"engine.load_weights: path differs between the ranks: .* on ranks 0, 2, .* on rank 1; give",
-        ):
-            engine.load_weights(source / ("two" if world.rank == 1 else "one"))
-        train(engine, 0)
-
-    run_threads(on_a_rank, 3)
-
-
-def test_in_the_midst_of_a_step_nothing_is_loaded(source: Path) -> None:
-    engine = build(alone(), HARD, 2)
-    loss = engine(torch.arange(9))
-    engine.load_weights(source / "one")
-    with pytest.raises(EngineStateError, match="computed before"):
-        engine.backward(loss)
-    engine.backward(engine(torch.arange(9)))
-    with pytest.raises(EngineStateError, match="weights cannot be loaded while a gradient waits"):
-        engine.load_weights(source / "one")
-    engine.step()

@@ -2,26 +2,20 @@
 
 import argparse
 import collections
-import contextlib
 import json
-import math
 import os
 import pickle
-import random
 import re
-import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.unit.checkpoint.runs import Kind, Matrices, build, train
 from tests.unit.engine.parts import alone
@@ -104,26 +98,6 @@ def test_it_is_loaded_at_any_placement_as_plain_pytorch_loads_it(name: str, writ
     for stage, size in some_places(list(MODELS).index(name) + list(WRITERS).index(writer)):
         results, _ = run_threads(lambda world, stage=stage: on_a_rank(world, stage), size, late_rank=size - 1)
         assert len({*results}) == 1
-
-
-@pytest.mark.case(
-    "checkpoints",
-    "a file of `torch.save`, a folder of DCP of one process or of four, cut in rows, columns or both",
-    under="weights out of a safetensors file",
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("writer", list(WRITERS)[:2])
-@pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
-def test_of_another_dtype_it_is_rounded_as_plain_pytorch_does(writer: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    state = tensors_of(plain(HARD, 7), dtype)
-    path = WRITERS[writer](state, tmp_path / "weights")
-
-    def on_a_rank(world: World) -> None:
-        engine = build(world, HARD, 3, seed=1)
-        engine.load_weights(path)
-        assert_holds(engine, HARD, state)
-
-    run_threads(on_a_rank, 2)
 
 
 @pytest.mark.case(
@@ -254,41 +228,17 @@ def test_weights_lie_beside_other_things_as_users_save_them(form: str, writer: s
     run_threads(on_a_rank, 2)
 
 
-def save_wrapped(path: str) -> None:
-    model = torch.compile(DistributedDataParallel(plain(MATRICES, 7)))
-    if torch.distributed.get_rank() == 0:
-        torch.save({"model": model.state_dict()}, path)
-
-
-@pytest.mark.case(
-    "checkpoints",
-    "of a wrapped model (`module.`, `_orig_mod.`), or for a class around it",
-    under="weights out of a safetensors file",
-)
-def test_what_a_training_with_ddp_and_compile_has_saved_is_taken(tmp_path: Path) -> None:
-    path = tmp_path / "weights.pt"
-    run_ranks(save_wrapped, 2, str(path))
-    engine = build(alone(), MATRICES, 2, seed=1)
-    told = engine.load_weights(path).told()
-    assert told[0].endswith("; '_orig_mod.module.', with which all names in it begin, was left out")
-    assert_holds(engine, MATRICES, tensors_of(plain(MATRICES, 7)))
-
-
 @pytest.mark.case(
     "checkpoints",
     "a folder of Hugging Face in one file or several, a checkpoint, a run",
     under="weights out of a safetensors file",
 )
-@pytest.mark.parametrize("index", [True, False], ids=["several", "one"])
-def test_a_folder_of_hugging_face_may_have_the_files_of_torch(index: bool, tmp_path: Path) -> None:
+def test_a_folder_of_hugging_face_may_have_the_files_of_torch(tmp_path: Path) -> None:
     tensors = tensors_of(plain(MATRICES, 7))
     names = list(tensors)
-    if index:
-        files = {"pytorch_model-00001-of-00002.bin": names[:3], "pytorch_model-00002-of-00002.bin": names[3:]}
-        places = {name: file for file, part in files.items() for name in part}
-        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
-    else:
-        files = {"pytorch_model.bin": names}
+    files = {"pytorch_model-00001-of-00002.bin": names[:3], "pytorch_model-00002-of-00002.bin": names[3:]}
+    places = {name: file for file, part in files.items() for name in part}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
     for file, part in files.items():
         torch.save({name: tensors[name] for name in part}, tmp_path / file)
     engine = build(alone(), MATRICES, 2, seed=1)
@@ -356,41 +306,26 @@ def changed(path: Path, change: Callable[[bytes], bytes]) -> Path:
     return path
 
 
-def garbled(content: bytes) -> bytes:
-    """What makes a tensor has a name that no function has."""
-    assert b"_rebuild_tensor_v2" in content
-    return content.replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_v9")
-
-
-def zipped(path: Path, packed: int) -> Path:
+def zipped_again(path: Path) -> Path:
     """The same archive as another tool packs it."""
     again = path.with_suffix(".zip")
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(again, "w", packed) as new:
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(again, "w", zipfile.ZIP_DEFLATED) as new:
         for each in old.infolist():
             new.writestr(each.filename, old.read(each))
     return again
 
 
 def other_order(path: Path) -> Path:
-    content = path.read_bytes()
-    with zipfile.ZipFile(path) as archive:
-        [member] = [each for each in archive.namelist() if each.endswith("/byteorder")]
     again = path.with_suffix(".big")
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(again, "w") as new:
         for each in old.infolist():
-            new.writestr(each.filename, b"big" if each.filename == member else old.read(each))
-    assert content != again.read_bytes()
+            new.writestr(each.filename, b"big" if each.filename.endswith("/byteorder") else old.read(each))
     return again
 
 
 def scripted(path: Path) -> Path:
     torch.jit.script(torch.nn.Linear(2, 2)).save(str(path))
     return path
-
-
-def of_numpy(path: Path) -> Path:
-    np.savez(path, weight=np.ones(3))
-    return path.with_suffix(".npz")
 
 
 def file_of(value: Any, **how: Any) -> Callable[[Path], Path]:
@@ -403,12 +338,6 @@ def file_of(value: Any, **how: Any) -> Callable[[Path], Path]:
 
 def damaged_metadata(at: Path, change: Callable[[bytes], bytes]) -> Path:
     changed(at / "dcp" / ".metadata", change)
-    return at / "dcp"
-
-
-def damaged_piece(at: Path) -> Path:
-    [file] = (at / "dcp").glob("*.distcp")
-    changed(file, garbled)
     return at / "dcp"
 
 
@@ -436,26 +365,15 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
         file_of({"model": ONES, "args": argparse.Namespace(lr=1)}),
         r"f.pt holds more than weights \(argparse.Namespace\), and making such objects may run any code; write only",
     ),
-    "a whole model": (file_of(torch.nn.Linear(2, 2)), r"more than weights \(.*torch.nn.modules.linear.Linear"),
-    "no names": (file_of(torch.ones(3)), "f.pt holds a Tensor without tensors that have names; write only the wei"),
     "no tensors": (file_of({"epoch": 3}), "f.pt holds a dict without tensors that have names; write only the weights"),
     "quantized": (
         file_of({"weight": torch._make_per_tensor_quantized_tensor(torch.ones(3, dtype=torch.int8), 0.1, 0)}),
         "f.pt is damaged, or holds tensors that cannot be read in parts",
     ),
     "cut": (lambda at: changed(at / "file", lambda old: old[:-30]), "file is cut or damaged: it begins like a"),
-    "cut in the midst": (lambda at: changed(at / "file", lambda old: old[:700]), "file is cut or damaged: it b"),
-    "damaged": (
-        lambda at: changed(at / "file", garbled),
-        r"file holds more than weights \(torch._utils._rebuild_tensor_v9\)",
-    ),
     "packed again": (
-        lambda at: zipped(at / "file", zipfile.ZIP_DEFLATED),
+        lambda at: zipped_again(at / "file"),
         "file.zip was packed again, and cannot be read in parts; write only the weights",
-    ),
-    "packed again without packing": (
-        lambda at: zipped(at / "file", zipfile.ZIP_STORED),
-        r"file.zip is damaged: a tensor lies at byte \d+, where none can",
     ),
     "the other order of bytes": (
         lambda at: other_order(at / "file"),
@@ -465,18 +383,12 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda at: scripted(at / "f.pt"),
         "f.pt is a zip archive, but none of torch.save; write only the weights",
     ),
-    "numpy": (lambda at: of_numpy(at / "f"), "f.npz is a zip archive, but none of torch.save; write only the weights"),
     "a folder of files": (
         lambda at: file_of(ONES)(at).parent,
         "has no model.safetensors: name the file itself, such as",
     ),
     "DCP, a file missing": (without_a_piece, "__0_0.distcp is not there"),
     "DCP, a file cut": (cut_piece, r"__0_0.distcp is cut: 1000 bytes, and .metadata says \d+"),
-    "DCP, a file damaged": (damaged_piece, r"__0_0.distcp holds more than weights \(torch._utils._rebuild_tensor_v9\)"),
-    "DCP, no .metadata": (
-        lambda at: damaged_metadata(at, lambda old: b"weights: none"),
-        ".metadata is no .metadata of torch.distributed.checkpoint, or damaged",
-    ),
     "DCP, .metadata cut": (
         lambda at: damaged_metadata(at, lambda old: old[: len(old) // 2]),
         ".metadata is no .metadata of torch.distributed.checkpoint, or damaged",
@@ -509,49 +421,12 @@ def test_what_cannot_be_read_is_one_sentence_on_every_rank_and_runs_no_code(
     assert not (tmp_path / "trace").exists()
 
 
-def test_the_code_of_these_pickles_does_run_where_they_are_trusted(tmp_path: Path, monkeypatch) -> None:
-    for write, read in ((torch.save, lambda path: torch.load(path, weights_only=False)), (pickle_to, unpickled)):
-        monkeypatch.setenv("ZEROTRAIN_TEST_TRACE", str(tmp_path / "trace"))
-        write({"weight": RunsCode()}, tmp_path / "f")
-        read(tmp_path / "f")
-        shutil.rmtree(tmp_path / "trace")
-
-
 def pickle_to(value: Any, path: Path) -> None:
     path.write_bytes(pickle.dumps(value))
 
 
 def unpickled(path: Path) -> Any:
     return pickle.loads(path.read_bytes())
-
-
-@pytest.mark.case("checkpoints", "cut, damaged, missing, of another kind", under="weights out of a safetensors file")
-@pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
-@pytest.mark.parametrize("form", ["weights.pt", ".metadata", "__0_0.distcp"])
-def test_whatever_byte_is_changed_it_is_weights_or_one_sentence(form: str, tmp_path: Path) -> None:
-    """zipfile and torch raise errors of ten kinds then, such as UnicodeDecodeError and OverflowError (2026-11-22)."""
-    tensors = {"weight": torch.randn(5, 7), "bias": torch.arange(3)}
-    if form == "weights.pt":
-        file = path = in_a_file({"model": tensors}, tmp_path / form)
-    else:
-        path = in_one_piece(tensors, tmp_path / "dcp")
-        file = path / form
-    content, rng, said = file.read_bytes(), random.Random(0), []
-    for _ in range(400):
-        damaged = bytearray(content)
-        damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-        file.write_bytes(damaged)
-        try:
-            weights = find_weights(path)
-            with contextlib.closing(weights):
-                readable = [each for each in weights.tensors if each.dtype is not None]
-                said += (problems := weights.problems(readable, 0, 1))
-                for each in readable if not problems else ():
-                    weights.read(each, 0, torch.empty(math.prod(each.shape), dtype=each.dtype))
-        except CheckpointError as error:
-            said.append(str(error))
-    assert 40 < len(said) < 400
-    assert not any("\n" in each for each in said)
 
 
 @pytest.mark.case("checkpoints", "cut, damaged, missing, of another kind", under="weights out of a safetensors file")
@@ -572,21 +447,8 @@ def test_pieces_that_do_not_make_up_their_tensor_are_refused(offsets: tuple[int,
         find_weights(path)
 
 
-def test_a_dcp_folder_that_leads_away_is_refused(tmp_path: Path) -> None:
-    in_one_piece(ONES, tmp_path / "dcp")
-    [file] = (tmp_path / "dcp").glob("*.distcp")
-    file.rename(tmp_path / "__0_0.distcp")
-    path = tmp_path / "dcp" / ".metadata"
-    metadata = unpickled(path)
-    for each in metadata.storage_data.values():
-        each.relative_path = "../__0_0.distcp"
-    pickle_to(metadata, path)
-    with pytest.raises(CheckpointError, match=re.escape(f"{path} is no .metadata of torch")):
-        find_weights(tmp_path / "dcp")
-
-
 @pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("writer", [*WRITERS, "safetensors"])
 def test_each_rank_reads_the_elements_that_it_holds(writer: str, tmp_path: Path, monkeypatch) -> None:
     """And the heads of what torch.save has written, some KiB each: of DCP, the ranks share those out first."""
 
@@ -597,7 +459,7 @@ def test_each_rank_reads_the_elements_that_it_holds(writer: str, tmp_path: Path,
 
     kind = Kind(Wide)
     tensors = tensors_of(plain(kind, 7))
-    path = WRITERS[writer](tensors, tmp_path / "weights")
+    path = WRITERS.get(writer, saved)(tensors, tmp_path / "weights")
 
     per_rank = nbytes_read(path, kind, monkeypatch)
     data_nbytes = sum(tensor.nbytes for tensor in tensors.values())

@@ -100,9 +100,3 @@ def nameless(gather: Any) -> Any:
         return gather(self, values, name="", in_order=in_order)
 
     return gathered
-
-
-def test_one_rank_tells_nobody():
-    mine = Collectives(World(0, 1, 0, torch.device("cpu")), ledger=Ledger(), ordered=True, overlap=True)
-    assert agreed(mine, "engine.save", lambda: ("plan", {"a": 1})) == "plan"
-    assert mine.ledger.outside_steps.calls.total() == 0

@@ -27,11 +27,10 @@ MODELS: dict[str, Kind] = {
     "Muon": KINDS["Muon and AdamW"],
     "adapters on a frozen base in bf16": KINDS["a frozen base in bf16 with adapters"],
 }
-PLACES = [(stage, size) for stage in range(4) for size in (1, 2, 3)]
 
 
 def some_places(number: int) -> list[tuple[int, int]]:
-    """Each stage once, and each number of ranks; cases with three numbers in a row have all of PLACES together."""
+    """Each stage once, and each number of ranks; cases with three numbers in a row have all placements together."""
     return [(stage, 1 + (stage + number) % 3) for stage in range(4)]
 
 
