@@ -33,23 +33,14 @@ def test_every_fault_can_be_planted_and_names_tests_that_are_there() -> None:
     ("change", "before", "after"),
     [
         (Drop("wait"), "self.a.wait(1)\nrest()", "rest()"),
-        (Drop("a", nth=1), "self.a = 1\nself.a = 2", "self.a = 1"),
         (Drop("lock"), "with lock():\n    rest()", "if True:\n    rest()"),
-        (Drop("raise"), "if a:\n    raise ValueError(a)", "if a:\n    pass"),
-        (Always(False), "if a:\n    rest()", "if False:\n    rest()"),
         (Always(True, "b"), "x = [c if b else d for a in e if a]", "x = [c if True else d for a in e if a]"),
         (Without("b"), "x = a and self.b.c and d", "x = a and d"),
         (Without("b"), "x = a + b * 2", None),  # of which of the two
-        (Without("b", nth=0), "x = a + b * 2", "x = a"),
         (Inner("sorted"), "x = sorted(a, key=b)", "x = a"),
-        (Inner("clone"), "x = a.clone()", "x = a"),
         (Argument("f", 1, "c"), "f(a, b)", "f(a, c)"),
-        (Argument("f", "b", "2"), "f(a, b=1)", "f(a, b=2)"),
         (Argument("f", "b", None), "f(a, b=1)", "f(a)"),
-        (Argument("f", "b", None), "f(a)", None),
-        (Swap("<=", "<"), "x = a <= b", "x = a < b"),
         (Swap("f(a, 1)", "0"), "x = f(\n    a,\n    1,\n)", "x = 0"),
-        (Swap("a", "b"), "rest()", None),
         (Swap("a", "b"), "f(a, a)", None),
         (Swap("a", "a"), "f(a)", None),
     ],
@@ -68,13 +59,3 @@ def test_a_change_has_one_place_or_is_refused(change: Change, before: str, after
     assert planted.endswith("\n\n    # stays\n    b = 1\n")
     (_, room) = ast.parse(planted).body
     assert ast.unparse(room.body[0].body) == after  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("function", "problem"),
-    [("World.nothing", "there 0 times"), ("Nothing.end", "in 0 files"), ("main", "files, not in one: ")],
-)
-def test_a_fault_of_a_function_that_is_gone_or_is_there_twice_is_refused(function: str, problem: str) -> None:
-    fault = Fault(function, Drop("wait"), "why", "unit/test_errors.py")
-    with pytest.raises(ValueError, match=problem):
-        fault.planted_in((REPOSITORY / "zerotrain" / fault.file).read_text())
