@@ -104,15 +104,8 @@ def opened_steps(
         loss_over=config.train.loss_over,
     )
     feed.agree(state.get("data"), None, like=data)
-    own_data = feed.sampler.fingerprint or {}
-    run_data = own_data if data is None else data
-    different = [
-        f"{name.replace('_', ' ')}: {run_data.get(name)} in the run, {own_data.get(name)} here"
-        for name in {**run_data, **own_data}
-        if run_data.get(name) != own_data.get(name)
-    ]
-    if different:
-        raise ConfigError(f"data: {'; '.join(different)}; give the run's data, with data.path=... where it has moved")
+    if data is not None and (line := _other_data(data, feed.sampler.fingerprint or {})):
+        raise ConfigError(line)
     freezing = RunFreezing(engine, console, frozen_steps(config, frozen, dataset.train, world.size))
     freezing.load_state_dict(state)
     freezing.be_at(num_done)
@@ -141,3 +134,13 @@ def of_replay(config: Config) -> Config:
     config.offload, config.callbacks = type(config.offload)(), {}
     config.launch = replace(config.launch, nproc_per_node=1, max_restarts=0, overwrite=False)
     return config
+
+
+def _other_data(run_data: Mapping[str, Any], own_data: Mapping[str, Any]) -> str | None:
+    different = [
+        f"{name.replace('_', ' ')}: {run_data.get(name)} in the run, {own_data.get(name)} here"
+        for name in {**run_data, **own_data}
+        if run_data.get(name) != own_data.get(name)
+    ]
+    advice = "give the run's data, with data.path=... where it has moved"
+    return f"data: {'; '.join(different)}; {advice}" if different else None

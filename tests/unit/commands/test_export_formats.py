@@ -243,10 +243,10 @@ def next_step_of_the_engine(run: Path, arguments: dict[str, Any]) -> dict[str, t
 def test_the_recipe_of_the_docs_makes_the_next_step_of_the_engine(name: str, request, tmp_path: Path) -> None:
     run, arguments, weights = request.getfixturevalue(name)
     out = exported(run, tmp_path / "out", "--optimizer")
-    told = torch.load(out / "optimizer.pt", weights_only=True)
-    trained_names = [name for group in told["param_groups"] for name in group["params"]]
-    assert sorted(trained_names) == sorted(told["state"]) == sorted(tensors_in(out))
     if name == "llama":
+        told = torch.load(out / "optimizer.pt", weights_only=True)
+        trained_names = [each for group in told["param_groups"] for each in group["params"]]
+        assert sorted(trained_names) == sorted(told["state"]) == sorted(tensors_in(out))
         model = transformers.AutoModelForCausalLM.from_pretrained(out)
     else:
         base = transformers.AutoModelForCausalLM.from_pretrained(arguments["name_or_path"])
