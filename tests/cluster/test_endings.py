@@ -3,12 +3,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from commands import REPOSITORY, TINY, USER_CODE, result_of
 
-from tests.cluster.endings import ENDINGS, STARTERS, Ending
+from tests.cluster.endings import ENDINGS, STARTERS
 
 RUN = (*TINY, "train.max_steps=4", "hydra.run.dir=run", "launch.device=cpu", "launch.timeout_s=60")
 LAUNCH = [sys.executable, str(REPOSITORY / "launch.py")]
@@ -21,9 +20,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("starter", STARTERS)
 @pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.name)
-def test_an_ending_has_the_code_that_the_page_tells(
-    request: pytest.FixtureRequest, tmp_path: Path, ending: Ending, starter: str
-):
+def test_an_ending_has_the_code_that_the_page_tells(request, tmp_path, ending, starter) -> None:
     code = ending.codes[STARTERS.index(starter)]
     if code is None:
         pytest.skip("srun starts its tasks in a job")

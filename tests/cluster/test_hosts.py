@@ -40,9 +40,7 @@ SHORT = (*TINY, "hydra.run.dir=run")
 
 
 @pytest.mark.parametrize(("stage", "num_hosts"), [(0, 2), (1, 3), (2, 2), (3, 3)])
-def test_hosts_have_the_bits_of_one_at_every_stage(
-    hosts: Hosts, undisturbed: Undisturbed, tmp_path: Path, stage: int, num_hosts: int
-) -> None:
+def test_hosts_have_the_bits_of_one_at_every_stage(hosts, undisturbed, tmp_path, stage, num_hosts) -> None:
     """No variable names an interface; the names of these hosts stand for no address, so gloo takes the loopback."""
     run = (*SHORT, f"zero.stage={stage}")
     commands = hosts.start(num_hosts, 2, *run, folder=tmp_path)
@@ -139,9 +137,7 @@ SHARED = (*RUN, "train.max_steps=400", "train.virtual_ranks=4", "checkpoint.keep
 SLOW = ("model._target_=misbehaving.PacedMLP", "+model.seconds=0.05")
 
 
-def test_hosts_that_go_and_come_change_the_number_of_ranks_and_no_bit(
-    hosts: Hosts, undisturbed: Undisturbed, tmp_path: Path
-) -> None:
+def test_hosts_that_go_and_come_change_the_number_of_ranks_and_no_bit(hosts, undisturbed, tmp_path) -> None:
     """Two hosts, one, and two again. Torch's default lets no host join a rank 0 that is there (torch 2.13)."""
     elastic = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5")
     options = [(*elastic, *meeting) for meeting in hosts.meeting("c10d")]

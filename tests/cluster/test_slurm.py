@@ -44,13 +44,6 @@ def test_a_time_limit(tmp_path: Path, undisturbed_job: str, limit: tuple[str, ..
     assert_went_on(job, "SIGUSR1" if len(limit) > 1 else "SIGTERM", undisturbed_job)
 
 
-def test_a_job_that_a_higher_partition_preempts(tmp_path: Path, undisturbed_job: str):
-    job = Job.submit(tmp_path, FOUR_TASKS, f"exec srun {LAUNCH} {' '.join(RUN)} launch.requeue=true")
-    job.await_training()
-    preempt(3)
-    assert_went_on(job, "SIGTERM", undisturbed_job)
-
-
 def test_an_array_of_four_is_preempted_and_each_is_queued_again_once(tmp_path: Path, undisturbed_job: str):
     command = f"exec srun {LAUNCH} {' '.join(RUN)} launch.requeue=true"
     number = Job.submit(tmp_path, ("--array=1-4", "-N1", "-n2"), command).number
@@ -87,9 +80,7 @@ def test_without_requeue_the_code_is_85_and_a_failure_is_1_and_a_refusal_is_2(tm
 @pytest.mark.parametrize(
     ("num_nodes", "heeds"), [(1, ""), (2, "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1")], ids=["dies", "two nodes"]
 )
-def test_torchrun_loses_no_step_whether_it_dies_of_the_signal_or_heeds_it(
-    tmp_path: Path, undisturbed_job: str, num_nodes: int, heeds: str
-):
+def test_torchrun_loses_no_step_whether_it_dies_of_the_signal_or_heeds_it(tmp_path, undisturbed_job, num_nodes, heeds):
     per_node = 4 // num_nodes
     meeting = f"--nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint localhost:{free_port()} --rdzv-id job"
     torchrun = f"srun {TORCHRUN} {meeting} {heeds} --nproc-per-node {per_node}"
@@ -110,9 +101,7 @@ def test_torchrun_loses_no_step_whether_it_dies_of_the_signal_or_heeds_it(
     assert result_of(job.run_dir)["weights_sha256"] == undisturbed_job
 
 
-def test_a_job_whose_first_node_dies_goes_on_from_its_newest_checkpoint(
-    slurm: str, tmp_path: Path, undisturbed_job: str
-):
+def test_a_job_whose_first_node_dies_goes_on_from_its_newest_checkpoint(slurm, tmp_path, undisturbed_job) -> None:
     """All of the node dies at once: its slurmd, the script of the job and the tasks. Slurm queues the job again."""
     command = f"exec srun {LAUNCH} {' '.join(RUN)} checkpoint.every=2 launch.requeue=true"
     job = Job.submit(tmp_path, FOUR_TASKS, command)

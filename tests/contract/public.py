@@ -47,7 +47,6 @@ OPEN = ("config", "hyperparameters", "built_groups")
 
 
 def lines(zygote: Zygote) -> list[str]:
-    """The whole list, in order."""
     given = {
         "names, with their signatures": names,
         "names of zerotrain.api": names_of_api,
@@ -63,7 +62,6 @@ def lines(zygote: Zygote) -> list[str]:
 
 
 def names() -> Iterator[str]:
-    """Each public name of the packages that users import from."""
     for package in PACKAGES:
         module = importlib.import_module(package)
         for name in sorted(module.__all__):
@@ -72,7 +70,6 @@ def names() -> Iterator[str]:
 
 
 def names_of_api() -> Iterator[str]:
-    """Each function that zerotrain.api defines."""
     module = importlib.import_module("zerotrain.api")
     for name, value in sorted(vars(module).items()):
         if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__:
@@ -80,7 +77,6 @@ def names_of_api() -> Iterator[str]:
 
 
 def methods() -> Iterator[str]:
-    """Each public method and property of `CLASSES`, inherited ones too."""
     for path in CLASSES:
         package, _, name = path.rpartition(".")
         kind = getattr(importlib.import_module(package), name)
@@ -92,7 +88,6 @@ def methods() -> Iterator[str]:
 
 
 def config_keys() -> Iterator[str]:
-    """Each key that the schema has."""
     schema = importlib.import_module("zerotrain.config.schema")
     yield from _keys(schema.Config(), "")
     yield from _keys(schema.ModelSwitches(), "model.")
@@ -110,7 +105,6 @@ def options() -> Iterator[str]:
 
 
 def choices() -> Iterator[str]:
-    """Each yaml of each group."""
     for group in sorted(each for each in (REPOSITORY / "conf").iterdir() if each.is_dir()):
         yield f"{group.name}: {', '.join(sorted(path.stem for path in group.glob('*.yaml')))}"
 

@@ -78,21 +78,3 @@ def test_every_case_of_a_table_has_a_row(test_file: str) -> None:
 def test_the_tables_are_those_of_the_markers() -> None:
     for path, text in cases.pages().items():
         assert path.read_text() == text, "run: python docs/cases.py"
-
-
-@pytest.mark.parametrize(
-    ("second", "problem"),
-    [
-        ('"losses", "a sum"', "needs one marker with a promise, of the same page"),
-        ('"calls", "a sum", "twice"', "needs one marker with a promise"),
-        ('"calls", "a product", "not", under="another"', "under a case that is not there"),
-    ],
-    ids=["another page", "two promises", "under nothing"],
-)
-def test_a_marker_that_belongs_to_no_row_is_found(second: str, problem: str, tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "tests").mkdir()
-    first = '@pytest.mark.case("calls", "a sum", "same bits")\ndef test_a(): ...\n'
-    (tmp_path / "tests/test_sums.py").write_text(f"{first}@pytest.mark.case({second})\ndef test_b(): ...\n")
-    monkeypatch.setattr(cases, "REPOSITORY", tmp_path)
-    with pytest.raises(ValueError, match=problem):
-        cases.all_cases()

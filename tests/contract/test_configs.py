@@ -1,4 +1,4 @@
-"""Promises about conf/: every yaml composes, is short, and documented. The names that others rely on: public.txt."""
+"""Promises about conf/: every yaml composes, every setting is documented. The names that others rely on: public.txt."""
 
 import ast
 import functools
@@ -48,11 +48,6 @@ def test_every_yaml_composes_without_problems(path: Path):
     assert checked_config(composed)[1] == []
 
 
-@pytest.mark.parametrize("path", GROUP_FILES, ids=str)
-def test_every_yaml_is_short(path: Path):
-    assert len((CONF / path).read_text().splitlines()) <= 25
-
-
 @pytest.mark.parametrize("ours", sorted(set(OURS.values())))
 def test_what_a_word_of_others_is_answered_with_is_there(ours: str):
     *choices, last = ours.split()
@@ -98,10 +93,6 @@ def run_python(*arguments: str, **environment: str) -> str:
     )
     assert process.returncode == 0, process.stderr
     return process.stdout
-
-
-def test_what_tab_completion_imports_is_free_of_torch():
-    assert run_python("-c", "import sys, launch; print('torch' in sys.modules)") == "False\n"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import importlib.util
 import itertools
 import re
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -103,11 +102,8 @@ def test_every_page_and_picture_is_reached_from_readme():
 # ---- commands
 
 
-@dataclass
 class Shown:
     """The folder of yamls that a page tells to write, and those that it leaves to the reader."""
-
-    folder: Path
 
     def __init__(self, page: Path, folder: Path) -> None:
         self.folder = folder
@@ -175,26 +171,18 @@ def test_the_code_knows_every_command_that_is_shown(page: Path, tmp_path: Path):
 def test_a_command_that_the_code_does_not_know_is_found(tmp_path: Path):
     shown = Shown(PAGES[0], tmp_path)
     for command in (
-        "make trian",
-        "python launch.py zero.stge=3",
         "python launch.py zero.stage=4",
         "python -m zerotrain export RUN --ou DIR",
         "python -m zerotrain evaluate RUN zero.stge=3",
-        "torchrun --nproc-per-node 2 not_there.py",
-        "python -m benchmarks.not_there",
     ):
         with pytest.raises(Exception):  # noqa: B017, PT011 each has another
             shown.check(shlex.split(command))
 
 
 @each_page
-def test_every_python_block_is_python(page: Path):
+def test_every_block_of_python_and_yaml_can_be_read(page: Path):
     for block in blocks_of(page, "python"):
         ast.parse(block)
-
-
-@each_page
-def test_every_yaml_block_is_yaml(page: Path):
     for block in blocks_of(page, "yaml"):
         assert isinstance(yaml.safe_load(block), dict)
 
@@ -237,27 +225,6 @@ def test_the_pages_of_messages_are_those_of_the_code():
     assert [str(path) for path, text in written.items() if path.read_text() != text] == [], (
         "run: python docs/messages.py"
     )
-
-
-def test_the_messages_of_a_piece_of_code_are_found():
-    messages = script("messages")
-    code = """
-def check(value, names):
-    "Documentation is no message."
-    if value < 1:
-        raise ConfigError(
-            f"value: got {value}; it must be "
-            f"one of {', '.join(names)}" + (" or more" if names else "")
-        )
-    print(f"saved {folder.name} in {round(seconds)} s", "w", encoding="utf-8")
-    return [f"{each} is {'too small for this' if value else 'fine'}" for each in names]
-"""
-    found = [(each.kind, each.text) for each in messages.messages_in(ast.parse(code), "check.py")]
-    assert found == [
-        ("ConfigError", "value: got {value}; it must be one of {names}{...}"),
-        ("print", "saved {folder.name} in {seconds} s"),
-        ("", "too small for this"),
-    ]
 
 
 def test_the_bars_are_those_of_the_table():

@@ -105,13 +105,3 @@ def test_a_late_callable_is_seen_in_each_form() -> None:
         "class A:\n def ask(self, describe: Callable[[], str]):\n  weak = WeakMethod(describe)\n  self.describe = weak",
     ]
     assert [len(list(late_callables(form))) for form in forms] == [1] * len(forms)
-
-
-def test_what_is_no_late_callable_is_not_seen() -> None:
-    forms = [
-        "class A:\n def __init__(self, moved: Callable[[], None]): self._moved = moved",
-        "class A:\n def run(self, step: Callable[[], None]): step()",
-        "bucket.stays_full = True",
-        "weights.before_change = None",
-    ]
-    assert [list(late_callables(form)) for form in forms] == [[]] * len(forms)

@@ -2,11 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import psutil
-from commands import Command
 
 NUM, FROM = 12, 5
 """Jobs, and the one from which on nothing grows: the first fill caches."""
@@ -15,9 +12,7 @@ MAX_GROWTH = 0.5e6
 frozen, it was 0.9 MB (2026-11-24)."""
 
 
-def test_a_further_job_costs_the_driver_no_memory_no_files_no_threads_and_no_processes(
-    sweep: Callable[..., Command], tmp_path: Path
-):
+def test_a_further_job_costs_the_driver_no_memory_no_files_no_threads_and_no_processes(sweep, tmp_path) -> None:
     (tmp_path / "tmp").mkdir()
     journal = tmp_path / "sweep/sweep.jsonl"
     given = (f"seed=range({NUM})", "launch.nproc_per_node=1", "train.max_steps=1")

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import REPOSITORY, Command, by_hand, result_of
+from commands import REPOSITORY, Command, result_of
 
 from tests.sweep.conftest import SETTINGS
-from tests.zygote.client import Zygote
 
 EIGHT = "well0,raises,well1,killed,refused,well2,no_number,well3"
 NOT_WELL = {"raises", "killed", "refused", "no_number"}
@@ -121,9 +120,7 @@ def test_eight_jobs_of_which_four_do_not_do_well(sweep: Callable[..., Command], 
     assert third.wait_until_gone() == []
 
 
-def test_a_tracker_is_told_the_sweep_and_the_journal_the_run(
-    sweep: Callable[..., Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_tracker_is_told_the_sweep_and_the_journal_the_run(sweep, tmp_path, monkeypatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     command = sweep("well0,refused", "logger=wandb", "callbacks.wandb.mode=offline", "launch.nproc_per_node=1")
@@ -136,22 +133,7 @@ def test_a_tracker_is_told_the_sweep_and_the_journal_the_run(
     assert ids == {"well0": {"wandb": run_id}, "refused": {}}
 
 
-def test_jobs_of_submitit_are_in_the_journal_and_taken_again(sweep: Callable[..., Command], tmp_path: Path):
-    settings = launcher("submitit")
-    first = sweep("well0,raises,refused", *settings)
-    assert first.wait() == 1, first.stderr
-    events = journal_of(tmp_path)
-    assert said_of(events, "ended", "refused") == {"well0": "completed", "raises": "failed", "refused": "failed"}
-    assert len({event["pid"] for event in events}) == 3
-    assert sum(line.startswith("job ") for line in first.stderr.splitlines()) == 2
-    again = sweep("refused,well0", *settings)
-    assert again.wait() == 1, again.stderr
-    assert said_of(journal_of(tmp_path)[len(events) :], "taken") == {"well0": "completed"}
-
-
-def test_a_job_that_submitit_is_to_queue_again_is_saved_before_and_goes_on(
-    sweep: Callable[..., Command], tmp_path: Path
-):
+def test_a_job_that_submitit_is_to_queue_again_is_saved_before_and_goes_on(sweep, tmp_path) -> None:
     command = sweep("pauses", "checkpoint.every=null", *launcher("submitit"))
     command.wait_for_text(tmp_path / "sweep/0/ranks/1.log", "pausing")
     [begun] = journal_of(tmp_path)
@@ -188,19 +170,11 @@ def test_a_sweep_that_is_cut_off_goes_on_with_its_job(sweep: Callable[..., Comma
     assert rows_of(again, 4) == {**said_of(events, "taken", "ended"), "refused": "failed"}
 
 
-def test_while_it_runs_a_terminal_shows_its_progress_and_the_report_is_kept(
-    zygote: Zygote, sweep: Callable[..., Command], tmp_path: Path
-):
+def test_while_it_runs_a_terminal_shows_its_progress_and_the_report_is_kept(zygote, sweep, tmp_path) -> None:
     ours, theirs = pty.openpty()
-    given = ["-m", "--config-dir=conf", *SETTINGS, "hydra.sweep.dir=sweep"]
+    given = ["-m", "--config-dir=conf", *SETTINGS, "hydra.sweep.dir=sweep", "sweep.output=summary"]
     command = zygote.start(
-        [
-            sys.executable,
-            str(REPOSITORY / "launch.py"),
-            *given,
-            "+case=refused,pauses,one_more",
-            "sweep.output=summary",
-        ],
+        [sys.executable, str(REPOSITORY / "launch.py"), *given, "+case=refused,pauses,one_more"],
         cwd=tmp_path,
         env={**zygote.environment, "TERM": "xterm"},
         stdout=os.ttyname(theirs),
@@ -237,22 +211,6 @@ def test_two_drivers_of_one_folder_run_each_job_once(sweep: Callable[..., Comman
     assert sorted(path.name for path in (tmp_path / "sweep").iterdir() if path.is_dir()) == list("012345")
 
 
-def test_of_two_jobs_at_once_that_are_to_lie_in_one_folder_one_is_refused(
-    sweep: Callable[..., Command], tmp_path: Path
-):
-    command = sweep("pauses,well0", "launch.nproc_per_node=1", "hydra.sweep.subdir=same", *launcher("joblib"))
-    assert command.wait() == 1, command.stderr
-    events = journal_of(tmp_path)
-    [winner] = said_of(events, "ended")
-    [loser] = said_of(events, "refused")
-    assert {winner, loser} == {"pauses", "well0"}
-    assert rows_of(command, 2) == {winner: "completed", loser: "failed"}
-    assert (
-        sum("hydra.run.dir: got" in line or "hydra.sweep.subdir: got" in line for line in command.stderr.splitlines())
-        == 1
-    )
-
-
 def test_a_machine_on_which_all_fails_ends_the_sweep(sweep: Callable[..., Command], tmp_path: Path):
     command = sweep(
         "raises", "seed=0,1,2,3", "launch.nproc_per_node=1", "+model.rank=0", "sweep.max_failures_in_a_row=2"
@@ -262,24 +220,6 @@ def test_a_machine_on_which_all_fails_ends_the_sweep(sweep: Callable[..., Comman
     assert len(said := journal_of(tmp_path)) == 4
     assert [event["status"] for event in said if event["event"] == "ended"] == ["failed", "failed"]
     assert not (tmp_path / "sweep/2").exists()
-
-
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        ("sweep.objective=val_nope", "sweep.objective: got val_nope; there is no such value; "),
-        ("sweep.jobs=0", "sweep.jobs: got 0; it must be between 1 and 1024 jobs, or null; "),
-    ],
-)
-def test_what_no_job_can_be_compared_by_or_run_with_is_refused_before_the_first(
-    zygote: Zygote, tmp_path: Path, given: str, line: str
-):
-    command = by_hand("-m", *SETTINGS, "seed=0,1", "hydra.sweep.dir=sweep", given, folder=tmp_path, zygote=zygote)
-    assert command.wait() == 2
-    [said] = command.stderr.splitlines()
-    assert said.startswith(line)
-    assert not list(tmp_path.glob("sweep/*/config.yaml"))
-    assert not (tmp_path / "sweep/sweep.jsonl").exists()
 
 
 def test_the_latest_sweep_goes_on_by_that_name(sweep: Callable[..., Command], tmp_path: Path):
@@ -293,12 +233,3 @@ def test_the_latest_sweep_goes_on_by_that_name(sweep: Callable[..., Command], tm
     assert command.wait() == 1
     assert (tmp_path / "multirun/2026-01-02/09-00-00/sweep.jsonl").stat().st_size
     assert not (tmp_path / "multirun/2026-01-01/10-00-00/sweep.jsonl").stat().st_size
-
-
-def test_a_journal_that_cannot_be_written_ends_the_sweep_in_one_line(sweep: Callable[..., Command], tmp_path: Path):
-    (tmp_path / "sweep").mkdir()
-    os.mkfifo(tmp_path / "sweep/sweep.jsonl")
-    command = sweep("well0,well1")
-    assert command.wait() == 2
-    [line] = command.stderr.splitlines()
-    assert "whose sweep.jsonl cannot be written: it is a FIFO" in line

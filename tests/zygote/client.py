@@ -157,14 +157,11 @@ class Zygote:
         environment: Mapping[str, str] | None = None,
         *,
         module: str | None = None,
-        stdout: str | None = None,
-        tells_programs: bool = False,
+        **how: Any,
     ) -> Ending:
-        """Run `python launch.py` with these arguments, or `python -m module`, to its end."""
+        """Run `python launch.py` with these arguments, or `python -m module`, to its end; more as for `run_python`."""
         program = [str(REPOSITORY / "launch.py")] if module is None else ["-m", module]
-        return self.run_python(
-            [*program, *arguments], folder, environment, stdout=stdout, tells_programs=tells_programs
-        )
+        return self.run_python([*program, *arguments], folder, environment, **how)
 
     def run_python(
         self,

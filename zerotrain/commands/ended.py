@@ -1,15 +1,5 @@
-"""`python -m zerotrain ended RUN`: how a run has ended, and its exit code as this command's own."""
+"""`python -m zerotrain ended RUN`: how a run has ended, and its exit code as this command's own.
 
-from collections.abc import Sequence
-from pathlib import Path
-
-from zerotrain.commands.frame import exit_code, parser_of
-from zerotrain.files.untrusted import UntrustedFileError, printable
-from zerotrain.launching import exits
-from zerotrain.launching.job import refusal_in
-from zerotrain.training.result import RESULT_NAME, code_of_stop, read_result
-
-EXAMPLES = """\
 torchrun ends with exit code 1 whatever its ranks have ended with. A job's script says behind it how the run has ended:
 
   torchrun --nproc-per-node 8 launch.py hydra.run.dir=RUN checkpoint.resume=auto
@@ -20,10 +10,18 @@ Exit code 0: completed, or stopped by control.yaml or a callback; 1: failed, or 
 saved, try again; 130, 143, 138, 140: a signal has ended it at once.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
+
+from zerotrain.commands.frame import exit_code, parser_of
+from zerotrain.files.untrusted import UntrustedFileError, printable
+from zerotrain.launching import exits, job
+from zerotrain.training.result import RESULT_NAME, code_of_stop, read_result
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = parser_of("ended", __doc__, EXAMPLES)
+    parser = parser_of("ended", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     options = parser.parse_args(arguments)
     return exit_code(lambda: ended(options.run))
@@ -38,7 +36,7 @@ def ended(run: Path) -> int:
     except (OSError, UntrustedFileError) as error:
         return _say(run, exits.FAILED, f"its {RESULT_NAME} cannot be read: {error}")
     completed = result is not None and result["status"] == "completed"
-    if not completed and (refusal := refusal_in(run)) is not None:
+    if not completed and (refusal := job.refusal_in(run)) is not None:
         return _say(run, exits.CONFIG_PROBLEM, f"refused: {refusal}")
     if result is None:
         return _say(run, exits.FAILED, f"there is no {RESULT_NAME}: no run has ended here, it runs or was killed")

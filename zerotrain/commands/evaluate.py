@@ -1,5 +1,20 @@
 """`python -m zerotrain evaluate RUN [SETTING=VALUE ...]`: validation loss and metrics of a checkpoint, as the run had
-them."""
+them.
+
+RUN is a run (its newest checkpoint is read), a checkpoint or an export. Settings and metrics are those of the run;
+SETTING=VALUE changes one by its full name. On a CPU all numbers equal those of the run at this step, to the bit, if you
+change only settings of zero and launch. One process starts, unless launch.nproc_per_node or torchrun asks for more.
+Nothing is written to the folder of the run, which may still train, nor to the paths in its settings: text is prepared
+in your own cache, unless you give data.cache_dir.
+
+  python -m zerotrain evaluate outputs/2026-11-22/10-00-00
+  python -m zerotrain evaluate outputs/2026-11-22/10-00-00 zero.stage=3 launch.nproc_per_node=4
+  python -m zerotrain evaluate outputs/2026-11-22/10-00-00 --weights ema
+  python -m zerotrain evaluate exported data.path=other_texts train.eval_batches=100
+  python -m zerotrain evaluate exported --metrics accuracy,perplexity 'data.validation_sets={docs: {path: docs}}'
+
+Exit code 0; 1: a rank failed; 2: an argument is wrong or the weights are damaged, one line a problem.
+"""
 
 import os
 import shutil
@@ -20,18 +35,14 @@ from yaml import YAMLError
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.comm.world import num_gpus_for
 from zerotrain.commands.frame import add_run, exit_code, is_averaged, parser_of
-from zerotrain.config import checks
+from zerotrain.config import checks, words
 from zerotrain.config.compose import first_paragraph, from_values, known_keys, literal
 from zerotrain.config.schema import CheckpointConfig, Config
-from zerotrain.config.words import did_you_mean, words_of_config
 from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
-from zerotrain.files.kept_out import nothing_imported_from
-from zerotrain.files.untrusted import printable, read_json
-from zerotrain.launching import exits, failures, resuming, spawn, task, worker
-from zerotrain.launching.job import Job, num_threads_per_rank
-from zerotrain.preflight.check import check
-from zerotrain.preflight.choice import unchosen_problems
+from zerotrain.files import kept_out, untrusted
+from zerotrain.launching import exits, failures, job, resuming, spawn, task, worker
+from zerotrain.preflight import check, choice
 from zerotrain.run.factory import build_on_meta
 from zerotrain.saved import evaluating
 from zerotrain.saved.saved import ADAPTERS, MERGED, OfRun, SavedRun, opened_or_exported
@@ -39,23 +50,6 @@ from zerotrain.saved.trust import TARGET, are_known, names_others, require_trust
 from zerotrain.settings import OffloadGroup
 from zerotrain.training.callbacks.stages import stage_at
 from zerotrain.training.metrics import Metric
-
-EXAMPLES = """\
-RUN is a run (its newest checkpoint is read), a checkpoint or an export. Settings and metrics are those of the run;
-SETTING=VALUE changes one by its full name. On a CPU all numbers equal those of the run at this step, to the bit, if you
-change only settings of zero and launch. One process starts, unless launch.nproc_per_node or torchrun asks for more.
-Nothing is written to the folder of the run, which may still train, nor to the paths in its settings: text is prepared
-in your own cache, unless you give data.cache_dir.
-
-  python -m zerotrain evaluate outputs/2026-11-22/10-00-00
-  python -m zerotrain evaluate outputs/2026-11-22/10-00-00 zero.stage=3 launch.nproc_per_node=4
-  python -m zerotrain evaluate outputs/2026-11-22/10-00-00 --weights ema
-  python -m zerotrain evaluate exported data.path=other_texts train.eval_batches=100
-  python -m zerotrain evaluate exported --metrics accuracy,perplexity 'data.validation_sets={docs: {path: docs}}'
-
-Exit code 0; 1: a rank failed; 2: an argument is wrong or the weights are damaged, one line a problem.
-"""
-
 
 GROUPS = tuple(field.name for field in fields(Config) if field.name != "seed")
 OPEN_GROUPS = ("model", "data")
@@ -106,7 +100,7 @@ OTHER_DATA = "the data differs from that of the run: its files or their split ha
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     spawn.open_fork_server()
-    parser = parser_of("evaluate", __doc__, EXAMPLES)
+    parser = parser_of("evaluate", __doc__)
     add_run(parser, has_settings=True, has_weights=True)
     parser.add_argument("--metrics", metavar="NAMES", help="such as accuracy,perplexity, in place of those of the run")
     options = parser.parse_intermixed_args(arguments)
@@ -118,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(path: Path, settings: Sequence[str], **request: Any) -> int:
     ranks = RankEnvironment.read()
     try:
-        with words_of_config():
+        with words.words_of_config():
             step, metrics = evaluate(path, settings, **request)
     except (ConfigError, CheckpointError):
         raise
@@ -136,7 +130,7 @@ def _run(path: Path, settings: Sequence[str], **request: Any) -> int:
     if not _is_one_of_others():
         print(f"step {step}: validation loss {metrics.pop('val_loss', 'of each set')}")
         for name, value in metrics.items():
-            print(f"  {printable(name.removeprefix('val_').removeprefix('loss/'), keep='')}: {value!r}")
+            print(f"  {untrusted.printable(name.removeprefix('val_').removeprefix('loss/'), keep='')}: {value!r}")
     return exits.COMPLETED
 
 
@@ -172,14 +166,14 @@ def evaluate(
         RunError: a rank that was started failed.
     """
     ranks, averaged = RankEnvironment.read(), is_averaged(weights)
-    with nothing_imported_from(path), opened_or_exported(path, averaged=averaged) as run:
+    with kept_out.nothing_imported_from(path), opened_or_exported(path, averaged=averaged) as run:
         request: dict[str, Any] = {"weights": str(run.path), "step": run.step, "averaged": averaged}
         warnings = []
         if not averaged and isinstance(run, SavedRun) and run.evaluates_average:
             warnings.append(OTHER_WEIGHTS)
         config = _evaluation_config(run)
         config.callbacks, left_out = _metrics_of(config, metrics, trust_code)
-        warnings += [f"callbacks.{printable(name)} {LEFT_OUT}" for name in left_out]
+        warnings += [f"callbacks.{untrusted.printable(name)} {LEFT_OUT}" for name in left_out]
         config = with_settings(config, settings, run.path, EVALUATION, trust_code=trust_code)
         num_local, num_ranks = _num_ranks(config, ranks)
         config.launch.device, why = task.device_for(config.launch.device, num_local, num_gpus_for(num_local))
@@ -195,7 +189,8 @@ def evaluate(
             if ranks is None and num_ranks > 1:
                 result = _by_ranks(config, request, num_ranks)
             else:
-                with _threads(num_threads_per_rank(config, num_local)), _errors_in_one_line(config, run.path):
+                torch.set_num_threads(job.num_threads_per_rank(config, num_local))  # the bits depend on it
+                with _errors_in_one_line(config, run.path):
                     result = evaluating.run(config, **request)
         except ZeroTrainError as error:
             if run.path.exists():
@@ -227,22 +222,13 @@ def _metrics_of(config: Config, names: Sequence[str] | None, trust_code: bool) -
         if name in left_out:
             problems.append(f"--metrics: {name} is of a class that is not known; give --trust-code to run its code")
         elif name not in metrics | METRICS:
-            problems.append(f"--metrics: there is no {printable(name)}; there are {', '.join(metrics | METRICS)}")
+            problems.append(
+                f"--metrics: there is no {untrusted.printable(name)}; there are {', '.join(metrics | METRICS)}"
+            )
     if problems:
         raise ConfigError(*problems)
     chosen = {name: (METRICS | metrics)[name] for name in names}
     return {name: {key: value for key, value in values.items() if key != "of"} for name, values in chosen.items()}, []
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """As many CPU threads as a rank of the run has, on which its bits depend; then as many as before."""
-    previous = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(previous)
 
 
 @contextmanager
@@ -308,7 +294,7 @@ def with_settings(config: Config, settings: Sequence[str], path: Path, use: Use,
             problems.append(f"{setting}: {name} is a group; give one of its settings: {', '.join(settings_of)}")
         elif not is_setting or (name not in keys and group not in OPEN_GROUPS):
             meant = [key for key in keys if use.has_use_for(key)]
-            problems.append(f"{setting}: is no setting with a value of this run{did_you_mean(name, meant)}")
+            problems.append(f"{setting}: is no setting with a value of this run{words.did_you_mean(name, meant)}")
         elif not use.has_use_for(name):
             problems.append(f"{setting}: has no effect on {use.name}; leave it out")
         else:
@@ -324,7 +310,7 @@ def with_settings(config: Config, settings: Sequence[str], path: Path, use: Use,
     if problems:
         raise ConfigError(*problems)
     config = from_values(OmegaConf.to_container(values, resolve=True))
-    if problems := checks.value_problems(config) + unchosen_problems(config):
+    if problems := checks.value_problems(config) + choice.unchosen_problems(config):
         raise ConfigError(*problems)
     if not trust_code:
         named: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)
@@ -348,12 +334,12 @@ def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]
 
 def _checked(config: Config, run: OfRun, averaged: bool, num_local: int, num_ranks: int) -> dict[str, Any]:
     """The data as it is after all that can be checked without ranks. A ConfigError with every problem found."""
-    data = check(config, num_local, num_ranks, like=run.data_fingerprint)
+    data = check.check(config, num_local, num_ranks, like=run.data_fingerprint)
     if not data["validation_rows"] and not config.validation_set_targets:
         raise ConfigError("data.validation is empty, so that there is nothing to evaluate on; give other data")
     model = build_on_meta(config)
     if model is not None:
-        with words_of_config():
+        with words.words_of_config():
             misfits = weight_misfits(str(run.path), model, averaged=averaged)
         if misfits:
             raise ConfigError(*misfits)
@@ -366,11 +352,11 @@ def _by_ranks(config: Config, request: dict[str, Any], num_ranks: int) -> Any:
     folder = Path(tempfile.mkdtemp(prefix="zerotrain_evaluate_"))
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        job = Job(config=config, run_dir=folder, overrides=[], evaluates=request)
-        job.ranks_dir.mkdir()
+        evaluation = job.Job(config=config, run_dir=folder, overrides=[], evaluates=request)
+        evaluation.ranks_dir.mkdir()
         try:
-            spawn.run_ranks(resuming.Attempts(job), num_ranks)
+            spawn.run_ranks(resuming.Attempts(evaluation), num_ranks)
         except failures.RunError:
             stack.pop_all()
             raise
-        return read_json(folder / evaluating.LOSS_NAME, _Loss, max_nbytes=MAX_LOSS_NBYTES)
+        return untrusted.read_json(folder / evaluating.LOSS_NAME, _Loss, max_nbytes=MAX_LOSS_NBYTES)

@@ -1,4 +1,18 @@
-"""`python -m zerotrain export RUN_OR_CHECKPOINT --out DIR`: what is trained, in the forms of others."""
+"""`python -m zerotrain export RUN_OR_CHECKPOINT --out DIR`: what is trained, in the forms of others.
+
+By default DIR gets model.safetensors, in parts if it is large. For model=huggingface, from_pretrained opens DIR; for
+adapters, peft opens it, and with --merge it holds the merged model. RUN is a run (its newest checkpoint is read) or a
+checkpoint. The export is verified, and DIR appears when it is complete.
+
+  python -m zerotrain export outputs/2026-11-22/10-00-00 --out exported --dtype bf16
+  python -m zerotrain export outputs/2026-11-22/10-00-00/checkpoints/step-00000100 --out exported --optimizer
+  python -m zerotrain export outputs/2026-11-22/10-00-00 --out averaged --weights ema
+  python -m zerotrain export outputs/2026-11-22/10-00-00 --out dcp --dcp
+
+Exit code 0: it is there; 1: a disk is full or broken; 2: an argument is wrong, --out cannot be written or the
+checkpoint is damaged, one line;
+130, 143, 129: a signal, and nothing is left.
+"""
 
 import errno
 import json
@@ -8,9 +22,9 @@ import re
 import secrets
 import stat
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -23,7 +37,6 @@ from zerotrain.commands.frame import WEIGHTS, add_run, exit_code, is_averaged, p
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files import kept_out, lock, terminal, untrusted
 from zerotrain.launching import exits
-from zerotrain.launching.exits import ended_in_order
 from zerotrain.saved.saved import ABOUT, ADAPTERS, DCP, EXPORTED_MODEL, MERGED, MODEL, SavedRun, opened_run
 
 # Writes an export's folder: it appears when it is complete, and replaces only an earlier export.
@@ -90,10 +103,9 @@ def new_folder(out: Path, about: dict[str, Any], *, overwrite: bool) -> Iterator
     With `overwrite` the old one stays until the new one is on the disk.
 
     Raises:
-        ConfigError: see `require_free`.
-        CheckpointError: the folder cannot be written.
+        ConfigError: something else than an export has come there.
+        CheckpointError: the folder is there already, or cannot be written.
     """
-    require_free(out, overwrite=overwrite)
     try:
         partial = PartialFolder(out, replaces=overwrite)
     except OSError as error:
@@ -228,41 +240,12 @@ def _identities(path: Path) -> set[tuple[int, int]]:
     return {identity for identity in identities if identity is not None}
 
 
-EXAMPLES = """\
-By default DIR gets model.safetensors, in parts if it is large. For model=huggingface, from_pretrained opens DIR; for
-adapters, peft opens it, and with --merge it holds the merged model. RUN is a run (its newest checkpoint is read) or a
-checkpoint. The export is verified, and DIR appears when it is complete.
-
-  python -m zerotrain export outputs/2026-11-22/10-00-00 --out exported --dtype bf16
-  python -m zerotrain export outputs/2026-11-22/10-00-00/checkpoints/step-00000100 --out exported --optimizer
-  python -m zerotrain export outputs/2026-11-22/10-00-00 --out averaged --weights ema
-  python -m zerotrain export outputs/2026-11-22/10-00-00 --out dcp --dcp
-
-Exit code 0: it is there; 1: a disk is full or broken; 2: an argument is wrong, --out cannot be written or the
-checkpoint is damaged, one line;
-130, 143, 129: a signal, and nothing is left.
-"""
 MB = 10**6
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """The options of the command."""
-
-    out: Path
-    dtype: str | None
-    merge: bool
-    optimizer: bool
-    weights: str
-    dcp: bool
-    shard_mb: float
-    overwrite: bool
-    trust_code: bool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = parser_of("export", __doc__, EXAMPLES)
+    parser = parser_of("export", __doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to make")
     parser.add_argument("--dtype", metavar="NAME", help="dtype of all floating-point weights: fp32, bf16 or fp16")
     parser.add_argument("--merge", action="store_true", help="add the adapters to the weights")
@@ -274,12 +257,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     add_run(parser, metavar="RUN_OR_CHECKPOINT", help=None)
-    options = vars(parser.parse_args(arguments))
+    options = parser.parse_args(arguments)
 
     def work() -> int:
         try:
-            with ended_in_order():
-                for line in export(options.pop("path"), ExportOptions(**options)):
+            with exits.ended_in_order():
+                for line in export(options):
                     print(line, flush=True)
         except SystemExit as ending:
             print("stopped by a signal; nothing is left", file=sys.stderr)
@@ -289,8 +272,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code(work, when_stopped="stopped by Ctrl-C; nothing is left")
 
 
-def export(path: str | os.PathLike[str], options: ExportOptions) -> Iterator[str]:
+def export(options: Namespace) -> Iterator[str]:
     """Write what was asked for; lines to show.
+
+    Args:
+        options: those of `main`, by their names.
 
     Raises:
         ConfigError: an option is wrong.
@@ -309,8 +295,8 @@ def export(path: str | os.PathLike[str], options: ExportOptions) -> Iterator[str
     out = Path(os.path.realpath(options.out)) if options.out.name in ("", "..") else options.out.absolute()
     require_free(out, overwrite=options.overwrite)
     with (
-        kept_out.nothing_imported_from(path),
-        opened_run(path, trust_code=options.trust_code, averaged=averaged) as run,
+        kept_out.nothing_imported_from(options.path),
+        opened_run(options.path, trust_code=options.trust_code, averaged=averaged) as run,
     ):
         of_model = run.require_config().model.get("name_or_path") if run.is_hugging_face else None
         sources = [name for name in (of_model, run.tokenizer_name) if name is not None and Path(name).is_dir()]
@@ -342,7 +328,7 @@ def export(path: str | os.PathLike[str], options: ExportOptions) -> Iterator[str
 
 
 def _write_weights(
-    folder: Path, run: SavedRun, options: ExportOptions, dtype: torch.dtype | None, model: Any
+    folder: Path, run: SavedRun, options: Namespace, dtype: torch.dtype | None, model: Any
 ) -> Iterator[str]:
     tensors = formats.plain(run.saved, dtype)
     stem = "model"
@@ -367,25 +353,21 @@ def _write_weights(
     write_safetensors(folder, tensors, max_nbytes=int(options.shard_mb * MB), stem=stem)
 
 
-def _about(run: SavedRun, options: ExportOptions) -> dict[str, Any]:
+def _about(run: SavedRun, options: Namespace) -> dict[str, Any]:
+    form = MODEL
+    if options.dcp:
+        form = DCP
+    elif options.merge:
+        form = MERGED
+    elif run.is_hugging_face:
+        form = ADAPTERS if any(map(formats.is_of_adapter, run.saved.names)) else EXPORTED_MODEL
     return {
         "checkpoint": str(run.path),
         "step": run.step,
-        "form": _form(run, options),
+        "form": form,
         "dtype": options.dtype,
         "weights": options.weights,
         "config_sha256": run.saved.manifest.content["config_sha256"],
         "config": run.saved.manifest.content["config"],
         "data_fingerprint": run.data_fingerprint,
     }
-
-
-def _form(run: SavedRun, options: ExportOptions) -> str:
-    if options.dcp:
-        return DCP
-    if not run.is_hugging_face:
-        return MODEL
-    if options.merge:
-        return MERGED
-    has_adapters = any(formats.is_of_adapter(name) for name in run.saved.names)
-    return ADAPTERS if has_adapters else EXPORTED_MODEL

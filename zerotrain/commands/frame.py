@@ -29,8 +29,10 @@ def is_averaged(weights: str) -> bool:
     return weights == "ema"
 
 
-def parser_of(verb: str, description: str | None, examples: str = "") -> ArgumentParser:
-    """The parser of a command, as yet without arguments; its help ends with the examples."""
+def parser_of(verb: str, text: str | None) -> ArgumentParser:
+    """The parser of a command, as yet without arguments; its help begins with the first paragraph of a text, and ends
+    with the others."""
+    description, _, examples = (text or "").partition("\n\n")
     return ArgumentParser(
         prog=f"python -m zerotrain {verb}",
         description=description,

@@ -1,4 +1,13 @@
-"""`python -m zerotrain generate RUN --prompt "def main"`: text from a checkpoint or an exported folder."""
+"""`python -m zerotrain generate RUN --prompt "def main"`: text from a checkpoint or an exported folder.
+
+RUN is a run, a checkpoint, an export or a folder of Hugging Face. One process starts, on a GPU if there is one. Without
+--prompt it continues each line of the input, until Ctrl-D.
+
+  python -m zerotrain generate outputs/2026-11-22/10-00-00 --prompt "def main" --max-tokens 200
+  python -m zerotrain generate exported --temperature 0 < prompts.txt
+
+Exit code 0; 2: an argument is wrong or RUN cannot be read, one line; 130: Ctrl-C.
+"""
 
 import math
 import sys
@@ -12,16 +21,6 @@ from zerotrain.errors import ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.saved.text_model import TextModel, text_model
 from zerotrain.training.callbacks.sample import next_token
-
-EXAMPLES = """\
-RUN is a run, a checkpoint, an export or a folder of Hugging Face. One process starts, on a GPU if there is one. Without
---prompt it continues each line of the input, until Ctrl-D.
-
-  python -m zerotrain generate outputs/2026-11-22/10-00-00 --prompt "def main" --max-tokens 200
-  python -m zerotrain generate exported --temperature 0 < prompts.txt
-
-Exit code 0; 2: an argument is wrong or RUN cannot be read, one line; 130: Ctrl-C.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ class Sampling:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = parser_of("generate", __doc__, EXAMPLES)
+    parser = parser_of("generate", __doc__)
     parser.add_argument("--prompt", metavar="TEXT", help="the text to continue; without it, each line of the input")
     parser.add_argument("--max-tokens", type=int, default=200, help="default 200")
     parser.add_argument("--temperature", type=float, default=0.8, help="default 0.8; 0: the likeliest token")

@@ -12,7 +12,6 @@ from datetime import datetime
 from pathlib import Path
 
 from zerotrain.checkpoint import folder as folders
-from zerotrain.checkpoint.folder import BEST, CHECKPOINTS, candidates, checkpoints_in
 from zerotrain.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from zerotrain.checkpoint.verification import differences, problems_in
 from zerotrain.commands.frame import exit_code, parser_of
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def inspect() -> int:
         codes = [show_run(path) if _is_run(path) else show(path) for path in map(Path, options.path)]
         if options.diff is not None:
-            codes.append(compare(*(candidates(Path(path))[0] for path in options.diff)))
+            codes.append(compare(*(folders.candidates(Path(path))[0] for path in options.diff)))
         return max(codes)
 
     return exit_code(inspect)
@@ -63,11 +62,12 @@ def _is_run(path: Path) -> bool:
     neither."""
     if os.path.isfile(path / MANIFEST):
         return False
-    if any(os.path.lexists(path / name) for name in (CHECKPOINTS, *FILES_OF_RUNS)) or checkpoints_in(path):
+    names = (folders.CHECKPOINTS, *FILES_OF_RUNS)
+    if any(os.path.lexists(path / name) for name in names) or folders.checkpoints_in(path):
         return True
     if os.path.isdir(path):
         raise CheckpointError(
-            f"{path} is no checkpoint and no run: it has no {MANIFEST}, and none of {CHECKPOINTS}/, "
+            f"{path} is no checkpoint and no run: it has no {MANIFEST}, and none of {folders.CHECKPOINTS}/, "
             f"{', '.join(FILES_OF_RUNS)}"
         )
     raise CheckpointError(
@@ -78,8 +78,8 @@ def _is_run(path: Path) -> bool:
 
 def show_run(run: Path) -> int:
     """Print which checkpoints a run has, each as it is verified, and what else lies beside them."""
-    folder = run if checkpoints_in(run) else run / CHECKPOINTS
-    checkpoints = checkpoints_in(folder)
+    folder = run if folders.checkpoints_in(run) else run / folders.CHECKPOINTS
+    checkpoints = folders.checkpoints_in(folder)
     _say(f"{run}: {len(checkpoints) or 'no'} {'checkpoint' if len(checkpoints) == 1 else 'checkpoints'}")
     whole, num_broken = [], 0
     for path in checkpoints:
@@ -105,7 +105,7 @@ def show_run(run: Path) -> int:
     for path in folders.set_aside_in(folder):
         _say(f"{path.name}: set aside when the run went on from an earlier one")
     if (best := folders.best_in(folder)) is not None:
-        _say(f"{BEST}: {best.name}, of the best evaluation{'' if best.exists() else ', which is gone'}")
+        _say(f"{folders.BEST}: {best.name}, of the best evaluation{'' if best.exists() else ', which is gone'}")
     if whole:
         _say(f"to go on from {whole[-1].name}: checkpoint.resume={run if whole[-1] == checkpoints[-1] else whole[-1]}")
     return 1 if num_broken else 0 if checkpoints else 2
@@ -160,18 +160,16 @@ def _lines(folder: Path, manifest: Manifest) -> list[str]:
     width = max((len(name) for name in (*manifest.parameters, *manifest.buffers)), default=0)
     for name, parameter in manifest.parameters.items():
         tensors = ", ".join(f"{role} {tensor.dtype}" for role, tensor in parameter.tensors.items())
-        counts = "".join(f", {count} {_number(value)}" for count, value in parameter.counts.items())
+        counts = ""
+        for count, value in parameter.counts.items():
+            number = value["value"] if isinstance(value, dict) else value
+            counts += f", {count} {number:g}" if isinstance(number, float) else f", {count} {shown(number)}"
         frozen = "" if parameter.trains else ", frozen"
         lines.append(f"  {name:{width}}  {'x'.join(map(str, parameter.shape)) or '()'}  {tensors}{counts}{frozen}")
     for name, buffer in manifest.buffers.items():
         of_ranks = f", of {len(buffer.pieces)} ranks each its own" if len(buffer.pieces) > 1 else ""
         lines.append(f"  {name:{width}}  {'x'.join(map(str, buffer.shape)) or '()'}  buffer {buffer.dtype}{of_ranks}")
     return lines
-
-
-def _number(value: object) -> str:
-    number = value["value"] if isinstance(value, dict) else value
-    return f"{number:g}" if isinstance(number, float) else shown(number)
 
 
 def _say(line: str, end: str = "\n") -> None:

@@ -1,15 +1,5 @@
-"""Make the tokens of a text once, before a run or for many: `python -m zerotrain prepare`, settings as for a run."""
+"""Make the tokens of a text once, before a run or for many: `python -m zerotrain prepare`, settings as for a run.
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-from zerotrain.commands.frame import exit_code, parser_of
-from zerotrain.commands.train import CONF, composed_config
-from zerotrain.errors import ConfigError
-
-TARGET = "zerotrain.data.TextDataset"
-EXAMPLES = """\
 Settings are those of a run, `python launch.py ...`. These count: data.path, data.tokenizer, data.document_end,
 data.text_field and data.cache_dir. Without --out the tokens go into the cache, where a run with the same settings
 finds them. A run also makes missing tokens itself; this command makes them beforehand, on a machine without a GPU.
@@ -23,10 +13,20 @@ After an interruption or a full disk, the same command continues.
 Exit code 0: the tokens are there; 2: a setting is wrong, one line each; 130: Ctrl-C.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zerotrain.commands.frame import exit_code, parser_of
+from zerotrain.commands.train import CONF, composed_config
+from zerotrain.errors import ConfigError
+
+TARGET = "zerotrain.data.TextDataset"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = parser_of("prepare", __doc__, EXAMPLES)
+    parser = parser_of("prepare", __doc__)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="as for launch.py")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="a folder for the tokens: a new one, or one to continue"

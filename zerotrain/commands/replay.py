@@ -1,12 +1,26 @@
 """`python -m zerotrain replay RUN --step N [SETTING=VALUE ...]`: a step of a run again, compared with what the run
-recorded, and which virtual rank, micro-batch, parameter and row its loss and gradient came from."""
+recorded, and which virtual rank, micro-batch, parameter and row its loss and gradient came from.
+
+RUN is a run, or one of its checkpoints. The newest whole checkpoint before the step is taken, or the run's beginning;
+each step from there on is computed on one rank, with the run's virtual ranks, and compared with steps.jsonl. Nothing is
+written to the folder of the run; replay.json is written here, or to --out. SETTING=VALUE changes a setting of zero,
+offload, data, or the threads.
+
+  python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812
+  python -m zerotrain replay outputs/2026-11-22/10-00-00 --worst --rows
+  python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812 zero.stage=3 offload.optimizer=cpu
+  python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812 data.path=moved --save-batch batch.safetensors
+
+Exit code 0: all steps are as the run recorded them; 1: one differs, which is named; 2: an argument is wrong, or there
+is nothing to go on from, one line a problem; 130: Ctrl-C.
+"""
 
 import json
 import os
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,20 +45,6 @@ from zerotrain.training.callbacks.record import environment
 from zerotrain.training.result import without_non_finite
 from zerotrain.training.sameness import choose_kernels
 
-EXAMPLES = """\
-RUN is a run, or one of its checkpoints. The newest whole checkpoint before the step is taken, or the run's beginning;
-each step from there on is computed on one rank, with the run's virtual ranks, and compared with steps.jsonl. Nothing is
-written to the folder of the run; replay.json is written here, or to --out. SETTING=VALUE changes a setting of zero,
-offload, data, or the threads.
-
-  python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812
-  python -m zerotrain replay outputs/2026-11-22/10-00-00 --worst --rows
-  python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812 zero.stage=3 offload.optimizer=cpu
-  python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812 data.path=moved --save-batch batch.safetensors
-
-Exit code 0: all steps are as the run recorded them; 1: one differs, which is named; 2: an argument is wrong, or there
-is nothing to go on from, one line a problem; 130: Ctrl-C.
-"""
 REPLAY = Use(
     name="a replay",
     built=("model", "data", "optimizer", "scheduler"),
@@ -55,25 +55,9 @@ OURS = {"replay": "zerotrain"}
 """The begin of its content."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplayArguments:
-    """The arguments."""
-
-    path: Path
-    settings: Sequence[str] = ()
-    step: int | None = None
-    """From 1; None: the one that stands out."""
-    rows: bool = False
-    around: int = 0
-    """Steps before it, and as many after it."""
-    save_batch: Path | None = None
-    out: Path = Path(REPLAY_NAME)
-    trust_code: bool = False
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = parser_of("replay", __doc__, EXAMPLES)
+    parser = parser_of("replay", __doc__)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=int, metavar="N", help="the step to look at, from 1")
     which.add_argument("--worst", action="store_true", help="the first step not finite, or the largest spike")
@@ -82,12 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--save-batch", type=Path, metavar="FILE", help="write the worst micro-batch, as safetensors")
     parser.add_argument("--out", type=Path, default=Path(REPLAY_NAME), metavar="FILE", help=f"{REPLAY_NAME} by default")
     add_run(parser, has_settings=True, help="a run, or a checkpoint of one")
-    options = vars(parser.parse_intermixed_args(arguments))
-    del options["worst"]
-    return exit_code(lambda: _run(ReplayArguments(**options)))
+    options = parser.parse_intermixed_args(arguments)
+    return exit_code(lambda: _run(options))
 
 
-def _run(options: ReplayArguments) -> int:
+def _run(options: Namespace) -> int:
     if options.step is not None and options.step < 1:
         raise ConfigError(f"--step: got {options.step}; it must be 1 or more, the number of a step")
     if options.around < 0:
@@ -104,11 +87,12 @@ def _run(options: ReplayArguments) -> int:
 
 
 def replay(
-    options: ReplayArguments, console: Console, keep_batch: Callable[[dict[str, torch.Tensor]], Any]
+    options: Namespace, console: Console, keep_batch: Callable[[dict[str, torch.Tensor]], Any]
 ) -> dict[str, Any]:
     """Compute a step of a run again, print what it was made of, and return that for JSON.
 
     Args:
+        options: those of `main`, by their names; `step` is None for the one that stands out.
         keep_batch: gets the worst micro-batch, if `options.save_batch` is there.
 
     Raises:
@@ -238,21 +222,16 @@ def _checkpoints_before(path: Path, step: int, *, has_start: bool) -> list[Path]
     if not is_checkpoint and not path.is_dir():
         return candidates(path)  # which says why there is none
     checkpoints = [path] if is_checkpoint else newest_first(path / CHECKPOINTS)
-    steps = {checkpoint: _step_in(checkpoint) for checkpoint in checkpoints}
-    earlier = [checkpoint for checkpoint, at in steps.items() if at is None or at < step]
-    readable = [at for at in steps.values() if at is not None]
-    if any(at < step for at in readable):
+    steps = {}
+    for checkpoint in checkpoints:
+        with suppress(CheckpointError):  # its manifest is damaged
+            steps[checkpoint] = read_manifest(checkpoint).step
+    earlier = [checkpoint for checkpoint in checkpoints if steps.get(checkpoint, 0) < step]
+    if any(at < step for at in steps.values()):
         return earlier
     if has_start and not (is_checkpoint and earlier):
         return []
-    if not readable:
+    if not steps:
         return earlier or candidates(path)
-    raise ConfigError(f"--step: got {step}; the oldest checkpoint is of step {min(readable)}; give a step after it")
-
-
-def _step_in(checkpoint: Path) -> int | None:
-    """The step of a checkpoint; None where its manifest is damaged."""
-    try:
-        return read_manifest(checkpoint).step
-    except CheckpointError:
-        return None
+    oldest = min(steps.values())
+    raise ConfigError(f"--step: got {step}; the oldest checkpoint is of step {oldest}; give a step after it")

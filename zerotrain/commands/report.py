@@ -1,4 +1,13 @@
-"""`python -m zerotrain report FOLDER...`: one page, a csv and a json of any runs, and their table."""
+"""`python -m zerotrain report FOLDER...`: one page, a csv and a json of any runs, and their table.
+
+FOLDER is a run, a sweep, or any folder in which runs lie. A sweep writes these files itself; this command makes them
+anew, or of runs that belong to no sweep.
+
+  python -m zerotrain report multirun/2026-11-24/10-00-00
+  python -m zerotrain report outputs/first outputs/second --out compared
+
+Exit code 0: they are written; 2: there is no run in a FOLDER, or they cannot be written, one line; 130: Ctrl-C.
+"""
 
 import os
 from collections.abc import Sequence
@@ -12,20 +21,10 @@ from zerotrain.errors import ConfigError
 from zerotrain.report.files import CSV_NAME, JSON_NAME, PAGE_NAME, print_table, write_files
 from zerotrain.report.rows import FILES_OF_RUNS, read_jobs, report_of
 
-EXAMPLES = """\
-FOLDER is a run, a sweep, or any folder in which runs lie. A sweep writes these files itself; this command makes them
-anew, or of runs that belong to no sweep.
-
-  python -m zerotrain report multirun/2026-11-24/10-00-00
-  python -m zerotrain report outputs/first outputs/second --out compared
-
-Exit code 0: they are written; 2: there is no run in a FOLDER, or they cannot be written, one line; 130: Ctrl-C.
-"""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = parser_of("report", __doc__, EXAMPLES)
+    parser = parser_of("report", __doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="the folder of a run or of a sweep")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="the folder of the files; that of one FOLDER by default"

@@ -1,4 +1,16 @@
-"""`python -m zerotrain slurm [sbatch options] -- settings`: a file for sbatch, of a run that outlasts its limit."""
+"""`python -m zerotrain slurm [sbatch options] -- settings`: a file for sbatch, of a run that outlasts its limit.
+
+Prints the file; --submit hands it to sbatch. All options before -- are sbatch's own, whatever a cluster wants. Each
+task is a rank; with one task, launch.nproc_per_node has as many. The settings are checked before.
+
+  python -m zerotrain slurm --nodes=2 --ntasks-per-node=8 --gpus-per-task=1 --time=4:00:00 -- zero.stage=3
+  python -m zerotrain slurm --submit --ntasks=4 --time=30 -- data.path=docs train.max_steps=50
+
+The job runs in outputs/slurm-<job>. When its time is up, or it is preempted, it saves, is queued again and goes on.
+
+Exit code 0: the file is printed, or sbatch has taken it; 1: sbatch has not; 2: an option or a setting is wrong, one
+line each.
+"""
 
 import shlex
 import subprocess
@@ -16,24 +28,12 @@ _SHORT = {"-J": "--job-name", "--no-requeue": "--requeue"}
 """Other names of these."""
 _NOT_OURS = ("--wrap", "--array-inx")
 SUBMIT = "--submit"
-EXAMPLES = """\
-Prints the file; --submit hands it to sbatch. All options before -- are sbatch's own, whatever a cluster wants. Each
-task is a rank; with one task, launch.nproc_per_node has as many. The settings are checked before.
-
-  python -m zerotrain slurm --nodes=2 --ntasks-per-node=8 --gpus-per-task=1 --time=4:00:00 -- zero.stage=3
-  python -m zerotrain slurm --submit --ntasks=4 --time=30 -- data.path=docs train.max_steps=50
-
-The job runs in outputs/slurm-<job>. When its time is up, or it is preempted, it saves, is queued again and goes on.
-
-Exit code 0: the file is printed, or sbatch has taken it; 1: sbatch has not; 2: an option or a setting is wrong, one
-line each.
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = parser_of("slurm", __doc__, EXAMPLES)
+    parser = parser_of("slurm", __doc__)
     parser.usage = "python -m zerotrain slurm [--submit] [sbatch options] -- [settings]"
     if not words or words[0] in ("-h", "--help"):
         parser.print_help()

@@ -273,9 +273,10 @@ def print_report(
     table = Table(*heads, title=f"step {report.step}", box=box.SIMPLE_HEAD)
     for part in report.parts:
         place = (str(part.virtual_rank), str(part.micro_batch))
-        table.add_row(
-            *place, *_numbers(part), Text(part.largest), _bar(part, worst), style="bold" if part is worst else ""
-        )
+        bar = "!" * BAR
+        if math.isfinite(part.grad_norm):  # where the worst is not, its own bar is enough
+            bar = "█" * round(BAR * part.grad_norm / (worst.grad_norm or 1.0)) if math.isfinite(worst.grad_norm) else ""
+        table.add_row(*place, *_numbers(part), Text(part.largest), bar, style="bold" if part is worst else "")
     console.print(table)
     rows = Table(title="rows of the micro-batch that stands out", box=box.SIMPLE_HEAD)
     alone = ("loss", "gradient") if report.rows[0].alone else ()
@@ -311,13 +312,6 @@ def print_around(console: Console, steps: Sequence[Mapping[str, Any]], step: int
         style = "bold" if line["step"] == step else ""
         table.add_row(str(line["step"]), *numbers, clipped, _number(line["lr"]), same, style=style)
     console.print(table)
-
-
-def _bar(part: Part, worst: Part) -> str:
-    """A bar as long as the gradient is large."""
-    if not math.isfinite(part.grad_norm):
-        return "!" * BAR
-    return "█" * round(BAR * part.grad_norm / (worst.grad_norm or 1.0)) if math.isfinite(worst.grad_norm) else ""
 
 
 def _numbers(part: Part) -> tuple[str, str]:

@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NotRequired, TypedDict
+from typing import Annotated, Any, BinaryIO
 
 from zerotrain.errors import ConfigError, TrainingError
 from zerotrain.files import untrusted
 from zerotrain.files.lock import lock, open_lock
 
 JOURNAL_NAME = "sweep.jsonl"
-RESULT_NAME = "result.json"
 COMPLETED, DIVERGED, FAILED, STOPPED, RUNNING = "completed", "diverged", "failed", "stopped", "running"
 PRUNED = "pruned"
 PLACED, BEGUN, ENDED, TAKEN, REFUSED = "placed", "begun", "ended", "taken", "refused"
@@ -30,15 +29,6 @@ _OF_TRAINING = re.compile(rf"(^| ){TrainingError.__name__}: ")
 """In the error of a run that train.on_nonfinite has ended."""
 _MAX_NBYTES = 2**20
 """Most bytes of a line: ours have 400. A longer line is read in parts and left out."""
-_MAX_RESULT_NBYTES = 2**26
-
-
-class _JobResult(TypedDict):
-    status: Annotated[str, untrusted.one_of(COMPLETED, FAILED, STOPPED)]
-    overrides: list[str] | None
-    config_hash: NotRequired[str | None]
-    error: NotRequired[str | None]
-    final_val_loss: NotRequired[float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,21 +201,23 @@ class SweepJournal:
 
 def note_earlier_results(folder: Path) -> None:
     """Begin the journal of a sweep that has none with what lies in its folder."""
+    from zerotrain.training.result import RESULT_NAME, read_result  # imports torch, as the jobs will
+
     events: list[JobEvent] = []
     for path in sorted(folder.rglob(RESULT_NAME)):
         with suppress(OSError, untrusted.UntrustedFileError):
-            result: dict[str, Any] = untrusted.read_json(path, _JobResult, max_nbytes=_MAX_RESULT_NBYTES)
+            result = read_result(path)
             name = path.parent.relative_to(folder).as_posix()
             events.append(
                 JobEvent(
                     event=ENDED,
                     job=int(name) if name.isdecimal() else len(events),
                     folder=name,
-                    hash=result.get("config_hash"),
+                    hash=result["config_hash"],
                     overrides=result["overrides"] or [],
                     status=result["status"],
-                    error=result.get("error"),
-                    final_val_loss=result.get("final_val_loss"),
+                    error=result["error"],
+                    final_val_loss=result["final_val_loss"],
                     time=path.stat().st_mtime,
                 )
             )

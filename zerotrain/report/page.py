@@ -49,6 +49,8 @@ def _escape_unprintable(value: Any) -> Any:
 def page_of(report: Report) -> bytes:
     """The whole page, as it is written."""
     groups = equal_weights(report.rows)
+    shared = [sha256 for sha256, rows in groups.items() if len(rows) > 1]
+    names = (*ascii_uppercase, *map("".join, product(ascii_uppercase, repeat=2)))
     html = _template().render(
         report=report,
         short=short_names(report.settings),
@@ -61,7 +63,7 @@ def page_of(report: Report) -> bytes:
         spreads=spreads(report),
         charts=plots.bar_charts(report),
         groups=groups,
-        letters=_letters(groups),
+        letters=dict(zip(shared, names, strict=False)),
         max_groups=MAX_GROUPS,
         written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
@@ -154,9 +156,3 @@ def _causes(report: Report) -> list[tuple[str, list[Row]]]:
             words = row.error or unknown.get(row.status, "the loss became nan or infinite")
             causes.setdefault((row.status, re.sub(r"\d+", "0", words)), (words, []))[1].append(row)
     return list(causes.values())
-
-
-def _letters(groups: dict[str, list[Row]]) -> dict[str, str]:
-    """A, B, ..., Z, AA, AB, ...: the name of each group of two jobs or more with equal weights, by its sha256."""
-    names = (*ascii_uppercase, *map("".join, product(ascii_uppercase, repeat=2)))
-    return dict(zip((sha256 for sha256, rows in groups.items() if len(rows) > 1), names, strict=False))

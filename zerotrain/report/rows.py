@@ -445,13 +445,13 @@ def report_of(jobs: Sequence[JobFiles], title: str) -> Report:
         title=printable(title, keep=""),
         rows=rows,
         settings=names,
-        objective=objective and COLUMN.get(objective, objective),
+        objective=objective,
         rises=rises,
     )
 
 
 def _objective(jobs: Sequence[JobFiles]) -> tuple[str | None, bool]:
-    """The first objective of the sweep, and whether the most of it is the best."""
+    """The column of the sweep's first objective, and whether the most of it is the best."""
     objectives = set()
     for settings in (job.settings for job in jobs if job.settings.get("sweep.objective")):
         names, directions = settings["sweep.objective"], settings.get("sweep.direction")
@@ -460,7 +460,8 @@ def _objective(jobs: Sequence[JobFiles]) -> tuple[str | None, bool]:
     if len(objectives) != 1:
         return None, False
     [(name, rises)] = objectives
-    return (name, rises) if name == printable(name, keep="") and len(name) <= MAX_LABEL else (None, False)
+    is_shown = name == printable(name, keep="") and len(name) <= MAX_LABEL
+    return (COLUMN.get(name, name), rises) if is_shown else (None, False)
 
 
 def _row(job: JobFiles, names: Sequence[str], objective: str | None) -> Row:
@@ -501,7 +502,7 @@ def _figures(result: dict[str, Any], objective: str | None) -> dict[str, float |
     figures["ranks"] = figures["ranks"] or None
     held = [nbytes for kind in KINDS if (nbytes := figures[f"{kind}_nbytes"]) is not None]
     figures["held_nbytes"] = sum(held) if held else None
-    if objective is not None and COLUMN.get(objective, objective) not in figures:
+    if objective is not None and objective not in figures:
         figures[objective] = None
         with suppress(LookupError):
             figures[objective] = number(value_in(result, objective))

@@ -255,7 +255,7 @@ class _ExportAbout(Struct):
     step: untrusted.Natural
     form: _Form
     config: Any
-    data_fingerprint: Any
+    data_fingerprint: dict[str, Any] | None
 
 
 ONE_SET = "--weights: got ema, but {} holds one set of weights; leave it out"
@@ -277,13 +277,12 @@ def exported_run(folder: Path, *, trust_code: bool = False) -> OfRun | None:
         raise ConfigError(f"{folder / ABOUT} cannot be read: {error.strerror}") from error
     except untrusted.UntrustedFileError:
         raise ConfigError(f"{folder / ABOUT} does not name the run that was exported; export it again") from None
-    fingerprint = about.data_fingerprint
     return OfRun(
         path=folder,
         step=about.step,
         config=config_from(about.config, folder),
         form=about.form,
-        data_fingerprint=fingerprint if isinstance(fingerprint, dict) else None,
+        data_fingerprint=about.data_fingerprint,
         tensors=lambda: _tensors(folder, about.form),
         trusts_code=trust_code,
     )

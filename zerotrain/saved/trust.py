@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-import zerotrain
 import zerotrain.data
 import zerotrain.models
-import zerotrain.training
 import zerotrain.training.metrics
 from zerotrain.config.schema import Config
 from zerotrain.config.words import find_references, walk_values

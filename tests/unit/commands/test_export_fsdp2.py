@@ -13,7 +13,6 @@ import zerotrain
 from tests.cases import EXPORT, WEIGHTS
 from tests.unit.commands.my_model import loss_of, make_model, tokens_of
 from tests.unit.commands.test_export import ONE_SEED_AT_A_TIME, exported
-from tests.zygote.client import Zygote
 from zerotrain.testing.fake_wire import run_threads
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "guides" / "fsdp2.md"
@@ -30,9 +29,7 @@ def engine_of(world: zerotrain.World, stage: int, seed: int) -> zerotrain.ZeroEn
 
 
 @pytest.fixture(scope="module")
-def gone_on(
-    zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[list[float]], list[list[float]]]:
+def gone_on(zygote, tmp_path_factory) -> tuple[Path, list[list[float]], list[list[float]]]:
     """What the script has saved; its losses by rank, and those of the run that stayed here."""
     folder = tmp_path_factory.mktemp("fsdp2")
 

@@ -86,9 +86,7 @@ def test_of_two_runs_the_newest_checkpoints_are_compared(saved: Path, tmp_path: 
     assert f"{tmp_path} has no checkpoint in it" in capsys.readouterr().err
 
 
-def test_a_broken_one_is_told_with_its_file_and_is_in_the_exit_code_wherever_it_stands(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_one_is_told_with_its_file_and_is_in_the_exit_code_wherever_it_stands(saved, tmp_path, capsys) -> None:
     whole, broken = str(saved / "first"), str(shutil.copytree(saved / "second", tmp_path / "broken"))
     file = Path(broken, "rank-00002.safetensors")
     content = bytearray(file.read_bytes())
@@ -107,10 +105,7 @@ def test_a_broken_one_is_told_with_its_file_and_is_in_the_exit_code_wherever_it_
 def test_what_is_neither_a_checkpoint_nor_a_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     for path, said in (
-        (
-            tmp_path,
-            "is no checkpoint and no run: it has no manifest.json, and none of checkpoints/, config.y",
-        ),
+        (tmp_path, "is no checkpoint and no run: it has no manifest.json, and none of checkpoints/, config.y"),
         (tmp_path / "file", "file is a file, and no folder of a checkpoint or of a run"),
         (tmp_path / "nowhere", "nowhere is not there: give the folder of a checkpoint or of a run"),
     ):
@@ -128,9 +123,7 @@ def test_what_is_neither_a_checkpoint_nor_a_run_is_told(tmp_path: Path, capsys: 
     "`python -m zerotrain inspect RUN`",
     "each checkpoint verified, saves under way or cut off, how to go on",
 )
-def test_a_run_is_listed_with_what_lies_beside_its_checkpoints(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_listed_with_what_lies_beside_its_checkpoints(saved, tmp_path, capsys) -> None:
     folder = tmp_path / "checkpoints"
     for step in (10, 20, 30):
         shutil.copytree(saved / "second", folder / step_name(step))
@@ -174,9 +167,7 @@ def test_a_run_is_listed_with_what_lies_beside_its_checkpoints(
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "result.json", "checkpoints"])
-def test_a_run_without_checkpoints_is_listed_and_is_no_success(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_checkpoints_is_listed_and_is_no_success(name, tmp_path, capsys) -> None:
     (tmp_path / name).mkdir()
     assert main([str(tmp_path)]) == 2
     assert capsys.readouterr().out == f"{tmp_path}: no checkpoints\n"

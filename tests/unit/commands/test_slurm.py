@@ -39,9 +39,7 @@ def test_the_file_has_the_options_given_those_of_a_run_that_goes_on_and_the_sett
         (["--submit", "--nodes=1"], "--submit: sbatch cannot be run on this machine: No such file or directory; leave"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_nothing_is_submitted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys, given: list[str], line: str
-):
+def test_what_is_wrong_is_one_line_and_nothing_is_submitted(monkeypatch, tmp_path, capsys, given, line) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(given) == 2
     out, err = capsys.readouterr()

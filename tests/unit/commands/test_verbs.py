@@ -30,9 +30,7 @@ def test_training_is_the_verb_that_may_be_left_out(zygote: Zygote, tmp_path: Pat
 
 
 @pytest.mark.parametrize("verb", MODULES)
-def test_a_folder_that_is_gone_is_one_line_of_each_verb(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_gone_is_one_line_of_each_verb(verb, tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -51,20 +49,12 @@ def test_a_folder_that_is_gone_is_one_line_of_each_verb(
         (ConfigError("--out: is wrong"), 2, "--out: is wrong"),
     ],
 )
-def test_what_the_disk_refuses_is_one_line_and_the_users_to_mend_unless_it_is_full(
-    error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_disk_refuses_is_one_line_and_the_users_to_mend_unless_it_is_full(error, code, said, capsys) -> None:
     def work() -> None:
         raise error
 
     assert exit_code(work) == code
     assert capsys.readouterr().err == f"{said}\n"
-
-
-def test_no_file_of_the_package_hides_one_of_the_standard_library() -> None:
-    command = [sys.executable, "-c", "import dataclasses, inspect"]
-    done = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 EXTRAS = (

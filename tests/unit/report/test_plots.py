@@ -2,25 +2,7 @@
 
 import math
 
-import pytest
-
 from zerotrain.report.plots import HEIGHT, WIDTH, Axis, axis_of, path_of
-
-
-@pytest.mark.parametrize("low", [0.0, -3.0, 1.1234, 1e-6, 1e9])
-@pytest.mark.parametrize("size", [1e-7, 0.3, 1.0, 7.77, 1e5])
-def test_ticks_are_few_round_and_within(low: float, size: float):
-    axis = Axis(low, low + size)
-    ticks = axis.ticks
-    assert 1 <= len(ticks) <= 11
-    assert all(-1e-9 <= part <= 1 + 1e-9 for part, _ in ticks)
-
-
-@pytest.mark.parametrize("values", [[], [3.0], [0.0, 0.0], [math.nan, math.inf], [1e17, 1e17], [-1e17, 1e17], [5e-324]])
-def test_any_values_have_a_scale(values: list[float]):
-    for axis in (axis_of(values), axis_of(values, from_zero=True), axis_of(values, usual=values)):
-        assert axis.high > axis.low
-        assert axis.ticks
 
 
 def test_values_far_above_the_usual_ones_do_not_widen_a_scale():

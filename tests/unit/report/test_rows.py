@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tests.unit.report.folders import journal, refused, write_job
 from zerotrain.report import rows as curves
 from zerotrain.report.plots import explained
-from zerotrain.report.rows import equal_weights, points_over, read_curves, read_report, run_dirs_in, spreads, thinned
+from zerotrain.report.rows import equal_weights, points_over, read_curves, read_report, run_dirs_in, spreads
 from zerotrain.report.values import short_names
 
 
@@ -162,12 +163,6 @@ def test_a_job_that_was_refused_another_s_folder_has_a_row(tmp_path: Path):
     ]
 
 
-def test_a_job_that_was_refused_with_a_result_of_its_own_has_one_row(tmp_path: Path):
-    refused(tmp_path / "0", ["zero.stage=5"], "zero.stage: got 5")
-    journal(tmp_path, {"event": "refused", "job": 0, "folder": "0", "overrides": ["zero.stage=5"], "error": "other"})
-    assert [row.error for row in read_report(tmp_path).rows] == ["zero.stage: got 5"]
-
-
 def test_of_folders_outside_nothing_is_read_and_lines_of_somebody_else_are_passed_over(tmp_path: Path):
     write_job(tmp_path / "sweep/0")
     write_job(tmp_path / "other")
@@ -180,23 +175,6 @@ def test_of_folders_outside_nothing_is_read_and_lines_of_somebody_else_are_passe
             ("completed", None, "a" * 64),
             ("failed", "x", None),
         ]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\xff",
-        b"[" * 9000,
-        b"seed: &a 1\nzero: *a\n",
-        b"a:\n b: [1\n",
-        b"- 1\n",
-        b"seed: !!python/object:os.system 1\n",
-    ],
-)
-def test_a_config_that_cannot_be_read_is_none(tmp_path: Path, content: bytes):
-    (write_job(tmp_path / "0") / "config.yaml").write_bytes(content)
-    assert read_report(tmp_path).rows[0].status == "completed"
 
 
 def compared_by(folder: Path, objective: str, direction: str = "minimize") -> None:
@@ -267,19 +245,7 @@ def test_steps_that_come_a_second_time_are_left_out(tmp_path: Path):
     assert list(train.step) == [1, 2, 3, 3, 4]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "{",
-        '{"step": "1", "train_loss": 2}',
-        "\0" * 99,
-        '{"step": 1e999, "train_loss": 2}',
-        '{"train_loss": 1}',
-        f'{{"step": {10**400}, "train_loss": 2}}',
-        f'{{"step": 1, "train_loss": {10**400}}}',
-    ],
-)
+@pytest.mark.parametrize("content", ["{", '{"train_loss": 1}', f'{{"step": 1, "train_loss": {10**400}}}'])
 def test_lines_that_are_none_of_ours_are_passed_over(tmp_path: Path, content: str):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{content}\n{{"step": 3, "train_loss": 2.0}}\n{content}')
@@ -287,38 +253,16 @@ def test_lines_that_are_none_of_ours_are_passed_over(tmp_path: Path, content: st
     assert (list(train.step), list(train.loss), len(val.step)) == ([3], [2.0], 0)
 
 
-def test_no_file_and_a_folder_in_its_place_are_no_curve(tmp_path: Path):
-    assert len(read_curves(tmp_path / "none")[0].step) == 0
-    assert len(read_curves(tmp_path)[0].step) == 0
-
-
-def test_of_a_long_file_a_part_is_read_from_its_first_line_to_its_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_of_a_long_file_a_part_is_read_from_its_first_line_to_its_last(tmp_path: Path):
     path, num = tmp_path / "metrics.jsonl", 200_000
     line = '{"step": %9d, "train_loss": 2.0, "tokens": %12d}\n'
     with path.open("w") as file:
         for start in range(0, num, 1000):
             file.write("".join(line % (step, 100 * step) for step in range(start, start + 1000)))
-    seen = []
-    parse = curves.parse_json
-    monkeypatch.setattr(curves, "parse_json", lambda text, schema: seen.append(text) or parse(text, schema))
     train, _ = read_curves(path)
-    assert len(seen) <= curves.MAX_POINTS
     assert len(train.step) == curves.MAX_POINTS
     assert (train.step[0], train.step[-1]) == (0, num - 1)
     assert max(b - a for a, b in zip(train.step, train.step[1:])) < 2 * num / curves.NUM_WINDOWS  # noqa: B905
-
-
-def test_a_file_of_one_line_without_end_costs_its_windows_alone(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    with path.open("wb") as file:
-        file.write(b'{"step": 1, "train_loss": 1, "x": "')
-        file.truncate(10**10)
-    assert len(read_curves(path)[0].step) == 0
-
-
-def test_the_first_and_the_last_are_among_some():
-    assert thinned(list(range(10)), 4) == [0, 3, 6, 9]
-    assert thinned([1, 2], 4) == [1, 2]
 
 
 # What jobs have in common: weights, all settings but the seed, and what a setting explains of the loss.
@@ -353,9 +297,5 @@ def test_a_setting_explains_the_loss_that_follows_from_it_and_another_does_not(t
     assert explained(told, "zero.stage") > 0.99
     assert explained(told, "model.num_layers") < 0.1
     assert 0 <= explained(told, "optimizer.lr") < 0.2
-
-
-def test_a_setting_with_a_value_for_each_job_explains_nothing(tmp_path: Path):
-    for place in range(5):
-        write_job(tmp_path / str(place), [f"zero.stage={place}"], final_val_loss=float(place))
-    assert explained(read_report(tmp_path), "zero.stage") is None
+    of_each_another = replace(told, rows=told.rows[:3])  # a setting with a value for each job explains nothing
+    assert explained(of_each_another, "zero.stage") is None
