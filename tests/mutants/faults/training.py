@@ -8,7 +8,7 @@ FAULTS = {
         "_rise_and_fall",
         Swap("max_steps - 1 - begin", "max_steps - begin"),
         "the last step of a run is above the final learning rate",
-        "unit/training/test_schedule.py::test_the_cosine_falls_from_one_to_the_final_fraction_in_the_last_step",
+        "unit/training/test_schedule.py::test_a_rise_and_a_fall_are_those_of_torch",
     ),
     "feeds-next-schedule-of-all-steps": Fault(
         "Trainer._train",

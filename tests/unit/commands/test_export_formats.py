@@ -18,7 +18,7 @@ from zerotrain.commands import evaluate, generate
 from zerotrain.commands.export_formats import adapters, is_of_adapter, merged
 from zerotrain.config.compose import from_values
 from zerotrain.models import HuggingFaceModel
-from zerotrain.models.gpt import mean_cross_entropy
+from zerotrain.models.gpt import MeanCrossEntropy
 from zerotrain.testing.fake_wire import run_threads
 
 transformers = pytest.importorskip("transformers")
@@ -263,7 +263,7 @@ def next_step_of_torch(model: Any, out: Path) -> dict[str, torch.Tensor]:
     """By the recipe alone, as it stands in the docs."""
     known: dict[str, Any] = {"torch": torch, "model": model}
     exec(recipe(out), known)
-    mean_cross_entropy(model.eval()(input_ids=IDS).logits, IDS.roll(-1)).backward()
+    MeanCrossEntropy()(model.eval()(input_ids=IDS).logits, IDS.roll(-1)).backward()
     known["optimizer"].step()
     return dict(model.named_parameters())
 
