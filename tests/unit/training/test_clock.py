@@ -119,7 +119,6 @@ def test_before_any_step_and_of_one_that_failed_there_is_no_speed():
         ("NVIDIA A100-SXM4-80GB", torch.float64, None),
         ("NVIDIA L4", torch.bfloat16, 121e12),
         ("NVIDIA L40S", torch.bfloat16, 362e12),
-        ("NVIDIA GeForce RTX 4090", torch.float32, 82.6e12),
         ("Some GPU of tomorrow", torch.bfloat16, None),
     ],
 )
