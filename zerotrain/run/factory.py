@@ -585,4 +585,4 @@ def _model_flops(config: Config, engine: ZeroEngine, dataset: Any) -> ModelFlops
         return None
     batch = fetch_rows(dataset.train, [0], seed=config.seed, epochs=[0], step=1, collate=build_collate(config))
     per_sequence = count_flops(model, batch)
-    return per_sequence and ModelFlops(per_sequence=per_sequence, peak_per_s=peak * engine.world.size)
+    return None if per_sequence is None else ModelFlops(per_sequence, peak * engine.world.size)

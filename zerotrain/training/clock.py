@@ -163,7 +163,7 @@ class StepClock:
         """Go on from what `state_dict` gave."""
         self._earlier = {name: float(state[name]) for name in EARLIER[:-1]}
         self._earlier["labels"] = float(state.get("labels", state["tokens"]))
-        self.train_s = self._earlier["train_s"]
+        self.train_s += self._earlier["train_s"]
 
     def figures(self, last_steps: int | None = None) -> dict[str, float]:
         """The speed over the last so many steps, or over the run without its first steps; nan before any.

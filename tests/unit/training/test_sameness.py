@@ -12,14 +12,23 @@ from zerotrain.training.sameness import choose_kernels, generator_states, restor
 # What a run sets for torch's kernels; what they compute then, tests/distributed/test_gpu.py looks at.
 
 
+PLACES = (
+    (torch.backends.cuda.matmul, "allow_tf32"),
+    (torch.backends.cudnn, "allow_tf32"),
+    (torch.backends.cudnn, "benchmark"),
+)
+
+
 @pytest.fixture(autouse=True)
 def settings_of_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Those that torch has, again behind the test."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    backends = torch.backends
-    for of, name in (backends.cuda.matmul, "allow_tf32"), (backends.cudnn, "allow_tf32"), (backends.cudnn, "benchmark"):
-        monkeypatch.setattr(of, name, False)
+    before = [getattr(of, name) for of, name in PLACES]
+    for of, name in PLACES:
+        setattr(of, name, False)
     yield
+    for (of, name), value in zip(PLACES, before, strict=True):
+        setattr(of, name, value)
     torch.use_deterministic_algorithms(False)
 
 

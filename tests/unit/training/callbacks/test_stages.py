@@ -236,11 +236,6 @@ def test_the_stage_of_the_step_that_a_run_goes_on_at_is_known_from_its_checkpoin
     assert stages_from(None, schedule) == (schedule, 0)
 
 
-def test_an_entry_at_the_last_step_changes_nothing(tied_model, tmp_path, world):
-    body = trainer_of(world, tied_model, tmp_path / "run", max_steps=2, stages={0: 1, 2: 3}).run()
-    assert [each["stage"] for each in body["stages"]] == [1]
-
-
 PLANNED = 10**6
 NO_PLAN = dict.fromkeys(("parameters", "gradients", "optimizer", "offloaded", "scratch", "sent"), 0)
 
