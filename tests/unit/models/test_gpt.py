@@ -228,7 +228,6 @@ def test_dropout_acts_in_training_only():
     [
         ("num_heads", 3, r"model.num_heads=3 does not divide model.hidden_size=64; .* such as 4"),
         ("num_heads", 0, "model.num_heads=0 is too small; it must be at least 1"),
-        ("hidden_size", -64, "model.hidden_size=-64 is too small"),
         ("vocab_multiple", 0, "model.vocab_multiple=0 is too small; it must be at least 1"),
         ("loss_chunks", 0, "model.loss_chunks=0 is too small; it must be at least 1"),
         ("dropout", 1.0, "model.dropout=1.0 is out of range; it must be at least 0 and below 1"),

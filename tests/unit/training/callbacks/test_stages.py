@@ -362,7 +362,6 @@ UNREADABLE = {
     "two of a name": ("stage: 1\nstage: 3", "it cannot be read: stage is there twice"),
     "no text": (b"stage: \xff\xfe", "it cannot be read: 'utf-8' codec can't decode byte 0xff"),
     "true for a number": ("stage: true", "stage: got True; it must be 0, 1, 2 or 3"),
-    "1 for true": ("stop: 1", "stop: got 1; it must be true"),
     "another name": ("stagee: 3", "stagee: there is no such request; there are stage: 0 to 3, save: now, stop: true"),
     "a word": ("stage", "it has no key and value; write stage: 0 to 3, save: now, stop: true"),
     "a half of a character": ('stage: "\\ud800"', "stage: got '\\ud800'; it must be 0, 1, 2 or 3"),

@@ -158,6 +158,9 @@ def test_measuring_a_micro_batch_waits_for_no_device() -> None:
         states.add(0, loss, 2, outputs, (None, labels), 3)
     assert not waits.seen
     assert states.state_dict()["accuracy"]["0"] == [[0, [], [2]], [0, [], [3]]]
+    with Waits() as waits:
+        outputs[labels != -100].sum().item()
+    assert len(waits.seen) >= 2
 
 
 # ---- which dimension has the classes, and what the outputs are compared with
