@@ -27,34 +27,11 @@ def require_fraction(**arguments: float) -> None:
             raise ValueError(f"model.{name}={value} is out of range; it must be at least 0 and below 1")
 
 
-def require_names(**arguments: Any) -> None:
-    """Check each argument for a list of names or patterns; a ValueError names the first other one. A string would be
-    taken for a list of its letters."""
-    for name, value in arguments.items():
-        if isinstance(value, str) or not all(isinstance(item, str) for item in value):
-            raise ValueError(f"model.{name}={value} is no list of names; give one such as model.{name}=[{value}]")
-
-
 # The loss of all language models here.
 
 
 IGNORED_LABEL = -100
 """Positions with this label count neither in the loss nor in the number of tokens."""
-
-
-def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
-    """Mean cross entropy in nats over the labels that are not ignored, computed in fp32.
-
-    Args:
-        logits: (B, T, vocab_size), of any floating dtype.
-        labels: (B, T) int64, the token that follows each position, or `IGNORED_LABEL`.
-        count: 0-dim, what the sum is divided by; None: the number of those labels.
-
-    Returns:
-        0-dim fp32 tensor. Zero where every label is ignored; torch's own mean is nan there.
-    """
-    total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-    return total / (num_counted(labels) if count is None else count)
 
 
 def num_counted(labels: torch.Tensor) -> torch.Tensor:
@@ -81,11 +58,23 @@ def with_whole_multiple(weight: torch.Tensor, multiple: int) -> tuple[torch.Tens
 
 
 class MeanCrossEntropy(nn.modules.loss._Loss):
-    """`mean_cross_entropy` as a module, as torch's own losses are: an engine that compiles, compiles them too."""
+    """Mean cross entropy in nats over the labels that are not ignored, computed in fp32. A module, as torch's own
+    losses are: an engine that compiles, compiles them too."""
 
     def forward(self, logits: torch.Tensor, labels: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
-        """See `mean_cross_entropy`."""
-        return mean_cross_entropy(logits, labels, count)
+        """Compute it.
+
+        Args:
+            logits: (B, T, vocab_size), of any floating dtype.
+            labels: (B, T) int64, the token that follows each position, or `IGNORED_LABEL`.
+            count: 0-dim, what the sum is divided by; None: the number of those labels.
+
+        Returns:
+            0-dim fp32 tensor. Zero where every label is ignored; torch's own mean is nan there.
+        """
+        logits, labels = logits.float().flatten(0, 1), labels.flatten()
+        total = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+        return total / (num_counted(labels) if count is None else count)
 
 
 def chunked(
@@ -209,9 +198,8 @@ class GPT(nn.Module):
         loss_chunks: int = 1,
     ) -> None:
         super().__init__()
-        require_at_least(1, vocab_size=vocab_size, max_seq_len=max_seq_len, num_layers=num_layers)
-        require_at_least(1, vocab_multiple=vocab_multiple, loss_chunks=loss_chunks)
-        require_at_least(1, num_heads=num_heads, hidden_size=hidden_size)
+        require_at_least(1, vocab_size=vocab_size, max_seq_len=max_seq_len, num_layers=num_layers, num_heads=num_heads)
+        require_at_least(1, hidden_size=hidden_size, vocab_multiple=vocab_multiple, loss_chunks=loss_chunks)
         require_fraction(dropout=dropout)
         if hidden_size % num_heads:
             divisors = [number for number in range(hidden_size, 0, -1) if hidden_size % number == 0]
@@ -257,7 +245,6 @@ class GPT(nn.Module):
             hidden = block(hidden)
         hidden = self.ln_f(hidden)
         weight, bias = with_whole_multiple(self.wte.weight, self.vocab_multiple)
-        loss: torch.Tensor
         if labels is not None and self.loss_chunks > 1:
             loss = chunked(self.loss, self.loss_chunks, hidden, weight, bias, labels)
             if not with_outputs:

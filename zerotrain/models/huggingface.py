@@ -2,8 +2,7 @@
 
 import difflib
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from zerotrain.files.kept_out import refusal, require_no_kernels
 from zerotrain.files.terminal import package
-from zerotrain.models.gpt import MeanCrossEntropy, require_at_least, require_fraction, require_names
+from zerotrain.models.gpt import MeanCrossEntropy, require_at_least, require_fraction
 
 NO_ADAPTERS: dict[str, Any] = {"rank": 0, "alpha": 16, "dropout": 0.0, "targets": None}
 """The default of the argument `lora`."""
@@ -52,11 +51,16 @@ class HuggingFaceModel(nn.Module):
             raise ValueError(f"model.config={config} is no group of fields; give each, such as +model.config.n_layer=2")
         adapters = NO_ADAPTERS | (lora or {})
         _require_adapters(adapters)
-        with _translate_config_errors():
+        _transformers()
+        from huggingface_hub.errors import StrictDataclassError
+
+        try:
             if name_or_path is None:
                 model = _build_from_scratch(dict(config or {}), vocab_size)
             else:
                 model = _load_pretrained(name_or_path, dict(config or {}))
+        except StrictDataclassError as error:  # of a config, about the values of its fields
+            raise ValueError(f"model.config: {error.__cause__ or error}") from error
         text_config = model.config.get_text_config()  # a model of text and images has one config for each
         self.vocab_size = int(text_config.vocab_size)
         positions = getattr(text_config, "max_position_embeddings", None)
@@ -145,8 +149,7 @@ def _build_from_scratch(fields: dict[str, Any], vocab_size: int | None) -> Any:
     if vocab_size is not None:
         fields.setdefault("vocab_size", vocab_size)
     config = transformers.AutoConfig.for_model(model_type)
-    _require_known(fields, config)
-    _require_balancing(fields, config)
+    _require_effects(fields, config)
     for token in SPECIAL_TOKENS:  # of the tokenizer the type is known for, and unknown to a smaller vocabulary
         if fields.get("vocab_size") is not None and (getattr(config, token, None) or 0) >= fields["vocab_size"]:
             fields.setdefault(token, None)
@@ -168,10 +171,9 @@ def _load_pretrained(name_or_path: str, fields: dict[str, Any]) -> Any:
             f"model.name_or_path={name_or_path} is neither a folder with a model nor one that the Hugging Face hub can "
             f"give: {refusal(name_or_path, error)}"
         ) from error
-    _require_known(fields, config)
+    _require_effects(fields, config)
     for name, value in fields.items():
         setattr(config, name, value)
-    _require_balancing(fields, config)
     model = _build(config)
     if fields and files is not None:
         require_shapes(model, files)
@@ -189,29 +191,14 @@ def _build(config: Any) -> Any:
     return _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
-@contextmanager
-def _translate_config_errors() -> Iterator[None]:
-    """Turns an error of a config about its fields' values into a ValueError."""
-    _transformers()
-    from huggingface_hub.errors import StrictDataclassError
-
-    try:
-        yield
-    except StrictDataclassError as error:
-        raise ValueError(f"model.config: {error.__cause__ or error}") from error
-
-
-def _require_known(fields: dict[str, Any], config: Any) -> None:
-    """Transformers takes any field without a word."""
+def _require_effects(fields: dict[str, Any], config: Any) -> None:
+    """Refuse what transformers takes without a word: a field that there is not, and the coefficient of a loss without
+    its computation."""
     for name in fields:
         if not hasattr(config, name):
             near = difflib.get_close_matches(name, config.to_dict(), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"model.config.{name}: a model of type {config.model_type} has no such field{hint}")
-
-
-def _require_balancing(fields: dict[str, Any], config: Any) -> None:
-    """Refuse the coefficient of a loss without its computation."""
     computed = fields.get("output_router_logits", getattr(config, "output_router_logits", True))
     for name in BALANCING_COEFFICIENTS:
         if fields.get(name) and not computed:
@@ -234,7 +221,11 @@ def _require_adapters(adapters: dict[str, Any]) -> None:
     if not adapters["alpha"] > 0:
         raise ValueError(f"model.lora.alpha={adapters['alpha']} is out of range; it must be above 0")
     require_fraction(**{"lora.dropout": adapters["dropout"]})
-    require_names(**{"lora.targets": adapters["targets"] or []})
+    targets = adapters["targets"] or []
+    if isinstance(targets, str) or not all(isinstance(item, str) for item in targets):  # a string is a list of letters
+        raise ValueError(
+            f"model.lora.targets={targets} is no list of names; give one such as model.lora.targets=[{targets}]"
+        )
 
 
 def _with_adapters(

@@ -88,13 +88,12 @@ def opened_steps(
     init_from = None if config.checkpoint.init_from is None else Path(config.checkpoint.init_from)
     policy = CheckpointPolicy(resume=checkpoints, init_from=init_from, strict=config.checkpoint.strict)
     # None: there is no checkpoint, and the run's first weights were taken up.
-    resumed = RunCheckpoints(engine, world, folder, policy=policy, console=console, settings=None).resume()
+    resumed = RunCheckpoints(engine, folder, policy=policy, console=console, settings=None).resume()
     num_done, state = (0, {}) if resumed is None else (resumed.step, resumed.state)
     feed = TrainingFeed(
         dataset,
         build_validation_sets(config),
         engine=engine,
-        world=world,
         seed=config.seed,
         micro_batch_size=config.train.micro_batch_size,
         num_micro_batches=config.train.gradient_accumulation_steps,

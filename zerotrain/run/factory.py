@@ -555,8 +555,7 @@ def build_on_meta(config: Config) -> nn.Module | None:
     """
     try:
         with torch.device("meta"), _NothingDrawn():
-            model: nn.Module = build("model", config.model_target)
-            return model
+            return build("model", config.model_target)
     except RuntimeError as error:
         if TOO_LARGE_A_TENSOR in str(error):
             raise
@@ -582,11 +581,8 @@ class _NothingDrawn(TorchFunctionMode):
 def _model_flops(config: Config, engine: ZeroEngine, dataset: Any) -> ModelFlops | None:
     """The numbers for MFU; None if the device's peak or the model's operations are unknown."""
     peak = device_peak_flops(engine.world.device, engine.precision.compute)
-    model = None if peak is None else build_on_meta(config)
-    if model is None:
+    if peak is None or (model := build_on_meta(config)) is None:
         return None
     batch = fetch_rows(dataset.train, [0], seed=config.seed, epochs=[0], step=1, collate=build_collate(config))
     per_sequence = count_flops(model, batch)
-    if peak is None or per_sequence is None:
-        return None
-    return ModelFlops(per_sequence=per_sequence, peak_per_s=peak * engine.world.size)
+    return None if per_sequence is None else ModelFlops(per_sequence, peak * engine.world.size)

@@ -150,8 +150,6 @@ class _Entry:
     callback: Callback
     has_warned: bool = False
     has_started: bool = False
-    last_state: dict[str, Any] | None = None
-    """Last state of a user's callback, kept for a save in which its `state_dict` fails."""
 
 
 class CallbackList:
@@ -174,9 +172,8 @@ class CallbackList:
         require_callbacks(own)
         self._console = console
         own_entries = [_Entry(f"{CALLBACK}{name}", callback) for name, callback in own.items()]
-        entries = (
-            [_Entry("", callback) for callback in head] + own_entries + [_Entry("", callback) for callback in tail]
-        )
+        of_head, of_tail = ([_Entry("", callback) for callback in part] for part in (head, tail))
+        entries = of_head + own_entries + of_tail
         self._entries = [entry for entry in entries if entry.callback.ranks == "all" or world.rank == 0]
         self.names = (ASKED, PRUNER, *(entry.name for entry in own_entries))
         """All who may ask for a stop."""
@@ -229,8 +226,8 @@ class CallbackList:
             part = self._call(entry, "state_dict", None)
             if not entry.name:
                 state |= part
-            elif (part := entry.last_state if part is None else part) is not None:
-                entry.last_state = of_user[entry.name.removeprefix(CALLBACK)] = part
+            elif part is not None:  # None: it may fail, and has
+                of_user[entry.name.removeprefix(CALLBACK)] = part
         return state | ({"callbacks": of_user} if of_user else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -239,7 +236,6 @@ class CallbackList:
         for entry in self._of_moment["load_state_dict"]:
             part = of_user.get(entry.name.removeprefix(CALLBACK)) if entry.name else state
             if part is not None:
-                entry.last_state = part
                 self._call(entry, "load_state_dict", None, part)
 
     def _call(self, entry: _Entry, moment: str, step: int | None, *arguments: Any) -> Any:

@@ -5,7 +5,6 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -121,8 +120,8 @@ class StepClock:
         self._steps: list[TimedStep] = []
         self._started_s = 0.0
         self._earlier = dict.fromkeys(EARLIER, 0.0)
-        self._train_s = 0.0
-        """Seconds of all steps of this sitting."""
+        self.train_s = 0.0
+        """Seconds of all steps of the run, the first ones too."""
         self._counted = _sums([])
         """Sums over this sitting without its first steps."""
 
@@ -130,9 +129,7 @@ class StepClock:
         self._started_s = time.perf_counter()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.last_s = time.perf_counter() - self._started_s
 
     def count(
@@ -152,7 +149,7 @@ class StepClock:
         labels = num_tokens if num_labels is None else num_labels
         step = TimedStep(self.last_s, num_tokens, labels, wait_s, traffic.waited_s, traffic.update_s)
         self._steps.append(step)
-        self._train_s += step.seconds
+        self.train_s += step.seconds
         if len(self._steps) == NUM_WARMUP_STEPS + 1:  # from here on the first steps do not count
             self._counted = _sums([])
         for name, value in _sums([step]).items():
@@ -166,11 +163,7 @@ class StepClock:
         """Go on from what `state_dict` gave."""
         self._earlier = {name: float(state[name]) for name in EARLIER[:-1]}
         self._earlier["labels"] = float(state.get("labels", state["tokens"]))
-
-    @property
-    def train_s(self) -> float:
-        """Seconds of all steps of the run, the first ones too."""
-        return self._earlier["train_s"] + self._train_s
+        self.train_s += self._earlier["train_s"]
 
     def figures(self, last_steps: int | None = None) -> dict[str, float]:
         """The speed over the last so many steps, or over the run without its first steps; nan before any.

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from zerotrain.comm.world import World
 from zerotrain.data import fetch
 from zerotrain.data.batches import GlobalBatchSampler, RowsToRead
 from zerotrain.data.loader import DeviceCopies, StepLoader, reader_of
@@ -23,7 +22,6 @@ class TrainingFeed:
         validation_sets: Mapping[str, Any],
         *,
         engine: ZeroEngine,
-        world: World,
         seed: int,
         micro_batch_size: int,
         num_micro_batches: int,
@@ -33,7 +31,7 @@ class TrainingFeed:
         loss_over: str = fetch.AUTO,
     ) -> None:
         self._dataset, self._validation_sets = dataset, validation_sets
-        self._world, self._collectives = world, engine.collectives
+        self._world, self._collectives = engine.world, engine.collectives
         self._num_workers, self._collate, self._vocab_size = num_workers, collate, fetch.tokens_known(engine.module)
         self.first_step = first_step
         """Steps done before."""
@@ -42,16 +40,16 @@ class TrainingFeed:
         self.counts: tuple[list[float], list[int]] = [], []
         """(weights in the mean loss, labels that count) of the micro-batches of the last step."""
         counted, self._weigh = fetch.weighing_of(loss_over, engine.module)
-        self._weighs_rows = counted not in ("model", "shifted_labels")
-        """Whether rows weigh the same where they have the same number of labels."""
         self.tokens_per_sequence: int | None = getattr(dataset.train, "tokens_per_sequence", None)
         """Labels that count in each sequence, where all have the same number."""
+        # Rows weigh the same where they have the same number of labels, but by two ways to count.
+        self._weighs_alike = self.tokens_per_sequence is not None and counted not in ("model", "shifted_labels")
         self.sampler = GlobalBatchSampler(
             num_sequences=len(dataset.train),
             micro_batch_size=micro_batch_size,
             num_micro_batches=num_micro_batches,
-            rank=world.rank,
-            num_ranks=world.size,
+            rank=engine.world.rank,
+            num_ranks=engine.world.size,
             seed=seed,
             leaves_per_rank=len(engine.virtual_ranks),
             order=getattr(dataset.train, "order", None),
@@ -116,12 +114,27 @@ class TrainingFeed:
 
     def next_step(self, loader: StepLoader) -> tuple[list[Any], Sequence[float | torch.Tensor] | None, torch.Tensor]:
         """(inputs of each micro-batch, weight of each, [labels that count, tokens] over all ranks) of the next step.
-        Tokens count with their padding; there are 0 in rows of something else."""
+        Tokens count with their padding; there are 0 in rows of something else.
+
+        The engine takes the mean over virtual ranks, so a micro-batch with n of what the losses of the global batch
+        are means over weighs n * num_virtual_ranks / total. If all sequences have the same number, that is 1 / len, the
+        engine's default; else the ranks must add up their counts. That is not done needlessly: the sum would wait
+        behind the parameters still being gathered after the last step, which the engine hides behind the forward.
+
+        A micro-batch of weight 0 says so as a number: the engine then lets nothing of it through, also where its loss
+        is nan.
+        """
         micro_batches, weights, num_labels = loader.next_step()
         self.counts = weights, num_labels
         num_tokens = sum(map(fetch.num_tokens_of, micro_batches))
         self.reads_tokens = num_tokens > 0
-        return [fetch.as_inputs(batch) for batch in micro_batches], *self._loss_weights(num_tokens)
+        inputs = [fetch.as_inputs(batch) for batch in micro_batches]
+        if self._weighs_alike and self.tokens_per_sequence is not None:
+            of_all = (self.sampler.global_batch_size * self.tokens_per_sequence, num_tokens * self._world.size)
+            return inputs, None, torch.tensor(of_all, dtype=torch.float64)
+        sums = torch.tensor((sum(weights), sum(num_labels), num_tokens), dtype=torch.float64)
+        total = self._world.sum(sums.to(self._world.device, non_blocking=True))
+        return inputs, self._parts_of(weights, total[0]), total[1:]
 
     def leaf(self, virtual_rank: int) -> tuple[list[Any], list[float | torch.Tensor] | None]:
         """(inputs of each micro-batch, weight of each) of one virtual rank in the next step, read here and alone. If
@@ -176,31 +189,6 @@ class TrainingFeed:
             "data.num_workers=2 reads with processes; or a dataset that draws no random numbers says `draws = False`, "
             "and is read by a thread"
         )
-
-    @property
-    def _weighs_alike(self) -> bool:
-        """Whether all micro-batches weigh the same."""
-        return self._weighs_rows and self.tokens_per_sequence is not None
-
-    def _loss_weights(self, num_tokens: int) -> tuple[list[float | torch.Tensor] | None, torch.Tensor]:
-        """The weight of each micro-batch's loss in the mean over the step, and [labels that count, tokens] of all
-        ranks.
-
-        The engine takes the mean over virtual ranks, so a micro-batch with n of what the losses of the global batch
-        are means over weighs n * num_virtual_ranks / total. If all sequences have the same number, that is 1 / len, the
-        engine's default; else the ranks must add up their counts. That is not done needlessly: the sum would wait
-        behind the parameters still being gathered after the last step, which the engine hides behind the forward.
-
-        A micro-batch of weight 0 says so as a number: the engine then lets nothing of it through, also where its loss
-        is nan.
-        """
-        weights, num_labels = self.counts
-        if self._weighs_alike and self.tokens_per_sequence is not None:
-            of_all = (self.sampler.global_batch_size * self.tokens_per_sequence, num_tokens * self._world.size)
-            return None, torch.tensor(of_all, dtype=torch.float64)
-        sums = torch.tensor((sum(weights), sum(num_labels), num_tokens), dtype=torch.float64)
-        total = self._world.sum(sums.to(self._world.device, non_blocking=True))
-        return self._parts_of(weights, total[0]), total[1:]
 
     def _parts_of(self, weights: list[float], total: torch.Tensor) -> list[float | torch.Tensor]:
         of_all, size = torch.where(total > 0, total, 1.0), self.sampler.num_virtual_ranks

@@ -1,8 +1,7 @@
 """A run's output: lines, and at its end the table of bytes that each rank holds and sends, beside the theory."""
 
 import textwrap
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,26 +43,6 @@ def wrap_text(text: str, width: int) -> list[str]:
     return [part for line in text.split("\n") for part in wrapper.wrap(line) or [""]]
 
 
-@dataclass(frozen=True)
-class RankUsage:
-    """Bytes of one rank: held at rest on the device, at most held at once, sent in one optimizer step, and
-    held at rest elsewhere."""
-
-    parameters_nbytes: int
-    gradients_nbytes: int
-    optimizer_nbytes: int
-    sent_nbytes: int
-    theory_parameters_nbytes: int
-    theory_gradients_nbytes: int
-    theory_optimizer_nbytes: int
-    theory_sent_nbytes: int
-    peak_nbytes: int
-    offloaded_nbytes: int = 0
-    theory_offloaded_nbytes: int = 0
-    reserved_nbytes: int = 0
-    """See `Device.reserved_nbytes`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlannedUsage:
     """The bytes of the rank that holds most, as they were planned before the run; None: not known."""
@@ -85,12 +64,17 @@ class PlannedUsage:
     """The peak that was planned for each other stage, the best first; none unless the stage was chosen."""
 
 
-def gather_usages(engine: ZeroEngine, gradient_accumulation_steps: int) -> list[RankUsage]:
+def gather_usages(engine: ZeroEngine, gradient_accumulation_steps: int) -> list[dict[str, int]]:
     """The bytes that each rank holds now, between steps, and sent in the last step: in rank order, on every rank.
     Collective.
 
     Args:
         gradient_accumulation_steps: micro-batches of a virtual rank.
+
+    Returns:
+        By NAME_nbytes, and theory_NAME_nbytes: parameters, gradients and optimizer (held at rest on the device),
+        offloaded (held at rest elsewhere) and sent (in one optimizer step); peak_nbytes (at most held at once) and
+        reserved_nbytes (see `Device.reserved_nbytes`).
     """
     memory, device = engine.memory_bytes(), device_of(engine.world.device)
     usage = {f"{kind}_nbytes": memory[kind] for kind in memory["theory"]}
@@ -101,24 +85,24 @@ def gather_usages(engine: ZeroEngine, gradient_accumulation_steps: int) -> list[
         "peak_nbytes": device.peak_nbytes(),
         "reserved_nbytes": device.reserved_nbytes(),
     }
-    return [RankUsage(**of_rank) for of_rank in engine.collectives.gather_objects(usage, name="usage")]
+    return engine.collectives.gather_objects(usage, name="usage")
 
 
 COLUMNS = {name: name for name in ("parameters", "gradients", "optimizer", "offloaded")} | {"sent/step": "sent"}
-"""Columns of the table, and how the fields of a `RankUsage` begin that each has measured and in theory."""
+"""Columns of the table, and how the names of `gather_usages` begin that each has measured and in theory."""
 
 
-def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUsage], device: torch.device) -> None:
+def print_report(console: Console, *, result: RunResult, usages: list[dict[str, int]], device: torch.device) -> None:
     """Print one line of results and one table of bytes, readable at 80 columns; where the stage has changed, with
     rows for each, and a row of what was planned, where the run was. `usages` are those of all ranks at the end, in rank
     order."""
     planned = (result.memory_bytes or {}).get("planned")
     caption = f"measured / theory; peak of {device_of(device).peak_of}"
-    if reserved := max((usage.reserved_nbytes for usage in usages), default=0):
+    if reserved := max((usage["reserved_nbytes"] for usage in usages), default=0):
         caption += f", for which torch reserved {in_unit(reserved)}"
     last: dict[str, Any] = result.stages[-1] if result.stages else {"stage": result.stage}
     stages = [entry for entry in result.stages[:-1] if entry["ranks"]]
-    stages.append(last | {"ranks": [asdict(usage) for usage in usages]})
+    stages.append(last | {"ranks": usages})
     has_changed = len(stages) > 1
     if has_changed:
         ranges = ", ".join(f"{entry['stage']} from step {entry['from_step']}" for entry in stages)

@@ -103,7 +103,7 @@ class RunResult:
 
     stages: list[dict[str, Any]] = field(default_factory=list)
     """The stages that steps were trained at, in order: {stage, from_step: steps done before, sent_nbytes,
-    theory_sent_nbytes: what rank 0 sent for the change in mid-run, ranks: the `RankUsage` of each rank at its end}."""
+    theory_sent_nbytes: what rank 0 sent for the change in mid-run, ranks: `gather_usages` of all ranks at its end}."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state from which a resumed run begins, for a checkpoint."""
@@ -192,8 +192,6 @@ NUMBERS = (
     *(f"memory_bytes.theory.{part}" for part in ("parameters", "gradients", "optimizer", "offloaded")),
 )
 """Those of each result.json, by the names of objectives."""
-_OBJECTS = ("comm_bytes_per_step", "memory_bytes")
-_MAX_TOLD = 40
 
 
 def in_evaluation(name: str) -> str | None:
@@ -214,23 +212,17 @@ def value_in(result: Mapping[str, Any], name: str) -> float | None:
     Raises:
         LookupError: there is no such value, and which there are.
     """
-    values = _values(result)
-    if name not in values:
-        names = untrusted.printable(", ".join(list(values)[:_MAX_TOLD]), keep="")
-        raise LookupError(f"got {name}, which this job has not measured; it has {names}")
-    return values[name]
-
-
-def _values(result: Mapping[str, Any]) -> dict[str, float | None]:
     values = {"val_loss": result.get(VAL_LOSS)}
     values |= {f"val_loss/{name}": value for name, value in (result.get("val_loss_by_source") or {}).items()}
     values |= {**(result.get("val_metrics") or {}), **{name: result.get(name) for name in _NUMBERS}}
-    values |= dotted({name: result.get(name) or {} for name in _OBJECTS})
-    numbers: dict[str, float | None] = dict.fromkeys(map(str, values))
-    for name, value in values.items():
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
-            numbers[str(name)] = float(value)
-    return numbers
+    values |= dotted({name: result.get(name) or {} for name in ("comm_bytes_per_step", "memory_bytes")})
+    values = {str(key): value for key, value in values.items()}
+    if name not in values:
+        names = untrusted.printable(", ".join(list(values)[:40]), keep="")
+        raise LookupError(f"got {name}, which this job has not measured; it has {names}")
+    value = values[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= sys.float_info.max else None
 
 
 # Destinations of metrics.
@@ -246,7 +238,12 @@ class _MetricsLine(TypedDict):
 
 
 class MetricSink(Protocol):
-    """Takes the metrics of a run: a file, the console, or a service such as TensorBoard. Only rank 0 has any."""
+    """Takes the metrics of a run: a file, the console, or a service such as TensorBoard. Only rank 0 has any.
+
+    One that goes on where it was, such as in the same run of a tracking service, has two more methods. `state_dict()`
+    returns values that JSON can hold, such as the id of the service's run, which checkpoints keep;
+    `load_state_dict(state)` is called before anything is logged, where a run goes on.
+    """
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Take what was measured after so many steps: of training ("train_loss" and more) or of an evaluation
@@ -254,16 +251,6 @@ class MetricSink(Protocol):
 
     def close(self) -> None:
         """The run is over, however it ended."""
-
-
-class ResumableSink(MetricSink, Protocol):
-    """One that goes on where it was, such as in the same run of a tracking service: checkpoints keep its state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Values that JSON can hold, such as the id of the service's run."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Called before anything is logged, where a run goes on."""
 
 
 class MetricsFile:

@@ -127,11 +127,8 @@ def require_same_data(collectives: Collectives, own: Mapping[str, Any], checked:
             "nothing may write to the data or to its folder while a run starts, and a dataset with random items must "
             "seed its generators; start the run again"
         )
-        raise ConfigError(
-            *_differences(
-                {"when it was checked": checked, "on all ranks": own}, "it has changed since it was checked", advice
-            )
-        )
+        by_holder = {"when it was checked": dict(checked), "on all ranks": dict(own)}
+        raise ConfigError(*_differences(by_holder, "it has changed since it was checked", advice))
 
 
 def _differences(by_holder: Mapping[str, Mapping[str, Any]], what: str, advice: str) -> list[str]:
@@ -155,9 +152,6 @@ def _differences(by_holder: Mapping[str, Mapping[str, Any]], what: str, advice: 
 # The random numbers of a run: a function of where they are drawn, so that no generator's state need ever be kept.
 
 
-_NUMPY_SEEDS = 1 << 32
-
-
 def seed_leaf(seed: int, step: int, virtual_rank: int, micro_batch: int) -> None:
     """Seed torch's, Python's and numpy's generators for one micro-batch, whichever rank runs it and whatever has been
     drawn before.
@@ -171,4 +165,4 @@ def seed_leaf(seed: int, step: int, virtual_rank: int, micro_batch: int) -> None
     number = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8])
     seed_torch(number)
     random.seed(number)
-    np.random.seed(number % _NUMPY_SEEDS)
+    np.random.seed(number % (1 << 32))

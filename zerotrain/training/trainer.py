@@ -26,9 +26,9 @@ from zerotrain.training.callbacks.console import ShowProgress, ShowStart
 from zerotrain.training.callbacks.evaluation import RunEvaluation, num_eval_rows
 from zerotrain.training.callbacks.measuring import Measuring
 from zerotrain.training.callbacks.profile import Recording
-from zerotrain.training.callbacks.stages import CONTROL_NAME, Control, RunFreezing, RunStages
+from zerotrain.training.callbacks.stages import Control, RunFreezing, RunStages
 from zerotrain.training.metrics.metric import OF_VALIDATION, TrainingMetrics, metrics_in, rising_metrics
-from zerotrain.training.request import Request, StopRequest, decoded, stop_requests
+from zerotrain.training.request import ASKED, Request, StopRequest, decoded, stop_requests
 from zerotrain.training.schedule import set_rates
 
 _ALL_UNREAD_S = 5.0
@@ -80,7 +80,7 @@ class Trainer:
     console: Console = field(default_factory=Console)
     """Rank 0 shows its progress there."""
     sinks: Sequence[result.MetricSink] = ()
-    """Rank 0 sends metrics there, beside metrics.jsonl and the console; `run` closes them. See `ResumableSink`."""
+    """Rank 0 sends metrics there, beside metrics.jsonl and the console; `run` closes them."""
     exit_code_when_stopped: int | None = None
     """`exit_code` in result.json after a stop by a signal; None: 130 for SIGINT, else 0."""
     begin: Callable[[int], None] = lambda step: None
@@ -120,7 +120,6 @@ class Trainer:
             self.dataset,
             self.validation_sets,
             engine=self.engine,
-            world=self.world,
             seed=self.seed,
             micro_batch_size=self.micro_batch_size,
             num_micro_batches=self.gradient_accumulation_steps,
@@ -136,7 +135,7 @@ class Trainer:
             self.console, self.sinks = Console(quiet=True), ()
         self.clock = clock.StepClock()
         self.checkpoints = checkpoints.RunCheckpoints(
-            self.engine, self.world, self.run_dir, policy=self.checkpoint, console=self.console, settings=self.settings
+            self.engine, self.run_dir, policy=self.checkpoint, console=self.console, settings=self.settings
         )
         self._metrics = TrainingMetrics(self.callbacks, self.engine, self.feed.sampler)
         self._callbacks = self._list_callbacks()
@@ -179,7 +178,7 @@ class Trainer:
             Recording(trace=self.profile, memory=self.memory_snapshot),
         ]
         pruning = [] if self.pruning is None else [self.pruning]
-        control = Control(self.run_dir / CONTROL_NAME, self.world, self.console)
+        control = Control(self.run_dir / ASKED, self.world, self.console)
         tail = [evaluation, *pruning, self.checkpoints.best, self.checkpoints, control]
         return CallbackList(head, self.callbacks, tail, world=self.world, console=self.console)
 

@@ -18,7 +18,7 @@ from zerotrain.commands import evaluate, generate
 from zerotrain.commands.export_formats import merged
 from zerotrain.config.compose import from_values
 from zerotrain.models import HuggingFaceModel
-from zerotrain.models.gpt import mean_cross_entropy
+from zerotrain.models.gpt import MeanCrossEntropy
 from zerotrain.testing.fake_wire import run_threads
 
 transformers = pytest.importorskip("transformers")
@@ -253,7 +253,7 @@ def test_the_recipe_of_the_docs_makes_the_next_step_of_the_engine(name: str, req
         model = peft.PeftModel.from_pretrained(base, out, is_trainable=True)
     known: dict[str, Any] = {"torch": torch, "model": model}
     exec(recipe(out), known)
-    mean_cross_entropy(model.eval()(input_ids=IDS).logits, IDS.roll(-1)).backward()
+    MeanCrossEntropy()(model.eval()(input_ids=IDS).logits, IDS.roll(-1)).backward()
     known["optimizer"].step()
     found, wanted = dict(model.named_parameters()), next_step_of_the_engine(run, arguments)
     assert [name for name, value in found.items() if not torch.equal(value, wanted[f"model.{name}"])] == []

@@ -75,11 +75,6 @@ def test_the_loss_is_the_mean_over_the_labels_that_count(built):
     torch.testing.assert_close(model(ids, labels), torch.stack(counted).mean())
 
 
-def test_an_untrained_model_is_as_good_as_guessing(model):
-    loss = model(random_tokens(8, 32), random_tokens(8, 32, seed=2))
-    assert loss.item() == pytest.approx(math.log(256), abs=0.1)
-
-
 RAGGED = SMALL | {"vocab_size": 259}
 NUM_LABELS = 37
 HEADS = [{"vocab_multiple": 64}, {"loss_chunks": 5}, {"vocab_multiple": 64, "loss_chunks": 48}]
@@ -87,9 +82,7 @@ HEADS = [{"vocab_multiple": 64}, {"loss_chunks": 5}, {"vocab_multiple": 64, "los
 their gradients do not add up in 16 bits."""
 
 
-def loss_and_gradients(
-    dtype: torch.dtype, factor: float = 1.0, *, with_outputs: bool = False, **head: int
-) -> dict[str, torch.Tensor]:
+def loss_and_gradients(dtype, factor=1.0, *, with_outputs=False, **head):
     """The loss of a model with 259 tokens, and by name the gradients of `factor` times that loss."""
     torch.manual_seed(0)
     model = GPT(**RAGGED, **head).to(dtype)
@@ -153,12 +146,6 @@ def test_outputs_beside_the_loss_change_no_bit_of_any_gradient(head: dict[str, i
     assert all(torch.equal(alone[name], beside[name]) for name in alone)
 
 
-@pytest.mark.parametrize("head", HEADS, ids=str)
-def test_a_head_of_another_kind_has_other_bits(head: dict[str, int]):
-    plain, found = loss_and_gradients(torch.float32), loss_and_gradients(torch.float32, **head)
-    assert not all(torch.equal(plain[name], found[name]) for name in plain)
-
-
 def test_chunks_in_which_many_positions_agree_do_not_overflow_fp16():
     """40,000 positions a chunk, each of which pulls in the same direction."""
     hidden = (torch.randn(1, 80_000, 8, generator=torch.Generator().manual_seed(0)) + 2).half().requires_grad_()
@@ -170,27 +157,6 @@ def test_chunks_in_which_many_positions_agree_do_not_overflow_fp16():
         )
         for mine, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(mine * (64 / factor), theirs, rtol=0.01, atol=0.01 * theirs.abs().max().item())
-
-
-class NotingLoss(MeanCrossEntropy):
-    """Notes whether gradients were wanted of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wanted: list[bool] = []
-
-    def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        self.wanted.append(torch.is_grad_enabled())
-        return super().forward(*given)
-
-
-def test_chunks_make_no_graph_where_none_is_wanted():
-    model = GPT(**SMALL, loss_chunks=3)
-    model.loss = NotingLoss()
-    with torch.no_grad():
-        model(random_tokens(2, 8), random_tokens(2, 8, seed=2))
-    model(random_tokens(2, 8), random_tokens(2, 8, seed=2))
-    assert model.loss.wanted == [False] * 3 + [True] * 3
 
 
 def test_a_vocabulary_that_is_a_whole_multiple_changes_no_bit():
@@ -262,10 +228,6 @@ def test_dropout_acts_in_training_only():
     [
         ("num_heads", 3, r"model.num_heads=3 does not divide model.hidden_size=64; .* such as 4"),
         ("num_heads", 0, "model.num_heads=0 is too small; it must be at least 1"),
-        ("num_layers", 0, "model.num_layers=0 is too small"),
-        ("hidden_size", -64, "model.hidden_size=-64 is too small"),
-        ("vocab_size", 0, "model.vocab_size=0 is too small"),
-        ("max_seq_len", 0, "model.max_seq_len=0 is too small"),
         ("vocab_multiple", 0, "model.vocab_multiple=0 is too small; it must be at least 1"),
         ("loss_chunks", 0, "model.loss_chunks=0 is too small; it must be at least 1"),
         ("dropout", 1.0, "model.dropout=1.0 is out of range; it must be at least 0 and below 1"),
@@ -287,33 +249,11 @@ def test_a_sequence_longer_than_the_positions_is_refused(model):
         model(random_tokens(1, 33))
 
 
-@pytest.fixture
-def mlp() -> MLP:
-    torch.manual_seed(0)
-    return MLP(**SMALL_MLP)
-
-
-def random_contexts(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(SMALL_MLP["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
-
-
-def test_a_prediction_depends_on_the_last_context_tokens_alone(mlp):
-    ids = random_contexts(1, 10)
+def test_a_prediction_depends_on_the_last_context_tokens_alone():
+    mlp, ids = MLP(**SMALL_MLP), random_tokens(1, 10) % 50
     before = mlp(ids)
     for position in range(10):
         changed = ids.clone()
         changed[0, position] = (changed[0, position] + 1) % 50
         differs = (mlp(changed) != before).any(dim=-1)[0].tolist()
         assert differs == [position <= t < position + 3 for t in range(10)]
-
-
-def test_it_learns_what_follows_what(mlp):
-    ids = torch.arange(20).repeat(4, 2)
-    labels = (ids + 1) % 20
-    optimizer = torch.optim.AdamW(mlp.parameters(), lr=1e-2)
-    for _ in range(30):
-        loss = mlp(ids, labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert loss.item() < 0.1 < math.log(20)

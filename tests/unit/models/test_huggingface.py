@@ -69,9 +69,7 @@ def test_named_inputs_of_transformers_reach_the_model() -> None:
     ],
     ids=["mixtral", "mixtral without it", "jetmoe", "bart, whose loss is its own", "gpt2"],
 )  # fmt: skip
-def test_in_training_the_loss_is_the_models_own_with_what_it_adds_and_in_evaluation_the_cross_entropy(
-    fields: dict[str, Any], adds: bool
-) -> None:
+def test_in_training_the_loss_is_the_models_own_with_what_it_adds_and_in_evaluation_the_cross_entropy(fields, adds):
     torch.manual_seed(0)
     model = HuggingFaceModel(config=fields, vocab_size=60)
     tokens = torch.randint(0, 60, (2, 9))
@@ -87,13 +85,6 @@ def test_in_training_the_loss_is_the_models_own_with_what_it_adds_and_in_evaluat
     for _ in range(2):
         torch.testing.assert_close(model.train()(ids, labels), expected)
     assert adds == (abs(expected - entropy) > 0.1)
-
-
-def test_a_pretrained_model_has_the_weights_of_its_folder(folder: Path) -> None:
-    expected = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    got = HuggingFaceModel(name_or_path=str(folder)).model.state_dict()
-    assert list(got) == list(expected)
-    assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
 def test_pretrained_weights_are_read_one_tensor_at_a_time_where_memory_is_deferred(folder: Path) -> None:
@@ -157,7 +148,6 @@ def test_with_adapters_nothing_else_is_trained(targets: list[str] | None) -> Non
         ({"config": {"model_type": "lama"}}, r"model\.config\.model_type=lama is no .*llama"),
         ({"config": GPT2 | {"n_layers": 3}}, r"model\.config\.n_layers: a model of type gpt2 has no.*mean n_layer\?"),
         ({"name_or_path": "no/such_model"}, r"model\.name_or_path=no/such_model is neither a folder with a model nor"),
-        ({"config": GPT2, "lora": {"rank": -1}}, r"model\.lora\.rank=-1 is too small"),
         ({"config": GPT2, "lora": {"rank": 0, "alpha": 32}}, r"model\.lora\.alpha=32 has no effect without adapters"),
         ({"config": GPT2, "lora": {"rank": 2, "alpha": 0}}, r"model\.lora\.alpha=0 is out of range"),
         ({"config": GPT2, "lora": {"rank": 2, "use_rslora": True}}, r"lora\.use_rslora: there is no such .*, targets"),
@@ -215,9 +205,7 @@ def test_fields_that_the_weights_of_a_folder_do_not_fit_are_refused(folder: Path
 
 
 @pytest.mark.parametrize(("package", "lora"), [("transformers", None), ("peft", {"rank": 2})])
-def test_a_package_that_is_missing_is_named_with_its_extra(
-    package: str, lora: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_is_missing_is_named_with_its_extra(package, lora, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf"{package}, which is not installed; pip install 'zerotrain\[hf\]'"):
         HuggingFaceModel(config=GPT2, lora=lora)

@@ -27,9 +27,7 @@ def run(folder: Path, **groups: Any) -> dict[str, Any]:
     return factory.run(settings, folder, overrides=["train.max_steps=2"], config_hash="abc")
 
 
-def test_mfu_counts_no_operation_that_is_made_twice_to_save_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mfu_counts_no_operation_that_is_made_twice_to_save_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(factory, "device_peak_flops", lambda device, dtype: 1e12)
     model = GPT | {"num_layers": 2}
     plain = run(tmp_path / "plain", model=model)
@@ -59,14 +57,11 @@ def test_an_engine_is_built_at_the_stage_that_it_goes_on_at(tmp_path: Path, caps
         assert (f"stage {stage} -> 3 after step 3: sent" in capsys.readouterr().out) == is_changed
 
 
-def test_where_the_peak_of_the_device_is_not_known_there_is_no_mfu(tmp_path: Path) -> None:
-    assert run(tmp_path)["mfu"] is None
-
-
 def test_one_process_without_a_group_trains_and_writes_its_result(tmp_path: Path) -> None:
     result = run(tmp_path)
     assert result["status"] == "completed"
     assert result["overrides"] == ["train.max_steps=2"]
+    assert result["mfu"] is None  # the peak of the device is not known
     assert (tmp_path / "result.json").exists()
 
 
@@ -80,9 +75,7 @@ def test_what_the_engine_refuses_is_said_in_words_of_the_config(tmp_path: Path) 
     "with `decay_all=False`; the launcher's config",
     under="`build_engine(optimizer=partial(AdamW, weight_decay=0.1))`",
 )
-def test_the_config_decays_matrices_alone_and_the_start_of_a_run_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_config_decays_matrices_alone_and_the_start_of_a_run_says_so(tmp_path, capsys):
     world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     decaying = ADAMW | {"weight_decay": 0.1}
     engine = factory.build_engine_of(config(optimizer=decaying), world)
@@ -100,8 +93,6 @@ def test_data_that_is_not_what_was_checked_is_refused_by_the_ranks(tmp_path: Pat
 
 
 class Poisoned(torch.nn.Module):
-    """A model whose loss is nan."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(2))
@@ -110,9 +101,7 @@ class Poisoned(torch.nn.Module):
         return self.weight.sum() * float("nan")
 
 
-def test_what_training_ends_with_is_said_in_words_of_the_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_training_ends_with_is_said_in_words_of_the_config(tmp_path, monkeypatch):
     monkeypatch.setattr("zerotrain.models.Poisoned", Poisoned, raising=False)
     settings = config(model={"_target_": "zerotrain.models.Poisoned"})
     settings.train.max_skipped_steps, settings.train.eval_batches = 2, 1
@@ -128,9 +117,7 @@ class Unordered(Poisoned):
         return self.weight.sum()
 
 
-def test_what_has_no_deterministic_variant_stops_a_deterministic_run_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_no_deterministic_variant_stops_a_deterministic_run_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr("zerotrain.models.Unordered", Unordered, raising=False)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     model = {"_target_": "zerotrain.models.Unordered"}
@@ -171,7 +158,6 @@ def test_what_is_kept_of_a_run_is_as_the_config_says(every: str | None, steps: i
 
 
 def halving(step: int, max_steps: int, *, times: int = 1) -> float:
-    """A schedule of the user's own."""
     return 0.5 ** (step * times // max_steps)
 
 
@@ -221,8 +207,6 @@ def test_what_needs_a_validation_is_refused_without_one(groups: dict[str, Any], 
 
 
 class Unvalidated:
-    """Data without validation."""
-
     def __init__(self) -> None:
         self.train = [(torch.arange(16), torch.arange(1, 17))] * 4
         self.validation: list[Any] = []
@@ -267,13 +251,11 @@ def rhythms(given: Any, rows: Any = None, num_ranks: int = 1, **train: Any) -> l
         ("1epoch", {}, 250),
         ("0.1epoch", {}, 25),
         ("0.1 epochs", {"num_ranks": 2}, 12),  # 12.5, to the even one
-        ("0.1epoch", {"num_ranks": 4}, 6),
         ("0.1epoch", {"num_ranks": 4, "virtual_ranks": 1}, 25),
         ("0.1epoch", {"gradient_accumulation_steps": 5}, 5),
         ("0.0001epoch", {}, 1),
         ("1.6e4tokens", {}, 250),
         ("640 tokens", {}, 10),
-        ("1token", {}, 1),
     ],
 )
 def test_a_rhythm_comes_to_whole_steps_of_the_global_batch(given: Any, others: dict[str, Any], steps: int) -> None:

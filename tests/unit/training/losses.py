@@ -34,8 +34,6 @@ class Shifting(Tagger):
 
 
 class PerRow(Tagger):
-    """The mean over rows of the mean loss of each."""
-
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
         return (losses.sum(dim=1) / (labels != -100).sum(dim=1)).mean()
@@ -63,8 +61,6 @@ class WeighedCounts(Weighed):
 
 
 class OtherIgnored(Tagger):
-    """Ignores 0 in place of -100."""
-
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
 
@@ -111,8 +107,6 @@ class Zeroing(Tagger):
 
 
 class Narrow(Tagger):
-    """Its loss has 8 bits."""
-
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return super().loss(logits, labels).bfloat16()
 
@@ -177,7 +171,6 @@ def ragged(row: int) -> tuple[torch.Tensor, ...]:
 
 
 def unlabelled(row: int) -> tuple[torch.Tensor, ...]:
-    """No label counts."""
     ids, labels = ragged(row)
     return ids, labels.fill_(-100)
 
@@ -194,7 +187,6 @@ def with_zeros(row: int) -> tuple[torch.Tensor, ...]:
 
 
 def equal(row: int) -> tuple[torch.Tensor, ...]:
-    """All labels count."""
     ids, labels = torch.randint(CLASSES, (2, LENGTH), generator=_drawn(row))
     return ids, labels
 
@@ -205,7 +197,6 @@ def of_bytes(row: int) -> tuple[torch.Tensor, ...]:
 
 
 def targets(row: int) -> tuple[torch.Tensor, ...]:
-    """Some are exactly -100."""
     features, target = torch.randn(2, LENGTH, generator=_drawn(row))
     target[: row % 4] = -100.0
     return features, target
@@ -345,7 +336,6 @@ def masked(items: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
 
 
 def cut(items: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-    """To the longest row."""
     ids, labels = torch.utils.data.default_collate(items)
     length = 1 + int((labels != -100).any(dim=0).nonzero().max())
     return ids[:, :length], labels[:, :length]

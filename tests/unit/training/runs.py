@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch.utils.data import Dataset
 
 import zerotrain
 from zerotrain.data import SyntheticTokens
@@ -21,6 +22,41 @@ TIMES = (
     "mfu", "train_s", "wall_time_s", "peak_nbytes", "sent_nbytes",
 )  # fmt: skip
 """What is measured, and never twice the same."""
+
+
+class Changed(Dataset):
+    """The sequences of others, each passed through a function (row, ids, labels) -> (ids, labels)."""
+
+    def __init__(self, rows, change) -> None:
+        self.rows, self.change = rows, change
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.change(row, *self.rows[row])
+
+
+def mask_ends(row, ids, labels):
+    """Count only the first few labels of a sequence, another number in each, in some none at all."""
+    labels = labels.clone()
+    labels[row * 5 % 17 :] = -100
+    return ids, labels
+
+
+class Notebook:
+    """A sink that keeps what it gets; `failing` makes its first line its last."""
+
+    def __init__(self, failing=False):
+        self.lines, self.is_closed, self.failing = [], False, failing
+
+    def log(self, metrics, step):
+        if self.failing:
+            raise ConnectionError("nobody listens")
+        self.lines.append({"step": step} | metrics)
+
+    def close(self):
+        self.is_closed = True
 
 
 def tiny_gpt(**changes: Any) -> GPT:
@@ -65,6 +101,5 @@ def lines_without_times(folder: Path) -> list[dict[str, Any]]:
 
 
 def result_in(folder: Path) -> dict[str, Any]:
-    """The content of result.json."""
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return result

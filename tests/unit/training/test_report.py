@@ -1,55 +1,51 @@
 import io
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 from rich.console import Console
 
 from zerotrain.training import RunResult
-from zerotrain.training.report import RankUsage, print_report, say
+from zerotrain.training.report import print_report, say
 
-USAGE = RankUsage(
-    parameters_nbytes=248_879_616,
-    gradients_nbytes=31_109_952,
-    optimizer_nbytes=186_659_712,
-    sent_nbytes=435_539_329,
-    theory_parameters_nbytes=248_879_616,
-    theory_gradients_nbytes=31_109_952,
-    theory_optimizer_nbytes=186_659_712,
-    theory_sent_nbytes=435_539_328,
-    peak_nbytes=12_345_678_901,
-)
+USAGE = {
+    "parameters_nbytes": 248_879_616,
+    "gradients_nbytes": 31_109_952,
+    "optimizer_nbytes": 186_659_712,
+    "offloaded_nbytes": 0,
+    "sent_nbytes": 435_539_329,
+    "theory_parameters_nbytes": 248_879_616,
+    "theory_gradients_nbytes": 31_109_952,
+    "theory_optimizer_nbytes": 186_659_712,
+    "theory_offloaded_nbytes": 0,
+    "theory_sent_nbytes": 435_539_328,
+    "peak_nbytes": 12_345_678_901,
+    "reserved_nbytes": 0,
+}
 RESULT = RunResult(world_size=8, steps=200, final_train_loss=2.3, final_val_loss=2.2185, tokens_per_s=10799.5)
 
 
-def printed(usages: list[RankUsage], result: RunResult = RESULT, device: str = "cuda") -> list[str]:
+def printed(usages: list[dict[str, int]], result: RunResult = RESULT, device: str = "cuda") -> list[str]:
     file = io.StringIO()
     print_report(Console(file=file, width=80), result=result, usages=usages, device=torch.device(device))
     return file.getvalue().splitlines()
 
 
 def test_each_rank_has_a_line_with_every_measured_value_beside_its_theory():
-    lines = printed([USAGE, replace(USAGE, gradients_nbytes=31_209_952)])
+    lines = printed([USAGE, USAGE | {"gradients_nbytes": 31_209_952}])
     first, second = (re.sub(r" +", " ", line).strip() for line in lines[-4:-2])
     assert first == "0 248.9 / 248.9 31.11 / 31.11 186.7 / 186.7 435.5 / 435.5 12.35"
     assert second == "1 248.9 / 248.9 31.21 / 31.11 186.7 / 186.7 435.5 / 435.5 12.35"
 
 
-def test_the_table_names_its_units_and_is_readable_at_80_columns():
-    lines = printed([USAGE])
-    assert max(len(line) for line in lines) <= 80
-    assert "…" not in "".join(lines)
-    assert any(line.split() == ["rank", "MB", "MB", "MB", "MB", "GB"] for line in lines)
-
-
 def test_what_torch_has_reserved_of_a_gpu_is_told_of_the_rank_with_most():
-    lines = printed([USAGE, replace(USAGE, reserved_nbytes=15_000_000_000), USAGE])
+    lines = printed([USAGE, USAGE | {"reserved_nbytes": 15_000_000_000}, USAGE])
     assert "peak of tensors on the GPU, for which torch reserved 15 GB" in " ".join(" ".join(lines).split())
     assert "reserved" not in "".join(printed([USAGE]))
 
 
 def test_where_the_stage_has_changed_each_has_its_rows_and_80_columns_are_enough():
-    shards = asdict(replace(USAGE, parameters_nbytes=31_109_952, theory_parameters_nbytes=31_109_952))
+    shards = USAGE | {"parameters_nbytes": 31_109_952, "theory_parameters_nbytes": 31_109_952}
     stages = [
         {"stage": 3, "from_step": 0, "ranks": [shards, shards]},
         {"stage": 1, "from_step": 20, "ranks": None},  # its run was stopped
@@ -80,7 +76,7 @@ def test_the_summary_tells_loss_and_speed():
 
 
 def test_one_rank_that_sends_nothing_can_be_shown():
-    alone = replace(USAGE, sent_nbytes=0, theory_sent_nbytes=0)
+    alone = USAGE | {"sent_nbytes": 0, "theory_sent_nbytes": 0}
     assert "0 / 0" in printed([alone], RunResult(world_size=1), device="cpu")[-3]
 
 
@@ -105,8 +101,8 @@ def test_outside_a_terminal_a_line_stays_whole():
 
 
 def test_no_word_of_the_table_is_broken_at_80_columns_with_every_column():
-    usage = replace(USAGE, offloaded_nbytes=123_456_789, theory_offloaded_nbytes=123_456_789)
-    stages = [{"stage": 3, "from_step": 0, "ranks": [asdict(usage)]}, {"stage": 2, "from_step": 150, "ranks": None}]
+    usage = USAGE | {"offloaded_nbytes": 123_456_789, "theory_offloaded_nbytes": 123_456_789}
+    stages = [{"stage": 3, "from_step": 0, "ranks": [usage]}, {"stage": 2, "from_step": 150, "ranks": None}]
     lines = printed([usage], replace(RESULT, stages=stages))
     assert max(map(len, lines)) <= 80
     found = set(" ".join(lines).split())

@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import threading
 
 import pytest
 
@@ -24,13 +23,9 @@ def test_what_is_encoded_is_decoded(save, number):
         assert decoded([0, request.encoded(NAMES), 0], NAMES) == request
 
 
-def test_nothing_is_encoded_as_nothing():
+def test_the_signal_of_a_run_is_named_and_ctrl_c_counts_first():
     assert Request().encoded() == 0
     assert decoded([0, 0, 0]) == Request()
-    assert Request().stopped_by is None
-
-
-def test_the_signal_of_a_run_is_named_and_ctrl_c_counts_first():
     assert decoded([0, 0]).stopped_by is None
     assert decoded([0, signal.SIGUSR1]).stopped_by == "SIGUSR1"
     assert decoded([signal.SIGTERM, signal.SIGINT, 0]).stopped_by == "SIGINT"
@@ -93,17 +88,3 @@ def test_afterwards_signals_mean_what_they_meant_before():
     with stop_requests() as request:
         assert {signal.getsignal(signum) for signum in STOP_SIGNALS} == {request.on_signal}
     assert [signal.getsignal(signum) for signum in STOP_SIGNALS] == before
-
-
-def test_outside_the_main_thread_nothing_changes():
-    before = signal.getsignal(signal.SIGTERM)
-    seen = []
-
-    def body():
-        with stop_requests() as request:
-            seen.append((request.signum, signal.getsignal(signal.SIGTERM)))
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    assert seen == [(0, before)]

@@ -32,24 +32,15 @@ def settings_of_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("tf32", [False, True])
-def test_matrices_are_multiplied_in_tf32_where_a_run_says_so(tf32: bool) -> None:
-    choose_kernels(deterministic=False, tf32=tf32)
-    assert torch.backends.cuda.matmul.allow_tf32 is tf32
-    assert torch.backends.cudnn.allow_tf32 is tf32
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_where_kernels_are_deterministic_there_is_no_tf32() -> None:
-    choose_kernels(deterministic=True, tf32=True)
-    assert torch.are_deterministic_algorithms_enabled()
-    assert not torch.backends.cuda.matmul.allow_tf32
-    assert not torch.backends.cudnn.allow_tf32
+@pytest.mark.parametrize(("tf32", "deterministic"), [(False, False), (True, False), (True, True)])
+def test_matrices_are_multiplied_in_tf32_where_a_run_says_so_and_is_not_deterministic(tf32, deterministic) -> None:
+    choose_kernels(deterministic=deterministic, tf32=tf32)
+    in_tf32 = tf32 and not deterministic
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (in_tf32, in_tf32)
+    assert torch.are_deterministic_algorithms_enabled() is deterministic
 
 
 class Draws(nn.Module):
-    """Has a generator of each kind."""
-
     def __init__(self) -> None:
         super().__init__()
         self.of_torch = torch.Generator().manual_seed(1)
@@ -79,13 +70,6 @@ def test_generators_of_modules_go_on_from_where_they_were():
     fresh = nn.Sequential(Draws(), Draws())
     restore_generators(fresh, states)
     assert [each.draw() for each in fresh] == wanted
-
-
-def test_a_model_without_generators_has_no_states_and_takes_none():
-    model = nn.Linear(2, 2)
-    assert generator_states(model) is None
-    restore_generators(model, None)
-    restore_generators(model, {"gone": [1]})
 
 
 @pytest.mark.parametrize("draw", [torch.rand, random.random, np.random.rand], ids=["torch", "Python", "numpy"])

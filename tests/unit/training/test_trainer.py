@@ -1,36 +1,23 @@
+import copy
 import os
 import signal
 from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
-from tests.unit.training.runs import lines_in, result_in, tiny_gpt
-from zerotrain import PrecisionConfig, TrainingError, build_engine
-from zerotrain.data import GlobalBatchSampler, SyntheticTokens, TextDataset
+from tests.unit.engine.parts import sum_by_tree
+from tests.unit.training.runs import Changed, Notebook, lines_in, mask_ends, result_in, tiny_gpt
+from zerotrain import PrecisionConfig, build_engine
+from zerotrain.data import SyntheticTokens, TextDataset
 from zerotrain.data.fetch import RowError
 from zerotrain.models import GPT
-from zerotrain.training import Callback, warmup_cosine
 from zerotrain.training import request as requests
-
-
-class WrappedSequences(Dataset):
-    """The sequences of another dataset, each passed through a function (index, ids, labels) -> (ids, labels)."""
-
-    def __init__(self, sequences, change):
-        self.sequences = sequences
-        self.change = change
-
-    def __len__(self):
-        return len(self.sequences)
-
-    def __getitem__(self, index):
-        return self.change(index, *self.sequences[index])
+from zerotrain.training import warmup_cosine
 
 
 def with_changed_training(dataset: SyntheticTokens, change) -> SyntheticTokens:
-    dataset.train = WrappedSequences(dataset.train, change)
+    dataset.train = Changed(dataset.train, change)
     return dataset
 
 
@@ -62,21 +49,6 @@ def test_metrics_have_a_line_at_the_first_step_each_logged_step_and_each_evaluat
     assert result_in(tmp_path)["final_val_loss"] == lines_in(tmp_path)[-1]["val_loss"]
 
 
-class Notebook:
-    """A sink that keeps what it gets; `failing` makes its first line its last."""
-
-    def __init__(self, failing=False):
-        self.lines, self.is_closed, self.failing = [], False, failing
-
-    def log(self, metrics, step):
-        if self.failing:
-            raise ConnectionError("nobody listens")
-        self.lines.append({"step": step} | metrics)
-
-    def close(self):
-        self.is_closed = True
-
-
 def test_a_sink_of_the_users_own_gets_every_line_of_the_file(make_trainer, tmp_path):
     sink = Notebook()
     make_trainer(max_steps=5, eval_every=2, log_every=3, sinks=[sink]).run()
@@ -92,53 +64,7 @@ def test_a_sink_that_fails_ends_the_run_and_all_are_closed(make_trainer, tmp_pat
     assert result_in(tmp_path)["error"] == "ConnectionError: nobody listens"
 
 
-def test_memory_and_traffic_of_one_rank_are_those_of_theory(make_trainer, model):
-    num_parameters = model.num_parameters
-    body = make_trainer().run()
-    assert body["comm_bytes_per_step"] == {"sent": 0, "theory": 0}
-    memory = body["memory_bytes"]
-    of_each = {"parameters": 4, "gradients": 4, "optimizer": 8, "offloaded": 0}
-    assert memory["theory"] == {kind: nbytes * num_parameters for kind, nbytes in of_each.items()}
-    for kind in ("parameters", "gradients", "optimizer"):
-        assert memory[kind] == pytest.approx(memory["theory"][kind], rel=0.05)  # up to padding
-    assert memory["peak"] > sum(memory["theory"].values())
-
-
 # ---- the same bits
-
-
-def test_the_same_seed_is_the_same_run_and_another_seed_another(make_trainer):
-    def weights(seed):
-        engine = build_engine(tiny_gpt(), optimizer=partial(torch.optim.AdamW, lr=1e-2))
-        return make_trainer(engine=engine, seed=seed).run()["weights_sha256"]
-
-    assert weights(0) == weights(0) != weights(1)
-
-
-def plain_training(model, dataset, *, num_steps, batch_size, lr) -> list[float]:
-    """The same run in plain PyTorch: each step one batch, its loss the mean over all its tokens."""
-    sampler = GlobalBatchSampler(
-        num_sequences=len(dataset), micro_batch_size=batch_size, num_micro_batches=1, rank=0, num_ranks=1, seed=0
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    losses = []
-    for step in range(num_steps):
-        ids, labels = (
-            torch.stack(parts) for parts in zip(*(dataset[row] for row in sampler.global_batch(step)), strict=True)
-        )
-        loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def mask_ends(index, ids, labels):
-    """Count only the first few labels of a sequence, another number in each, in some none at all."""
-    labels = labels.clone()
-    labels[index * 5 % 17 :] = -100
-    return ids, labels
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all labels", "ragged labels"])
@@ -148,10 +74,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_the_global_batch(
 ):
     if masked:
         dataset = with_changed_training(dataset, mask_ends)
-    reference = GPT(vocab_size=32, max_seq_len=16, num_layers=2, num_heads=2, hidden_size=32)
-    reference.load_state_dict(model.state_dict())
-    losses = plain_training(reference, dataset.train, num_steps=5, batch_size=12, lr=0.5)
-
+    reference, losses = copy.deepcopy(model), []
     trainer = make_trainer(
         optimizer=partial(torch.optim.SGD, lr=0.5),
         dataset=dataset,
@@ -159,6 +82,16 @@ def test_the_loss_is_the_mean_over_the_tokens_of_the_global_batch(
         micro_batch_size=12 // num_micro_batches,
         gradient_accumulation_steps=num_micro_batches,
     )
+    for step in range(5):  # in plain PyTorch: one batch, its loss the mean over all its tokens
+        rows = [dataset.train[row] for row in trainer.feed.sampler.global_batch(step)]
+        ids, labels = map(torch.stack, zip(*rows, strict=True))
+        loss = torch.nn.functional.cross_entropy(reference(ids).flatten(0, 1), labels.flatten())
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter -= 0.5 * parameter.grad
+        reference.zero_grad()
     trainer.run()
     assert [line["train_loss"] for line in lines_in(tmp_path, "train_loss")] == pytest.approx(losses, rel=1e-5)
     weights = trainer.engine.full_state_dict()
@@ -203,15 +136,6 @@ def test_a_skipped_step_is_a_step_of_the_run_but_not_of_the_schedule(make_traine
     assert optimizer == 3
 
 
-def test_a_run_that_goes_on_logs_and_evaluates_at_the_steps_of_the_whole(make_trainer, tmp_path):
-    first = make_trainer(max_steps=4, eval_every=3, log_every=3)
-    first.run()
-    body = make_trainer(engine=first.engine, max_steps=9, eval_every=3, log_every=3, first_step=4).run()
-    assert [line["step"] for line in lines_in(tmp_path, "train_loss")] == [1, 3, 4, 6, 9]
-    assert [line["step"] for line in lines_in(tmp_path, "val_loss")] == [0, 3, 4, 6, 9]
-    assert (body["steps"], body["skipped_steps"]) == (9, 0)
-
-
 def test_steps_skipped_before_the_run_are_no_updates_to_its_schedule(make_trainer, tmp_path):
     schedule = partial(warmup_cosine, warmup_steps=4)
     optimizer = partial(torch.optim.AdamW, lr=0.4)
@@ -227,17 +151,6 @@ def test_steps_skipped_before_the_run_are_no_updates_to_its_schedule(make_traine
 def test_steps_that_cannot_have_been_before_are_refused(make_trainer, wrong):
     with pytest.raises(ValueError, match=r"must be in 0\.\.4, which is max_steps"):
         make_trainer(max_steps=4, **wrong)
-
-
-def test_a_run_whose_steps_are_all_skipped_stops_and_says_why(make_trainer, model, tmp_path):
-    engine = build_engine(model, optimizer=partial(torch.optim.SGD, lr=0.1), max_skipped_steps=2)
-    trainer = make_trainer(engine=engine, max_steps=9)
-    overflow_at(trainer, {3, 5, 6})
-    with pytest.raises(TrainingError, match="was not finite in 2 steps in a row"):
-        trainer.run()
-    result = result_in(tmp_path)
-    assert (result["status"], result["steps"], result["skipped_steps"]) == ("failed", 5, 2)
-    assert result["error"].startswith("TrainingError: the gradient was not finite in 2 steps in a row; ")
 
 
 def test_the_loss_scale_of_fp16_is_in_the_metrics(make_trainer, model, tmp_path):
@@ -322,15 +235,6 @@ def test_a_run_that_is_told_to_stop_ends_the_step_and_says_so_in_its_result(make
     assert result["weights_sha256"] is None
 
 
-def test_a_run_told_to_stop_in_its_first_evaluation_ends_after_its_first_step(make_trainer, dataset, tmp_path):
-    class StopInEvaluation(Callback):
-        def after_evaluation(self, run, metrics):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    make_trainer(dataset=dataset, eval_every=1, callbacks={"stop": StopInEvaluation()}).run()
-    assert (result_in(tmp_path)["status"], result_in(tmp_path)["steps"]) == ("stopped", 1)
-
-
 @pytest.mark.case("stopping", "in the last step", "the run completes")
 def test_a_run_told_to_stop_in_its_last_step_completes(make_trainer, dataset, tmp_path):
     trainer = make_trainer(dataset=dataset)
@@ -382,3 +286,34 @@ def test_what_fails_after_a_signal_has_failed(make_trainer, dataset, tmp_path):
     with pytest.raises(RowError, match="broken disk"):
         trainer.run()
     assert result_in(tmp_path)["status"] == "failed"
+
+
+# ---- what one virtual rank adds to a step, computed alone
+
+
+VIRTUAL_RANKS = 4
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_the_leaves_of_a_step_are_its_gradient(make_trainer, dataset, is_ragged):
+    if is_ragged:
+        dataset.train = Changed(dataset.train, mask_ends)
+
+    def trainer(max_steps):
+        engine = build_engine(
+            tiny_gpt(num_heads=2, dropout=0.2),
+            optimizer=partial(torch.optim.SGD, lr=1.0),
+            virtual_ranks=VIRTUAL_RANKS,
+        )
+        made = make_trainer(engine=engine, max_steps=max_steps, gradient_accumulation_steps=2, micro_batch_size=2)
+        made.run()
+        return made
+
+    two, three = trainer(2), trainer(3)
+    leaves = [two.leaf(number) for number in reversed(range(VIRTUAL_RANKS))][::-1]
+    before, after = two.engine.full_state_dict(), three.engine.full_state_dict()
+    for name in leaves[0]:
+        mean = sum_by_tree([leaf[name] for leaf in leaves]) / VIRTUAL_RANKS
+        assert torch.equal(after[name], before[name] - mean), name
+    with pytest.raises(ValueError, match="virtual_rank=4: there are 4; give 0 to 3"):
+        two.leaf(VIRTUAL_RANKS)

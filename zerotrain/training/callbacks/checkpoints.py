@@ -17,7 +17,6 @@ from rich.console import Console
 
 from zerotrain.checkpoint import folder as folders
 from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
-from zerotrain.comm.world import World
 from zerotrain.engine import OF_THIS_MACHINE, Hyperparameters, restored, saved_group
 from zerotrain.engine.engine import ZeroEngine, take_up
 from zerotrain.engine.options import dotted
@@ -55,9 +54,9 @@ class BestCheckpoint(Callback):
         folder: of the run's checkpoints.
     """
 
-    def __init__(self, metric: str | None, folder: Path, engine: ZeroEngine, world: World, console: Console) -> None:
+    def __init__(self, metric: str | None, folder: Path, engine: ZeroEngine, console: Console) -> None:
         self._metric, self._folder, self._console = metric, folder, console
-        self._engine, self._is_first = engine, world.rank == 0
+        self._engine, self._is_first = engine, engine.world.rank == 0
         self._saved: BestEvaluation | None = None
         self._unsaved: list[BestEvaluation] = []
         """Better ones, each than the one before, whose checkpoints are not on the disk yet."""
@@ -241,17 +240,16 @@ class RunCheckpoints(Callback):
     def __init__(
         self,
         engine: ZeroEngine,
-        world: World,
         run_dir: Path,
         *,
         policy: CheckpointPolicy | None,
         console: Console,
         settings: Mapping[str, Any] | None,
     ) -> None:
-        self._engine, self._world, self._console = engine, world, console
+        self._engine, self._world, self._console = engine, engine.world, console
         self._policy = policy or CheckpointPolicy(at_end=False)
         self._folder, self._settings = run_dir / folders.CHECKPOINTS, settings
-        self.best = BestCheckpoint(self._policy.best, self._folder, engine, world, console)
+        self.best = BestCheckpoint(self._policy.best, self._folder, engine, console)
         self._under_way: SaveUnderWay | None = None
         self._begun_s = time.monotonic()
         """When the newest save was begun; before the first, when this was made."""

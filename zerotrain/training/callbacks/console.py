@@ -72,9 +72,8 @@ class Measurements:
         if metrics["skipped_steps"]:
             parts.append(f"{metrics['skipped_steps']} skipped")
         is_of_tokens = metrics["tokens_per_s"] is not None
-        parts.append(
-            f"{metrics['tokens_per_s']:.0f} tok/s" if is_of_tokens else f"{metrics['samples_per_s']:.0f} samples/s"
-        )
+        speed, unit = ("tokens_per_s", "tok/s") if is_of_tokens else ("samples_per_s", "samples/s")
+        parts.append(f"{metrics[speed]:.0f} {unit}")
         if metrics["mfu"] is not None:
             parts.append(f"mfu {metrics['mfu']:.0%}")
         return [*parts, f"grad {metrics['grad_norm']:.2f}>{metrics['grad_norm_clipped']:.2f}"]
@@ -215,15 +214,17 @@ class ShowStart(Callback):
             "sets": ", ".join(sets),
             "ranks": _ranks(engine),
             "memory": ", ".join([self._stages.describe(run.step), *_memory(engine, sampler.num_micro_batches)]),
-            "buckets": _buckets(engine),
+            "buckets": "",
             "offload": "; ".join(_offloaded(engine, sampler.num_micro_batches)),
             "steps": _steps(sampler, dataset, num_steps),
             "decay": ", ".join(decays),
         }
+        if engine.options.holds_units:  # the device has chosen their size
+            sizes = [bucket.layout.padded_numel * bucket.spec.dtype.itemsize for bucket in engine.schedule.buckets]
+            lines["buckets"] = f"{len(sizes)}, the largest of {max(sizes) / 2**20:.4g} MiB (zero.bucket_mb=auto)"
         num_rows = sampler.rows_consumed + num_steps * sampler.global_batch_size
-        is_of_text = tokens_known(engine.module) is not None or hasattr(dataset, "decode")
-        if is_of_text and (repeats := ", ".join(_repeats(dataset.train, num_rows))):
-            lines["warning"] = f"the run reads each row {repeats}; more data or fewer train.max_steps avoid that"
+        if tokens_known(engine.module) is not None or hasattr(dataset, "decode"):
+            lines["warning"] = _warning(dataset.train, num_rows)
         for name, line in lines.items():
             for number, part in enumerate(wrap_text(line, max(20, run.console.width - INDENT)) if line else ()):
                 label = "" if number else name
@@ -247,12 +248,15 @@ def _data(dataset: Any) -> str:
     return ", ".join(pieces)
 
 
-def _repeats(train: Any, num_rows: int) -> Iterator[str]:
-    """How often the rows are read, of each source of a mix, where that is more than once."""
-    of_sources = hasattr(train, "times_read")
+def _warning(train: Any, num_rows: int) -> str:
+    """How often the rows are read, of each source of a mix; empty where none are read more than once."""
+    of_sources, repeats = hasattr(train, "times_read"), []
     for name, times in (train.times_read(num_rows) if of_sources else {"": num_rows / len(train)}).items():
         if times > 1:
-            yield f"{f'of {name} ' if of_sources else ''}{times:.{1 if times < 100 else 0}f} times"
+            repeats.append(f"{f'of {name} ' if of_sources else ''}{times:.{1 if times < 100 else 0}f} times")
+    if not repeats:
+        return ""
+    return f"the run reads each row {', '.join(repeats)}; more data or fewer train.max_steps avoid that"
 
 
 def _ranks(engine: ZeroEngine) -> str:
@@ -270,14 +274,6 @@ def _ranks(engine: ZeroEngine) -> str:
         if not engine.options.ordered:
             line += "; the bits depend on the number of ranks without zero.reduction=ordered"
     return line
-
-
-def _buckets(engine: ZeroEngine) -> str:
-    """How many buckets there are, and the largest, where the device has chosen their size."""
-    if not engine.options.holds_units:
-        return ""
-    nbytes = [bucket.layout.padded_numel * bucket.spec.dtype.itemsize for bucket in engine.schedule.buckets]
-    return f"{len(nbytes)}, the largest of {max(nbytes) / 2**20:.4g} MiB (zero.bucket_mb=auto)"
 
 
 def _memory(engine: ZeroEngine, num_micro_batches: int) -> Iterator[str]:

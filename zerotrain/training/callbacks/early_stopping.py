@@ -45,10 +45,9 @@ class EarlyStopping(Callback):
         if self.metric not in metrics:
             raise LookupError(f"metric={self.metric}: an evaluation has {', '.join(metrics)}")
         value = metrics[self.metric]
-        badness, best = run.badness(self.metric, value), self._best
-        best = best if best is None else run.badness(self.metric, best)
-        is_better = best is None or (badness < best and badness <= best - self._min_delta)
-        if is_better and math.isfinite(value):
+        badness = run.badness(self.metric, value)
+        best = math.inf if self._best is None else run.badness(self.metric, self._best)
+        if math.isfinite(value) and badness < best and badness <= best - self._min_delta:
             self._best, self._num_worse = value, 0
         else:
             self._num_worse += 1
@@ -107,13 +106,13 @@ class Pruning(Callback):
 
     def after_evaluation(self, run: Run, metrics: dict[str, Any]) -> None:
         """See `Callback.after_evaluation`. The evaluation before the first step is the same in all jobs."""
-        value = metrics.get(self._trial.metric, math.nan)
-        if self._has_failed or run.step == 0 or (not math.isfinite(value) and self._trial.metric in metrics):
+        if self._has_failed or run.step == 0:
             return
         try:
             if self._trial.metric not in metrics:
                 raise LookupError(f"an evaluation has no {self._trial.metric}; it has {', '.join(metrics)}")
-            self._is_unwanted = self._report(run.step, value)
+            if math.isfinite(value := metrics[self._trial.metric]):
+                self._is_unwanted = self._report(run.step, value)
         except Exception as error:  # of whatever database it is
             self._has_failed = True
             message = untrusted.printable(f"{type(error).__name__}: {error}".partition("\n")[0], keep="")

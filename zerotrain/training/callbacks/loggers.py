@@ -12,7 +12,6 @@ import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
@@ -50,15 +49,9 @@ def facts_of(run: Run) -> dict[str, str]:
         "host": platform.node(),
         "device": device_of(run.world.device).name,
         "ranks": run.world.size,
+        **versions(),
     }
-    facts |= versions()
     return {name: str(value) for name, value in facts.items() if value is not None}
-
-
-def uncommitted_changes() -> str:
-    """The diff from the git revision to the tracked files as they are, without binary ones; empty where there is none,
-    and cut at MAX_CHANGES."""
-    return _git("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color")[:MAX_CHANGES]
 
 
 def _git(*arguments: str) -> str:
@@ -71,26 +64,12 @@ def _git(*arguments: str) -> str:
 
 
 CHANGES_NAME = "git.diff"
-"""File in the run's folder with the changes to the code that no commit has."""
+"""File in the run's folder with the changes to the code that no commit has: the diff from the git revision to the
+tracked files as they are, without binary ones."""
 
 
-@dataclass
-class WrittenPoints:
-    """The points that a place has already."""
-
-    until: int = -1
-    """All of these steps and before."""
-    by_name: dict[str, int] = field(default_factory=dict)
-    """The last step of a curve, where that is known."""
-
-    def has(self, name: str, step: int) -> bool:
-        """Whether the point of a curve at this step is there."""
-        return step <= self.by_name.get(name, self.until)
-
-    @property
-    def last_step(self) -> int:
-        """The last step of all."""
-        return max(self.until, *self.by_name.values()) if self.by_name else self.until
+NO_POINTS = -1
+"""The last step of a place that has no points yet."""
 
 
 class Curves(Callback):
@@ -109,23 +88,20 @@ class Curves(Callback):
     def __init__(self) -> None:
         if find_spec(self.package) is None:
             raise ImportError(f"there is no {self.package} here; pip install 'zerotrain[{self.package}]' brings it")
-        self._written: WrittenPoints | None = None
-        """None: the place is not open."""
+        self._written_until: int | None = None
+        """The last step whose points the place has, and those of all before; None: it is not open."""
 
     @abstractmethod
-    def _open(self, run: Run) -> WrittenPoints:
-        """Open the place, and return what is there."""
+    def _open(self, run: Run) -> int:
+        """Open the place, and return the last step that it has, or `NO_POINTS`."""
 
     @abstractmethod
     def _describe_run(self, run: Run) -> None:
-        """Send what the run is: it begins, or goes on."""
+        """Send what the run is: it begins, or goes on; with `CHANGES_NAME`, where the place keeps files."""
 
     @abstractmethod
     def _write(self, numbers: dict[str, float], step: int) -> None:
         """Write points of one step."""
-
-    def _keep_file(self, path: Path) -> None:
-        """Send a file of the run's folder, where the place keeps files."""
 
     @abstractmethod
     def _close_run(self, result: dict[str, float], status: str | None) -> None:
@@ -133,11 +109,10 @@ class Curves(Callback):
 
     def start(self, run: Run) -> None:
         """See `Callback.start`."""
-        self._written = self._open(run)
+        self._written_until = self._open(run)
+        if changes := _git("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color"):
+            (run.folder / CHANGES_NAME).write_text(changes[:MAX_CHANGES])
         self._describe_run(run)
-        if changes := uncommitted_changes():
-            (run.folder / CHANGES_NAME).write_text(changes)
-            self._keep_file(run.folder / CHANGES_NAME)
         for _, metrics in lines_of(run.folder / METRICS_NAME):
             self._write_new(metrics, metrics.pop("step"))
 
@@ -159,17 +134,15 @@ class Curves(Callback):
         self._finish(run, run.result.status)
 
     def _finish(self, run: Run, status: str) -> None:
-        if self._written is not None:
-            self._written = None
+        if self._written_until is not None:
+            self._written_until = None
             numbers = numbers_of(dotted(run.result.body()))
             self._close_run({f"result/{name}": value for name, value in numbers.items()}, status)
 
     def _write_new(self, metrics: dict[str, Any], step: int) -> None:
-        if (points := self._written) is None:
-            return
-        numbers = numbers_of(metrics)
-        if new := {name: value for name, value in numbers.items() if not points.has(name, step)}:
-            self._write(new, step)
+        until, numbers = self._written_until, numbers_of(metrics)
+        if until is not None and step > until and numbers:
+            self._write(numbers, step)
 
 
 def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
@@ -225,9 +198,6 @@ class Sinks(Callback):
 # Curves for TensorBoard.
 
 
-FOLDER = "tensorboard"
-
-
 class TensorBoard(Curves):
     """Writes each number of metrics.jsonl to `tensorboard` in the run's folder, and as texts the settings, the
     environment and the status; a run that went on is one curve."""
@@ -242,17 +212,17 @@ class TensorBoard(Curves):
     def start(self, run: Run) -> None:
         """See `Callback.start`."""
         super().start(run)
-        self._written = WrittenPoints()  # what comes now is new
+        self._written_until = NO_POINTS  # what comes now is new
 
-    def _open(self, run: Run) -> WrittenPoints:
+    def _open(self, run: Run) -> int:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = run.folder / FOLDER
+        folder = run.folder / "tensorboard"
         is_new = not folder.exists()
         # Points of later steps from an earlier sitting are hidden: the run comes to them again.
         self._writer = SummaryWriter(str(folder), purge_step=run.step + 1 if run.step else 0)
         self._step = run.step
-        return WrittenPoints() if is_new else WrittenPoints(until=run.step)
+        return NO_POINTS if is_new else run.step
 
     def _describe_run(self, run: Run) -> None:
         self._write_text("settings", json.dumps(run.settings or {}, indent=2))
@@ -332,8 +302,8 @@ class Tracker(Curves):
         """The id there, and the hash of the settings, of which others compute another run."""
 
     @abstractmethod
-    def _open_run(self, run: Run, run_id: str | None) -> tuple[str, WrittenPoints]:
-        """Open the run of an id, or a new one for None; return its id, and what is there."""
+    def _open_run(self, run: Run, run_id: str | None) -> tuple[str, int]:
+        """Open the run of an id, or a new one for None; return its id, and the last step that it has."""
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
@@ -344,19 +314,19 @@ class Tracker(Curves):
         note = require_kind(state, _TrackerState)["note"]
         self._note = None if note is None else self._check_note(note)
 
-    def _open(self, run: Run) -> WrittenPoints:
+    def _open(self, run: Run) -> int:
         path, config_hash = run.folder / f"{self.package}.json", run.result.config_hash
         notes = [note for note in (self._note, self._read_note(path)) if note is not None]
         match = next((note for note in notes if note["config_hash"] == config_hash), None)
         run_id = match["id"] if match else notes[0]["id"] if notes and run.step else None
-        run_id, points = self._open_run(run, run_id)
-        if not match and points.last_step > run.step:
+        run_id, written_until = self._open_run(run, run_id)
+        if not match and written_until > run.step:
             self._close_run({}, None)
-            run_id, points = self._open_run(run, None)
+            run_id, written_until = self._open_run(run, None)
         self._note = {"id": run_id, "config_hash": config_hash}
         with whole(path) as file:
             file.write((json.dumps(self._note) + "\n").encode())
-        return points
+        return written_until
 
     def _read_note(self, path: Path) -> dict[str, Any] | None:
         """The note of an earlier sitting; None if it has left none, or none that can be read."""
@@ -408,7 +378,7 @@ class WandB(Tracker):
         self._given: dict[str, Any] = {"project": project, "name": name, "entity": entity, "group": group, "tags": tags}
         self._run: Any = None
 
-    def _open_run(self, run: Run, run_id: str | None) -> tuple[str, WrittenPoints]:
+    def _open_run(self, run: Run, run_id: str | None) -> tuple[str, int]:
         import wandb
 
         mode: Any = self._mode or os.environ.get("WANDB_MODE", "online")
@@ -428,17 +398,16 @@ class WandB(Tracker):
             resume="allow" if mode == "online" else None,
             settings=wandb.Settings(console="off", finish_timeout=FINISH_S),  # a rank's output is in its log
         )
-        return run_id, WrittenPoints(until=self._run.step - 1)
+        return run_id, self._run.step - 1
 
     def _describe_run(self, run: Run) -> None:
         config = {**(run.settings or {}), "environment": facts_of(run)}
         self._run.config.update(config, allow_val_change=True)
+        if (path := run.folder / CHANGES_NAME).exists():
+            self._run.save(str(path), base_path=str(run.folder), policy="now", glob=False)
 
     def _write(self, numbers: dict[str, float], step: int) -> None:
         self._run.log(numbers, step=step)
-
-    def _keep_file(self, path: Path) -> None:
-        self._run.save(str(path), base_path=str(path.parent), policy="now", glob=False)
 
     def _close_run(self, result: dict[str, float], status: str | None) -> None:
         if status is not None:

@@ -13,7 +13,7 @@ from zerotrain.training.callbacks.stages import RunStages
 from zerotrain.training.clock import ModelFlops, StepClock
 from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.metrics.metric import TrainingMetrics
-from zerotrain.training.report import RankUsage, print_report, say
+from zerotrain.training.report import print_report, say
 
 DATA_WAIT_SHOWN = 0.05
 """Share of the steps' time that a run may wait for its data without a word."""
@@ -34,7 +34,7 @@ class Measuring(Callback):
     ) -> None:
         self._clock, self._feed, self._stages, self._metrics = clock, feed, stages, metrics
         self._model_flops, self._log_every = model_flops, log_every
-        self._usages: list[RankUsage] = []
+        self._usages: list[dict[str, int]] = []
         """Usage of all ranks at the end."""
 
     def after_step(self, run: Run, outcome: TrainStepResult) -> None:
@@ -49,9 +49,9 @@ class Measuring(Callback):
             self._usages = self._stages.note_usage(run)
             usage = self._usages[run.world.rank]
             run.result.weights_sha256 = run.engine.weights_sha256()
-            run.result.comm_bytes_per_step = {"sent": usage.sent_nbytes, "theory": usage.theory_sent_nbytes}
+            run.result.comm_bytes_per_step = {"sent": usage["sent_nbytes"], "theory": usage["theory_sent_nbytes"]}
             planned = run.result.memory_bytes or {}
-            most = {"peak": usage.peak_nbytes, "reserved": usage.reserved_nbytes}
+            most = {"peak": usage["peak_nbytes"], "reserved": usage["reserved_nbytes"]}
             run.result.memory_bytes = run.engine.memory_bytes() | most | planned
         self._note_speed(run)
 

@@ -29,7 +29,6 @@ from zerotrain.training.result import STEPS_NAME, MetricsFile
 # The steps that stand out: with a loss or a gradient far above those of the steps before.
 
 
-NAMES = ("loss", "grad_norm")
 NUM_BEFORE = 100
 """The steps that one is compared with."""
 MIN_BEFORE = 20
@@ -72,7 +71,7 @@ class Spikes:
     """Looks for them, step after step."""
 
     def __init__(self) -> None:
-        self._histories = {name: deque[float](maxlen=NUM_BEFORE) for name in NAMES}
+        self._histories = {name: deque[float](maxlen=NUM_BEFORE) for name in ("loss", "grad_norm")}
 
     def find_in(self, line: Mapping[str, Any]) -> Spike | None:
         """The spike of the next step, the larger of two. Numbers that are unknown or not finite are none: they have

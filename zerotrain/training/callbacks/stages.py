@@ -1,7 +1,6 @@
 """The stage of a run, and what trains in it, which may change between two steps."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import UntrustedFileError, is_kind, printable, read_regular, shown
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.checkpoints import OF_TRAINER, AskedStages
-from zerotrain.training.report import RankUsage, gather_usages, in_unit, say
+from zerotrain.training.report import gather_usages, in_unit, say
 from zerotrain.training.request import ASKED, Request
 
 COMPARED_AFTER = 3
@@ -70,13 +69,11 @@ class RunStages(Callback):
         """The stages that operators asked for: steps done, as texts, and the stage from there on, until a later entry
         of the schedule."""
 
-    def prepare(self, run: Run) -> None:
-        """See `Callback.prepare`."""
-        self._schedule = {0: run.engine.options.zero.stage} | self._schedule
-
     def start(self, run: Run) -> None:
         """Be at the stage of this step, from whatever stage the engine was built at."""
-        current, due = run.engine.options.zero.stage, stage_at(self._due, run.step)
+        current = run.engine.options.zero.stage
+        self._schedule = {0: current} | self._schedule
+        due = stage_at(self._due, run.step)
         if due != current:
             self._change(run, due)
         self._enter(run, due, {"sent_nbytes": None, "theory_sent_nbytes": None})
@@ -121,7 +118,7 @@ class RunStages(Callback):
         planned = (run.result.memory_bytes or {}).get("planned") or {}
         if run.step != COMPARED_AFTER or not (peaks := planned.get("alternatives")):
             return None
-        budget, peak = planned["memory"], max(usage.peak_nbytes for usage in self.note_usage(run))
+        budget, peak = planned["memory"], max(usage["peak_nbytes"] for usage in self.note_usage(run))
         if peak <= budget or str(run.result.stage) in peaks:
             return None
         fitting = [stage for stage, nbytes in peaks.items() if nbytes + peak - planned["peak"] <= budget]
@@ -156,10 +153,10 @@ class RunStages(Callback):
         if not stages or stages[-1]["stage"] != due:
             stages.append({"stage": due, "from_step": run.step, **sent, "ranks": None})
 
-    def note_usage(self, run: Run) -> list[RankUsage]:
+    def note_usage(self, run: Run) -> list[dict[str, int]]:
         """Note what the stage came to: the usage of all ranks. Collective."""
         usages = gather_usages(run.engine, self._num_micro_batches)
-        run.result.stages[-1]["ranks"] = [asdict(usage) for usage in usages]
+        run.result.stages[-1]["ranks"] = usages
         return usages
 
 
@@ -224,7 +221,6 @@ class RunFreezing(Callback):
 # The run neither waits nor ends, with any content of the file and while somebody writes it.
 
 
-CONTROL_NAME = ASKED
 REQUESTS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "stage": ("0, 1, 2 or 3", (0, 1, 2, 3)),
     "save": ("now", ("now", True)),
@@ -233,8 +229,6 @@ REQUESTS: dict[str, tuple[str, tuple[Any, ...]]] = {
 """Allowed values of each request, in words and as values."""
 ALLOWED = "stage: 0 to 3, save: now, stop: true"
 MAX_NBYTES = 2**16
-MAX_PROBLEMS = 10
-"""That are told of one file."""
 
 
 class Control(Callback):
@@ -248,14 +242,6 @@ class Control(Callback):
         self._problems: list[str] = []
 
     def ask(self, run: Run) -> Request:
-        """See `Callback.ask`."""
-        return self.look()
-
-    def after_step(self, run: Run, outcome: TrainStepResult) -> None:
-        """See `Callback.after_step`."""
-        self.answer(run.step)
-
-    def look(self) -> Request:
         """The requests in the file, on rank 0. A look costs some microseconds."""
         if self._world.rank > 0 or (state := self._state()) is None or state == self._seen:
             return Request()
@@ -263,20 +249,20 @@ class Control(Callback):
         if self._state() != state:  # it is being written, or it is gone: the next look sees it whole
             return Request()
         self._seen, self._asked, self._problems = state, requests, problems
-        return Request(stage=requests.get("stage"), save="save" in requests, stop="stop" in requests and CONTROL_NAME)
+        return Request(stage=requests.get("stage"), save="save" in requests, stop="stop" in requests and ASKED)
 
-    def answer(self, step: int) -> None:
-        """The requests of this step, counted from 1, are done: say so, in the log and in the file."""
+    def after_step(self, run: Run, outcome: TrainStepResult) -> None:
+        """The requests of this step are done: say so, in the log and in the file."""
         if not self._asked and not self._problems:
             return
         answers = {
-            "stage": f"stage: {self._asked.get('stage')} after step {step}",
-            "save": f"save: {step_name(step)} is written beside the training",
-            "stop": f"stop: after step {step}, saved",
+            "stage": f"stage: {self._asked.get('stage')} after step {run.step}",
+            "save": f"save: {step_name(run.step)} is written beside the training",
+            "stop": f"stop: after step {run.step}, saved",
         }
         parts = [answers[name] for name in self._asked] + self._problems
         self._asked, self._problems = {}, []
-        say(self._console, f"{CONTROL_NAME}: {'; '.join(parts)}")
+        say(self._console, f"{ASKED}: {'; '.join(parts)}")
         quoted = [part.replace("'", "''") for part in parts]
         lines = [f"# {ALLOWED}\n", "answer:\n", *(f"  - '{part}'\n" for part in quoted)]
         if self._state() != self._seen:  # something else is asked for by now, and is not to be lost
@@ -316,6 +302,4 @@ def _requests(path: Path) -> tuple[dict[str, Any], list[str]]:
             problems.append(f"{name}: got {shown(repr(value))}; it must be {REQUESTS[name][0]}")
         elif name != "answer":
             problems.append(f"{shown(name)}: there is no such request; there are {ALLOWED}")
-    if len(problems) > MAX_PROBLEMS:
-        problems[MAX_PROBLEMS:] = [f"and {len(problems) - MAX_PROBLEMS} more that are wrong"]
     return requests, problems

@@ -213,8 +213,6 @@ DTYPES = (
 LOSS = "loss"
 MAX_TOLD = 2**16
 """Numbers of one metric that a checkpoint keeps at most."""
-MAX_MICRO_BATCHES = 2**20
-"""As many are told of in a checkpoint at most."""
 
 
 SavedState = tuple[
@@ -226,7 +224,7 @@ SavedState = tuple[
 
 
 class _SavedMetrics(TypedDict):
-    num: Annotated[int, Meta(ge=0, le=MAX_MICRO_BATCHES)]
+    num: Natural
     kept: dict[str, dict[Natural, list[SavedState]]]
 
 
@@ -503,7 +501,7 @@ class TrainingMetrics(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
-        if not 0 < self._num <= MAX_MICRO_BATCHES:
+        if not self._num:
             return {}
         return {"training_metrics": {"num": self._num, "kept": self._states.state_dict()}}
 

@@ -8,12 +8,13 @@ import pytest
 
 from tests.zygote.client import Zygote
 
-TINY = (
+TINY = [
     "data=synthetic", "data.seq_len=16", "data.num_sequences=64", "model=mlp", "model.hidden_size=8",
     "train.max_steps=6", "train.micro_batch_size=2", "train.log_every=1", "train.eval_every=3", "train.eval_batches=1",
     "train.sample_tokens=0", "launch.device=cpu", "launch.nproc_per_node=2", "launch.threads_per_rank=1",
     "checkpoint.every=2", "checkpoint.asynchronous=false", "hydra.run.dir=run",
-)  # fmt: skip
+]  # fmt: skip
+"""Settings of a run of two ranks and six steps, which saves every two."""
 SAME = ("train_loss", "val_loss", "grad_norm", "lr", "samples")
 """Numbers that are the same however often the run is killed."""
 
@@ -47,18 +48,12 @@ def changed_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def tiny() -> list[str]:
-    """Settings of a run of two ranks and six steps, which saves every two."""
-    return list(TINY)
-
-
-@pytest.fixture
-def killed_twice(zygote: Zygote, tmp_path: Path, tiny: list[str]) -> Callable[..., Path]:
+def killed_twice(zygote: Zygote, tmp_path: Path) -> Callable[..., Path]:
     """Trains six steps of a logger; the run is killed after step 3, restarted, killed after step 5, and resumed."""
 
     def train(*logger: str, **environment: str) -> Path:
         killing = "+callbacks.killing={_target_: killing.Killing, steps: [3, 5]}"
-        settings = [*tiny, *logger, killing, "launch.max_restarts=1", "checkpoint.resume=auto"]
+        settings = [*TINY, *logger, killing, "launch.max_restarts=1", "checkpoint.resume=auto"]
         ended = [zygote.run(settings, tmp_path, environment) for _ in range(2)]
         assert [each.code for each in ended] == [1, 0], ended
         assert "does not warn" not in (tmp_path / "run/ranks/0.log").read_text()

@@ -149,10 +149,3 @@ def test_an_address_without_a_database_is_one_line(tmp_path: Path):
             open_storage(url)
         assert len(str(refused.value).splitlines()) == 1
         assert "secret" not in str(refused.value)
-
-
-def test_a_study_is_made_where_there_is_none(tmp_path: Path):
-    (tmp_path / "empty.db").touch()
-    for name in ("new.db", "empty.db"):
-        assert open_storage(f"sqlite:///{tmp_path}/{name}").get_all_studies() == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.db", "new.db"]

@@ -1,16 +1,16 @@
 import math
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
 import zerotrain
+from tests.unit.training import losses
 from zerotrain.data import Mix, SyntheticTokens
 from zerotrain.data.fetch import RowError
 from zerotrain.errors import ConfigError
-from zerotrain.models import GPT, HuggingFaceModel
+from zerotrain.models import GPT
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training import Accuracy
 from zerotrain.training.callbacks.evaluation import (
@@ -28,8 +28,6 @@ def engine(model, world):
 
 
 class RaggedSequences(Dataset):
-    """Sequence i has only its first i + 1 labels counted."""
-
     def __len__(self):
         return 7
 
@@ -43,45 +41,22 @@ class RaggedSequences(Dataset):
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 7, 20])
 def test_the_loss_is_the_mean_over_all_tokens_not_a_mean_of_means(engine, world, micro_batch_size):
     dataset = RaggedSequences()
-    losses = []
+    of_each = []
     with torch.no_grad():
         for ids, labels in (dataset[index] for index in range(7)):
             log_probabilities = engine.module(ids[None])[0].log_softmax(-1)
-            losses += [-log_probabilities[t, label] for t, label in enumerate(labels.tolist()) if label != -100]
+            of_each += [-log_probabilities[t, label] for t, label in enumerate(labels.tolist()) if label != -100]
     loss = evaluate(engine=engine, world=world, dataset=dataset, num_sequences=100, micro_batch_size=micro_batch_size)
-    assert len(losses) == 28
-    assert loss == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    assert len(of_each) == 28
+    assert loss == pytest.approx(torch.stack(of_each).mean().item(), rel=1e-5)
 
 
-def test_evaluating_changes_no_weight_and_leaves_the_engine_in_training(engine, world, dataset):
-    before = engine.weights_sha256()
-    evaluate(engine=engine, world=world, dataset=dataset.validation, num_sequences=8, micro_batch_size=4)
-    assert engine.weights_sha256() == before
+def test_a_model_without_a_loss_in_evaluation_mode_is_refused_by_name(world):
+    engine = zerotrain.build_engine(losses.LogitsAlone(), optimizer=torch.optim.SGD, world=world)
+    rows = losses.Rows("labels").validation
+    with pytest.raises(ConfigError, match=r"^model: LogitsAlone.forward returns a Tensor of shape \(2, 6,"):
+        evaluate(engine=engine, world=world, dataset=rows, num_sequences=4, micro_batch_size=2)
     assert engine.module.training
-
-
-class LogitsInEvaluation(GPT):
-    """Gives an evaluation its logits, as detectors do."""
-
-    def forward(self, ids, labels=None):
-        return super().forward(ids, labels if self.training else None)
-
-
-def test_a_model_without_a_loss_in_evaluation_mode_is_refused_by_name(world, dataset):
-    model = LogitsInEvaluation(vocab_size=32, max_seq_len=16, num_layers=1, num_heads=1, hidden_size=8)
-    engine = zerotrain.build_engine(model, optimizer=torch.optim.SGD, world=world)
-    with pytest.raises(ConfigError, match=r"^model: LogitsInEvaluation.forward returns a Tensor of shape \(2, 16,"):
-        evaluate(engine=engine, world=world, dataset=dataset.validation, num_sequences=4, micro_batch_size=2)
-    assert engine.module.training
-
-
-def test_dropout_is_off_while_evaluating(world, dataset):
-    model = GPT(vocab_size=32, max_seq_len=16, num_layers=1, num_heads=1, hidden_size=8, dropout=0.9)
-    engine = zerotrain.build_engine(model, optimizer=torch.optim.SGD, world=world)
-    arguments = {"engine": engine, "world": world, "dataset": dataset.validation}
-    assert evaluate(**arguments, num_sequences=4, micro_batch_size=2) == evaluate(
-        **arguments, num_sequences=4, micro_batch_size=2
-    )
 
 
 def test_the_sequences_read_are_spread_over_the_validation_set():
@@ -113,14 +88,6 @@ class DrawsEverywhere(torch.nn.Module):
 GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 32}
 
 
-def from_a_folder_without_safetensors(folder):
-    transformers = pytest.importorskip("transformers")
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, resid_pdrop=0.3))
-    model.config.save_pretrained(folder)
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    return HuggingFaceModel(name_or_path=str(folder))
-
-
 class OwnPretrained(torch.nn.Module):
     """What a user writes around `from_pretrained`, which gives evaluation mode."""
 
@@ -141,7 +108,7 @@ class OwnPretrained(torch.nn.Module):
     "numbers in evaluation",
     "same weights",
 )
-@pytest.mark.parametrize("make", [lambda _: DrawsEverywhere().eval(), from_a_folder_without_safetensors, OwnPretrained])
+@pytest.mark.parametrize("make", [lambda _: DrawsEverywhere().eval(), OwnPretrained])
 def test_how_often_one_evaluates_changes_no_weight_of_a_model_that_draws_random_numbers(make, make_trainer, tmp_path):
     def weights(eval_every, dropout=True):
         torch.manual_seed(0)
@@ -189,12 +156,12 @@ class Augmenting(RaggedSequences):
 
 
 def test_what_validation_draws_depends_on_no_micro_batch_size_and_on_nothing_drawn_before(engine, world):
-    losses = set()
+    found = set()
     for micro_batch_size in (1, 2, 7):
         torch.manual_seed(micro_batch_size)
         arguments = {"num_sequences": 7, "micro_batch_size": micro_batch_size, "seed": 5}
-        losses.add(round(evaluate(engine=engine, world=world, dataset=Augmenting(), **arguments), 5))
-    assert len(losses) == 1
+        found.add(round(evaluate(engine=engine, world=world, dataset=Augmenting(), **arguments), 5))
+    assert len(found) == 1
 
 
 @pytest.mark.case(
@@ -217,16 +184,6 @@ def test_named_items_of_several_lengths_have_the_same_loss_as_pairs(engine, worl
         evaluate(dataset=cut, **arguments)
 
 
-def test_a_source_that_weighs_next_to_nothing_is_evaluated_by_a_row(engine, world, dataset):
-    sources = {"one": dataset.validation, "other": dataset.train}
-    mix = SimpleNamespace(sources=sources, weights={"one": 1e6, "other": 1.0})
-    arguments = {"engine": engine, "world": world, "micro_batch_size": 4}
-    metrics = evaluate_sources(dataset=mix, num_sequences=16, **arguments)
-    alone = evaluate(dataset=dataset.train, num_sequences=1, **arguments)
-    assert metrics["val_loss/other"] == alone
-    assert metrics["val_loss"] == pytest.approx(metrics["val_loss/one"], rel=1e-5)
-
-
 @pytest.mark.case("losses", "Validation of a mix", "a loss of each source; `val_loss` is their mean by weights")
 def test_each_source_of_a_mix_has_its_numbers_and_their_mean_by_weights_is_that_of_the_mix(engine, world, dataset):
     other = SyntheticTokens(seq_len=16, vocab_size=32, num_sequences=40)
@@ -242,12 +199,11 @@ def test_each_source_of_a_mix_has_its_numbers_and_their_mean_by_weights_is_that_
         assert (found[f"{name}/a"], found[f"{name}/b"]) == (alone[name], others[name])
         assert found[name] == pytest.approx((3 * alone[name] + others[name]) / 4)
     assert sources_in(found).keys() == {"a", "b", "c"}
+    assert found["val_loss/c"] == evaluate_all(dataset=other.validation, num_sequences=1, **arguments)["val_loss"]
     assert evaluate_sources(dataset=dataset.validation, num_sequences=12, **arguments) == alone
 
 
 class Scaled(torch.nn.Module):
-    """The mean of its inputs, by a weight."""
-
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.tensor([1.5]))
@@ -305,5 +261,3 @@ def test_all_rows_are_evaluated_where_all_are_asked_for(make_trainer, dataset, w
     arguments = {"engine": trainer.engine, "world": world, "dataset": dataset.validation, "micro_batch_size": 4}
     assert loss == evaluate(**arguments, num_sequences=len(dataset.validation))
     assert loss != evaluate(**arguments, num_sequences=16)
-    mix = Mix({"a": {"data": dataset, "weight": 3}, "b": {"data": dataset, "weight": 1}})
-    assert make_trainer(eval_batches="all", max_steps=1, dataset=mix, engine=trainer.engine).run()["final_val_loss"]

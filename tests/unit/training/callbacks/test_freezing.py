@@ -3,23 +3,20 @@
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 import zerotrain
 from tests.unit.training.runs import ADAMW, tiny_gpt, trainer_of
-from zerotrain.models import GPT
 from zerotrain.training import warmup_cosine
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
-from zerotrain.training.callbacks.stages import RunFreezing
 
 
-def run(
-    folder: Path, until: dict[str, int | None], by_hand: str | None = None, resume: Path | None = None
-) -> tuple[zerotrain.ZeroEngine, str]:
+def run(folder, until, by_hand=None, resume=None):
     """The engine after a run, and what the run said; what is frozen for good has been so before the engine."""
-    model, told = frozen_gpt(*(name for name, steps in until.items() if steps is None)), io.StringIO()
+    model, told = tiny_gpt(hidden_size=4), io.StringIO()
+    for name in (name for name, steps in until.items() if steps is None):
+        model.get_parameter(name).requires_grad_(False)
     engine = zerotrain.build_engine(model, optimizer=ADAMW, decay_all=False)
     if by_hand is not None:
         engine.freeze(by_hand)
@@ -27,13 +24,6 @@ def run(
     how = {"frozen": until, "schedule": warmup_cosine, "checkpoint": policy}
     trainer_of(engine, folder, console=Console(file=told, width=200), **how).run()
     return engine, told.getvalue()
-
-
-def frozen_gpt(*names: str) -> GPT:
-    model = tiny_gpt(hidden_size=4)
-    for name in names:
-        model.get_parameter(name).requires_grad_(False)
-    return model
 
 
 def frozen(engine: zerotrain.ZeroEngine) -> set[str]:
@@ -59,17 +49,3 @@ def test_a_run_that_goes_on_follows_other_settings_and_leaves_what_others_have_f
     assert "2 more parameters train after step 2: 68 elements" in told
     none, _ = run(tmp_path / "none", {}, resume=saved)
     assert frozen(none) == by_hand
-
-
-def test_a_run_that_freezes_nothing_or_for_good_changes_nothing_of_its_engine(tmp_path: Path) -> None:
-    """Each change cuts the buckets anew, and is told to the other ranks."""
-
-    def state_after(until: dict[str, int | None]) -> tuple[bool, dict[str, Any]]:
-        engine = zerotrain.build_engine(frozen_gpt(*until), optimizer=ADAMW)
-        freezing, schedule = RunFreezing(engine, Console(quiet=True), until), engine.schedule
-        freezing.start(type("Beginning", (), {"step": 0}))
-        freezing.after_step(type("Step", (), {"step": 1, "is_last": False}), None)
-        return engine.schedule is schedule, freezing.state_dict()
-
-    states = [state_after({}), state_after({"wpe.weight": None})]
-    assert states == [(True, {}), (True, {"frozen": ["wpe.weight"]})]
