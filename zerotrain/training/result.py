@@ -212,7 +212,7 @@ def value_in(result: Mapping[str, Any], name: str) -> float | None:
     Raises:
         LookupError: there is no such value, and which there are.
     """
-    values = {"val_loss": result.get(VAL_LOSS)}
+    values: dict[str, Any] = {"val_loss": result.get(VAL_LOSS)}
     values |= {f"val_loss/{name}": value for name, value in (result.get("val_loss_by_source") or {}).items()}
     values |= {**(result.get("val_metrics") or {}), **{name: result.get(name) for name in _NUMBERS}}
     values |= dotted({name: result.get(name) or {} for name in ("comm_bytes_per_step", "memory_bytes")})
