@@ -83,8 +83,8 @@ FAULTS = {
     "gradient-given-back-at-issue": Planted(
         BucketGradient,
         "reduce",
-        "self.state = GradientState.REDUCING",
-        "self._pool.give_back(self._unreduced); self._unreduced = None; self.state = GradientState.REDUCING",
+        "self.life.become(GradientState.REDUCING)",
+        "self._pool.give_back(self._unreduced); self._unreduced = None; self.life.become(GradientState.REDUCING)",
         "stage 2",
         "NCCL's stream of reductions does in reduce_scatter is written by compute in",
     ),

@@ -6,7 +6,7 @@ import torch
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import Scratch, ScratchPool, Zeros
-from zerotrain.engine.buckets.life import Backward, GradientState
+from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, Backward, GradientState, Life
 from zerotrain.engine.buckets.reduction import BucketReduction
 from zerotrain.engine.model.forward import named_range
 from zerotrain.engine.model.live_parameter import get_grad, set_grad
@@ -187,7 +187,7 @@ class BucketGradient:
         self.spec = spec
         self.layout = layout
         self.precision = options.precision.of_bucket(spec.dtype)
-        self.state = GradientState.EMPTY
+        self.life = Life(f"gradient of {spec.name}", GradientState.EMPTY, GRADIENT_TRANSITIONS)
         self.segments = cut_segments(spec, layout)
         self._pool = pool
         self._widens = options.widens
@@ -231,27 +231,27 @@ class BucketGradient:
     @property
     def is_reduced(self) -> bool:
         """Whether the last backward of a step has reduced it, or is about to be waited for."""
-        return self.reduction.completes and self.state in (GradientState.REDUCING, GradientState.REDUCED)
+        return self.reduction.completes and self.life.state in (GradientState.REDUCING, GradientState.REDUCED)
 
     @property
     def is_empty(self) -> bool:
         """Whether it holds nothing of this step."""
-        return self.state is GradientState.EMPTY and not self._subtrees
+        return self.life.state is GradientState.EMPTY and not self._subtrees
 
     @property
     def borrows(self) -> bool:
         """Whether filling takes a buffer on loan, of which there are only as many as reductions may be in flight."""
-        return self._own is None and self.state in (GradientState.EMPTY, GradientState.REDUCED)
+        return self._own is None and self.life.state in (GradientState.EMPTY, GradientState.REDUCED)
 
     # ---- filling
 
     def begin_filling(self, backward: Backward) -> None:
         """The first gradient of a backward comes: choose what it goes into, unless an earlier backward has."""
-        if self.state is GradientState.FILLING:
+        if self.life.state is GradientState.FILLING:
             return
-        if self.state is GradientState.REDUCED:
+        if self.life.state is GradientState.REDUCED:
             self.reduction.keep_sum()
-        self.state = GradientState.FILLING
+        self.life.become(GradientState.FILLING)
         adds_up = not backward.reduces and self.precision.separate_master
         self._accumulates = not backward.in_last_leaf or adds_up
         if self._accumulates:
@@ -275,12 +275,12 @@ class BucketGradient:
         Raises:
             EngineStateError: one is sparse.
         """
-        assert self._filled is not None  # it was begun
+        _, views = _begun(self._filled)
         if not counts:
             gradients[:] = [None] * len(gradients)
         try:
             with named_range("move gradient", self.spec.name):
-                segment.move(gradients, self._filled[1])
+                segment.move(gradients, views)
         except RuntimeError as error:  # torch copies no sparse tensor into a dense one
             for managed, gradient in zip(self.spec.parameters[segment.slots], gradients, strict=True):
                 if gradient is not None and gradient.layout is not torch.strided:
@@ -305,7 +305,7 @@ class BucketGradient:
         if self.precision.separate_master and not self._widens:
             leaf.storage.copy_(leaf.storage.to(self.precision.compute))
         self._end_filling()
-        self.state = GradientState.EMPTY
+        self.life.become(GradientState.EMPTY)
         return leaf
 
     def add_leaf(self) -> None:
@@ -320,15 +320,15 @@ class BucketGradient:
 
     def reduce(self, *, completes: bool = True) -> None:
         """Issue the reduction, and say whether it is the step's last. Every segment has been filled."""
-        assert self._filled is not None
         if self._accumulates and not self._widens:
-            summed, _ = self._filled
+            summed, _ = _begun(self._filled)
             self._unreduced = self._wire_buffer()
             self._filled = _cut(self._unreduced, self.layout)
             self._filled[0].copy_(summed)
-        self.reduction.issue(self._subtrees.add_last(self._filled[0]), completes=completes)
+        leaf, _ = _begun(self._filled)
+        self.reduction.issue(self._subtrees.add_last(leaf), completes=completes)
         # Behind the call: where it failed, nothing is under way that a clean-up could wait for.
-        self.state = GradientState.REDUCING
+        self.life.become(GradientState.REDUCING)
 
     def finish_reduce(self) -> None:
         """Wait for the reduction, leave the sum in `shard`, and give the loaned buffers back."""
@@ -336,19 +336,20 @@ class BucketGradient:
         self._subtrees.clear()
         self._give_back()
         self._end_filling()
-        self.state = GradientState.REDUCED
+        self.life.become(GradientState.REDUCED)
 
     # ---- the end
 
     def drop(self) -> None:
         """Forget this step's gradient; the buffers stay. A reduction that was prepared will not come, on any rank."""
         self.reduction.drop()
-        if self.state is GradientState.FILLING:
+        if self.life.state is GradientState.FILLING:
             self.reduction.give_back()
             self._give_back()
         self._end_filling()
         self._subtrees.clear()
-        self.state = GradientState.EMPTY
+        if self.life.state is not GradientState.EMPTY:
+            self.life.become(GradientState.EMPTY)
 
     def clear_unmoved(self) -> None:
         """Forget gradients that have not been moved into the bucket."""
@@ -382,3 +383,9 @@ def _cut(scratch: Scratch, layout: BucketLayout) -> _Cut:
         scratch.cuts[layout] = (flat, [slot_view(flat, slot) for slot in layout.slots])
     cut: _Cut = scratch.cuts[layout]
     return cut
+
+
+def _begun(filled: _Cut | None) -> _Cut:
+    if filled is None:
+        raise EngineStateError("a gradient was used that had not been filled; this is a fault of zerotrain itself")
+    return filled

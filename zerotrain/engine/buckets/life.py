@@ -1,10 +1,19 @@
-"""The states of a bucket's weights and gradient, in the order in which they follow each other."""
+"""The states of a bucket's weights and gradient, and the transitions allowed between them."""
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Generic, TypeVar
+
+from zerotrain.errors import EngineStateError
 
 
-class WeightState(Enum):
+class _State(Enum):
+    """Looked up in sets at each transition: a member is hashed as the one object it is, not by a call into Python."""
+
+    __hash__ = object.__hash__
+
+
+class WeightState(_State):
     """How much of a bucket's model weight is up to date on this rank."""
 
     SHARD = "shard"
@@ -15,9 +24,8 @@ class WeightState(Enum):
     """All of it: the model may read it."""
 
 
-class GradientState(Enum):
-    """How far a bucket's gradient of this step has come. A second backward before the step fills what was reduced, and
-    a step that is given up empties whatever there is."""
+class GradientState(_State):
+    """How far a bucket's gradient of this step has come."""
 
     EMPTY = "empty"
     FILLING = "filling"
@@ -35,6 +43,38 @@ class Phase(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "update"
+
+
+WEIGHT_TRANSITIONS = {
+    (WeightState.SHARD, WeightState.GATHERING),
+    (WeightState.GATHERING, WeightState.FULL),
+    (WeightState.FULL, WeightState.SHARD),
+}
+GRADIENT_TRANSITIONS = {
+    (GradientState.EMPTY, GradientState.FILLING),
+    (GradientState.FILLING, GradientState.REDUCING),
+    (GradientState.REDUCING, GradientState.REDUCED),
+    (GradientState.REDUCED, GradientState.FILLING),  # a second backward before the step adds to the first
+    (GradientState.REDUCED, GradientState.EMPTY),
+    (GradientState.FILLING, GradientState.EMPTY),  # dropped without a step
+}
+
+S = TypeVar("S", bound=Enum)
+
+
+class Life(Generic[S]):
+    """A state that changes along written transitions only."""
+
+    def __init__(self, owner: str, state: S, transitions: set[tuple[S, S]]) -> None:
+        self.owner = owner
+        self.state = state
+        self._transitions = transitions
+
+    def become(self, state: S) -> None:
+        """Change state; EngineStateError if the transition is not one of the written ones."""
+        if (self.state, state) not in self._transitions:
+            raise EngineStateError(f"{self.owner}: cannot go from {self.state.value} to {state.value}")
+        self.state = state
 
 
 # Facts about a backward that are known before it begins.

@@ -8,7 +8,7 @@ from torch import nn
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.home import Homes
-from zerotrain.engine.buckets.life import WeightState
+from zerotrain.engine.buckets.life import WEIGHT_TRANSITIONS, Life, WeightState
 from zerotrain.engine.model.forward import named_range
 from zerotrain.engine.model.live_parameter import UnreadyParameter, live_class, set_data, set_grad, settle
 from zerotrain.sharding.bucketing import BucketSpec
@@ -46,7 +46,7 @@ class BucketWeights:
         self.spec = spec
         self.layout = layout
         self.plan = plan
-        self.state = WeightState.FULL
+        self.life = Life(f"weights of {spec.name}", WeightState.FULL, WEIGHT_TRANSITIONS)
         self.model_weight = values
         """(padded_numel,) compute dtype; the parameters are views of it. If they are sharded, it has memory only while
         in use."""
@@ -73,7 +73,7 @@ class BucketWeights:
 
     @property
     def is_full(self) -> bool:
-        return self.state is WeightState.FULL
+        return self.life.state is WeightState.FULL
 
     @property
     def held(self) -> torch.Tensor:
@@ -94,14 +94,14 @@ class BucketWeights:
 
     def fetch_shard(self) -> None:
         """Begin to bring the shard to the device, for a gather that comes soon."""
-        if self.state is WeightState.SHARD:
+        if self.life.state is WeightState.SHARD:
             self.home.fetch()
 
     def start_gather(self) -> None:
         """Issue the all-gather of the model weight unless it is there or under way."""
-        if self.state is not WeightState.SHARD:
+        if self.life.state is not WeightState.SHARD:
             return
-        self.state = WeightState.GATHERING
+        self.life.become(WeightState.GATHERING)
         self.model_weight.allocate()
         with named_range("gather", self.spec.name):
             if self.home.moves:
@@ -110,22 +110,22 @@ class BucketWeights:
 
     def finish_gather(self) -> None:
         """Wait for the gather under way, if any, and give the parameters their class back."""
-        if self.state is not WeightState.GATHERING:
+        if self.life.state is not WeightState.GATHERING:
             return
         with named_range("wait for gather", self.spec.name):
             self._gather.finish()
             if self.home.moves:
                 self.home.close(changed=False)
-        self.state = WeightState.FULL
+        self.life.become(WeightState.FULL)
         self._become_live()
 
     def reshard(self) -> None:
         """Keep this rank's shard only: the parameters are not ready, and where they are sharded, have no memory."""
-        if self.state is not WeightState.FULL:
+        if self.life.state is not WeightState.FULL:
             return
         if self.plan.shards_parameters:
             self.take_writes()
-        self.state = WeightState.SHARD
+        self.life.become(WeightState.SHARD)
         for parameter in self.spec.tensors:
             parameter.__class__ = UnreadyParameter
         if self.plan.shards_parameters:
@@ -140,7 +140,7 @@ class BucketWeights:
     def take_writes(self) -> None:
         """Bring `held` up to date with what others than the engine have written into the parameters."""
         if (
-            self.state is WeightState.FULL
+            self.life.state is WeightState.FULL
             and self.writes.look(self.model_weight.tensor)
             and self.plan.shards_parameters
         ):

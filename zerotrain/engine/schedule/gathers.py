@@ -166,12 +166,12 @@ class Gathers:
                 self.complete(buckets, ahead, fetched)
             return
         for bucket in (*buckets, *ahead):
-            if bucket.weights.state is WeightState.SHARD:
+            if bucket.weights.life.state is WeightState.SHARD:
                 bucket.weights.start_gather()
         for bucket in fetched:
             bucket.weights.fetch_shard()
         for bucket in buckets:
-            if bucket.weights.state is WeightState.GATHERING:
+            if bucket.weights.life.state is WeightState.GATHERING:
                 bucket.weights.finish_gather()
 
     def rest(self) -> None:
@@ -195,6 +195,6 @@ def _needed_by(units: Sequence[LiveUnit]) -> set[Bucket]:
 def _rest(buckets: Iterable[Bucket]) -> None:
     """Reshard, also buckets that were gathered ahead and not used."""
     for bucket in buckets:
-        if bucket.weights.state is not WeightState.SHARD:
+        if bucket.weights.life.state is not WeightState.SHARD:
             bucket.weights.finish_gather()
             bucket.weights.reshard()

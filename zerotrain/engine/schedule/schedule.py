@@ -153,7 +153,7 @@ class Schedule:
                 "gradients arrived outside engine.backward(); call engine.backward(loss), not loss.backward(); for a "
                 "loss through the models of two engines build one engine of both, as an nn.ModuleList of them"
             )
-        if bucket.weights.state is not WeightState.FULL:
+        if bucket.weights.life.state is not WeightState.FULL:
             raise EngineStateError(left_its_unit(bucket.spec.name))
         if self.reductions.arrived(bucket, segment, gradients):
             going = bucket if self.reductions.may_go(bucket) else None

@@ -23,15 +23,15 @@ class Weights:
 
     def __init__(self, name: str, told: list[str]) -> None:
         self.spec, self.layout, self.told = SimpleNamespace(name=name), None, told
-        self.state, self.home = WeightState.SHARD, SimpleNamespace(moves=self.are_away)
+        self.life, self.home = SimpleNamespace(state=WeightState.SHARD), SimpleNamespace(moves=self.are_away)
 
     @property
     def is_full(self) -> bool:
-        return self.state is WeightState.FULL
+        return self.life.state is WeightState.FULL
 
     def _go(self, start: WeightState, to: WeightState, word: str) -> None:
-        if self.state is start:
-            self.state = to
+        if self.life.state is start:
+            self.life.state = to
             self.told.append(f"{word} {self.spec.name}")
 
     def start_gather(self) -> None:
@@ -56,7 +56,7 @@ class FetchedWeights(Weights):
     are_away = True
 
     def fetch_shard(self) -> None:
-        if self.state is WeightState.SHARD:
+        if self.life.state is WeightState.SHARD:
             self.told.append(f"fetch {self.spec.name}")
 
 
@@ -166,7 +166,7 @@ def test_an_evaluation_frees_what_the_backward_then_gathers_again():
     model = Model()
     model.forward()
     model.evaluate()
-    assert {bucket.weights.state for bucket in model.buckets.values()} == {WeightState.SHARD}
+    assert {bucket.weights.life.state for bucket in model.buckets.values()} == {WeightState.SHARD}
     assert model.backward().startswith("gather root gather c wait root wait c")
 
 
@@ -192,7 +192,7 @@ def test_so_many_units_are_gathered_ahead_in_the_order_they_come(prefetch, forwa
 def test_what_was_gathered_ahead_and_not_used_is_freed_too():
     model = Model()
     model.forward("a", backward_follows=False)
-    assert {bucket.weights.state for bucket in model.buckets.values()} == {WeightState.SHARD}
+    assert {bucket.weights.life.state for bucket in model.buckets.values()} == {WeightState.SHARD}
 
 
 def test_a_bucket_of_several_units_is_freed_behind_the_last_of_them_alone():
