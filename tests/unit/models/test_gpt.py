@@ -159,9 +159,10 @@ def test_chunks_in_which_many_positions_agree_do_not_overflow_fp16():
             torch.testing.assert_close(mine * (64 / factor), theirs, rtol=0.01, atol=0.01 * theirs.abs().max().item())
 
 
-def test_a_vocabulary_that_is_a_whole_multiple_changes_no_bit():
-    plain, found = loss_and_gradients(torch.float32), loss_and_gradients(torch.float32, vocab_multiple=7)
-    assert all(torch.equal(plain[name], found[name]) for name in plain)
+@pytest.mark.parametrize(("head", "same"), [*((head, False) for head in HEADS), ({"vocab_multiple": 7}, True)], ids=str)
+def test_a_head_of_another_kind_has_other_bits(head, same):
+    plain, found = loss_and_gradients(torch.float32), loss_and_gradients(torch.float32, **head)
+    assert all(torch.equal(plain[name], found[name]) for name in plain) is same
 
 
 class Largest(TorchDispatchMode):

@@ -27,14 +27,14 @@ TIMES = (
 class Changed(Dataset):
     """The sequences of others, each passed through a function (row, ids, labels) -> (ids, labels)."""
 
-    def __init__(self, rows, change) -> None:
-        self.rows, self.change = rows, change
+    def __init__(self, items, change) -> None:
+        self.items, self.change = items, change
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.items)
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.change(row, *self.rows[row])
+        return self.change(row, *self.items[row])
 
 
 def mask_ends(row, ids, labels):
