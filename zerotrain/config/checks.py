@@ -9,7 +9,6 @@ import pkgutil
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 from omegaconf import DictConfig
@@ -156,9 +155,10 @@ def makes(path: Any, kind: type) -> bool:
 
 def _named_by(path: Any) -> Any:
     """The object of an import path; None where there is none: `target_problems` says why."""
-    with suppress(Exception, SystemExit):
+    try:
         return pkgutil.resolve_name(path)
-    return None
+    except (Exception, SystemExit):
+        return None
 
 
 def takes(path: Any, argument: str) -> bool:

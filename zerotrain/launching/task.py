@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +109,8 @@ def settings_of(read: ReadConfig, run_dir: Path, ranks: RankEnvironment | None) 
     hydra, config = HydraConfig.get(), read.config
     folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
     groups = {group: name for group, name in hydra.runtime.choices.items() if not group.startswith("hydra/")}
-    of_yamls = partial(explain.with_place, choices=dict(reversed(groups.items())), folders=folders)
-    problems = [of_yamls(problem, overrides=given_settings(hydra)) for problem in read.problems]
+    choices, overrides = dict(reversed(groups.items())), given_settings(hydra)
+    problems = [explain.with_place(problem, choices, folders, overrides) for problem in read.problems]
     resuming.set_code_when_stopped(config)
     started = all_ranks(config, ranks)
     device, why = device_for(config.launch.device, started.num_local, num_gpus_for(started.num_local))
