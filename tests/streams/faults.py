@@ -172,6 +172,6 @@ FAULTS = {
         size=1,  # where no collective has the host wait
     ),
     "copies-not-noted": Planted(
-        Snapshot, "keep", "self._reader.was_copied(entry)", "pass", "save", "what compute does in clone is read by"
+        Snapshot, "_copy", "self._reader.was_copied(entry)", "pass", "save", "what compute does in clone is read by"
     ),
 }

@@ -183,7 +183,7 @@ class Collectives:
     def _together(self, kind: str, name: str, call: Callable[[], T], in_order: bool = True) -> T:
         started_s = time.monotonic()
         try:
-            with self.world.collective(f"{kind} of {name}"):
+            with self.world.watching(f"{kind} of {name}"):
                 result = call()
         except OtherNamesError as error:
             raise DisagreementError(

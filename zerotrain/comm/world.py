@@ -196,21 +196,22 @@ class World:
         """The element-wise sum of a small tensor over all ranks, in place; CommError if they do not come. For metrics,
         not for gradients."""
         if self.size > 1:
-            with self.collective("sum of metrics"):
+            with self.watching("sum of metrics"):
                 dist.all_reduce(values, group=self.group)
         return values
 
     def barrier(self) -> None:
         """Wait for all ranks; CommError if they do not come."""
         if self.size > 1:
-            with self.collective("barrier"):
+            with self.watching("barrier"):
                 dist.barrier(group=self.group)
 
     @contextmanager
-    def collective(self, name: str) -> Iterator[None]:
+    def watching(self, collective: str) -> Iterator[None]:
         """In here a collective is issued, and is told of if it does not end; CommError if other ranks do not come."""
         event, overdue = device_of(self.device).event, self.overdue
-        with self.whereabouts.blame_others(name), nullcontext() if overdue is None else overdue.watching(name, event):
+        watched = nullcontext() if overdue is None else overdue.watching(collective, event)
+        with self.whereabouts.blame_others(collective), watched:
             yield
 
     def close(self) -> None:

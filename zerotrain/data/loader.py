@@ -245,7 +245,7 @@ class LoadedStep(NamedTuple):
     """In each of them, those that count."""
 
 
-class Request(NamedTuple):
+class ReadRequest(NamedTuple):
     """A micro-batch to read."""
 
     rows: RowsToRead
@@ -259,7 +259,7 @@ class Request(NamedTuple):
 def reader_of(
     dataset: Any, seed: int, collate: Collate | None, vocab_size: int | None = None
 ) -> Callable[[tuple[RowsToRead, int]], tuple[Any, int]]:
-    """Reads micro-batches of a dataset: (batch, its number of rows) of a `Request` or the like, with arguments of
+    """Reads micro-batches of a dataset: (batch, its number of rows) of a `ReadRequest` or the like, with arguments of
     `fetch_rows`; can be pickled if the dataset can."""
     return partial(_read_rows, partial(fetch.fetch_rows, dataset, seed=seed, collate=collate, vocab_size=vocab_size))
 
@@ -313,7 +313,7 @@ class StepLoader:
         reader = reader_of(dataset, sampler.seed, collate, vocab_size)
         size, start = sampler.global_batch_size, sampler.rows_consumed
         requests = (
-            Request(rows, first_step + step + 1)
+            ReadRequest(rows, first_step + step + 1)
             for step in range(num_steps)
             for rows in sampler.micro_batches(start + step * size)
         )

@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,16 @@ HEADS = {CSV_NAME: b"job,folder,status,", JSON_NAME: b'{"report": "zerotrain"', 
 _STARTS_A_FORMULA = ("=", "+", "-", "@", "\t")
 
 
-def write_files(report: Report, out: Path, names: Collection[str] = tuple(HEADS)) -> None:
-    """Write the files of a report, or those of some names.
+def write_files(report: Report, out: Path) -> None:
+    """Write the files of a report.
 
     Raises:
         ConfigError: a file that is none of ours has the name of one.
         OSError: a file cannot be written.
     """
-    for name in names:
-        _require_ours(out / name, HEADS[name])
-    for name in names:
+    for name, head in HEADS.items():
+        _require_ours(out / name, head)
+    for name in HEADS:
         content = _CONTENTS[name](report)
         with whole(out / name) as file:
             file.write(content)

@@ -65,7 +65,8 @@ class Request:
         Args:
             names: of all who may ask for a stop, the same on all ranks.
         """
-        of_stage = 0 if self.stage is None else (self.stage + 1) * ONE_STAGE
+        number = self.stage
+        of_stage = 0 if number is None else (number + 1) * ONE_STAGE
         of_stop = (names.index(str(self.stop)) + 1) * STOP if self.stop else 0
         return self.signal + SAVE * bool(self.save) + of_stage + of_stop
 

@@ -164,7 +164,7 @@ def test_a_collective_that_the_host_issues_and_waits_for_is_watched_until_the_de
     late, event = Late(monkeypatch), Recorded()
     world = World(0, 3, 0, torch.device("cpu"))
     object.__setattr__(world, "overdue", late.overdue)
-    with world.collective("barrier"):
+    with world.watching("barrier"):
         assert "in barrier" in str(late.at(31.0)[0])  # while the host is in the call
     assert late.at(32.0)[-1] is None  # a CPU has done it
     with late.overdue.watching("sum of metrics", lambda: event):
