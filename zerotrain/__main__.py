@@ -1,4 +1,4 @@
-"""`python -m zerotrain VERB`: train, generate, evaluate, export, inspect, ended, alive, slurm, report, prepare, plan or
+"""`python -m zerotrain VERB`: train, generate, evaluate, export, inspect, ended, alive, slurm, report, prepare or
 replay; without a verb it trains."""
 
 import importlib
@@ -17,11 +17,10 @@ MODULES = {
     "slurm": "zerotrain.commands.slurm",
     "report": "zerotrain.commands.report",
     "prepare": "zerotrain.commands.prepare",
-    "plan": "zerotrain.commands.plan",
     "replay": "zerotrain.commands.replay",
 }
 """Verb -> the module with its `main`: each imports what it needs, and no more."""
-ONLY_PRINT = ("generate", "inspect", "plan")
+ONLY_PRINT = ("generate", "inspect")
 """They have nothing to do when nobody reads their output any more."""
 
 
@@ -50,7 +49,7 @@ def main(arguments: list[str]) -> None:
     from zerotrain.files.untrusted import printable
 
     verb = printable(arguments[0], keep="")
-    hint = did_you_mean(verb, MODULES)
+    hint = "; python launch.py plan.only=true plans a run" if verb == "plan" else did_you_mean(verb, MODULES)
     print(f"{verb}: there is no such verb{hint}; there are {', '.join(MODULES)}", file=sys.stderr)
     sys.exit(2)
 

@@ -3,24 +3,17 @@
 Other rooms take the names here, and none from the folders `groups` and `model`. They are loaded when first used: who
 needs the options of an engine needs no engine.
 """
+# ruff: noqa: F401, I001 -- the names are for others, and a line each is too many
 
 from importlib import import_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from zerotrain.engine.engine import ZeroEngine as ZeroEngine
-    from zerotrain.engine.engine import assemble_engine as assemble_engine
-    from zerotrain.engine.groups.hyperparameters import OF_THIS_MACHINE as OF_THIS_MACHINE
-    from zerotrain.engine.groups.hyperparameters import Hyperparameters as Hyperparameters
-    from zerotrain.engine.groups.hyperparameters import restored as restored
-    from zerotrain.engine.groups.hyperparameters import saved_group as saved_group
-    from zerotrain.engine.groups.optimizers import SAMPLE_SHAPE as SAMPLE_SHAPE
-    from zerotrain.engine.groups.optimizers import WHOLE as WHOLE
-    from zerotrain.engine.groups.optimizers import MuonWithAdamW as MuonWithAdamW
-    from zerotrain.engine.groups.optimizers import OptimizerFactory as OptimizerFactory
-    from zerotrain.engine.groups.optimizers import build_optimizer as build_optimizer
-    from zerotrain.engine.groups.optimizers import updates_whole as updates_whole
-    from zerotrain.engine.groups.param_groups import ParamGroups as ParamGroups
+    from zerotrain.engine.engine import ZeroEngine, assemble_engine
+    from zerotrain.engine.groups.hyperparameters import OF_THIS_MACHINE, Hyperparameters, restored, saved_group
+    from zerotrain.engine.groups.optimizers import SAMPLE_SHAPE, WHOLE, MuonWithAdamW, OptimizerFactory
+    from zerotrain.engine.groups.optimizers import build_optimizer, updates_whole
+    from zerotrain.engine.groups.param_groups import ParamGroups
 
 _HOMES = {
     "engine": ["ZeroEngine", "assemble_engine"],

@@ -8,7 +8,6 @@ that of the launcher right after the imports, shared until one of the two writes
 """
 
 import atexit
-import contextlib
 import logging
 import math
 import os
@@ -139,7 +138,7 @@ class ForkServer:
         if os.getpid() == owner:
             self._socket.close()
             self._messages.close()
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(self._pid, signal.SIGKILL)
                 os.waitpid(self._pid, 0)
 
@@ -171,7 +170,7 @@ def open_fork_server() -> None:
     for ever.
     """
     if not _opened and "RANK" not in os.environ and may_fork():
-        with contextlib.suppress(OSError):  # no process is to be had: it will be said of the ranks
+        with suppress(OSError):  # no process is to be had: it will be said of the ranks
             _opened.append(ForkServer())
 
 
@@ -218,7 +217,7 @@ def _serve(requests: socket.socket) -> NoReturn:
                     messages.send(_forked(request, files, handlers, running, (requests, messages, woken, wakes)))
                 for file in files:
                     os.close(file)
-            with contextlib.suppress(BlockingIOError):
+            with suppress(BlockingIOError):
                 woken.recv(4096)
             for pid in list(running):
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -256,7 +255,7 @@ def _close_all_but(*sockets: socket.socket) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (int(name) for name in os.listdir("/proc/self/fd")):
         if descriptor not in (*_STANDARD, nothing, *(end.fileno() for end in sockets)):
-            with contextlib.suppress(OSError):  # the listing's own
+            with suppress(OSError):  # the listing's own
                 os.dup2(nothing, descriptor)
 
 

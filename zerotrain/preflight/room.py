@@ -23,7 +23,7 @@ from zerotrain.device.kinds import device_of, num_gpus
 from zerotrain.errors import ConfigError, OffloadError
 from zerotrain.offload.disk import ScratchFile, file_system_of, lies_in_memory
 from zerotrain.offload.tier import SAMPLE_NBYTES, available_nbytes, most_of_process
-from zerotrain.sharding.plan import ITEMSIZE, STAGES
+from zerotrain.sharding.plan import STAGES
 
 # The parameters of a model while its constructor still makes them.
 
@@ -211,7 +211,7 @@ def _in_gb(nbytes: float) -> str:
 def refusing_too_large(config: Config, ranks: Ranks, room: Room) -> AbstractContextManager[None]:
     """Inside, a model whose weights alone have no room is refused before the last of a million layers is made, which
     would take minutes even without memory. So is one that is planned and takes minutes."""
-    itemsize = ITEMSIZE.get(config.precision.name, min(ITEMSIZE.values()))
+    itemsize = 4 if config.precision.name == "fp32" else 2
     may_share = any(plan.shards_parameters for plan in STAGES if STAGES.index(plan) in config.zero.stages.values())
     num_sharing = ranks.num_ranks if may_share else 1
     patient_until_s = time.monotonic() + (PLANNING_S if config.plan.only else PATIENCE_S)

@@ -3,7 +3,6 @@
 All else follows from asking a plan where something lives; nothing compares a stage number.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -92,39 +91,3 @@ class Volume:
         frozen = self.frozen_nbytes * gathers if plan.shards_parameters else 0
         reduced = self.trainable_nbytes if self.reduced_nbytes is None else self.reduced_nbytes
         return round(share * (reduced * num_reductions + self.trainable_nbytes * gathers + frozen))
-
-
-# The memory of a model by its size alone: figure 1 of ZeRO (arXiv 1910.02054).
-
-
-STATE_PER_PARAMETER: Mapping[str, int] = {
-    "adam": 2,
-    "adamw": 2,
-    "sgd": 0,
-    "momentum": 1,
-    "adagrad": 1,
-    "adafactor": 0,
-    "muon": 1,
-}
-"""fp32 numbers in an optimizer's state for each parameter. Adafactor keeps a row and a column of a matrix, next to
-nothing; Muon's embeddings and vectors are AdamW's, and have two."""
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
-MASTER_ITEMSIZE = 4
-
-
-def stages_of_size(num_parameters: float, num_ranks: int, optimizer: str, precision: str) -> list[dict[str, int]]:
-    """Bytes of a rank by stage: {parameters, gradients, optimizer, sent}. In 16 bits the optimizer's are with fp32
-    master weights. Sent is in a step of one micro-batch (ZeRO, section 7).
-
-    Args:
-        optimizer: one of `STATE_PER_PARAMETER`.
-        precision: one of `ITEMSIZE`.
-    """
-    itemsize = ITEMSIZE[precision]
-    master = 0 if itemsize == MASTER_ITEMSIZE else MASTER_ITEMSIZE
-    state = round(num_parameters * (MASTER_ITEMSIZE * STATE_PER_PARAMETER[optimizer] + master))
-    volume = Volume(round(num_parameters * itemsize), 0, num_ranks)
-    return [
-        volume.memory_nbytes(plan, state) | {"sent": volume.sent_nbytes(plan, 1, reshard_after_forward=True)}
-        for plan in STAGES
-    ]

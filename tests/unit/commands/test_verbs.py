@@ -15,7 +15,10 @@ from zerotrain.errors import ConfigError
 PACKAGE = Path(__file__).resolve().parents[3] / "zerotrain"
 
 
-@pytest.mark.parametrize(("given", "hint"), [("trian", "; did you mean train?"), ("bogus", "")])
+PLANS = "; python launch.py plan.only=true plans a run"
+
+
+@pytest.mark.parametrize(("given", "hint"), [("trian", "; did you mean train?"), ("bogus", ""), ("plan", PLANS)])
 def test_a_verb_that_there_is_not_is_one_line(given: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([given, "zero.stage=3"])
@@ -77,7 +80,7 @@ for each in {modules!r}:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("verb", ["train", "alive", "slurm", "prepare", "plan"])
+@pytest.mark.parametrize("verb", ["train", "alive", "slurm", "prepare"])
 def test_a_verb_that_needs_no_torch_is_there_at_once(verb: str) -> None:
     """A probe of a cluster asks `alive` every few seconds; torch takes one to import."""
     program = f"import sys, {MODULES[verb]}; print('torch' in sys.modules)"
