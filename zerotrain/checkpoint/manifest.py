@@ -497,15 +497,16 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder} is no checkpoint: it {what}") from None
     except (OSError, UnicodeDecodeError, UntrustedFileError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return parse_manifest(text, path)
+    return parse_manifest(text, folder)
 
 
-def parse_manifest(text: str, path: Path) -> Manifest:
-    """The same of the text of a manifest; `path` is what errors name.
+def parse_manifest(text: str, folder: Path) -> Manifest:
+    """The same of the text of a checkpoint's manifest.
 
     Raises:
         CheckpointError: as above.
     """
+    path = folder / MANIFEST
     try:
         content = untrusted.parse_json(text, Any)
     except UntrustedFileError as error:

@@ -10,15 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from zerotrain.checkpoint.manifest import (
-    AVERAGE,
-    EXTRA_STATE,
-    MANIFEST,
-    WEIGHT,
-    Manifest,
-    parse_manifest,
-    read_manifest,
-)
+from zerotrain.checkpoint.manifest import AVERAGE, EXTRA_STATE, WEIGHT, Manifest, parse_manifest, read_manifest
 from zerotrain.checkpoint.tensor_file import Reader
 from zerotrain.checkpoint.verification import problems_in
 from zerotrain.engine.groups import hyperparameters
@@ -111,7 +103,7 @@ def verified_manifest(path: str | os.PathLike[str], holdings: Holdings) -> tuple
     collectives, folder = holdings.collectives, Path(os.path.abspath(path))
     doing = f"loading {folder}"
     text = from_rank_0(collectives, lambda: read_manifest(folder).text(), doing=doing)
-    manifest = parse_manifest(text, folder / MANIFEST)
+    manifest = parse_manifest(text, folder)
 
     def check() -> None:
         if read_manifest(folder).text() != text:
