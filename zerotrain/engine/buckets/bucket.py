@@ -35,7 +35,7 @@ class Bucket:
 
     @property
     def homes(self) -> list[Home]:
-        """Of what it may keep off the device."""
+        """The homes of what it may keep off the device."""
         return [self.weights.home]
 
     def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -74,9 +74,9 @@ class MuonWithAdamW:
             return chosen
         matrices, chosen = [managed for _, managed in two_dimensional], []
         for pattern in self.matrices:
-            found = matching(matrices, pattern)
-            chosen += found
-            if not found:
+            named = matching(matrices, pattern)
+            chosen += named
+            if not named:
                 candidates = ", ".join(managed.names[0] for managed in matrices[:3])
                 raise ConfigError(
                     f"{argument('MuonWithAdamW(matrices)')}: no trainable two-dimensional parameter matches "

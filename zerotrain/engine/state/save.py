@@ -283,7 +283,7 @@ class Writing:
     partial: PartialFolder | None
     """On rank 0, which gives it its name, or removes what was written."""
     content: dict[str, Any]
-    """Of the manifest, without what each rank tells of its file."""
+    """The manifest's content but for the entries of the ranks' files."""
     process_ends: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> tuple[SharedError | None, BaseException | None]:

@@ -98,7 +98,8 @@ def agreed(
 
 
 def _difference(subject: str, values: Sequence[str]) -> str:
-    """Of values that are long without their beginning and end: the place where they begin to differ stays."""
+    """The sentence on values that differ. Long ones lose their beginning and end; the place of the first difference
+    stays."""
     colon = "" if ":" in subject else ":"
     shortest, longest = min(map(len, values)), max(map(len, values))
     differ = (place for place, characters in enumerate(zip(*values, strict=False)) if len(set(characters)) > 1)
