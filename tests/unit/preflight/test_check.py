@@ -51,6 +51,20 @@ def test_a_config_may_say_of_an_optimizer_of_others_that_it_needs_complete_tenso
     assert {group["name"] for group in engine.param_groups} == {"whole matrices", "whole others"}
 
 
+class Measured(GPT_CLASS):
+    """Computes with its values when it is made, which the meta device has none of."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.scale = float(self.wte.weight.sum())
+
+
+def test_an_optimizer_that_needs_complete_tensors_is_tried_on_them_also_where_the_model_has_to_have_values() -> None:
+    layerwise = {"_target_": "tests.unit.engine.groups.own_optimizers.LayerwiseRate", "_partial_": True, "lr": 0.01}
+    measured = GPT | {"_target_": f"{__name__}.Measured"}
+    preflight.check(config(model=measured, optimizer=layerwise | {"whole_tensor": True}))
+
+
 class Looking(torch.optim.SGD):
     """Looks at its tensors when it is made."""
 

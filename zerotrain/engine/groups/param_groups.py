@@ -127,6 +127,8 @@ class ParamGroups:
         self._settings |= {kind: {} for kind in kinds} | ({"others": {"weight_decay": 0.0}} if self._decays else {})
         if self._whole or len(self._home) > len(parameters):
             kinds = sorted({self._full_name(parameter) for parameter in parameters if parameter.requires_grad})
+        else:
+            kinds = [self._default_name(kind) for kind in kinds]
         for name in kinds:
             self._append(name)
         self._take_places(parameters)
