@@ -6,11 +6,14 @@ import os
 import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest.mock import patch
 
 from zerotrain.testing import ranks
 from zerotrain.testing.ranks import HANG_S
@@ -43,7 +46,9 @@ def run_loop(size: int, disturbance: Disturbance, kill: tuple[int, float] | None
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(ranks.PRELOADED))
-    ranks._start_fork_server()
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    with patch.dict(os.environ, PYTHONPATH=path, PYTHONSAFEPATH="1"):  # as `run_ranks` starts it
+        forkserver.ensure_running()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     pipes, processes = [], []

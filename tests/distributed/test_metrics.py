@@ -6,16 +6,30 @@ from functools import partial
 import pytest
 import torch
 from cases import run_over
+from torch.utils.data import Dataset
 
 import zerotrain
-from tests.unit.training.metrics.test_metric import CLASSES, ROWS, Ragged
+from tests.unit.training.metrics.test_metric import CLASSES
 from zerotrain.comm.world import World
 from zerotrain.models import GPT
 from zerotrain.training import Accuracy, Metric, Perplexity, TorchMetric
 from zerotrain.training.callbacks.evaluation import evaluate_all
 
 torchmetrics = pytest.importorskip("torchmetrics")
-PER_MICRO_BATCH = 2
+PER_MICRO_BATCH, ROWS = 2, 7
+
+
+class Ragged(Dataset):
+    """Sequence i counts its first i labels alone; the first one has none."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        tokens = torch.randint(CLASSES, (17,), generator=torch.Generator().manual_seed(index))
+        labels = tokens[1:].clone()
+        labels[index:] = -100
+        return tokens[:-1], labels
 
 
 class Confidence(torchmetrics.Metric):

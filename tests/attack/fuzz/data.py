@@ -18,7 +18,7 @@ from tests.attack.fuzz.common import require_printable
 from tests.unit.data.tokenizers_made import saved
 from zerotrain.data import prepare
 from zerotrain.data.formats import open_files
-from zerotrain.data.prepare import StoreWriter, kept_store, read_seal
+from zerotrain.data.prepare import StoreWriter, kept_store
 from zerotrain.data.store import TokenStore, write_index
 from zerotrain.data.text_files import read_pieces, require_no_dataset, require_text
 from zerotrain.data.tokenizer import TextTokenizer
@@ -54,7 +54,6 @@ def read_kept(folder: Path) -> Any:
     """A seal that does not fit has the store made anew."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        read_seal(folder / "kept")
         kept = kept_store(folder / "kept", [folder / "source.txt"], "a recipe", _write_store)
     require_printable(said.getvalue().splitlines())
     return read_store(kept)

@@ -20,7 +20,6 @@ from zerotrain.commands.replay import REPLAY
 from zerotrain.config.compose import save_config
 from zerotrain.config.schema import CheckpointConfig, Config, ZeroGroup
 from zerotrain.data import prepare as prepare_lock
-from zerotrain.data import text_files as sources
 from zerotrain.engine.state.save import Writing
 from zerotrain.files import kept_out as remote_code
 from zerotrain.files.lock import holder
@@ -120,7 +119,7 @@ def make_lock(folder: Path) -> None:
 def read_lock(folder: Path) -> Any:
     holders = holder(folder / folder_lock.LOCK_NAME), holder(folder / prepare_lock.LOCK_NAME)
     require_printable(holders)
-    return *holders, sources._holds_run(folder)
+    return holders
 
 
 def make_control(folder: Path) -> None:

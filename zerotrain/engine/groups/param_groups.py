@@ -137,8 +137,8 @@ class ParamGroups:
         """Append a group, in its parts; of the parameters it names it gets those that no group has."""
         params, settings = _params_of(group), {key: value for key, value in group.items() if key != "params"}
         name = settings.pop("name", f"group {len(self.hyperparameters) + num_failed}")
-        setting = argument("param_groups")
         with naming_entry("param_groups", name):
+            setting = argument("param_groups")
             if {name, f"{name} others"} & self._settings.keys():
                 raise ConfigError(f"{setting}: two groups are called {name!r}; give each a name of its own")
             if name.startswith(optimizers.WHOLE) or (not self._decay_all and name in OF_THE_REST):
