@@ -12,7 +12,7 @@ from tests.unit.engine.groups import keeping_optimizers as keeping
 from tests.unit.engine.groups import own_optimizers as own
 from tests.unit.engine.groups.optimizer_life import optimizers, refusal, require_right
 from tests.unit.engine.groups.own_optimizers import Own
-from tests.unit.engine.parts import CPU, Linears, Plain, alone, assert_same, engine_on, train
+from tests.unit.engine.parts import CPU, Linears, Plain, alone, assert_same, engine_on, inputs, train
 from zerotrain.engine.groups.probe import probe
 from zerotrain.errors import ConfigError
 
@@ -191,6 +191,21 @@ def test_a_checkpoint_from_before_the_first_step_takes_back_what_groups_have_cou
     engine.load(tmp_path / "first")
     train(engine, 0, 1)
     assert_same(engine.full_state_dict(), Plain(1, optimizer=own.CountsInItsGroup).train(0, 1))
+
+
+def test_adafactor_of_transformers_is_taken_whole():
+    transformers = pytest.importorskip("transformers.optimization")
+
+    def adafactor(groups: Any) -> torch.optim.Optimizer:
+        return transformers.Adafactor(groups, lr=0.01, relative_step=False, scale_parameter=False)
+
+    class Whole(transformers.Adafactor):  # type: ignore[misc]
+        whole_tensor = True
+
+    with pytest.raises(ConfigError, match=r"optimizer=Adafactor: it keeps .* `whole_tensor = True`"):
+        engine_on(alone(), optimizer=adafactor)
+    engine = engine_on(alone(), Linears, optimizer=lambda groups: Whole(groups, lr=0.01, relative_step=False))
+    assert engine.train_step([(inputs(0, 0),)]).grad_norm > 0
 
 
 # ---- those of a public collection

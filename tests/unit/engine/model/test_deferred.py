@@ -123,6 +123,21 @@ def test_what_is_no_parameter_has_its_values_at_once():
     assert torch.equal(model.alias, plain.alias)
 
 
+def test_while_the_constructor_runs_memory_is_held_for_one_layer():
+    held_nbytes: list[int] = []
+    weights: list[nn.Parameter] = []
+
+    class Watched(nn.Linear):
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+            weights.append(self.weight)
+            with torch._C.DisableTorchFunction():  # or looking would count as reading the values
+                held_nbytes.append(sum(each.untyped_storage().nbytes() for each in weights))
+
+    deferred_init(lambda: nn.Sequential(*(Watched(WIDE, WIDE) for _ in range(4))))
+    assert held_nbytes == [WIDE * WIDE * 4] * 4
+
+
 def test_what_is_written_by_many_operations_is_held_and_named():
     class ByRow(nn.Module):
         def __init__(self) -> None:
