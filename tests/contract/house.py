@@ -137,7 +137,7 @@ def measure_house() -> dict[str, float]:
 
 LIMITS = {
     "code lines": 30_000,  # aim: 28,000
-    "code lines of the engine wing": 12_270,  # aim: 11,500
+    "code lines of the engine wing": 12_280,  # aim: 11,500
     "code lines of the run wing": 11_520,  # aim: 11,500
     "code lines of the desk wing": 6_200,  # aim: 5,000
     "files": 220,

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ class Scratch:
     """Views cut by borrowers, by their key: making 10,000 views costs more than filling them."""
 
 
+T = TypeVar("T")
 Zeros = Callable[[int, torch.dtype], torch.Tensor]
 """(numel, dtype) -> (numel,) zeros."""
 
@@ -145,16 +146,14 @@ class Handle(ABC):
         """
         if self.is_prepared:
             return
-        with self._journal.whereabouts.blame_others(self._described):
-            self._prepare()
+        self._call(self._prepare)
         self.is_prepared = True
 
     def _issue_noted(self) -> None:
         self._journal.note(self.kind, self.name)
         if not self.is_local:
             self._journal.ledger.record(self.ledger_kind, self.sent_nbytes)
-        with self._journal.whereabouts.blame_others(self._described):
-            self._issue()
+        self._call(self._issue)
         if (overdue := self._journal.overdue) is not None and not self.is_local:
             overdue.watch(self._described, self._is_over())
         self.is_prepared, self.is_under_way, self._waited = False, True, self.is_local
@@ -168,8 +167,7 @@ class Handle(ABC):
         """
         if self._waited:
             return True
-        with self._journal.whereabouts.blame_others(self._described):
-            return self._is_done()
+        return self._call(self._is_done)
 
     def finish(self) -> None:
         """Wait, and leave the result where it belongs."""
@@ -195,10 +193,17 @@ class Handle(ABC):
         if self._waited:
             return
         started_s = time.monotonic()
-        with self._journal.whereabouts.blame_others(self._described):
-            self._wait()
+        self._call(self._wait)
         self._journal.ledger.waited(time.monotonic() - started_s)
         self._waited = True
+
+    def _call(self, call: Callable[[], T]) -> T:
+        """`Whereabouts.blame_others` of one of many calls in a step: a `with` would take five calls more."""
+        started_s = time.monotonic()
+        try:
+            return call()
+        except RuntimeError as error:
+            self._journal.whereabouts.blame(error, self._described, time.monotonic() - started_s)
 
     # ---- what a way to send is made of
 

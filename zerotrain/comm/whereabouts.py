@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -235,9 +235,13 @@ class Whereabouts:
         try:
             yield
         except RuntimeError as error:
-            if not is_of_others(error):
-                raise
-            raise self.lost_others(error, collective, time.monotonic() - started_s) from error
+            self.blame(error, collective, time.monotonic() - started_s)
+
+    def blame(self, error: RuntimeError, collective: str, waited_s: float) -> NoReturn:
+        """Raise what a collective's error means, as `blame_others` says."""
+        if not is_of_others(error):
+            raise error
+        raise self.lost_others(error, collective, waited_s) from error
 
     def lost_others(self, error: RuntimeError, collective: str, waited_s: float) -> CommError:
         """The error to raise if the backend has timed out or lost its connection.

@@ -83,7 +83,7 @@ FAULTS = {
         "unit/comm/test_collectives.py::test_every_way_to_send_gives_sums_in_order_counts_its_bytes_and_ends_what_it_began",
     ),
     "metrics-blame-others": Fault(
-        "Whereabouts.blame_others",
+        "Whereabouts.blame",
         Drop("if"),
         "an own error that surfaces in the sum of metrics or a barrier is told as the loss of other ranks",
         "unit/comm/test_whereabouts.py::test_an_error_is_told_as_a_loss_of_others_only_where_it_is_one",
