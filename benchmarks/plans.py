@@ -105,7 +105,7 @@ def _ours(model: str, stage: int) -> Callable[[], object]:
 def _deepspeed(model: str, stage: int) -> Callable[[], object]:
     import deepspeed
 
-    module = build("model", config_of(model).model_target)
+    module = build("model", config_of(model).target("model"))
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=adamw([each for each in module.parameters() if each.requires_grad]),
@@ -135,7 +135,7 @@ def _deepspeed(model: str, stage: int) -> Callable[[], object]:
 
 def _sharded(model: str, stage: int, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model under FSDP2, and its optimizer."""
-    module: nn.Module = build("model", config_of(model).model_target)
+    module: nn.Module = build("model", config_of(model).target("model"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     shard = partial(fully_shard, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy)
     blocks = max((each for each in module.modules() if isinstance(each, nn.ModuleList)), key=_numel)
@@ -202,7 +202,7 @@ def _all_of(events: Iterable[Any]) -> Iterator[Any]:
 
 def _our_plan(model: str, stage: int, num_ranks: int) -> int:
     config = config_of(model)
-    optimizer = build("optimizer", config.optimizer_target)
+    optimizer = build("optimizer", config.target("optimizer"))
     links = Links(num_ranks, on_host=True, ordered=True)
     seen = look_at(optimizer, on_host=True)
     plan = Rehearsals(config, links, batch_of(model, 1), optimizer, seen, Path(tempfile.gettempdir())).plan(stage)
@@ -215,7 +215,7 @@ def _deepspeed_estimate(model: str, stage: int, num_ranks: int) -> int:
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
-    module: nn.Module = build("model", config_of(model).model_target)
+    module: nn.Module = build("model", config_of(model).target("model"))
     if stage == 2:
         return int(estimate_zero2_model_states_mem_needs(_numel(module), num_ranks, cpu_offload=False)[1])
     layer = max(sum(each.numel() for each in part.parameters(recurse=False)) for part in module.modules())

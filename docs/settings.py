@@ -13,8 +13,6 @@ from zerotrain.settings import Setting
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 REFERENCE = REPOSITORY / "docs/reference"
-SWITCHES = {"model": schema.ModelSwitches, "data": schema.DataSwitches, "optimizer": schema.OptimizerSwitches}
-"""Settings of open groups that are no arguments of a class."""
 OTHER_YAMLS = ("debug", "experiment", "precision")
 """Folders of conf/ whose yamls choose no class."""
 HEAD = """# Which settings are there, and what does each mean?
@@ -88,7 +86,7 @@ def groups() -> dict[str, type]:
     made = {each.name: each.default_factory for each in fields(schema.Config)}
     return {
         name: made_by for name, made_by in made.items() if isinstance(made_by, type) and is_dataclass(made_by)
-    } | SWITCHES
+    } | schema.SWITCHES
 
 
 def settings_page() -> str:

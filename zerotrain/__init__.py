@@ -2,6 +2,7 @@
 
 Names are loaded when first used, so that `import zerotrain` costs no import of torch.
 """
+# ruff: noqa: I001 -- a line for each name of `errors` is too many
 
 from importlib import import_module
 
@@ -13,16 +14,8 @@ if TYPE_CHECKING:
     from zerotrain.engine import MuonWithAdamW
     from zerotrain.engine.engine import ZeroEngine
     from zerotrain.engine.results import LoadedWeights, StageSwitch, StepResult, TrainStepResult
-    from zerotrain.errors import (
-        CheckpointError,
-        CommError,
-        ConfigError,
-        DisagreementError,
-        EngineStateError,
-        OffloadError,
-        TrainingError,
-        ZeroTrainError,
-    )
+    from zerotrain.errors import CheckpointError, CommError, ConfigError, DisagreementError
+    from zerotrain.errors import EngineStateError, OffloadError, TrainingError, ZeroTrainError
     from zerotrain.settings import OffloadConfig, PrecisionConfig, ZeroConfig
 
 _HOMES = {

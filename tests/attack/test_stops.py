@@ -107,12 +107,14 @@ def test_a_sweep_ends_with_the_job_that_was_told_to_stop(launch, tmp_path: Path,
 
 
 @pytest.mark.case("stopping", "before the training", "all end at once")
-def test_before_the_training_a_signal_ends_all_at_once(launch, tmp_path: Path):
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGHUP], ids=["SIGUSR1", "SIGHUP"])
+@pytest.mark.skipif(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, reason="under nohup SIGHUP is ignored")
+def test_before_the_training_a_signal_ends_all_at_once(launch, tmp_path: Path, signum: signal.Signals):
     command = launch(*RUN, "model._target_=misbehaving.SlowMLP", TWO_RANKS, folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "building")
-    command.process.send_signal(signal.SIGUSR1)
-    assert command.wait() == 128 + signal.SIGUSR1
-    assert command.stderr.splitlines()[-1] == "stopped by SIGUSR1"
+    command.process.send_signal(signum)
+    assert command.wait() == 128 + signum
+    assert command.stderr.splitlines()[-1] == f"stopped by {signum.name}"
     result = result_of(tmp_path / "run")
     assert (result["status"], result["stopped_by"]) == ("stopped", None)
     assert command.wait_until_gone() == []

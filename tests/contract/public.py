@@ -161,7 +161,8 @@ def _help(main: Callable[[list[str]], object]) -> str:
 def _signature(value: Any) -> str:
     if isinstance(value, property):
         return f": {_named(inspect.signature(value.fget).return_annotation)}"
-    if not inspect.isfunction(value.__init__ if isinstance(value, type) else value):
+    is_function = inspect.isfunction(value.__init__ if isinstance(value, type) else value)
+    if not is_function and not hasattr(value, "__struct_fields__"):
         return ""
     signature = inspect.signature(value)
     parts = [each.replace(annotation=_named(each.annotation)) for each in signature.parameters.values()]

@@ -315,7 +315,7 @@ def with_settings(config: Config, settings: Sequence[str], path: Path, use: Use,
     if not trust_code:
         named: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)
         require_trusted(config, use.built, path, overrides=named)
-    if problems := checks.class_problems(config) + checks.callback_problems(config):
+    if problems := checks.class_problems(config):
         raise ConfigError(*problems)
     return config
 

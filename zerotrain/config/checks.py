@@ -8,21 +8,27 @@ import math
 import pkgutil
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig
 
 from zerotrain.config.compose import to_config
-from zerotrain.config.schema import LENGTHS, Config, DataSwitches, ModelSwitches, OptimizerSwitches, TrainConfig
+from zerotrain.config.schema import LENGTHS, SWITCHES, Config, TrainConfig
 from zerotrain.config.words import did_you_mean, walk_values, word
-from zerotrain.settings import Setting, autos_of, settings_in
+from zerotrain.settings import Rule, Setting, autos_of, settings_in
 
 # Checks arguments of a class against its annotations, before the class fails on them.
 
 
 _LISTS = (list, tuple, set, frozenset)
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
+_KINDS: dict[Any, Rule] = {
+    bool: Rule("true or false", lambda value: isinstance(value, bool)),
+    int: Rule("a whole number", lambda value: _is_number(value) and value % 1 == 0),
+    float: Rule("a number", lambda value: _is_number(value)),
+    str: Rule("a text", lambda value: not isinstance(value, list | dict)),
+    type(None): Rule("null", lambda value: value is None),
+}
 
 
 def kind_problems(
@@ -45,63 +51,48 @@ def kind_problems(
         annotation = hints.get(name, Any)
         if name not in hints and isinstance(default, int | float):  # without an annotation, the default tells the kind
             annotation = bool if isinstance(default, bool) else float
+        rule = _rule(annotation)
         # A default of None is often left out of the annotation.
-        if not _fits(value, annotation) and (value is not None or default is not None):
+        if not rule.holds(value) and (value is not None or default is not None):
             plain_default = list(default) if isinstance(default, tuple) else default
             otherwise = "" if default is parameter.empty else f"; its default is {word(plain_default)}"
-            yield name, f"{_describe(annotation)}{otherwise}"
+            yield name, f"{rule.allowed}{otherwise}"
 
 
-def _fits(value: Any, annotation: Any) -> bool:
-    return any(_fits_one(value, member) for member in _members(annotation))
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _fits_one(value: Any, member: Any) -> bool:
-    kind = typing.get_origin(member) or member
-    if isinstance(value, dict) and "_target_" in value:  # an object of any class
-        return True
-    if kind is type(None):
-        return value is None
-    if kind is bool:
-        return isinstance(value, bool)
-    if kind is int:
-        return not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and value % 1 == 0))
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is str:
-        return not isinstance(value, list | dict)
-    if kind in _LISTS:
-        kinds = typing.get_args(member)
-        if not isinstance(value, list) or not kinds:
-            return isinstance(value, list)
-        if Ellipsis in kinds or len(kinds) == 1:
-            return all(_fits(item, kinds[0]) for item in value)
-        return len(value) == len(kinds) and all(map(_fits, value, kinds))
-    # No yaml holds a tensor; anything else may be made of what it holds.
-    return getattr(kind, "__name__", "") != "Tensor"
-
-
-def _members(annotation: Any) -> Collection[Any]:
-    if annotation is None:
-        return (type(None),)
+def _rule(annotation: Any) -> Rule:
+    """The values that an annotation allows, an object of any class among them."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    return typing.get_args(annotation) if is_union else (annotation,)
+    rules = [_member_rule(member) for member in (typing.get_args(annotation) if is_union else (annotation,))]
+    words = dict.fromkeys(rule.allowed for rule in rules if rule.allowed)
+
+    def holds(value: Any) -> bool:
+        return (isinstance(value, dict) and "_target_" in value) or any(rule.holds(value) for rule in rules)
+
+    return Rule(" or ".join(words), holds)
 
 
-def _describe(annotation: Any) -> str:
-    kinds = [_describe_one(member) for member in _members(annotation)]
-    return " or ".join(dict.fromkeys(kind for kind in kinds if kind))
+def _member_rule(member: Any) -> Rule:
+    kind = type(None) if member is None else typing.get_origin(member) or member
+    if isinstance(kind, type) and kind in _KINDS:
+        return _KINDS[kind]
+    if kind not in _LISTS:  # no yaml holds a tensor; anything else may be made of what it holds
+        return Rule("", lambda value: getattr(kind, "__name__", "") != "Tensor")
+    items = [_rule(item) for item in typing.get_args(member) if item is not Ellipsis]
 
+    def holds(value: Any) -> bool:
+        if not isinstance(value, list) or not items:
+            return isinstance(value, list)
+        rules = items if len(items) > 1 else items * len(value)
+        return len(rules) == len(value) and all(rule.holds(item) for rule, item in zip(rules, value, strict=True))
 
-def _describe_one(member: Any) -> str:
-    kind = typing.get_origin(member) or member
-    if kind not in _LISTS:
-        return _KINDS.get(kind, "")
-    kinds = typing.get_args(member)
-    if not kinds or not _describe(kinds[0]):
-        return "a list"
-    length = f" of {len(kinds)}" if len(kinds) > 1 and Ellipsis not in kinds else ""
-    return f"a list{length}, each a {_describe(kinds[0]).removeprefix('a ')}"
+    if not items or not items[0].allowed:
+        return Rule("a list", holds)
+    length = f" of {len(items)}" if len(items) > 1 else ""
+    return Rule(f"a list{length}, each a {items[0].allowed.removeprefix('a ')}", holds)
 
 
 # Checks for the class or function of a `_target_`, and for its arguments.
@@ -139,12 +130,6 @@ def without_arguments(group: str) -> str:
     """The advice for the removal of a null argument: Hydra's ~ removes only arguments with a value."""
     alternative = f"{group}=own, which starts without arguments, or " if group == "data" else ""
     return f"give {alternative}a {group} yaml without it"
-
-
-def makes_callables(path: Any) -> bool:
-    """Whether `path` names a class with callable objects: they take what comes later, without `_partial_`."""
-    target = _named_by(path)
-    return isinstance(target, type) and any("__call__" in vars(base) for base in target.__mro__)
 
 
 def makes(path: Any, kind: type) -> bool:
@@ -242,29 +227,22 @@ def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
     problems += value_problems(config) + length_problems(config)
     if config.train.num_epochs is not None or config.train.max_tokens is not None:
         config.train.max_steps = None  # until the data has told it, see `zerotrain.preflight.check`
-    return config, problems + class_problems(config) + callback_problems(config)
+    return config, problems + class_problems(config)
 
 
 def class_problems(config: Config) -> list[str]:
     """One line for each reason why a class named in a config could not be built."""
     problems: list[str] = []
-    targets = {"model": config.model_target, "data": config.data_target, "optimizer": config.optimizer_target}
     for group in OPEN_GROUPS:
-        values = targets.get(group, getattr(config, group))
+        values = config.target(group)
         if group == "model" and values.get("vocab_size", 0) is None:
             values = values | {"vocab_size": 1}  # until the data has said how many tokens it has
         problems += _open_group_problems(values, group)
-    collate = config.data_switches["collate_fn"]
+    collate = config.switches("data")["collate_fn"]
     if isinstance(collate, dict) and "_target_" in collate:
         problems += _open_group_problems(collate, COLLATE_FN)
     for name, values in config.validation_set_targets.items():
         problems += _open_group_problems(values, f"{SETS}.{name}")
-    return problems
-
-
-def callback_problems(config: Config) -> list[str]:
-    """The same for callbacks: only runs have them."""
-    problems: list[str] = []
     for name, values in config.callback_targets.items():
         key = f"{CALLBACKS}.{name}"
         if not isinstance(values, dict):
@@ -349,17 +327,18 @@ def doubtful(config: Config) -> list[str]:
 def _settings_of(config: Config) -> Iterator[tuple[str, Setting, Any]]:
     """(dotted name, setting, value) of all settings but the arguments of the open groups."""
     yield from settings_in(config)
-    yield from settings_in(ModelSwitches(**config.model_switches), "model.")
-    yield from settings_in(DataSwitches(**config.data_switches), "data.")
-    yield from settings_in(OptimizerSwitches(**config.optimizer_switches), "optimizer.")
+    for group, switches in SWITCHES.items():
+        yield from settings_in(switches(**config.switches(group)), f"{group}.")
 
 
 def _open_group_problems(values: dict[str, Any], group: str) -> Iterator[str]:
     for name, value in walk_values(values, group):
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{name}: got {value}; it must be a finite number"
-    is_partial = values.get("_partial_") is True or makes_callables(values.get("_target_"))
-    if group in PARTIAL_GROUPS and not is_partial:
+    target = _named_by(values.get("_target_"))
+    # A class whose objects can be called takes what comes later, without `_partial_`.
+    is_callable = isinstance(target, type) and any("__call__" in vars(base) for base in target.__mro__)
+    if group in PARTIAL_GROUPS and not is_callable and values.get("_partial_") is not True:
         yield f"{group}._partial_: got {word(values.get('_partial_'))}; it must be true"
         values = values | {"_partial_": True}  # what comes later is not missing now
     yield from target_problems(values, name=group)

@@ -98,13 +98,10 @@ def to_config(composed: DictConfig) -> tuple[Config, list[str]]:
     problems = [f"{key}: has no value and needs one; give {key}=..." for key in missing]
     nulls = (OmegaConf.from_dotlist([f"{key}=null"]) for key in missing)
     values = OmegaConf.to_container(OmegaConf.merge(composed, *nulls) if missing else composed, resolve=True)
-    if unknown := [key for key in _keys(values) if not _is_known(key)]:
-        names = known_keys(composed)
-        problems += [
-            f"+{key}: there is no such setting{we_call_it(key) or did_you_mean(key, names)}" for key in unknown
-        ]
-    for key in unknown:
-        _remove(values, key)
+    unknown: list[str] = []
+    values = _known_part(values, Config(), unknown)
+    names = known_keys(composed) if unknown else []
+    problems += [f"+{key}: there is no such setting{we_call_it(key) or did_you_mean(key, names)}" for key in unknown]
     return from_values(values), problems
 
 
@@ -176,7 +173,7 @@ def known_keys(values: Any = None) -> list[str]:
     """The names of all groups and settings: those of the schema, and those of `values` in open groups."""
     schema = asdict(Config())
     present = {} if values is None else OmegaConf.to_container(values, resolve=False)
-    return sorted({*schema, *_keys(schema), *(key for key in _keys(present) if _is_known(key))})
+    return sorted({*schema, *_keys(schema), *_keys(_known_part(present, Config(), []))})
 
 
 def first_paragraph(error: Exception) -> str:
@@ -195,27 +192,14 @@ def _keys(values: Any, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _remove(values: Any, key: str) -> None:
-    """Remove a key, and unknown groups around it: of `trainer.max_epochs` all of `trainer`."""
-    parts = key.split(".")
-    num_known = next(number for number in range(len(parts)) if not _is_known(".".join(parts[: number + 1])))
-    for parent in parts[:num_known]:
-        values = values[parent]
-    values.pop(parts[num_known], None)  # its neighbour may have taken it away
-
-
-def _is_known(key: str) -> bool:
-    """Whether the schema has this key, or an open group for it."""
-    node: Any = _defaults()
-    for part in key.split("."):
-        if not is_dataclass(node):
-            return True
-        if part not in {field.name for field in fields(node)}:
-            return False
-        node = getattr(node, part)
-    return True
-
-
-@cache
-def _defaults() -> Config:
-    return Config()
+def _known_part(values: Any, schema: Any, unknown: list[str], prefix: str = "") -> Any:
+    """The values that the schema, or an open group in it, has a place for. The names of the others go to `unknown`."""
+    if not is_dataclass(schema) or not isinstance(values, dict):
+        return values
+    names, known = {field.name for field in fields(schema)}, {}
+    for name, value in values.items():
+        if name in names:
+            known[name] = _known_part(value, getattr(schema, name), unknown, f"{prefix}{name}.")
+        else:
+            unknown += _keys({name: value}, prefix)
+    return known

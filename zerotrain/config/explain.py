@@ -1,20 +1,20 @@
 """Hydra's complaints about a command line, in one line each."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override
+from hydra.core.override_parser.types import Glob, IntervalSweep
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, ValidationError
+from omegaconf import DictConfig, errors
 
 from zerotrain.config.checks import CALLBACKS, OPEN_GROUPS, checked_config, must_be, without_arguments
 from zerotrain.config.compose import first_paragraph, known_keys
-from zerotrain.config.words import REMOVED, did_you_mean, we_call_it
+from zerotrain.config.words import EXAMPLES, did_you_mean, we_call_it
 from zerotrain.errors import ConfigError
 
 # The place of a setting in a yaml: the file and the line, for values not given on the command line.
@@ -63,31 +63,19 @@ def find_yaml(name: str, folders: Iterable[Path]) -> Path | None:
 def place_of(key: str, path: Path) -> SettingPlace | None:
     """The place where a yaml sets a dotted key, named from its top or from that of a group it lies in; None if it does
     not."""
-    root = _read(path)
-    parts = key.split(".")
-    places = (_find(parts[start:], root, path) for start in range(len(parts)))
-    return next((place for place in places if place is not None), None)
+    places: dict[str, SettingPlace] = {}
 
+    def note(node: yaml.Node | None, prefix: str) -> None:
+        for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            text = value.value if isinstance(value, yaml.ScalarNode) else ""
+            places[f"{prefix}{name.value}"] = SettingPlace(path, name.start_mark.line + 1, text)
+            note(value, f"{prefix}{name.value}.")
 
-def _read(path: Path) -> yaml.Node | None:
-    try:
-        root: yaml.Node | None = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-        return root
-    except (yaml.YAMLError, OSError, UnicodeError):
-        return None
-
-
-def _find(parts: list[str], node: yaml.Node | None, path: Path) -> SettingPlace | None:
-    place = None
-    for part in parts:
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        pair = next((pair for pair in pairs if pair[0].value == part), None)
-        if pair is None:
-            return None
-        name, node = pair
-        text = node.value if isinstance(node, yaml.ScalarNode) else ""
-        place = SettingPlace(path, name.start_mark.line + 1, text)
-    return place
+    with suppress(yaml.YAMLError, OSError, UnicodeError):
+        note(yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), "")
+    while key not in places and "." in key:
+        key = key.partition(".")[2]
+    return places.get(key)
 
 
 Compose = Callable[[list[str]], DictConfig]
@@ -116,7 +104,7 @@ def composition_problems(
     """
     if is_sweep:
         # Enough jobs to see each swept value once.
-        choices = [_choices(override) for override in overrides if not _is_glob(override)]
+        choices = [options for options in map(_choices, overrides) if options]
         base = [options[0] for options in choices]
         problems = _job_problems(base, compose, folders)
         for index, options in enumerate(choices):
@@ -124,7 +112,7 @@ def composition_problems(
                 problems = problems or _job_problems([*base[:index], option, *base[index + 1 :]], compose, folders)
         return problems
     problems = []
-    several = [override for override in overrides if _is_glob(override) or len(_choices(override)) > 1]
+    several = [override for override in overrides if len(_choices(override)) != 1]
     for override in several:
         key, _, values = override.partition("=")
         as_list = "" if "(" in values else f", {key}=[{values}] gives them as a list"
@@ -153,17 +141,8 @@ def _job_problems(overrides: list[str], compose: Compose, folders: Sequence[Path
 
 def _line(override: str | None, error: Exception, keys: list[str], folders: Sequence[Path]) -> str:
     cause: Any = error.__cause__ or error.__context__ or error
-    if isinstance(error, yaml.MarkedYAMLError):  # a file that is no yaml
-        mark = error.problem_mark or error.context_mark
-        where = f"{mark.name}, line {mark.line + 1}: " if mark else ""
-        return f"{where}{error.problem or error.context}"
-    if override is None and isinstance(error, MissingConfigException):
-        return (
-            f"{error.missing_cfg_file}: there is no such yaml in {' or '.join(map(str, folders))}; --config-path must "
-            "hold every yaml that its yamls name; --config-dir adds a folder of your own to conf"
-        )
     if override is None:
-        return " ".join(str(error).split("\n")[:2])
+        return first_paragraph(error)
     key, _, got = override.lstrip("+~").partition("=")
     members = [name for name in keys if name.startswith(f"{key}.")]
     if isinstance(error, OverrideParseException) or not key:
@@ -176,16 +155,14 @@ def _line(override: str | None, error: Exception, keys: list[str], folders: Sequ
         )
     if isinstance(error, MissingConfigException):
         return _missing_choice(override, error, folders)
-    if isinstance(error, UnicodeError):
-        return f"{find_yaml(f'{key}/{got}', folders) or override}: is not text in UTF-8"
     group = key.partition("@")[0]
     path = find_yaml(f"{group}/{got}", folders)
     if path is not None and isinstance(error, ConfigCompositionException):
         return _line_of_file(path, group, override, cause, keys)
-    if isinstance(cause, GrammarParseError):
+    if isinstance(cause, errors.GrammarParseError):
         return f"{override}: ${{ begins a reference and needs a }} to close it; write \\${{ for the characters ${{"
     key, got, is_inner = _innermost(override, cause) or (key, got, False)
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+    if isinstance(cause, errors.ConfigAttributeError | errors.ConfigKeyError):
         outer = override.partition("=")[0]
         if must_be(outer, got) is not None:  # a dict, which Hydra merges into one that is there, but for new names
             return (
@@ -196,19 +173,13 @@ def _line(override: str | None, error: Exception, keys: list[str], folders: Sequ
         is_own = key.startswith((f"{CALLBACKS}.", "optimizer.groups."))  # whose names are the user's
         meant = "" if is_own else we_call_it(key, got) or did_you_mean(key, keys)
         return f"{key}: there is no such setting{_callback_hint(key, keys, folders) or meant or adding}"
-    if override.startswith("+") and not override.startswith("++"):
-        return f"{override}: {key} has a value already; leave out the +"
-    if override.startswith("~") and key in keys:
-        group, _, name = key.partition(".")
-        if group in OPEN_GROUPS and name:
-            return (
-                f"{override}: is null, and Hydra can only leave out a setting with a value; {without_arguments(group)}"
-            )
-        return f"{override}: {key} cannot be left out; give it another value"
-    if isinstance(cause, ValidationError):
+    if override.startswith("~") and key in keys and key.partition(".")[0] in OPEN_GROUPS:
+        advice = without_arguments(key.partition(".")[0])
+        return f"{override}: is null, and Hydra can only leave out a setting with a value; {advice}"
+    if isinstance(cause, errors.ValidationError):
         all_of_it = f"{override}: {key} is a group of settings: {', '.join(members)}" if members else None
         return must_be(key, got) or all_of_it or f"{override}: {first_paragraph(cause)}"
-    return f"{override}: {first_paragraph(error)}"
+    return f"{override}: {first_paragraph(cause if isinstance(cause, errors.OmegaConfBaseException) else error)}"
 
 
 def _missing_choice(override: str, error: MissingConfigException, folders: Sequence[Path]) -> str:
@@ -225,9 +196,7 @@ def _missing_choice(override: str, error: MissingConfigException, folders: Seque
         package = "'zerotrain[sweeps]'" if got in _OF_EXTRA else package
         return f"{override}: is not installed; pip install {package}{choices}"
     name = config_name.rpartition("/")[2] or got
-    if f"{key}={name}" in REMOVED:
-        return f"{override}: {name} is no choice any more; {REMOVED[f'{key}={name}']}"
-    meant = we_call_it(key, got) or did_you_mean(name, options)
+    meant = EXAMPLES.get(f"{key}={name}") or we_call_it(key, got) or did_you_mean(name, options)
     if not meant and (group := _find_group(name, folders)):
         meant = f"; did you mean {group}={name}?"
     if is_missing:
@@ -257,13 +226,11 @@ def _line_of_file(path: Path, group: str, override: str, cause: Exception, keys:
     key = str(getattr(cause, "full_key", "") or "")
     place = place_of(key, path)
     where = place or override
-    if not isinstance(_read(path), yaml.MappingNode | None):  # something else than `key: value`
-        return f"{path}, line 1: there must be settings, such as `train:` and below it `max_steps: 3`"
     if place is None and key == group:
         return f"{path}: its settings go to {key}, which does not exist; its first line must be `# @package _global_`"
     if not key:
         return f"{path}: {first_paragraph(cause).lstrip(': ')}"
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+    if isinstance(cause, errors.ConfigAttributeError | errors.ConfigKeyError):
         return f"{where}: {key}: there is no such setting{we_call_it(key) or did_you_mean(key, keys)}"
     return f"{where}: {must_be(key, place.value) if place and place.value else f'{key}: {first_paragraph(cause)}'}"
 
@@ -278,20 +245,6 @@ def _innermost(override: str, cause: BaseException) -> tuple[str, str, bool] | N
     for part in inner.removeprefix(f"{key}.").split("."):
         value = value.get(part, "") if isinstance(value, dict) else ""
     return inner, str(value), True
-
-
-def parsed_override(override: str) -> Override | None:
-    """An override as Hydra reads it; None where it cannot."""
-    try:
-        [parsed] = OverridesParser.create().parse_overrides([override])
-    except HydraException:
-        return None
-    return parsed
-
-
-def _is_glob(override: str) -> bool:
-    parsed = parsed_override(override)
-    return parsed is not None and isinstance(parsed.value(), Glob)
 
 
 def _override_at_fault(error: Exception, overrides: list[str], compose: Compose) -> str | None:
@@ -317,12 +270,19 @@ def _refusal(overrides: list[str], compose: Compose) -> str | None:
 
 
 def _choices(override: str) -> list[str]:
-    parsed = parsed_override(override)
-    if parsed is not None and isinstance(value := parsed.value(), IntervalSweep):
-        return [f"{parsed.get_key_element()}={value.start}"]
-    if parsed is None or not parsed.is_discrete_sweep():
+    """The override with each of its values; of an interval with its start, and none of a glob."""
+    try:
+        [parsed] = OverridesParser.create().parse_overrides([override])
+    except HydraException:
+        return [override]
+    key, value = parsed.get_key_element(), parsed.value()
+    if isinstance(value, Glob):
+        return []
+    if isinstance(value, IntervalSweep):
+        return [f"{key}={value.start}"]
+    if not parsed.is_discrete_sweep():
         return [override]
     try:
-        return [f"{parsed.get_key_element()}={choice}" for choice in parsed.sweep_string_iterator()]
+        return [f"{key}={choice}" for choice in parsed.sweep_string_iterator()]
     except (ValueError, TypeError) as error:  # such as range(1,2,0)
         raise ConfigError(f"{override}: {first_paragraph(error)}") from error

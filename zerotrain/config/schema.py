@@ -53,7 +53,7 @@ def rhythm_rule(
 
     Args:
         times: whether a time is one too.
-        others, allows: the other values.
+        alternatives, allows: the other values, in words and as a test.
     """
     forms = "a number of steps such as 100, of tokens such as 5e6tokens or of epochs such as 0.1epoch"
     forms += ", a time such as 600s, 15m or 2h" if times else ""
@@ -255,9 +255,8 @@ class DataSwitches:
 
 LENGTHS = ("max_steps", "num_epochs", "max_tokens")
 """The `train` settings for the length of a run: one of them has a value."""
-MODEL_SWITCHES = tuple(switch.name for switch in fields(ModelSwitches))
-OPTIMIZER_SWITCHES = tuple(switch.name for switch in fields(OptimizerSwitches))
-DATA_SWITCHES = tuple(switch.name for switch in fields(DataSwitches))
+SWITCHES = {"model": ModelSwitches, "data": DataSwitches, "optimizer": OptimizerSwitches}
+"""The settings that an open group has beside the arguments of its class."""
 SAMPLES = Effect(lambda run, _: run.train.sample_tokens > 0, "with train.sample_tokens=0")
 
 
@@ -475,39 +474,22 @@ class Config:
         """The callbacks without null ones, by name."""
         return {name: values for name, values in self.callbacks.items() if values is not None}
 
-    @property
-    def model_target(self) -> dict[str, Any]:
-        """The model's class and its arguments, without the switches."""
-        return {key: value for key, value in self.model.items() if key not in MODEL_SWITCHES}
+    def target(self, group: str) -> dict[str, Any]:
+        """The class that an open group names and its arguments, without the `SWITCHES`."""
+        switches = asdict(SWITCHES[group]()) if group in SWITCHES else {}
+        return {key: value for key, value in getattr(self, group).items() if key not in switches}
 
-    @property
-    def model_switches(self) -> dict[str, Any]:
-        """The value of each of the `ModelSwitches`."""
-        return asdict(ModelSwitches()) | {key: self.model[key] for key in MODEL_SWITCHES if key in self.model}
-
-    @property
-    def forward_switches(self) -> dict[str, Any]:
-        """The model switches for the computation of a forward."""
-        return {key: value for key, value in self.model_switches.items() if key != "freeze"}
+    def switches(self, group: str) -> dict[str, Any]:
+        """The value of each of the `SWITCHES` of an open group."""
+        return {key: getattr(self, group).get(key, default) for key, default in asdict(SWITCHES[group]()).items()}
 
     @property
     def frozen(self) -> list[tuple[list[str], Any]]:
         """The patterns of each entry of `model.freeze`, and until when it holds; None: in all steps."""
         entries = [
-            entry if isinstance(entry, dict) else {"match": entry} for entry in self.model_switches["freeze"] or ()
+            entry if isinstance(entry, dict) else {"match": entry} for entry in self.switches("model")["freeze"] or ()
         ]
         return [(listed(entry["match"]), entry.get("until")) for entry in entries]
-
-    @property
-    def optimizer_target(self) -> dict[str, Any]:
-        """The optimizer's class and its arguments, without the switches."""
-        return {key: value for key, value in self.optimizer.items() if key not in OPTIMIZER_SWITCHES}
-
-    @property
-    def optimizer_switches(self) -> dict[str, Any]:
-        """The value of each of the `OptimizerSwitches`."""
-        switches = {key: value for key, value in self.optimizer.items() if key in OPTIMIZER_SWITCHES}
-        return asdict(OptimizerSwitches()) | switches
 
     @property
     def optimizer_groups(self) -> list[dict[str, Any]] | None:
@@ -520,23 +502,13 @@ class Config:
         ] or None
 
     @property
-    def data_target(self) -> dict[str, Any]:
-        """The dataset's class and its arguments, without the switches."""
-        return {key: value for key, value in self.data.items() if key not in DATA_SWITCHES}
-
-    @property
     def validation_set_targets(self) -> dict[str, dict[str, Any]]:
         """The class of each of `data.validation_sets` and its arguments: without a class of its own that of the data,
         with those arguments but for what the data is validated on."""
         of_validation = (VALIDATION_FRACTION, *VALIDATION_OF_ITS_OWN)
-        shared = {key: value for key, value in self.data_target.items() if key not in of_validation}
-        sets: Any = self.data_switches["validation_sets"]
+        shared = {key: value for key, value in self.target("data").items() if key not in of_validation}
+        sets: Any = self.switches("data")["validation_sets"]
         return {
             str(name): values if "_target_" in values else shared | values
             for name, values in (sets if VALIDATION_SETS.holds(sets) and sets else {}).items()
         }
-
-    @property
-    def data_switches(self) -> dict[str, Any]:
-        """The value of each of the `DataSwitches`."""
-        return asdict(DataSwitches()) | {key: self.data[key] for key in DATA_SWITCHES if key in self.data}

@@ -6,7 +6,6 @@ comm, sharding and the engine know the arguments of `zerotrain.build_engine`, an
 """
 
 import difflib
-import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -76,7 +75,9 @@ def interpolation_problems(node: Any, prefix: str = "") -> Iterator[str]:
             value = None if OmegaConf.is_missing(node, name) else node[name]
         except errors.OmegaConfBaseException as error:
             unresolved_values: Any = OmegaConf.to_container(node, resolve=False)
-            yield interpolation_line(key, unresolved_values[name], error)
+            cause = str(error).strip().split("\n")[0].rstrip(".")
+            or_null = f", or {key}=null, which takes the number from the data" if key == "model.vocab_size" else ""
+            yield f"{key}: got {unresolved_values[name]}; {cause}; give {key}=...{or_null}"
         else:
             yield from interpolation_problems(value, f"{key}.")
 
@@ -94,26 +95,6 @@ def walk_values(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from walk_values(item, f"{name}.{key}")
 
 
-def interpolation_line(key: str, got: Any, error: Exception) -> str:
-    """The problem of an interpolated value, and its remedy."""
-    references = re.findall(r"\$\{([^${}]+)\}", str(got))
-    names = [reference for reference in references if ":" not in reference]
-    for reference in references:
-        resolver, _, variable = reference.partition(":")
-        if resolver == "oc.env" and "," not in variable and variable not in os.environ:
-            default = f"${{oc.env:{variable},...}}"
-            return f"{key}: got {got}; the environment variable {variable} is not set; set it, or use {default}"
-        if resolver != reference and isinstance(error, errors.UnsupportedInterpolationType):
-            return f"{key}: got {got}; there is no resolver {resolver}; give {key}=...; write \\$ for the character $"
-    if isinstance(error, errors.InterpolationKeyError):
-        or_null = f", or {key}=null, which takes the number from the data" if key == "model.vocab_size" else ""
-        return f"{key}: got {got}; there is no {' or '.join(names)}; give {key}=...{or_null}"
-    if type(error) is errors.InterpolationResolutionError and names == references:
-        return f"{key}: got {got}, which leads back to itself; give {key}=..."
-    line = str(error).strip().split("\n")[0].rstrip(".")
-    return f"{key}: got {got}; {line}; give {key}=..."
-
-
 def quote(text: str) -> str:
     """A value of a setting, as Hydra reads it: a quote is escaped, and a backslash where one ends the text or stands
     before a quote."""
@@ -121,7 +102,7 @@ def quote(text: str) -> str:
     return f"'{escaped}'"
 
 
-# Did you mean: our name for a word of other trainers, or else the nearest name; and the advice for a removed setting.
+# Did you mean: our name for a word of other trainers, or else the nearest name.
 
 
 _WORDS = {
@@ -186,6 +167,7 @@ _WORDS = {
     "checkpoint_every checkpoint_interval every_n_train_steps save_every save_every_n save_every_n_steps save_freq "
     "save_interval save_steps callbacks=checkpoint callbacks=model_checkpoint": "checkpoint.every",
     "keep_last max_checkpoints save_total_limit": "checkpoint.keep",
+    "max_failure_rate": "sweep.max_failures_in_a_row",
     "load_best_model_at_end metric_for_best_model monitor save_best": "checkpoint.best",
     "ckpt_path resume_from resume_from_checkpoint resume_path": "checkpoint.resume",
     "init_checkpoint load_weights": "checkpoint.init_from",
@@ -195,31 +177,20 @@ OURS = {word: ours for words, ours in _WORDS.items() for word in words.split()}
 """Words of other trainers: a name, one with its group, or with the value that it is given, and what a command line here
 has for it: choices and the name of a setting."""
 
-_OF_EXAMPLE = "examples/{0}_logger.py of the repository does it, from the folder that you start in: +callbacks.{0}={1}"
-
-
-REMOVED = {
-    "launch.shared_memory": "leave it out: ranks of one host send through sockets, to the same bits",
-    "offload.heap": "leave it out: freed memory is kept for the next step, and given back with a disk",
-    "data.cache_dir": "leave it out: only text is kept in a cache",
-    "hydra.sweeper.max_failure_rate": "give sweep.max_failures_in_a_row",
-    "hydra.sweeper.search_space": "give each setting its values, such as 'optimizer.lr=interval(1e-4,1e-2)'",
-    "hydra.sweeper.custom_search_space": "give each setting its values, such as 'optimizer.lr=interval(1e-4,1e-2)'",
-    "logger=mlflow": _OF_EXAMPLE.format("mlflow", "{_target_:mlflow_logger.MLflowLogger}"),
-    "logger=trackio": _OF_EXAMPLE.format("trackio", "{_target_:trackio_logger.TrackioLogger}"),
+_EXAMPLE = "; examples/{0}_logger.py of the repository does it, from the folder that you start in: +callbacks.{0}={1}"
+EXAMPLES = {
+    "logger=mlflow": _EXAMPLE.format("mlflow", "{_target_:mlflow_logger.MLflowLogger}"),
+    "logger=trackio": _EXAMPLE.format("trackio", "{_target_:trackio_logger.TrackioLogger}"),
 }
-"""Removed settings and choices of zerotrain, and the advice for them."""
+"""Choices that an example stands in for, and the advice for them."""
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """`"; did you mean X?"` where a candidate is near to `name`, else nothing. Names may be dotted. For a setting that
-    was removed: what to do.
+    """`"; did you mean X?"` where a candidate is near to `name`, else nothing. Names may be dotted.
 
     The same one elsewhere comes first (`max_steps` for `train.max_steps`), then one beside `name` (`zero.stge` for
     `zero.stage`), then one anywhere.
     """
-    if name in REMOVED:
-        return f" any more; {REMOVED[name]}"
     options = sorted(set(candidates))
     parent, _, leaf = name.rpartition(".")
     siblings = {

@@ -12,20 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
-from unittest.mock import patch
 
 import hydra
-from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
-from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, errors
 
 from zerotrain.comm.environment import RankEnvironment
-from zerotrain.config.compose import first_paragraph
-from zerotrain.config.explain import composition_problems, parsed_override
-from zerotrain.config.words import did_you_mean, interpolation_line, quote
+from zerotrain.config import compose, explain, words
 from zerotrain.device.processes import end_with_parent
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files import here_last, terminal, untrusted
@@ -34,7 +28,6 @@ from zerotrain.launching.imports import importing
 from zerotrain.launching.sweep.telling import find_latest, report
 
 PRIMARY_CONFIG = "train"
-_OF_PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
 
 
 def put_options_last(arguments: list[str]) -> None:
@@ -62,27 +55,6 @@ def is_sweep() -> bool:
     return arguments.multirun or "hydra.mode=MULTIRUN" in arguments.overrides
 
 
-@contextmanager
-def composed_once(conf: Path) -> Iterator[None]:
-    """Spare a start 0.15 s: Hydra composes the whole config once more, to see whether a yaml has set `hydra.mode`. It
-    is not asked if no yaml has a `mode`, and Hydra's name in it or in its path.
-
-    Args:
-        conf: the folder of the configs.
-    """
-    arguments = get_args_parser().parse_args()
-    elsewhere = (arguments.config_dir, arguments.config_path, arguments.config_name)
-    may_set_mode = any(elsewhere) or any("hydra.mode" in override for override in arguments.overrides)
-    if not may_set_mode:
-        files = {path: path.read_bytes() for path in conf.rglob("*.yaml") if path.is_file()}
-        may_set_mode = any(b"mode:" in text and b"hydra" in bytes(path) + text for path, text in files.items())
-    if may_set_mode:
-        yield
-        return
-    with patch.object(Hydra, "get_mode", lambda *_, **__: None):
-        yield
-
-
 def problems_with(error: Exception, conf: Path) -> list[str]:
     """The faults of the command line that made Hydra, or composing, raise an exception; none if something else did.
 
@@ -90,29 +62,25 @@ def problems_with(error: Exception, conf: Path) -> list[str]:
         conf: the folder of the configs, where the command line names no other.
     """
     arguments = get_args_parser().parse_args()
-    problems = list(_folder_problems(arguments, conf)) or list(_interval_problems(arguments))
-    if not problems:
-        try:
-            folders = config_folders(arguments, conf)
-            with composing(folders, arguments.config_name or PRIMARY_CONFIG) as compose:
-                problems = composition_problems(arguments.overrides, compose, is_sweep=is_sweep(), folders=folders)
-        except ConfigError as refusal:
-            problems = list(refusal.problems)
-        except Exception:  # of Hydra: there is no end to what it raises
-            problems = []
-    problems += [] if problems else _plugin_problems(arguments)
-    if not problems and isinstance(error, OmegaConfBaseException) and str(error.full_key or "").startswith("hydra."):
-        # The value as the command line has it.
-        values = [word.partition("=")[2] for word in sys.argv if word.lstrip("+").startswith(f"{error.full_key}=")]
-        value = values[-1] if values else str(OmegaConf.to_container(error.parent_node, resolve=False))
-        problems = [interpolation_line(str(error.full_key), value, error)]
+    folders = config_folders(arguments, conf)
+    try:
+        with composing(folders, arguments.config_name or PRIMARY_CONFIG) as compose_job:
+            problems = explain.composition_problems(
+                arguments.overrides, compose_job, is_sweep=is_sweep(), folders=folders
+            )
+    except ConfigError as refusal:
+        problems = list(refusal.problems)
+    except Exception:  # of Hydra: there is no end to what it raises
+        problems = []
     if not problems and isinstance(error, OSError) and error.filename is not None and error.errno not in exits.NO_ROOM:
         setting = "hydra.sweep.dir" if is_sweep() else "hydra.run.dir"
         problems = [f"{setting}: {error.filename} cannot be made: {error.strerror}; give a folder that can be written"]
+    if not problems and isinstance(error, errors.OmegaConfBaseException) and error.full_key:
+        problems = [f"{error.full_key}: {compose.first_paragraph(error)}"]
     if not problems and isinstance(error, HydraException | ValueError):
-        problems = [first_paragraph(error)]
+        problems = [compose.first_paragraph(error)]
     if not problems and not isinstance(error, OSError) and not _comes_from_user(error):
-        problems = [f"the command line cannot be run: {type(error).__name__}: {first_paragraph(error)}"]
+        problems = [f"the command line cannot be run: {type(error).__name__}: {compose.first_paragraph(error)}"]
     return [untrusted.printable(problem, keep="") for problem in problems]
 
 
@@ -123,58 +91,11 @@ def _comes_from_user(error: Exception) -> bool:
     return not any(Path(frames[-1]).is_relative_to(folder) for folder in installed)  # compiled code has no path
 
 
-def _plugin_problems(arguments: Namespace) -> list[str]:
-    """Hydra makes nothing of other classes, and says so only at the start of a sweep."""
-    problems = []
-    for override in arguments.overrides:
-        key, _, target = override.lstrip("+").partition("=")
-        if key in ("hydra.launcher._target_", "hydra.sweeper._target_") and not target.startswith(_OF_PLUGINS):
-            group = key.removeprefix("hydra.").partition(".")[0]
-            problems.append(f"{key}: got {target}; it must be a class of a Hydra plugin; hydra/{group}=... chooses one")
-    return problems
-
-
-def _folder_problems(arguments: Namespace, conf: Path) -> Iterator[str]:
-    cwd = Path.cwd()
-    if arguments.config_dir is not None and not Path(arguments.config_dir).is_dir():
-        yield f"--config-dir: got {arguments.config_dir}; there is no such folder in {cwd}"
-    if arguments.config_path is not None and not (conf.parent / arguments.config_path).is_dir():
-        yield (
-            f"--config-path: got {arguments.config_path}; there is no such folder in {conf.parent}; "
-            "--config-dir adds a folder of your own to conf"
-        )
-        return
-    names = sorted(path.stem for folder in config_folders(arguments, conf) for path in folder.glob("*.yaml"))
-    name = arguments.config_name
-    if name is None and arguments.config_path is not None and PRIMARY_CONFIG not in names:
-        yield (
-            f"--config-path: got {arguments.config_path}, which has no {PRIMARY_CONFIG}.yaml; give --config-name, or "
-            "--config-dir, which adds a folder of your own to conf"
-        )
-    if name is not None and name.removesuffix(".yaml") not in names and "/" not in name:
-        yield f"--config-name: got {name}; there is no such config{did_you_mean(name, names)}; there are " + (
-            ", ".join(names) or "none"
-        )
-
-
 def config_folders(arguments: Namespace, conf: Path) -> list[Path]:
     """The folders of the yamls, in the order of the search."""
     primary = conf if arguments.config_path is None else conf.parent / arguments.config_path
     extra = [] if arguments.config_dir is None else [Path(arguments.config_dir)]
     return [folder for folder in (*extra, primary) if folder.is_dir()]
-
-
-def _interval_problems(arguments: Namespace) -> Iterator[str]:
-    if any(override.startswith("hydra/sweeper=") for override in arguments.overrides):
-        return
-    for override in arguments.overrides:
-        parsed = parsed_override(override)
-        if parsed is not None and isinstance(parsed.value(), IntervalSweep) and is_sweep():
-            key = parsed.get_key_element()
-            yield (
-                f"{override}: the basic sweeper does not support interval(); give values, {key}=...,... or "
-                f"{key}=range(...), or a sweeper such as hydra/sweeper=optuna"
-            )
 
 
 @contextmanager
@@ -186,7 +107,7 @@ def composing(folders: Sequence[Path], name: str = PRIMARY_CONFIG) -> Iterator[C
         name: of the yaml to begin with.
     """
     *extra, primary = folders
-    paths = ",".join(quote(f"file://{path.absolute()}") for path in extra)
+    paths = ",".join(words.quote(f"file://{path.absolute()}") for path in extra)
     searched = [f"hydra.searchpath=[{paths}]"] if extra else []
     with hydra.initialize_config_dir(config_dir=str(primary.resolve()), version_base="1.3"):
         yield lambda settings: hydra.compose(name, [*settings, *searched])
@@ -281,8 +202,7 @@ def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> 
             )
             return exits.CONFIG_PROBLEM
         find_latest(sys.argv)
-        with composed_once(conf):
-            main()
+        main()
         code = exits.COMPLETED
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would cut off the table of the sweep

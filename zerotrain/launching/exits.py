@@ -72,58 +72,29 @@ def end_as_python(code: int) -> NoReturn:
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
 
 
-class Ended(BaseException):
-    """A signal is to end this process."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
-        self.signum = signum
-
-
-@contextmanager
-def raised(*signums: signal.Signals) -> Iterator[None]:
-    """Inside, these signals raise `Ended` in the main thread. A signal stays ignored if this process ignores it, as
-    under nohup. Handlers are put back at the end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        raise Ended(signum)
-
-    previous = {signum: signal.getsignal(signum) for signum in signums}
-    heeded = [signum for signum in signums if previous[signum] != signal.SIG_IGN]
-    for signum in heeded:
-        signal.signal(signum, end)
-    try:
-        yield
-    finally:
-        for signum in heeded:
-            signal.signal(signum, previous[signum])
-
-
 @contextmanager
 def ended_in_order() -> Iterator[None]:
     """Inside, the first signal to end this process raises an exception in its main thread, KeyboardInterrupt for SIGINT
     and else SystemExit: nothing is left half done. Later ones are ignored: the process is about to end.
     """
-    previous = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    ends = [signum for signum, handler in previous.items() if handler != signal.SIG_IGN]
-    received = []
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-        for other in ends:
-            signal.signal(other, signal.SIG_IGN)
-        raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(of_signal(signum))
-
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    for signum in ends:
+    previous = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    heeded = [signum for signum, handler in previous.items() if handler != signal.SIG_IGN]
+    has_come = False
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        nonlocal has_come
+        has_come = True
+        for other in heeded:
+            signal.signal(other, signal.SIG_IGN)
+        raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(of_signal(signum))
+
+    for signum in heeded:
         signal.signal(signum, end)
     try:
         yield
     finally:
-        for signum in ends if not received else ():
+        for signum in () if has_come else heeded:
             signal.signal(signum, previous[signum])

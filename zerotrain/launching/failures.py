@@ -33,17 +33,6 @@ _TOLD_TO_STOP = tuple(
     for code in (-signum, exits.of_signal(signum))
 )
 """Exit codes of stopped ranks: because another rank had failed, or by the user."""
-_PRECEDENCE = {
-    "own error": 0,
-    "death": 1,
-    "stop of one rank": 2,
-    "suspension": 3,
-    "no answer": 4,
-    "loss of others": 5,
-    "death after a stop": 6,
-}
-"""The kinds of causes, the one that counts most first; the earliest counts among causes of one kind. A death after a
-stop is that of a process which was told to stop, or which others saw alive after its end."""
 _MAX_NBYTES = 2**20
 """Largest size of a file with a rank's failure."""
 _OF_WAITS = ("unheard", "where", "waited_s")
@@ -135,8 +124,6 @@ class Failure:
 def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_user: bool = False) -> Failure | None:
     """The first cause of a run's end; None where no rank has failed.
 
-    Several causes have the order of `_PRECEDENCE`.
-
     Args:
         ended: the exit code of each process that has failed, by rank; negative where a signal has ended it,
             before it could write what happened. None where that is not known, and the user may have stopped the ranks.
@@ -174,7 +161,9 @@ def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_us
     noticed_s = min((failure.time_s for failure in noticed), default=math.inf)
     by_user = by_user or (ended is None and not _stopped_alone(stops, noticed))
     from_peers = noticed if by_user else [failure for failure in failures if failure.from_peers]
-    causes = {
+    # A row for each kind of cause, in the order of its rank: the first kind that has a cause counts, and of its causes
+    # the earliest. A further kind is a further row.
+    precedence = {
         "own error": [failure for failure in failures if not failure.from_peers],
         "death": [process for rank, process in processes.items() if rank not in told_to_stop | outlived],
         # A later signal was sent because of the loss.
@@ -184,14 +173,15 @@ def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_us
         "suspension": _suspension(from_peers, [state for state, _ in states]),
         "no answer": _unanswered(from_peers, hosts),
         "loss of others": from_peers,
+        # Of a process that was told to stop, or that others saw alive after its end.
         "death after a stop": [
             process for rank, process in processes.items() if not (by_user and rank in told_to_stop)
         ],
     }
-    ranked = [(_PRECEDENCE[kind], failure.time_s, failure) for kind, group in causes.items() for failure in group]
-    if not ranked:
+    causes = next((causes for causes in precedence.values() if causes), None)
+    if causes is None:
         return None
-    first = min(ranked, key=lambda cause: cause[:2])[2]
+    first = min(causes, key=lambda failure: failure.time_s)
     if first.subject or first.rank not in hosts:
         return first
     return replace(first, subject=f"rank {first.rank} on {hosts[first.rank]}")

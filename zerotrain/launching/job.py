@@ -11,19 +11,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict
-
-from omegaconf.errors import OmegaConfBaseException
+from typing import Any, BinaryIO
 
 from zerotrain.checkpoint.folder import CHECKPOINTS, remove_all
-from zerotrain.config.compose import config_hash, first_paragraph, from_values, save_config
+from zerotrain.config.compose import config_hash, save_config
 from zerotrain.config.schema import Config
 from zerotrain.device.processes import num_cores
 from zerotrain.errors import ConfigError
 from zerotrain.files.lock import LOCK_NAME, holder, lock, note_holder, open_lock, whole
 from zerotrain.files.untrusted import Natural, NotRegularError, UntrustedFileError, parse_json, read_json
 from zerotrain.launching import exits
-from zerotrain.training.result import METRICS_NAME, RESULT_NAME, STEPS_NAME, RunResult, read_result
+from zerotrain.training.result import METRICS_NAME, RESULT_NAME, STEPS_NAME, RunResult
 
 # One run at a time in a run folder.
 
@@ -103,26 +101,6 @@ _OF_A_RANK = re.compile(
 )
 """Files in `RANKS`; nobody else's go."""
 _REFUSED = "refused.json"
-_OBJECT = dict[str, Any] | None
-
-
-class _SentJob(TypedDict):
-    """The job as it is sent to ranks in other processes."""
-
-    config: dict[str, Any]
-    run_dir: str
-    overrides: list[str]
-    data_checked: _OBJECT
-    resume_from: list[str]
-    restarts: Natural
-    stage: int | None
-    evaluates: _OBJECT
-    trial: _OBJECT
-    planned: _OBJECT
-
-
-class _RefusalNote(TypedDict):
-    error: str
 
 
 @dataclass(frozen=True)
@@ -138,7 +116,7 @@ class Job:
     """Fingerprint of the data when it was checked; each rank compares its own with it."""
     resume_from: list[str] = field(default_factory=list)
     """Checkpoints to go on from, the best first; none to begin anew."""
-    restarts: int = 0
+    restarts: Natural = 0
     """How often its ranks were started again, after a failure."""
     stage: int | None = None
     """ZeRO stage of the engine at its start; None: the run's first."""
@@ -201,13 +179,10 @@ class Job:
             ConfigError: it is something else.
         """
         try:
-            sent = parse_json(text, _SentJob)
-            config = from_values(sent["config"])
-        except (OmegaConfBaseException, ValueError, TypeError, LookupError) as error:
-            raise ConfigError(
-                f"the description of the job, as this rank received it, is damaged: {first_paragraph(error)}"
-            ) from None
-        return cls(**sent | {"config": config, "run_dir": Path(sent["run_dir"])})
+            job: Job = parse_json(text, cls)
+        except UntrustedFileError as error:
+            raise ConfigError(f"the description of the job, as this rank received it, is damaged: {error}") from None
+        return job
 
 
 def write_refusal(
@@ -226,7 +201,7 @@ def write_refusal(
                 file.write(json.dumps({"error": error}).encode())
         return
     try:
-        if read_result(run_dir / RESULT_NAME)["status"] == "completed":
+        if RunResult.read(run_dir / RESULT_NAME).status == "completed":
             return
     except FileNotFoundError:
         if os.path.islink(run_dir / RESULT_NAME):
@@ -239,8 +214,8 @@ def write_refusal(
 def refusal_in(run_dir: Path) -> str | None:
     """The refusal of a job in the folder of an earlier one; None if there is none."""
     try:
-        return str(read_json(run_dir / RANKS / _REFUSED, _RefusalNote, max_nbytes=2**20)["error"])
-    except (OSError, UntrustedFileError):
+        return str(read_json(run_dir / RANKS / _REFUSED, dict[str, str], max_nbytes=2**20)["error"])
+    except (OSError, UntrustedFileError, KeyError):
         return None
 
 
@@ -257,17 +232,10 @@ def write_ending(job: Job, world_size: int, *, status: str, error: str, code: in
         error: the first cause.
         code: the exit code.
     """
-    path = job.run_dir / RESULT_NAME
-    facts = {
-        "world_size": world_size,
-        "stage": job.config.zero.stages[0] if job.stage is None else job.stage,
-        "overrides": job.overrides,
-        "config_hash": job.config_hash,
-        "restarts": job.restarts,
-    }
     try:
-        result = read_result(path)
+        result = RunResult.read(job.run_dir / RESULT_NAME)
     except (OSError, UntrustedFileError):  # none, or cut off where the disk was full
-        result = facts
-    ending = {"status": status, "error": error, "stopped_by": None, "exit_code": code}
-    RunResult(**(result | ending)).write(job.run_dir)
+        stage = job.config.zero.stages[0] if job.stage is None else job.stage
+        result = RunResult(world_size, stage, job.overrides, job.config_hash, restarts=job.restarts)
+    result.status, result.error, result.stopped_by, result.exit_code = status, error, None, code
+    result.write(job.run_dir)

@@ -32,7 +32,7 @@ from zerotrain.launching.job import COMPOSITION, CONFIG_NAME, RANKS, Job, num_th
 from zerotrain.preflight.choice import as_chosen
 from zerotrain.preflight.plan import PLAN_NAME
 from zerotrain.training.callbacks.stages import stage_at, stages_from
-from zerotrain.training.result import METRICS_NAME, RESULT_NAME, STEPS_NAME, read_result
+from zerotrain.training.result import METRICS_NAME, RESULT_NAME, STEPS_NAME, RunResult
 
 AUTO = "auto"
 _KINDS = dict.fromkeys((folder.CHECKPOINTS, RANKS, COMPOSITION), stat.S_IFDIR)
@@ -83,46 +83,46 @@ def folder_problems(config: Config, run_dir: Path, *, of_sweep: bool = False) ->
     return []
 
 
-def completed_in(run_dir: Path) -> dict[str, Any] | None:
+def completed_in(run_dir: Path) -> RunResult | None:
     """The result of a completed run in a folder; None where there is none.
 
     Raises:
         OSError, UntrustedFileError: there is a result.json, and it cannot be read.
     """
     try:
-        result = read_result(run_dir / RESULT_NAME)
+        result = RunResult.read(run_dir / RESULT_NAME)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return result if result["status"] == "completed" else None
+    return result if result.status == "completed" else None
 
 
-def completed_already(config: Config, run_dir: Path) -> dict[str, Any] | None:
+def completed_already(config: Config, run_dir: Path) -> RunResult | None:
     """The result of the run for `checkpoint.resume=auto` to resume, if it has completed and the config asks for no
     more; else None. The folder must have no `folder_problems`."""
     result = completed_in(run_dir) if config.checkpoint.resume == AUTO else None
-    if result is None or _differences(config, result, run_dir):
+    if result is None or _differences(config, result.config_hash, run_dir):
         return None
-    return result if folder.checkpoints_in(run_dir / folder.CHECKPOINTS) else result | {"checkpoint": None}
+    if not folder.checkpoints_in(run_dir / folder.CHECKPOINTS):
+        result.checkpoint = None
+    return result
 
 
 def holds(config: Config, run_dir: Path) -> bool | None:
     """Whether the run in a folder is one of this config, however it has ended; None where there is none, or nobody can
     tell."""
     try:
-        result = read_result(run_dir / RESULT_NAME)
+        run_hash = RunResult.read(run_dir / RESULT_NAME).config_hash
     except (FileNotFoundError, NotADirectoryError):
-        result = {"config_hash": None}
+        run_hash = None
     except (OSError, UntrustedFileError):
         return None
-    if not os.path.lexists(run_dir / CONFIG_NAME) and result["config_hash"] is None:  # none, or one that was refused
+    if not os.path.lexists(run_dir / CONFIG_NAME) and run_hash is None:  # none, or one that was refused
         return None
-    return not _differences(config, result, run_dir)
+    return not _differences(config, run_hash, run_dir)
 
 
-def _problems_of_completed(
-    config: Config, run_dir: Path, result: dict[str, Any], another: str, of_sweep: bool
-) -> list[str]:
-    resume, steps, max_steps = config.checkpoint.resume, result["steps"], config.train.max_steps
+def _problems_of_completed(config: Config, run_dir: Path, result: RunResult, another: str, of_sweep: bool) -> list[str]:
+    resume, steps, max_steps = config.checkpoint.resume, result.steps, config.train.max_steps
     has_checkpoints = bool(folder.checkpoints_in(run_dir / folder.CHECKPOINTS))
     trains_longer = max_steps is None or max_steps > steps  # None: the data is yet to tell
     holds = f"{run_dir} holds a completed run"
@@ -138,7 +138,7 @@ def _problems_of_completed(
         if trains_longer and _is_within(resume, run_dir):
             return []
         return [f"checkpoint.resume: got {resume}, but {holds}; {ways}"]
-    differences = _differences(config, result, run_dir)
+    differences = _differences(config, result.config_hash, run_dir)
     if not differences or (trains_longer and has_checkpoints):
         return []
     settings = ", ".join(differences[:_NUM_DIFFERENCES])
@@ -148,10 +148,14 @@ def _problems_of_completed(
     return [f"checkpoint.resume: got auto, but {holds} with other settings ({settings}){lacks}; {ways}"]
 
 
-def _differences(config: Config, result: dict[str, Any], run_dir: Path) -> list[str]:
-    """Settings of another value than those of the run in a folder."""
+def _differences(config: Config, run_hash: str | None, run_dir: Path) -> list[str]:
+    """Settings of another value than those of the run in a folder.
+
+    Args:
+        run_hash: the `config_hash` of that run.
+    """
     config = as_chosen(config, run_dir)
-    if config_hash(config) == result["config_hash"]:
+    if config_hash(config) == run_hash:
         return []
     try:
         content = parse_yaml(read_regular(run_dir / CONFIG_NAME, max_nbytes=_MAX_CONFIG_NBYTES))
@@ -202,44 +206,26 @@ def _reason(error: OSError | UntrustedFileError) -> str:
     return str(error.strerror) if isinstance(error, OSError) else str(error)
 
 
-# The command of torchrun, as its ranks find it: they are its children.
+# Torchrun on hosts that come and go.
 
 
 OPENS_A_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Set to 1, each attempt of torchrun has a store of its own to meet in."""
 _MAX_NBYTES = 2**16
-_RANGE = re.compile(r"([0-9]+):([0-9]+)")
+_ELASTIC = re.compile(r"\0--nnodes[=\0](([0-9]+):([0-9]+))\0")
 
 
-def torchrun_options(ranks: RankEnvironment | None) -> list[str] | None:
-    """The options of the torchrun of this process; None if they cannot be seen, or something else has started us."""
+def elastic_hosts(ranks: RankEnvironment | None) -> str | None:
+    """The range of hosts that torchrun was given, such as 1:4; None if their number is fixed, or cannot be seen. Ranks
+    are children of torchrun, and read its command line."""
     if ranks is None or ranks.starter != "torchrun" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    return options_in(_command_of(os.getppid()), sys.argv[0])
-
-
-def options_in(command: list[str], program: str) -> list[str] | None:
-    """The options of torchrun in a command line, between it and the program; None if there are none.
-
-    Args:
-        program: as torchrun was told to run it, which its ranks find as their own name.
-    """
-    starts = [place for place, word in enumerate(command) if Path(word).name in ("torchrun", "torch.distributed.run")]
-    if not starts or program not in command[starts[0] + 1 :]:
+    try:
+        with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
+            hosts = _ELASTIC.search(file.read(_MAX_NBYTES).decode(errors="replace"))
+    except OSError:
         return None
-    start = starts[0] + 1
-    return command[start : command.index(program, start)]
-
-
-def elastic_hosts(options: list[str] | None) -> str | None:
-    """The range of hosts for torchrun, such as 1:4; None if their number is fixed."""
-    parts = [word.partition("=") for word in options or []]
-    for place, (name, is_given, value) in enumerate(parts):
-        if name.replace("_", "-") == "--nnodes":
-            hosts = value if is_given else "".join(parts[place + 1][:1]) if place + 1 < len(parts) else ""
-            bounds = _RANGE.fullmatch(hosts)
-            return hosts if bounds and bounds[1] != bounds[2] else None
-    return None
+    return hosts[1] if hosts and hosts[2] != hosts[3] else None
 
 
 def start_problems(resume: str | None, ranks: RankEnvironment | None) -> list[str]:
@@ -248,7 +234,7 @@ def start_problems(resume: str | None, ranks: RankEnvironment | None) -> list[st
     Args:
         resume: `checkpoint.resume`.
     """
-    if (hosts := elastic_hosts(torchrun_options(ranks))) is None or resume == AUTO:
+    if (hosts := elastic_hosts(ranks)) is None or resume == AUTO:
         return []
     return [
         f"checkpoint.resume: got {word(resume)}; under torchrun --nnodes={hosts} it must be auto, with a hydra.run.dir "
@@ -263,7 +249,7 @@ def doubtful_start(max_restarts: int, ranks: RankEnvironment | None) -> list[str
         max_restarts: `launch.max_restarts`.
     """
     lines = []
-    hosts = elastic_hosts(torchrun_options(ranks))
+    hosts = elastic_hosts(ranks)
     if hosts is not None and os.environ.get(OPENS_A_STORE) != "1":
         lines.append(
             f"--nnodes={hosts} without {OPENS_A_STORE}=1: by torch's default a host that joins later finds no rank 0, "
@@ -272,16 +258,6 @@ def doubtful_start(max_restarts: int, ranks: RankEnvironment | None) -> list[str
     if ranks is not None and max_restarts:
         lines.append("launch.max_restarts has no effect under torchrun; give it --max-restarts")
     return lines
-
-
-def _command_of(pid: int) -> list[str]:
-    """The words of a process's command line; none where they cannot be seen."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            text = file.read(_MAX_NBYTES).decode(errors="replace")
-    except OSError:
-        return []
-    return [printable(word, _MAX_NBYTES) for word in text.rstrip("\0").split("\0")]
 
 
 # The checkpoints for a run to resume from, and the settings decided by them.
@@ -400,13 +376,9 @@ def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment
     started = shlex.split(of_module) if program == "" and of_module.startswith("-m ") else [sys.argv[0]]
     starter = "python"
     if ranks is not None:
-        is_one_machine = ranks.local_world_size == ranks.world_size
+        is_one_machine = ranks.local_world_size == ranks.world_size and not elastic_hosts(ranks)
         number = {"torchrun": "--nproc-per-node", "srun": "--ntasks"}[ranks.starter]
-        options = torchrun_options(ranks)
-        if options is not None and (elastic_hosts(options) or not is_one_machine):
-            starter = f"torchrun {shlex.join(options)}"
-        else:
-            starter = f"{ranks.starter} {f'{number} {ranks.world_size}' if is_one_machine else '...'}"
+        starter = f"{ranks.starter} {f'{number} {ranks.world_size}' if is_one_machine else '...'}"
         starter += " python" if ranks.starter == "srun" else ""
     replaced = (*_OF_RESUMING, *(f"{change.partition('=')[0]}=" for change in changes))
     if any(change.startswith("train.max_steps=") for change in changes):

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -36,33 +36,19 @@ from zerotrain.launching.job import Job, num_threads_per_rank
 from zerotrain.training.request import StopRequest, stop_requests
 
 _STANDARD = (0, 1, 2)
-
-
-class RankProcess(Protocol):
-    """A rank that was started."""
-
-    def poll(self) -> int | None:
-        """The exit code, negative where a signal has ended it; None while it runs."""
-
-    def send_signal(self, signum: int) -> None:
-        """Signal the rank and the processes it has started; nothing where it has ended."""
+_REAP_EVERY_S = 0.02
 
 
 @dataclass(frozen=True)
 class _Start:
+    """A request for a rank."""
+
     job_path: str
     environment: dict[str, str]
-    search_path: list[str]
     cores: set[int] | None
     """CPU cores; None where the system does not tell."""
     standard: list[int]
     """Those of standard input, output and error that are open; sent along, behind the working folder."""
-
-
-@dataclass(frozen=True)
-class _Signal:
-    pid: int
-    signum: int
 
 
 class ForkServer:
@@ -79,11 +65,11 @@ class ForkServer:
             _serve(theirs)
         theirs.close()
         self._socket, self._messages = ours, Connection(os.dup(ours.fileno()))
-        self._ranks: dict[int, _ForkedRank] = {}
+        self._ranks: dict[int, ForkedRank] = {}
         self.is_gone = False
         atexit.register(self._end, owner)
 
-    def start(self, job_path: str, environment: dict[str, str]) -> RankProcess | None:
+    def start(self, job_path: str, environment: dict[str, str]) -> "ForkedRank | None":
         """Fork a rank; None where the server is gone, as after `kill -9`.
 
         Raises:
@@ -93,7 +79,10 @@ class ForkServer:
         try:
             standard = [descriptor for descriptor in _STANDARD if _is_inherited(descriptor)]
             cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-            self.send(_Start(job_path, environment, list(sys.path), cores, standard), [folder, *standard])
+            socket.send_fds(self._socket, [b"\0"], [folder, *standard])
+            self._messages.send(_Start(job_path, environment, cores, standard))
+        except OSError:
+            self._lose()
         finally:
             os.close(folder)
         while not self.is_gone:
@@ -101,17 +90,9 @@ class ForkServer:
             if kind == "refused":
                 raise OSError(number, os.strerror(number))
             if kind == "started":
-                self._ranks[number] = rank = _ForkedRank(self, number)
+                self._ranks[number] = rank = ForkedRank(self, number)
                 return rank
         return None
-
-    def send(self, request: "_Start | _Signal", files: Sequence[int] = ()) -> None:
-        """Send a request with open files."""
-        try:
-            socket.send_fds(self._socket, [b"\0"], files)
-            self._messages.send(request)
-        except OSError:
-            self._lose()
 
     def take_in(self, timeout_s: float | None) -> tuple[str | None, int]:
         """Take in one message; return its kind and a number, (None, 0) where none comes in time."""
@@ -143,23 +124,22 @@ class ForkServer:
                 os.waitpid(self._pid, 0)
 
 
-class _ForkedRank:
-    """A `RankProcess` of the fork server."""
+class ForkedRank:
+    """A rank of the fork server."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
-        self._server, self._pid = server, pid
+        self._server, self.pid = server, pid
         self.code: int | None = None
 
     def poll(self) -> int | None:
+        """The exit code, negative where a signal has ended it; None while it runs."""
         while self.code is None and self._server.take_in(0.0)[0]:
             pass
         return self.code
 
-    def send_signal(self, signum: int) -> None:
-        if self.code is None:
-            self._server.send(_Signal(self._pid, signum))
 
-
+RankProcess = ForkedRank | subprocess.Popen[bytes]
+"""A rank that was started, by a fork or as a new Python."""
 _opened: list[ForkServer] = []
 
 
@@ -192,33 +172,31 @@ def _serve(requests: socket.socket) -> NoReturn:
     try:
         end_with_parent()
         os.setsid()  # no signal of the launcher's terminal comes here
-        woken, wakes = socket.socketpair()
-        _close_all_but(requests, woken, wakes)
+        _close_all_but(requests)
         handlers = {signum: signal.getsignal(signum) for signum in (*exits.STOP_SIGNALS, signal.SIGCHLD)}
         for signum in exits.STOP_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
-        for end in (woken, wakes):
-            end.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
-        signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
-        messages, running = Connection(os.dup(requests.fileno())), set[int]()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ranks that end are waited for
+        messages, running, server = Connection(os.dup(requests.fileno())), set[int](), os.getpid()
         while True:
-            if requests in wait([requests, woken]):
+            if wait([requests], _REAP_EVERY_S if running else None):
                 prefix, files, _, _ = socket.recv_fds(requests, 1, 1 + len(_STANDARD))
                 if not prefix:
                     break
                 request = messages.recv()
-                if isinstance(request, _Signal) and request.pid in running:
-                    try:
-                        os.killpg(request.pid, request.signum)
-                    except ProcessLookupError:  # it has no group of its own yet
-                        os.kill(request.pid, request.signum)
-                elif isinstance(request, _Start):
-                    messages.send(_forked(request, files, handlers, running, (requests, messages, woken, wakes)))
+                try:
+                    pid = os.fork()
+                except OSError as error:
+                    messages.send(("refused", error.errno or 0, 0))
+                else:
+                    if pid == 0:
+                        requests.close()
+                        messages.close()
+                        _become_rank(request, files, handlers, server)
+                    running.add(pid)
+                    messages.send(("started", pid, 0))
                 for file in files:
                     os.close(file)
-            with suppress(BlockingIOError):
-                woken.recv(4096)
             for pid in list(running):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
@@ -228,33 +206,12 @@ def _serve(requests: socket.socket) -> NoReturn:
         os._exit(0)
 
 
-def _forked(
-    request: _Start,
-    files: Sequence[int],
-    handlers: dict[signal.Signals, Any],
-    running: set[int],
-    of_server: "Sequence[socket.socket | Connection[Any, Any]]",
-) -> tuple[str, int, int]:
-    """Fork a rank, and note it as running; return what to tell the launcher."""
-    server = os.getpid()
-    try:
-        pid = os.fork()
-    except OSError as error:
-        return "refused", error.errno or 0, 0
-    if pid == 0:
-        for connection in of_server:
-            connection.close()
-        _become_rank(request, files, handlers, server)
-    running.add(pid)
-    return "started", pid, 0
-
-
-def _close_all_but(*sockets: socket.socket) -> None:
+def _close_all_but(requests: socket.socket) -> None:
     """Close the files of the launcher. Their numbers stay taken: an object may still believe to own one, and would
     close another file."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (int(name) for name in os.listdir("/proc/self/fd")):
-        if descriptor not in (*_STANDARD, nothing, *(end.fileno() for end in sockets)):
+        if descriptor not in (*_STANDARD, nothing, requests.fileno()):
             with suppress(OSError):  # the listing's own
                 os.dup2(nothing, descriptor)
 
@@ -266,7 +223,6 @@ def _become_rank(request: _Start, files: Sequence[int], handlers: dict[signal.Si
         end_with_parent()
         if os.getppid() != server:  # gone before that
             os._exit(code)
-        signal.set_wakeup_fd(-1)
         for signum, handler in handlers.items():
             signal.signal(signum, signal.SIG_IGN if handler == signal.SIG_IGN else signal.SIG_DFL)
         os.setsid()
@@ -281,7 +237,7 @@ def _become_rank(request: _Start, files: Sequence[int], handlers: dict[signal.Si
         _forget_launcher()
         os.environ.clear()
         os.environ.update(request.environment)
-        sys.path[:] = request.search_path
+        sys.path[:] = request.environment["PYTHONPATH"].split(os.pathsep)
         sys.argv = [rank_process.__file__, request.job_path]
         rank_process.main(request.job_path)
         code = 0
@@ -318,6 +274,8 @@ def _forget_launcher() -> None:
 
 RANK_MODULE = "zerotrain.launching.rank_process"
 _LOOK_EVERY_S = 0.05
+_AT_ONCE = (signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end the ranks themselves, and at once."""
 _GRACE_S = 30.0
 """Time for a rank between the signal to end and SIGKILL."""
 _REMOVE_BEHIND_US = 'read _; for second in 1 2 3 4 5; do rm -rf "$0" && exit; sleep 1; done'
@@ -341,9 +299,10 @@ def run_ranks(attempts: resuming.Attempts, num_ranks: int) -> int:
     job = attempts.job
 
     def tell(signum: int) -> bool:
-        return job.evaluates is None and failures.pass_on(job.ranks_dir, num_ranks, signum)
+        is_in_order = signum not in _AT_ONCE and job.evaluates is None
+        return is_in_order and failures.pass_on(job.ranks_dir, num_ranks, signum)
 
-    with stop_requests(tell) as stop:
+    with stop_requests(tell, _AT_ONCE) as stop:
         while True:
             try:
                 _run_once(attempts.job, num_ranks, stop)
@@ -364,11 +323,7 @@ def _run_once(job: Job, num_ranks: int, stop: StopRequest) -> None:
         job_path = Path(folder) / "job.json"
         job_path.write_text(job.to_json())
         try:
-            with exits.raised(signal.SIGHUP, signal.SIGQUIT):
-                codes = _codes_of_first_to_fail(job, job_path, num_ranks)
-        except exits.Ended as error:
-            # SystemExit: Hydra would take an Exception for a failed job, and a sweep would go on with the next.
-            raise _ended_at_once(error.signum) from error
+            codes = _codes_of_first_to_fail(job, job_path, num_ranks, stop)
         finally:
             Console().show_cursor(True)  # which the progress bar of a killed rank 0 leaves hidden
         if not job.ranks_dir.is_dir():
@@ -384,54 +339,46 @@ def _run_once(job: Job, num_ranks: int, stop: StopRequest) -> None:
             raise KeyboardInterrupt  # told to stop when not all were in their training
 
 
-def _codes_of_first_to_fail(job: Job, job_path: Path, num_ranks: int) -> dict[int, int]:
+def _codes_of_first_to_fail(job: Job, job_path: Path, num_ranks: int, stop: StopRequest) -> dict[int, int]:
     """Start the ranks and wait until all have ended, or one has failed; end the rest. Return the exit codes, by rank,
     of the failed ones, and of the ones killed by others meanwhile; none if all have completed."""
     ranks: list[RankProcess] = []
-    signum: int = signal.SIGTERM
     try:
         for rank in range(num_ranks):
             environment = _environment(job, rank, num_ranks, job_path.parent)
             # GPUs need a new Python, not a fork.
             server = None if job.config.launch.device == "cuda" else fork_server()
             forked = server.start(str(job_path), environment) if server else None
-            ranks.append(forked or _SpawnedRank(job_path, environment))
+            command = [sys.executable, "-m", RANK_MODULE, str(job_path)]
+            ranks.append(forked or subprocess.Popen(command, env=environment, start_new_session=True))
         while True:
             codes = _codes_of(ranks)
             failed = {rank: code for rank, code in codes.items() if code != 0}
             if failed or len(codes) == num_ranks:
                 break
             time.sleep(_LOOK_EVERY_S)
-    except exits.Ended as error:
-        signum = error.signum
-        raise
     finally:
-        sent = _end(ranks, signum)
+        sent = _end(ranks, stop.signum if stop.signum in _AT_ONCE else signal.SIGTERM)
     # Ranks are killed one after the other if memory runs out.
     killed = {rank: code for rank, code in _codes_of(ranks).items() if code < 0 and -code not in sent}
     return failed and killed | failed
 
 
-def _codes_of(ranks: list[RankProcess]) -> dict[int, int]:
+def _codes_of(ranks: Sequence[RankProcess]) -> dict[int, int]:
     """The exit codes of the ended ones, by rank."""
     return {rank: code for rank, process in enumerate(ranks) if (code := process.poll()) is not None}
 
 
-class _SpawnedRank(subprocess.Popen[bytes]):
-    """A `RankProcess` in a new Python."""
-
-    def __init__(self, job_path: Path, environment: dict[str, str]) -> None:
-        command = [sys.executable, "-m", RANK_MODULE, str(job_path)]
-        super().__init__(command, env=environment, start_new_session=True)
-
-    def send_signal(self, signum: int) -> None:
-        """Signal its process group."""
-        if self.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signum)
+def _signal(rank: RankProcess, signum: int) -> None:
+    """Signal a running rank and the processes it has started: each rank has a process group of its own."""
+    with suppress(ProcessLookupError):
+        try:
+            os.killpg(rank.pid, signum)
+        except ProcessLookupError:  # forked just now, it has no group yet
+            os.kill(rank.pid, signum)
 
 
-def _end(ranks: list[RankProcess], signum: int) -> set[int]:
+def _end(ranks: Sequence[RankProcess], signum: int) -> set[int]:
     """End the running ranks: by this signal, and by SIGKILL `_GRACE_S` later or when another signal comes.
 
     Returns:
@@ -442,16 +389,16 @@ def _end(ranks: list[RankProcess], signum: int) -> set[int]:
     sent = {signum}
     running = [process for process in ranks if process.poll() is None]
     for process in running:
-        process.send_signal(signum)
+        _signal(process, signum)
     while running := [process for process in running if process.poll() is None]:
         try:
             if time.monotonic() > kill_s:
                 kill_s = math.inf
                 sent.add(signal.SIGKILL)
                 for process in running:
-                    process.send_signal(signal.SIGKILL)
+                    _signal(process, signal.SIGKILL)
             time.sleep(_LOOK_EVERY_S)
-        except (KeyboardInterrupt, exits.Ended) as error:
+        except KeyboardInterrupt as error:
             interruption, kill_s = error, 0.0
     if interruption is not None:
         raise interruption
@@ -482,7 +429,8 @@ def ranks_folder() -> Iterator[str]:
 
 
 def _ended_at_once(signum: int) -> BaseException:
-    """The exception to raise after this signal has ended the ranks at once."""
+    """The exception to raise after this signal has ended the ranks at once. It is none that Hydra takes for a failed
+    job: a sweep would go on with the next."""
     if signum == signal.SIGINT:
         return KeyboardInterrupt()
     print(f"stopped by {signal.Signals(signum).name}", file=sys.stderr)

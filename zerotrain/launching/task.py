@@ -14,12 +14,11 @@ import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from zerotrain.comm.environment import RankEnvironment, num_restarts
 from zerotrain.comm.world import choose_device, num_gpus_for
-from zerotrain.config import checks, compose, explain
+from zerotrain.config import checks, explain
 from zerotrain.config.schema import Config
 from zerotrain.device.kinds import num_gpus
 from zerotrain.device.processes import compute_in_child, one_thread
@@ -38,7 +37,7 @@ from zerotrain.report.journal import JournalError
 from zerotrain.settings import autos_of
 from zerotrain.training import report, request
 from zerotrain.training.callbacks.stages import stage_at, stages_named
-from zerotrain.training.result import RESULT_NAME, code_of_stop, read_result
+from zerotrain.training.result import RESULT_NAME, RunResult, code_of_stop
 
 # The ranks of a command, and the device they compute on.
 
@@ -281,11 +280,7 @@ def run_job(composed: DictConfig) -> float | list[float] | None:
     """
     open_fork_server()
     hydra = HydraConfig.get()
-    try:
-        run_dir = Path(hydra.runtime.output_dir)
-    except OmegaConfBaseException as error:  # Hydra has resolved the name, made the folder, and resolves the name again
-        print(f"hydra.run.dir: {compose.first_paragraph(error)}; a folder's name cannot hold `${{`", file=sys.stderr)
-        raise SystemExit(exits.CONFIG_PROBLEM) from error
+    run_dir = Path(hydra.runtime.output_dir)
     if hydra.mode == RunMode.MULTIRUN:
         try:
             return _run_in_sweep(composed, run_dir, hydra)
@@ -308,7 +303,7 @@ def run_job(composed: DictConfig) -> float | list[float] | None:
         raise SystemExit(_code_of(failure)) from error
     print_ending(result, run_dir, Path.cwd(), RankEnvironment.read())
     _end_as_stopped(result, signum, read.config)
-    return result["final_val_loss"]
+    return result.final_val_loss
 
 
 def _run_in_sweep(composed: DictConfig, hydra_dir: Path, hydra: Any) -> float | list[float] | None:
@@ -351,8 +346,8 @@ def _run_in_sweep(composed: DictConfig, hydra_dir: Path, hydra: Any) -> float | 
             raise
     value = None
     if result is not None:
-        value = member.end(result)
-        if result["stopped_by"] is not None:
+        value = member.end(result.body())
+        if result.stopped_by is not None:
             print_place(result, shown_from(Path.cwd(), place.run_dir))
         _end_as_stopped(result, signum, read.config)
     member.require_hope()
@@ -370,19 +365,19 @@ def _failure_of(error: Exception, run_dir: Path) -> ZeroTrainError:
     return failure
 
 
-def _end_as_stopped(result: dict[str, Any], signum: int, config: Config | None) -> None:
+def _end_as_stopped(result: RunResult, signum: int, config: Config | None) -> None:
     """End this process where a signal or control.yaml has stopped its job, and with it the sweep. A job that ended by
     itself, as EarlyStopping or a pruner wants it, ends no other."""
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    if is_sweep and not signum and request.is_over(result["stopped_by"]):
+    by = result.stopped_by
+    if is_sweep and not signum and request.is_over(by):
         return
-    by = result["stopped_by"]
     if by is not None:
         signum = signum or getattr(signal.Signals, by, 0)  # by control.yaml is by no signal
     if is_sweep and signum == signal.SIGINT:
         raise KeyboardInterrupt
     if config is not None and (by is not None or (is_sweep and signum)):
-        by = signal.Signals(signum).name if signum else by
+        by = signal.Signals(signum).name if signum else str(by)
         _hand_on(signum)
         if (line := resuming.queue_again(config, by)) is not None:
             print(line, file=sys.stderr)
@@ -418,8 +413,8 @@ def _run(
     overrides: list[str],
     begin: Callable[[], None] = lambda: None,
     trial: dict[str, Any] | None = None,
-) -> tuple[dict[str, Any], int]:
-    """The body of result.json, and the signal to stop this process; 0 for none.
+) -> tuple[RunResult, int]:
+    """The result of the run, and the signal to stop this process; 0 for none.
 
     Args:
         begin: called once all is checked, before the ranks start.
@@ -470,7 +465,9 @@ def _run(
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
     print(f"{stages_named(stages, step)}, ranks: {started.num_ranks}, run folder: {folder}", flush=True)
-    return _run_spawned(job, started.num_ranks) if ranks is None else (_run_under_torchrun(job, ranks), 0)
+    if ranks is None:
+        return _run_spawned(job, started.num_ranks)
+    return RunResult(**_run_under_torchrun(job, ranks)), 0
 
 
 def _warn(warnings: list[str]) -> None:
@@ -520,7 +517,7 @@ def _save_composition(composed: DictConfig, folder: Path) -> None:
             OmegaConf.save(values, file)
 
 
-def _run_spawned(job: Job, num_ranks: int) -> tuple[dict[str, Any], int]:
+def _run_spawned(job: Job, num_ranks: int) -> tuple[RunResult, int]:
     attempts = resuming.Attempts(job)
     try:
         signum = run_ranks(attempts, num_ranks)
@@ -535,7 +532,7 @@ def _run_spawned(job: Job, num_ranks: int) -> tuple[dict[str, Any], int]:
             write_ending(attempts.job, num_ranks, status="stopped", error="stopped by a signal", code=code)
         raise
     try:
-        return read_result(job.run_dir / RESULT_NAME), signum
+        return RunResult.read(job.run_dir / RESULT_NAME), signum
     except UntrustedFileError as error:
         raise RunError(f"{job.run_dir / RESULT_NAME}: {error}") from error
 
@@ -548,13 +545,14 @@ def shown_from(cwd: Path, path: Path) -> Path:
     return path.relative_to(cwd) if path.is_relative_to(cwd) else path
 
 
-def print_ending(result: dict[str, Any], run_dir: Path, cwd: Path, ranks: RankEnvironment | None) -> None:
+def print_ending(result: RunResult, run_dir: Path, cwd: Path, ranks: RankEnvironment | None) -> None:
     """Say where a completed run lies, or one stopped in order, and how to go on with it."""
     folder = shown_from(cwd, run_dir)
     print_place(result, folder)
-    if result["checkpoint"] is not None:
-        changes = [f"train.max_steps={2 * result['steps']}"] if result["status"] == "completed" else []
-        print(f"to go on: {resuming.command_to_go_on(result['overrides'], folder, ranks, *changes)}", flush=True)
+    if result.checkpoint is not None:
+        changes = [f"train.max_steps={2 * result.steps}"] if result.status == "completed" else []
+        command = resuming.command_to_go_on(result.overrides or [], folder, ranks, *changes)
+        print(f"to go on: {command}", flush=True)
     else:
         print(
             "next: checkpoint.save_at_end=true lets a run train longer later; --cfg job shows every setting",
@@ -562,7 +560,7 @@ def print_ending(result: dict[str, Any], run_dir: Path, cwd: Path, ranks: RankEn
         )
 
 
-def print_place(result: dict[str, Any], folder: Path) -> None:
+def print_place(result: RunResult, folder: Path) -> None:
     """Say how a run has ended, and what lies in its folder."""
-    files = f"result.json, metrics.jsonl, ranks/{'' if result['checkpoint'] is None else ', checkpoints/'}"
-    print(f"{result['error'] or 'completed'}; in {folder}: {files}", flush=True)
+    files = f"result.json, metrics.jsonl, ranks/{'' if result.checkpoint is None else ', checkpoints/'}"
+    print(f"{result.error or 'completed'}; in {folder}: {files}", flush=True)

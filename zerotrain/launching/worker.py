@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -203,15 +202,3 @@ def exit_now(code: int) -> NoReturn:
         with suppress(OSError):  # the log's disk is full, or nobody reads any more
             stream.flush()
     os._exit(code)
-
-
-def run_spawned(job_path: str) -> None:
-    """Run this process's rank of the job in a file of `spawn`; end the process if it fails."""
-    ranks = RankEnvironment.read()
-    assert ranks is not None
-    try:
-        run_rank(Job.from_json(Path(job_path).read_bytes()), ranks)
-    except KeyboardInterrupt:
-        exit_now(exits.of_signal(signal.SIGINT))
-    except (Exception, SystemExit):  # is in the log, and the process that started this one says it
-        exit_now(exits.FAILED)

@@ -318,7 +318,7 @@ def _try_loss(model: nn.Module, batch: Any, config: Config) -> tuple[nn.Module, 
     ):
         return None
     with suppress(Exception), fetch.seeded("loss tried", config.seed), torch.no_grad():
-        built = factory.build("model", config.model_target).eval()
+        built = factory.build("model", config.target("model")).eval()
         for parameter in built.parameters():
             if not parameter.any():  # of zeros, such as those of the last layer, all losses may be the same
                 parameter.normal_(std=0.02)
@@ -337,7 +337,7 @@ def _whole_and_parts(data: Any, config: Config, rows: Sequence[int]) -> tuple[An
     whole, sizes = _read_rows(data, config, rows), (num, len(rows) - num)
     read = [_read_rows(data, config, part) for part in (rows[:num], rows[num:])]
     ways = [list(zip(read, sizes, strict=True))]
-    if config.data_switches["collate_fn"] and all(
+    if config.switches("data")["collate_fn"] and all(
         tensor.shape[:1] == (len(rows),) for tensor in fetch.tensors_in(whole)
     ):
         cut = [fetch.with_tensors(whole, itemgetter(part)) for part in (slice(num), slice(num, None))]

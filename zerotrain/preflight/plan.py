@@ -234,7 +234,7 @@ def _lines(plan: RunPlan, config: Config) -> Iterator[str]:
     yield f"largest unit: {in_unit(stage_plan.largest_unit)}"
     if stage_plan.unknown_because is not None:
         yield f"warning: activations are unknown: {stage_plan.unknown_because} cannot be followed without values"
-    if config.model_switches["compile"]:
+    if config.switches("model")["compile"]:
         yield "model.compile=true: planned uncompiled, and compiled units save the same or less"
     owner = "of the process itself" if memory.on_host else "of cuBLAS"
     overhead = memory.overhead

@@ -482,7 +482,7 @@ class Rehearsal:
             stored=sum(stored for _, stored in moved),
             largest_unit=largest_unit,
             unknown_because=failed,
-            recomputes=bool(self._config.model_switches["activation_checkpointing"]),
+            recomputes=bool(self._config.switches("model")["activation_checkpointing"]),
         )
 
     def _saved_moved(self) -> tuple[int, int]:

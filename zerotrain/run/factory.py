@@ -24,7 +24,7 @@ from zerotrain.config.schema import VALIDATION_FRACTION, Config, Rhythm, TrainCo
 from zerotrain.config.words import find_references, word, words_of_config
 from zerotrain.data.fetch import fetch_rows, seeded
 from zerotrain.engine import WHOLE, OptimizerFactory, ParamGroups, ZeroEngine, assemble_engine
-from zerotrain.errors import ConfigError
+from zerotrain.errors import ConfigError, noting, raise_noted
 from zerotrain.files.untrusted import printable
 from zerotrain.settings import EngineConfig, OffloadConfig, problems_in
 from zerotrain.sharding.units import ModelParameter, matching, model_parameters, no_match
@@ -49,16 +49,13 @@ def rhythms_in_steps(config: Config, train: Sized, num_ranks: int) -> dict[str, 
         ConfigError: the data does not tell, with a line for each.
     """
     steps: dict[str, int | None] = {}
-    problems: list[str] = []
+    errors: list[ConfigError] = []
     for name in RHYTHMS:
         group, _, field = name.partition(".")
         rhythm = getattr(getattr(config, group), field)
-        try:
+        with noting(errors):
             steps[name] = steps_of(f"{name}={rhythm}", rhythm, train, config, num_ranks)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(*problems)
+    raise_noted(errors)
     return steps
 
 
@@ -126,7 +123,7 @@ def freeze(config: Config, model: nn.Module) -> dict[str, Any]:
         unknown = [f"{FREEZE}: {no_match(parameters, pattern)}" for pattern in unmatched]
         names = {entry.names[0] for pattern in patterns for entry in matching(trained, pattern)} - until.keys()
         if not unknown and not names:
-            problem = f"{FREEZE}: {_listed(patterns)} has no effect, since all that it matches is frozen"
+            problem = f"{FREEZE}: {', '.join(patterns)} has no effect, since all that it matches is frozen"
             unknown = [f"{problem} by the model itself or by an entry before; leave it out"]
         problems += unknown
         until |= dict.fromkeys(names, end)
@@ -147,20 +144,16 @@ def frozen_steps(config: Config, until: Mapping[str, Any], train: Sized, num_ran
         ConfigError: the data does not tell, or an entry holds until the end of the run or later.
     """
     steps: dict[Any, int | None] = {None: None}
-    problems: list[str] = []
+    errors: list[ConfigError] = []
     for end in dict.fromkeys(end for _, end in config.frozen if end is not None):
-        try:
+        with noting(errors):
             steps[end] = number = steps_of(f"{FREEZE} until {end}", end, train, config, num_ranks)
-        except ConfigError as error:
-            problems += error.problems
-            continue
-        if number is not None and config.train.max_steps is not None and number >= config.train.max_steps:
-            problems.append(
-                f"{FREEZE}: until {end} is step {number}, and the run has {config.train.max_steps}; give an earlier "
-                "one, or leave it out: what it freezes never trains"
-            )
-    if problems:
-        raise ConfigError(*problems)
+            if number is not None and config.train.max_steps is not None and number >= config.train.max_steps:
+                raise ConfigError(
+                    f"{FREEZE}: until {end} is step {number}, and the run has {config.train.max_steps}; give an "
+                    "earlier one, or leave it out: what it freezes never trains"
+                )
+    raise_noted(errors)
     return {name: steps[end] for name, end in until.items()}
 
 
@@ -172,7 +165,17 @@ def require_groups(config: Config, parameters: Sequence[ModelParameter]) -> None
         ConfigError: with each group that has none.
     """
     owners: dict[ModelParameter, str] = {}
-    problems = [line for group in config.optimizer_groups or () for line in _without_effect(group, parameters, owners)]
+    problems = []
+    for group in config.optimizer_groups or ():
+        name = f"{GROUPS}.{group['name']}"
+        matches = dict.fromkeys(entry for pattern in group["params"] for entry in matching(parameters, pattern))
+        own = [entry for entry in matches if entry not in owners]
+        earlier = ", ".join(dict.fromkeys(owners[entry] for entry in matches if entry in owners))
+        owners |= dict.fromkeys(own, group["name"])
+        if matches and not own:
+            problems.append(f"{name}: has no effect, since all that it matches is in {earlier} before it; leave it out")
+        elif matches and not any(entry.parameter.requires_grad for entry in own):
+            problems.append(f"{name}: has no effect, since all that it matches is frozen; leave it out")
     if problems:
         raise ConfigError(*problems)
 
@@ -191,22 +194,6 @@ def require_optimizer(engine: ZeroEngine, device: torch.device | None, goes_on_f
         engine.held.groups.probe_on(device)
     if goes_on_from is not None:
         _require_same(goes_on_from, engine.held.groups)
-
-
-def _without_effect(
-    group: dict[str, Any], parameters: Sequence[ModelParameter], owners: dict[ModelParameter, str]
-) -> list[str]:
-    """A line for a group without parameters of its own that train; notes its parameters in `owners`."""
-    name = f"{GROUPS}.{group['name']}"
-    matches = dict.fromkeys(entry for pattern in group["params"] for entry in matching(parameters, pattern))
-    own = [entry for entry in matches if entry not in owners]
-    earlier = dict.fromkeys(owners[entry] for entry in matches if entry in owners)
-    owners |= dict.fromkeys(own, group["name"])
-    if matches and not own:
-        return [f"{name}: has no effect, since all that it matches is in {_listed(earlier)} before it; leave it out"]
-    if matches and not any(entry.parameter.requires_grad for entry in own):
-        return [f"{name}: has no effect, since all that it matches is frozen; leave it out"]
-    return []
 
 
 def _require_same(manifest: Manifest, groups: ParamGroups) -> None:
@@ -228,10 +215,6 @@ def _require_same(manifest: Manifest, groups: ParamGroups) -> None:
             f"{word(saved[was])}; give the groups that it was saved with, or begin a new run with its weights "
             "(checkpoint.init_from)"
         )
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(map(str, names))
 
 
 ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps", "virtual_ranks")
@@ -333,7 +316,7 @@ def _trainer(
         seed=config.seed,
         run_dir=run_dir,
         model_flops=_model_flops(config, engine, dataset),
-        num_workers=config.data_switches["num_workers"],
+        num_workers=config.switches("data")["num_workers"],
         collate_fn=build_collate(config),
         settings=settings,
         callbacks=build_callbacks(config),
@@ -365,7 +348,7 @@ def build_engine_of(
     Raises:
         ConfigError: a class cannot be found or refuses its arguments, or the model cannot be trained so.
     """
-    train = config.train
+    train, switches = config.train, config.switches("model")
     offload: OffloadConfig = config.offload
     if run_dir is None:
         offload = OffloadConfig()
@@ -381,7 +364,7 @@ def build_engine_of(
     )
 
     def build_model() -> nn.Module:
-        built: nn.Module = build("model", config.model_target)
+        built: nn.Module = build("model", config.target("model"))
         until = freeze(config, built)
         if frozen is not None:
             frozen.update(until)
@@ -394,7 +377,8 @@ def build_engine_of(
         world=world,
         decay_all=False,
         param_groups=config.optimizer_groups,
-        **config.forward_switches,
+        compile=switches["compile"],
+        activation_checkpointing=switches["activation_checkpointing"],
     )
 
 
@@ -417,7 +401,7 @@ def _policy(config: Config, resume_from: Sequence[str], every_steps: int | None)
 
 def build_collate(config: Config) -> Callable[[list[Any]], Any] | None:
     """The user's function that makes a batch of items; None for torch's. Raises as `build`."""
-    values = config.data_switches["collate_fn"]
+    values = config.switches("data")["collate_fn"]
     return None if values is None else build("data.collate_fn", values)
 
 
@@ -425,7 +409,7 @@ def build_data(config: Config) -> Any:
     """The dataset. Random numbers drawn while it is made follow from the seed: they are the same on all ranks. Raises
     as `build`."""
     with seeded("data", config.seed):
-        return build("data", config.data_target)
+        return build("data", config.target("data"))
 
 
 def build_validation_sets(config: Config) -> dict[str, Any]:
@@ -481,8 +465,8 @@ def build(group: str, values: dict[str, Any]) -> Any:
 
 def build_optimizer_factory(config: Config) -> OptimizerFactory:
     """The maker of the run's optimizers, which says what the config says of it."""
-    factory: Any = build("optimizer", config.optimizer_target)
-    if config.optimizer_switches["whole_tensor"] and callable(factory):
+    factory: Any = build("optimizer", config.target("optimizer"))
+    if config.switches("optimizer")["whole_tensor"] and callable(factory):
         factory = partial(factory)
         factory.whole_tensor = True
     return factory
@@ -555,7 +539,7 @@ def build_on_meta(config: Config) -> nn.Module | None:
     """
     try:
         with torch.device("meta"), _NothingDrawn():
-            return build("model", config.model_target)
+            return build("model", config.target("model"))
     except RuntimeError as error:
         if TOO_LARGE_A_TENSOR in str(error):
             raise

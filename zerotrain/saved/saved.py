@@ -84,7 +84,7 @@ class OfRun:
             ConfigError: it names a class that is not trusted, or cannot be built.
         """
         config = self.require_config()
-        values = getattr(config, f"{group}_target")
+        values = config.target(group)
         if not self.trusts_code:
             require_trusted(config, (group,), self.path)
         with kept_out.nothing_imported_from(self.path), room.watching_parameters(self._refuse_countless):
@@ -126,7 +126,7 @@ class OfRun:
             ConfigError: it cannot be built.
             CheckpointError: the checkpoint is not what was written, or of another model.
         """
-        model = self.built("model", lambda config: build("model", config.model_target))
+        model = self.built("model", lambda config: build("model", config.target("model")))
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{self.path}: model._target_ makes a {type(model).__name__}, and no torch.nn.Module")
         own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if torch.is_tensor(tensor)}

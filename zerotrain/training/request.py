@@ -131,7 +131,9 @@ class StopRequest:
 
 
 @contextmanager
-def stop_requests(tell: Callable[[int], object] = lambda signum: None) -> Iterator[StopRequest]:
+def stop_requests(
+    tell: Callable[[int], object] = lambda signum: None, others: Sequence[signal.Signals] = ()
+) -> Iterator[StopRequest]:
     """Inside, a signal to stop ends nothing by itself: a loop looks at the request when a step is done.
 
     Only the main thread can be told; in any other one nothing changes.
@@ -139,12 +141,14 @@ def stop_requests(tell: Callable[[int], object] = lambda signum: None) -> Iterat
     Args:
         tell: told the number of the first signal, when it comes. If it returns False, nothing can be ended in order,
             and the signal interrupts as a second one does.
+        others: further signals, beside `STOP_SIGNALS`. One that this process ignores, as under nohup, stays ignored.
     """
     request = StopRequest(tell)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    previous = {signum: signal.signal(signum, request.on_signal) for signum in STOP_SIGNALS}
+    heeded = [*STOP_SIGNALS, *(signum for signum in others if signal.getsignal(signum) != signal.SIG_IGN)]
+    previous = {signum: signal.signal(signum, request.on_signal) for signum in heeded}
     try:
         yield request
     finally:

@@ -9,11 +9,10 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypedDict
 
-from msgspec import Meta
+from msgspec import Meta, Struct, field, structs
 
 from zerotrain.engine.options import dotted
 from zerotrain.files import untrusted
@@ -29,8 +28,7 @@ MAX_NBYTES = 2**26
 _StopName = Meta(pattern=rf"^({'|'.join(signal.Signals.__members__)}|control\.yaml|sweep\.pruner|callbacks\..+)\Z")
 
 
-@dataclass
-class RunResult:
+class RunResult(Struct):
     """The body of result.json. Null is what was not known when the run ended, and a loss that is no number."""
 
     world_size: untrusted.Natural
@@ -133,7 +131,21 @@ class RunResult:
 
     def body(self) -> dict[str, Any]:
         """The content that is written."""
-        return without_non_finite(asdict(self))
+        body: dict[str, Any] = without_non_finite(structs.asdict(self))
+        return body
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "RunResult":
+        """What `write` has left, with the defaults for what another zerotrain did not know.
+
+        Raises:
+            OSError: it cannot be read; `FileNotFoundError` where there is none.
+            UntrustedFileError: it is no result of a run; the text names the field.
+        """
+        result: RunResult = untrusted.read_json(path, cls, max_nbytes=MAX_NBYTES)
+        if result.status == "failed" and result.exit_code == 0:
+            raise untrusted.UntrustedFileError("exit_code: got 0 of a run that has failed")
+        return result
 
     def write(self, run_dir: Path) -> None:
         """Write `run_dir`/result.json, whole or not at all."""
@@ -158,16 +170,8 @@ def code_of_stop(stopped_by: str, code: int | None) -> int:
 
 
 def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The body that `RunResult.write` has left, with the defaults for what another zerotrain did not know.
-
-    Raises:
-        OSError: it cannot be read; `FileNotFoundError` where there is none.
-        UntrustedFileError: it is no result of a run.
-    """
-    result: RunResult = untrusted.read_json(path, RunResult, max_nbytes=MAX_NBYTES)
-    if result.status == "failed" and result.exit_code == 0:
-        raise untrusted.UntrustedFileError("exit_code: got 0 of a run that has failed")
-    return result.body()
+    """The body of `RunResult.read`."""
+    return RunResult.read(path).body()
 
 
 def without_non_finite(value: Any) -> Any:
@@ -184,7 +188,8 @@ def without_non_finite(value: Any) -> Any:
 
 VAL_LOSS = "final_val_loss"
 _OF_AN_EVALUATION = re.compile(r"val_\w+(/.+)?")
-_NUMBERS = tuple(member.name for member in fields(RunResult) if member.type in (int, untrusted.Natural, float | None))
+_FIELDS = {member.name: member.type for member in structs.fields(RunResult)}
+_NUMBERS = tuple(name for name, kind in _FIELDS.items() if kind in (int, untrusted.Natural, float | None))
 NUMBERS = (
     *_NUMBERS,
     *(f"comm_bytes_per_step.{part}" for part in ("sent", "theory")),
@@ -198,8 +203,7 @@ def in_evaluation(name: str) -> str | None:
     """The name of this value in an evaluation; None where none measures it."""
     if name == VAL_LOSS:
         return "val_loss"
-    is_field = name in (member.name for member in fields(RunResult))
-    return None if is_field or _OF_AN_EVALUATION.fullmatch(name) is None else name
+    return None if name in _FIELDS or _OF_AN_EVALUATION.fullmatch(name) is None else name
 
 
 def value_in(result: Mapping[str, Any], name: str) -> float | None:

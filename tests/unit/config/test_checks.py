@@ -10,7 +10,6 @@ import pytest
 from zerotrain.config.checks import (
     checked_config,
     doubtful,
-    makes_callables,
     must_be,
     target_problems,
     value_problems,
@@ -66,8 +65,8 @@ def test_the_edge_of_a_range_is_allowed(compose, override):
 def test_every_model_can_be_compiled_and_checkpointed(compose, group):
     config, problems = checked_config(compose([group, "model.compile=true", "model.activation_checkpointing=true"]))
     assert problems == []
-    assert config.model_switches == {"compile": True, "activation_checkpointing": True, "freeze": None}
-    assert not config.model_switches.keys() & config.model_target.keys()
+    assert config.switches("model") == {"compile": True, "activation_checkpointing": True, "freeze": None}
+    assert not config.switches("model").keys() & config.target("model").keys()
 
 
 @pytest.mark.parametrize(
@@ -95,8 +94,9 @@ def test_every_dataset_can_be_read_by_workers_and_collated_by_a_function(compose
     collate = "data.collate_fn={_target_: torch.utils.data.default_collate, _partial_: true}"
     config, problems = checked_config(compose(["data=synthetic", "data.num_workers=2", collate]))
     assert problems == []
-    assert config.data_switches["num_workers"] == 2
-    assert not config.data_switches.keys() & config.data_target.keys()
+    assert problems_of(compose, "data.collate_fn={_target_: torch.nn.Identity}") == []  # whose objects can be called
+    assert config.switches("data")["num_workers"] == 2
+    assert not config.switches("data").keys() & config.target("data").keys()
 
 
 def test_a_dataset_of_ones_own_is_named_on_the_command_line_as_the_refusal_says(compose):
@@ -456,11 +456,3 @@ def test_targets_inside_arguments_are_checked_too():
     assert problem.startswith(
         "model.blocks.0._target_: got torch.nn.Linaer; torch.nn has no Linaer; did you mean Linear?"
     )
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [("zerotrain.MuonWithAdamW", True), ("torch.optim.AdamW", False), ("math.sqrt", False), ("no.such", False)],
-)
-def test_a_class_whose_objects_can_be_called_needs_no_partial(path: str, expected: bool):
-    assert makes_callables(path) is expected

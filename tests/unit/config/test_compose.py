@@ -18,7 +18,7 @@ def test_the_defaults_compose_into_the_schemas_own_defaults(compose):
 
 def test_a_dataset_without_a_number_of_tokens_is_told_that_null_is_its_own(compose):
     with pytest.raises(
-        ConfigError, match=r"there is no data.vocab_size; give model.vocab_size=..., or .*=null, which takes the number"
+        ConfigError, match=r"'data.vocab_size' not found; give model.vocab_size=..., or .*=null, which takes the number"
     ):
         to_config(compose(["data=own", "data._target_=my.Data"]))
 

@@ -1,5 +1,7 @@
 """What lies in a run's folder already, and what becomes of it."""
 
+import builtins
+import io
 import os
 import signal
 import socket
@@ -28,13 +30,12 @@ from zerotrain.launching.resuming import (
     folder_problems,
     go_on_if_queued_again,
     going_on,
-    options_in,
     queue_again,
     set_code_when_stopped,
     start_problems,
     with_run_dir,
 )
-from zerotrain.training.result import RunResult, code_of_stop
+from zerotrain.training.result import RunResult
 
 STEPS = 5
 
@@ -117,8 +118,8 @@ def test_a_completed_run_is_left_as_it_is_by_one_that_would_go_on(tmp_path: Path
     assert folder_problems(config, tmp_path) == []
     result = completed_already(config, tmp_path)
     assert result is not None
-    assert (result["status"], result["steps"], result["world_size"]) == ("completed", STEPS, 2)
-    assert result["checkpoint"] == ("step-00000005" if with_checkpoints else None)
+    assert (result.status, result.steps, result.world_size) == ("completed", STEPS, 2)
+    assert result.checkpoint == ("step-00000005" if with_checkpoints else None)
 
 
 @pytest.mark.parametrize("with_checkpoints", [False, True])
@@ -496,23 +497,6 @@ def test_the_code_of_a_stop_is_85_in_a_job_of_a_scheduler_unless_another_is_give
 
 
 @pytest.mark.parametrize(
-    ("by", "given", "code"),
-    [
-        ("SIGTERM", None, 0),
-        ("SIGUSR1", None, 0),
-        ("SIGINT", None, 130),
-        ("SIGINT", 85, 85),
-        ("SIGUSR2", 85, 85),
-        ("control.yaml", 85, 0),
-        ("callbacks.early_stopping", 85, 0),
-        ("sweep.pruner", 85, 0),
-    ],
-)
-def test_only_a_signal_asks_others_to_try_again(by: str, given: int | None, code: int):
-    assert code_of_stop(by, given) == code
-
-
-@pytest.mark.parametrize(
     ("environment", "folder"),
     [
         ({}, "10-00/x"),
@@ -619,18 +603,25 @@ def test_why_a_job_is_not_queued_again_is_a_sentence(scontrol, monkeypatch: pyte
     assert line == f"launch.requeue: job 12 is not queued again, since there is no scontrol here; {others}"
 
 
-# The options of torchrun are those of the command line that started it.
+# Hosts that come and go, by the command line of torchrun.
 
 
-PYTHON, PROGRAM = "/usr/bin/python", "launch.py"
+RANKS = RankEnvironment(0, 2, 0, 1)
 
 
-def test_the_options_stand_between_torchrun_and_the_program_and_another_command_has_none() -> None:
-    options = ["--nnodes", "2", "--rdzv-endpoint=n0:29500"]
-    for start in ([PYTHON, "/usr/bin/torchrun"], [PYTHON, "-m", "torch.distributed.run"], ["torchrun"]):
-        assert options_in([*start, *options, PROGRAM, "zero.stage=3", PROGRAM], PROGRAM) == options
-    for command in ([], [PYTHON, PROGRAM], ["torchrun", "-m", "mine"], [PROGRAM, "torchrun"]):
-        assert options_in(command, PROGRAM) is None
+@pytest.fixture
+def torchrun_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """(options) -> the parent of this process is a torchrun that was given them."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    read = builtins.open
+
+    def start(*options: str) -> None:
+        command = "\0".join(["python", "torchrun", *options, "launch.py", ""]).encode()
+        monkeypatch.setattr(
+            "builtins.open", lambda path, *args: io.BytesIO(command) if "cmdline" in str(path) else read(path, *args)
+        )
+
+    return start
 
 
 @pytest.mark.parametrize(
@@ -640,28 +631,16 @@ def test_the_options_stand_between_torchrun_and_the_program_and_another_command_
         (["--nnodes", "1:4", "--max-restarts=5"], "1:4"),
         (["--nnodes=2"], None),
         (["--nnodes=2:2"], None),
-        (["--nnodes"], None),
         (["--nproc-per-node=2"], None),
-        (None, None),
     ],
 )
-def test_a_range_of_hosts_is_elastic(options: list[str] | None, hosts: str | None) -> None:
-    assert elastic_hosts(options) == hosts
+def test_a_range_of_hosts_is_elastic(torchrun_with, options: list[str], hosts: str | None) -> None:
+    torchrun_with(*options)
+    assert elastic_hosts(RANKS) == hosts
 
 
-RANKS = RankEnvironment(0, 2, 0, 1)
-
-
-@pytest.fixture
-def as_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torchrun has started this process, on one host or two."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    monkeypatch.setattr("sys.argv", [PROGRAM])
-    monkeypatch.setattr(resuming, "_command_of", lambda _: ["torchrun", "--nnodes=1:2", PROGRAM])
-
-
-@pytest.mark.usefixtures("as_torchrun")
-def test_on_hosts_that_come_and_go_a_run_goes_on_by_itself_and_hosts_can_join(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_hosts_that_come_and_go_a_run_goes_on_by_itself_and_hosts_can_join(torchrun_with, monkeypatch) -> None:
+    torchrun_with("--nnodes=1:2")
     assert start_problems("auto", RANKS) == []
     [problem] = start_problems(None, RANKS)
     assert problem.startswith(

@@ -9,6 +9,7 @@ import pytest
 
 from tests.zygote.client import Ending, Zygote
 from zerotrain.launching.task import device_for, print_ending
+from zerotrain.training.result import RunResult
 
 # Where the ranks of this machine run.
 
@@ -76,20 +77,11 @@ def test_a_plan_of_auto_tells_what_a_run_would_choose(zygote, tmp_path, memory, 
     assert (told["chosen"], len(told["stages"])) == (chosen, 4)
 
 
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [
-        (["zero.stage=9"], "zero.stage: got 9"),
-        (["plan.memory_gb=0"], "plan.memory_gb: got 0"),
-        (["offload.heap=return"], "offload.heap: there is no such setting any more; leave it out"),
-        (["plan.num_ranks=0"], "plan.num_ranks: got 0"),
-    ],
-)
-def test_a_wrong_setting_is_refused_as_by_the_run(zygote: Zygote, tmp_path: Path, more: list[str], named: str):
-    done = plan(zygote, tmp_path, *more)
+def test_wrong_settings_are_refused_as_by_the_run(zygote: Zygote, tmp_path: Path):
+    done = plan(zygote, tmp_path, "zero.stage=9", "plan.memory_gb=0", "plan.num_ranks=0")
 
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert named in done.err
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 3)
+    assert all(named in done.err for named in ("zero.stage: got 9", "plan.memory_gb: got 0", "plan.num_ranks: got 0"))
     assert not (tmp_path / "run/plan.json").exists()
 
 
@@ -150,8 +142,8 @@ def test_a_rank_that_keeps_the_store_of_all_holds_nothing_of_what_was_planned(tm
 
 def ending(tmp_path: Path, capsys: pytest.CaptureFixture[str], **result: object) -> list[str]:
     run_dir = tmp_path / "outputs/2026-11-21/23-04-45-123456"
-    known = {"status": "completed", "steps": 400, "overrides": ["zero.stage=3"], "checkpoint": None, "error": None}
-    print_ending(known | result, run_dir, tmp_path, None)
+    known = {"world_size": 2, "status": "completed", "steps": 400, "overrides": ["zero.stage=3"]}
+    print_ending(RunResult(**known | result), run_dir, tmp_path, None)
     return capsys.readouterr().out.splitlines()
 
 

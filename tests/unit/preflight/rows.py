@@ -116,7 +116,7 @@ def planned(row: Row, folder: Path) -> StagePlan:
 
 def rehearsals(row: Row, folder: Path, *, on_host: bool = True) -> Rehearsals:
     """Those of a row, of ranks on one host. They compute there, or on GPUs that reduce in the same order."""
-    factory = build("optimizer", row.config.optimizer_target)
+    factory = build("optimizer", row.config.target("optimizer"))
     links = Links(row.ranks, on_host=on_host, ordered=True)
     return Rehearsals(row.config, links, batch_of_one(row.model), factory, look_at(factory, on_host=on_host), folder)
 
@@ -133,7 +133,7 @@ class Held:
 def held(row: Row, world: World, folder: Path) -> Held:
     """The bytes of a row's second step on this rank."""
     config = row.config
-    if config.model_switches["compile"]:
+    if config.switches("model")["compile"]:
         return _held_when_compiled(row, world, folder)
     with LiveMemory() as live:
         engine = build_engine_of(config, world, row.stage, folder)
@@ -188,7 +188,7 @@ def misfits(row: Row, plan: StagePlan, found: Held) -> list[str]:
     ]
     if plan.peak is None or plan.sent is None:
         return [*wrong, f"{row}: {plan.unknown_because}"]
-    is_steady = row.ranks == 1 and not row.config.model_switches["compile"]
+    is_steady = row.ranks == 1 and not row.config.switches("model")["compile"]
     slack = SLACK if is_steady else MORE_SLACK if row.ranks > 1 else COMPILED_SLACK
     if not found.peak <= plan.peak <= found.peak * (1 + slack):
         wrong.append(f"peak: planned {plan.peak:,} for {found.peak:,}")

@@ -368,7 +368,7 @@ def test_a_checkpoint_in_which_a_parameter_is_in_another_group_is_refused() -> N
         entries = {name: {"match": match, "lr": 1e-3} for name, match in given.items()}
         return config(optimizer=ADAMW | {"groups": entries or None})
 
-    model = factory.build("model", config().model_target)
+    model = factory.build("model", config().target("model"))
     manifest = saved_by(model)
     names = ["matrices", "others", "head", "added later"]
     manifest.content["config"] = {"optimizer": {"groups": {"head": {}}}}
@@ -397,7 +397,7 @@ def saved_by(model: torch.nn.Module) -> Manifest:
     "checkpoints", "of a run from a config", "refused before any rank starts", under="weights out of a safetensors file"
 )
 def test_weights_to_start_from_that_do_not_fit_are_refused_before_any_rank_starts(tmp_path: Path) -> None:
-    model = factory.build("model", config().model_target)
+    model = factory.build("model", config().target("model"))
     state = model.state_dict()
     path = str(tmp_path / "weights.pt")
     torch.save({"model": state}, path)
@@ -417,7 +417,7 @@ def test_weights_to_start_from_that_do_not_fit_are_refused_before_any_rank_start
 
 
 def test_the_checkpoint_of_another_model_is_refused() -> None:
-    model = factory.build("model", config().model_target)
+    model = factory.build("model", config().target("model"))
     preflight.check(config(), goes_on_from=saved_by(model))
     wider = factory.build("model", GPT | {"hidden_size": 16, "num_layers": 2})
     with pytest.raises(ConfigError) as refused:

@@ -57,14 +57,6 @@ def test_an_engine_is_built_at_the_stage_that_it_goes_on_at(tmp_path: Path, caps
         assert (f"stage {stage} -> 3 after step 3: sent" in capsys.readouterr().out) == is_changed
 
 
-def test_one_process_without_a_group_trains_and_writes_its_result(tmp_path: Path) -> None:
-    result = run(tmp_path)
-    assert result["status"] == "completed"
-    assert result["overrides"] == ["train.max_steps=2"]
-    assert result["mfu"] is None  # the peak of the device is not known
-    assert (tmp_path / "result.json").exists()
-
-
 def test_what_the_engine_refuses_is_said_in_words_of_the_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.compile=true: works unit by unit, and GPT has no repeated blocks"):
         run(tmp_path, model=GPT | {"compile": True})

@@ -3,10 +3,10 @@ import math
 import os
 import re
 import signal
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from msgspec.structs import fields
 
 from zerotrain.training import RunResult
 from zerotrain.training.result import NUMBERS, MetricsFile, in_evaluation, keep_lines, read_result, value_in
