@@ -14,7 +14,7 @@ from omegaconf import DictConfig, errors
 
 from zerotrain.config.checks import CALLBACKS, OPEN_GROUPS, checked_config, must_be, without_arguments
 from zerotrain.config.compose import first_paragraph, known_keys
-from zerotrain.config.words import EXAMPLES, did_you_mean, we_call_it
+from zerotrain.config.words import REMOVED, did_you_mean, we_call_it
 from zerotrain.errors import ConfigError
 
 # The place of a setting in a yaml: the file and the line, for values not given on the command line.
@@ -196,7 +196,9 @@ def _missing_choice(override: str, error: MissingConfigException, folders: Seque
         package = "'zerotrain[sweeps]'" if got in _OF_EXTRA else package
         return f"{override}: is not installed; pip install {package}{choices}"
     name = config_name.rpartition("/")[2] or got
-    meant = EXAMPLES.get(f"{key}={name}") or we_call_it(key, got) or did_you_mean(name, options)
+    meant = we_call_it(key, got) or did_you_mean(name, options)
+    if f"{key}={name}" in REMOVED:
+        meant = f"; {REMOVED[f'{key}={name}']}"
     if not meant and (group := _find_group(name, folders)):
         meant = f"; did you mean {group}={name}?"
     if is_missing:

@@ -102,7 +102,7 @@ def quote(text: str) -> str:
     return f"'{escaped}'"
 
 
-# Did you mean: our name for a word of other trainers, or else the nearest name.
+# Did you mean: our name for a word of other trainers, or else the nearest name; and the advice for a removed setting.
 
 
 _WORDS = {
@@ -167,7 +167,6 @@ _WORDS = {
     "checkpoint_every checkpoint_interval every_n_train_steps save_every save_every_n save_every_n_steps save_freq "
     "save_interval save_steps callbacks=checkpoint callbacks=model_checkpoint": "checkpoint.every",
     "keep_last max_checkpoints save_total_limit": "checkpoint.keep",
-    "max_failure_rate": "sweep.max_failures_in_a_row",
     "load_best_model_at_end metric_for_best_model monitor save_best": "checkpoint.best",
     "ckpt_path resume_from resume_from_checkpoint resume_path": "checkpoint.resume",
     "init_checkpoint load_weights": "checkpoint.init_from",
@@ -177,20 +176,32 @@ OURS = {word: ours for words, ours in _WORDS.items() for word in words.split()}
 """Words of other trainers: a name, one with its group, or with the value that it is given, and what a command line here
 has for it: choices and the name of a setting."""
 
-_EXAMPLE = "; examples/{0}_logger.py of the repository does it, from the folder that you start in: +callbacks.{0}={1}"
-EXAMPLES = {
-    "logger=mlflow": _EXAMPLE.format("mlflow", "{_target_:mlflow_logger.MLflowLogger}"),
-    "logger=trackio": _EXAMPLE.format("trackio", "{_target_:trackio_logger.TrackioLogger}"),
+_OF_EXAMPLE = "examples/{0}_logger.py of the repository does it, from the folder that you start in: +callbacks.{0}={1}"
+_OF_SEARCH = "give each setting its values, such as 'optimizer.lr=interval(1e-4,1e-2)'"
+
+
+REMOVED = {
+    "launch.shared_memory": "leave it out: ranks of one host send through sockets, to the same bits",
+    "offload.heap": "leave it out: freed memory is kept for the next step, and given back with a disk",
+    "data.cache_dir": "leave it out: only text is kept in a cache",
+    "hydra.sweeper.max_failure_rate": "give sweep.max_failures_in_a_row",
+    "hydra.sweeper.search_space": _OF_SEARCH,
+    "hydra.sweeper.custom_search_space": _OF_SEARCH,
+    "logger=mlflow": _OF_EXAMPLE.format("mlflow", "{_target_:mlflow_logger.MLflowLogger}"),
+    "logger=trackio": _OF_EXAMPLE.format("trackio", "{_target_:trackio_logger.TrackioLogger}"),
 }
-"""Choices that an example stands in for, and the advice for them."""
+"""Removed settings and choices of zerotrain, and the advice for them."""
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """`"; did you mean X?"` where a candidate is near to `name`, else nothing. Names may be dotted.
+    """`"; did you mean X?"` where a candidate is near to `name`, else nothing. Names may be dotted. For a setting that
+    was removed: what to do.
 
     The same one elsewhere comes first (`max_steps` for `train.max_steps`), then one beside `name` (`zero.stge` for
     `zero.stage`), then one anywhere.
     """
+    if name in REMOVED:
+        return f" any more; {REMOVED[name]}"
     options = sorted(set(candidates))
     parent, _, leaf = name.rpartition(".")
     siblings = {

@@ -13,7 +13,7 @@ import pytest
 import zerotrain
 from zerotrain.config.checks import must_be
 from zerotrain.config.compose import to_config
-from zerotrain.config.words import PHRASES, SETTINGS, did_you_mean, we_call_it, words_of_config
+from zerotrain.config.words import PHRASES, REMOVED, SETTINGS, did_you_mean, we_call_it, words_of_config
 from zerotrain.errors import ConfigError, argument, naming_entry
 
 PACKAGE = Path(zerotrain.__file__).parent
@@ -135,6 +135,11 @@ NAMES = ["seed", "zero.stage", "zero.bucket_mb", "train.max_steps"]
 )
 def test_the_nearest_name_is_suggested_even_from_another_place(name, nearest):
     assert did_you_mean(name, NAMES) == f"; did you mean {nearest}?"
+
+
+@pytest.mark.parametrize(("name", "remedy"), REMOVED.items())
+def test_a_setting_that_was_removed_is_answered_by_what_to_do_and_not_by_its_neighbour(name: str, remedy: str):
+    assert did_you_mean(name, [*NAMES, f"{name}_too"]) == f" any more; {remedy}"
 
 
 def test_a_name_like_no_other_gets_no_suggestion():
