@@ -1,4 +1,4 @@
-"""Checks the first items of a dataset, so that errors are found before any rank starts."""
+"""Checks the first items of a dataset: errors are found before any rank starts."""
 
 import inspect
 import numbers
@@ -138,7 +138,7 @@ def _require_as_many_labels(dataset: Any, batches: Sequence[Any], name: str) -> 
 
 
 def require_taken(batches: Sequence[Any], name: str, model: nn.Module) -> None:
-    """Check that a model's forward can be called with items.
+    """Check a model's forward with items.
 
     Args:
         batches: from `first_batches`.

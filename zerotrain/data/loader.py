@@ -37,7 +37,7 @@ from zerotrain.device.kinds import device_of
 
 
 class Copied(NamedTuple):
-    """Micro-batches whose copies were issued."""
+    """Micro-batches on their way."""
 
     batches: list[Any]
     event: Event
@@ -77,7 +77,7 @@ class DeviceCopies:
         return copied.batches
 
 
-# Micro-batches read by processes, for datasets that take long over an item.
+# Micro-batches read by processes, for datasets with slow items.
 #
 # A worker lives as long as the process that started it wants: it holds one end of a pipe, and ends itself when
 # nobody holds the other, that is when the run is over, or its rank was killed, whatever the worker is just doing.
@@ -154,7 +154,7 @@ class _Worker(NamedTuple):
     place: RowPlace
 
     def receive(self, request: Any) -> Any:
-        """The value of a request, the oldest that has not been answered."""
+        """The value of a request, the oldest without an answer."""
         while not wait([self.pipe, self.process.sentinel], self.place.look_s):
             if reason := self.place.overdue():
                 raise RowError(f"{self.place} cannot be read by a worker process: {reason}") from reason
@@ -242,7 +242,7 @@ class LoadedStep(NamedTuple):
     weights: list[float]
     """The weight of each in the mean loss of the step."""
     num_labels: list[int]
-    """In each of them, those that count."""
+    """In each of them: the number of labels in the loss."""
 
 
 class ReadRequest(NamedTuple):
