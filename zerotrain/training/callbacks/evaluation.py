@@ -27,7 +27,7 @@ ROWS_PER_EVAL_BATCH = 8
 
 
 class RunEvaluation(Callback):
-    """The evaluations of one run: the same sequences each time. Warns once of a loss that is no number.
+    """The evaluations of one run: the same sequences each time. Warns once of a loss of nan.
 
     Args:
         num_batches: of `ROWS_PER_EVAL_BATCH` sequences; "all" reads all.
@@ -111,7 +111,7 @@ def num_eval_rows(num_batches: int | str) -> int:
 
 
 def rows_of_set(data: Any) -> Any:
-    """The rows of further data that are evaluated: its validation, or all where it has none."""
+    """The rows of further data to evaluate: its validation, or all where it has none."""
     return data.validation if len(data.validation) else data.train
 
 
@@ -129,14 +129,14 @@ def sources_in(metrics: Mapping[str, float]) -> dict[str, float]:
 def evaluate_sources(
     *, dataset: Any, num_sequences: int, name: str = "data.validation", **arguments: Any
 ) -> dict[str, float]:
-    """Mean loss and metrics over a validation set, and over each source of one that has several. Collective.
+    """Mean loss and metrics over a validation set, and over each source of a mix. Collective.
 
     Args:
         dataset: the validation set. One with `sources`, {name: dataset}, and `weights`, {name: weight}, is evaluated
             source by source; each reads its share of the sequences, at least one.
         num_sequences: how many sequences are read, over all ranks and sources.
         name: of the set, for messages.
-        arguments: as for `evaluate`.
+        arguments: as for `evaluate_all`.
 
     Returns:
         {"val_loss": loss}, "val_" and its name for each metric, and with "/NAME" the same of each source. Those of all
@@ -160,11 +160,6 @@ def evaluate_sources(
         for metric in metrics
     }
     return mean | {f"{metric}/{source}": values[metric] for metric in metrics for source, values in by_source.items()}
-
-
-def evaluate(**arguments: Any) -> float:
-    """The mean loss of `evaluate_all`. Collective."""
-    return evaluate_all(**arguments)["val_loss"]
 
 
 def evaluate_all(
@@ -248,6 +243,6 @@ def in_evaluation_mode(engine: ZeroEngine) -> Iterator[None]:
 
 
 def validation_rows(num_available: int, num_wanted: int) -> list[int]:
-    """The sequences that an evaluation reads: as many as wanted, or all, evenly spread over the validation set."""
+    """The sequences of an evaluation: as many as wanted, or all, evenly spread over the validation set."""
     num_rows = min(num_available, num_wanted)
     return [row * num_available // num_rows for row in range(num_rows)]
