@@ -11,7 +11,6 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,12 +48,15 @@ def cut_anywhere(text: bytes, low: int, high: int) -> tuple[int, int] | None:
     return high, high
 
 
-@dataclass(frozen=True)
 class ExactPlace:
-    """Cuts where a tokenizer gives the same tokens whole and cut."""
+    """Cuts where a tokenizer gives the same tokens whole and cut.
 
-    tokens_of: Callable[[str], list[int]]
-    """The tokens of a text."""
+    Args:
+        tokens_of: the tokens of a text.
+    """
+
+    def __init__(self, tokens_of: Callable[[str], list[int]]) -> None:
+        self._tokens_of = tokens_of
 
     def __call__(self, text: bytes, low: int, high: int) -> tuple[int, int] | None:
         """The last place of the first kind with one."""
@@ -76,7 +78,7 @@ class ExactPlace:
         return None
 
     def _tokens(self, text: bytes) -> list[int]:
-        return self.tokens_of(text.decode(errors="replace"))
+        return self._tokens_of(text.decode(errors="replace"))
 
 
 def cut_text(read: Callable[[int], bytes], cut: Cut) -> Iterator[tuple[bytes, int | None]]:

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec import Struct, convert, structs
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from zerotrain.comm.ledger import Traffic
 from zerotrain.data.fetch import as_inputs, to_device
 from zerotrain.device.kinds import device_of
-from zerotrain.files.untrusted import require_kind
 
 # MFU, a model's own arithmetic as a part of the devices' peak, as PaLM counts it (arXiv 2204.02311, app. B).
 
@@ -164,11 +162,11 @@ class StepClock:
 
     def state_dict(self) -> dict[str, float]:
         """The sums of the run's steps, for a checkpoint."""
-        return asdict(self._sums(self._counted_steps(), self._earlier))
+        return structs.asdict(self._sums(self._counted_steps(), self._earlier))
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on from what `state_dict` gave."""
-        self._earlier = require_kind(state, ClockState)
+        self._earlier = convert(state, ClockState)
         self.train_s += self._earlier.train_s
 
     def figures(self, last_steps: int | None = None) -> dict[str, float]:

@@ -21,11 +21,7 @@ from zerotrain.errors import CommError, ConfigError
 from zerotrain.files.untrusted import printable
 from zerotrain.training import clock, feed, report, result, sameness
 from zerotrain.training.callback import Callback, CallbackList, Run
-from zerotrain.training.callbacks import checkpoints, loggers, record, sample
-from zerotrain.training.callbacks.console import ShowProgress, ShowStart
-from zerotrain.training.callbacks.evaluation import RunEvaluation, num_eval_rows
-from zerotrain.training.callbacks.measuring import Measuring
-from zerotrain.training.callbacks.profile import Recording
+from zerotrain.training.callbacks import checkpoints, console, evaluation, loggers, measuring, profile, record, sample
 from zerotrain.training.callbacks.stages import Control, RunFreezing, RunStages
 from zerotrain.training.metrics.metric import OF_VALIDATION, TrainingMetrics, metrics_in, rising_metrics
 from zerotrain.training.request import ASKED, Request, StopRequest, decoded, stop_requests
@@ -148,7 +144,7 @@ class Trainer:
         - the last step is saved before anything else ends; what the user's log at the end still finds the file open.
         """
         sampler, stages = self.feed.sampler, RunStages(self.stages, self.gradient_accumulation_steps)
-        evaluation = RunEvaluation(
+        run_evaluation = evaluation.RunEvaluation(
             self.console,
             num_batches=self.eval_batches,
             every=self.eval_every,
@@ -167,19 +163,19 @@ class Trainer:
             record.StepRecord(sampler),
             loggers.Sinks(self.sinks),
             self._metrics,
-            Measuring(
+            measuring.Measuring(
                 self.clock, self.feed, stages, self._metrics, model_flops=self.model_flops, log_every=self.log_every
             ),
             sample.Sample(num_tokens=self.sample_tokens, prompts=self.sample_prompts, seed=self.seed),
             stages,
             RunFreezing(self.engine, self.console, self.frozen),
-            ShowStart(stages, sampler, self.validation_sets, num_eval_rows(self.eval_batches)),
-            ShowProgress(),
-            Recording(trace=self.profile, memory=self.memory_snapshot),
+            console.ShowStart(stages, sampler, self.validation_sets, evaluation.num_eval_rows(self.eval_batches)),
+            console.ShowProgress(),
+            profile.Recording(trace=self.profile, memory=self.memory_snapshot),
         ]
         pruning = [] if self.pruning is None else [self.pruning]
         control = Control(self.run_dir / ASKED, self.world, self.console)
-        tail = [evaluation, *pruning, self.checkpoints.best, self.checkpoints, control]
+        tail = [run_evaluation, *pruning, self.checkpoints.best, self.checkpoints, control]
         return CallbackList(head, self.callbacks, tail, world=self.world, console=self.console)
 
     def run(self) -> dict[str, Any]:

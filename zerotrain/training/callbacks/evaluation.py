@@ -1,7 +1,6 @@
 """Evaluations of a run: the validation loss and metrics, at their steps."""
 
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -19,8 +18,7 @@ from zerotrain.engine.results import TrainStepResult
 from zerotrain.engine.step import call_model, require_loss
 from zerotrain.files.untrusted import printable
 from zerotrain.training.callback import Callback, Run
-from zerotrain.training.metrics import Metric
-from zerotrain.training.metrics.metric import MetricStates
+from zerotrain.training.metrics.metric import Metric, MetricStates
 
 ROWS_PER_EVAL_BATCH = 8
 """Rows of one of `train.eval_batches`. It is fixed: the validation rows must not depend on ranks."""
@@ -107,7 +105,7 @@ class RunEvaluation(Callback):
 
 def num_eval_rows(num_batches: int | str) -> int:
     """The rows of an evaluation by `train.eval_batches`, if the dataset has as many."""
-    return sys.maxsize if isinstance(num_batches, str) else num_batches * ROWS_PER_EVAL_BATCH
+    return 2**63 - 1 if isinstance(num_batches, str) else num_batches * ROWS_PER_EVAL_BATCH
 
 
 def rows_of_set(data: Any) -> Any:
