@@ -10,7 +10,7 @@ from cases import trainer_of
 import zerotrain
 from tests.unit.training.losses import KINDS, ROWS, Kind, Rows
 from zerotrain.testing import run_ranks
-from zerotrain.training.callbacks.evaluation import evaluate
+from zerotrain.training.callbacks.evaluation import evaluate_all
 
 LR, NUM_STEPS = 0.5, 3
 
@@ -41,10 +41,10 @@ def trained(
             loss_over=kind.loss_over,
         ).run()
         losses = [
-            evaluate(
+            evaluate_all(
                 engine=engine, world=world, dataset=Rows(name).validation, num_sequences=ROWS, collate=kind.collate,
                 micro_batch_size=size, loss_over=kind.loss_over,
-            )
+            )["val_loss"]
             for size in (1, 3, 8)
         ]  # fmt: skip
         found[name] = {key: value.clone() for key, value in engine.full_state_dict().items()}, losses

@@ -1,4 +1,4 @@
-"""Plain map-style datasets of (ids, labels), and the order in which they are read.
+"""Plain map-style datasets of (ids, labels), and the order of reading them.
 
 A dataset has `train` and `validation`; each item of those is a pair of int64 tensors of `seq_len` tokens, where
 labels[t] is the token that follows ids[t], or -100 where there is none to learn. To add one, write a class with these

@@ -1,4 +1,4 @@
-"""The sequences that each rank reads in each step.
+"""The sequences of each rank in each step.
 
 The row at position k of a run is a function of the seed and k alone (`zerotrain.data.batches`). A step reads
 the next `global_batch_size` positions. How many ranks and micro-batches share them changes who reads a row, never which
@@ -45,7 +45,7 @@ _HASH = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def rows_at(positions: ArrayLike, *, seed: int, num_rows: int) -> NDArray[np.int64]:
-    """The rows that are read at some positions of a run, counted from the start of its first epoch.
+    """The rows at some positions of a run, counted from the start of its first epoch.
 
     Args:
         positions: at least 0, of any shape and in any order.
@@ -79,16 +79,17 @@ def _shuffle_pairs(
     """One pass of the network over numbers left * num_right + right."""
     left_halves, right = np.divmod(pairs, np.uint64(num_right))
     for left_key, right_key in zip(keys[::2], keys[1::2], strict=True):
-        left_halves = (left_halves + _mix_bits(right + left_key)) % np.uint64(num_left)
-        right = (right + _mix_bits(left_halves + right_key)) % np.uint64(num_right)
+        # 63 bits of the hash: to 64 no half could be added.
+        left_halves = (left_halves + (mix_bits(right + left_key) >> np.uint64(1))) % np.uint64(num_left)
+        right = (right + (mix_bits(left_halves + right_key) >> np.uint64(1))) % np.uint64(num_right)
     return left_halves * np.uint64(num_right) + right
 
 
-def _mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """63 bits, each of which depends on all bits of a value; to 64 no half could be added."""
+def mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """64 bits for each value. Each bit depends on all bits of the value."""
     values = (values ^ (values >> np.uint64(30))) * _HASH[0]
     values = (values ^ (values >> np.uint64(27))) * _HASH[1]
-    return (values ^ (values >> np.uint64(31))) >> np.uint64(1)
+    return values ^ (values >> np.uint64(31))
 
 
 @lru_cache(maxsize=64)
@@ -101,9 +102,9 @@ def _keys(seed: int, epoch: int) -> NDArray[np.uint64]:
 IGNORED_LABEL = -100
 """A label that stands for "nothing to learn here"; torch's cross entropy skips it by default."""
 OF_SET = "validation set "
-"""How the names in a fingerprint begin that are of a further validation set."""
+"""Beginning of the names of a further validation set in a fingerprint."""
 _ORDER = "order of the data"
-"""A hash, of a dataset that has an order of its own."""
+"""A hash, of a dataset with an order of its own."""
 Order = Callable[..., tuple[NDArray[np.int64], NDArray[np.int64]]]
 
 
@@ -112,7 +113,7 @@ class RowsToRead(NamedTuple):
 
     rows: list[int]
     epochs: list[int]
-    """In which pass over the dataset each of them is read, from 0."""
+    """The pass over the dataset, from 0, for each row."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -177,17 +178,6 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """Virtual ranks of all ranks together."""
         return self.num_ranks * self.leaves_per_rank
 
-    def global_batch(self, step: int) -> list[int]:
-        """The sequences of global batch number `step`, where all are of this size, in row order. It may reach over the
-        end of an epoch."""
-        positions = step * self.global_batch_size + np.arange(self.global_batch_size)
-        rows: list[int] = self._rows_and_epochs(positions)[0].tolist()
-        return rows
-
-    def rank_rows(self, step: int) -> list[int]:
-        """This rank's sequences of that batch, micro-batch by micro-batch, as it runs them."""
-        return [row for micro_batch in self.micro_batches(step * self.global_batch_size) for row in micro_batch.rows]
-
     def micro_batches(self, position: int, virtual_ranks: Sequence[int] | None = None) -> list[RowsToRead]:
         """The rows of one step, before which all ranks have read `position` sequences: the micro-batches of some
         virtual ranks, by default those of this rank, in that order.
@@ -197,14 +187,13 @@ class GlobalBatchSampler(Sampler[list[int]]):
         if virtual_ranks is None:
             virtual_ranks = range(self.rank * self.leaves_per_rank, (self.rank + 1) * self.leaves_per_rank)
         blocks = np.arange(self.num_micro_batches) * self.num_virtual_ranks + np.array(virtual_ranks)[:, None]
-        places = blocks.reshape(-1, 1) * self.micro_batch_size + np.arange(self.micro_batch_size)
-        rows, epochs = self._rows_and_epochs(position + places)
+        positions = position + blocks.reshape(-1, 1) * self.micro_batch_size + np.arange(self.micro_batch_size)
+        if self.order is None:
+            rows = rows_at(positions, seed=self.seed, num_rows=self.num_sequences)
+            epochs = positions // self.num_sequences
+        else:
+            rows, epochs = self.order(positions, seed=self.seed)
         return [RowsToRead(*pair) for pair in zip(rows.tolist(), epochs.tolist(), strict=True)]
-
-    def _rows_and_epochs(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        if self.order is not None:
-            return self.order(positions, seed=self.seed)
-        return rows_at(positions, seed=self.seed, num_rows=self.num_sequences), positions // self.num_sequences
 
     def __iter__(self) -> Iterator[list[int]]:
         for position in itertools.count(self.rows_consumed, self.global_batch_size):
@@ -249,7 +238,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
 
 def require_at_least(name: str, value: int, minimum: int) -> None:
-    """Refuse a setting of the data that is too small, with a ValueError."""
+    """Refuse too small a setting of the data, with a ValueError."""
     if value < minimum:
         raise ValueError(f"data.{name}={value} is too small; it must be at least {minimum}")
 
@@ -260,7 +249,7 @@ def _require_position(rows_consumed: int) -> None:
 
 
 def _values_to_compare(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a state that must be equal."""
+    """The parts of a state to compare."""
     return {"seed": state["seed"], "version of the order": state["order_version"]} | {
         f"{name.replace('_', ' ')} of the data": value for name, value in state["fingerprint"].items()
     }

@@ -1,6 +1,7 @@
 """The datasets of tokens: made up on the spot, of text files, and of files of tokens."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,9 @@ from zerotrain.data.batches import require_at_least
 from zerotrain.data.formats import TokenPaths, find_token_paths, open_files, place_on_disk
 from zerotrain.data.prepare import NUM_BYTE_VALUES, prepare_in_cache, recipe_of
 from zerotrain.data.store import TokenStore
-from zerotrain.data.windows import describe_tokens, fingerprint_tokens, split, whole
+from zerotrain.data.windows import TokenWindows, describe_tokens, fingerprint_tokens, split, whole
 
-# SyntheticTokens: sequences made up on the spot, for benchmarks and tests that want no files.
+# SyntheticTokens: sequences made up on the spot, for benchmarks and tests without files.
 
 
 MAX_STRIDE = 8
@@ -39,21 +40,19 @@ class SyntheticTokens:
         require_at_least("vocab_size", vocab_size, 2)
         require_at_least("num_sequences", num_sequences, 1)
         self.vocab_size = vocab_size
-        num_validation = max(1, num_sequences // 10)
-        self.train = CountingSequences(0, num_sequences, seq_len=seq_len, vocab_size=vocab_size)
-        self.validation = CountingSequences(num_sequences, num_validation, seq_len=seq_len, vocab_size=vocab_size)
+        self.train = CountingSequences(0, num_sequences, seq_len, vocab_size)
+        self.validation = CountingSequences(num_sequences, max(1, num_sequences // 10), seq_len, vocab_size)
 
 
+@dataclass(eq=False)
 class CountingSequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """The `num_sequences` counting sequences from number `start` on."""
 
     draws = False  # nothing of the global generators
-
-    def __init__(self, start: int, num_sequences: int, *, seq_len: int, vocab_size: int) -> None:
-        self._start = start
-        self.num_sequences = num_sequences
-        self.vocab_size = vocab_size
-        self.tokens_per_sequence = seq_len
+    start: int
+    num_sequences: int
+    tokens_per_sequence: int
+    vocab_size: int
 
     def __len__(self) -> int:
         return self.num_sequences
@@ -69,18 +68,39 @@ class CountingSequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
             if not 0 <= index < self.num_sequences:
                 raise IndexError(f"sequence {index} of {self.num_sequences}")
         # Raw bits, which numpy promises to be the same in all its versions.
-        bits = [np.random.Philox(key=self._start + index).random_raw(2).tolist() for index in indices]
+        bits = [np.random.Philox(key=self.start + index).random_raw(2).tolist() for index in indices]
         starts = torch.tensor([[start % self.vocab_size] for start, _ in bits])
         strides = torch.tensor([[1 + stride % MAX_STRIDE] for _, stride in bits])
         tokens = (starts + torch.arange(self.tokens_per_sequence + 1) * strides) % self.vocab_size
         return tokens[:, :-1].clone(), tokens[:, 1:].contiguous()
 
 
-class TextDataset:
+class _TokenDataset:
+    """The common part of datasets of stores of tokens."""
+
+    _parts: tuple[TokenWindows, TokenWindows]
+    """Training and validation as they were made: a user may have wrapped them."""
+    _num_files: int | None = None
+    """Files of text behind the tokens; None: there is no text, and the files of the tokens are counted."""
+
+    def summary(self) -> str:
+        """One line: files, tokens, rows, the unused part, validation rows."""
+        return describe_tokens(*self._parts, self._num_files)
+
+    def fingerprint(self) -> dict[str, int | str]:
+        """Values that are equal on machines with equal data, see `fingerprint_tokens`.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        return fingerprint_tokens(*self._parts)
+
+
+class TextDataset(_TokenDataset):
     """Text, one token a byte or as a tokenizer cuts it; its documents one behind the other, files in sorted order.
 
     A single file of bytes is read where it lies. Other text becomes a store of tokens in `cache_dir`, under a name that
-    holds hashes of the files' paths, sizes and modification times, and of what is made of them: a change of any of
+    has hashes of the files' paths, sizes and modification times, and of what is made of them: a change of any of
     these makes a new one. A store that is damaged, or holds other text than the files, is made anew, with a line on
     stderr that says why.
 
@@ -138,21 +158,13 @@ class TextDataset:
             self.store, seq_len=seq_len, vocab_size=self.vocab_size, fraction=validation_fraction, source=source
         )
 
-    def summary(self) -> str:
-        """One line: files, tokens, rows, the unused part, validation rows."""
-        return describe_tokens(*self._parts, self._num_files)  # the parts as they were: a user may have wrapped them
-
     def fingerprint(self) -> dict[str, int | str]:
-        """Values that are equal on machines with equal data, see `fingerprint_tokens`.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
-        return fingerprint_tokens(*self._parts) | {"tokenizer": self.store.tokenizer or "bytes"}
+        """As of all datasets of tokens, with the tokenizer."""
+        return super().fingerprint() | {"tokenizer": self.store.tokenizer or "bytes"}
 
     @property
     def end_of_text(self) -> int | None:
-        """The token that ends a text; None of bytes, and where the tokenizer has none."""
+        """The token at the end of a text; None of bytes, and of a tokenizer without one."""
         return None if self.tokenizer is None else self.tokenizer.end_of_text
 
     def encode(self, text: str) -> torch.Tensor:
@@ -169,10 +181,10 @@ class TextDataset:
         return bytes(value for value in values if value < NUM_BYTE_VALUES).decode(errors="replace")
 
 
-# TokenFiles: tokens of any tokenizer, in the files that people have.
+# TokenFiles: tokens of any tokenizer, in files of people's own.
 
 
-class TokenFiles:
+class TokenFiles(_TokenDataset):
     """Files of tokens (see `zerotrain.data.formats`), or a store of them (see `zerotrain.data.store`).
 
     Args:
@@ -228,18 +240,6 @@ class TokenFiles:
             whole(validation, seq_len=seq_len, vocab_size=self.vocab_size, source=name),
         )
 
-    def summary(self) -> str:
-        """One line: files, tokens, rows, the unused part, validation rows."""
-        return describe_tokens(*self._parts)  # which a user may have wrapped
-
-    def fingerprint(self) -> dict[str, int | str]:
-        """Values that are equal on machines with equal data, see `fingerprint_tokens`.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
-        return fingerprint_tokens(*self._parts)
-
 
 def _open(files: tuple[Path, ...], *, dtype: str, vocab_size: int | None, source: str) -> TokenStore:
     if files[0].is_dir():
@@ -259,7 +259,7 @@ def _validation_files(validation_path: str | None, paths: TokenPaths, source: st
 
 
 def _require_apart(train: TokenStore, validation: TokenStore, name: str) -> None:
-    """Check that no file is read for both."""
+    """Refuse the same file for training and validation."""
     places = {place_on_disk(shard.path.stat()) for shard in train.shards}
     for shard in validation.shards:
         if place_on_disk(shard.path.stat()) in places:

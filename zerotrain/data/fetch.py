@@ -36,17 +36,18 @@ from torch.utils.data import TensorDataset, default_collate
 
 from zerotrain.data.batches import IGNORED_LABEL, OF_SET, rows_at
 from zerotrain.files.suspension import suspended_s
+from zerotrain.files.untrusted import listed
 
 # The parts of a micro-batch, any structure of tensors, some of them labels; and its weight in a step.
 
 
 LABELS = "labels"
 WITH_OUTPUTS = "with_outputs"
-"""The argument of a model's forward that asks for (loss, outputs)."""
+"""The argument of a model's forward with which it returns (loss, outputs)."""
 IDS = ("ids", "input_ids")
 """Names of a language model's inputs in a batch; without names they stand first."""
 LOSS_COUNT = "loss_count"
-"""The method of a model that returns the divisor of its mean loss: it gets a batch as the forward does."""
+"""The method of a model for the divisor of its mean loss: it gets a batch as the forward does."""
 AUTO, MODEL = "auto", "model"
 """`train.loss_over`: a model's own count where it has one, else `num_labels`; and that count alone."""
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -67,20 +68,25 @@ def as_inputs(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
 
 def ids_of(batch: Any) -> torch.Tensor | None:
     """The tokens for a language model: the part called `ids` or `input_ids`, or else the first one."""
-    inputs = as_inputs(batch)
-    if isinstance(inputs, Mapping):
-        ids = next((inputs[name] for name in IDS if name in inputs), None)
-    else:
-        ids = inputs[0] if inputs else None
-    return ids if isinstance(ids, torch.Tensor) else None
+    return _tensor_at(batch, IDS, 0)
+
+
+def _tensor_at(batch: Any, names: Sequence[str], place: int) -> torch.Tensor | None:
+    """The part of a batch with the first of some names, or else, where parts need no names, the part at a place."""
+    inputs, by_name = as_inputs(batch), names_in(batch)
+    parts = [by_name[name] for name in names if name in by_name]
+    if not isinstance(inputs, Mapping):
+        parts += inputs[place : place + 1]
+    return parts[0] if parts and isinstance(parts[0], torch.Tensor) else None
 
 
 def num_tokens_of(batch: Any) -> int:
     """Tokens in the rows of a micro-batch, with their padding; 0 where they are of something else. It looks at shapes
     alone, so it may be asked of a batch on any device."""
     ids = ids_of(batch)
-    is_of_tokens = ids is not None and ids.ndim == 2 and ids.dtype in (torch.int32, torch.int64)
-    return ids.numel() if ids is not None and is_of_tokens else 0
+    if ids is None or ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64):
+        return 0
+    return ids.numel()
 
 
 def tokens_known(model: Any) -> int | None:
@@ -108,16 +114,11 @@ def unknown_token(batch: Any, vocab_size: int) -> tuple[int, int] | None:
 def labels_of(batch: Any) -> torch.Tensor | None:
     """The labels of a micro-batch: the part called `labels`, or else the second one; None where that is no
     tensor."""
-    inputs = as_inputs(batch)
-    if isinstance(inputs, Mapping):
-        labels = inputs.get(LABELS)
-    else:
-        labels = getattr(inputs, LABELS, inputs[1] if len(inputs) > 1 else None)
-    return labels if isinstance(labels, torch.Tensor) else None
+    return _tensor_at(batch, (LABELS,), 1)
 
 
 def target_of(batch: Any, path: str | None) -> torch.Tensor | None:
-    """The tensor that a metric compares outputs with: the part of a batch at a dotted path of names, such as
+    """The tensor to compare outputs with in a metric: the part of a batch at a dotted path of names, such as
     "features.y", or `labels_of` without a path; None where there is no tensor."""
     if path is None:
         return labels_of(batch)
@@ -128,7 +129,7 @@ def target_of(batch: Any, path: str | None) -> torch.Tensor | None:
 
 
 def names_in(value: Any) -> Mapping[str, Any]:
-    """The parts that have names, of a dict, a dataclass or a named tuple."""
+    """The named parts of a dict, a dataclass or a named tuple."""
     if (fields := _fields(value)) is not None:
         return fields
     return value if isinstance(value, Mapping) else value._asdict() if hasattr(value, "_fields") else {}
@@ -164,8 +165,8 @@ def is_counted(labels: torch.Tensor) -> torch.Tensor:
 
 
 def count_labels(labels: torch.Tensor) -> int:
-    """The labels that are not ignored. It waits for a GPU that has them."""
-    return int(is_counted(labels).sum()) if is_signed(labels) else labels.numel()
+    """The number of labels that count. It waits for a GPU, if they are on one."""
+    return int(is_counted(labels).sum())
 
 
 def num_labels(batch: Any, num_rows: int) -> int:
@@ -193,7 +194,7 @@ WEIGHTS: dict[str, Weigh] = {
 
 
 def weighing_of(loss_over: str, model: Any) -> tuple[str, Weigh]:
-    """(the name of the count, the function that counts) for a setting and a model.
+    """(name of the count, function for it) for a setting and a model.
 
     Raises:
         ValueError: the model is to count, and cannot.
@@ -260,11 +261,11 @@ and not that a rank did not answer."""
 _STOP_GRACE_S = 10.0
 """A row may take so long, and so long after the run was told to stop: the launcher may end the run soon."""
 LOOK_S = 1.0
-"""The time between two looks at the place of a reader, by the thread that waits for it."""
+"""The time between two looks at the place of a reader, by the thread behind it."""
 
 
 class RowError(RuntimeError):
-    """Rows that could not be read; the exception that was raised is its cause.
+    """Unreadable rows; the original exception is its cause.
 
     Args:
         message: one line that names the dataset, the rows, their epochs and the step.
@@ -451,19 +452,14 @@ def _naming_rows(name: str, rows: Sequence[int], epochs: Sequence[int], step: in
 
 def place_of(name: str, rows: Sequence[int], epochs: Sequence[int], step: int) -> str:
     """Some rows in words: "data.train: row 3 (epoch 0, step 7)"."""
-    which = f"row {rows[0]}" if len(rows) == 1 else f"rows {_list_numbers(rows)}"
-    when = f"epoch {epochs[0]}" if len(set(epochs)) == 1 else f"epochs {_list_numbers(epochs)}"
+    which = f"row {rows[0]}" if len(rows) == 1 else f"rows {listed([*map(str, rows)], _NUM_ROWS_SHOWN)}"
+    when = f"epoch {epochs[0]}" if len(set(epochs)) == 1 else f"epochs {listed([*map(str, epochs)], _NUM_ROWS_SHOWN)}"
     return f"{name}: {which} ({when}, step {step})"
-
-
-def _list_numbers(numbers: Sequence[int]) -> str:
-    listing = ", ".join(str(number) for number in numbers[:_NUM_ROWS_SHOWN])
-    return listing + (f" and {len(numbers) - _NUM_ROWS_SHOWN} more" if len(numbers) > _NUM_ROWS_SHOWN else "")
 
 
 @contextmanager
 def _restoring_generators(are_used: bool) -> Iterator[Callable[..., None]]:
-    """Yields a function that seeds the global generators by its arguments; afterwards they are as they were."""
+    """Yields `seed_by`, or a function without effect; afterwards the global generators are as they were."""
     if not are_used:
         yield lambda *_: None
         return
@@ -484,7 +480,7 @@ def seed_by(*place: object) -> None:
     np.random.seed(np.frombuffer(digest[16:24], dtype=np.uint32))
 
 
-# The identity of a dataset, in a few numbers and texts that ranks compare, and a resumed run.
+# The identity of a dataset, in a few numbers and texts: ranks compare it, and a resumed run.
 
 
 Fingerprint = dict[str, int | str]

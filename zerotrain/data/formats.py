@@ -12,6 +12,7 @@ import glob
 import os
 import re
 import struct
+import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -24,7 +25,7 @@ import numpy as np
 from zerotrain.data.store import INDEX_NAME, Shard, TokenStore
 from zerotrain.files.untrusted import printable
 
-# The real content of a file that should hold only tokens is guessed. Without a look, text, or tokens of another
+# The real content of a file of tokens is guessed. Without a look, text, or tokens of another
 # size, would be learnt.
 
 
@@ -193,7 +194,7 @@ def _read_llm_c(path: Path, beginning: bytes, name: str) -> TokenFile:
 
 
 def is_megatron_index(path: Path) -> bool:
-    """Whether a file is there and says that it is the index of a Megatron dataset."""
+    """Whether a file is there and begins as the index of a Megatron dataset."""
     try:
         with path.open("rb") as file:
             return file.read(len(_MEGATRON_MAGIC)) == _MEGATRON_MAGIC
@@ -247,15 +248,13 @@ def _read_megatron_documents(
     return starts
 
 
-# Kinds of files that their first bytes tell. Any bytes can be learnt: without a look an archive, or a database, would
+# Kinds of files, told by their first bytes. Any bytes can be learnt: without a look an archive, or a database, would
 # be.
 
 
 _UNPACK = "unpack it, and give what was in it"
 _AS_TEXT = "write its text to .txt, .jsonl or .parquet files"
 _READS_TOKENS = "data=tokens reads tokens of it"
-_TAR_HEADER_NBYTES = 512
-_TAR_CHECKSUM = slice(148, 156)
 
 
 @dataclass(frozen=True)
@@ -311,12 +310,15 @@ _UTF_16 = FileKind("text in UTF-16", "write it in UTF-8: iconv -f UTF-16 -t UTF-
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
-def kind_of(beginning: bytes) -> FileKind | None:
+def kind_of(beginning: bytes, *, is_named_text: bool = False) -> FileKind | None:
     """The kind of a file that begins so; None if it may be text or tokens and nothing else.
 
     Args:
         beginning: its first bytes, 512 or more to know a tar archive.
+        is_named_text: whether it is read as text: then an encoding with other bytes is a kind too.
     """
+    if is_named_text and beginning.startswith(_BYTE_ORDER_MARKS):
+        return _UTF_16
     if _is_tar(beginning):
         return _TAR
     # save_to_disk() may have written it: the sign of a message, and the length of its schema.
@@ -325,41 +327,35 @@ def kind_of(beginning: bytes) -> FileKind | None:
     kind = next((kind for magic, kind in _KINDS.items() if beginning.startswith(magic)), None)
     if kind is _GZIP:
         with suppress(zlib.error):
-            if _is_tar(zlib.decompressobj(wbits=31).decompress(beginning, _TAR_HEADER_NBYTES)):
+            if _is_tar(zlib.decompressobj(wbits=31).decompress(beginning, tarfile.BLOCKSIZE)):
                 return _TAR
     return kind
 
 
-def kind_of_text(beginning: bytes) -> FileKind | None:
-    """As `kind_of`, of a file of text: with encodings that hold other bytes."""
-    return _UTF_16 if beginning.startswith(_BYTE_ORDER_MARKS) else kind_of(beginning)
-
-
 def _is_tar(beginning: bytes) -> bool:
     """Old ones have no magic, but all have a sum of the bytes of their first header."""
-    header = beginning[:_TAR_HEADER_NBYTES]
     try:
-        checksum = int(header[_TAR_CHECKSUM].strip(b" \0"), 8)
-    except ValueError:  # also where it is too short
+        tarfile.TarInfo.frombuf(beginning[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
+    except tarfile.HeaderError:  # also where it is too short
         return False
-    return checksum == sum(header) - sum(header[_TAR_CHECKSUM]) + 8 * ord(" ") and checksum > 8 * ord(" ")
+    return True
 
 
-# The files of tokens that a path names, and those of them that are for validation.
+# The files of tokens behind a path, and those for validation among them.
 
 
 SUFFIXES = (".bin", ".npy")
-"""Suffixes of the files that are read from a folder."""
+"""Suffixes of the files to read in a folder."""
 
 
 @dataclass(frozen=True)
 class TokenPaths:
-    """The paths that a path names: files of tokens, or a store's folder alone."""
+    """The paths behind a path: files of tokens, or a store's folder alone."""
 
     train: tuple[Path, ...]
-    """Sorted; all that are not said to be for validation."""
+    """Sorted; all but those for validation."""
     validation: tuple[Path, ...] = ()
-    """Those that say so by their names; usually none."""
+    """Named so; usually none."""
 
 
 def find_token_paths(path: str, source: str) -> TokenPaths:
@@ -384,16 +380,27 @@ def find_token_paths(path: str, source: str) -> TokenPaths:
         return _find_in_folder(Path(expanded), source)
     if is_megatron_index(Path(f"{expanded}.idx")) and os.path.isfile(f"{expanded}.bin"):
         return TokenPaths((Path(f"{expanded}.bin"),))
-    if not glob.has_magic(expanded):
-        is_other = os.path.exists(expanded)
-        raise FileNotFoundError(
-            f"{source} {'is neither a file nor a folder' if is_other else 'does not exist'}; give a file of tokens, a "
-            "folder of such files or of a store, or a glob pattern"
-        )
-    files = _each_once(Path(match) for match in glob.glob(expanded, recursive=True) if os.path.isfile(match))
+    remedy = "give a file of tokens, a folder of such files or of a store, or a glob pattern"
+    return _sort_by_name(_each_once(files_matching(expanded, source, remedy)), source)
+
+
+def files_matching(pattern: str, source: str, remedy: str) -> list[Path]:
+    """The files that a glob pattern matches.
+
+    Args:
+        source: the setting, as the user wrote it ("data.path=corpus").
+        remedy: what to do where the pattern is the path of nothing.
+
+    Raises:
+        FileNotFoundError: no file matches, or it is no pattern.
+    """
+    if not glob.has_magic(pattern):
+        what = "is neither a file nor a folder" if os.path.exists(pattern) else "does not exist"
+        raise FileNotFoundError(f"{source} {what}; {remedy}")
+    files = [Path(match) for match in glob.glob(pattern, recursive=True) if os.path.isfile(match)]
     if not files:
         raise FileNotFoundError(f"{source} matches no file; give a pattern that does, or a file or a folder")
-    return _sort_by_name(files, source)
+    return files
 
 
 def _data_of(path: Path) -> Path:
@@ -426,13 +433,14 @@ def _each_once(files: Iterable[Path]) -> list[Path]:
 
 
 def place_on_disk(status: os.stat_result) -> tuple[int, int]:
-    """The same for all links that lead to a file."""
+    """The same for all links to a file."""
     return status.st_dev, status.st_ino
 
 
 def _sort_by_name(files: list[Path], source: str) -> TokenPaths:
-    validation = tuple(file for file in files if _words_in_name(file) & {"val", "valid", "validation"})
-    train = tuple(file for file in files if _words_in_name(file) & {"train", "training"} and file not in validation)
+    words = {file: set(re.findall(r"[a-z]+", file.stem.lower())) for file in files}
+    validation = tuple(file for file in files if words[file] & {"val", "valid", "validation"})
+    train = tuple(file for file in files if words[file] & {"train", "training"} and file not in validation)
     if not validation or len(validation) == len(files):  # all of one kind: the user has named the files to read
         return TokenPaths(tuple(files))
     unmarked = [file.name for file in files if file not in validation and file not in train]
@@ -442,7 +450,3 @@ def _sort_by_name(files: list[Path], source: str) -> TokenPaths:
             "neither train nor val in its name; give a glob pattern that leaves one out, and data.validation_path"
         )
     return TokenPaths(train, validation)
-
-
-def _words_in_name(file: Path) -> set[str]:
-    return set(re.findall(r"[a-z]+", file.stem.lower()))

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from zerotrain.files.terminal import package
 from zerotrain.files.untrusted import printable
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
-"""Ending of a file -> the builder by which `datasets` reads it."""
+"""Ending of a file -> the builder of `datasets` for it."""
 VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 _LOOKED_AT_ROWS, _LOOKED_AT_TOKENS = 1000, 1 << 18
-"""Rows and tokens of a dataset that are looked at, to estimate how many rows are cut."""
+"""Rows and tokens to look at in a dataset, for an estimate of the rows cut."""
 
 
 class HuggingFaceDataset:
@@ -101,13 +102,15 @@ class HuggingFaceDataset:
         parts: list[Columns | Sequences] = [
             Columns(rows)
             if column is None
-            else Sequences(rows, column, labels_column, seq_len, self.vocab_size, self.tokenizer, ending)
+            else Sequences(
+                rows.with_format(None), column, labels_column, seq_len, self.vocab_size, self.tokenizer, ending
+            )
             for rows in _split_rows(list(used_splits.values()), validation_fraction, path)
         ]
         self.train, self.validation = self._parts = parts
 
     def summary(self) -> str:
-        """One line: rows, those that are cut, and those that were left out."""
+        """One line: rows, rows cut, and rows left out."""
         train, validation = self._parts  # as they were: a user may have wrapped them
         line = f"{len(train):,} rows, {len(validation):,} to validate"
         if isinstance(train, Sequences):
@@ -134,27 +137,22 @@ class Columns(Dataset[dict[str, Any]]):
         return item
 
 
+@dataclass(eq=False)
 class Sequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """(ids, labels) of each row, each (seq_len,) int64, labels one token later, -100 where there is none."""
 
     draws = False
-
-    def __init__(
-        self,
-        rows: Any,
-        column: str,
-        labels_column: str | None,
-        seq_len: int,
-        vocab_size: int | None,
-        tokenizer: TextTokenizer | None,
-        ending: DocumentEnd,
-    ) -> None:
-        self._rows, self._ending = rows.with_format(None), ending
-        self._column, self._labels_column = column, labels_column
-        self.seq_len, self._vocab_size, self._tokenizer = seq_len, vocab_size, tokenizer
+    items: Any
+    """Rows in Python's own types."""
+    column: str
+    labels_column: str | None
+    seq_len: int
+    vocab_size: int | None
+    tokenizer: TextTokenizer | None
+    ending: DocumentEnd
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.items)
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Read a row.
@@ -163,21 +161,21 @@ class Sequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
             ValueError: it is neither text nor a list of tokens, has a token that is not below `vocab_size`, or as many
                 labels as it has tokens are not there.
         """
-        values = self._rows[row]
-        tokens = self._tokens(values[self._column])
-        labels = tokens if self._labels_column is None else torch.tensor(values[self._labels_column])
+        values = self.items[row]
+        tokens = self._tokens(values[self.column])
+        labels = tokens if self.labels_column is None else torch.tensor(values[self.labels_column])
         if len(labels) != len(tokens):
-            raise ValueError(f"{len(labels)} labels in {self._labels_column}, but {len(tokens)} tokens")
+            raise ValueError(f"{len(labels)} labels in {self.labels_column}, but {len(tokens)} tokens")
         tokens = tokens[: self.seq_len + 1]
-        if len(tokens) and self._vocab_size is not None and int(tokens.max()) >= self._vocab_size:
-            raise ValueError(f"the token {int(tokens.max())} is not below data.vocab_size={self._vocab_size}")
+        if len(tokens) and self.vocab_size is not None and int(tokens.max()) >= self.vocab_size:
+            raise ValueError(f"the token {int(tokens.max())} is not below data.vocab_size={self.vocab_size}")
         return self._whole(tokens[:-1], padding=0), self._whole(labels[1:], padding=IGNORED_LABEL)
 
     def sample_lengths(self) -> tuple[int, int]:
         """How many rows, evenly spread, were looked at, and how many of them are cut: all, where that takes no time."""
         tokens_left, num_looked_at, num_cut = _LOOKED_AT_TOKENS, 0, 0
         for row in range(0, len(self), -(-len(self) // _LOOKED_AT_ROWS)):
-            num_tokens = len(self._tokens(self._rows[row][self._column]))
+            num_tokens = len(self._tokens(self.items[row][self.column]))
             num_looked_at, num_cut = num_looked_at + 1, num_cut + (num_tokens > self.seq_len + 1)
             tokens_left -= num_tokens
             if tokens_left <= 0:
@@ -186,16 +184,16 @@ class Sequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def _tokens(self, value: Any) -> torch.Tensor:
         """All tokens of a row."""
-        if isinstance(value, str) != (self._tokenizer is not None):
+        if isinstance(value, str) != (self.tokenizer is not None):
             otherwise = "; data.tokenizer makes tokens of text" if isinstance(value, str) else ""
-            expected = "a list of tokens" if self._tokenizer is None else "text"
-            raise ValueError(f"data.column={self._column} holds a {type(value).__name__} and not {expected}{otherwise}")
-        if self._tokenizer is None:
+            expected = "a list of tokens" if self.tokenizer is None else "text"
+            raise ValueError(f"data.column={self.column} holds a {type(value).__name__} and not {expected}{otherwise}")
+        if self.tokenizer is None:
             return torch.tensor(value).long()
-        prefix, suffix = self._ending.marks(starts=True, ends=True)
-        if self._ending.name == "newline" and not value.endswith("\n"):
+        prefix, suffix = self.ending.marks(starts=True, ends=True)
+        if self.ending.name == "newline" and not value.endswith("\n"):
             value += "\n"
-        tokens = np.concatenate([prefix, self._tokenizer.encode(value), suffix])
+        tokens = np.concatenate([prefix, self.tokenizer.encode(value), suffix])
         return torch.from_numpy(tokens.astype(np.int64))
 
     def _whole(self, part: torch.Tensor, *, padding: int) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""Checks the first items of a dataset, so that errors are found before any rank starts."""
+"""Checks the first items of a dataset: errors are found before any rank starts."""
 
 import inspect
 import numbers
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,14 +12,13 @@ from torch.utils.data import IterableDataset
 
 from zerotrain.data import fetch
 from zerotrain.data.batches import IGNORED_LABEL
-from zerotrain.data.fetch import Collate, as_inputs, fetch_rows, num_labels
 
 NUM_ITEMS = 8
 """Items looked at of each dataset."""
 OTHERWISE = "make a tensor of it, leave it out, or give data.collate_fn, which makes a batch of a list of items"
 
 
-def first_batches(dataset: Any, name: str, *, seed: int = 0, collate: Collate | None = None) -> list[Any]:
+def first_batches(dataset: Any, name: str, *, seed: int = 0, collate: fetch.Collate | None = None) -> list[Any]:
     """The first items of a dataset, each as a batch of one: read and put together as they will be in a run.
 
     Args:
@@ -44,8 +42,8 @@ def first_batches(dataset: Any, name: str, *, seed: int = 0, collate: Collate | 
     _require_map_style(dataset, name)
     rows = range(min(NUM_ITEMS, len(dataset)))
 
-    def read(rows: Sequence[int], collate: Collate | None) -> Any:
-        return fetch_rows(dataset, rows, seed=seed, epochs=[0] * len(rows), step=1, name=name, collate=collate)
+    def read(rows: Sequence[int], collate: fetch.Collate | None) -> Any:
+        return fetch.fetch_rows(dataset, rows, seed=seed, epochs=[0] * len(rows), step=1, name=name, collate=collate)
 
     if collate is None and not hasattr(dataset, "rows"):
         for row in rows[:2]:
@@ -130,7 +128,7 @@ def _require_as_many_labels(dataset: Any, batches: Sequence[Any], name: str) -> 
     """Check that `tokens_per_sequence` is right, by which the ranks weigh their losses without asking each other."""
     num_promised = getattr(dataset, "tokens_per_sequence", None)
     for row, batch in enumerate(batches):
-        if num_promised is not None and (num_counted := num_labels(batch, num_rows=1)) != num_promised:
+        if num_promised is not None and (num_counted := fetch.num_labels(batch, num_rows=1)) != num_promised:
             raise ValueError(
                 f"{name}.tokens_per_sequence is {num_promised}, but {name}[{row}] has {num_counted} labels "
                 "that count; give the number that all items have, or leave it out where they differ"
@@ -138,7 +136,7 @@ def _require_as_many_labels(dataset: Any, batches: Sequence[Any], name: str) -> 
 
 
 def require_taken(batches: Sequence[Any], name: str, model: nn.Module) -> None:
-    """Check that a model's forward can be called with items.
+    """Check a model's forward with items.
 
     Args:
         batches: from `first_batches`.
@@ -152,7 +150,7 @@ def require_taken(batches: Sequence[Any], name: str, model: nn.Module) -> None:
     names = ", ".join(parameter for parameter in signature.parameters if parameter != fetch.WITH_OUTPUTS)
     signature_text = f"{type(model).__name__}.forward takes ({names})"
     for row, batch in enumerate(batches[:2]):
-        inputs, item_name = as_inputs(batch), f"{name}[{row}]"
+        inputs, item_name = fetch.as_inputs(batch), f"{name}[{row}]"
         if isinstance(inputs, Mapping):
             item_text = ", ".join(str(key) for key in inputs) or "nothing"
         else:
@@ -182,7 +180,7 @@ def require_next_tokens(batches: Sequence[Any], name: str, *, model: str, vocab_
     """
     pairs = [_ids_and_labels(batch, f"{name}[{index}]", model) for index, batch in enumerate(batches)]
     for index, pair in enumerate(pairs):
-        unknown = fetch.unknown_token(pair, sys.maxsize if vocab_size is None else vocab_size)
+        unknown = fetch.unknown_token(pair, 2**63 - 1 if vocab_size is None else vocab_size)
         if unknown is not None:
             allowed = "from 0 on" if vocab_size is None else f"from 0 to {vocab_size - 1}"
             raise ValueError(

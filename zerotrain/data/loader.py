@@ -29,7 +29,6 @@ from torch.utils.data._utils import worker as torchs_worker
 
 from zerotrain.data import fetch
 from zerotrain.data.batches import GlobalBatchSampler, RowsToRead
-from zerotrain.data.fetch import Collate, RowError, RowPlace, Weigh
 from zerotrain.device.device import DONE, Event
 from zerotrain.device.kinds import device_of
 
@@ -37,7 +36,7 @@ from zerotrain.device.kinds import device_of
 
 
 class Copied(NamedTuple):
-    """Micro-batches whose copies were issued."""
+    """Micro-batches on their way."""
 
     batches: list[Any]
     event: Event
@@ -77,7 +76,7 @@ class DeviceCopies:
         return copied.batches
 
 
-# Micro-batches read by processes, for datasets that take long over an item.
+# Micro-batches read by processes, for datasets with slow items.
 #
 # A worker lives as long as the process that started it wants: it holds one end of a pipe, and ends itself when
 # nobody holds the other, that is when the run is over, or its rank was killed, whatever the worker is just doing.
@@ -112,7 +111,7 @@ def read_in_workers(
         RuntimeError: a worker has died.
     """
     shared = torch.zeros(num_workers, 4, dtype=torch.float64).share_memory_()
-    places = [RowPlace(timeout_s, values) for values in shared]
+    places = [fetch.RowPlace(timeout_s, values) for values in shared]
     pipes = [multiprocessing.Pipe() for _ in places]
     ends = [end for pipe in pipes for end in pipe]
     workers: list[_Worker] = []
@@ -151,25 +150,25 @@ class WorkerError(Exception):
 class _Worker(NamedTuple):
     process: BaseProcess
     pipe: Connection
-    place: RowPlace
+    place: fetch.RowPlace
 
     def receive(self, request: Any) -> Any:
-        """The value of a request, the oldest that has not been answered."""
+        """The value of a request, the oldest without an answer."""
         while not wait([self.pipe, self.process.sentinel], self.place.look_s):
             if reason := self.place.overdue():
-                raise RowError(f"{self.place} cannot be read by a worker process: {reason}") from reason
+                raise fetch.RowError(f"{self.place} cannot be read by a worker process: {reason}") from reason
         try:
             value = self.pipe.recv()
         except Exception as error:  # of a class that can be pickled but not made again, or since the process is gone
             self.process.join(_JOIN_S)
             if self.process.is_alive():
                 cause = f"{type(error).__name__}: {error}"
-                raise RowError(f"{request} cannot be taken from a worker process: {cause}") from error
+                raise fetch.RowError(f"{request} cannot be taken from a worker process: {cause}") from error
             code = self.process.exitcode or 0
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             raise RuntimeError(f"a worker process that reads the data {how}, at {self.place}") from error
         if isinstance(value, _Failure):
-            raise RowError(value.message) from WorkerError(f"in a worker process\n{value.traceback}")
+            raise fetch.RowError(value.message) from WorkerError(f"in a worker process\n{value.traceback}")
         return value
 
 
@@ -188,7 +187,7 @@ def _in_order(workers: Sequence[_Worker], requests: Iterator[Any], num_ahead: in
 
 
 def _run_worker(
-    read: Any, place: RowPlace, pipe: Connection, other_ends: Sequence[Connection], number: int, num_workers: int
+    read: Any, place: fetch.RowPlace, pipe: Connection, other_ends: Sequence[Connection], number: int, num_workers: int
 ) -> None:
     """The life of a worker."""
     for signum in _IGNORED_SIGNALS:
@@ -216,7 +215,7 @@ def _run_worker(
                 packed = ForkingPickler.dumps(value)
             except Exception as error:
                 message = f"{request} cannot be sent by a worker process: {type(error).__name__}: {error}"
-                failure = _Failure(str(error) if isinstance(error, RowError) else message, traceback.format_exc())
+                failure = _Failure(str(error) if isinstance(error, fetch.RowError) else message, traceback.format_exc())
                 packed = ForkingPickler.dumps(failure)
             place.end()
             pipe.send_bytes(packed)
@@ -242,7 +241,7 @@ class LoadedStep(NamedTuple):
     weights: list[float]
     """The weight of each in the mean loss of the step."""
     num_labels: list[int]
-    """In each of them, those that count."""
+    """In each of them: the number of labels in the loss."""
 
 
 class ReadRequest(NamedTuple):
@@ -257,7 +256,7 @@ class ReadRequest(NamedTuple):
 
 
 def reader_of(
-    dataset: Any, seed: int, collate: Collate | None, vocab_size: int | None = None
+    dataset: Any, seed: int, collate: fetch.Collate | None, vocab_size: int | None = None
 ) -> Callable[[tuple[RowsToRead, int]], tuple[Any, int]]:
     """Reads micro-batches of a dataset: (batch, its number of rows) of a `ReadRequest` or the like, with arguments of
     `fetch_rows`; can be pickled if the dataset can."""
@@ -298,11 +297,11 @@ class StepLoader:
         num_steps: int,
         first_step: int = 0,
         num_workers: int = 0,
-        collate: Collate | None = None,
+        collate: fetch.Collate | None = None,
         num_steps_ahead: int = NUM_STEPS_AHEAD,
         vocab_size: int | None = None,
         timeout_s: float = 300.0,
-        weigh: Weigh = fetch.num_labels,
+        weigh: fetch.Weigh = fetch.num_labels,
     ) -> None:
         self.wait_s = 0.0
         """How long the last step was waited for."""
@@ -365,7 +364,7 @@ class ReadAhead(Iterator[Any]):
     """
 
     def __init__(self, values: Iterator[Any], num_ahead: int, timeout_s: float = 300.0) -> None:
-        self._values, self._num_ahead, self._place = values, num_ahead, RowPlace(timeout_s)
+        self._values, self._num_ahead, self._place = values, num_ahead, fetch.RowPlace(timeout_s)
         self._ready: deque[Any] = deque()
         self._error: BaseException | None = None
         """The error raised in place of a value; StopIteration behind the last."""
@@ -379,7 +378,7 @@ class ReadAhead(Iterator[Any]):
             # Signals are handled while this waits: the main thread may be told to stop.
             while not self._changed.wait_for(lambda: self._ready or self._error, self._place.look_s):
                 if reason := self._place.overdue():
-                    raise RowError(f"{self._place} cannot be read: {reason}") from reason
+                    raise fetch.RowError(f"{self._place} cannot be read: {reason}") from reason
             if not self._ready and self._error is not None:
                 raise self._error
             value = self._ready.popleft()

@@ -22,7 +22,7 @@ from zerotrain.data.batches import rows_at
 from zerotrain.data.fetch import Fingerprint, draws, fingerprint_of, within
 
 MAX_PERIOD = 100_000
-"""Rows after which a pattern begins anew, at most."""
+"""Rows of a pattern, at most."""
 NEEDED = "{data: {_target_: ...}, weight: 1}"
 
 
@@ -82,17 +82,17 @@ class MixedRows(Dataset[Any]):
     def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float]) -> None:
         self.sources, self.weights = dict(sources), dict(weights)
         self._names, self._datasets = list(self.sources), list(self.sources.values())
-        self._ends = list(accumulate(len(dataset) for dataset in self._datasets))
+        self._starts = [0, *accumulate(len(dataset) for dataset in self._datasets)]
         tokens = {getattr(dataset, "tokens_per_sequence", None) for dataset in self._datasets}
         self.tokens_per_sequence: int | None = tokens.pop() if len(tokens) == 1 else None
-        """Labels that count in each item, where all sources have the same number."""
+        """Labels in the loss of each item, where all sources have the same number."""
         self.draws = any(map(draws, self._datasets))
         counts = parts_of(list(self.weights.values()))
         self._counts, (self._source_at, self._number_at) = np.array(counts), pattern(counts)
 
     @property
     def shares(self) -> dict[str, float]:
-        """The part of the rows that are read from each source."""
+        """The part of the rows from each source."""
         return dict(zip(self.sources, (self._counts / self._counts.sum()).tolist(), strict=True))
 
     def times_read(self, num_rows: int) -> dict[str, float]:
@@ -103,7 +103,7 @@ class MixedRows(Dataset[Any]):
         }
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._starts[-1]
 
     def __getitem__(self, row: int) -> Any:
         """Read a row.
@@ -122,8 +122,8 @@ class MixedRows(Dataset[Any]):
         """
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        source = bisect_right(self._ends, row)
-        return self._names[source], self._datasets[source], row - self._start(source)
+        source = bisect_right(self._starts, row) - 1
+        return self._names[source], self._datasets[source], row - self._starts[source]
 
     def order(self, positions: ArrayLike, *, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The rows at some positions of a run.
@@ -144,12 +144,9 @@ class MixedRows(Dataset[Any]):
             num_rows = len(self._datasets[source])
             # The order of a source follows from its name: another source beside it changes nothing.
             source_seed = int.from_bytes(hashlib.sha256(f"{seed} {self._names[source]}".encode()).digest()[:8])
-            rows[mask] = self._start(source) + rows_at(numbers[mask], seed=source_seed, num_rows=num_rows)
+            rows[mask] = self._starts[source] + rows_at(numbers[mask], seed=source_seed, num_rows=num_rows)
             epochs[mask] = numbers[mask] // num_rows
         return rows, epochs
-
-    def _start(self, source: int) -> int:
-        return self._ends[source - 1] if source else 0
 
 
 def parts_of(weights: Sequence[float]) -> list[int]:
@@ -229,7 +226,7 @@ def _require_fit(name: str, data: Any, seq_len: int | None) -> None:
 
 
 def _vocab_size(sources: Mapping[str, Any], vocab_size: int | None) -> int | None:
-    """The size that all sources have. A ValueError where they differ."""
+    """The common size of all sources. A ValueError where they differ."""
     sizes = {} if vocab_size is None else {"data.vocab_size": vocab_size}
     for name, data in sources.items():
         if isinstance(size := getattr(data, "vocab_size", None), int):

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import InitVar, asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -42,7 +42,7 @@ _POLL_S = 0.1
 
 @contextmanager
 def sole_writer(folder: Path, *, private: bool) -> Iterator[None]:
-    """Inside, no other process of this machine is inside for the same folder, which is made.
+    """Make a folder. Inside, no other process of this machine is inside for the same folder.
 
     Args:
         private: the folder is made for the user alone.
@@ -118,11 +118,11 @@ class SourcePlace:
     begins: bool = False
     """The next token is the first of a document."""
     nulls: Natural = 0
-    """Rows that were left out, since their text is null."""
+    """Rows without a text, left out."""
 
 
 class StoreWriter:
-    """Writes the tokens of documents to a folder, behind the finished shards that an earlier writer has left there.
+    """Writes the tokens of documents to a folder, behind the finished shards of an earlier writer.
 
     Args:
         folder: is there, and nobody else writes to it.
@@ -150,13 +150,14 @@ class StoreWriter:
         self.tokens, self.nulls, self._begins = place.tokens, place.nulls, place.begins
         self._shard, self._starts = np.empty(SHARD_TOKENS, self._dtype), list[int]()
 
-    def start_document(self) -> None:
-        """The next token written begins a document; a document without tokens is not counted."""
-        self._begins = True
+    def write(self, tokens: np.ndarray, *, starts: bool = False) -> None:
+        """Append tokens, (num_tokens,). Tokens in finished shards, behind the place where writing was resumed, are
+        passed over.
 
-    def write(self, tokens: np.ndarray) -> None:
-        """Append tokens, (num_tokens,). Those that finished shards have already, behind the place where writing was
-        resumed, are passed over."""
+        Args:
+            starts: a document starts with them, or with the next ones if there are none.
+        """
+        self._begins |= starts
         if self._begins and len(tokens):
             self._begins = False
             if self.tokens >= self._num_finished * SHARD_TOKENS:
@@ -176,7 +177,7 @@ class StoreWriter:
         self._place = SourcePlace(file, offset, nbytes_read, self.tokens, self._begins, self.nulls)
 
     def complete(self, *, vocab_size: int, tokenizer: str | None) -> None:
-        """Make the folder a store. The notes stay until `forget_notes`."""
+        """Make the folder a store. The notes stay for the caller to remove."""
         num_left = self.tokens - self._num_finished * SHARD_TOKENS
         if num_left > 0:
             self._finish_shard(num_left)
@@ -219,19 +220,12 @@ class StoreWriter:
         return hashlib.sha256(self._made_of.encode() + note).hexdigest().encode()
 
 
-def forget_notes(folder: Path) -> None:
-    """Remove the notes, which a store that is complete does not need."""
-    for note in folder.glob(NOTES):
-        note.unlink()
-
-
 def remove_store(folder: Path, *, num_finished: int = 0) -> None:
-    """Remove the files of a store, seal and index first, but for so many finished shards and their notes. An
-    unfinished one of an older zerotrain has preparing.json and starts.part."""
-    finished = {f"{number:06}.{suffix}" for number in range(num_finished) for suffix in ("bin", "note")}
-    for pattern in (SEAL_NAME, INDEX_NAME, NOTES, "preparing.json", "starts.part", "*.bin", "*.tmp"):
+    """Remove the files of a store, seal and index first, but for so many finished shards and their notes."""
+    finished = {f"{number:06}" for number in range(num_finished)}
+    for pattern in (SEAL_NAME, INDEX_NAME, NOTES, "*.bin", "*.tmp"):
         for file in folder.glob(pattern):
-            if file.name not in finished:
+            if file.stem not in finished:
                 file.unlink()
 
 
@@ -261,7 +255,7 @@ class Seal:
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """The folder for files that can be made again of the data; it need not be there yet."""
+    """The folder for files made of the data; it need not be there yet."""
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotrain"
@@ -300,11 +294,12 @@ def kept_store(
             _require_unchanged(sources, marks, folder)  # half a line of JSON is not broken, but still being written
             raise
         store_files = _store_files(folder)
-        stamp = _stamp(_marks(store_files) + marks)
-        seal = Seal(_nbytes(store_files), sha256_of(store_files), sources_sha256, stamp, recipe)
+        nbytes, stamp = sum(file.stat().st_size for file in store_files), _stamp(_marks(store_files) + marks)
+        seal = Seal(nbytes, sha256_of(store_files), sources_sha256, stamp, recipe)
         _require_unchanged(sources, marks, folder)
         _write_seal(folder, seal)
-        forget_notes(folder)
+        for note in folder.glob(NOTES):
+            note.unlink()
     return folder
 
 
@@ -355,8 +350,7 @@ def misfit(folder: Path, sources: Sequence[Path], recipe: str) -> str | None:
     stamp = _stamp(_marks([*store_files, *sources]))
     if stamp == seal.stamp:
         return None
-    nbytes = _nbytes(store_files)
-    if nbytes != seal.nbytes:
+    if (nbytes := sum(file.stat().st_size for file in store_files)) != seal.nbytes:
         return f"it has {nbytes} bytes, and had {seal.nbytes} when it was made"
     if sha256_of(store_files) != seal.sha256:
         return "its bytes are not those that were written"
@@ -370,10 +364,6 @@ def misfit(folder: Path, sources: Sequence[Path], recipe: str) -> str | None:
 def _store_files(folder: Path) -> list[Path]:
     """The files of a store, the index last."""
     return [*sorted(folder.glob("*.bin")), folder / INDEX_NAME]
-
-
-def _nbytes(files: Sequence[Path]) -> int:
-    return sum(file.stat().st_size for file in files)
 
 
 def _marks(files: Sequence[Path]) -> list[tuple[int, ...]]:
@@ -409,11 +399,11 @@ def _write_seal(folder: Path, seal: Seal) -> None:
         file.write(json.dumps(asdict(seal)).encode())
 
 
-# How far a long piece of work has come, on stderr: one line that changes on a terminal, else one each ten seconds.
+# How far a long piece of work has come, on stderr: one changing line on a terminal, else a line each ten seconds.
 
 
 QUIET_S = 2.0
-"""Work that is done by then says nothing."""
+"""Shorter work says nothing."""
 LINE_S = 10.0
 
 
@@ -487,6 +477,7 @@ _MAX_PIECES = 4096
 _WARNED_NBYTES = 1 << 24
 
 
+@dataclass
 class Recipe:
     """How files become a row of tokens.
 
@@ -499,19 +490,17 @@ class Recipe:
         ValueError: there is no such end of a document, or the tokenizer has none.
     """
 
-    def __init__(
-        self,
-        sources: Sources,
-        tokenizer: TextTokenizer | None,
-        document_end: str | None = None,
-        text_field: str = "text",
-    ) -> None:
-        self.sources, self.tokenizer, self.text_field = sources, tokenizer, text_field
-        self.ending = DocumentEnd(tokenizer, document_end)
+    sources: Sources
+    tokenizer: TextTokenizer | None
+    document_end: InitVar[str | None] = None
+    text_field: str = "text"
+
+    def __post_init__(self, document_end: str | None) -> None:
+        self.ending = DocumentEnd(self.tokenizer, document_end)
         """The mark between documents."""
-        self.dtype = np.dtype(np.uint8) if tokenizer is None else tokenizer.token_dtype
+        self.dtype = np.dtype(np.uint8) if self.tokenizer is None else self.tokenizer.token_dtype
         """Dtype of a token."""
-        self.vocab_size = NUM_BYTE_VALUES if tokenizer is None else tokenizer.vocab_size
+        self.vocab_size = NUM_BYTE_VALUES if self.tokenizer is None else self.tokenizer.vocab_size
         """Tokens are below this."""
 
     @property
@@ -558,6 +547,8 @@ def write_store(recipe: Recipe, folder: Path, made_of: str) -> None:
         ImportError: a package that reads a kind of file is not installed.
     """
     sources = recipe.sources
+    if (len(sources.files) > 1 or sources.leaves_data) and not sources.is_default:
+        print(sources, file=sys.stderr, flush=True)
     first_bytes = [0, *accumulate(file.stat().st_size for file in sources.files)]
     writer = StoreWriter(folder, recipe.dtype, f"{recipe.fingerprint} {made_of}")
     resumed_at = writer.resumed_at
@@ -565,9 +556,7 @@ def write_store(recipe: Recipe, folder: Path, made_of: str) -> None:
         for batch, encoded in _encode_batches(recipe, resumed_at.file, resumed_at.offset):
             for (_, piece), tokens in zip(batch, encoded, strict=True):
                 writer.nulls += piece.is_null
-                if piece.starts:
-                    writer.start_document()
-                writer.write(tokens)
+                writer.write(tokens, starts=piece.starts)
             number, last_piece = batch[-1]
             nbytes_read = first_bytes[number] + last_piece.reached
             if last_piece.resume_at is not None or last_piece.ends:
@@ -588,8 +577,7 @@ def _encode_batches(
     """Batches of pieces with their tokens, in order; the next ones are tokenised meanwhile."""
     waiting: deque[tuple[list[tuple[int, TextPiece]], Future[list[np.ndarray]]]] = deque()
     with ThreadPoolExecutor(_BATCHES_UNDER_WAY) as pool:
-        for batch in _group_pieces(recipe.pieces(file, offset)):
-            _warn_of_long_pieces(recipe, batch)
+        for batch in _group_pieces(recipe, file, offset):
             waiting.append((batch, pool.submit(recipe.tokens_of, [piece for _, piece in batch])))
             if len(waiting) > _BATCHES_UNDER_WAY:
                 pieces, future = waiting.popleft()
@@ -598,25 +586,22 @@ def _encode_batches(
             yield pieces, future.result()
 
 
-def _warn_of_long_pieces(recipe: Recipe, batch: list[tuple[int, TextPiece]]) -> None:
-    """Before the memory is taken, which may end the process without a word."""
-    for number, piece in batch:
-        mb = len(piece.text) / 1e6
+def _group_pieces(recipe: Recipe, file: int, offset: int) -> Iterator[list[tuple[int, TextPiece]]]:
+    """Batches of pieces from a place on."""
+    batch: list[tuple[int, TextPiece]] = []
+    nbytes = 0
+    for number, piece in recipe.pieces(file, offset):
+        batch.append((number, piece))
+        nbytes += len(piece.text)
         if len(piece.text) > _WARNED_NBYTES and recipe.tokenizer is not None:
+            # Before the memory is taken: that may end the process without a word.
+            mb = len(piece.text) / 1e6
             print(
                 f"{recipe.sources.files[number]}: {mb:.0f} MB cannot be cut without changing a token; they are "
                 f"tokenised at once, which takes about {mb * 0.15:.0f} GB of memory",
                 file=sys.stderr,
                 flush=True,
             )
-
-
-def _group_pieces(pieces: Iterator[tuple[int, TextPiece]]) -> Iterator[list[tuple[int, TextPiece]]]:
-    batch: list[tuple[int, TextPiece]] = []
-    nbytes = 0
-    for number, piece in pieces:
-        batch.append((number, piece))
-        nbytes += len(piece.text)
         if nbytes >= BATCH_NBYTES - PIECE_NBYTES or len(batch) == _MAX_PIECES:
             yield batch
             batch, nbytes = [], 0
@@ -665,7 +650,7 @@ def prepare_in_cache(recipe: Recipe, cache: Path) -> TokenStore:
         prefix = f"{'text' if recipe.tokenizer is None else 'tokens'}-{paths}-{recipe.fingerprint}-"
         folder = cache / f"{prefix}{states}"
         remove_abandoned(cache, superseded=prefix, keep=folder.name)
-        store = TokenStore.open(kept_store(folder, files, recipe.fingerprint, partial(_write, recipe)))
+        store = TokenStore.open(kept_store(folder, files, recipe.fingerprint, partial(write_store, recipe)))
     store.sources = files
     return store
 
@@ -683,7 +668,7 @@ def prepare_in_folder(recipe: Recipe, folder: Path) -> TokenStore:
         seal = read_note(folder / SEAL_NAME, Seal)
         if seal is not None and seal.recipe != recipe.fingerprint:
             raise ValueError(f"--out={folder} holds tokens that were made with other settings; give another folder")
-        write = partial(_write, recipe)
+        write = partial(write_store, recipe)
         return TokenStore.open(kept_store(folder, recipe.sources.files, recipe.fingerprint, write, private=False))
 
 
@@ -710,12 +695,6 @@ def naming_setting(setting: str, folder: Path) -> Iterator[None]:
         raise ValueError(
             f"{setting}={folder} cannot take the prepared text ({error}); give a folder that can be written"
         ) from error
-
-
-def _write(recipe: Recipe, folder: Path, made_of: str) -> None:
-    if (len(recipe.sources.files) > 1 or recipe.sources.leaves_data) and not recipe.sources.is_default:
-        print(recipe.sources, file=sys.stderr, flush=True)
-    write_store(recipe, folder, made_of)
 
 
 def _hash(text: str) -> str:

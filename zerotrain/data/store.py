@@ -14,18 +14,18 @@ is written last, so a folder with an index is complete. An index from before 202
 
 import json
 import os
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, Any
 
 import numpy as np
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import FileName, Natural, UntrustedFileError, one_of, read_json, require_kind, shown
@@ -66,11 +66,6 @@ def _state(status: os.stat_result) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _time(mtime_ns: int) -> str:
-    seconds, nanoseconds = divmod(mtime_ns, 10**9)
-    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(seconds))}.{nanoseconds // 10**6:03d}"
-
-
 FORMAT = 1
 INDEX_NAME = "index.json"
 MAX_INDEX_NBYTES = 1 << 28
@@ -82,18 +77,23 @@ MAX_VOCAB_SIZE = 1 << 32
 _PIECE = 1 << 20
 
 
-class _ShardEntry(TypedDict):
+class ShardEntry(Struct):
+    """A shard in the index."""
+
     name: FileName
     tokens: Natural
 
 
-class _StoreIndex(TypedDict):
+class StoreIndex(Struct):
+    """The content of index.json."""
+
+    format: int
     dtype: Annotated[str, one_of(*STORE_DTYPES)]
     vocab_size: Annotated[int, Meta(ge=1, le=MAX_VOCAB_SIZE)]
     tokenizer: str | None
-    shards: list[_ShardEntry]
+    shards: list[ShardEntry]
     documents: FileName | None
-    num_documents: NotRequired[Natural]
+    num_documents: Natural | None = None
 
 
 class TokenStore:
@@ -131,7 +131,7 @@ class TokenStore:
         self.tokens = self._starts[-1]
         """Tokens of all shards."""
         self.sources: Sequence[Path] = ()
-        """The files that the documents were read from, in order; empty where nobody knows."""
+        """The files behind the documents, in order; empty where nobody knows."""
         self._read_documents = documents
         self._states = [_state(os.stat(shard.path)) for shard in self.shards]
         self._files: dict[int, _OpenFile] = {}
@@ -149,18 +149,19 @@ class TokenStore:
         """
         folder = Path(folder)
         index = _read_index(folder / INDEX_NAME)
-        dtype = np.dtype(index["dtype"]).newbyteorder("<")
-        shards = [Shard(folder / entry["name"], entry["tokens"]) for entry in index["shards"]]
+        dtype = np.dtype(index.dtype).newbyteorder("<")
+        shards = [Shard(folder / entry.name, entry.tokens) for entry in index.shards]
         for shard in shards:
             _require_size(shard.path, shard.tokens * dtype.itemsize, f"{shard.tokens} tokens of {dtype.name}")
         tokens = sum(shard.tokens for shard in shards)
         documents = None
-        if index["documents"] is not None:
-            file = folder / index["documents"]
-            num_documents = index.get("num_documents", _nbytes(file) // DOCUMENT_NBYTES)
+        if index.documents is not None:
+            file, num_documents = folder / index.documents, index.num_documents
+            if num_documents is None:
+                num_documents = _nbytes(file) // DOCUMENT_NBYTES
             _require_size(file, num_documents * DOCUMENT_NBYTES, f"{num_documents} documents")
             documents = partial(_read_documents, file, tokens, num_documents)
-        return cls(shards, dtype, vocab_size=index["vocab_size"], tokenizer=index["tokenizer"], documents=documents)
+        return cls(shards, dtype, vocab_size=index.vocab_size, tokenizer=index.tokenizer, documents=documents)
 
     @property
     def documents(self) -> np.ndarray | None:
@@ -265,15 +266,16 @@ class TokenStore:
         return file
 
     def _require_unchanged(self, shard: int, offset: int) -> None:
-        """Check that a file is as it was. An OSError says its size, then and now, and the token that was to be read."""
+        """Compare a file with its first state. An OSError says its size, then and now, and the token to read."""
         file = self._file(shard, offset)  # kept by name: another thread may put it away before fstat
         old, new = self._states[shard], _state(os.fstat(file.descriptor))
         if old == new:
             return
         what = "was changed" if new[0] == old[0] else "was cut short" if new[0] < old[0] else "has grown"
+        then, now = (datetime.fromtimestamp(state[1] / 1e9).isoformat(" ", "milliseconds") for state in (old, new))
         raise OSError(
             f"{self.shards[shard].path} {what} since it was opened: it had {old[0]} bytes, last written "
-            f"{_time(old[1])}, and has {new[0]} bytes, last written {_time(new[1])}; the run needs its token "
+            f"{then}, and has {new[0]} bytes, last written {now}; the run needs its token "
             f"{offset}. Do not change the files of a run: put it back, or give the new data another name"
         )
 
@@ -287,7 +289,7 @@ def write_index(
     tokenizer: str | None = None,
     documents: np.ndarray | None = None,
 ) -> None:
-    """Make a store of the shards in a folder, which are there already: write their index, documents first.
+    """Make a store of the shards already in a folder: write their index, documents first.
 
     Args:
         dtype: of the tokens in the shards: one of `STORE_DTYPES`.
@@ -302,7 +304,7 @@ def write_index(
         OSError: the folder cannot be written.
     """
     folder = Path(folder)
-    index = {
+    content = {
         "format": FORMAT,
         "dtype": dtype,
         "vocab_size": vocab_size,
@@ -311,7 +313,7 @@ def write_index(
         "documents": None if documents is None else DOCUMENTS_NAME,
         "num_documents": 0 if documents is None else len(documents),
     }
-    _require_index(index, folder / INDEX_NAME)
+    _index_of(content, folder / INDEX_NAME)
     for name, tokens in shards:
         _require_size(folder / name, tokens * np.dtype(dtype).itemsize, f"{tokens} tokens of {dtype}")
     if documents is not None:
@@ -320,40 +322,40 @@ def write_index(
         with whole(folder / DOCUMENTS_NAME, lasting=True) as file:
             file.writelines(documents[at : at + _PIECE].astype("<u8").tobytes() for at in pieces)
     with whole(folder / INDEX_NAME, lasting=True) as file:
-        file.write(json.dumps(index, indent=1).encode() + b"\n")
+        file.write(json.dumps(content, indent=1).encode() + b"\n")
 
 
-def _read_index(file: Path) -> dict[str, Any]:
+def _read_index(file: Path) -> StoreIndex:
     try:
-        index = read_json(file, Any, max_nbytes=MAX_INDEX_NBYTES)
+        content = read_json(file, Any, max_nbytes=MAX_INDEX_NBYTES)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{file.parent} has no {INDEX_NAME}; a store of tokens has one, written last: this one is not complete"
         ) from None
     except UntrustedFileError as error:
         raise ValueError(f"{file} is no index of a store ({error}); make the store again, or copy it again") from error
-    _require_index(index, file)
-    return dict(index)
+    return _index_of(content, file)
 
 
-def _require_index(index: Any, file: Path) -> None:
-    """Check the fields of an index."""
-    if not isinstance(index, dict) or "format" not in index:
+def _index_of(content: Any, file: Path) -> StoreIndex:
+    """The index with this content, for the file of this name. A ValueError where a field is wrong."""
+    if not isinstance(content, dict) or "format" not in content:
         raise ValueError(f"{file} does not describe a store of tokens: it has no format")
-    if index["format"] != FORMAT:
+    if content["format"] != FORMAT:
         raise ValueError(
-            f"{file} has format {shown(index['format'])}, and this zerotrain reads format {FORMAT}; make the "
+            f"{file} has format {shown(content['format'])}, and this zerotrain reads format {FORMAT}; make the "
             "store anew, or read it with the zerotrain that wrote it"
         )
     try:
-        require_kind(index, _StoreIndex)
+        index: StoreIndex = require_kind(content, StoreIndex)
     except UntrustedFileError as error:
         raise ValueError(f"{file}: {error}; make the store again") from None
-    names = [INDEX_NAME, index["documents"], *(entry["name"] for entry in index["shards"])]
+    names = [INDEX_NAME, index.documents, *(entry.name for entry in index.shards)]
     if len(set(names)) < len(names):
         raise ValueError(f"{file}: shards: a file is named twice; make the store again")
-    if index.get("num_documents") and index["documents"] is None:
-        raise ValueError(f"{file}: num_documents: got {index['num_documents']} without documents; make the store again")
+    if index.num_documents and index.documents is None:
+        raise ValueError(f"{file}: num_documents: got {index.num_documents} without documents; make the store again")
+    return index
 
 
 def _nbytes(file: Path) -> int:
@@ -382,7 +384,7 @@ def _read_documents(file: Path, tokens: int, num_documents: int) -> np.ndarray:
 
 
 def _require_rising(documents: np.ndarray, tokens: int, file: Path) -> None:
-    """Check that these are starts of documents in a row of so many tokens."""
+    """Refuse all but starts of documents in a row of so many tokens."""
     rising = len(documents) > 0 and documents[0] == 0 and documents[-1] <= tokens
     for at in range(0, len(documents) if rising else 0, _PIECE):
         piece = documents[at : at + _PIECE + 1]

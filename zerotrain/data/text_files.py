@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zerotrain.data.formats import kind_of_text, place_on_disk
+from zerotrain.data.formats import FileKind, files_matching, kind_of, place_on_disk
 from zerotrain.data.tokenizer import Cut, cut_anywhere, cut_text
 from zerotrain.files import lock, terminal, untrusted
 
@@ -113,7 +113,7 @@ def read_pieces(path: Path, *, field: str, start: int = 0, cut: Cut = cut_anywhe
 
 
 def _reader_errors() -> tuple[type[Exception], ...]:
-    """Exceptions of readers for files that are truncated or of another format."""
+    """Exceptions of readers for truncated files and other formats."""
     errors: list[type[Exception]] = [EOFError, OSError, zlib.error]
     for module, name in (("zstandard", "ZstdError"), ("pyarrow", "ArrowException")):
         try:
@@ -124,7 +124,7 @@ def _reader_errors() -> tuple[type[Exception], ...]:
 
 
 def _open_content(path: Path, stack: ExitStack) -> tuple[BinaryIO, Callable[[], int]]:
-    """(a file's content, decompressed; a function that tells how many bytes of the file were read)."""
+    """(a file's content, decompressed; a function for the number of bytes read of the file)."""
     raw = stack.enter_context(path.open("rb"))
     opened: Any = raw
     if path.suffix.lower() == ".gz":
@@ -137,7 +137,7 @@ def _open_content(path: Path, stack: ExitStack) -> tuple[BinaryIO, Callable[[], 
 
 
 def _skip(file: BinaryIO, nbytes: int) -> int:
-    """Read forward; how many lines that were."""
+    """Read forward; return the number of lines."""
     num_lines = 0
     while nbytes and (skipped := file.read(min(nbytes, _SKIPPED_NBYTES))):
         num_lines, nbytes = num_lines + skipped.count(b"\n"), nbytes - len(skipped)
@@ -185,7 +185,7 @@ def _text_of(row: Any, field: str) -> str | None:
 
 
 def _cut_document(text: str | None, cut: Cut, resume_at: int, reached: int) -> Iterator[TextPiece]:
-    """The pieces of a document that lies in memory. One may go on behind it only."""
+    """The pieces of a document in memory. One may go on behind it only."""
     if text is None:
         yield TextPiece(b"", starts=False, ends=False, resume_at=resume_at, reached=reached, is_null=True)
         return
@@ -232,10 +232,18 @@ def _read_parquet(path: Path, field: str, start: int, cut: Cut) -> Iterator[Text
 BINARY = "binary"
 SNIFFED_NBYTES = 8192
 _JSON_NBYTES = 1 << 20
-"""Bytes of a .json file in which the first row must end."""
+"""Bytes of a .json file for its first row."""
 _MIN_NBYTES, _MAX_ZEROS = 512, 0.01
 """Text has no zero bytes, a log that was cut off perhaps some; a token of two bytes has one more often than that."""
 _SAVED_DATASET_NAMES = {"dataset_info.json", "state.json"}
+
+
+def _sniff(path: Path) -> tuple[bytes, FileKind | None]:
+    """(the beginning of a file, its kind by that); nothing of an unreadable file or of .parquet."""
+    if is_parquet(path) or not os.access(path, os.R_OK):
+        return b"", None
+    sample = beginning(path, SNIFFED_NBYTES)
+    return sample, kind_of(sample, is_named_text=True)
 
 
 def why_left(path: Path) -> str | None:
@@ -243,16 +251,14 @@ def why_left(path: Path) -> str | None:
 
     As git decides it: by a zero byte near the beginning of the decompressed content. Known kinds of files are named.
     """
-    if is_parquet(path) or not os.access(path, os.R_OK):
-        return None
-    sample = beginning(path, SNIFFED_NBYTES)
-    if (kind := kind_of_text(sample)) is not None:
+    sample, kind = _sniff(path)
+    if kind is not None:
         return f"{BINARY}: {kind.name}; {kind.for_text}"
     return BINARY if b"\0" in sample else None
 
 
 def require_text(path: Path, source: str) -> None:
-    """Check that a file, which the user has named, may be text.
+    """Refuse a file named by the user if it cannot be text.
 
     Args:
         source: the setting, as the user wrote it ("data.path=book.txt").
@@ -260,10 +266,8 @@ def require_text(path: Path, source: str) -> None:
     Raises:
         ValueError: it is something else, with a remedy.
     """
-    if is_parquet(path) or not os.access(path, os.R_OK):
-        return
-    sample = beginning(path, SNIFFED_NBYTES)
-    if (kind := kind_of_text(sample)) is not None:
+    sample, kind = _sniff(path)
+    if kind is not None:
         verb = "holds" if path.suffix.lower() in COMPRESSED else "is"
         raise ValueError(f"{source} {verb} {kind.name}; {kind.for_text}")
     if len(sample) >= _MIN_NBYTES and sample.count(0) > _MAX_ZEROS * len(sample):
@@ -313,14 +317,15 @@ def require_no_dataset(path: Path, text_field: str, source: str, *, is_named: bo
 
 def _is_saved_dataset(path: Path) -> bool:
     folder, name = path.parent, path.name
-    if name in _SAVED_DATASET_NAMES:
-        return all((folder / sibling).exists() for sibling in _SAVED_DATASET_NAMES) or (
-            name == "dataset_info.json" and any(folder.glob("*.arrow"))
-        )
-    return name == "dataset_dict.json" and any(folder.glob("*/dataset_info.json"))
+    if name == "dataset_dict.json":
+        return any(folder.glob("*/dataset_info.json"))
+    has_arrow = name == "dataset_info.json" and any(folder.glob("*.arrow"))
+    return name in _SAVED_DATASET_NAMES and (
+        has_arrow or all((folder / other).exists() for other in _SAVED_DATASET_NAMES)
+    )
 
 
-# The files that a text dataset reads.
+# The files of a text dataset.
 
 
 STDLIB_SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
@@ -331,7 +336,7 @@ _OF_RUNS = "of runs and caches"
 
 @dataclass
 class Sources:
-    """The files that a text is read from."""
+    """The files of a text."""
 
     path: str
     """Names them in messages, as the user wrote it: "data.path=docs"."""
@@ -344,15 +349,15 @@ class Sources:
 
     @property
     def leaves_data(self) -> bool:
-        """Whether a file that was left out may be one that the user meant."""
+        """Whether the user may have meant a file left out."""
         return any(reason.startswith(BINARY) for reason in self.omissions)
 
     def describe_omissions(self) -> str:
-        """The numbers of files that were left out, by reason; empty where there are none."""
+        """The numbers of files left out, by reason; empty where there are none."""
         return ", ".join(f"{count} {reason}" for reason, count in sorted(self.omissions.items()) if count)
 
     def __str__(self) -> str:
-        """One line: the files that are read, and those left out."""
+        """One line: the files read, and those left out."""
         kinds = Counter("".join(file.suffixes[-2:]) or file.name for file in self.files).most_common()
         listing = ", ".join(f"{count} {kind}" for kind, count in kinds[:4]) + (", ..." if len(kinds) > 4 else "")
         omitted = self.describe_omissions()
@@ -367,8 +372,8 @@ def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: 
     A folder gives all its text files and those of its folders: plain text, .jsonl and .parquet, also compressed
     (see `zerotrain.data.text_files`). It
     leaves hidden and binary files, and the folders of runs: a run writes to its own
-    between the moment it is checked and the moment its ranks read. A glob skips the files that a folder would
-    skip. A file that is named itself is refused if it is known not to be text.
+    between the moment it is checked and the moment its ranks read. A glob skips the same files as a
+    folder. A file that is named itself is refused if it is known not to be text.
 
     Args:
         path: a file; a folder; a glob pattern, where `**` matches any depth; or None for the standard library of the
@@ -384,11 +389,8 @@ def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: 
     if path is None:
         folder = sysconfig.get_path("stdlib")
         sources = Sources(f"data.path=null (the standard library in {folder})", is_default=True)
-        modules: list[Path] = []
-        for parent, folders, names in os.walk(folder):
-            folders[:] = [name for name in folders if name not in STDLIB_SKIPPED_FOLDERS]
-            modules += [Path(parent, name) for name in names if name.endswith(".py")]
-        return _add_files(modules, sources)
+        files = _walk(folder, lambda inner: inner.name in STDLIB_SKIPPED_FOLDERS, sources)
+        return _add_files((file for file in files if file.suffix == ".py"), sources)
     sources, expanded = Sources(f"data.path={path}"), os.path.expanduser(path)
     # A file of exactly this name comes first: "a[1].txt" is a legal file name and a pattern too.
     if os.path.isfile(expanded):
@@ -409,18 +411,11 @@ def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: 
 
     if os.path.isdir(expanded):
         return _add_files(_text_files(_walk(expanded, is_own, sources), sources, text_field), sources)
-    if not glob.has_magic(expanded):
-        what = "is neither a file nor a folder" if os.path.exists(expanded) else "does not exist"
-        raise FileNotFoundError(
-            f"data.path={path} {what}; give a file, a folder or a glob pattern, or null for the standard library of "
-            "the running Python"
-        )
+    remedy = "give a file, a folder or a glob pattern, or null for the standard library of the running Python"
+    matches = files_matching(expanded, sources.path, remedy)
     # The folder before the first wildcard was named by the user, even if it is that of a run; those below were not.
     parts = Path(expanded).parts
     root = Path(*parts[: next(number for number, part in enumerate(parts) if glob.has_magic(part))])
-    matches = [Path(match) for match in glob.glob(expanded, recursive=True) if os.path.isfile(match)]
-    if not matches:
-        raise FileNotFoundError(f"data.path={path} matches no file; give a pattern that does, or a file or a folder")
     readable = [
         match
         for match in matches
@@ -430,12 +425,12 @@ def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: 
     return _add_files(_text_files(readable, sources, text_field), sources)
 
 
-def _walk(folder: str, is_own: Callable[[Path], bool], sources: Sources) -> Iterator[Path]:
-    """All files below a folder but hidden ones and those of runs."""
+def _walk(folder: str, is_skipped: Callable[[Path], bool], sources: Sources) -> Iterator[Path]:
+    """All files below a folder but hidden ones and those in skipped folders."""
     for parent, folders, names in os.walk(folder):
         # In place: os.walk reads this very list to know where to go next.
         visible = [name for name in folders if not name.startswith(".")]
-        folders[:] = [name for name in visible if not is_own(Path(parent, name))]
+        folders[:] = [name for name in visible if not is_skipped(Path(parent, name))]
         sources.omissions["folders " + _OF_RUNS] += len(visible) - len(folders)
         sources.omissions["hidden"] += sum(name.startswith(".") for name in names)
         yield from (Path(parent, name) for name in names if not name.startswith("."))

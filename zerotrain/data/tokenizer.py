@@ -23,7 +23,7 @@ PIECE_NBYTES = 1 << 16
 CONTEXT_NBYTES = 512
 """Bytes looked at on each side of a place."""
 TRIES = 8
-"""Places of each kind that are tried in a piece, from its end."""
+"""Places of each kind to try in a piece, from its end."""
 _BLOCK_NBYTES = 1 << 20
 
 PLACES = (
@@ -44,7 +44,7 @@ place. The text goes from the beginning of a piece to `CONTEXT_NBYTES` beyond `h
 
 
 def cut_anywhere(text: bytes, low: int, high: int) -> tuple[int, int] | None:
-    """Cut at the end, as text that is read as bytes can be."""
+    """Cut at the end: bytes can be cut anywhere."""
     return high, high
 
 
@@ -59,7 +59,7 @@ class ExactPlace:
         self._tokens_of = tokens_of
 
     def __call__(self, text: bytes, low: int, high: int) -> tuple[int, int] | None:
-        """The last place of the first kind that has one."""
+        """The last place of the first kind with one."""
         for kind in PLACES:
             places = [match.end() for match in kind.finditer(text, low, high)]
             for place in reversed(places[-TRIES:]):
@@ -151,21 +151,21 @@ class TextTokenizer:
 
     @property
     def token_dtype(self) -> np.dtype:
-        """The smallest unsigned integer that holds every token."""
+        """The smallest unsigned integer for every token."""
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     @property
     def end_of_text(self) -> int | None:
-        """The token that stands behind a text; None where the tokenizer has none."""
+        """The token behind a text; None where the tokenizer has none."""
         return None if self._tokenizer.eos_token_id is None else int(self._tokenizer.eos_token_id)
 
     @property
     def beginning_of_text(self) -> int | None:
-        """The token that stands before a text; None where the tokenizer has none."""
+        """The token before a text; None where the tokenizer has none."""
         return None if self._tokenizer.bos_token_id is None else int(self._tokenizer.bos_token_id)
 
     def fingerprint(self) -> str:
-        """Differs between tokenizers that give other tokens."""
+        """Differs between tokenizers with other tokens."""
         described = repr(self._tokenizer) if self._backend is None else self._backend.to_str()
         marks = (described, self.end_of_text, self.beginning_of_text)
         return hashlib.sha256(repr(marks).encode()).hexdigest()[:16]

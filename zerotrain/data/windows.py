@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from zerotrain.data.batches import mix_bits
 from zerotrain.data.store import TokenStore
 
 # The places of a dataset's rows: windows of seq_len tokens, one beside the other, in runs of a store's tokens.
@@ -20,7 +21,7 @@ from zerotrain.data.store import TokenStore
 
 
 class Rows(ABC):
-    """The tokens of a store that each row of a dataset has.
+    """The tokens of a store in each row of a dataset.
 
     Args:
         starts: (num_runs,) where each run starts in the store, rising.
@@ -36,7 +37,7 @@ class Rows(ABC):
 
     @abstractmethod
     def parts(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The parts of the store that make up some rows, one behind the other.
+        """The parts of the store in some rows, one behind the other.
 
         Args:
             indices: (num_rows,) int64 from 0 to len - 1.
@@ -101,9 +102,8 @@ CHUNK_ROWS = 64
 """Each chunk of the smaller side has at least so many tokens and rows, if there is enough text: neighbouring text then
 tells little about it."""
 _PIECE = 1 << 20
-_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-"""Constants of SplitMix64 (G. Steele and others, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014)."""
 _STEP = np.uint64(0x9E3779B97F4A7C15)
+"""The step of SplitMix64, as `mix_bits`."""
 
 
 def are_validation(start: int, count: int, fraction: float) -> np.ndarray:
@@ -111,11 +111,8 @@ def are_validation(start: int, count: int, fraction: float) -> np.ndarray:
 
     A larger fraction takes all documents of a smaller one, and others.
     """
-    mixed = (np.arange(start, start + count, dtype=np.uint64) + np.uint64(1)) * _STEP
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX[0]
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX[1]
-    mixed ^= mixed >> np.uint64(31)
-    return (mixed >> np.uint64(11)) < np.uint64(round(fraction * (1 << 53)))
+    numbers = np.arange(start, start + count, dtype=np.uint64) + np.uint64(1)
+    return (mix_bits(numbers * _STEP) >> np.uint64(11)) < np.uint64(round(fraction * (1 << 53)))
 
 
 def _split_by_document(documents: np.ndarray, tokens: int, seq_len: int, fraction: float) -> tuple[Rows, Rows] | None:
@@ -287,7 +284,7 @@ def split(
     return train_windows, validation_windows
 
 
-# Facts about a dataset of tokens: one line for people, and values that must be equal on all machines.
+# Facts about a dataset of tokens: one line for people, and values to compare between machines.
 
 
 _END_NBYTES = 1 << 12

@@ -58,7 +58,7 @@ def with_whole_multiple(weight: torch.Tensor, multiple: int) -> tuple[torch.Tens
 
 
 class MeanCrossEntropy(nn.modules.loss._Loss):
-    """Mean cross entropy in nats over the labels that are not ignored, computed in fp32. A module, as torch's own
+    """Mean cross entropy in nats over the labels but ignored ones, computed in fp32. A module, as torch's own
     losses are: an engine that compiles, compiles them too."""
 
     def forward(self, logits: torch.Tensor, labels: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:

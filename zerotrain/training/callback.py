@@ -1,4 +1,4 @@
-"""The protocol of what happens beside the steps of a run, and the list that a run calls."""
+"""The protocol of what happens beside the steps of a run, and the list of a run's callbacks."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -20,17 +20,17 @@ from zerotrain.training.result import RunResult
 
 
 class Callback:
-    """Something that happens beside the steps of a run: subclasses override the moments that they need.
+    """Something beside the steps of a run: subclasses override moments.
 
-    The constructor stores its arguments; a process that only checks the config makes one too. A callback may call
+    The constructor stores its arguments: a mere check of the config makes one too. A callback may call
     collectives, such as `run.world.sum`, in the moments that say so, provided that it runs on all ranks. In the other
     moments ranks may be at different places, and a collective would wait for ranks that do not come.
 
-    A moment that raises ends the run, with the name of the callback and of the moment.
+    An exception in a moment ends the run, with the name of the callback and of the moment.
     """
 
     ranks: ClassVar[Literal["all", "first"]] = "all"
-    """On which ranks it runs: all, or rank 0 alone."""
+    """Its ranks: all, or rank 0 alone."""
     may_fail: ClassVar[bool] = False
     """Whether the run goes on where a moment raises: it warns once, and calls the callback again at later moments. For
     callbacks of rank 0 alone."""
@@ -45,7 +45,7 @@ class Callback:
         """A step begins; `run.step` are done. Collective."""
 
     def ask(self, run: "Run") -> Request | None:
-        """This rank's wish after the step that is about to be trained. All ranks follow one rank's wish."""
+        """This rank's wish for after the next step. All ranks follow one rank's wish."""
 
     def after_step(self, run: "Run", outcome: TrainStepResult) -> None:
         """A step is done, and counts in `run.step`. Collective."""
@@ -85,6 +85,14 @@ class Callback:
         written: look at it before it is used."""
 
 
+class Closing(Callback):
+    """A callback with one end, however the run ends."""
+
+    def failure(self, run: "Run", error: BaseException) -> None:
+        """See `Callback.failure`."""
+        self.end(run)
+
+
 @dataclass(kw_only=True)
 class Run:
     """A run as callbacks see it."""
@@ -107,9 +115,9 @@ class Run:
     settings: Mapping[str, Any] | None = None
     """Those of the run, as its checkpoints note them: nested dicts of values that JSON can hold."""
     rising: frozenset[str] = frozenset()
-    """Metrics of an evaluation of which higher is better."""
+    """Metrics of an evaluation; higher is better of these."""
     evaluates_average: bool = False
-    """Whether evaluations use the average of weights that the engine keeps."""
+    """Whether evaluations use the engine's average of weights."""
     asked: Request = field(default_factory=Request)
     """The wishes of all ranks after the last step."""
     failed_saves: Exception | None = None
@@ -139,7 +147,7 @@ class Run:
         return -value if metric.partition("/")[0] in self.rising else value
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Send metrics to metrics.jsonl and to all callbacks, as those of the last step that is done."""
+        """Send metrics to metrics.jsonl and to all callbacks, as those of the last step."""
         self.callbacks.call("log", self, metrics)
 
 
@@ -176,7 +184,7 @@ class CallbackList:
         entries = of_head + own_entries + of_tail
         self._entries = [entry for entry in entries if entry.callback.ranks == "all" or world.rank == 0]
         self.names = (ASKED, PRUNER, *(entry.name for entry in own_entries))
-        """All who may ask for a stop."""
+        """All askers for a stop."""
         self._of_moment = {
             moment: [entry for entry in self._entries if getattr(type(entry.callback), moment) is not default]
             for moment, default in vars(Callback).items()
@@ -184,8 +192,9 @@ class CallbackList:
         }
 
     def call(self, moment: str, run: Run, *arguments: Any) -> None:
-        """Call a moment of all callbacks."""
-        for entry in self._of_moment[moment]:
+        """Call a moment of all callbacks, `end` in the reverse order."""
+        entries = self._of_moment[moment]
+        for entry in reversed(entries) if moment == "end" else entries:
             self._call(entry, moment, run.step, run, *arguments)
 
     def start(self, run: Run) -> None:
@@ -193,11 +202,6 @@ class CallbackList:
         for entry in self._entries:
             entry.has_started = True
             self._call(entry, "start", run.step, run)
-
-    def end(self, run: Run) -> None:
-        """Call `end` of all."""
-        for entry in reversed(self._of_moment["end"]):
-            self._call(entry, "end", run.step, run)
 
     def failure(self, run: Run, error: BaseException) -> None:
         """Call `failure` of all. Their own exceptions are only printed, since the run's own failure matters more."""
@@ -243,7 +247,14 @@ class CallbackList:
         if not entry.name:
             return method(*arguments)
         try:
-            return _check_answer(moment, method(*arguments))
+            answer = method(*arguments)
+            if moment == "ask" and not isinstance(answer, Request | None):
+                raise TypeError(f"it returned a {type(answer).__name__}; it must return a Request or None")
+            if moment != "state_dict":
+                return answer
+            if not isinstance(answer, dict):
+                raise TypeError(f"it returned a {type(answer).__name__}; it must return a dict")
+            return json.loads(json.dumps(answer, allow_nan=False))
         except (CallbackError, CommError):  # says by itself whose it is
             raise
         except (Exception, SystemExit) as error:
@@ -258,7 +269,7 @@ class CallbackList:
 
 
 def require_callbacks(own: Mapping[str, object]) -> None:
-    """Raise a ConfigError for an object that a run cannot have as a callback."""
+    """Raise a ConfigError for anything but a callback of a run."""
     for name, callback in own.items():
         if not isinstance(callback, Callback):
             raise ConfigError(f"callbacks.{name}: is a {type(callback).__name__}, and no zerotrain.training.Callback")
@@ -267,14 +278,3 @@ def require_callbacks(own: Mapping[str, object]) -> None:
         if callback.may_fail and callback.ranks != "first":
             problem = "has may_fail=True and runs on all ranks; if one fails, the others would wait for it"
             raise ConfigError(f"callbacks.{name}: {problem}; give it ranks='first'")
-
-
-def _check_answer(moment: str, answer: Any) -> Any:
-    """The result of a user's callback at a moment, checked."""
-    if moment == "ask" and not isinstance(answer, Request | None):
-        raise TypeError(f"it returned a {type(answer).__name__}; it must return a Request or None")
-    if moment == "state_dict":
-        if not isinstance(answer, dict):
-            raise TypeError(f"it returned a {type(answer).__name__}; it must return a dict")
-        return json.loads(json.dumps(answer, allow_nan=False))
-    return answer

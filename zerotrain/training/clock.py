@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct, convert, structs
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,18 +16,18 @@ from zerotrain.comm.ledger import Traffic
 from zerotrain.data.fetch import as_inputs, to_device
 from zerotrain.device.kinds import device_of
 
-# Part of the devices' peak that a model's own arithmetic takes: MFU as PaLM counts it (arXiv 2204.02311, app. B).
+# MFU, a model's own arithmetic as a part of the devices' peak, as PaLM counts it (arXiv 2204.02311, app. B).
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """The numbers from which MFU is computed."""
+    """The numbers for MFU."""
 
     per_sequence: float
     """Floating point operations of the forward and backward of one sequence. Recomputation to save memory is not
     counted."""
     peak_per_s: float
-    """Floating point operations per second that the devices of all ranks can do together."""
+    """Floating point operations per second of the devices of all ranks together."""
 
     def utilization(self, sequences_per_s: float) -> float:
         """MFU, from 0 to 1, at so many sequences per second over all ranks."""
@@ -54,11 +55,22 @@ def count_flops(model: nn.Module, batch: Any) -> int | None:
 
 
 NUM_WARMUP_STEPS = 3
-"""First steps, which allocate and compile, left out of the run's speed where there are more."""
+"""First steps, left out of the run's speed where there are more: they allocate and compile."""
 
-EARLIER = ("train_s", "steps", "seconds", "tokens", "waits_s", "labels")
-"""Sums of earlier steps in a clock: the seconds of all, then sums over those that count. The last is not in what an
-earlier zerotrain has saved, which counted labels as tokens."""
+
+class ClockState(Struct):
+    """Sums over the steps of a run, as a checkpoint has them: the seconds of all steps, then of those that count."""
+
+    train_s: float
+    steps: float
+    seconds: float
+    tokens: float
+    waits_s: float
+    labels: float
+
+
+_NOTHING = ClockState(*[0.0] * 6)
+
 
 PEAK_TFLOPS = {
     # (16 bits with fp32 sums, fp32 without TF32) by a part of the device's name; the first part found counts, so
@@ -81,7 +93,7 @@ PEAK_TFLOPS = {
 
 
 def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Floating point operations per second the device can do in `dtype`; None where that is not known."""
+    """Floating point operations per second of the device in `dtype`; None: not known."""
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None
     device_name = device_of(device).name
@@ -117,13 +129,11 @@ class StepClock:
     def __init__(self) -> None:
         self.last_s = 0.0
         """Seconds of the last step."""
-        self._steps: list[TimedStep] = []
-        self._started_s = 0.0
-        self._earlier = dict.fromkeys(EARLIER, 0.0)
         self.train_s = 0.0
         """Seconds of all steps of the run, the first ones too."""
-        self._counted = _sums([])
-        """Sums over this sitting without its first steps."""
+        self._steps: list[TimedStep] = []
+        self._started_s = 0.0
+        self._earlier = _NOTHING
 
     def __enter__(self) -> "StepClock":
         self._started_s = time.perf_counter()
@@ -147,23 +157,17 @@ class StepClock:
             traffic: of the step.
         """
         labels = num_tokens if num_labels is None else num_labels
-        step = TimedStep(self.last_s, num_tokens, labels, wait_s, traffic.waited_s, traffic.update_s)
-        self._steps.append(step)
-        self.train_s += step.seconds
-        if len(self._steps) == NUM_WARMUP_STEPS + 1:  # from here on the first steps do not count
-            self._counted = _sums([])
-        for name, value in _sums([step]).items():
-            self._counted[name] += value
+        self._steps.append(TimedStep(self.last_s, num_tokens, labels, wait_s, traffic.waited_s, traffic.update_s))
+        self.train_s += self.last_s
 
     def state_dict(self) -> dict[str, float]:
-        """The sums of the run's steps, for a run that resumes."""
-        return {"train_s": self.train_s} | self._sums_of_run()
+        """The sums of the run's steps, for a checkpoint."""
+        return structs.asdict(self._sums(self._counted_steps(), self._earlier))
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on from what `state_dict` gave."""
-        self._earlier = {name: float(state[name]) for name in EARLIER[:-1]}
-        self._earlier["labels"] = float(state.get("labels", state["tokens"]))
-        self.train_s += self._earlier["train_s"]
+        self._earlier = convert(state, ClockState)
+        self.train_s += self._earlier.train_s
 
     def figures(self, last_steps: int | None = None) -> dict[str, float]:
         """The speed over the last so many steps, or over the run without its first steps; nan before any.
@@ -173,32 +177,31 @@ class StepClock:
             a step, and `data_wait_share`, 0 to 1, of its time. These are of this sitting alone: `step_ms_median`, and
             the means `comm_wait_ms`, for which the host waited for other ranks, and `update_ms`.
         """
-        num_first = NUM_WARMUP_STEPS if len(self._steps) > NUM_WARMUP_STEPS else 0
-        steps = self._steps[-last_steps:] if last_steps else self._steps[num_first:]
-        sums = _sums(steps) if last_steps else self._sums_of_run()
-        count, seconds = sums["steps"] or math.nan, sums["seconds"] or math.nan
+        steps = self._steps[-last_steps:] if last_steps else self._counted_steps()
+        sums = self._sums(steps, _NOTHING if last_steps else self._earlier)
+        count, seconds = sums.steps or math.nan, sums.seconds or math.nan
         return {
-            "tokens_per_s": sums["tokens"] / seconds,
-            "labels_per_s": sums["labels"] / seconds,
-            "steps_per_s": sums["steps"] / seconds,
+            "tokens_per_s": sums.tokens / seconds,
+            "labels_per_s": sums.labels / seconds,
+            "steps_per_s": sums.steps / seconds,
             "step_ms_median": 1e3 * statistics.median([step.seconds for step in steps] or [math.nan]),
-            "data_wait_ms": 1e3 * sums["waits_s"] / count,
-            "data_wait_share": sums["waits_s"] / seconds,
+            "data_wait_ms": 1e3 * sums.waits_s / count,
+            "data_wait_share": sums.waits_s / seconds,
             "comm_wait_ms": 1e3 * statistics.fmean([step.comm_wait_s for step in steps] or [math.nan]),
             "update_ms": 1e3 * statistics.fmean([step.update_s for step in steps] or [math.nan]),
         }
 
-    def _sums_of_run(self) -> dict[str, float]:
-        """Sums over the steps of the run that count, by the names of `EARLIER`."""
-        return {name: self._earlier[name] + value for name, value in self._counted.items()}
+    def _counted_steps(self) -> list[TimedStep]:
+        """The steps of this sitting without its first ones, where there are more."""
+        return self._steps[NUM_WARMUP_STEPS:] or self._steps
 
-
-def _sums(steps: list[TimedStep]) -> dict[str, float]:
-    """Sums over steps, by the names of `EARLIER`."""
-    return {
-        "steps": float(len(steps)),
-        "seconds": sum(step.seconds for step in steps),
-        "tokens": sum(step.tokens for step in steps),
-        "waits_s": sum(step.wait_s for step in steps),
-        "labels": sum(step.labels for step in steps),
-    }
+    def _sums(self, steps: list[TimedStep], earlier: ClockState) -> ClockState:
+        """The sums over steps and over earlier ones."""
+        return ClockState(
+            train_s=self.train_s,
+            steps=earlier.steps + len(steps),
+            seconds=sum((step.seconds for step in steps), earlier.seconds),
+            tokens=sum((step.tokens for step in steps), earlier.tokens),
+            waits_s=sum((step.wait_s for step in steps), earlier.waits_s),
+            labels=sum((step.labels for step in steps), earlier.labels),
+        )

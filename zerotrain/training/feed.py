@@ -1,6 +1,7 @@
 """Feeds a rank: the run's place in the data, the next micro-batches, and their weights in the loss."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -13,51 +14,49 @@ from zerotrain.errors import ConfigError
 from zerotrain.training.sameness import require_same_data
 
 
+@dataclass(eq=False)
 class TrainingFeed:
     """The micro-batches of this rank, step by step. Arguments are those of the `Trainer`."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        validation_sets: Mapping[str, Any],
-        *,
-        engine: ZeroEngine,
-        seed: int,
-        micro_batch_size: int,
-        num_micro_batches: int,
-        first_step: int,
-        num_workers: int,
-        collate: fetch.Collate | None,
-        loss_over: str = fetch.AUTO,
-    ) -> None:
-        self._dataset, self._validation_sets = dataset, validation_sets
-        self._world, self._collectives = engine.world, engine.collectives
-        self._num_workers, self._collate, self._vocab_size = num_workers, collate, fetch.tokens_known(engine.module)
-        self.first_step = first_step
-        """Steps done before."""
-        self.reads_tokens = False
-        """Whether the rows of the last step were of tokens."""
-        self.counts: tuple[list[float], list[int]] = [], []
-        """(weights in the mean loss, labels that count) of the micro-batches of the last step."""
-        counted, self._weigh = fetch.weighing_of(loss_over, engine.module)
-        self.tokens_per_sequence: int | None = getattr(dataset.train, "tokens_per_sequence", None)
+    dataset: Any
+    validation_sets: Mapping[str, Any]
+    _: KW_ONLY
+    engine: ZeroEngine
+    seed: int
+    micro_batch_size: int
+    num_micro_batches: int
+    first_step: int
+    """Steps done before."""
+    num_workers: int
+    collate: fetch.Collate | None
+    loss_over: str = fetch.AUTO
+    reads_tokens: bool = False
+    """Whether the rows of the last step were of tokens."""
+    counts: tuple[list[float], list[int]] = ([], [])
+    """(weights in the mean loss, labels that count) of the micro-batches of the last step."""
+
+    def __post_init__(self) -> None:
+        train, self._world = self.dataset.train, self.engine.world
+        self._vocab_size = fetch.tokens_known(self.engine.module)
+        counted, self._weigh = fetch.weighing_of(self.loss_over, self.engine.module)
+        self.tokens_per_sequence: int | None = getattr(train, "tokens_per_sequence", None)
         """Labels that count in each sequence, where all have the same number."""
         # Rows weigh the same where they have the same number of labels, but by two ways to count.
         self._weighs_alike = self.tokens_per_sequence is not None and counted not in ("model", "shifted_labels")
         self.sampler = GlobalBatchSampler(
-            num_sequences=len(dataset.train),
-            micro_batch_size=micro_batch_size,
-            num_micro_batches=num_micro_batches,
-            rank=engine.world.rank,
-            num_ranks=engine.world.size,
-            seed=seed,
-            leaves_per_rank=len(engine.virtual_ranks),
-            order=getattr(dataset.train, "order", None),
+            num_sequences=len(train),
+            micro_batch_size=self.micro_batch_size,
+            num_micro_batches=self.num_micro_batches,
+            rank=self._world.rank,
+            num_ranks=self._world.size,
+            seed=self.seed,
+            leaves_per_rank=len(self.engine.virtual_ranks),
+            order=getattr(train, "order", None),
         )
-        self.sampler.rows_consumed = first_step * self.sampler.global_batch_size
+        self.sampler.rows_consumed = self.first_step * self.sampler.global_batch_size
 
     def position(self) -> dict[str, float | None]:
-        """The data that the run was trained on: the `epoch`, `samples` (rows) and `tokens` (labels); None of those if
+        """The data read so far: the `epoch`, `samples` (rows) and `tokens` (labels); None of those if
         its sequences do not tell."""
         num_rows, tokens = self.sampler.rows_consumed, self.tokens_per_sequence
         return {
@@ -82,8 +81,8 @@ class TrainingFeed:
         """
         fingerprint = self._fingerprint(like or checked)
         if checked is None and self._world.size > 1:
-            fingerprint = self._fingerprint(self._collectives.gather_objects(fingerprint, name="data")[0])
-        require_same_data(self._collectives, fingerprint, checked)
+            fingerprint = self._fingerprint(self.engine.collectives.gather_objects(fingerprint, name="data")[0])
+        require_same_data(self.engine.collectives, fingerprint, checked)
         if state is not None:
             theirs = state.get("fingerprint")
             self.sampler.fingerprint = fingerprint if fingerprint == theirs else self._fingerprint(theirs)
@@ -95,18 +94,18 @@ class TrainingFeed:
 
     def _fingerprint(self, like: Mapping[str, Any] | None) -> fetch.Fingerprint:
         with fetch.in_time(self._world.timeout_s):
-            return fetch.fingerprint_of(self._dataset, self.sampler.seed, self._validation_sets, like)
+            return fetch.fingerprint_of(self.dataset, self.sampler.seed, self.validation_sets, like)
 
     def loader(self, num_steps: int) -> StepLoader:
         """Reads the next so many steps."""
         return StepLoader(
-            self._dataset.train,
+            self.dataset.train,
             self.sampler,
             device=self._world.device,
             num_steps=num_steps,
             first_step=self.first_step,
-            num_workers=self._num_workers,
-            collate=self._collate,
+            num_workers=self.num_workers,
+            collate=self.collate,
             vocab_size=self._vocab_size,
             timeout_s=self._world.timeout_s,
             weigh=self._weigh,
@@ -166,7 +165,7 @@ class TrainingFeed:
 
     def _read(self, micro_batches: Iterable[RowsToRead]) -> Iterator[tuple[Any, float]]:
         """(batch, what it weighs) of each, in the host's memory; for the next step."""
-        reader = reader_of(self._dataset.train, self.sampler.seed, self._collate, self._vocab_size)
+        reader = reader_of(self.dataset.train, self.sampler.seed, self.collate, self._vocab_size)
         step = 1 + self.sampler.rows_consumed // self.sampler.global_batch_size
         return ((batch, self._weigh(batch, num)) for batch, num in (reader((rows, step)) for rows in micro_batches))
 
@@ -176,14 +175,14 @@ class TrainingFeed:
         return [fetch.as_inputs(batch) for batch in copies.finish(copies.start(batches))]
 
     def step_done(self) -> None:
-        """The step that was read last is trained."""
+        """The last step read is trained."""
         self.sampler.rows_consumed += self.sampler.global_batch_size
 
     def advice_on_waiting(self) -> str:
-        """Advice for a run that waits for its rows."""
-        if self._num_workers:
-            return f"data.num_workers={2 * self._num_workers} reads with more processes"
-        if not fetch.draws(self._dataset.train, self._collate):
+        """Advice for a run slowed down by its data."""
+        if self.num_workers:
+            return f"data.num_workers={2 * self.num_workers} reads with more processes"
+        if not fetch.draws(self.dataset.train, self.collate):
             return "data.num_workers=2 reads with processes, where one thread is not enough"
         return (
             "data.num_workers=2 reads with processes; or a dataset that draws no random numbers says `draws = False`, "

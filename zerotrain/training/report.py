@@ -19,7 +19,7 @@ UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 
 
 def unit_of(nbytes: float) -> tuple[str, float]:
-    """The unit in which a number of bytes is short, and its bytes."""
+    """The unit for a short number of bytes, and its bytes."""
     return next((unit for unit in UNITS if nbytes >= unit[1]), UNITS[-1])
 
 
@@ -48,7 +48,7 @@ class PlannedUsage:
     """The bytes of the rank that holds most, as they were planned before the run; None: not known."""
 
     stage: int
-    """The stage that they are of."""
+    """The stage of these bytes."""
     parameters: int
     gradients: int
     optimizer: int

@@ -39,7 +39,7 @@ def choose_kernels(*, deterministic: bool, tf32: bool) -> None:
 
 
 def generator_states(model: nn.Module) -> dict[str, Any] | None:
-    """The states of generators that are attributes of modules, by dotted name, for JSON; None: there are none."""
+    """The states of generators in attributes of modules, by dotted name, for JSON; None: there are none."""
     return {name: _state_of(generator) for name, generator in _generators(model)} or None
 
 
@@ -63,9 +63,19 @@ def _state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         version, numbers, gauss = generator.getstate()
         return [version, list(numbers), gauss]
-    if isinstance(generator, np.random.RandomState):
-        return _plain(generator.get_state(legacy=False))
-    return _plain(generator.bit_generator.state)
+    is_old = isinstance(generator, np.random.RandomState)
+    state = generator.get_state(legacy=False) if is_old else generator.bit_generator.state
+    return json.loads(json.dumps(state, default=_described))
+
+
+def _described(value: Any) -> Any:
+    """An array or a number of numpy, for JSON."""
+    return {"dtype": str(value.dtype), "values": value.tolist()} if isinstance(value, np.ndarray) else value.item()
+
+
+def _restored(value: dict[str, Any]) -> Any:
+    """The array behind a description of `_described`; any other object as it is."""
+    return np.array(value["values"], dtype=value["dtype"]) if value.keys() == {"dtype", "values"} else value
 
 
 def _restore(generator: Any, state: Any) -> None:
@@ -74,30 +84,12 @@ def _restore(generator: Any, state: Any) -> None:
     elif isinstance(generator, random.Random):
         version, numbers, gauss = state
         generator.setstate((version, tuple(numbers), gauss))
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(_arrays(state))
     else:
-        generator.bit_generator.state = _arrays(state)
-
-
-def _plain(state: Any) -> Any:
-    """The state of a generator of numpy, for JSON."""
-
-    def describe(value: Any) -> Any:
-        is_array = isinstance(value, np.ndarray)
-        return {"dtype": str(value.dtype), "values": value.tolist()} if is_array else value.item()
-
-    return json.loads(json.dumps(state, default=describe))
-
-
-def _arrays(state: Any) -> Any:
-    """The state of which `_plain` was made."""
-
-    def build(value: dict[str, Any]) -> Any:
-        is_array = value.keys() == {"dtype", "values"}
-        return np.array(value["values"], dtype=value["dtype"]) if is_array else value
-
-    return json.loads(json.dumps(state), object_hook=build)
+        of_numpy = json.loads(json.dumps(state), object_hook=_restored)
+        if isinstance(generator, np.random.RandomState):
+            generator.set_state(of_numpy)
+        else:
+            generator.bit_generator.state = of_numpy
 
 
 # All ranks read the same data, and it is the data that was checked before they started.

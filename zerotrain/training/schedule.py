@@ -1,4 +1,4 @@
-"""Learning rate schedules: functions of the step that return a factor on the optimizer's learning rate.
+"""Learning rate schedules: functions of the step for a factor on the optimizer's learning rate.
 
 All but `constant` rise linearly at first. The first step of the rise already moves the weights, and its last one has
 the whole learning rate. Those that fall to `final_fraction` reach it in the last step of the run. Arguments of all:

@@ -21,11 +21,7 @@ from zerotrain.errors import CommError, ConfigError
 from zerotrain.files.untrusted import printable
 from zerotrain.training import clock, feed, report, result, sameness
 from zerotrain.training.callback import Callback, CallbackList, Run
-from zerotrain.training.callbacks import checkpoints, loggers, record, sample
-from zerotrain.training.callbacks.console import ShowProgress, ShowStart
-from zerotrain.training.callbacks.evaluation import RunEvaluation, num_eval_rows
-from zerotrain.training.callbacks.measuring import Measuring
-from zerotrain.training.callbacks.profile import Recording
+from zerotrain.training.callbacks import checkpoints, console, evaluation, loggers, measuring, profile, record, sample
 from zerotrain.training.callbacks.stages import Control, RunFreezing, RunStages
 from zerotrain.training.metrics.metric import OF_VALIDATION, TrainingMetrics, metrics_in, rising_metrics
 from zerotrain.training.request import ASKED, Request, StopRequest, decoded, stop_requests
@@ -49,7 +45,7 @@ class Trainer:
     dataset: Any
     """Map-style datasets `train` and `validation` of what the model takes; see `zerotrain.data`."""
     validation_sets: Mapping[str, Any] = field(default_factory=dict)
-    """Further data of the same kind, by name, that is evaluated beside the validation of `dataset`."""
+    """Further data of the same kind, by name, evaluated beside the validation of `dataset`."""
     schedule: Callable[[int, int], float]
     """(updates done, max_steps) -> factor on the learning rate. A skipped step is no update."""
     stages: Mapping[int, int] = field(default_factory=dict)
@@ -70,7 +66,7 @@ class Trainer:
     run_dir: Path
     """Exists; rank 0 writes metrics.jsonl and result.json there."""
     run_facts: dict[str, Any]
-    """Settings that result.json repeats: {stage, overrides, config_hash}."""
+    """Settings for result.json: {stage, overrides, config_hash}."""
     sample_prompts: Sequence[str] | None = None
     """Texts to continue at the end; None: the beginning of the validation text."""
     profile: bool = False
@@ -86,7 +82,7 @@ class Trainer:
     begin: Callable[[int], None] = lambda step: None
     """Told the number of each step, from 1, as it begins."""
     num_workers: int = 0
-    """Processes that read the training data ahead."""
+    """Processes for reading the training data ahead."""
     collate_fn: Collate | None = None
     """Makes a batch of items; None: torch's default_collate."""
     loss_over: str = AUTO
@@ -98,7 +94,7 @@ class Trainer:
     position, with whatever ranks and batch size; None: behind `first_step` batches of this size. After each step it is
     the position behind that step."""
     first_step: int = 0
-    """Global batches that the engine was trained on before; metrics.jsonl is gone on with where it is there."""
+    """Global batches of the engine's training before; metrics.jsonl is gone on with where it is there."""
     skipped_before: int = 0
     """Skipped ones among them, which are no updates to the schedule."""
     checkpoint: checkpoints.CheckpointPolicy | None = None
@@ -106,7 +102,7 @@ class Trainer:
     settings: Mapping[str, Any] | None = None
     """The run's settings as checkpoints note them: nested dicts of values that JSON can hold."""
     pruning: Callback | None = None
-    """Ends a job of a sweep that is worse than the others: `zerotrain.training.callbacks.early_stopping`."""
+    """Ends a poor job of a sweep: `zerotrain.training.callbacks.early_stopping`."""
     callbacks: Mapping[str, Callback] = field(default_factory=dict)
     """The user's own by name, the same on all ranks; they are called in this order."""
 
@@ -148,7 +144,7 @@ class Trainer:
         - the last step is saved before anything else ends; what the user's log at the end still finds the file open.
         """
         sampler, stages = self.feed.sampler, RunStages(self.stages, self.gradient_accumulation_steps)
-        evaluation = RunEvaluation(
+        run_evaluation = evaluation.RunEvaluation(
             self.console,
             num_batches=self.eval_batches,
             every=self.eval_every,
@@ -167,19 +163,19 @@ class Trainer:
             record.StepRecord(sampler),
             loggers.Sinks(self.sinks),
             self._metrics,
-            Measuring(
+            measuring.Measuring(
                 self.clock, self.feed, stages, self._metrics, model_flops=self.model_flops, log_every=self.log_every
             ),
             sample.Sample(num_tokens=self.sample_tokens, prompts=self.sample_prompts, seed=self.seed),
             stages,
             RunFreezing(self.engine, self.console, self.frozen),
-            ShowStart(stages, sampler, self.validation_sets, num_eval_rows(self.eval_batches)),
-            ShowProgress(),
-            Recording(trace=self.profile, memory=self.memory_snapshot),
+            console.ShowStart(stages, sampler, self.validation_sets, evaluation.num_eval_rows(self.eval_batches)),
+            console.ShowProgress(),
+            profile.Recording(trace=self.profile, memory=self.memory_snapshot),
         ]
         pruning = [] if self.pruning is None else [self.pruning]
         control = Control(self.run_dir / ASKED, self.world, self.console)
-        tail = [evaluation, *pruning, self.checkpoints.best, self.checkpoints, control]
+        tail = [run_evaluation, *pruning, self.checkpoints.best, self.checkpoints, control]
         return CallbackList(head, self.callbacks, tail, world=self.world, console=self.console)
 
     def run(self) -> dict[str, Any]:
@@ -211,7 +207,7 @@ class Trainer:
             try:
                 self._begin(run)
                 self._train(run, stop)
-                self._callbacks.end(run)
+                self._callbacks.call("end", run)
                 self.result.end(run.stopped_by, self.max_steps, run.failed_saves, self.exit_code_when_stopped)
             except BaseException as error:
                 is_stop = stop.at_once or isinstance(error, KeyboardInterrupt)
@@ -249,7 +245,7 @@ class Trainer:
         self._callbacks.start(run)
 
     def _go_on(self, resumed: checkpoints.ResumePoint) -> None:
-        """Be where the run was that has saved a checkpoint."""
+        """Be where the run of a checkpoint was."""
         if resumed.step > self.max_steps:
             problem = f"train.max_steps: got {self.max_steps}, but {resumed.path} is of step {resumed.step}"
             raise ConfigError(f"{problem}; it must be that step or more")
@@ -259,6 +255,7 @@ class Trainer:
         self.result.load_state_dict(state["result"])
         self.result.steps, self.result.resumed_from = self.first_step, str(resumed.path)
         self.feed.first_step = self.first_step
+        self.clock.load_state_dict(state["clock"])
         self._callbacks.load_state_dict(state)
 
     def _state(self) -> dict[str, Any]:
@@ -268,6 +265,7 @@ class Trainer:
             "skipped_steps": self.result.skipped_steps,
             "result": self.result.state_dict(),
             "run": {**self.run_facts, "run_dir": str(self.run_dir)},
+            "clock": self.clock.state_dict(),
             **self._callbacks.state_dict(),
         }
 

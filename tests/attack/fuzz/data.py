@@ -69,8 +69,7 @@ def _write_documents(folder: Path) -> StoreWriter:
     with mock.patch.object(prepare, "SHARD_TOKENS", 130):
         writer = StoreWriter(folder, np.dtype("uint8"), "made of it")
         for number in range(writer.resumed_at.file, 5):
-            writer.start_document()
-            writer.write(np.full(60 + number, number, "uint8"))
+            writer.write(np.full(60 + number, number, "uint8"), starts=True)
             writer.note(number + 1, 0, 60 * number)
         return writer
 

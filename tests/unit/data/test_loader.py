@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.data.test_batches import rank_rows
 from zerotrain.data.batches import GlobalBatchSampler
 from zerotrain.data.fetch import RowError
-from zerotrain.data.loader import NUM_STEPS_AHEAD, ReadAhead, StepLoader, read_in_workers
+from zerotrain.data.loader import NUM_STEPS_AHEAD, StepLoader, read_in_workers
 from zerotrain.testing.ranks import HANG_S
 
 CPU = torch.device("cpu")
@@ -134,7 +135,7 @@ def test_what_draws_random_numbers_is_read_by_the_main_thread_between_two_steps(
 def test_reading_in_a_thread_overlaps_with_computing_and_what_was_waited_for_is_told() -> None:
     """By events, not by the clock: the third step's rows are read while the first one is trained."""
     third_read = threading.Event()
-    third = sampler().rank_rows(2)[-1]
+    third = rank_rows(sampler(), 2)[-1]
     with loader(Items(lambda row: third_read.set() if row == third else None)) as steps:
         steps.next_step()
         assert third_read.wait(10)  # while the "model" of this test computes
@@ -163,7 +164,7 @@ def fail_at(wanted: int) -> Callable[[int], None]:
 )
 @pytest.mark.parametrize("how", READERS.values(), ids=READERS)
 def test_an_exception_comes_in_its_step_with_row_epoch_and_step_and_its_traceback(how: dict[str, Any]) -> None:
-    row = sampler().rank_rows(4)[2]
+    row = rank_rows(sampler(), 4)[2]
     with loader(Items(fail_at(row)), first_step=10, **how) as steps:
         for _ in range(4):
             steps.next_step()
@@ -192,7 +193,7 @@ def exit_of_c(row: int) -> None:
 )
 def test_a_worker_that_is_gone_is_told_with_its_row(end: Callable[[int], None], said: str) -> None:
     items = Items(lambda row: end(row) if row == 7 else None)
-    step = next(number for number in range(12) if 7 in sampler().rank_rows(number)) + 1
+    step = next(number for number in range(12) if 7 in rank_rows(sampler(), number)) + 1
     row = f"data.train: row 7 (epoch 0, step {step})"
     with pytest.raises(RuntimeError, match=rf"^a worker process that reads the data {said}, at {re.escape(row)}$"):
         sha256_of_steps(items, num_workers=1)
@@ -251,7 +252,7 @@ def keep(items: list[Any]) -> Any:
 )
 def test_what_a_worker_cannot_hand_over_is_told_with_its_rows(wrong: Any, said: str) -> None:
     """Seen: multiprocessing's thread printed the error, and the rank waited for ever."""
-    step = next(number for number in range(12) if 7 in sampler().rank_rows(number)) + 1
+    step = next(number for number in range(12) if 7 in rank_rows(sampler(), number)) + 1
     rows = rf"data.train: rows [\d, ]*\b7\b[\d, ]* \(epoch 0, step {step}\)"
     with pytest.raises(RowError, match=f"^{rows} cannot be {said}"):
         read_steps(Unsendable(wrong), num_workers=1, collate=keep)
@@ -327,19 +328,6 @@ def test_large_values_and_long_lists_of_rows_do_not_wait_for_each_other() -> Non
     wanted = [[1] * 100_000 for _ in range(8)]
     with read_in_workers(large, iter(wanted), num_workers=1, num_ahead=6) as values:
         assert [len(value) for value in values] == [10**6] * 8
-
-
-def test_what_a_thread_reads_ahead_ends_where_the_values_end_or_fail() -> None:
-    def values() -> Any:
-        yield from (1, 2)
-        raise KeyError("three")
-
-    with ReadAhead(values(), 5) as ahead:
-        assert [next(ahead), next(ahead)] == [1, 2]
-        with pytest.raises(KeyError, match="three"):
-            next(ahead)
-    with ReadAhead(iter([1, 2, 3]), 1) as ahead:
-        assert list(ahead) == [1, 2, 3]
 
 
 # ---- ends

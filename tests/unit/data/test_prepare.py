@@ -16,7 +16,7 @@ import pytest
 from tests.unit.data.tokenizers_made import END, KINDS, made, sample, saved
 from zerotrain.data import TextDataset, prepare
 from zerotrain.data import tokenizer as pieces
-from zerotrain.data.prepare import Recipe, StoreWriter, forget_notes, write_store
+from zerotrain.data.prepare import Recipe, StoreWriter, write_store
 from zerotrain.data.store import TokenStore
 from zerotrain.data.text_files import find_sources
 from zerotrain.data.tokenizer import TextTokenizer
@@ -487,8 +487,7 @@ def write_documents(folder: Path, numbers: range, made_of: str = "made of this")
     """Documents of 65 tokens, in shards of 100, of sources of which each is one document."""
     writer = StoreWriter(folder, np.dtype(np.uint16), made_of)
     for number in numbers:
-        writer.start_document()
-        writer.write(np.arange(65) + number)
+        writer.write(np.arange(65) + number, starts=True)
         writer.note(number + 1, 0, 65 * number)
     return writer
 
@@ -536,8 +535,6 @@ def test_behind_a_shard_that_is_not_as_it_was_noted_nothing_is_gone_on_from(
 def test_shards_of_another_text_are_removed(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(prepare, "SHARD_TOKENS", 100)
     write_documents(tmp_path, range(4))
-    for name in ("preparing.json", "starts.part"):  # of an unfinished store of an older zerotrain
-        (tmp_path / name).touch()
     assert StoreWriter(tmp_path, np.dtype(np.uint16), "made of that").resumed_at == prepare.SourcePlace()
     assert list(tmp_path.iterdir()) == []
 
@@ -567,7 +564,6 @@ def test_whatever_is_told_of_tokens_lies_on_the_disk_by_then(tmp_path: Path, mon
     shards = [f"{number:06}.{suffix}" for number in range(3) for suffix in ("bin", "note")]
     names = [*shards, "documents.bin", "index.json"]
     assert calls == [call for name in names for call in (name, "its name is on the disk")]
-    forget_notes(tmp_path)
     store = TokenStore.open(tmp_path)
     assert store.documents is not None
     assert store.documents.tolist() == [0, 65, 130, 195]

@@ -102,15 +102,6 @@ def test_what_was_taken_and_left_is_told_in_one_line(folder):
     )
 
 
-@pytest.mark.case("data: Text", "a glob beside a folder; links to a file that is read")
-@pytest.mark.parametrize("path", ["", "*", "**/*"])
-def test_a_file_is_read_once_whatever_links_lead_to_it(folder, path: str):
-    before = names(find_sources(str(folder / path)), folder)
-    (folder / "z.txt").symlink_to(folder / "b.txt")
-    (folder / "zz.md").hardlink_to(folder / "a.md")
-    assert names(find_sources(str(folder / path)), folder) == before
-
-
 def run_in(folder: Path, *, lock: bool) -> None:
     """What a run has in its folder, on the machine that started it and on another."""
     (folder / "ranks").mkdir(parents=True)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from zerotrain.data.store import TokenStore, write_index
+from zerotrain.data.store import TokenStore
 from zerotrain.data.windows import are_validation, describe_tokens, fingerprint_tokens, split, whole
 
 SEQ_LEN = 10
@@ -160,12 +160,6 @@ def test_a_hundred_million_documents_take_a_few_bytes_each():
     assert sum(len(side) for side in sides) * 1024 > 10**10 - 4 * 1024
 
 
-def test_validation_is_spread_over_the_whole_text():
-    _, validation = split_numbered(10_000_000, 0.1)
-    tenths = {int(validation[index][0][0]) * 10 // 10_000_000 for index in range(0, len(validation), 100)}
-    assert tenths == set(range(10))
-
-
 def test_a_text_too_short_for_one_window_on_each_side_is_refused():
     with pytest.raises(ValueError, match=r"data.path=numbers holds 101 tokens; .*seq_len=10.* needs at least 102"):
         split_numbered(101, 0.1)
@@ -189,31 +183,3 @@ def test_at_a_fraction_of_nought_all_is_to_train_on():
     assert fingerprint_tokens(train, validation)["validation_rows"] == 0
     with pytest.raises(ValueError, match="holds 5 tokens"):
         split_numbered(5, 0.0)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_rows_of_any_shards_and_documents_are_those_of_the_joined_tokens(tmp_path, seed):
-    rng = np.random.default_rng(seed)
-    dtype = ["uint8", "uint16", "uint32"][seed % 3]
-    sizes = rng.integers(0, 900, rng.integers(1, 9))
-    sizes[0] += 1500
-    tokens = rng.integers(0, 250, sizes.sum()).astype(dtype)
-    names = [f"{number:06}.bin" for number in range(len(sizes))]
-    for name, part in zip(names, np.split(tokens, np.cumsum(sizes)[:-1]), strict=True):
-        part.astype(np.dtype(dtype).newbyteorder("<")).tofile(tmp_path / name)
-    documents = document_starts(len(tokens), 12, seed)
-    shards = list(zip(names, sizes.tolist(), strict=True))
-    write_index(tmp_path, dtype=dtype, shards=shards, vocab_size=250, documents=documents)
-    seq_len, store = int(rng.integers(1, 60)), TokenStore.open(tmp_path)
-    given = {"seq_len": seq_len, "vocab_size": 250, "source": "data.path=it"}
-    sides = split(store, fraction=0.3, **given)
-    assert sides[0].split == "by document, 0.3"
-    is_validation = are_validation(0, len(documents), 0.3)
-    parts = np.split(tokens, documents[1:])
-    for windows, joined in (
-        (sides[0], np.concatenate([part for part, left in zip(parts, is_validation, strict=True) if not left])),
-        (sides[1], np.concatenate([part for part, left in zip(parts, is_validation, strict=True) if left])),
-        (whole(store, **given), tokens),
-    ):
-        expected = [joined[at : at + seq_len + 1].tolist() for at in range(0, len(joined) - seq_len, seq_len)]
-        assert read(windows).tolist() == expected

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.unit.data.test_batches import rank_rows
 from tests.unit.engine.parts import sum_by_tree
 from tests.unit.training.runs import Changed, Notebook, lines_in, mask_ends, result_in, tiny_gpt
 from zerotrain import PrecisionConfig, build_engine
@@ -83,7 +84,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_the_global_batch(
         gradient_accumulation_steps=num_micro_batches,
     )
     for step in range(5):  # in plain PyTorch: one batch, its loss the mean over all its tokens
-        rows = [dataset.train[row] for row in trainer.feed.sampler.global_batch(step)]
+        rows = [dataset.train[row] for row in rank_rows(trainer.feed.sampler, step)]
         ids, labels = map(torch.stack, zip(*rows, strict=True))
         loss = torch.nn.functional.cross_entropy(reference(ids).flatten(0, 1), labels.flatten())
         loss.backward()
@@ -205,7 +206,7 @@ def test_a_failed_run_leaves_a_result_that_says_why(make_trainer, dataset, tmp_p
         trainer.run()
     result = result_in(tmp_path)
     assert (result["status"], result["steps"]) == ("failed", 2)
-    row = trainer.feed.sampler.global_batch(2)[1]
+    row = rank_rows(trainer.feed.sampler, 2)[1]
     said = f"RowError: data.train: row {row} (epoch 0, step 3) cannot be read: OSError: broken disk"
     assert result["error"] == said
     assert result["final_train_loss"] == lines_in(tmp_path)[-1]["train_loss"]

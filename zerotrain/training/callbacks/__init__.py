@@ -1,1 +1,1 @@
-"""Work that a loop does beside its steps."""
+"""Work of a loop beside its steps."""

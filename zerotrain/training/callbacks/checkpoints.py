@@ -1,4 +1,4 @@
-"""The checkpoints that a run saves while it trains, and those it resumes from."""
+"""The checkpoints of a run: saved while it trains, or resumed from."""
 
 import json
 import math
@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
@@ -25,6 +25,7 @@ from zerotrain.engine.state.save import SaveUnderWay
 from zerotrain.errors import CheckpointError, ConfigError, TrainingError
 from zerotrain.files.untrusted import Natural, UntrustedFileError, require_kind
 from zerotrain.training.callback import Callback, Run
+from zerotrain.training.clock import ClockState
 from zerotrain.training.metrics.metric import is_metrics_state
 from zerotrain.training.report import in_unit, say
 from zerotrain.training.request import Request
@@ -36,7 +37,7 @@ from zerotrain.training.sameness import generator_states, restore_generators
 
 @dataclass(frozen=True)
 class BestEvaluation:
-    """An evaluation that was better than all before it."""
+    """An evaluation better than all before it."""
 
     metric: str
     value: float
@@ -61,7 +62,7 @@ class BestCheckpoint(Callback):
         self._unsaved: list[BestEvaluation] = []
         """Better ones, each than the one before, whose checkpoints are not on the disk yet."""
         self.resumed_from: Path | None = None
-        """The checkpoint that the run goes on from."""
+        """The checkpoint to go on from."""
 
     def after_evaluation(self, run: Run, metrics: dict[str, Any]) -> None:
         """See `Callback.after_evaluation`. The evaluation before the first step is of nothing that was trained."""
@@ -86,8 +87,8 @@ class BestCheckpoint(Callback):
         self._saved, self._unsaved = best, [item for item in self._unsaved if item.step > best.step]
         if self._is_first:
             self._link(path)
-            link = f"{folders.CHECKPOINTS}/{folders.BEST}"
-            say(self._console, f"{link} is {path.name}, of {self._metric} {best.value:.4f}")
+            name = f"{folders.CHECKPOINTS}/{folders.BEST}"
+            say(self._console, f"{name} is {path.name}, of {self._metric} {best.value:.4f}")
 
     def note_failed(self, path: Path) -> None:
         """A checkpoint could not be saved: the best one is that of before."""
@@ -145,17 +146,8 @@ class _SavedResult(TypedDict, total=False):
     stages: list[_Object]
 
 
-class _Clock(TypedDict):
-    train_s: float
-    steps: float
-    seconds: float
-    tokens: float
-    waits_s: float
-    labels: NotRequired[float]
-
-
 AskedStages = dict[Annotated[int, Meta(ge=0, lt=10**18)], Annotated[int, Meta(ge=0, le=3)]]
-"""The stages that operators asked for: steps done, as a text, and the stage from there on."""
+"""Stages asked for by operators: steps done, as a text, and the stage from there on."""
 
 
 class _SavedState(TypedDict):
@@ -163,7 +155,7 @@ class _SavedState(TypedDict):
     skipped_steps: Natural
     evaluated_at: int | None
     result: _SavedResult
-    clock: _Clock
+    clock: ClockState
     sinks: list[_Object | None]
     asked_stages: AskedStages
     callbacks: NotRequired[dict[str, _Object]]
@@ -178,7 +170,7 @@ class _Extra(TypedDict):
 
 
 def require_run_state(path: Path, state: Any) -> None:
-    """Make sure that a run can go on from what a checkpoint has for it, or raise CheckpointError."""
+    """Refuse a state of a run in a checkpoint if it is of another form, with a CheckpointError."""
     try:
         run = require_kind(state, _Extra)["run"]
     except UntrustedFileError as error:
@@ -188,7 +180,7 @@ def require_run_state(path: Path, state: Any) -> None:
 
 
 OF_TRAINER = "trainer"
-"""Under which name `extra` has what is here."""
+"""The name of a run's state in `extra`."""
 FREE = ("launch.", "checkpoint.", "zero.", "sweep.")
 """Settings that may change in a run and change nothing of what it computes, but for `NOT_FREE`."""
 NOT_FREE = ("launch.threads_per_rank", "zero.reduction", "zero.accumulate")
@@ -214,48 +206,44 @@ class CheckpointPolicy:
     resume: Sequence[Path] = ()
     """Checkpoints to go on from, the best first: the first is taken that is what was written. None: start anew."""
     init_from: Path | None = None
-    """Weights for a run that starts anew."""
+    """Weights for a new run."""
     strict: bool = True
     """All of them or none; False: what fits."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint that was taken up."""
+    """A checkpoint taken up."""
 
     path: Path
     step: int
     state: dict[str, Any]
-    """The `Run.state` of the run that saved it."""
+    """The `Run.state` of its run."""
 
 
+@dataclass(eq=False)
 class RunCheckpoints(Callback):
-    """The checkpoints of one run. All ranks have one, and call the same.
+    """The checkpoints of one run. All ranks have one, and call the same."""
 
-    Args:
-        run_dir: they lie in its folder `checkpoints`.
-        settings: noted in each, nested dicts of what JSON can hold.
-    """
+    engine: ZeroEngine
+    run_dir: Path
+    """They lie in its folder `checkpoints`."""
+    _: KW_ONLY
+    policy: CheckpointPolicy | None
+    console: Console
+    settings: Mapping[str, Any] | None
+    """Noted in each: nested dicts of what JSON can hold."""
 
-    def __init__(
-        self,
-        engine: ZeroEngine,
-        run_dir: Path,
-        *,
-        policy: CheckpointPolicy | None,
-        console: Console,
-        settings: Mapping[str, Any] | None,
-    ) -> None:
-        self._engine, self._world, self._console = engine, engine.world, console
-        self._policy = policy or CheckpointPolicy(at_end=False)
-        self._folder, self._settings = run_dir / folders.CHECKPOINTS, settings
-        self.best = BestCheckpoint(self._policy.best, self._folder, engine, console)
+    def __post_init__(self) -> None:
+        self._policy, self._is_first = self.policy or CheckpointPolicy(at_end=False), self.engine.world.rank == 0
+        self._folder = self.run_dir / folders.CHECKPOINTS
+        self.best = BestCheckpoint(self._policy.best, self._folder, self.engine, self.console)
         self._under_way: SaveUnderWay | None = None
         self._begun_s = time.monotonic()
         """When the newest save was begun; before the first, when this was made."""
         self._removal: threading.Thread | None = None
         self._failures: list[str] = []
-        self._built_groups = [saved_group(group) for group in engine.param_groups]
+        self._built_groups = [saved_group(group) for group in self.engine.param_groups]
         """Hyperparameters as the settings have them, before anything was loaded."""
         self._pauses_s: list[float] = []
         self._step_times_s: dict[bool, list[float]] = {False: [], True: []}
@@ -272,12 +260,12 @@ class RunCheckpoints(Callback):
         Raises:
             CheckpointError: there are some, and none can be taken up. On every rank.
         """
-        checkpoint, problems = folders.first_whole(self._policy.resume, partial(take_up, self._engine))
+        checkpoint, problems = folders.first_whole(self._policy.resume, partial(take_up, self.engine))
         if checkpoint is None:
             if problems:
                 raise CheckpointError("\n".join(problems))
-            if self._policy.init_from is not None:
-                self._say(*self._engine.load_weights(self._policy.init_from, strict=self._policy.strict).told())
+            if (weights := self._policy.init_from) is not None:
+                say(self.console, *self.engine.load_weights(weights, strict=self._policy.strict).told())
             return None
         path, (extra, dropped) = checkpoint
         if not isinstance(extra, dict) or not isinstance(state := extra.get(OF_TRAINER), dict):
@@ -286,35 +274,35 @@ class RunCheckpoints(Callback):
                 "run can only start from its weights"
             )
         require_run_state(path, state)
-        self._say(*(f"warning: skipped a checkpoint that cannot be loaded: {problem}" for problem in problems))
+        say(self.console, *(f"warning: skipped a checkpoint that cannot be loaded: {problem}" for problem in problems))
         try:
-            restore_generators(self._engine.module, self._engine.own_of(path))
+            restore_generators(self.engine.module, self.engine.own_of(path))
         except (TypeError, ValueError, LookupError, RuntimeError, AttributeError):  # each kind has errors of its own
             raise CheckpointError(f"{path} holds states of random generators that are not valid") from None
-        step, self.newest = self._engine.stamps.num_steps, path
+        step, self.newest = self.engine.stamps.num_steps, path
         self.best.resumed_from = path
-        self._say(f"resumes from {path}, step {step}")
+        say(self.console, f"resumes from {path}, step {step}")
         if dropped is not None:
-            self._say(f"warning: {dropped}; callbacks=ema would go on with it")
-        take_changed(self._engine.param_groups, old=state["built_groups"], new=self._built_groups)
+            say(self.console, f"warning: {dropped}; callbacks=ema would go on with it")
+        take_changed(self.engine.param_groups, old=state["built_groups"], new=self._built_groups)
         return ResumePoint(path, step, state["run"])
 
     def take_over(self, resumed: ResumePoint) -> None:
         """All ranks go on from this checkpoint: say the settings that have changed, and set aside later checkpoints of
         this run's own folder. For rank 0 alone."""
-        self._say(*self._changed_settings(resumed.path))
+        say(self.console, *self._changed_settings(resumed.path))
         # The run comes to later steps again, and never replaces anything.
         for path in folders.checkpoints_in(self._folder):
             step = folders.step_of(path)
             if step > resumed.step or (step == resumed.step and path != resumed.path):
                 aside = folders.set_aside(path)
-                self._say(f"{path.name} is later than that, and was renamed to {aside.name}")
+                say(self.console, f"{path.name} is later than that, and was renamed to {aside.name}")
         self.best.link_best()
 
     def _changed_settings(self, path: Path) -> Iterator[str]:
-        """A line for each setting that has changed since the checkpoint, unless it changes no number."""
+        """A line for each setting changed since the checkpoint, unless it changes no number."""
         config = read_manifest(path).content["config"]
-        old, new = dotted(config if isinstance(config, dict) else {}), dotted(self._settings or {})
+        old, new = dotted(config if isinstance(config, dict) else {}), dotted(self.settings or {})
         for name in sorted(old.keys() | new.keys()) if old and new else ():
             is_free = name.startswith(FREE) and name not in NOT_FREE
             if not is_free and old.get(name) != new.get(name):
@@ -325,7 +313,7 @@ class RunCheckpoints(Callback):
         """See `Callback.ask`."""
         every_s = self._policy.every_s
         is_due = every_s is not None and time.monotonic() - self._begun_s >= every_s
-        return Request(save=self._world.rank == 0 and is_due)
+        return Request(save=self._is_first and is_due)
 
     def start(self, run: Run) -> None:
         """Save what was evaluated here before the next step, where a stop came before, if it is the best."""
@@ -371,12 +359,12 @@ class RunCheckpoints(Callback):
         self._begun_s = time.monotonic()
         run.callbacks.call("before_save", run)
         extra = None
-        if self._world.rank == 0:  # measurements differ by rank; those of rank 0 are the run's
+        if self._is_first:  # measurements differ by rank; those of rank 0 are the run's
             extra = {OF_TRAINER: {"run": run.state(), "built_groups": self._built_groups}}
-        [extra, *_] = self._engine.collectives.gather_objects(extra, name="what a checkpoint holds beside")
-        own = generator_states(self._engine.module)
+        [extra, *_] = self.engine.collectives.gather_objects(extra, name="what a checkpoint holds beside")
+        own = generator_states(self.engine.module)
         try:
-            self._under_way = self._engine.begin_save(path, extra=extra, config=self._settings, own=own)
+            self._under_way = self.engine.begin_save(path, extra=extra, config=self.settings, own=own)
         except CheckpointError as error:
             self._note_failure(path, error)
             return
@@ -399,7 +387,7 @@ class RunCheckpoints(Callback):
         self._await_removal()
         self._note_in(run.result)
         if (ratio := run.result.save_step_ratio) is not None:
-            self._say(f"a step during a save took {ratio:.2f} times as long as the others (medians)")
+            say(self.console, f"a step during a save took {ratio:.2f} times as long as the others (medians)")
 
     def _settle(self, run: Run, *, waited: bool = False) -> None:
         """Wait for the save that is under way, and say what came of it. Older checkpoints go then, and not before.
@@ -416,14 +404,14 @@ class RunCheckpoints(Callback):
         self._pauses_s.append(seconds if waited else saving.pause_s + saving.held_s)
         paused = "" if waited else f"; the training waited {1e3 * self._pauses_s[-1]:.0f} ms"
         size = in_unit(sum(file.stat().st_size for file in saving.path.iterdir()))
-        self._say(f"saved {folders.CHECKPOINTS}/{saving.path.name}: {size} in {seconds:.2f} s{paused}")
+        say(self.console, f"saved {folders.CHECKPOINTS}/{saving.path.name}: {size} in {seconds:.2f} s{paused}")
         self._take_its_place(self.newest)
         run.callbacks.call("after_save", run, self.newest)
 
     def _take_its_place(self, path: Path) -> None:
         """Let older checkpoints go for one on the disk. It may be the best too."""
         self.best.note_saved(path)
-        if self._world.rank == 0:
+        if self._is_first:
             self._await_removal()
             self._removal = threading.Thread(target=self._remove_old, name="remove-checkpoints", daemon=True)
             self._removal.start()
@@ -431,26 +419,23 @@ class RunCheckpoints(Callback):
     def _note_failure(self, path: Path, error: CheckpointError) -> None:
         self.best.note_failed(path)
         self._failures.append(f"{path.name} was not saved: {error}")
-        self._say(f"warning: {self._failures[-1]}")
+        say(self.console, f"warning: {self._failures[-1]}")
 
     def _remove_old(self) -> None:
         try:
             folders.remove_old(self._folder, keep=self._policy.keep, keep_every=self._policy.keep_every)
         except CheckpointError as error:
-            self._say(f"warning: {error}")
+            say(self.console, f"warning: {error}")
 
     def _await_removal(self) -> None:
         if self._removal is not None:
             self._removal.join()
 
-    def _say(self, *lines: str) -> None:
-        say(self._console, *lines)
-
 
 def take_changed(
     groups: Sequence[dict[str, Any]], *, old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Give restored groups the hyperparameters of settings that have changed since the save.
+    """Give restored groups the hyperparameters of settings changed since the save.
 
     Args:
         groups: of the engine, in the order of the others.

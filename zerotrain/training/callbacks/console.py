@@ -1,6 +1,7 @@
 """The lines of a run in a terminal: its description before the first step, and its progress."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.files.untrusted import duration
-from zerotrain.training.callback import Callback, Run
+from zerotrain.training.callback import Callback, Closing, Run
 from zerotrain.training.callbacks.evaluation import rows_of_set
 from zerotrain.training.callbacks.stages import RunStages
 from zerotrain.training.report import in_unit, unit_of, wrap_text
 
-# Progress for the user: one line that is rewritten in a terminal, a few plain lines anywhere else.
+# Progress for the user: one changing line in a terminal, a few plain lines anywhere else.
 
 
 MAX_PLAIN_LINES = 10
@@ -28,7 +29,7 @@ SPEED_ESTIMATED_OVER_S = 3600.0
 """The speed is that of the steps in this time, of the last thousand at most. It is long, as two steps must lie in it
 for the time left to be told."""
 MIN_WIDTH_OF_BAR = 100
-"""Columns of a terminal that has room for a bar beside the numbers."""
+"""Columns of a terminal with room for a bar beside the numbers."""
 
 
 class Measurements:
@@ -97,7 +98,7 @@ def _time_left(task: Task) -> list[str]:
     return [] if is_done or task.time_remaining is None else [f"{duration(task.time_remaining)} left"]
 
 
-class ShowProgress(Callback):
+class ShowProgress(Closing):
     """Shows on a console how far training is, and what was measured; a quiet one shows nothing."""
 
     ranks = "first"
@@ -109,7 +110,7 @@ class ShowProgress(Callback):
         self._shown_evaluation = 0
         """Step of the evaluation in the last plain line."""
         self._line: Progress | None = None
-        """The line of a terminal, which measures the time left elsewhere too."""
+        """The line of a terminal. It measures the time left elsewhere too."""
 
     def start(self, run: Run) -> None:
         """See `Callback.start`."""
@@ -143,10 +144,6 @@ class ShowProgress(Callback):
         if self._measured.training and self._measured.evaluated_at > self._shown_evaluation:
             self._print_plain(run)
 
-    def failure(self, run: Run, error: BaseException) -> None:
-        """See `Callback.failure`."""
-        self.end(run)
-
     def _print_plain(self, run: Run) -> None:
         if self._line is not None and self._line.disable:
             self._shown_evaluation = self._measured.evaluated_at
@@ -178,30 +175,26 @@ class _Line(ProgressColumn):
 INDENT = 8
 
 
+@dataclass(eq=False)
 class ShowStart(Callback):
     """Prints what trains on what, where, and for how long, once the stage is known; readable at 80 columns, with and
-    without colours.
-
-    Args:
-        num_eval_rows: that an evaluation reads of a set that has as many.
-        sampler: of the run's training.
-    """
+    without colours."""
 
     ranks = "first"
-
-    def __init__(
-        self, stages: RunStages, sampler: GlobalBatchSampler, validation_sets: Mapping[str, Any], num_eval_rows: int
-    ) -> None:
-        self._stages, self._sampler = stages, sampler
-        self._validation_sets, self._num_eval_rows = validation_sets, num_eval_rows
+    stages: RunStages
+    sampler: GlobalBatchSampler
+    """The sampler of the run's training."""
+    validation_sets: Mapping[str, Any]
+    num_eval_rows: int
+    """Read by an evaluation of a large set."""
 
     def start(self, run: Run) -> None:
         """See `Callback.start`."""
-        engine, dataset, sampler, num_steps = run.engine, run.dataset, self._sampler, run.max_steps - run.step
+        engine, dataset, sampler, num_steps = run.engine, run.dataset, self.sampler, run.max_steps - run.step
         num_trained = sum(bucket.layout.numel for bucket in engine.schedule.trained)
         num_frozen = engine.num_parameters - num_trained
         rows = self._eval_rows(dataset.validation)
-        sets = [f"{name}: {self._eval_rows(rows_of_set(data))}" for name, data in self._validation_sets.items()]
+        sets = [f"{name}: {self._eval_rows(rows_of_set(data))}" for name, data in self.validation_sets.items()]
         decays = [
             f"{group['weight_decay']:g} on {num_parameters} {group['name']} ({numel:,})"
             for group, (num_parameters, numel) in zip(engine.param_groups, engine.group_sizes(), strict=True)
@@ -213,7 +206,7 @@ class ShowStart(Callback):
             "eval": f"{rows} each time; train.eval_batches=all reads all" if " of " in rows else "",
             "sets": ", ".join(sets),
             "ranks": _ranks(engine),
-            "memory": ", ".join([self._stages.describe(run.step), *_memory(engine, sampler.num_micro_batches)]),
+            "memory": ", ".join([self.stages.describe(run.step), *_memory(engine, sampler.num_micro_batches)]),
             "buckets": "",
             "offload": "; ".join(_offloaded(engine, sampler.num_micro_batches)),
             "steps": _steps(sampler, dataset, num_steps),
@@ -232,7 +225,7 @@ class ShowStart(Callback):
 
     def _eval_rows(self, rows: Any) -> str:
         """How many rows an evaluation reads, and of how many."""
-        limit = f"{self._num_eval_rows:,} of " if self._num_eval_rows < len(rows) else ""
+        limit = f"{self.num_eval_rows:,} of " if self.num_eval_rows < len(rows) else ""
         return f"{limit}{len(rows):,} rows"
 
 

@@ -1,4 +1,4 @@
-"""The end of a run that no longer becomes better."""
+"""The end of a run without further progress."""
 
 import math
 import os
@@ -66,13 +66,13 @@ class EarlyStopping(Callback):
         self._best, self._num_worse = state["best"], state["num_worse"]
 
 
-# The end of a job of a sweep that is worse than the others by then: Optuna's pruner says so.
+# The end of a job of a sweep, worse than the others by then: Optuna's pruner says so.
 
 
 SQLITE = "sqlite:///"
 _MAGIC = b"SQLite format 3\0"
 _WAIT_S = 60
-"""As long a process waits for another that writes the file."""
+"""Seconds to wait for another writer of the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Trial:
     study: str
     number: int
     metric: str
-    """The evaluation's number that is compared."""
+    """The number of an evaluation to compare."""
     pruner: dict[str, Any]
     """Its class and arguments."""
 

@@ -6,7 +6,7 @@ from zerotrain.training.report import say
 
 
 class EMA(Callback):
-    """Lets the engine keep an exponential moving average of the weights that train: see `ZeroEngine.keep_average`.
+    """Lets the engine keep an exponential moving average of its trained weights: see `ZeroEngine.keep_average`.
 
     Args:
         decay, every, warmup: as for `keep_average`.

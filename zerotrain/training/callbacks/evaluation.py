@@ -1,7 +1,6 @@
 """Evaluations of a run: the validation loss and metrics, at their steps."""
 
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -19,15 +18,14 @@ from zerotrain.engine.results import TrainStepResult
 from zerotrain.engine.step import call_model, require_loss
 from zerotrain.files.untrusted import printable
 from zerotrain.training.callback import Callback, Run
-from zerotrain.training.metrics import Metric
-from zerotrain.training.metrics.metric import MetricStates
+from zerotrain.training.metrics.metric import Metric, MetricStates
 
 ROWS_PER_EVAL_BATCH = 8
 """Rows of one of `train.eval_batches`. It is fixed: the validation rows must not depend on ranks."""
 
 
 class RunEvaluation(Callback):
-    """The evaluations of one run: the same sequences each time. Warns once of a loss that is no number.
+    """The evaluations of one run: the same sequences each time. Warns once of a loss of nan.
 
     Args:
         num_batches: of `ROWS_PER_EVAL_BATCH` sequences; "all" reads all.
@@ -107,11 +105,11 @@ class RunEvaluation(Callback):
 
 def num_eval_rows(num_batches: int | str) -> int:
     """The rows of an evaluation by `train.eval_batches`, if the dataset has as many."""
-    return sys.maxsize if isinstance(num_batches, str) else num_batches * ROWS_PER_EVAL_BATCH
+    return 2**63 - 1 if isinstance(num_batches, str) else num_batches * ROWS_PER_EVAL_BATCH
 
 
 def rows_of_set(data: Any) -> Any:
-    """The rows of further data that are evaluated: its validation, or all where it has none."""
+    """The rows of further data to evaluate: its validation, or all where it has none."""
     return data.validation if len(data.validation) else data.train
 
 
@@ -129,14 +127,14 @@ def sources_in(metrics: Mapping[str, float]) -> dict[str, float]:
 def evaluate_sources(
     *, dataset: Any, num_sequences: int, name: str = "data.validation", **arguments: Any
 ) -> dict[str, float]:
-    """Mean loss and metrics over a validation set, and over each source of one that has several. Collective.
+    """Mean loss and metrics over a validation set, and over each source of a mix. Collective.
 
     Args:
         dataset: the validation set. One with `sources`, {name: dataset}, and `weights`, {name: weight}, is evaluated
             source by source; each reads its share of the sequences, at least one.
         num_sequences: how many sequences are read, over all ranks and sources.
         name: of the set, for messages.
-        arguments: as for `evaluate`.
+        arguments: as for `evaluate_all`.
 
     Returns:
         {"val_loss": loss}, "val_" and its name for each metric, and with "/NAME" the same of each source. Those of all
@@ -160,11 +158,6 @@ def evaluate_sources(
         for metric in metrics
     }
     return mean | {f"{metric}/{source}": values[metric] for metric in metrics for source, values in by_source.items()}
-
-
-def evaluate(**arguments: Any) -> float:
-    """The mean loss of `evaluate_all`. Collective."""
-    return evaluate_all(**arguments)["val_loss"]
 
 
 def evaluate_all(
@@ -248,6 +241,6 @@ def in_evaluation_mode(engine: ZeroEngine) -> Iterator[None]:
 
 
 def validation_rows(num_available: int, num_wanted: int) -> list[int]:
-    """The sequences that an evaluation reads: as many as wanted, or all, evenly spread over the validation set."""
+    """The sequences of an evaluation: as many as wanted, or all, evenly spread over the validation set."""
     num_rows = min(num_available, num_wanted)
     return [row * num_available // num_rows for row in range(num_rows)]

@@ -1,10 +1,9 @@
-"""Curves of a run in TensorBoard, at Weights & Biases, and at any other tracker."""
+"""Curves of a run in TensorBoard and at Weights & Biases. examples/ has loggers for MLflow and Trackio."""
 
 import json
 import math
 import os
 import platform
-import re
 import secrets
 import shlex
 import subprocess
@@ -14,27 +13,29 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from msgspec import Meta, Struct, to_builtins
 
 from zerotrain.checkpoint.manifest import versions
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.options import dotted
-from zerotrain.files.lock import whole
-from zerotrain.files.untrusted import UntrustedFileError, parse_json, read_json, require_kind, shown
-from zerotrain.training.callback import Callback, Run
+from zerotrain.files.lock import read_note, whole
+from zerotrain.files.untrusted import UntrustedFileError, parse_json, require_kind
+from zerotrain.training.callback import Callback, Closing, Run
 from zerotrain.training.result import METRICS_NAME, MetricsFile, MetricSink, lines_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-# The code and the machine that a run runs on.
+# The code and the machine of a run.
 
 
 GIT_S = 10.0
-"""Seconds that git may take."""
+"""Seconds git may take."""
 MAX_CHANGES = 2**20
-"""Characters of a diff that is kept."""
+"""Characters kept of a diff."""
 
 
 def facts_of(run: Run) -> dict[str, str]:
@@ -64,12 +65,12 @@ def _git(*arguments: str) -> str:
 
 
 CHANGES_NAME = "git.diff"
-"""File in the run's folder with the changes to the code that no commit has: the diff from the git revision to the
+"""File in the run's folder with the uncommitted changes to the code: the diff from the git revision to the
 tracked files as they are, without binary ones."""
 
 
 NO_POINTS = -1
-"""The last step of a place that has no points yet."""
+"""The last step of a place without points."""
 
 
 class Curves(Callback):
@@ -83,7 +84,7 @@ class Curves(Callback):
     ranks = "first"
     may_fail = True
     package: ClassVar[str] = ""
-    """Has the same name as the extra that brings it."""
+    """The extra with it has the same name."""
 
     def __init__(self) -> None:
         if find_spec(self.package) is None:
@@ -93,7 +94,7 @@ class Curves(Callback):
 
     @abstractmethod
     def _open(self, run: Run) -> int:
-        """Open the place, and return the last step that it has, or `NO_POINTS`."""
+        """Open the place, and return its last step, or `NO_POINTS`."""
 
     @abstractmethod
     def _describe_run(self, run: Run) -> None:
@@ -146,7 +147,7 @@ class Curves(Callback):
 
 
 def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
-    """Those of the values that are finite numbers."""
+    """The finite numbers among the values."""
     return {
         name: value
         for name, value in metrics.items()
@@ -157,8 +158,8 @@ def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
 # metrics.jsonl and the sinks of a loop of one's own, as a callback.
 
 
-class Sinks(Callback):
-    """Sends metrics to metrics.jsonl and to each sink, which it closes however the run ends."""
+class Sinks(Closing):
+    """Sends metrics to metrics.jsonl and to each sink, and closes them however the run ends."""
 
     ranks = "first"
 
@@ -179,10 +180,6 @@ class Sinks(Callback):
         with ExitStack() as stack:
             while self._open:
                 stack.callback(self._open.pop(0).close)
-
-    def failure(self, run: Run, error: BaseException) -> None:
-        """See `Callback.failure`."""
-        self.end(run)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
@@ -243,114 +240,45 @@ class TensorBoard(Curves):
         self._writer.add_text(name, f"    {indented}", self._step)
 
 
-# A run at an experiment tracker.
-
-
-MAX_NBYTES = 4096
-"""Largest note that is read."""
-NAMES = ("wandb",)
-"""Each has a note NAME.json in the run's folder."""
-SWEEP_VARIABLE = "ZEROTRAIN_SWEEP_JOB"
-"""Variable of the environment in which the ranks of a sweep's job find its group and its name, as JSON."""
-
-
-class _SweepJob(TypedDict):
-    group: str
-    name: str
-
-
-class _TrackerNote(TypedDict):
-    id: str
-    config_hash: str | None
-
-
-class _TrackerState(TypedDict):
-    note: _TrackerNote | None
-
-
-def of_sweep(key: str) -> str | None:
-    """The `group` or the `name` that the run has as a job of a sweep; None where it is none, or has no name there."""
-    with suppress(UntrustedFileError):
-        job = parse_json(os.environ.get(SWEEP_VARIABLE, "{}"), _SweepJob)
-        return str(job[key]) or None
-    return None
-
-
-def ids_in(folder: Path) -> dict[str, str]:
-    """The ids of a run at its trackers, by their names, as its folder has them."""
-    ids = {}
-    for name in NAMES:
-        with suppress(OSError, UntrustedFileError):
-            ids[name] = str(read_json(folder / f"{name}.json", _TrackerNote, max_nbytes=MAX_NBYTES)["id"])
-    return ids
-
-
-class Tracker(Curves):
-    """Sends curves to an experiment tracker.
-
-    A run is one there, with one id, however often it is killed, stopped or restarted here: its checkpoints keep the id,
-    and so does a note in its folder. It comes to the same numbers again, so that points which are there stay. A run of
-    other settings comes to others: if the tracker has points that it has not come to, it is a new one there.
-    """
-
-    id_pattern: ClassVar[str] = ""
-    """A regular expression that ids match."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._note: dict[str, Any] | None = None
-        """The id there, and the hash of the settings, of which others compute another run."""
-
-    @abstractmethod
-    def _open_run(self, run: Run, run_id: str | None) -> tuple[str, int]:
-        """Open the run of an id, or a new one for None; return its id, and the last step that it has."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Callback.state_dict`."""
-        return {"note": self._note}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Callback.load_state_dict`."""
-        note = require_kind(state, _TrackerState)["note"]
-        self._note = None if note is None else self._check_note(note)
-
-    def _open(self, run: Run) -> int:
-        path, config_hash = run.folder / f"{self.package}.json", run.result.config_hash
-        notes = [note for note in (self._note, self._read_note(path)) if note is not None]
-        match = next((note for note in notes if note["config_hash"] == config_hash), None)
-        run_id = match["id"] if match else notes[0]["id"] if notes and run.step else None
-        run_id, written_until = self._open_run(run, run_id)
-        if not match and written_until > run.step:
-            self._close_run({}, None)
-            run_id, written_until = self._open_run(run, None)
-        self._note = {"id": run_id, "config_hash": config_hash}
-        with whole(path) as file:
-            file.write((json.dumps(self._note) + "\n").encode())
-        return written_until
-
-    def _read_note(self, path: Path) -> dict[str, Any] | None:
-        """The note of an earlier sitting; None if it has left none, or none that can be read."""
-        with suppress(OSError, UntrustedFileError):
-            return self._check_note(read_json(path, _TrackerNote, max_nbytes=MAX_NBYTES))
-        return None
-
-    def _check_note(self, note: dict[str, Any]) -> dict[str, Any]:
-        """A note with an id as this tracker makes them."""
-        if not re.fullmatch(self.id_pattern, note["id"]):
-            raise UntrustedFileError(f"note.id: got {shown(note['id'])}; it must be an id of {self.package}")
-        return note
-
-
 # Curves at Weights & Biases.
 
 
 MODES = ("online", "offline", "disabled")
 FINISH_S = 60.0
-"""Seconds that the end of a run may wait for the network. `wandb sync` sends what is left."""
+"""Seconds the end of a run may wait for the network. `wandb sync` sends what is left."""
+SWEEP_VARIABLE = "ZEROTRAIN_SWEEP_JOB"
+"""Variable of the environment in which the ranks of a sweep's job find its group and its name, as JSON."""
 
 
-class WandB(Tracker):
+class _SweepJob(Struct):
+    group: str = ""
+    name: str = ""
+
+
+class TrackerNote(Struct):
+    """A run at a tracker: wandb.json in the run's folder, and in its checkpoints."""
+
+    id: Annotated[str, Meta(pattern=r"^[0-9a-f]{8}\Z")]
+    config_hash: str | None
+    """Of the settings: others compute another run."""
+
+
+class _TrackerState(Struct):
+    note: TrackerNote | None
+
+
+def ids_in(folder: Path) -> dict[str, str]:
+    """The ids of a run at its trackers, by their names, as its folder has them."""
+    note = read_note(folder / f"{WandB.package}.json", TrackerNote)
+    return {} if note is None else {WandB.package: note.id}
+
+
+class WandB(Curves):
     """Sends a run to Weights & Biases, or writes it to `wandb` in the run's folder, from where `wandb sync` sends it.
+
+    A run is one there, with one id, however often it is killed, stopped or restarted here: its checkpoints keep the id,
+    and so does a note in its folder. It comes to the same numbers again, so that points which are there stay. A run of
+    other settings comes to others: if the tracker has points that it has not come to, it is a new one there.
 
     Args:
         project, name, entity, group, tags: of the run there; None: as wandb chooses, in a sweep as that is called.
@@ -358,7 +286,6 @@ class WandB(Tracker):
     """
 
     package = "wandb"
-    id_pattern = "[0-9a-f]{8}"
 
     def __init__(
         self,
@@ -373,12 +300,39 @@ class WandB(Tracker):
         super().__init__()
         if mode not in (*MODES, None):
             raise ValueError(f"mode={mode}; it must be {', '.join(MODES)} or null")
+        job = _SweepJob()
+        with suppress(UntrustedFileError):
+            job = parse_json(os.environ.get(SWEEP_VARIABLE, "{}"), _SweepJob)
         self._mode = mode
-        name, group = name or of_sweep("name"), group or of_sweep("group")
-        self._given: dict[str, Any] = {"project": project, "name": name, "entity": entity, "group": group, "tags": tags}
+        self._given: dict[str, Any] = {"project": project, "entity": entity, "tags": tags}
+        self._given |= {"name": name or job.name or None, "group": group or job.group or None}
+        self._note: TrackerNote | None = None
         self._run: Any = None
 
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback.state_dict`."""
+        return {"note": to_builtins(self._note)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Callback.load_state_dict`."""
+        self._note = require_kind(state, _TrackerState).note
+
+    def _open(self, run: Run) -> int:
+        path, config_hash = run.folder / f"{self.package}.json", run.result.config_hash
+        notes = [note for note in (self._note, read_note(path, TrackerNote)) if note is not None]
+        match = next((note for note in notes if note.config_hash == config_hash), None)
+        run_id = match.id if match else notes[0].id if notes and run.step else None
+        run_id, written_until = self._open_run(run, run_id)
+        if not match and written_until > run.step:
+            self._close_run({}, None)
+            run_id, written_until = self._open_run(run, None)
+        self._note = TrackerNote(run_id, config_hash)
+        with whole(path) as file:
+            file.write((json.dumps(to_builtins(self._note)) + "\n").encode())
+        return written_until
+
     def _open_run(self, run: Run, run_id: str | None) -> tuple[str, int]:
+        """Open the run of an id, or a new one for None; return its id and its last step."""
         import wandb
 
         mode: Any = self._mode or os.environ.get("WANDB_MODE", "online")

@@ -8,14 +8,14 @@ import torch
 from zerotrain.device.device import Device
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.results import TrainStepResult
-from zerotrain.training.callback import Callback, Run
+from zerotrain.training.callback import Closing, Run
 
 NUM_TRACED_STEPS = 3
 NUM_STEPS_BEFORE = 3
 """Steps before the traced ones, which allocate and compile."""
 
 
-class Recording(Callback):
+class Recording(Closing):
     """Records the first steps in `profile` of the run's folder: `rank<r>.json` and `memory_rank<r>.pickle`.
 
     Args:
@@ -55,10 +55,6 @@ class Recording(Callback):
 
     def end(self, run: Run) -> None:
         """See `Callback.end`."""
-        self._stack.close()
-
-    def failure(self, run: Run, error: BaseException) -> None:
-        """See `Callback.failure`."""
         self._stack.close()
 
 

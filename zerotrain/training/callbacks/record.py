@@ -26,15 +26,15 @@ from zerotrain.training.callback import Callback, Run
 from zerotrain.training.report import say
 from zerotrain.training.result import STEPS_NAME, MetricsFile
 
-# The steps that stand out: with a loss or a gradient far above those of the steps before.
+# Spikes: a loss or a gradient far above those of the steps before.
 
 
 NUM_BEFORE = 100
-"""The steps that one is compared with."""
+"""The steps to compare one with."""
 MIN_BEFORE = 20
 """Fewer steps say too little of how far a number varies by itself."""
 MIN_SCORE = 10.0
-"""Standard deviations above the median from which a number is a spike."""
+"""Standard deviations of a spike above the median, at least."""
 MIN_SPREAD = 0.01
 """The least standard deviation, as a part of the median: what hardly varies is no spike for rising by a tenth."""
 _QUARTILES_OF_A_NORMAL = 1.349
@@ -43,7 +43,7 @@ _QUARTILES_OF_A_NORMAL = 1.349
 
 @dataclass(frozen=True)
 class Spike:
-    """A number of a step that stands out."""
+    """A number of a step far above those before."""
 
     name: str
     value: float
@@ -136,12 +136,12 @@ class StepRecord(Callback):
 
 
 def replay_command(run: Run, step: int) -> str:
-    """The command that computes a step of a run again."""
+    """The command to compute a step of a run again."""
     return f"python -m zerotrain replay {shlex.quote(str(run.folder))} --step {step}"
 
 
 def recorded(outcome: TrainStepResult) -> dict[str, Any]:
-    """The numbers of a step that are compared, in as many digits as they have."""
+    """The numbers of a step to compare, in as many digits as they have."""
     return {
         "loss": outcome.mean_loss,
         "grad_norm": outcome.grad_norm,
@@ -151,7 +151,7 @@ def recorded(outcome: TrainStepResult) -> dict[str, Any]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """All that the bits of a step depend on beside its settings and data."""
+    """The facts behind the bits of a step, beside its settings and data."""
     return versions() | {
         "device": device_of(device).name.partition(",")[0],
         "machine": platform.machine(),

@@ -1,4 +1,4 @@
-"""The sample of text that a run ends with."""
+"""The sample of text at the end of a run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from zerotrain.training.report import MAX_LINE
 
 
 LEAST_TEMPERATURE = 1e-20
-"""Logits that are divided by less may be no numbers, and only the likeliest token is drawn long before."""
+"""Divided by less, logits may be no numbers; only the likeliest token is drawn long before."""
 
 
 @torch.no_grad()
@@ -77,14 +77,14 @@ def next_token(logits: torch.Tensor, *, temperature: float, top_k: int, generato
 
 
 def stop_token_of(text: Any) -> int | None:
-    """The token that ends a text: `end_of_text` of a tokenizer or a dataset; None where it has none."""
+    """The token at the end of a text: `end_of_text` of a tokenizer or a dataset; None where it has none."""
     token = getattr(text, "end_of_text", None)
     return token if isinstance(token, int) else None
 
 
 NUM_PROMPT_TOKENS = 32
 MAX_SHOWN = 400
-"""Characters of a prompt that its title shows."""
+"""Characters of a prompt in its title."""
 
 
 class Sample(Callback):

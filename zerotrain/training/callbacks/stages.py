@@ -1,4 +1,4 @@
-"""The stage of a run, and what trains in it, which may change between two steps."""
+"""The stage of a run, and its frozen parameters: both may change between two steps."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,14 +12,14 @@ from zerotrain.comm.world import World
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import StageSwitch, TrainStepResult
 from zerotrain.files.lock import whole
-from zerotrain.files.untrusted import UntrustedFileError, is_kind, printable, read_regular, shown
+from zerotrain.files.untrusted import UntrustedFileError, is_kind, parse_yaml, printable, read_regular, shown
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.checkpoints import OF_TRAINER, AskedStages
 from zerotrain.training.report import gather_usages, in_unit, say
 from zerotrain.training.request import ASKED, Request
 
 COMPARED_AFTER = 3
-"""Steps, after which a run with a chosen stage compares the memory of its ranks with their budget."""
+"""Steps before a run with a chosen stage compares the memory of its ranks with their budget."""
 
 
 def stages_named(stages: Mapping[int, int], step: int = 0) -> str:
@@ -146,7 +146,7 @@ class RunStages(Callback):
         return switch
 
     def _enter(self, run: Run, due: int, sent: Mapping[str, int | None]) -> None:
-        """Note a stage that is begun, or gone on with. A stage without a trained step is dropped."""
+        """Note a stage begun, or gone on with. A stage without a trained step is dropped."""
         stages, run.result.stage = run.result.stages, due
         if stages and stages[-1]["from_step"] == run.step and stages[-1]["stage"] != due:
             stages.pop()
@@ -161,7 +161,7 @@ class RunStages(Callback):
 
 
 class RunFreezing(Callback):
-    """Lets parameters train from the step on that the settings say. All ranks have one, and call the same.
+    """Lets parameters train from the step in the settings on. All ranks have one, and call the same.
 
     A parameter that does not train yet is frozen in the engine: it has no gradient and no optimizer state. It leaves
     alone the parameters that others, or the model itself, freeze or unfreeze.
@@ -210,7 +210,7 @@ class RunFreezing(Callback):
             say(self._console, f"{len(started)} more parameters train after step {step}: {numel:,} elements")
 
 
-# control.yaml in the run's folder: an operator's requests to a run that is under way.
+# control.yaml in the run's folder: an operator's requests to a run under way.
 #
 #     stage: 3      # from the next step on, until zero.schedule says otherwise
 #     save: now
@@ -230,7 +230,7 @@ REQUESTS: dict[str, tuple[str, tuple[Any, ...]]] = {
 ALLOWED = "stage: 0 to 3, save: now, stop: true"
 MAX_NBYTES = 2**16
 MAX_PROBLEMS = 10
-"""That are told of one file."""
+"""Problems told of one file."""
 
 
 class Control(Callback):
@@ -286,8 +286,6 @@ class Control(Callback):
 
 def _requests(path: Path) -> tuple[dict[str, Any], list[str]]:
     """(what is asked for, what is wrong with the rest)."""
-    from zerotrain.files.untrusted import parse_yaml  # pyyaml comes with omegaconf: the engine does without
-
     try:
         content = parse_yaml(read_regular(path, max_nbytes=MAX_NBYTES))
     except (OSError, UntrustedFileError) as error:

@@ -1,4 +1,4 @@
-"""The metrics that there are, how one of one's own is made, and the states that ranks exchange."""
+"""The metrics, the base class for one of your own, and the states exchanged between ranks."""
 
 import math
 from abc import abstractmethod
@@ -19,9 +19,9 @@ from zerotrain.files.untrusted import MAX_INT, Natural, is_kind, printable
 from zerotrain.training.callback import Callback, Run
 
 States = Sequence[torch.Tensor]
-"""The numbers that a metric keeps of one micro-batch."""
+"""The numbers of a metric for one micro-batch."""
 OF_VALIDATION, OF_TRAINING = "validation", "training"
-"""Kinds of micro-batches that a metric may measure."""
+"""Kinds of micro-batches for a metric."""
 MERGED_BY = {
     "dim_zero_sum": lambda states: sum(states[1:], start=states[0]),
     "dim_zero_max": lambda states: torch.stack(states).amax(dim=0),
@@ -55,7 +55,7 @@ class Metric(Callback):
     class_dim: int | None = None
 
     higher_is_better: bool = True
-    """The direction in which `checkpoint.best` and early stopping prefer it."""
+    """The direction for `checkpoint.best` and early stopping."""
     needs_outputs: ClassVar[bool] = True
     """Whether it looks at the model's outputs: an evaluation then runs each micro-batch once more, without labels."""
     needs_labels: ClassVar[bool] = False
@@ -97,7 +97,7 @@ class Perplexity(Metric):
 
 
 class Accuracy(Metric):
-    """The share of labels whose class the model finds likeliest, 0 to 1."""
+    """The share of labels predicted as the likeliest class, 0 to 1."""
 
     needs_labels = True
 
@@ -194,25 +194,25 @@ def metrics_in(callbacks: Mapping[str, object], kind: str) -> dict[str, Metric]:
 
 
 def rising_metrics(callbacks: Mapping[str, Callback]) -> frozenset[str]:
-    """The names in an evaluation of those metrics of which higher is better."""
+    """The names in an evaluation of metrics; higher is better of these."""
     return frozenset(
         f"val_{name}" for name, metric in metrics_in(callbacks, OF_VALIDATION).items() if metric.higher_is_better
     )
 
 
-# The states that metrics keep of each micro-batch, and their exchange between ranks.
+# The states of metrics for each micro-batch, and their exchange between ranks.
 
 
 NUM_DIMENSIONS = 8
-"""Dimensions that a state may have."""
+"""Dimensions of a state, at most."""
 DTYPES = (
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
 )
-"""Those that a state may have."""
+"""The dtypes of states."""
 LOSS = "loss"
 MAX_TOLD = 2**16
-"""Numbers of one metric that a checkpoint keeps at most."""
+"""Numbers of one metric in a checkpoint, at most."""
 
 
 SavedState = tuple[
@@ -395,7 +395,7 @@ def class_dim_of(outputs: Any, labels: torch.Tensor | None, class_dim: int | Non
 
 
 def require_states(states: States) -> None:
-    """Make sure that a checkpoint can hold states; ValueError where it cannot."""
+    """Refuse states that no checkpoint can hold, with a ValueError."""
     for state in states:
         if state.dtype not in DTYPES or state.dim() > NUM_DIMENSIONS:
             raise ValueError(
@@ -440,7 +440,7 @@ def is_metrics_state(value: Any) -> bool:
     return True
 
 
-# Metrics of the steps of a run, from the forwards that train.
+# Metrics of the steps of a run, from the forwards in training.
 
 
 PREFIX = "train_"

@@ -23,7 +23,7 @@ from zerotrain.training import warmup_cosine
 from zerotrain.training.callbacks import checkpoints as checkpoints_module
 from zerotrain.training.callbacks.checkpoints import BestCheckpoint, CheckpointPolicy, require_run_state
 from zerotrain.training.callbacks.stages import stages_from
-from zerotrain.training.clock import EARLIER
+from zerotrain.training.clock import StepClock
 from zerotrain.training.result import RunResult
 
 A_RUN_THAT_GOES_ON = (
@@ -348,7 +348,7 @@ def test_a_run_that_may_not_go_on_changes_nothing_and_says_nothing_of_what_would
 
 STATE: dict[str, Any] = {
     "data": {"rows_consumed": 3}, "skipped_steps": 0, "evaluated_at": None, "result": RunResult(1).state_dict(),
-    "clock": dict.fromkeys(EARLIER, 0.0), "sinks": [None, {"id": "x"}], "asked_stages": {"5": 3},
+    "clock": StepClock().state_dict(), "sinks": [None, {"id": "x"}], "asked_stages": {"5": 3},
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from zerotrain import ZeroConfig, build_engine
-from zerotrain.training.callbacks.console import MAX_PLAIN_LINES, ShowProgress, ShowStart, short
+from zerotrain.training.callbacks.console import MAX_PLAIN_LINES, ShowProgress, ShowStart
 from zerotrain.training.callbacks.evaluation import num_eval_rows
 from zerotrain.training.callbacks.stages import RunStages
 
@@ -149,13 +149,6 @@ def test_a_line_says_epoch_tokens_and_outside_a_terminal_the_time_left_too():
     line = progress.file.getvalue()
     assert line.startswith("step 5/10  loss 2.345 epoch 0.31 1.23M tokens 12345 tok/s mfu 41% grad 1.23>1.00 ")
     assert re.search(r"\d+ min left\n$", line)
-
-
-@pytest.mark.parametrize(
-    ("number", "said"), [(0, "0"), (999, "999"), (1200, "1.2k"), (34e6, "34M"), (1.5e9, "1.5G"), (2e12, "2T")]
-)
-def test_a_number_of_tokens_is_short(number: float, said: str):
-    assert short(number) == said
 
 
 # The first lines of a run say what trains, on what, where and for how long, in any terminal.

@@ -16,7 +16,7 @@ from zerotrain.training import constant
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 from zerotrain.training.callbacks.early_stopping import EarlyStopping
 from zerotrain.training.callbacks.ema import EMA
-from zerotrain.training.callbacks.evaluation import evaluate
+from zerotrain.training.callbacks.evaluation import evaluate_all
 
 __all__ = ["tied_model"]  # a fixture of the runs
 STAGES = {0: 2, 5: 3, 7: 0}
@@ -51,7 +51,9 @@ def test_evaluations_are_of_the_average_and_the_training_is_that_without_it(tied
         engine = evaluating[0].engine
         engine.load_weights(tmp_path / "evaluating/checkpoints/step-00000012", averaged=True)
         dataset = evaluating[0].dataset.validation
-        loss = evaluate(engine=engine, world=world, dataset=dataset, num_sequences=8, micro_batch_size=2)
+        loss = evaluate_all(engine=engine, world=world, dataset=dataset, num_sequences=8, micro_batch_size=2)[
+            "val_loss"
+        ]
         return loss, stopping.state_dict()["best"], evaluating[1], keeping[1]
 
     [(loss, best, said, other_said), *_], _ = run_threads(on_a_rank, 2)

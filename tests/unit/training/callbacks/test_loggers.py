@@ -15,7 +15,6 @@ from zerotrain.training.callbacks.loggers import (
     NO_POINTS,
     SWEEP_VARIABLE,
     TensorBoard,
-    Tracker,
     WandB,
     ids_in,
 )
@@ -93,18 +92,17 @@ def test_a_run_that_is_started_again_is_one_curve(make_trainer, tmp_path, lines_
     assert [step for step, _ in curves(tmp_path)["train_loss"]] == [1, 2]
 
 
-class Book(Tracker):
+class Book(WandB):
     """A tracker in memory: {id: {name: [(step, value)]}}."""
 
     package = "json"
-    id_pattern = "[0-9]"
 
     def __init__(self, runs):
         super().__init__()
         self.runs, self.described, self.closed = runs, [], []
 
     def _open_run(self, run, run_id):
-        self.id = run_id or str(len(self.runs))
+        self.id = run_id or f"{len(self.runs):08}"
         curves = self.runs.setdefault(self.id, defaultdict(list))
         return self.id, max((points[-1][0] for points in curves.values()), default=NO_POINTS)
 
@@ -170,8 +168,11 @@ def train(make_trainer, tmp_path):
     return run
 
 
-def steps_of(book, run_id="0"):
-    return [step for step, _ in book.runs[run_id]["train_loss"]]
+IDS = ["00000000", "00000001", "00000002"]
+
+
+def steps_of(book, number=0):
+    return [step for step, _ in book.runs[IDS[number]]["train_loss"]]
 
 
 @pytest.mark.parametrize("other", ["run", "another"], ids=["the same folder", "another folder"])
@@ -181,18 +182,18 @@ def test_a_run_that_failed_and_went_on_is_one_run_there(train, curves_of, other)
     [checkpoint] = checkpoints_in(folder / "checkpoints")
     book = Book(runs)
     folder = train(book, folder=other, resume=checkpoint)
-    assert list(runs) == ["0"]
+    assert list(runs) == IDS[:1]
     assert steps_of(book) == [1, 2, 3, 4, 5]
-    points = {name: [step for step, _ in each] for name, each in runs["0"].items()}
+    points = {name: [step for step, _ in each] for name, each in runs[IDS[0]].items()}
     assert points == {name: [step for step, _ in each] for name, each in curves_of(folder).items()}
-    assert json.loads((folder / "json.json").read_text()) == {"id": "0", "config_hash": "a"}
+    assert json.loads((folder / "json.json").read_text()) == {"id": IDS[0], "config_hash": "a"}
 
 
 def test_a_run_that_is_started_again_before_its_first_checkpoint_is_one_run_there(train):
     runs = {}
     train(Book(runs), raise_after=1)
     train(Book(runs))
-    assert (list(runs), steps_of(Book(runs))) == (["0"], [1, 2, 3, 4, 5])
+    assert (list(runs), steps_of(Book(runs))) == (IDS[:1], [1, 2, 3, 4, 5])
 
 
 def test_a_run_of_other_settings_leaves_points_that_it_has_not_come_to(train):
@@ -201,17 +202,17 @@ def test_a_run_of_other_settings_leaves_points_that_it_has_not_come_to(train):
     [checkpoint] = checkpoints_in(folder / "checkpoints")
     book = Book(runs)
     train(book, folder="another", resume=checkpoint, config_hash="b")
-    assert (steps_of(book, "0"), steps_of(book, "1")) == ([1, 2, 3], [1, 2, 3, 4, 5])
+    assert (steps_of(book, 0), steps_of(book, 1)) == ([1, 2, 3], [1, 2, 3, 4, 5])
     assert book.closed[0] == (None, None)
     train(book := Book(runs), config_hash="c", checkpoint=None)  # from the beginning, in the folder of the first
-    assert (list(runs), steps_of(book, "2")) == (["0", "1", "2"], [1, 2, 3, 4, 5])
+    assert (list(runs), steps_of(book, 2)) == (IDS, [1, 2, 3, 4, 5])
 
 
 def test_a_run_that_trains_longer_goes_on_there(train):
     runs = {}
     folder = train(Book(runs), max_steps=4)
     train(Book(runs), resume=checkpoints_in(folder / "checkpoints")[-1], config_hash="b", max_steps=6)
-    assert (list(runs), steps_of(Book(runs))) == (["0"], [1, 2, 3, 4, 5, 6])
+    assert (list(runs), steps_of(Book(runs))) == (IDS[:1], [1, 2, 3, 4, 5, 6])
 
 
 def test_a_run_that_had_no_logger_so_far_brings_its_lines_along(train, curves_of):
@@ -225,7 +226,7 @@ def test_what_is_no_finite_number_is_left_out_and_the_end_is_told(make_trainer):
     book = Book({})
     settings = {"zero": {"stage": 2}}
     make_trainer(max_steps=1, callbacks={"book": book, "logging": Logging()}, settings=settings).run()
-    assert not {"nothing", "nan", "text", "flag"} & set(book.runs["0"])
+    assert not {"nothing", "nan", "text", "flag"} & set(book.runs[IDS[0]])
     assert book.described == [settings]
     assert book.closed == [("completed", 1)]
 
@@ -240,7 +241,7 @@ def test_a_run_that_is_stopped_is_told_so_and_goes_on_there(train):
     folder = train(book := Book(runs), stop=True)
     assert book.closed == [("stopped", 2)]
     train(book := Book(runs), resume=checkpoints_in(folder / "checkpoints")[-1])
-    assert (list(runs), steps_of(book)) == (["0"], [1, 2, 3, 4, 5])
+    assert (list(runs), steps_of(book)) == (IDS[:1], [1, 2, 3, 4, 5])
     assert book.closed == [("completed", 5)]
 
 
@@ -258,8 +259,8 @@ FORGED = [
     {"note": {"id": "12", "config_hash": None}},
     {"note": {"id": "../../x", "config_hash": None}},
     {"note": {"id": 1, "config_hash": None}},
-    {"note": {"id": "1\n", "config_hash": None}},
-    {"note": {"id": "1"}},
+    {"note": {"id": "00000001\n", "config_hash": None}},
+    {"note": {"id": "00000001"}},
     {"note": ["1"]},
 ]
 
@@ -276,7 +277,7 @@ def test_a_note_in_the_folder_that_cannot_be_read_is_not_followed(train, tmp_pat
         (tmp_path / "run/json.json").write_text(text)
         book = Book({})
         train(book, max_steps=1)
-        assert list(book.runs) == ["0"]
+        assert list(book.runs) == IDS[:1]
 
 
 @pytest.mark.parametrize("logger", [TensorBoard, WandB])
