@@ -144,6 +144,9 @@ def _job_problems(overrides: list[str], compose: Compose, folders: Sequence[Path
             if at_fault is None:
                 return [_line(override, error, known_keys(), folders) for override, error in refused]
             remaining.remove(at_fault)
+            if isinstance(error, MissingConfigException):  # which settings it has, nobody knows
+                group = at_fault.lstrip("+").partition("=")[0].replace("/", ".")
+                remaining = [item for item in remaining if not item.lstrip("+~").startswith(f"{group}.")]
     problems = [_line(override, error, known_keys(composed), folders) for override, error in refused]
     try:
         return problems + checked_config(composed)[1]
@@ -208,6 +211,8 @@ def _line(override: str | None, error: Exception, keys: list[str], folders: Sequ
     if isinstance(cause, ValidationError):
         all_of_it = f"{override}: {key} is a group of settings: {', '.join(members)}" if members else None
         return must_be(key, got) or all_of_it or f"{override}: {first_paragraph(cause)}"
+    if key.startswith("hydra/sweeper/"):
+        return f"{override}: needs hydra/sweeper=optuna too"
     return f"{override}: {first_paragraph(error)}"
 
 
