@@ -94,7 +94,7 @@ class Line:
     rows: list[Row]
     place: int
     """The number of the first of the jobs in the report."""
-    points: list[tuple[float, float]]
+    points: Sequence[tuple[float, float]]
     style: str = "other"
     """The class of its colour."""
     title: str = ""
@@ -161,7 +161,7 @@ class LossPlot:
 
 def loss_plots(report: Report) -> list[LossPlot]:
     """A plot of each loss over each axis, as far as jobs have left curves."""
-    plots = []
+    plots: list[LossPlot] = []
     for kind in LOSSES:
         curves = [row.val if kind == "val" else row.train for row in report.rows]
         if max(map(len, curves), default=0) < 2:

@@ -305,13 +305,14 @@ def _sampler(values: DictConfig, starts: int, swept: dict[str, Override]) -> Any
         arguments |= {"_partial_": False, "_args_": [{name: _points(override) for name, override in swept.items()}]}
     if problems := list(target_problems(arguments, name=name)):
         raise ConfigError(*problems)
+    is_grid = makes(arguments["_target_"], GridSampler)
     if (seed := arguments.get("seed")) is not None:
         if type(seed) is not int or not 0 <= seed < 2**31:
             raise ConfigError(f"{name}.seed: got {word(seed)}; it must be between 0 and 2**31 - 1, or null")
         # Others would choose the same values again; the order of a grid must stay.
-        arguments["seed"] += 0 if makes(arguments["_target_"], GridSampler) else starts
+        arguments["seed"] += 0 if is_grid else starts
     sampler = build(name, arguments)
-    if isinstance(sampler, GridSampler):  # it would stop `Study.optimize`, and knows no trial that a user has queued
+    if is_grid:  # it would stop `Study.optimize`, and knows no trial that a user has queued
         sampler.after_trial = lambda *_: None
     if not isinstance(sampler, BaseSampler):
         raise ConfigError(f"{name}._target_: got {arguments['_target_']}; it must make a sampler of Optuna")
