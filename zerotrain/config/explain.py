@@ -242,18 +242,15 @@ def _missing_choice(override: str, error: MissingConfigException, folders: Seque
 
 def _find_group(choice: str, folders: Sequence[Path]) -> str:
     """The group with a choice of this name; empty where there is none."""
-    paths = (path for folder in folders for path in folder.glob("*/*.yaml") if path.stem == choice)
-    path = min(paths, default=None)
-    return "" if path is None else path.parent.name
+    groups = (path.parent.name for folder in folders for path in folder.glob("*/*.yaml") if path.stem == choice)
+    return min(groups, default="")
 
 
 def _callback_hint(key: str, keys: list[str], folders: Sequence[Path]) -> str:
     """The advice to choose a callback, for a setting of a callback missing in the run."""
-    outer, _, rest = key.partition(".")
-    name = rest.partition(".")[0]
-    if outer != CALLBACKS or any(item.startswith(f"{outer}.{name}.") for item in keys):
-        return ""
-    group = _find_group(name, folders)
+    outer, name, *_ = f"{key}.".split(".")
+    is_there = any(item.startswith(f"{outer}.{name}.") for item in keys)
+    group = "" if is_there or outer != CALLBACKS else _find_group(name, folders)
     return f"; {group}={name} brings that callback" if group else ""
 
 

@@ -200,7 +200,13 @@ class Study:
                     folder = event.folder if event is not None and event.is_within else str(trial.number)
                     status, value = read_fate(self._sweep.folder / folder, settings, self._sweep.settings.objectives)
                 state = TrialState.PRUNED if status == journal.PRUNED else TrialState.FAIL if value is None else None
-                self._study.tell(trial, value if state is None else None, state, skip_if_finished=True)
+                try:
+                    self._study.tell(trial, value if state is None else None, state, skip_if_finished=True)
+                except RuntimeError:  # of a grid without further points, which stops `Study.optimize`
+                    continue
+                except KeyError as error:  # of a grid: it has no point of a trial that a user has queued
+                    if error.args != ("grid_id",):
+                        raise
 
     def write_best(self, folder: Path) -> None:
         """Write the best trial into a folder; of several objectives all trials beaten by no other. Nothing where
@@ -305,15 +311,12 @@ def _sampler(values: DictConfig, starts: int, swept: dict[str, Override]) -> Any
         arguments |= {"_partial_": False, "_args_": [{name: _points(override) for name, override in swept.items()}]}
     if problems := list(target_problems(arguments, name=name)):
         raise ConfigError(*problems)
-    is_grid = makes(arguments["_target_"], GridSampler)
     if (seed := arguments.get("seed")) is not None:
         if type(seed) is not int or not 0 <= seed < 2**31:
             raise ConfigError(f"{name}.seed: got {word(seed)}; it must be between 0 and 2**31 - 1, or null")
         # Others would choose the same values again; the order of a grid must stay.
-        arguments["seed"] += 0 if is_grid else starts
+        arguments["seed"] += 0 if makes(arguments["_target_"], GridSampler) else starts
     sampler = build(name, arguments)
-    if is_grid:  # it would stop `Study.optimize`, and knows no trial that a user has queued
-        sampler.after_trial = lambda *_: None
     if not isinstance(sampler, BaseSampler):
         raise ConfigError(f"{name}._target_: got {arguments['_target_']}; it must make a sampler of Optuna")
     return sampler
