@@ -226,8 +226,8 @@ def _missing_choice(override: str, error: MissingConfigException, folders: Seque
     choices = f"; there are {', '.join(options)}" if options else ""
     is_missing = config_name in ("", f"{key}/{got}", got)
     if is_missing and got in _PLUGINS.get(key, ()):
-        package = f"hydra-{got.partition('_')[0]}-{key.removeprefix('hydra/')}"
-        package = "'zerotrain[sweeps]'" if got in _OF_EXTRA else package
+        of_hydra = f"hydra-{got.partition('_')[0]}-{key.removeprefix('hydra/')}"
+        package = "'zerotrain[sweeps]'" if got in _OF_EXTRA else of_hydra
         return f"{override}: is not installed; pip install {package}{choices}"
     name = config_name.rpartition("/")[2] or got
     if f"{key}={name}" in REMOVED:
@@ -300,10 +300,10 @@ def _override_at_fault(error: Exception, overrides: list[str], compose: Compose)
     """The override named in an exception of Hydra, or else the one with the same exception when alone."""
     if isinstance(error, OverrideParseException):
         return error.override
-    for override in overrides:
+    missing = getattr(error, "missing_cfg_file", None)  # a yaml beside it may be named too
+    for override in sorted(overrides, key=lambda item: item.lstrip("+~").replace("=", "/", 1) != missing):
         key, _, value = override.lstrip("+~").partition("=")
-        named_as = (override, f"'{key}'", f"for {key}.", f"'{key}/{value}'")
-        if any(name in str(error) for name in named_as):
+        if any(name in str(error) for name in (override, f"'{key}'", f"for {key}.", f"'{key}/{value}'")):
             return override
     if _refusal([], compose) == str(error):  # so do the yamls alone
         return None

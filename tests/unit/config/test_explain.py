@@ -177,6 +177,8 @@ def test_a_choice_that_is_not_there_hides_its_settings_alone(compose):
     assert missing.startswith("model=gtp: there is no such choice; there are gpt2, ")
     assert sampler == "hydra/sweeper/sampler=foo: needs hydra/sweeper=optuna too"
     assert value.startswith("zero.stage: got 9; ")
+    [sampler] = composition_problems(["hydra/sweeper=optuna", "hydra/sweeper/sampler=foo"], compose, is_sweep=True)
+    assert sampler.startswith("hydra/sweeper/sampler=foo: there is no such choice; there are cmaes, grid, ")
 
 
 def test_several_values_need_a_sweep(compose):
