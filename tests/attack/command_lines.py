@@ -153,6 +153,11 @@ SWEEPS = [
     Attack("-m seed=0,1 hydra.launcher._target_=os.system", "the command line cannot be run: RuntimeError: Invalid"),
     Attack("-m seed=0,1 +hydra.sweeper.foo=1", "Error in call to target 'hydra._internal.core_plugins.basic_sweeper."),
     Attack("-m zero.stage=range(1,2,0)", "zero.stage=range(1,2,0): range() arg 3 must not be zero"),
+    Attack("-m seed=0,1 hydra/sweeper/sampler=foo", "hydra/sweeper/sampler=foo: needs hydra/sweeper=optuna too"),
+    Attack(
+        "-m hydra/sweeper=optuna seed=1,2 hydra/sweeper/sampler=foo", "hydra/sweeper/sampler=foo: there is no such "
+    ),
+    Attack("-m seed=0,1 hydra/launcher=ray hydra.launcher.n_jobs=2", "hydra/launcher=ray: is not installed; "),
     Attack("-m hydra.sweep.dir=1,2", "Sweeping over Hydra's configuration is not supported"),
     Attack("-m zero.stage=range(0,0)", "-m: there is no job to run", left=("multirun.yaml",)),
     Attack(

@@ -132,6 +132,9 @@ def _job_problems(overrides: list[str], compose: Compose, folders: Sequence[Path
             if at_fault is None:
                 return [_line(override, error, known_keys(), folders) for override, error in refused]
             remaining.remove(at_fault)
+            if isinstance(error, MissingConfigException):  # which settings it has, nobody knows
+                group = at_fault.lstrip("+").partition("=")[0].replace("/", ".")
+                remaining = [item for item in remaining if not item.lstrip("+~").startswith(f"{group}.")]
     problems = [_line(override, error, known_keys(composed), folders) for override, error in refused]
     try:
         return problems + checked_config(composed)[1]
@@ -179,6 +182,8 @@ def _line(override: str | None, error: Exception, keys: list[str], folders: Sequ
     if isinstance(cause, errors.ValidationError):
         all_of_it = f"{override}: {key} is a group of settings: {', '.join(members)}" if members else None
         return must_be(key, got) or all_of_it or f"{override}: {first_paragraph(cause)}"
+    if key.startswith("hydra/sweeper/"):
+        return f"{override}: needs hydra/sweeper=optuna too"
     return f"{override}: {first_paragraph(cause if isinstance(cause, errors.OmegaConfBaseException) else error)}"
 
 
@@ -192,8 +197,8 @@ def _missing_choice(override: str, error: MissingConfigException, folders: Seque
     choices = f"; there are {', '.join(options)}" if options else ""
     is_missing = config_name in ("", f"{key}/{got}", got)
     if is_missing and got in _PLUGINS.get(key, ()):
-        package = f"hydra-{got.partition('_')[0]}-{key.removeprefix('hydra/')}"
-        package = "'zerotrain[sweeps]'" if got in _OF_EXTRA else package
+        of_hydra = f"hydra-{got.partition('_')[0]}-{key.removeprefix('hydra/')}"
+        package = "'zerotrain[sweeps]'" if got in _OF_EXTRA else of_hydra
         return f"{override}: is not installed; pip install {package}{choices}"
     name = config_name.rpartition("/")[2] or got
     meant = we_call_it(key, got) or did_you_mean(name, options)
@@ -208,18 +213,15 @@ def _missing_choice(override: str, error: MissingConfigException, folders: Seque
 
 def _find_group(choice: str, folders: Sequence[Path]) -> str:
     """The group with a choice of this name; empty where there is none."""
-    paths = (path for folder in folders for path in folder.glob("*/*.yaml") if path.stem == choice)
-    path = min(paths, default=None)
-    return "" if path is None else path.parent.name
+    groups = (path.parent.name for folder in folders for path in folder.glob("*/*.yaml") if path.stem == choice)
+    return min(groups, default="")
 
 
 def _callback_hint(key: str, keys: list[str], folders: Sequence[Path]) -> str:
     """The advice to choose a callback, for a setting of a callback missing in the run."""
-    outer, _, rest = key.partition(".")
-    name = rest.partition(".")[0]
-    if outer != CALLBACKS or any(item.startswith(f"{outer}.{name}.") for item in keys):
-        return ""
-    group = _find_group(name, folders)
+    outer, name, *_ = f"{key}.".split(".")
+    is_there = any(item.startswith(f"{outer}.{name}.") for item in keys)
+    group = "" if is_there or outer != CALLBACKS else _find_group(name, folders)
     return f"; {group}={name} brings that callback" if group else ""
 
 
@@ -253,10 +255,10 @@ def _override_at_fault(error: Exception, overrides: list[str], compose: Compose)
     """The override named in an exception of Hydra, or else the one with the same exception when alone."""
     if isinstance(error, OverrideParseException):
         return error.override
-    for override in overrides:
+    missing = getattr(error, "missing_cfg_file", None)  # a yaml beside it may be named too
+    for override in sorted(overrides, key=lambda item: item.lstrip("+~").replace("=", "/", 1) != missing):
         key, _, value = override.lstrip("+~").partition("=")
-        named_as = (override, f"'{key}'", f"for {key}.", f"'{key}/{value}'")
-        if any(name in str(error) for name in named_as):
+        if any(name in str(error) for name in (override, f"'{key}'", f"for {key}.", f"'{key}/{value}'")):
             return override
     if _refusal([], compose) == str(error):  # so do the yamls alone
         return None

@@ -312,8 +312,6 @@ def _run_in_sweep(composed: DictConfig, hydra_dir: Path, hydra: Any) -> float | 
     require_alone(read_config(composed).config)
     sweep = join_sweep(Path(hydra.sweep.dir).absolute())
     subdir = OmegaConf.to_container(hydra, resolve=False)["sweep"]["subdir"]  # type: ignore[index, call-overload]
-    if sweep.study is not None:
-        hydra_dir = sweep.study.number_by_trial(hydra, hydra_dir, subdir == BY_NUMBER)
     read, overrides = read_config(composed), given_settings(hydra)
     member = Member(sweep, hydra.job.num, overrides, read.config)
     member.require_hope()
@@ -528,7 +526,9 @@ def _run_spawned(job: Job, num_ranks: int) -> tuple[RunResult, int]:
         raise
     except (KeyboardInterrupt, SystemExit) as ending:
         code = code_of(ending) if isinstance(ending, SystemExit) else exits.of_signal(signal.SIGINT)
-        with suppress(OSError):
+        with suppress(OSError, UntrustedFileError):
+            if (result := resuming.completed_in(job.run_dir)) is not None:  # other ranks had ended before it came
+                return result, max(0, code - 128)
             write_ending(attempts.job, num_ranks, status="stopped", error="stopped by a signal", code=code)
         raise
     try:

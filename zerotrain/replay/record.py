@@ -37,9 +37,9 @@ class _StepLine(TypedDict):
 
 COMPARED = ("loss", "grad_norm", "update", "skipped")
 OF_ENVIRONMENT = ("torch", "zerotrain", "device", "machine", "kernels", "threads")
-"""The names of all that a step's bits depend on beside settings and data."""
+"""The names of whatever a step's bits depend on beside settings and data."""
 OF_BITS = ("seed", "model", "data", "optimizer", "scheduler", "precision", "train")
-"""The groups of settings that it depends on."""
+"""The groups of settings they depend on."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,18 @@ class Record:
     """The environment and settings in which the steps after so many were computed."""
 
     def start_of(self, step: int) -> Mapping[str, Any]:
-        """That of the steps among which this one is; empty where nobody has written one."""
+        """The start of the steps with this one among them; empty where none was recorded."""
         earlier = [start for start in self.starts if start < step]
         return self.starts[max(earlier)] if earlier else {}
 
     @property
     def last_step(self) -> int:
-        """The last step that is recorded."""
+        """The last recorded step."""
         return max(self.steps, default=0)
 
     @property
     def worst(self) -> int:
-        """The first step that was not finite; without one the largest spike; without one the largest gradient."""
+        """The first step without finite numbers; without one the largest spike; without one the largest gradient."""
         norms = {step: line.get("grad_norm") for step, line in sorted(self.steps.items())}
         if bad := [step for step, norm in norms.items() if norm is None]:
             return bad[0]
@@ -72,7 +72,7 @@ class Record:
         return max(norms, key=lambda step: (scores.get(step, 0.0), float(norms[step] or 0.0)))
 
     def difference(self, step: int, outcome: Any) -> str | None:
-        """How a step that was computed again differs from what the run has recorded; None: not, or nothing is."""
+        """How a step computed again differs from the record of the run; None: it does not, or there is no record."""
         line, values = self.steps.get(step), without_non_finite(recorded(outcome))
         if line is None:
             return None
@@ -84,7 +84,7 @@ class Record:
         return f"step {step} differs: {'; '.join(differences)}" if differences else None
 
     def causes(self, step: int, environment: Mapping[str, Any], settings: Mapping[str, Any] | None) -> list[str]:
-        """A line for all that the bits of a step depend on and that was different when the run made it.
+        """A line for each condition of a step's bits that was different when the run made it.
 
         Args:
             environment: see `environment`, here.
@@ -101,7 +101,7 @@ class Record:
 
 
 def read_record(folder: Path) -> Record:
-    """The record of a run; an empty one where it has none. A line that is cut off, the last, counts for nothing.
+    """The record of a run; an empty one where it has none. A last line that was cut off counts for nothing.
 
     Raises:
         ConfigError: it is no record of a run.

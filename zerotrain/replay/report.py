@@ -90,7 +90,7 @@ def outlined(tensor: torch.Tensor) -> str:
 
 
 MAX_TEXT = 60
-"""Characters of a row's text that are shown."""
+"""Characters to show of a row's text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class Part:
     grad_norm: float
     """L2 norm of its own gradient, without the loss scale."""
     largest: str
-    """The parameter that has the largest element of the gradient, or the first that is not finite in the backward."""
+    """The parameter with the largest element of the gradient, or the first in the backward that is not finite."""
     largest_value: float
     """Its absolute value."""
 
@@ -126,7 +126,7 @@ class MicroBatchPart(Part):
 
 @dataclass(kw_only=True)
 class RowPart:
-    """A row of the micro-batch that stands out."""
+    """A row of the worst micro-batch."""
 
     row: int
     """Number in the dataset."""
@@ -148,7 +148,7 @@ class StepReport:
     rows: list[RowPart] = field(default_factory=list)
     """Those of `worst`."""
     nonfinite: str | None = None
-    """The module that made the first value that was not finite; None where all were."""
+    """The module with the first value that was not finite; None where all were."""
 
     @property
     def worst(self) -> MicroBatchPart:
@@ -161,10 +161,10 @@ class StepReport:
 
 
 def report_of(steps: ReplayedSteps, *, each_row: bool) -> StepReport:
-    """Compute each micro-batch of the next step alone, and trains nothing.
+    """Compute each micro-batch of the next step alone, and train nothing.
 
     Args:
-        each_row: compute each row of the micro-batch that stands out, too.
+        each_row: compute each row of the worst micro-batch, too.
     """
     sampler = steps.feed.sampler
     report = StepReport(step=steps.num_done + 1, parts=[])
@@ -200,7 +200,7 @@ def batch_of(steps: ReplayedSteps, virtual_rank: int, micro_batch: int) -> dict[
 
 
 def _compute_part(steps: ReplayedSteps, inputs: Any, virtual_rank: int, micro_batch: int) -> Part:
-    """Forward and backward of a micro-batch alone, with the seeds that it has in the step."""
+    """Forward and backward of a micro-batch alone, with its seeds in the step."""
     losses: list[torch.Tensor] = []
     seed_each = partial(seed_leaf, steps.config.seed, steps.num_done)
     gradients = steps.engine.leaf(

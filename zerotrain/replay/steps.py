@@ -1,4 +1,4 @@
-"""The steps of a run again: an engine of one rank that goes from a checkpoint to any step."""
+"""The steps of a run again: an engine of one rank goes from a checkpoint to any step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,9 +36,9 @@ class ReplayedSteps:
     num_done: int
     """Steps done."""
     skipped: int
-    """Those of them that were skipped."""
+    """The skipped ones of them."""
     began_at: int
-    """Steps done in the checkpoint that was taken; 0: the run's own beginning."""
+    """Steps done in its checkpoint; 0: the run's own beginning."""
 
     def train(self, until: int) -> Iterator[tuple[int, TrainStepResult]]:
         """Go on to a step; yield the number of each and what it came to."""
@@ -65,11 +65,11 @@ def opened_steps(
     console: Console,
     data: Mapping[str, Any] | None = None,
 ) -> ReplayedSteps:
-    """A run of this config at the first of some checkpoints that is whole; without any, at its first step.
+    """A run of this config at the first whole one of some checkpoints; without any, at its first step.
 
     Args:
         folder: for what is offloaded to a disk.
-        console: is told which checkpoint is taken, and which is damaged.
+        console: is told the checkpoint taken, and damaged ones.
         data: fingerprint of the run's data; None: not known.
 
     Raises:

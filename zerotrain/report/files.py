@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,19 @@ def write_files(report: Report, out: Path) -> None:
     """Write the files of a report.
 
     Raises:
-        ConfigError: a file that is none of ours has the name of one.
+        ConfigError: a file of somebody else has the name of one.
         OSError: a file cannot be written.
     """
     for name, head in HEADS.items():
         _require_ours(out / name, head)
-    for name in HEADS:
-        content = _CONTENTS[name](report)
+    for name, content_of in zip(HEADS, (csv_of, json_of, page_of), strict=True):
+        content = content_of(report)
         with whole(out / name) as file:
             file.write(content)
 
 
 def csv_of(report: Report) -> bytes:
-    """A line for each job. An apostrophe precedes text that a program of tables would take for a formula."""
+    """A line for each job. Text gets an apostrophe in front if a spreadsheet would take it for a formula."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     leading = ["job", "folder", "status"]
@@ -115,9 +115,6 @@ def _require_ours(path: Path, head: bytes) -> None:
         )
 
 
-_CONTENTS: dict[str, Callable[[Report], bytes]] = {CSV_NAME: csv_of, JSON_NAME: json_of, PAGE_NAME: page_of}
-
-
 # The table of jobs in a terminal.
 
 
@@ -127,7 +124,7 @@ OF_RANKS = "launch.nproc_per_node="
 
 
 def print_table(report: Report, console: Console) -> None:
-    """Print a row for each job, the errors of those that failed, and whether the weights agree."""
+    """Print a row for each job, the errors of failed ones, and whether the weights agree."""
     rows = report.rows
     shared = set.intersection(*(set(row.overrides) for row in rows)) if rows else set()
     ranks = ["-" if row["ranks"] is None else f"{row['ranks']:.0f}" for row in rows]

@@ -1,7 +1,7 @@
-"""sweep.jsonl: the fate of each job of a sweep. A line is an event, which the process that runs the job appends
-under the file's lock, so that all launchers, and several drivers of one folder, write one truth. Imports no torch.
+"""sweep.jsonl: the fate of each job of a sweep. A line is an event. The process of the job appends it under
+the file's lock: all launchers, and several drivers of one folder, write one truth. Imports no torch.
 
-A process that is killed leaves a job that has begun and not ended. A job's result.json counts more.
+A killed process leaves a job begun and not ended. A job's result.json counts more.
 """
 
 import json
@@ -11,9 +11,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -26,7 +27,7 @@ COMPLETED, DIVERGED, FAILED, STOPPED, RUNNING = "completed", "diverged", "failed
 PRUNED = "pruned"
 PLACED, BEGUN, ENDED, TAKEN, REFUSED = "placed", "begun", "ended", "taken", "refused"
 _OF_TRAINING = re.compile(rf"(^| ){TrainingError.__name__}: ")
-"""In the error of a run that train.on_nonfinite has ended."""
+"""In the error of a run ended by train.on_nonfinite."""
 _MAX_NBYTES = 2**20
 """Most bytes of a line: ours have 400. A longer line is read in parts and left out."""
 
@@ -39,16 +40,16 @@ class JobEvent:
     """placed (its process has locked the folder, and checks its settings), begun, ended, taken (left as it is, with its
     status) or refused (for its settings)."""
     job: untrusted.Natural
-    """Number of the job in the sweep that the driver runs."""
+    """Number of the job in the driver's sweep."""
     folder: str
-    """The job's, below that of the sweep."""
+    """The job's, from the sweep's folder on."""
     hash: str | None
     """Equal where all settings are equal but those of `launch`, `checkpoint` and `sweep`; null of settings that could
-    not be read. It is made before the data is read: that in result.json may differ."""
+    not be read. It is made before the data is read: the hash in result.json may differ."""
     overrides: list[str]
     """The job's own settings."""
     status: Annotated[str, untrusted.one_of(COMPLETED, DIVERGED, FAILED, STOPPED, RUNNING, PRUNED)] | None = None
-    """Null of a job that has begun."""
+    """Null of a job just begun."""
     error: str | None = None
     final_val_loss: float | None = None
     value: float | list[float] | None = None
@@ -62,73 +63,30 @@ class JobEvent:
 
     @property
     def is_within(self) -> bool:
-        """Whether its folder lies below that of the sweep: no other is looked into."""
+        """Whether its folder lies in the sweep's: no other is looked into."""
         return untrusted.is_kind(self.folder, untrusted.FilePath)
 
-    def is_of(self, identity: "Identity") -> bool:
-        """Whether it is about this job, whatever number it had."""
-        return identity.hash is not None and identity == Identity.of_job(self.hash, self.overrides, identity.keys)
 
-
-@dataclass(frozen=True)
-class Identity:
-    """Tells a job of a sweep from its others, and finds the same job in the next sweep."""
-
-    hash: str | None
-    keys: tuple[str, ...]
-    """The settings that differ between the jobs and that the hash leaves out, such as `launch.nproc_per_node`."""
-    values: tuple[str, ...]
-
-    @classmethod
-    def of_job(cls, config_hash: str | None, overrides: list[str], keys: tuple[str, ...]) -> "Identity":
-        """The identity of a job by its settings."""
-        return cls(
-            config_hash, keys, tuple(sorted(override for override in overrides if override.partition("=")[0] in keys))
-        )
-
-
-def outcome(result: dict[str, Any], event_status: str | None = None) -> str:
+def outcome(result: dict[str, Any], *, was_evaluated: bool = False) -> str:
     """The status of a job by its result.json: completed, pruned, diverged, failed or stopped.
 
     Args:
-        said: diverged where there was an evaluation, whose loss may be no number.
+        was_evaluated: a validation loss of null is then no number. Otherwise there is none.
     """
     from zerotrain.training.request import PRUNER, is_over  # imports torch, as those who ask have by now
 
-    status, lost = str(result["status"]), result["final_val_loss"] is None
+    status = str(result["status"])
     if status == FAILED and _OF_TRAINING.search(result["error"] or ""):
         return DIVERGED
     if status == STOPPED and is_over(result["stopped_by"]):
         status = PRUNED if result["stopped_by"] == PRUNER else COMPLETED
-    no_number = result["final_train_loss"] is None or (lost and event_status == DIVERGED)
-    return DIVERGED if status == COMPLETED and no_number else status
+    has_val_loss = result["final_val_loss"] is not None or not was_evaluated
+    has_losses = result["final_train_loss"] is not None and has_val_loss
+    return DIVERGED if status == COMPLETED and not has_losses else status
 
 
 class JournalError(ConfigError):
-    """The journal cannot be written, so that no job of the sweep can be run."""
-
-
-class Book:
-    """The journal while it is locked."""
-
-    def __init__(self, journal: "SweepJournal", file: BinaryIO) -> None:
-        self._journal, self._file = journal, file
-
-    def events(self) -> list[JobEvent]:
-        """All that it says by now, also of jobs that are yet to begin."""
-        return self._journal.events(placed=True)
-
-    def append(self, event: JobEvent) -> None:
-        """Add a line. A disk that is full keeps no job from running: its result.json says the same."""
-        line = json.dumps(asdict(event)).encode() + b"\n"
-        try:
-            end = self._file.seek(0, os.SEEK_END)
-            if end and os.pread(self._file.fileno(), 1, end - 1) != b"\n":  # of a process that was killed meanwhile
-                line = b"\n" + line
-            self._file.write(line)
-            self._file.flush()
-        except OSError as error:
-            print(f"warning: {self._journal.path} cannot be written: {error.strerror}", file=sys.stderr)
+    """The journal cannot be written: no job of the sweep can be run."""
 
 
 class SweepJournal:
@@ -144,7 +102,7 @@ class SweepJournal:
         """With the place in the file behind each."""
         self._num_read = 0
         self._reads = threading.Lock()
-        """Held by the thread that reads on: of a driver two threads read."""
+        """Held by the reading thread: of a driver two threads read."""
 
     @property
     def nbytes(self) -> int:
@@ -155,8 +113,8 @@ class SweepJournal:
             return 0
 
     @contextmanager
-    def held(self) -> Iterator[Book]:
-        """Lock it; inside nobody else writes. The lock goes with the process.
+    def held(self) -> Iterator[Callable[[JobEvent], None]]:
+        """Lock it; inside nobody else writes, and a function adds a line. The lock goes with the process.
 
         Raises:
             JournalError: it is no file that can be written.
@@ -171,19 +129,31 @@ class SweepJournal:
             ) from error
         with file:
             lock(file, wait=True)
-            yield Book(self, file)
+            yield partial(self._append, file)
 
     def append(self, event: JobEvent) -> None:
         """Lock it and add a line."""
-        with self.held() as book:
-            book.append(event)
+        with self.held() as append:
+            append(event)
+
+    def _append(self, file: BinaryIO, event: JobEvent) -> None:
+        """Add a line. A full disk keeps no job from running: its result.json says the same."""
+        line = json.dumps(asdict(event)).encode() + b"\n"
+        try:
+            end = file.seek(0, os.SEEK_END)
+            if end and os.pread(file.fileno(), 1, end - 1) != b"\n":  # of a process that was killed meanwhile
+                line = b"\n" + line
+            file.write(line)
+            file.flush()
+        except OSError as error:
+            print(f"warning: {self.path} cannot be written: {error.strerror}", file=sys.stderr)
 
     def events(self, start: int = 0, *, placed: bool = False) -> list[JobEvent]:
-        """The events by now, in order; lines that are none of its own are left out.
+        """The events by now, in order; lines of somebody else are left out.
 
         Args:
             start: bytes of it to leave out.
-            placed: whether jobs that are yet to begin are told too.
+            placed: whether to tell of jobs yet to begin, too.
         """
         with self._reads:
             if self.nbytes < self._num_read:  # another file
@@ -197,31 +167,3 @@ class SweepJournal:
                     with suppress(untrusted.UntrustedFileError):
                         self._events.append((self._num_read, untrusted.parse_json(line, JobEvent)))
             return [event for end, event in self._events if end > start and (placed or event.event != PLACED)]
-
-
-def note_earlier_results(folder: Path) -> None:
-    """Begin the journal of a sweep that has none with what lies in its folder."""
-    from zerotrain.training.result import RESULT_NAME, read_result  # imports torch, as the jobs will
-
-    events: list[JobEvent] = []
-    for path in sorted(folder.rglob(RESULT_NAME)):
-        with suppress(OSError, untrusted.UntrustedFileError):
-            result = read_result(path)
-            name = path.parent.relative_to(folder).as_posix()
-            events.append(
-                JobEvent(
-                    event=ENDED,
-                    job=int(name) if name.isdecimal() else len(events),
-                    folder=name,
-                    hash=result["config_hash"],
-                    overrides=result["overrides"] or [],
-                    status=result["status"],
-                    error=result["error"],
-                    final_val_loss=result["final_val_loss"],
-                    time=path.stat().st_mtime,
-                )
-            )
-    if events:
-        with SweepJournal(folder).held() as book:
-            for event in events if not book.events() else ():
-                book.append(event)

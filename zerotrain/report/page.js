@@ -4,8 +4,8 @@ const table = document.querySelector("#jobs table");
 const body = table.tBodies[0];
 
 const sortable = (cell) => {
-  const value = cell.dataset.v;
-  return value === undefined ? cell.textContent.trim() : Number(value);
+  const value = cell.dataset.v ?? cell.textContent.trim();
+  return cell.dataset.v ? Number(value) : value;
 };
 
 const isMissing = (value) => value === "" || value === "\u2013";
@@ -44,6 +44,16 @@ body.addEventListener("change", (event) => {
   }
 });
 
+// What a curve without a title is: its job, and the settings of its row.
+const describe = (path) => {
+  const row = body.querySelector(`[data-j="${Number(path.dataset.j)}"]`);
+  const heads = [...table.tHead.rows[0].cells].map((cell) => cell.querySelector("[title]"));
+  const settings = heads.map((head, number) => head && `${head.lastChild.textContent}=${row.cells[number].textContent}`);
+  const title = document.createElementNS(path.namespaceURI, "title");
+  title.textContent = `job ${row.querySelector("th").textContent}: ${settings.filter(Boolean).join(" ")}`;
+  path.append(title);
+};
+
 const lit = new Set();
 
 const show = (event) => {
@@ -51,6 +61,7 @@ const show = (event) => {
   for (const each of lit) each.classList.remove("lit");
   lit.clear();
   if (place === undefined) return;
+  if (event.target.matches("path:empty")) describe(event.target);
   for (const each of document.querySelectorAll(`[data-j="${Number(place)}"]`)) {
     each.classList.add("lit");
     lit.add(each);

@@ -14,18 +14,18 @@ from zerotrain.report.rows import FIGURES, KINDS, Report, Row, equal_weights, jo
 from zerotrain.report.values import in_bytes, is_number, short_names, value_text
 
 HEAD = b"<!doctype html>\n<!-- zerotrain report -->"
-"""Begins each page; a file that begins otherwise is somebody's."""
+"""Begins each page; a file with another begin is somebody's."""
 MAX_SETTINGS = 8
 """Columns of settings; the csv has all."""
 NUM_IN_ORDER = 20
-"""Jobs that stand in their own order; of more the best come first."""
+"""So many jobs stand in their own order; of more the best come first."""
 MAX_GROUPS = 12
 MAX_TEXT = 2000
 
 
 @cache
 def _template() -> Any:
-    """The template. It escapes all that it shows, and makes it printable."""
+    """The template. It escapes whatever it shows, and makes it printable."""
     import jinja2  # torch needs it too, and no run
 
     environment = jinja2.Environment(
@@ -65,6 +65,7 @@ def page_of(report: Report) -> bytes:
         groups=groups,
         letters=dict(zip(shared, names, strict=False)),
         max_groups=MAX_GROUPS,
+        max_settings=MAX_SETTINGS,
         written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
     # No text out of a file has a line break: those between elements are the template's.
@@ -130,25 +131,17 @@ def _jobs_table(report: Report) -> dict[str, Any]:
             top = max(values) if figure.better > 0 else min(values)
             if 2 * values.count(top) < len(values):  # no number is the best that half of the jobs have
                 best[name] = top
-    notes = ["\N{BLACK STAR} is the best job; the best number of a column has the colour."] if compares else []
-    notes += ["Small numbers are ratios to the row that is 1.00."] if compares else []
-    if (num_hidden := len(report.settings) - MAX_SETTINGS) > 0:
-        notes.append(f"{num_hidden} more settings that differ are in sweep.csv.")
     return {
         "rows": rows,
         "columns": columns,
-        "settings": report.settings[:MAX_SETTINGS],
-        "compares": compares,
         "reference": next((row for row in rows if row in report.ranked), None) if compares else None,
         "best": best,
         "sorted_by": report.loss if by_loss else "",
-        "has_weights": any(row.weights_sha256 for row in rows),
-        "note": " ".join(notes),
     }
 
 
 def _causes(report: Report) -> list[tuple[str, list[Row]]]:
-    """Why jobs did not complete, those that differ in numbers alone together: the words of the first, and the jobs."""
+    """Why jobs did not complete, and which jobs; causes that differ in numbers alone are one."""
     unknown = {"running": "", "unfinished": "it has left no result"}
     causes: dict[tuple[str, str], tuple[str, list[Row]]] = {}
     for row in report.rows:

@@ -4,7 +4,7 @@ settings beside losses."""
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from zerotrain.report.rows import KINDS, Curve, Report, Row, jobs_named, names_of, points_over
@@ -14,12 +14,12 @@ from zerotrain.report.values import in_bytes, in_short, is_number, shortened, va
 
 
 WIDTH, HEIGHT = 1000, 400
-"""Units of a picture, which a browser stretches to the room that there is."""
+"""Units of a picture; a browser stretches it to its room."""
 NUM_TICKS = 5
 LEAST = 1e-200
-"""The least range, below which floats have no digits left."""
+"""The least range: below it floats have no digits left."""
 CUT = 2.2
-"""Ranges from the least value to the ninth of ten, beyond which outliers are cut off."""
+"""Outliers are cut off beyond so many times the range from the least value to the ninth of ten."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,10 @@ class Axis:
         """The place of a number, 0 at the low end, 1 at the high one."""
         return (value - self.low) / (self.high - self.low)
 
+    def top(self, value: float) -> float:
+        """The place of a number from the top of the picture, 0 to 1, also of one beyond the range."""
+        return min(1.0, max(0.0, 1 - self.part(value)))
+
     @property
     def ticks(self) -> list[tuple[float, str]]:
         """(place, words) of about five round numbers within the range."""
@@ -45,11 +49,11 @@ class Axis:
 
 
 def axis_of(values: Iterable[float], *, from_zero: bool = False, usual: Iterable[float] = ()) -> Axis:
-    """The axis on which all finite values lie.
+    """The axis of all finite values.
 
     Args:
         from_zero: whether 0 is its low end.
-        usual: values that count; what lies far above nine of ten of them is left out.
+        usual: the values to count; one far above nine of ten of them is left out.
     """
     finite = sorted(value for value in values if math.isfinite(value)) or [0.0, 1.0]
     low = 0.0 if from_zero else finite[0]
@@ -83,53 +87,30 @@ def path_of(points: Iterable[tuple[float, float]], x: Axis, y: Axis) -> str:
     return "".join(parts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Line:
-    """A line of a picture."""
-
-    place: int
-    """The number of its job in the report."""
-    style: str
-    title: str
-    path: str
-    dots: str = ""
-    """Its points, where they are few."""
-
-
-# Losses over steps, tokens and seconds of training.
-
-
-NUM_COLOURS = 8
-"""Jobs that each have a colour and a label; of more the best alone stands out."""
-MAX_PLOT_POINTS = 12_000
-"""Points of all curves of a picture."""
-MIN_POINTS, MOST_POINTS = 40, 200
-NUM_WITH_DOTS = 12
-"""Points of a curve that are each drawn."""
-NUM_LOST = 40
-"""Curves of which each lost one has a mark."""
-LABEL_ROOM = 0.075
-"""Part of a picture's height that a label takes."""
-AXES = {"step": "steps", "tokens": "tokens", "train_s": "seconds of training"}
-LOSSES = {"val": "validation", "train": "training"}
-MAX_LABEL, MAX_TITLE = 34, 60
-FIRST_PART = 0.25
-"""Part of a picture in which losses fall from high above; the scale is made for what comes after it."""
-MIN_CUT_POINTS = 5
-
-
-@dataclass(frozen=True)
-class _SharedCurve:
-    """Equal curves of one or more jobs."""
+    """A line of a picture, for one job or for several with equal curves."""
 
     rows: list[Row]
     place: int
-    """The number of the first of the jobs."""
-    points: list[tuple[float, float]]
+    """The number of the first of the jobs in the report."""
+    points: Sequence[tuple[float, float]]
+    style: str = "other"
+    """The class of its colour."""
+    title: str = ""
+    """Words to show beside it; empty for one of many: the page makes them of its row in the table."""
+    path: str = ""
+    dots: str = ""
+    """Its points, where they are few."""
+    label: str = ""
+    """Words at its end; empty for none."""
+    label_top: float = 0.0
+    """Their place, from the top of the picture: no label covers another."""
+    is_best: bool = False
 
     @property
     def end(self) -> tuple[float, float]:
-        """The last point whose loss is a number."""
+        """The last point with a number for its loss."""
         return [point for point in self.points if math.isfinite(point[1])][-1]
 
     @property
@@ -137,154 +118,150 @@ class _SharedCurve:
         """Whether its loss became nan or infinite."""
         return not math.isfinite(self.points[-1][1])
 
-    def label(self, report: Report) -> str:
-        """The settings of its jobs, or their names."""
-        labels = [report.label(row) for row in self.rows]
-        names = {label.partition("=")[0] for label in labels}
-        if len(names) == 1 and not any(" " in label for label in labels):  # stage=0, 1, 2, 3
-            labels[1:] = [label.partition("=")[2] for label in labels[1:]]
-        words, common = ", ".join(labels), report.label(*self.rows)
-        if common and len(labels) > 1:
-            words = f"{common}, {len(labels)} jobs"
-        if all(labels) and len(words) <= MAX_LABEL:
-            return words
-        return f"{'jobs' if len(labels) > 1 else 'job'} {self.names}"
 
-    @property
-    def names(self) -> str:
-        """The names of its jobs."""
-        return shortened(names_of(self.rows), MAX_TITLE)
+# Losses over steps, tokens and seconds of training.
+
+
+NUM_COLOURS = 8
+"""So many jobs have a colour and a label each; of more the best alone stands out."""
+MAX_PLOT_POINTS = 4_000
+"""Points of all curves of a picture, but for the best."""
+MIN_POINTS, MIN_BEST_POINTS, MOST_POINTS = 20, 60, 200
+NUM_WITH_DOTS = 12
+"""A curve of so few points shows each."""
+NUM_LOST = 40
+"""Each lost curve has a mark, if there are no more curves than these."""
+LABEL_ROOM = 0.075
+"""Part of a picture's height taken by a label."""
+AXES = {"step": "steps", "tokens": "tokens", "train_s": "seconds of training"}
+LOSSES = {"val": "validation", "train": "training"}
+MAX_LABEL, MAX_TITLE = 34, 60
+FIRST_PART = 0.25
+"""In this part of a picture losses fall from high above; the scale is made for the rest."""
+MIN_CUT_POINTS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossPlot:
-    """The losses of all jobs over one axis."""
+    """The losses of all jobs, over each axis on which their lines are the same."""
 
     kind: str
     """One of `LOSSES`."""
-    over: str
-    """One of `AXES`."""
-    x: Axis
+    scales: dict[str, Axis]
+    """By the names in `AXES`."""
     y: Axis
     lines: list[Line]
     """The best job's is drawn last."""
-    lost: list[tuple[float, float, str]]
-    """(from the left, from the top, style) of each end of a curve whose loss became nan or infinite."""
-    labels: list[tuple[float, str, int, str]]
-    """(from the top, style, number of its job, words) of the labels at the ends of curves."""
-    grid: str
-    words: str
-    """Those for whoever hears the page."""
-    note: str
-    style: str
+    num_jobs: int
+    are_few: bool
+    """Whether each line has a colour of its own."""
+    is_cut: bool
+    """Whether a loss lies above the picture."""
 
 
 def loss_plots(report: Report) -> list[LossPlot]:
     """A plot of each loss over each axis, as far as jobs have left curves."""
-    plots = []
+    plots: list[LossPlot] = []
     for kind in LOSSES:
         curves = [row.val if kind == "val" else row.train for row in report.rows]
-        if max(map(len, curves), default=0) > 1:
-            plots += [
-                _loss_plot(report, shared, kind, over) for over in AXES if (shared := _shared(report, curves, over))
-            ]
+        if max(map(len, curves), default=0) < 2:
+            continue
+        by_paths: dict[tuple[str, ...], LossPlot] = {}
+        for over in AXES:
+            if lines := _lines(report, curves, over):
+                plot = _loss_plot(report, lines, kind, over)
+                by_paths.setdefault(tuple(line.path for line in lines), plot).scales.update(plot.scales)
+        plots += by_paths.values()
     return plots
 
 
-def _shared(report: Report, curves: Sequence[Curve], over: str) -> list[_SharedCurve]:
-    """The curves that have points, equal ones together."""
+def _lines(report: Report, curves: Sequence[Curve], over: str) -> list[Line]:
+    """A line for each curve with points; equal ones share a line."""
     most = max(MIN_POINTS, min(MOST_POINTS, MAX_PLOT_POINTS // max(1, len(report.rows))))
-    by_points: dict[str, _SharedCurve] = {}
+    by_points: dict[str, Line] = {}
     for place, (row, curve) in enumerate(zip(report.rows, curves, strict=True)):
         points = points_over(curve, over, most)
         if any(math.isfinite(loss) for _, loss in points):
-            by_points.setdefault(repr(points), _SharedCurve([], place, points)).rows.append(row)
+            by_points.setdefault(repr(points), Line(rows=[], place=place, points=points)).rows.append(row)
+    for line in by_points.values():
+        if report.ranked and report.ranked[0] in line.rows:
+            line.is_best, line.points = True, points_over(curves[line.place], over, max(most, MIN_BEST_POINTS))
     return list(by_points.values())
 
 
-def _loss_plot(report: Report, curves: list[_SharedCurve], kind: str, over: str) -> LossPlot:
-    x = axis_of((point[0] for curve in curves for point in curve.points), from_zero=True)
-    losses = [point[1] for curve in curves for point in curve.points if math.isfinite(point[1])]
-    start = FIRST_PART * x.high if max(len(curve.points) for curve in curves) >= MIN_CUT_POINTS else 0.0
-    ranked = [curve for curve in curves if any(row in report.ranked for row in curve.rows)]
-    y = axis_of(losses, usual=[point[1] for curve in ranked for point in curve.points if point[0] >= start])
-    best = next((curve for curve in curves if report.ranked and report.ranked[0] in curve.rows), None)
-    num, are_few = sum(len(curve.rows) for curve in curves), len(curves) <= NUM_COLOURS
-    styles = {
-        curve.place: f"c{curve.place % NUM_COLOURS}" if are_few else "best" if curve is best else "other"
-        for curve in curves
-    }
-    lines = []
-    for curve in sorted(curves, key=lambda curve: curve is best):
-        dots = [path_of([point], x, y) + "h0" for point in curve.points if math.isfinite(point[1])]
-        line = Line(
-            place=curve.place,
-            style=styles[curve.place],
-            title=f"job {curve.names}: {report.label(*curve.rows)} {curve.end[1]:.4f}",
-            path=path_of(curve.points, x, y),
-            dots="".join(dots) if are_few and len(curve.points) <= NUM_WITH_DOTS else "",
-        )
-        lines.append(line)
-    lost = [curve for curve in curves if curve.is_lost and len(curves) <= NUM_LOST]
-    loss = f"{LOSSES[kind]} loss"
-    notes = [f"{loss.capitalize()} over {AXES[over]}."]
-    notes += ["\N{MULTIPLICATION SIGN} is where a loss became nan or infinite."] if lost else []
-    notes += [f"Losses above {y.high:.3g} are cut off."] if max(losses) > y.high else []
-    if not are_few:
-        notes.append(
-            f"{num} jobs; the best has the colour. Point at a row of the table, or choose it, to see its curve."
-        )
-    jobs = f"{num} {'jobs' if num > 1 else 'job'}"
-    labelled = curves if are_few else [best] if best is not None else []
+def _loss_plot(report: Report, lines: list[Line], kind: str, over: str) -> LossPlot:
+    x = axis_of((point[0] for line in lines for point in line.points), from_zero=True)
+    losses = [point[1] for line in lines for point in line.points if math.isfinite(point[1])]
+    start = FIRST_PART * x.high if max(len(line.points) for line in lines) >= MIN_CUT_POINTS else 0.0
+    ranked = [line for line in lines if any(row in report.ranked for row in line.rows)]
+    y = axis_of(losses, usual=[point[1] for line in ranked for point in line.points if point[0] >= start])
+    best = next((line for line in lines if line.is_best), None)
+    num_jobs, are_few = sum(len(line.rows) for line in lines), len(lines) <= NUM_COLOURS
+    for line in lines:
+        if are_few or line.is_best:
+            line.title = f"job {_names(line.rows)}: {report.label(*line.rows)} {line.end[1]:.4f}"
+        line.path = path_of(line.points, x, y)
+        if are_few:
+            line.style = f"c{line.place % NUM_COLOURS}"
+        elif line.is_best:
+            line.style = "best"
+        if are_few and len(line.points) <= NUM_WITH_DOTS:
+            line.dots = "".join(path_of([point], x, y) + "h0" for point in line.points if math.isfinite(point[1]))
+    if are_few and num_jobs > 1:
+        _set_labels([(line, _label(report, line.rows)) for line in lines], y)
+    elif best is not None and num_jobs > 1:
+        _set_labels([(best, f"best: job {_names(best.rows)}")], y)
     return LossPlot(
         kind=kind,
-        over=over,
-        x=x,
+        scales={over: x},
         y=y,
-        lines=lines,
-        lost=[(x.part(curve.end[0]), _top(curve, y), styles[curve.place]) for curve in lost],
-        labels=_labels(report, labelled, y, styles, are_few=are_few) if num > 1 else [],
-        grid="".join(f"M0 {round(HEIGHT * (1 - part))}h{WIDTH}" for part, _ in y.ticks),
-        words=f"The {loss} of {jobs} over {AXES[over]}, from {y.low:.3g} to {y.high:.3g}.",
-        note=" ".join(notes),
-        style="frame alone" if num == 1 else "frame" if are_few else "frame many",
+        lines=sorted(lines, key=lambda line: line.is_best),
+        num_jobs=num_jobs,
+        are_few=are_few,
+        is_cut=max(losses) > y.high,
     )
 
 
-def _top(curve: _SharedCurve, y: Axis) -> float:
-    """The place of a curve's end from the top of the picture."""
-    return min(1.0, max(0.0, 1 - y.part(curve.end[1])))
+def _names(rows: Sequence[Row]) -> str:
+    return shortened(names_of(rows), MAX_TITLE)
 
 
-def _labels(
-    report: Report, curves: Sequence[_SharedCurve], y: Axis, styles: dict[int, str], *, are_few: bool
-) -> list[tuple[float, str, int, str]]:
-    """A label at the end of each curve, moved so that none covers another."""
-    placed = sorted(curves, key=lambda curve: _top(curve, y))
-    tops: list[float] = []
-    for curve in placed:
-        tops.append(max(_top(curve, y), tops[-1] + LABEL_ROOM) if tops else _top(curve, y))
-    limit = 1.0
-    for place in reversed(range(len(tops))):
-        tops[place] = min(tops[place], limit)
-        limit = tops[place] - LABEL_ROOM
-    labels = []
-    for top, curve in zip(tops, placed, strict=True):
-        words = curve.label(report) if are_few else f"best: job {curve.names}"
-        lost = " \N{MULTIPLICATION SIGN}" if curve.is_lost else ""
-        labels.append((top, styles[curve.place], curve.place, f"{words}{lost}"))
-    return labels
+def _label(report: Report, rows: Sequence[Row]) -> str:
+    """The settings of jobs, or their names."""
+    labels = [report.label(row) for row in rows]
+    names = {label.partition("=")[0] for label in labels}
+    if len(names) == 1 and not any(" " in label for label in labels):  # stage=0, 1, 2, 3
+        labels[1:] = [label.partition("=")[2] for label in labels[1:]]
+    words, common = ", ".join(labels), report.label(*rows)
+    if common and len(labels) > 1:
+        words = f"{common}, {len(labels)} jobs"
+    if all(labels) and len(words) <= MAX_LABEL:
+        return words
+    return f"{'jobs' if len(labels) > 1 else 'job'} {_names(rows)}"
+
+
+def _set_labels(labels: list[tuple[Line, str]], y: Axis) -> None:
+    """Label the ends of lines. A label moves down, or up from the bottom, where another would cover it."""
+    labels = sorted(labels, key=lambda label: y.top(label[0].end[1]))
+    lowest = 0.0
+    for line, words in labels:
+        line.label = f"{words} \N{MULTIPLICATION SIGN}" if line.is_lost else words
+        line.label_top = max(y.top(line.end[1]), lowest)
+        lowest = line.label_top + LABEL_ROOM
+    highest = 1.0
+    for line, _ in reversed(labels):
+        line.label_top = min(line.label_top, highest)
+        highest = line.label_top - LABEL_ROOM
 
 
 # Bars: the memory of a rank and the bytes that it sends, beside the theory, and the parts of a step's time.
 
 
 MAX_BARS = 12
-BAR_WIDTH = 1000
 NEAR = 0.005
-"""Parts by which a measured number may differ from the theory and still be told as equal."""
-_TIMES = (("k1", "comm_wait_ms", "communication"), ("k2", "update_ms", "update"), ("k3", "data_wait_ms", "data"))
-"""(class of the colour, column, name) of the parts of a step but the first, its compute."""
+"""A measured number is told as equal to the theory if it differs by no larger part."""
+_TIMES = {"comm_wait_ms": "communication", "update_ms": "update", "data_wait_ms": "data"}
+"""The columns of a step's parts, and their names; the rest of the step is its compute."""
 _HELD_NOTE = (
     "Held by rank 0 between steps; the thin bar is the theory. The peak is that of the process, without libraries."
 )
@@ -301,15 +278,15 @@ _UNSPLIT_NOTE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A bar for jobs that have the same numbers."""
+    """A bar for jobs with the same numbers."""
 
     name: str
     """The settings of its jobs, or their names."""
     words: str
     """The numbers, beside the bar."""
-    parts: list[tuple[str, float]]
-    """(class of the colour, size), from the left."""
-    theory: list[tuple[str, float]] = field(default_factory=list)
+    sizes: Sequence[float]
+    """The sizes of its parts, from the left."""
+    theory: Sequence[float] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,31 +296,25 @@ class BarChart:
     key: str
     title: str
     bars: list[Bar]
-    legend: list[tuple[str, str]]
-    """(class of the colour, words)."""
+    parts: Sequence[str]
+    """The names of the parts of each bar."""
     note: str
 
-    def rects(self, parts: Sequence[tuple[str, float]]) -> list[tuple[float, float, str]]:
-        """(from the left, width, class of the colour) of each part of a bar, of `BAR_WIDTH` for the largest bar."""
-        largest = max(sum(size for _, size in sizes) for bar in self.bars for sizes in (bar.parts, bar.theory))
-        rects, offset = [], 0.0
-        for style, size in parts:
-            width = BAR_WIDTH * size / largest
-            if width:
-                rects.append((round(offset, 1), round(width, 1), style))
-            offset += width
-        return rects
+    @property
+    def largest(self) -> float:
+        """The size of the largest bar."""
+        return max(sum(sizes) for bar in self.bars for sizes in (bar.sizes, bar.theory))
 
 
 def bar_charts(report: Report) -> list[BarChart]:
-    """The bytes that rank 0 holds at rest and sends in a step, and the time of a step, by their parts. A
-    chart that no job has a number for is left out."""
+    """The bytes held by rank 0 at rest and sent in a step, and the time of a step, by their parts. A chart
+    without numbers is left out."""
     charts = [
         _byte_chart(report, "memory", "Memory", KINDS, _HELD_NOTE),
         _byte_chart(report, "sent", "Sent in a step", ["sent"], _SENT_NOTE),
         _time_chart(report),
     ]
-    return [chart for chart in charts if any(size for bar in chart.bars for _, size in bar.parts)]
+    return [chart for chart in charts if any(sum(bar.sizes) for bar in chart.bars)]
 
 
 def _byte_chart(report: Report, key: str, title: str, kinds: Sequence[str], note: str) -> BarChart:
@@ -353,23 +324,19 @@ def _byte_chart(report: Report, key: str, title: str, kinds: Sequence[str], note
     for row in report.rows:
         groups.setdefault(tuple(row[name] or 0.0 for name in columns), []).append(row)
     bars = []
-    for sizes, rows in groups.items():
-        if not any(sizes):
+    for nbytes, rows in groups.items():
+        if not any(nbytes):
             continue
-        measured, theory = sum(sizes[: len(kinds)]), sum(sizes[len(kinds) :])
+        sizes, theory_sizes = nbytes[: len(kinds)], nbytes[len(kinds) :]
+        measured, theory = sum(sizes), sum(theory_sizes)
         words = in_bytes(measured)
         if theory:
             is_near = abs(measured - theory) <= NEAR * theory
             words += ", as in theory" if is_near else f", theory {in_bytes(theory)}"
-        if len(kinds) > 1 and (peaks := [nbytes for row in rows if (nbytes := row["peak_nbytes"])]):
+        if len(kinds) > 1 and (peaks := [peak for row in rows if (peak := row["peak_nbytes"])]):
             words += f", peak {in_bytes(max(peaks))}"
-        parts = [(f"k{number % len(kinds)}", size) for number, size in enumerate(sizes)]
-        bars.append(
-            Bar(name=_bar_name(report, rows), words=words, parts=parts[: len(kinds)], theory=parts[len(kinds) :])
-        )
-    used = {style for bar in bars for style, size in bar.parts if size}
-    legend = [(f"k{number}", kind) for number, kind in enumerate(kinds) if len(kinds) > 1 and f"k{number}" in used]
-    return BarChart(key=key, title=title, bars=bars, legend=legend, note=note)
+        bars.append(Bar(name=_bar_name(report, rows), words=words, sizes=sizes, theory=theory_sizes))
+    return BarChart(key=key, title=title, bars=bars, parts=kinds, note=note)
 
 
 def _time_chart(report: Report) -> BarChart:
@@ -379,20 +346,18 @@ def _time_chart(report: Report) -> BarChart:
         step_ms = left_ms = row["step_ms_median"] or 0.0
         if step_ms <= 0:
             continue
-        parts, words = [], f"{step_ms:,.1f} ms"
-        for style, name, part in _TIMES:
+        sizes, words = [], f"{step_ms:,.1f} ms"
+        for name, part in _TIMES.items():
             part_ms = min(max(row[name] or 0.0, 0.0), left_ms)
             left_ms -= part_ms
-            parts.append((style, part_ms))
+            sizes.append(part_ms)
             words += f", {part_ms / step_ms:.1%} {part}" if part_ms else ""
-        bars.append(Bar(name=_bar_name(report, [row]), words=words, parts=[("k0", left_ms), *parts]))
+        bars.append(Bar(name=_bar_name(report, [row]), words=words, sizes=[left_ms, *sizes]))
     is_split = any(row["comm_wait_ms"] is not None for row in rows)
     note = _SPLIT_NOTE if is_split else _UNSPLIT_NOTE
     note += " The best jobs come first." if len(rows) > MAX_BARS else ""
-    used = {style for bar in bars for style, size in bar.parts if size}
-    legend = [("k0", "compute" if is_split else "compute, communication, update")]
-    legend += [(style, part) for style, _, part in _TIMES if style in used]
-    return BarChart(key="time", title="Time of a step", bars=bars, legend=legend, note=note)
+    parts = ["compute" if is_split else "compute, communication, update", *_TIMES.values()]
+    return BarChart(key="time", title="Time of a step", bars=bars, parts=parts, note=note)
 
 
 def _bar_name(report: Report, rows: list[Row]) -> str:
@@ -408,11 +373,11 @@ def _bar_name(report: Report, rows: list[Row]) -> str:
 MIN_JOBS = 20
 MAX_AXES = 8
 MOST_VALUES = 10
-"""Values of a setting that are each told beside its axis."""
+"""So many values of a setting are each told beside its axis."""
 BEST_PART = 10
 """One of so many jobs is among the best."""
 NUM_BINS = 4
-"""Parts into which the values of a setting are divided, where it has more."""
+"""The values of a setting are divided into so many parts, if there are more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,22 +388,23 @@ class SettingAxis:
     places: dict[str, float]
     """Value, as `repr` writes it -> its place, 0 at the bottom."""
     ticks: list[tuple[float, str]]
+    """(place, words) of the values; of many those of the ends and of the middle."""
     part: float | None
     """See `explained`."""
 
 
 def parallel(report: Report) -> tuple[list[SettingAxis], Axis, list[Line]] | None:
-    """The axes of the settings that explain most, the axis of the loss, and a line for each job, the best last. None
+    """The axes of the most telling settings, the axis of the loss, and a line for each job, the best last. None
     for fewer jobs than `MIN_JOBS`, or where no setting differs."""
     rows, axes = report.ranked, []
-    for name in report.settings:
+    for name in report.settings if len(rows) >= MIN_JOBS else ():
         values = _sorted_values(row.settings.get(name) for row in rows)
         if len(values) > 1:
             places = {repr(value): place / (len(values) - 1) for place, value in enumerate(values)}
-            tick_values = values if len(values) <= MOST_VALUES else [values[0], values[len(values) // 2], values[-1]]
-            ticks = [(places[repr(value)], value_text(name, value)) for value in tick_values]
+            shown = values if len(values) <= MOST_VALUES else [values[0], values[len(values) // 2], values[-1]]
+            ticks = [(places[repr(value)], value_text(name, value)) for value in shown]
             axes.append(SettingAxis(setting=name, places=places, ticks=ticks, part=explained(report, name)))
-    if len(rows) < MIN_JOBS or not axes:
+    if not axes:
         return None
     axes = sorted(axes, key=lambda axis: -(axis.part or 0.0))[:MAX_AXES]
     losses = [report.loss_of(row) for row in rows]
@@ -446,18 +412,21 @@ def parallel(report: Report) -> tuple[list[SettingAxis], Axis, list[Line]] | Non
     lines = []
     for rank, (row, loss) in enumerate(zip(rows, losses, strict=True)):
         heights = [axis.places[repr(row.settings.get(axis.setting))] for axis in axes]
+        points = list(enumerate([*heights, min(1.0, y.part(loss))]))
         line = Line(
+            rows=[row],
             place=report.rows.index(row),
+            points=points,
             style="best" if rank < num_best else "other",
             title=f"job {row.job}: {loss:.4f}",
-            path=path_of(enumerate([*heights, min(1.0, y.part(loss))]), Axis(0, len(axes)), Axis(0, 1)),
+            path=path_of(points, Axis(0, len(axes)), Axis(0, 1)),
         )
         lines.append(line)
     return axes, y, lines[::-1]
 
 
 def explained(report: Report, name: str) -> float | None:
-    """The part of the variance of the loss, 0 to 1, that one setting alone explains: the correlation ratio over at most
+    """The part of the variance of the loss, 0 to 1, explained by one setting alone: the correlation ratio over at most
     `NUM_BINS` bins of its values, corrected for their number (epsilon squared, Kelley 1935). None where the completed
     jobs are too few, or all have one loss or one value."""
     pairs = [(repr(row.settings[name]), report.loss_of(row)) for row in report.ranked if name in row.settings]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict
 
@@ -40,8 +41,8 @@ class _PlottedLine(TypedDict, total=False):
 
 
 Curve: TypeAlias = "np.recarray[Any, Any]"
-"""A loss over the steps of a run: `step`, `tokens`, `train_s` and `loss` of each point. nan is what is not known, and a
-loss that is no number."""
+"""A loss over the steps of a run: `step`, `tokens`, `train_s` and `loss` of each point. nan stands for an unknown
+number, and for a loss that is none."""
 _POINT = [(name, float) for name in (*AXES, "loss")]
 NO_CURVE: Curve = np.empty(0, _POINT).view(np.recarray)
 
@@ -78,7 +79,7 @@ def thinned(items: list[Any], most: int) -> list[Any]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file; of a long one those that lie whole in one of the windows."""
+    """The lines of a file; of a long one the whole ones in each window."""
     with open(path, "rb", opener=only_regular) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= NUM_WINDOWS * WINDOW_NBYTES:
@@ -90,7 +91,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _points(lines: list[bytes], kind: str) -> Iterator[tuple[float, ...]]:
-    """(step, tokens, seconds, loss) of each line, in the order of steps: a run that went on has come back to some."""
+    """(step, tokens, seconds, loss) of each line, in the order of steps: a resumed run has come back to some."""
     last_step = -math.inf
     for line in lines:
         try:
@@ -109,17 +110,17 @@ def _points(lines: list[bytes], kind: str) -> Iterator[tuple[float, ...]]:
 
 CONFIG_NAME = "config.yaml"
 FILES_OF_RUNS = (RESULT_NAME, METRICS_NAME)
-"""Each of them makes a folder that of a run. A folder with a config.yaml alone may be an export, or anything."""
+"""A folder with one of them is that of a run. One with a config.yaml alone may be an export, or anything."""
 MAX_DEPTH = 6
-"""Folders within each other in which a run is looked for."""
+"""A run is looked for in so many folders within each other."""
 MAX_CONFIG_NBYTES = 10**5
-"""Largest yaml that is read: a longer one may take minutes. Ours have 2 kB."""
+"""Largest yaml to read: a longer one may take minutes. Ours have 2 kB."""
 MAX_NAME = 200
-"""Characters of the name of a setting, or of a group of them, that are shown."""
+"""Characters to show of the name of a setting, or of a group of them."""
 UNFINISHED = "unfinished"
 GONE = "its process is gone; the same command again goes on with it"
 MAX_ENTRIES = 200_000
-"""Folders that are looked through."""
+"""Folders to look through."""
 _SECTION = re.compile(rb"^(?=[A-Za-z_])", re.MULTILINE)
 
 
@@ -128,7 +129,7 @@ class JobFiles:
     """The files in the folder of a job."""
 
     name: str
-    """As people call the job: its number in the sweep, and its folder where that has another name."""
+    """As people call the job: its number in the sweep, and its folder if it has another name."""
     folder: Path
     status: str = UNFINISHED
     """completed, diverged, failed, stopped or running; unfinished where nothing says more."""
@@ -141,24 +142,21 @@ class JobFiles:
 
 
 def run_dirs_in(folder: Path) -> list[Path]:
-    """The folders of the runs in a folder, which may be one itself, in the order of their names. No link is followed,
+    """The folders of the runs in a folder, or itself if it is one, in the order of their names. No link is followed,
     and nothing is looked for within a run."""
-    run_dirs, waiting, num_seen = [], [(folder, 0)], 0
-    while waiting and num_seen < MAX_ENTRIES:
-        path, depth = waiting.pop()
-        num_seen += 1
-        if any(os.path.lexists(path / name) for name in FILES_OF_RUNS):
-            run_dirs.append(path)
-        elif depth < MAX_DEPTH:
-            with suppress(OSError), os.scandir(path) as entries:
-                inner = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-                waiting += [(path, depth + 1) for path in inner]
+    run_dirs = []
+    for path, folders, files in islice(os.walk(folder), MAX_ENTRIES):
+        is_run = any(name in files or name in folders for name in FILES_OF_RUNS)
+        if is_run:
+            run_dirs.append(Path(path))
+        if is_run or len(Path(path).relative_to(folder).parts) == MAX_DEPTH:
+            folders.clear()
     return sorted(run_dirs, key=lambda path: in_order(str(path)))
 
 
 def read_jobs(folder: Path) -> list[JobFiles]:
-    """The jobs of a sweep's folder, or the run that a folder is, in the order of their names. A job that has left no
-    folder of its own is there as the journal tells of it."""
+    """The jobs in a sweep's folder, or the run in a folder, in the order of their names. A job without a folder of its
+    own is as the journal tells."""
     events = SweepJournal(folder).events()
     ran = {event.folder: event for event in events if event.event != REFUSED}
     refused = {event.folder: event for event in events if event.event == REFUSED}
@@ -172,30 +170,30 @@ def read_jobs(folder: Path) -> list[JobFiles]:
 
 
 def label_of(number: int, name: str) -> str:
-    """A job as people call it: by its number, and its folder where that has another name."""
+    """A job as people call it: by its number, and its folder if it has another name."""
     return name if name == str(number) else f"{number} in {name}"
 
 
 def _read_job(folder: Path, name: str, event: JobEvent | None) -> JobFiles:
-    """The job in a folder within that of the sweep. Its result.json wins over the journal's last event."""
+    """The job in a folder of the sweep. Its result.json wins over the journal's last event."""
     if event is not None and not event.is_within:  # no other folder is looked into
         return _job_of_event(folder, event)
     run_dir = folder / name
+    own_name = name if name != "." else folder.absolute().name
+    job = JobFiles(name=own_name, folder=run_dir) if event is None else _job_of_event(folder, event)
     train, val = _read_if_changed(read_curves, run_dir / METRICS_NAME)
+    job = replace(job, settings=_settings(run_dir / CONFIG_NAME), train=train, val=val)
     try:
         result = _read_if_changed(read_result, run_dir / RESULT_NAME)
-        event_status = DIVERGED if len(val) else None if event is None else event.status
-        job = JobFiles(name="", folder=run_dir, status=outcome(result, event_status), result=result)
+    except FileNotFoundError:
+        if not is_held(run_dir / LOCK_NAME):
+            return job
+        return replace(job, status=RUNNING, result=job.result | {"error": None})
     except (OSError, UntrustedFileError) as error:
-        job = JobFiles(name="", folder=run_dir) if event is None else _job_of_event(folder, event)
-        if not isinstance(error, FileNotFoundError):
-            problem = f"its {RESULT_NAME} cannot be read: {error}"
-            job = replace(job, status=FAILED, result=job.result | {"error": problem})
-        elif is_held(run_dir / LOCK_NAME):
-            job = replace(job, status=RUNNING, result=job.result | {"error": None})
-    own_name = name if name != "." else folder.absolute().name
-    called = own_name if event is None else label_of(event.job, event.folder)
-    return replace(job, name=called, settings=_settings(run_dir / CONFIG_NAME), train=train, val=val)
+        problem = f"its {RESULT_NAME} cannot be read: {error}"
+        return replace(job, status=FAILED, result=job.result | {"error": problem})
+    has_diverged = event is not None and event.status == DIVERGED
+    return replace(job, status=outcome(result, was_evaluated=has_diverged or len(val) > 0), result=result)
 
 
 def _job_of_event(folder: Path, event: JobEvent) -> JobFiles:
@@ -253,7 +251,7 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 KINDS = ("parameters", "gradients", "optimizer", "offloaded")
-"""Kinds of bytes that a rank holds at rest."""
+"""Kinds of bytes held by a rank at rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,10 +297,10 @@ FIGURES = {
 }
 """The columns by name: losses in nats, times in ms and s, bytes of rank 0."""
 OF_A_RESUMED_RUN = "checkpoint.resume"
-"""The setting that lets a job go on, and tells no job from another."""
+"""The setting to let a job go on: it tells no job from another."""
 MAX_LABEL = 60
 COLUMN = {"val_loss": "final_val_loss"}
-"""Columns of objectives that have another name."""
+"""Columns with another name than their objective."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -314,7 +312,7 @@ class Row:
     status: str
     """completed, pruned, diverged, failed, stopped or running; unfinished where nothing says more."""
     settings: dict[str, Any]
-    """Those that differ between the jobs, by their dotted names."""
+    """The settings different between the jobs, by their dotted names."""
     overrides: list[str]
     """As given on its command line."""
     command: str
@@ -336,20 +334,20 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Report:
-    """All that is told of some jobs."""
+    """The rows of some jobs, and how they are compared."""
 
     title: str
     rows: list[Row]
     settings: list[str]
-    """The names of the settings that differ, those of command lines first."""
+    """The names of the different settings, those of command lines first."""
     objective: str | None = None
-    """The column that `sweep.objective` names; None where jobs have different ones."""
+    """The column of `sweep.objective`; None where jobs have different ones."""
     rises: bool = False
     """Whether the most of it is the best."""
 
     @cached_property
     def loss(self) -> str:
-        """The column that jobs are compared by: the objective, or a loss."""
+        """Jobs are compared by this column: the objective, or a loss."""
         if self.objective is not None and any(row[self.objective] is not None for row in self.rows):
             return self.objective
         has_val = any(row["final_val_loss"] is not None for row in self.rows)
@@ -367,18 +365,18 @@ class Report:
         return sorted(rows, key=self.loss_of, reverse=self.rises and self.loss == self.objective)
 
     def loss_of(self, row: Row) -> float:
-        """The number that a ranked job is compared by."""
+        """The number of a ranked job to compare it by."""
         return row[self.loss] or 0.0
 
     @cached_property
     def telling(self) -> list[str]:
-        """The settings that tell the completed jobs from each other; of fewer than two, all that differ."""
+        """The settings different between the completed jobs; of fewer than two jobs, all of `settings`."""
         if len(self.ranked) < 2:
             return self.settings
         return [name for name in self.settings if len({repr(row.settings.get(name)) for row in self.ranked}) > 1]
 
     def only(self, folder: Path, events: Sequence[JobEvent]) -> "Report":
-        """The report of those jobs alone that some events are about, with the numbers that these give them.
+        """The report of the jobs of some events alone, with the numbers of the events.
 
         Args:
             folder: of the sweep.
@@ -394,7 +392,7 @@ class Report:
 
     def label(self, *rows: Row) -> str:
         """The telling settings that jobs have in common, in short, such as `lr=0.003 stage=2`; empty for none. A job
-        that did not complete may differ in others too."""
+        that did not complete may have more of them."""
         usual = {name: repr(self.ranked[0].settings.get(name)) for name in self.settings if self.ranked}
         odd = {name for name, value in usual.items() if repr(rows[0].settings.get(name)) != value}
         names = [name for name in self.settings if name in self.telling or name in odd]
@@ -410,7 +408,7 @@ class Report:
 
 
 NUM_NAMED = 12
-"""Jobs of a list that are named one by one."""
+"""So many jobs of a list are named one by one."""
 
 
 def jobs_named(rows: Sequence[Row]) -> str:
@@ -437,7 +435,7 @@ def read_report(folder: Path) -> Report:
 
 
 def report_of(jobs: Sequence[JobFiles], title: str) -> Report:
-    """The report of jobs that were read."""
+    """The report of some jobs."""
     names = _differing(jobs)
     objective, rises = _objective(jobs)
     rows = [_row(job, names, objective) for job in jobs]
@@ -510,22 +508,25 @@ def _figures(result: dict[str, Any], objective: str | None) -> dict[str, float |
 
 
 def _differing(jobs: Sequence[JobFiles]) -> list[str]:
-    """The names of the settings that differ, those that were given on command lines first."""
+    """The names of the different settings, those given on command lines first. The others are sorted: the next jobs of
+    a sweep move no column."""
     values: dict[str, set[str]] = {}
     counts: Counter[str] = Counter()
+    from_commands: list[str] = []
     for job in jobs:
-        for name, value in (job.settings or _settings_of_command(job.result["overrides"])).items():
+        settings_of_command = _settings_of_command(job.result["overrides"])
+        from_commands += settings_of_command
+        for name, value in (job.settings or settings_of_command).items():
             values.setdefault(name, set()).add(repr(value))
             counts[name] += bool(job.settings)
     num_known = sum(bool(job.settings) for job in jobs)
-    differing = [name for name, texts in values.items() if len(texts) > 1 or 0 < counts[name] < num_known]
-    names = [name for job in jobs for name in _settings_of_command(job.result["overrides"])]
-    from_commands = [name for name in dict.fromkeys(names) if name in differing]
-    return [name for name in dict.fromkeys([*from_commands, *differing]) if name != OF_A_RESUMED_RUN]
+    differing = {name for name, texts in values.items() if len(texts) > 1 or 0 < counts[name] < num_known}
+    differing.discard(OF_A_RESUMED_RUN)
+    return [name for name in dict.fromkeys([*from_commands, *sorted(differing)]) if name in differing]
 
 
 def _settings_of_command(overrides: Sequence[str] | None) -> dict[str, Any]:
-    """The settings of a command line, as the values that they are or as texts."""
+    """The settings of a command line, as values or as texts."""
     settings: dict[str, Any] = {}
     for override in overrides or ():
         name, is_setting, value = override.lstrip("+~").partition("=")
@@ -541,7 +542,7 @@ def _settings_of_command(overrides: Sequence[str] | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """The losses of jobs that differ in `seed` alone."""
+    """The losses of jobs with equal settings but for `seed`."""
 
     rows: list[Row]
     mean: float

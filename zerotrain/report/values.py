@@ -1,4 +1,4 @@
-"""Values out of files of others, as numbers and as texts that people read."""
+"""Values out of files of others, as numbers and as texts for people."""
 
 import re
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from zerotrain.training.report import in_unit
 
 MAX_NUMBER = 1e18
 MAX_CELL = 60
-"""Characters of a setting's value, or of its name in short, that are shown."""
+"""Characters to show of a setting's value, or of its name in short."""
 
 
 def number(value: Any) -> float | None:
@@ -69,7 +69,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def first_line(text: str | None, most: int = 500) -> str | None:
-    """The first line of an error that says anything; None for none."""
+    """The first line of an error with words in it; None for none."""
     lines = (line.strip() for line in (text or "")[: 20 * most].splitlines())
     line = next(filter(None, lines), None)
     return None if line is None else shortened(line, most)
@@ -89,6 +89,6 @@ def in_short(value: float) -> str:
 
 
 def in_order(name: str) -> list[tuple[int, int, str]]:
-    """A key that sorts names as people do: 2 before 10."""
+    """A key to sort names as people do: 2 before 10."""
     parts = re.split(r"([0-9]{1,18})", name, flags=re.ASCII)
     return [(0, int(part), "") if place % 2 else (1, 0, part) for place, part in enumerate(parts) if part]

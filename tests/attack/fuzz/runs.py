@@ -34,7 +34,7 @@ from zerotrain.preflight.choice import as_chosen, asked_hash
 from zerotrain.replay.record import read_record
 from zerotrain.replay.steps import _other_data, of_replay
 from zerotrain.report.files import csv_of, json_of, print_table
-from zerotrain.report.journal import JOURNAL_NAME, JobEvent, SweepJournal, note_earlier_results
+from zerotrain.report.journal import JOURNAL_NAME, JobEvent, SweepJournal
 from zerotrain.report.page import page_of
 from zerotrain.report.rows import AXES, points_over, read_curves, read_report
 from zerotrain.saved import text_model
@@ -227,18 +227,14 @@ def make_ended(folder: Path) -> None:
 
 
 def read_ended(folder: Path) -> Any:
-    """By the command, by a run in the folder, and by the begin of a sweep's journal."""
+    """By the command, and by a run in the folder."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         code = ended(folder)
     require_printable(said.getvalue().splitlines())
     assert 0 <= code < 256
     require_printable(folder_problems(Config(), folder))
-    sweep = folder / "sweep"
-    (sweep / "3").mkdir(parents=True)
-    (folder / "result.json").rename(sweep / "3/result.json")
-    note_earlier_results(sweep)
-    return code, said.getvalue(), len(SweepJournal(sweep).events())
+    return code, said.getvalue()
 
 
 def make_note(folder: Path) -> None:

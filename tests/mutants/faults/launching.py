@@ -35,7 +35,7 @@ FAULTS = {
         "unit/launching/test_failures.py::test_the_clock_of_a_machine_does_not_decide_what_came_first",
     ),
     "sweep-shares-a-folder": Fault(
-        "_require_unclaimed",
+        "Member._require_unclaimed",
         Always(False),
         "the second job of a folder erases the first",
         "unit/launching/sweep/test_member.py::test_a_folder_that_the_user_has_named_is_for_one_job",

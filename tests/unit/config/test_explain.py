@@ -169,6 +169,22 @@ def test_all_problems_come_at_once_those_of_hydra_and_those_of_the_values(compos
     ]
 
 
+def test_a_choice_that_is_not_there_hides_its_settings_alone(compose):
+    """Without joblib, `n_jobs` was told to be no setting, of the launcher that is there."""
+    given = ["model=gtp", "model.num_heds=2", "hydra/sweeper/sampler=foo", "zero.stage=9"]
+    missing, sampler, value = composition_problems(given, compose, is_sweep=False)
+    assert missing.startswith("model=gtp: there is no such choice; there are gpt2, ")
+    assert sampler == "hydra/sweeper/sampler=foo: needs hydra/sweeper=optuna too"
+    assert value.startswith("zero.stage: got 9; ")
+    [sampler] = composition_problems(["hydra/sweeper=optuna", "hydra/sweeper/sampler=foo"], compose, is_sweep=True)
+    assert sampler.startswith("hydra/sweeper/sampler=foo: there is no such choice; there are cmaes, grid, ")
+
+
+def test_several_values_need_a_sweep(compose):
+    [line] = composition_problems(["zero.stage=0,1"], compose, is_sweep=False)
+    assert line.startswith("zero.stage=0,1: got several values; -m runs a job for each")
+
+
 def test_of_a_sweep_the_job_with_the_problem_speaks(compose):
     lines = composition_problems(["seed=1,2", "zero.stage=0,1,abc"], compose, is_sweep=True)
     assert lines == ["zero.stage: got abc; it must be 0, 1, 2 or 3, or auto; the default is 2"]

@@ -1,6 +1,7 @@
 """`plan.only=true`: a plan in place of a run, its exit code, and where it is refused."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.zygote.client import Ending, Zygote
+from zerotrain.config.schema import Config
+from zerotrain.launching import task
+from zerotrain.launching.job import Job
 from zerotrain.launching.task import device_for, print_ending
-from zerotrain.training.result import RunResult
+from zerotrain.training.result import RunResult, read_result
 
 # Where the ranks of this machine run.
 
@@ -137,7 +141,21 @@ def test_a_rank_that_keeps_the_store_of_all_holds_nothing_of_what_was_planned(tm
     assert "auto: zero.stage=1: " in done.stdout
 
 
-# What the end of a run says.
+# The end of a run, and what it says.
+
+
+@pytest.mark.parametrize(("ending", "signum"), [(KeyboardInterrupt(), 2), (SystemExit(143), signal.SIGTERM)])
+def test_a_signal_behind_the_result_of_a_run_leaves_it_completed(tmp_path: Path, monkeypatch, ending, signum):
+    """Once another rank had ended, the launcher wrote "stopped" over the result of rank 0."""
+
+    def complete(attempts: object, num_ranks: int) -> int:
+        RunResult(world_size=2, status="completed", steps=9, exit_code=0).write(tmp_path)
+        raise ending
+
+    monkeypatch.setattr(task, "run_ranks", complete)
+    result, stop = task._run_spawned(Job(config=Config(), run_dir=tmp_path, overrides=[]), 2)
+    assert (result["status"], result["steps"], stop) == ("completed", 9, signum)
+    assert read_result(tmp_path / "result.json") == result
 
 
 def ending(tmp_path: Path, capsys: pytest.CaptureFixture[str], **result: object) -> list[str]:

@@ -46,6 +46,19 @@ def test_csv_and_json_have_the_same_rows(tmp_path: Path):
     assert lines[0]["final_val_loss"] == "3.0"
 
 
+def test_a_further_job_moves_no_column(tmp_path: Path):
+    def write(job: str, setting: str) -> list[str]:
+        path = write_job(tmp_path / job, [f"optimizer.lr=0.{job}"]) / "config.yaml"
+        path.write_text(path.read_text().replace("num_layers: 4", setting))
+        write_reports(tmp_path)
+        return (tmp_path / "sweep.csv").read_text().partition("\n")[0].split(",")
+
+    write("1", "num_layers: 4")
+    before = write("2", "hidden_size: 8")
+    assert before[3:6] == ["optimizer.lr", "model.hidden_size", "model.num_layers"]
+    assert write("0", "hidden_size: 8") == before
+
+
 def test_nothing_in_the_csv_is_a_formula(tmp_path: Path):
     write_job(tmp_path / "=cmd|'calc'!A1", ["model.num_layers=+1+1"])
     write_job(tmp_path / "@x", ["model.num_layers='=2'"])

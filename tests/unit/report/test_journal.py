@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from zerotrain.errors import ConfigError
-from zerotrain.report.journal import JOURNAL_NAME, Identity, JobEvent, SweepJournal, note_earlier_results
-from zerotrain.training.result import RunResult
+from zerotrain.report.journal import JOURNAL_NAME, JobEvent, SweepJournal
 
 
 def event(job: int, **fields) -> JobEvent:
@@ -47,8 +46,7 @@ def test_a_job_that_is_yet_to_begin_is_told_to_the_other_processes_alone(tmp_pat
     journal = SweepJournal(tmp_path)
     journal.append(event(0, event="placed"))
     assert journal.events() == []
-    with journal.held() as book:
-        assert [each.event for each in book.events()] == ["placed"]
+    assert [each.event for each in journal.events(placed=True)] == ["placed"]
 
 
 def test_a_line_without_an_end_hides_no_job(tmp_path: Path):
@@ -78,31 +76,3 @@ def test_what_is_no_file_is_refused_in_one_line(tmp_path: Path, make):
     with pytest.raises(ConfigError, match=r"^hydra.sweep.dir: got .*, whose sweep.jsonl cannot be written: "):
         SweepJournal(tmp_path).append(event(0))
     assert SweepJournal(tmp_path).events() == []
-
-
-def test_a_sweep_of_before_the_journal_has_one(tmp_path: Path):
-    for job, seed in enumerate((3, 4)):
-        (tmp_path / str(job)).mkdir()
-        result = RunResult(world_size=1, config_hash=f"{seed}", overrides=[f"seed={seed}"], status="completed")
-        result.write(tmp_path / str(job))
-    (tmp_path / "2").mkdir()
-    (tmp_path / "2/result.json").write_text("[" * 3000)
-    (tmp_path / "empty").mkdir()
-    note_earlier_results(tmp_path / "empty")
-    assert list((tmp_path / "empty").iterdir()) == []
-    note_earlier_results(tmp_path)
-    note_earlier_results(tmp_path)
-    noted = SweepJournal(tmp_path).events()
-    assert [(each.job, each.folder, each.hash, each.status) for each in noted] == [
-        (0, "0", "3", "completed"),
-        (1, "1", "4", "completed"),
-    ]
-
-
-def test_jobs_of_one_hash_are_told_apart_by_what_the_sweep_varies():
-    keys = ("launch.nproc_per_node",)
-    one, two = (Identity.of_job("a", [f"launch.nproc_per_node={num}", "launch.device=cpu"], keys) for num in (1, 2))
-    assert one != two
-    assert event(0, overrides=["launch.nproc_per_node=1", "launch.device=auto"]).is_of(one)
-    assert not event(0, overrides=["launch.nproc_per_node=2"]).is_of(one)
-    assert not event(0, hash=None).is_of(Identity.of_job(None, [], ()))

@@ -111,9 +111,17 @@ def test_causes_and_commands_of_what_did_not_complete_and_groups_of_weights_are_
     assert " 3 jobs: 0, 2, 4 " in [data for _, data in eight.texts]
 
 
-def test_a_picture_for_each_axis_and_loss_of_which_one_is_shown(eight: Page):
+def test_a_picture_for_each_loss_of_which_one_is_shown_and_for_each_axis_on_which_it_differs(
+    eight: Page, tmp_path: Path
+):
     plots = [(each["data-kind"], each["data-x"]) for each in eight.all("figure")]
-    assert plots == [(kind, axis) for kind in ("val", "train") for axis in ("step", "tokens", "train_s")]
+    assert plots == [(kind, "step tokens train_s") for kind in ("val", "train")]
+    axes = [each["data-x"] for each in eight.all("div") if each.get("class") == "below"]
+    assert axes == 2 * ["step", "tokens", "train_s"]
+    for name, speed in (("0", "1"), ("1", "7")):
+        path = write_job(tmp_path / name) / "metrics.jsonl"
+        path.write_text(path.read_text().replace('"train_s": ', f'"train_s": {speed}'))
+    assert [each["data-x"] for each in read(tmp_path).all("figure")] == 2 * ["step tokens", "train_s"]
     switches = {each["value"] for each in eight.all("input") if each.get("name") in ("kind", "x") and "checked" in each}
     assert switches == {"val", "step"}
 
@@ -130,9 +138,8 @@ def test_the_time_of_a_step_is_told_by_its_parts_where_they_were_measured(tmp_pa
     parts = {"step_ms_median": 100.0, "data_wait_ms": 2.0, "comm_wait_ms": 12.0, "update_ms": 3.0}
     whole = time_of(write_job(tmp_path / "of_cpu", ["seed=3"], **parts))
     assert "100.0 ms, 12.0% communication, 3.0% update, 2.0% data" in whole
-    assert re.findall(r'width="(\d+)[.\d]*" height="10" class="(k\d)"', whole) == [
-        ("830", "k0"), ("120", "k1"), ("30", "k2"), ("20", "k3"),
-    ]  # fmt: skip
+    parts_shown = re.findall(r'class="(k\d)" style="width:([.\d]*)%"', whole)
+    assert parts_shown == [("k0", "83"), ("k1", "12"), ("k2", "3"), ("k3", "2")]
     of_gpu = time_of(write_job(tmp_path / "of_gpu", ["seed=3"], **parts | {"comm_wait_ms": None, "update_ms": None}))
     assert "100.0 ms, 2.0% data" in of_gpu
     assert "compute, communication, update" in of_gpu
@@ -199,11 +206,11 @@ def test_an_error_of_a_megabyte_and_numbers_beyond_all_measure_are_short(tmp_pat
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The page of 200 jobs with long curves, 8 settings and groups of seeds."""
+    """The page of 200 jobs with long curves, of which no two are equal, and with groups of seeds."""
     folder = tmp_path_factory.mktemp("many")
     for place in range(200):
         overrides = [f"optimizer.lr={place % 7 + 1}e-3", f"zero.stage={place % 4}", f"seed={place // 28}"]
-        losses = [5 / (1 + step / 20) + 0.01 * (place * step % 13) for step in range(60)]
+        losses = [5 / (1 + step / 20) + 0.002 * ((37 * place + 11 * step * step) % 101) for step in range(60)]
         lost = {"status": "failed", "error": f"rank {place} failed: {'why ' * 90}"} if place % 9 == 0 else {}
         write_job(
             folder / f"{place}",

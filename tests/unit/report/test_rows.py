@@ -22,7 +22,7 @@ def test_settings_that_differ_are_told_by_their_dotted_names_those_of_command_li
     changed = path.read_text().replace("stage: 2", "stage: 3").replace("num_layers: 4", "num_layers: 4\n  dropout: 0.5")
     path.write_text(changed)
     told = read_report(tmp_path)
-    assert told.settings == ["optimizer.lr", "zero.stage", "model.dropout"]
+    assert told.settings == ["optimizer.lr", "model.dropout", "zero.stage"]
     assert [row.settings for row in told.rows] == [
         {"optimizer.lr": 0.1, "zero.stage": 2},
         {"optimizer.lr": 0.2, "zero.stage": 3, "model.dropout": 0.5},

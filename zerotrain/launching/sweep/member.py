@@ -1,4 +1,8 @@
-"""One job of a sweep, in its own process: it takes its place, and notes its state in the journal."""
+"""One job of a sweep, in its own process: it takes its place, and notes its state in the journal.
+
+Its folder is one with the job already in it, found by its settings and not by its number, or one of its own, without
+files of another job.
+"""
 
 import itertools
 import json
@@ -27,9 +31,6 @@ from zerotrain.report import journal
 from zerotrain.training.callbacks.loggers import SWEEP_VARIABLE, ids_in
 from zerotrain.training.result import RESULT_NAME, in_evaluation, read_result, value_in
 
-# The folder of a job of a sweep: one with the job already in it, found by its settings and not by its number, or one of
-# its own, without files of another job.
-
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlace:
@@ -38,129 +39,12 @@ class JobPlace:
     run_dir: Path
     result: dict[str, Any] | None = None
     """The result in it, if the job is to be left as it is."""
+    status: str = journal.RUNNING
+    """The status of a job to be left as it is."""
     goes_on: bool = False
     """Whether it has checkpoints there to go on from."""
     runs_elsewhere: bool = False
     """Whether another process runs the job there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WantedPlace:
-    """A job without a place yet."""
-
-    sweep: Sweep
-    identity: journal.Identity
-    config: Config | None
-    """None: its settings could not be read."""
-    hydra_dir: Path
-    """The folder that `hydra.sweep.subdir` names."""
-    may_move: bool
-    """Whether its name is the number of the job: then another folder does as well."""
-
-
-def take_place(job: WantedPlace, book: journal.Book, stack: ExitStack) -> JobPlace:
-    """Find the folder of a job and lock it, while the journal is locked, so that no two jobs find the same.
-
-    Args:
-        stack: gets the folder's lock.
-
-    Raises:
-        ConfigError: another job has the folder that the user has named for it, or that cannot be written.
-    """
-    place = _find_place(job, book.events(), stack)
-    if place.run_dir != job.hydra_dir:
-        with suppress(OSError):  # Hydra has made it; it stays where it holds something
-            job.hydra_dir.rmdir()
-    return place
-
-
-def _find_place(job: WantedPlace, events: list[journal.JobEvent], stack: ExitStack) -> JobPlace:
-    erases = job.config is not None and job.config.launch.overwrite
-    if erases or not job.may_move:
-        _require_unclaimed(job)
-    for last in {event.folder: event for event in events if event.event != journal.TAKEN}.values():  # of each folder
-        # Its process has noted the job there as soon as it had the lock.
-        run_dir = job.sweep.folder / last.folder
-        if last.is_within and last.is_of(job.identity) and is_held(run_dir / LOCK_NAME):
-            return JobPlace(run_dir=run_dir, runs_elsewhere=True)
-    said = [event for event in events if event.event != journal.PLACED]
-    for run_dir, event in [(job.hydra_dir, None)] if erases else list(_candidates(job, said)):
-        try:
-            stack.enter_context(locked(run_dir))
-        except FolderInUseError:
-            if not job.may_move:
-                raise
-            continue
-        place = JobPlace(run_dir=run_dir) if erases else _judge(job, run_dir, event)
-        if place is not None:
-            return place
-        stack.close()
-    for number in itertools.count(2):
-        run_dir = job.hydra_dir.with_name(f"{job.hydra_dir.name}_{number}")
-        with suppress(FileExistsError):
-            run_dir.mkdir()
-            stack.enter_context(locked(run_dir))
-            break
-    return JobPlace(run_dir=run_dir)
-
-
-def _require_unclaimed(job: WantedPlace) -> None:
-    """With hydra.sweep.subdir=same the second job erased the first (2026-11-21)."""
-    for event in job.sweep.events():
-        if job.sweep.folder / event.folder == job.hydra_dir and not event.is_of(job.identity):
-            raise ConfigError(
-                f"hydra.sweep.subdir: got {job.hydra_dir.name}, which job {event.job} uses too; each job needs a "
-                "folder of its own; the default is ${hydra:job.num}"
-            )
-
-
-def _candidates(job: WantedPlace, events: list[journal.JobEvent]) -> Iterator[tuple[Path, journal.JobEvent | None]]:
-    """Folders that may hold the job, by the journal, and its last event there; after them its own folder, if it is
-    free."""
-    sweep, config = job.sweep, job.config
-    own: dict[Path, journal.JobEvent] = {}
-    for event in reversed(sweep.events() if sweep.again == "all" else events):
-        if event.is_within and event.is_of(job.identity):
-            own.setdefault(sweep.folder / event.folder, event)
-    for run_dir, event in own.items():
-        if run_dir.is_dir() and config is not None and holds(config, run_dir) is not False:
-            yield run_dir, event
-    if job.hydra_dir in own:
-        return
-    of_named = [event for event in events if sweep.folder / event.folder == job.hydra_dir]
-    if of_named:
-        was_refused = of_named[-1].event == journal.REFUSED and not os.path.lexists(job.hydra_dir / CONFIG_NAME)
-        is_free = was_refused or of_named[-1].is_of(job.identity)
-    else:
-        is_free = config is None or holds(config, job.hydra_dir) is not False
-    if sweep.again == "all" and os.path.lexists(job.hydra_dir / CONFIG_NAME):
-        is_free = False
-    if is_free or not job.may_move:
-        yield job.hydra_dir, None
-
-
-def _judge(job: WantedPlace, run_dir: Path, event: journal.JobEvent | None) -> JobPlace | None:
-    """The place for a job in a folder; None if it completed there and is to run again: a completed run is never
-    erased."""
-    has_checkpoints = bool(named_as_steps(run_dir / CHECKPOINTS))
-    going_on = JobPlace(run_dir=run_dir, goes_on=has_checkpoints)
-    if job.config is None or (event is None and not holds(job.config, run_dir)):
-        return JobPlace(run_dir=run_dir)
-    try:
-        result = read_result(run_dir / RESULT_NAME)
-    except (OSError, UntrustedFileError):  # none yet, or one that the checks of the folder refuse
-        return going_on
-    status = journal.outcome(result, None if event is None else event.status)
-    keeps_failed = job.sweep.again == "none" or not job.may_move
-    has_diverged = status == journal.DIVERGED and result["status"] == journal.COMPLETED
-    if status in (journal.COMPLETED, journal.PRUNED) or (has_diverged and keeps_failed):
-        return JobPlace(run_dir=run_dir, result=result)
-    if status in (journal.FAILED, journal.DIVERGED) and job.sweep.again == "none":
-        return JobPlace(run_dir=run_dir, result=result)
-    if result["status"] == journal.COMPLETED:
-        return None
-    assert status in (journal.FAILED, journal.DIVERGED, journal.STOPPED)
-    return going_on
 
 
 MAX_NAME = 120
@@ -188,51 +72,139 @@ class Member:
         """The folder it runs in, once it is known."""
         self._number, self._overrides, self._config = number, overrides, config
         self._hash = None if config is None else config_hash(config)
+        self._identity = sweep.identity(self._hash, overrides)
         self._has_begun = False
 
     def require_hope(self) -> None:
-        """Go on unless so many jobs have failed one after the other that the sweep ends.
+        """End the sweep where too many jobs have failed one after the other.
 
         Raises:
-            SystemExit: it does.
+            SystemExit: it ends.
         """
         if self.sweep.gives_up_after(self.sweep.events()):
             raise SystemExit(exits.FAILED)
 
     def take_place(self, hydra_dir: Path, may_move: bool, stack: ExitStack) -> JobPlace:
-        """Find the job's folder and lock it.
+        """Find the job's folder by its settings, and lock it. The journal is locked meanwhile: no two jobs find one
+        folder.
 
         Args:
-            hydra_dir: the folder that Hydra names.
+            hydra_dir: the folder named by Hydra.
             may_move: whether another does as well.
             stack: gets the folder's lock.
 
         Raises:
-            ConfigError: there is none for it.
+            ConfigError: the folder is named by the user and another job has it, or it cannot be written.
         """
-        identity = self.sweep.identity(self._hash, self._overrides)
-        job = WantedPlace(
-            sweep=self.sweep, identity=identity, config=self._config, hydra_dir=hydra_dir, may_move=may_move
-        )
         while True:
-            with self.sweep.journal.held() as book:
-                place = take_place(job, book, stack)
+            with self.sweep.journal.held() as append:
+                place = self._find_place(hydra_dir, may_move, stack)
+                if place.run_dir != hydra_dir:
+                    with suppress(OSError):  # Hydra has made it; it stays where it holds something
+                        hydra_dir.rmdir()
                 if place.result is None and not place.runs_elsewhere:
-                    book.append(self._event(journal.PLACED, place.run_dir))
+                    append(self._event(journal.PLACED, place.run_dir))
             if not place.runs_elsewhere or not self.sweep.waits:
                 self.run_dir = place.run_dir
                 return place
             await_free(place.run_dir)
 
+    def _find_place(self, hydra_dir: Path, may_move: bool, stack: ExitStack) -> JobPlace:
+        """The folder with the job already in it, or one without files of another job."""
+        erases = self._config is not None and self._config.launch.overwrite
+        if erases or not may_move:
+            self._require_unclaimed(hydra_dir)
+        events = self.sweep.journal.events(placed=True)
+        last_events = {event.folder: event for event in events if event.event != journal.TAKEN}
+        for event in last_events.values():
+            run_dir = self.sweep.folder / event.folder
+            # Its process has noted the job there as soon as it had the lock.
+            if event.is_within and self._is_own(event) and is_held(run_dir / LOCK_NAME):
+                return JobPlace(run_dir=run_dir, runs_elsewhere=True)
+        for run_dir, own_event in [(hydra_dir, None)] if erases else list(self._candidates(hydra_dir, may_move)):
+            try:
+                stack.enter_context(locked(run_dir))
+            except FolderInUseError:
+                if not may_move:
+                    raise
+                continue
+            place = JobPlace(run_dir=run_dir) if erases else self._judge(run_dir, own_event, may_move)
+            if place is not None:
+                return place
+            stack.close()
+        for number in itertools.count(2):
+            run_dir = hydra_dir.with_name(f"{hydra_dir.name}_{number}")
+            with suppress(FileExistsError):
+                run_dir.mkdir()
+                stack.enter_context(locked(run_dir))
+                break
+        return JobPlace(run_dir=run_dir)
+
+    def _is_own(self, event: journal.JobEvent) -> bool:
+        """Whether an event is about this job, whatever number it had."""
+        return self._identity is not None and self._identity == self.sweep.identity(event.hash, event.overrides)
+
+    def _require_unclaimed(self, hydra_dir: Path) -> None:
+        """With hydra.sweep.subdir=same the second job erased the first (2026-11-21)."""
+        for event in self.sweep.events():
+            if self.sweep.folder / event.folder == hydra_dir and not self._is_own(event):
+                raise ConfigError(
+                    f"hydra.sweep.subdir: got {hydra_dir.name}, which job {event.job} uses too; each job needs a "
+                    "folder of its own; the default is ${hydra:job.num}"
+                )
+
+    def _candidates(self, hydra_dir: Path, may_move: bool) -> Iterator[tuple[Path, journal.JobEvent | None]]:
+        """By the journal, the folders with the job in them, and its last event there; then Hydra's folder, if it
+        is free."""
+        sweep, config, runs_anew = self.sweep, self._config, self.sweep.settings.again == "all"
+        events = sweep.journal.events()
+        own_events: dict[Path, journal.JobEvent] = {}
+        for event in reversed(sweep.events() if runs_anew else events):
+            if event.is_within and self._is_own(event):
+                own_events.setdefault(sweep.folder / event.folder, event)
+        for run_dir, event in own_events.items():
+            if run_dir.is_dir() and config is not None and holds(config, run_dir) is not False:
+                yield run_dir, event
+        if hydra_dir in own_events:
+            return
+        has_config = os.path.lexists(hydra_dir / CONFIG_NAME)
+        there = [event for event in events if sweep.folder / event.folder == hydra_dir]
+        if runs_anew and has_config:
+            is_free = False
+        elif there:
+            is_free = self._is_own(there[-1]) or (there[-1].event == journal.REFUSED and not has_config)
+        else:
+            is_free = config is None or holds(config, hydra_dir) is not False
+        if is_free or not may_move:
+            yield hydra_dir, None
+
+    def _judge(self, run_dir: Path, event: journal.JobEvent | None, may_move: bool) -> JobPlace | None:
+        """The place for the job in a folder; None if it completed there and is to run again: a completed run is never
+        erased."""
+        has_checkpoints = bool(named_as_steps(run_dir / CHECKPOINTS))
+        going_on = JobPlace(run_dir=run_dir, goes_on=has_checkpoints)
+        if self._config is None or (event is None and not holds(self._config, run_dir)):
+            return JobPlace(run_dir=run_dir)
+        try:
+            result = read_result(run_dir / RESULT_NAME)
+        except (OSError, UntrustedFileError):  # none yet, or one that the checks of the folder refuse
+            return going_on
+        has_diverged = event is not None and event.status == journal.DIVERGED
+        status = journal.outcome(result, was_evaluated=has_diverged)
+        is_done = status in (journal.COMPLETED, journal.PRUNED)
+        is_left = status in (journal.FAILED, journal.DIVERGED) and self.sweep.settings.again == "none"
+        has_trained_to_end = result["status"] == journal.COMPLETED
+        if is_done or is_left or (has_trained_to_end and not may_move):
+            return JobPlace(run_dir=run_dir, result=result, status=status)
+        return None if has_trained_to_end else going_on
+
     def leave(self, place: JobPlace) -> Value:
         """The job is left as it is: it is done, or another process runs it. Return its value."""
-        if place.result is None:
-            self._say(journal.TAKEN, place.run_dir, journal.RUNNING)
-            return None
-        events = [event for event in self.sweep.journal.events() if self.sweep.folder / event.folder == place.run_dir]
-        status = journal.outcome(place.result, events[-1].status if events else None)
-        value, _ = objective_in(place.result, status, self.sweep.objectives)
-        self._say(journal.TAKEN, place.run_dir, status, final_val_loss=place.result["final_val_loss"], value=value)
+        loss, value = None, None
+        if place.result is not None:
+            loss = place.result["final_val_loss"]
+            value, _ = objective_in(place.result, place.status, self.sweep.settings.objectives)
+        self._say(journal.TAKEN, place.run_dir, place.status, final_val_loss=loss, value=value)
         return value
 
     @property
@@ -241,7 +213,7 @@ class Member:
         study, config = self.sweep.study, self._config
         if study is None or config is None or config.sweep.pruner is None:
             return None
-        metric = in_evaluation(self.sweep.objectives[0])
+        metric = in_evaluation(self.sweep.settings.objectives[0])
         pruner = config.sweep.pruner
         return {"url": study.url, "study": study.name, "number": self._number, "metric": metric, "pruner": pruner}
 
@@ -268,9 +240,8 @@ class Member:
         assert self.run_dir is not None
         assert self._config is not None
         was_evaluated = result["status"] == journal.COMPLETED and EVALUATES.holds(self._config, result["world_size"])
-        has_diverged = was_evaluated and result["final_val_loss"] is None
-        status = journal.outcome(result, journal.DIVERGED if has_diverged else None)
-        value, problem = objective_in(result, status, self.sweep.objectives)
+        status = journal.outcome(result, was_evaluated=was_evaluated)
+        value, problem = objective_in(result, status, self.sweep.settings.objectives)
         error = problem if status == journal.COMPLETED else result["error"] or problem
         self._say(
             journal.ENDED, self.run_dir, status, error=error, final_val_loss=result["final_val_loss"], value=value
@@ -302,7 +273,7 @@ class Member:
 
     def _say(self, event: str, run_dir: Path, status: str | None = None, **fields: Any) -> None:
         self.sweep.journal.append(self._event(event, run_dir, status, **fields))
-        if self.sweep.is_driven_here and (current := driven_sweep()) is not None:
+        if (current := driven_sweep()) is not None:
             current[1].look()
 
 
@@ -322,7 +293,7 @@ def objective_in(result: dict[str, Any], status: str, names: Sequence[str]) -> t
 
 
 def read_fate(run_dir: Path, overrides: Sequence[str], names: Sequence[str]) -> tuple[str | None, Value]:
-    """The status and the value of a job by its result.json; None if that is of another job, or none can be read."""
+    """The status and the value of a job by its result.json; None if none can be read, or it is of another job."""
     with suppress(OSError, UntrustedFileError):
         result = read_result(run_dir / RESULT_NAME)
         if result["overrides"] == [*overrides]:
@@ -334,7 +305,7 @@ def read_fate(run_dir: Path, overrides: Sequence[str], names: Sequence[str]) -> 
 
 
 SLOTS = ".slots"
-"""Folder of the locks, below that of the sweep."""
+"""Folder of the locks, in the sweep's folder."""
 _LOOK_EVERY_S = 0.2
 
 

@@ -15,13 +15,13 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf import DictConfig, OmegaConf
 
 from zerotrain.config.checks import makes, target_problems
 from zerotrain.config.compose import first_paragraph
 from zerotrain.config.words import word
 from zerotrain.errors import ConfigError, ZeroTrainError
-from zerotrain.files.lock import can_lock, lock, open_lock
+from zerotrain.files.lock import can_lock, lock, open_lock, whole
 from zerotrain.files.terminal import package
 from zerotrain.files.untrusted import printable
 from zerotrain.launching.sweep.sweep import Sweep, overrides_in
@@ -30,11 +30,10 @@ from zerotrain.report import journal
 STUDY_NAME = "study.db"
 BEST_NAME = "optimization_results.yaml"
 DRIVERS = ".drivers"
-"""Folder of a lock for each driver, below that of the sweep: it tells whether the driver of a running trial is
-there."""
+"""Folder of a lock for each driver, in the sweep's folder: it tells whether the driver of a running trial is there."""
 _PLUGIN = "hydra_plugins.zerotrain"
 _DRIVER, _DROPPED = "zerotrain.driver", "zerotrain.dropped"
-"""Attributes of a trial: the file of its driver's lock; and that it has no job, and does not count."""
+"""Attributes of a trial: the file of its driver's lock; and a mark of one without a job: it does not count."""
 _OBJECTIVES, _STARTS = "zerotrain.objective", "zerotrain.starts"
 """Attributes of the study: its objectives, and how often it was begun."""
 
@@ -43,33 +42,18 @@ class StudyError(ZeroTrainError):
     """The study has nothing to show, or cannot be reached."""
 
 
-@contextmanager
-def _naming_storage() -> Iterator[None]:
-    """Errors of the database in here are one line."""
-    from optuna.exceptions import OptunaError
-    from sqlalchemy.exc import SQLAlchemyError
-
-    try:
-        yield
-    except (OptunaError, SQLAlchemyError) as error:
-        text = str(error.__cause__ or error).partition("\n")[0]  # the rest is SQL
-        raise StudyError(printable(f"hydra.sweeper.storage: {text}; the same command goes on", keep="")) from error
-
-
 @dataclass(kw_only=True)
 class Study:
-    """The study of a sweep. A process that runs a job gets its address and the numbers of its trials alone."""
+    """The study of a sweep. The process of a job gets its address, its name and the number of its trials alone."""
 
     url: str
     name: str
     num_trials: int
     """In all."""
-    trials: list[int] = field(default_factory=list)
-    """The number of the trial of each job, by Hydra's number of the job."""
     space: dict[str, Any] = field(default_factory=dict)
-    """The distribution of each setting that Optuna chooses."""
+    """The distribution of each setting chosen by Optuna."""
     fixed: tuple[str, ...] = ()
-    """The settings that all jobs have."""
+    """The settings of all jobs."""
     _study: Any = None
     _sweep: Any = None
     _own_lock: Any = None
@@ -80,7 +64,7 @@ class Study:
     """The size of the journal before these jobs."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("url", "name", "num_trials", "trials")}
+        return {name: getattr(self, name) for name in ("url", "name", "num_trials")}
 
     @classmethod
     def begin(cls, config: DictConfig, sweep: Sweep) -> "Study":
@@ -98,7 +82,7 @@ class Study:
         from zerotrain.training.callbacks import early_stopping  # imports torch, as the jobs are about to
 
         package("optuna", extra="sweeps", needed_by="hydra/sweeper=optuna")
-        if problems := list(_problems(config, list(sweep.directions))):
+        if problems := list(_problems(config, list(sweep.settings.directions))):
             raise ConfigError(*problems)
         try:
             sweeper, overrides = config.hydra.sweeper, overrides_in(config)
@@ -114,7 +98,7 @@ class Study:
             _sweep=sweep,
         )
         _sampler(sweeper.sampler, 0, swept)  # refuses it before there is a study
-        with sweep.journal.held(), _naming_storage():  # two drivers would make two studies
+        with sweep.journal.held(), study._naming_storage():  # two drivers would make two studies
             storage = early_stopping.open_storage(study.url)
             study._study = _open_study(storage, study, sweep)
             study._own_lock = _lock_as_driver(sweep.folder)
@@ -135,18 +119,18 @@ class Study:
 
     @property
     def num_left(self) -> int:
-        """Trials that no driver has asked for."""
+        """Trials yet to be asked for, by any driver."""
         states = [trial.state.name for trial in self._trials]
         return max(0, self.num_trials - len(states) + states.count("WAITING"))
 
     @property
     def _trials(self) -> list[Any]:
-        """Those that count."""
+        """The trials of jobs."""
         return [trial for trial in self._study.get_trials(deepcopy=False) if _DROPPED not in trial.user_attrs]
 
     def _drop_strangers(self) -> None:
-        """Let waiting trials fail that have settings which this sweep does not vary: misspelt, or varied before. Their
-        jobs would not have these."""
+        """Let waiting trials fail if this sweep does not vary one of their settings: it is misspelt, or was varied
+        before. Their jobs would not have it."""
         for trial in self._trials:
             names = ", ".join(sorted({*trial.params, *trial.system_attrs.get("fixed_params", ())} - self.space.keys()))
             if names and trial.state.name == "WAITING":
@@ -154,16 +138,36 @@ class Study:
                 self._study._storage.set_trial_user_attr(trial._trial_id, _DROPPED, True)
                 self._study._storage.set_trial_state_values(trial._trial_id, type(trial.state).FAIL)
 
-    @_naming_storage()
-    def ask(self, num: int) -> list[tuple[str, ...]]:
-        """The settings of so many further jobs; fewer where fewer trials are left.
+    @contextmanager
+    def _naming_storage(self) -> Iterator[None]:
+        """Errors of the database in here are one line."""
+        from optuna.exceptions import OptunaError
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            yield
+        except (OptunaError, SQLAlchemyError) as error:
+            text = str(error.__cause__ or error).partition("\n")[0]  # the rest is SQL
+            raise StudyError(printable(f"hydra.sweeper.storage: {text}; the same command goes on", keep="")) from error
+        except KeyError as error:
+            try:
+                self._study._storage.get_study_id_from_name(self.name)
+            except KeyError:
+                raise StudyError(
+                    f"hydra.sweeper.storage: the study {printable(self.name, keep='')} was deleted in mid-sweep; the "
+                    "same command begins another"
+                ) from error
+            raise
+
+    def ask(self, num: int) -> dict[int, tuple[str, ...]]:
+        """The settings of so many further jobs, by the numbers of their trials; fewer where fewer trials are left.
 
         Raises:
             ConfigError: the study has a setting with values of another kind.
             StudyError: its database fails.
         """
         self._asked = []
-        with self._sweep.journal.held():  # two drivers would ask for more trials than are left
+        with self._sweep.journal.held(), self._naming_storage():  # two drivers would ask for more trials than are left
             self._nbytes_before = self._sweep.journal.nbytes
             self._drop_strangers()
             for _ in range(min(num, self.num_left)):
@@ -172,13 +176,11 @@ class Study:
                 self._asked.append(trial)
                 for name, values in self.space.items():
                     _choose_value(trial, name, values)
-        self.trials += [trial.number for trial in self._asked]
-        return [self._settings_of(trial) for trial in self._asked]
+            return {trial.number: self._settings_of(trial) for trial in self._asked}
 
     def _settings_of(self, trial: Any) -> tuple[str, ...]:
         return (*(f"{name}={trial.params[name]}" for name in self.space), *self.fixed)
 
-    @_naming_storage()
     def tell(self) -> None:
         """Tell Optuna the fate of the jobs of the last `ask`, by the journal. A job without a value has failed.
 
@@ -190,44 +192,44 @@ class Study:
         from zerotrain.launching.sweep.member import read_fate  # imports torch, as the jobs have by now
 
         events = {event.job: event for event in self._sweep.journal.events(self._nbytes_before, placed=True)}
-        for trial in self._asked:
-            event = events.get(trial.number)
-            status, value = (None, None) if event is None else (event.status, event.value)
-            if status is None:  # the disk was full
-                folder = event.folder if event is not None and event.is_within else str(trial.number)
-                status, value = read_fate(self._sweep.folder / folder, self._settings_of(trial), self._sweep.objectives)
-            state = TrialState.PRUNED if status == journal.PRUNED else TrialState.FAIL if value is None else None
-            with suppress(RuntimeError):  # of a grid without further points, which stops `Study.optimize`
-                self._study.tell(trial, value if state is None else None, state, skip_if_finished=True)
+        with self._naming_storage():
+            for trial in self._asked:
+                event, settings = events.get(trial.number), self._settings_of(trial)
+                status, value = (None, None) if event is None else (event.status, event.value)
+                if status is None:  # the disk was full
+                    folder = event.folder if event is not None and event.is_within else str(trial.number)
+                    status, value = read_fate(self._sweep.folder / folder, settings, self._sweep.settings.objectives)
+                state = TrialState.PRUNED if status == journal.PRUNED else TrialState.FAIL if value is None else None
+                try:
+                    self._study.tell(trial, value if state is None else None, state, skip_if_finished=True)
+                except RuntimeError:  # of a grid without further points, which stops `Study.optimize`
+                    continue
+                except KeyError as error:  # of a grid: it has no point of a trial that a user has queued
+                    if error.args != ("grid_id",):
+                        raise
 
-    @_naming_storage()
     def write_best(self, folder: Path) -> None:
-        """Write the best trial into a folder; of several objectives all trials that no other one beats. Nothing where
-        none has completed, and some were pruned or run yet.
+        """Write the best trial into a folder; of several objectives all trials beaten by no other. Nothing where
+        no trial has completed.
 
         Raises:
-            StudyError: all trials have failed, or the database fails.
+            StudyError: the database fails.
         """
-        trials = self._study.best_trials
-        if not trials and {"PRUNED", "RUNNING"} & {trial.state.name for trial in self._trials}:
-            return
+        with self._naming_storage():
+            trials = self._study.best_trials
         if not trials:
-            raise StudyError("no trial of the study has completed, so that it has no best one")
+            return
         best: dict[str, Any] = {"best_params": trials[0].params, "best_value": trials[0].values[0]}
         if len(self._study.directions) > 1:
             best = {"solutions": [{"params": trial.params, "values": trial.values} for trial in trials]}
-        OmegaConf.save(OmegaConf.create({"name": "optuna"} | best), folder / BEST_NAME)
+        with whole(folder / BEST_NAME) as file:
+            file.write(OmegaConf.to_yaml(OmegaConf.create({"name": "optuna"} | best)).encode())
 
-    def number_by_trial(self, hydra: Any, hydra_dir: Path, is_by_number: bool) -> Path:
-        """The folder of a job with the number of its trial: trials are counted on, while Hydra begins again with 0."""
-        with read_write(hydra):
-            hydra.job.num = self.trials[hydra.job.num]
-            if is_by_number and hydra_dir.name != str(hydra.job.num):
-                with suppress(OSError):  # Hydra has made it; it stays where it holds something
-                    hydra_dir.rmdir()
-                hydra_dir = hydra_dir.with_name(str(hydra.job.num))
-                hydra.runtime.output_dir = str(hydra_dir)
-        return hydra_dir
+    def require_best(self) -> None:
+        """Raise a StudyError where all trials have failed."""
+        with self._naming_storage():
+            if {trial.state.name for trial in self._trials} <= {"FAIL"}:
+                raise StudyError("no trial of the study has completed, so that it has no best one")
 
 
 class OptunaSweeper(Sweeper):
@@ -250,10 +252,18 @@ class OptunaSweeper(Sweeper):
         """See `Sweeper.sweep`."""
         study = self._sweep.study
         assert study is not None
-        while jobs := study.ask(self._num_at_once):
-            self._launcher.launch(jobs, initial_job_idx=len(study.trials) - len(jobs))
-            study.tell()
         study.write_best(self._sweep.folder)
+        while jobs := study.ask(self._num_at_once):
+            while jobs:  # Hydra counts its jobs on from a first one: those with numbers in a row run side by side
+                first = number = min(jobs)
+                row = []
+                while number in jobs:
+                    row.append(jobs.pop(number))
+                    number += 1
+                self._launcher.launch(row, initial_job_idx=first)
+            study.tell()
+            study.write_best(self._sweep.folder)
+        study.require_best()
 
 
 def register_sweeper() -> None:
@@ -286,7 +296,11 @@ def distribution(override: Override) -> Any:
 
 
 def _sampler(values: DictConfig, starts: int, swept: dict[str, Override]) -> Any:
-    """The sampler of a study that was begun so often before."""
+    """The sampler of a study.
+
+    Args:
+        starts: how often the study was begun before.
+    """
     from optuna.samplers import BaseSampler, GridSampler
 
     from zerotrain.run.factory import build  # imports torch
@@ -309,7 +323,7 @@ def _sampler(values: DictConfig, starts: int, swept: dict[str, Override]) -> Any
 
 
 def _points(override: Override) -> list[Any]:
-    """The values of a setting, in an order that stays, also where `shuffle` is given."""
+    """The values of a setting, always in the same order, also with `shuffle`."""
     value: Any = override.value()
     if not override.is_discrete_sweep():
         raise ConfigError(f"{override.input_line}: a grid has points; give choice() or range()")
@@ -356,8 +370,8 @@ def _open_study(storage: Any, wanted: Study, sweep: Sweep) -> Any:
 
     from zerotrain.training.callbacks.early_stopping import without_password
 
-    directions: list[Any] = list(sweep.directions)
-    objectives = list(sweep.objectives)
+    directions: list[Any] = list(sweep.settings.directions)
+    objectives = list(sweep.settings.objectives)
     try:
         study = optuna.load_study(study_name=wanted.name, storage=storage)
     except KeyError:
@@ -374,7 +388,7 @@ def _open_study(storage: Any, wanted: Study, sweep: Sweep) -> Any:
             f"sweep.objective: got {wants}, but the study {wanted.name} in {without_password(wanted.url)} is to {has}; "
             "give that, or another hydra.sweeper.study_name"
         )
-    if sweep.again == "all" and (num_trials := len(study.get_trials(deepcopy=False))):
+    if sweep.settings.again == "all" and (num_trials := len(study.get_trials(deepcopy=False))):
         raise ConfigError(
             f"sweep.again: got all, but the study {wanted.name} has {num_trials} trials, which it keeps; give another "
             "hydra.sweeper.study_name, or another hydra.sweep.dir"

@@ -1,9 +1,8 @@
 """A sweep, for its driver and for each process of its jobs. Imports no torch."""
 
 import os
-import socket
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from math import prod
@@ -18,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from zerotrain.config.compose import OptunaConfig
 from zerotrain.config.schema import SweepConfig
-from zerotrain.report.journal import ENDED, FAILED, Identity, JobEvent, SweepJournal
+from zerotrain.report.journal import ENDED, FAILED, JobEvent, SweepJournal
 
 if TYPE_CHECKING:
     from zerotrain.launching.sweep.study import Study
@@ -44,28 +43,21 @@ class Sweep:
     """The settings with several values."""
     total: int | None = None
     """Jobs; None: nobody knows yet."""
-    again: str = SweepConfig.again
-    diverged: str = SweepConfig.diverged
-    max_failures_in_a_row: int = SweepConfig.max_failures_in_a_row
-    output: str | None = None
+    settings: SweepConfig = field(default_factory=SweepConfig)
+    """Its first objective tells the best job."""
     waits: bool = False
     """Whether the sweeper needs the loss of a job in another process."""
     in_driver: bool = True
     """Whether the driver runs the jobs itself, one after the other."""
     num_at_once: int = 1
     """Jobs side by side on a machine, each with devices of its own; 1: each has all."""
-    objectives: tuple[str, ...] = (SweepConfig.objective,)
-    directions: tuple[str, ...] = (SweepConfig.direction,)
-    """minimize or maximize, for each objective. The first objective tells the best job."""
     study: "Study | None" = None
     """The study, if Optuna chooses the jobs."""
-    driver: tuple[int, str] = field(default_factory=lambda: (os.getpid(), socket.gethostname()))
-    """Its process and machine."""
     begun_s: float = field(default_factory=time.time)
 
     @classmethod
     def from_config(cls, config: DictConfig) -> "Sweep":
-        """The sweep that a driver is about to begin.
+        """The sweep about to begin in a driver.
 
         Args:
             config: as Hydra tells it to its callbacks, with `hydra`.
@@ -87,12 +79,7 @@ class Sweep:
             start=SweepJournal(folder).nbytes,
             swept=tuple(override.get_key_element().lstrip("+") for override in swept or ()),
             total=total,
-            again=settings.again,
-            diverged=settings.diverged,
-            max_failures_in_a_row=settings.max_failures_in_a_row,
-            output=settings.output,
-            objectives=tuple(settings.objectives),
-            directions=tuple(settings.directions),
+            settings=settings,
             waits=not has_basic_sweeper,
             in_driver=has_basic_launcher,
             num_at_once=num_jobs if num_jobs > 0 else os.cpu_count() or 1,
@@ -104,20 +91,17 @@ class Sweep:
         return SweepJournal(self.folder)
 
     @property
-    def is_driven_here(self) -> bool:
-        """Whether this process drives it."""
-        return self.driver == (os.getpid(), socket.gethostname())
-
-    @property
     def shows_all(self) -> bool:
         """Whether what its jobs print is shown."""
-        return self.output == "full" or (self.output is None and self.total is not None and self.total <= FEW)
+        output = self.settings.output
+        return output == "full" or (output is None and self.total is not None and self.total <= FEW)
 
     def gives_up_after(self, events: list[JobEvent]) -> bool:
         """Whether it ends, since too many jobs have failed one after the other. A refused one tells nothing of the
         machine."""
-        statuses = [event.status for event in events if event.event == ENDED][-self.max_failures_in_a_row :]
-        return 0 < self.max_failures_in_a_row == statuses.count(FAILED)
+        most = self.settings.max_failures_in_a_row
+        statuses = [event.status for event in events if event.event == ENDED][-most:]
+        return 0 < most == statuses.count(FAILED)
 
     def events(self) -> list[JobEvent]:
         """The events of its jobs since it was begun."""
@@ -129,7 +113,7 @@ class Sweep:
 
     def value_of(self, event: JobEvent) -> float | None:
         """The first objective of a job; None where it is not known, or no number."""
-        if self.objectives[0] == SweepConfig.objective:
+        if self.settings.objectives[0] == SweepConfig.objective:
             return event.final_val_loss
         return event.value[0] if isinstance(event.value, list) else event.value
 
@@ -137,10 +121,13 @@ class Sweep:
         """The settings of a job varied by the sweep."""
         return [override for override in overrides if override.lstrip("+").partition("=")[0] in self.swept]
 
-    def identity(self, config_hash: str | None, overrides: list[str]) -> Identity:
-        """The settings by which one of its jobs differs from the others."""
-        keys = tuple(key for key in self.swept if key.startswith(_NOT_HASHED))
-        return Identity.of_job(config_hash, overrides, keys)
+    def identity(self, config_hash: str | None, overrides: list[str]) -> tuple[str, ...] | None:
+        """The hash of a job, and the settings that the hash leaves out though the sweep varies them, such as
+        `launch.nproc_per_node`. They find the same job in the next sweep. None of a job without a hash."""
+        if config_hash is None:
+            return None
+        names = [name for name in self.swept if name.startswith(_NOT_HASHED)]
+        return config_hash, *sorted(override for override in overrides if override.partition("=")[0] in names)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "journal"}
@@ -152,11 +139,8 @@ def settings_of(config: DictConfig) -> SweepConfig:
     Args:
         config: as Hydra tells it to its callbacks.
     """
-    values = {setting.name: OmegaConf.select(config, f"sweep.{setting.name}") for setting in fields(SweepConfig)}
-    plain: dict[str, Any] = {
-        name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for name, value in values.items()
-    }
-    return SweepConfig(**{name: value for name, value in plain.items() if value is not None})
+    values: Any = OmegaConf.to_container(config.sweep, resolve=True)
+    return SweepConfig(**{name: value for name, value in values.items() if value is not None})
 
 
 def has_study(config: DictConfig) -> bool:

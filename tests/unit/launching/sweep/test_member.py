@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from zerotrain.config.compose import config_hash, save_config
-from zerotrain.config.schema import Config, LaunchConfig
+from zerotrain.config.schema import Config, LaunchConfig, SweepConfig
 from zerotrain.errors import ConfigError
 from zerotrain.launching.job import locked
 from zerotrain.launching.sweep import member
-from zerotrain.launching.sweep.member import SLOTS, JobPlace, WantedPlace, devices_of_own, take_place
+from zerotrain.launching.sweep.member import SLOTS, JobPlace, Member, devices_of_own
 from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.report.journal import JobEvent, SweepJournal
 from zerotrain.training.result import RunResult
@@ -67,12 +67,11 @@ def place_of(
 ) -> JobPlace:
     """The place that a job gets in a sweep, which has just begun or has left all that lies there."""
     config, name = config_of(seed, **launch), folder / str(number)
-    sweep = Sweep(folder=folder, start=SweepJournal(folder).nbytes if is_new_sweep else 0, again=again)
+    start = SweepJournal(folder).nbytes if is_new_sweep else 0
+    sweep = Sweep(folder=folder, start=start, settings=SweepConfig(again=again))
     name.mkdir(exist_ok=True)
-    identity = sweep.identity(config_hash(config), [f"seed={seed}"])
-    wanted = WantedPlace(sweep=sweep, identity=identity, config=config, hydra_dir=name, may_move=may_move)
-    with ExitStack() as stack, sweep.journal.held() as book:
-        return take_place(wanted, book, stack)
+    with ExitStack() as stack:
+        return Member(sweep, number, [f"seed={seed}"], config).take_place(name, may_move, stack)
 
 
 COMPLETED: dict[str, Any] = {}
@@ -176,6 +175,14 @@ def test_a_folder_that_the_user_has_named_is_for_one_job(tmp_path: Path):
             place_of(tmp_path, seed=2, is_new_sweep=False, **job)
     with locked(tmp_path / "0"), pytest.raises(ConfigError, match="where a run is under way"):
         place_of(tmp_path, seed=2, may_move=False)
+
+
+def test_jobs_of_one_hash_are_told_apart_by_what_the_sweep_varies(tmp_path: Path):
+    sweep = Sweep(folder=tmp_path, start=0, swept=("launch.nproc_per_node", "seed"))
+    one, two = (sweep.identity("a", [f"launch.nproc_per_node={num}", "launch.device=cpu"]) for num in (1, 2))
+    assert one != two
+    assert sweep.identity("a", ["launch.nproc_per_node=1", "launch.device=auto", "seed=3"]) == one
+    assert sweep.identity(None, []) is None
 
 
 # Jobs that run side by side have devices of their own, which a killed one gives back.

@@ -252,20 +252,11 @@ def test_hydra_makes_the_sweeper_and_a_job_gets_the_study_without_its_database(b
     study = begin("hydra.sweeper.n_trials=2", "hydra.overrides.task=['seed=7']")
     sweeper = Plugins.instance()._instantiate(composed("hydra/sweeper=optuna").hydra.sweeper)
     assert type(sweeper) is OptunaSweeper
-    [[lr, seed]] = study.ask(1)
+    [(lr, seed)] = study.ask(1).values()
     assert (lr, seed) == (f"optimizer.lr={trials_in(tmp_path)[0].params['optimizer.lr']}", "seed=7")
     of_job = pickle.loads(pickle.dumps(study))
-    assert (of_job.url, of_job.name, of_job.trials) == (f"sqlite:///{tmp_path}/sweep/study.db", "sweep", [0])
+    assert (of_job.url, of_job.name) == (f"sqlite:///{tmp_path}/sweep/study.db", "sweep")
     assert of_job._study is None
-
-
-def test_a_job_has_the_number_of_its_trial_and_its_folder(tmp_path: Path):
-    study = Study(url="sqlite:///study.db", name="sweep", num_trials=9, trials=[7])
-    of_job = OmegaConf.create({"job": {"num": 0}, "runtime": {"output_dir": str(tmp_path / "0")}})
-    (tmp_path / "0").mkdir()
-    assert study.number_by_trial(of_job, tmp_path / "0", True) == tmp_path / "7"
-    assert (of_job.job.num, of_job.runtime.output_dir) == (7, str(tmp_path / "7"))
-    assert not (tmp_path / "0").exists()
 
 
 def test_trials_of_a_driver_that_is_gone_wait_and_keep_their_values(begin: Begin, tmp_path: Path):
@@ -274,7 +265,7 @@ def test_trials_of_a_driver_that_is_gone_wait_and_keep_their_values(begin: Begin
     end_job(tmp_path, 0, value=1.0)
     first.tell()
     asked = first.ask(1)
-    assert first.trials == [0, 1]
+    assert list(asked) == [1]
 
     second = begin("hydra.sweeper.n_trials=4")  # beside the first, whose lock is held
     assert states_in(tmp_path) == ["COMPLETE", "RUNNING"]
@@ -285,7 +276,6 @@ def test_trials_of_a_driver_that_is_gone_wait_and_keep_their_values(begin: Begin
     assert states_in(tmp_path) == ["COMPLETE", "WAITING"]
     assert third.num_left == 3
     assert third.ask(1) == asked
-    assert third.trials == [1]
     assert states_in(tmp_path) == ["COMPLETE", "RUNNING"]
 
 
@@ -294,7 +284,7 @@ def test_a_misspelt_setting_and_values_of_another_kind_do_not_spoil_a_study(begi
     misspelt.ask(1)
     end_driver(misspelt)
     study = begin("hydra.sweeper.n_trials=2")
-    assert [setting.partition("=")[0] for [setting] in study.ask(9)] == ["optimizer.lr"] * 2
+    assert [setting.partition("=")[0] for [setting] in study.ask(9).values()] == ["optimizer.lr"] * 2
     end_driver(study)
     other = begin("hydra.sweeper.n_trials=3", "hydra.sweeper.params={optimizer.lr:'choice(1,2)'}")
     with pytest.raises(ConfigError, match=r"optimizer\.lr: the study has other values for it \(.*\); give it those, "):
@@ -318,7 +308,7 @@ def test_a_trial_with_a_setting_that_is_not_varied_fails_and_does_not_count(begi
     written.enqueue_trial({"optimizer.wd": 0.25})
     asked = study.ask(9)
     assert capsys.readouterr().err == "trial 3 fails: the sweep has no optimizer.wd\n"
-    assert (len(asked), asked[0]) == (3, ("optimizer.lr=0.5",))
+    assert (list(asked), asked[2]) == ([2, 4, 5], ("optimizer.lr=0.5",))
     assert states_in(tmp_path) == ["FAIL", "FAIL", "RUNNING", "FAIL", "RUNNING", "RUNNING"]
 
 
@@ -345,13 +335,13 @@ def test_a_study_never_has_more_trials_than_wanted(begin: Begin, capsys: pytest.
 
 def test_a_fixed_seed_moves_on_with_each_start(begin: Begin):
     seeded = ("hydra.sweeper.sampler.seed=7", "hydra.sweeper.n_trials=9")
-    assert len({begin(*seeded).ask(1)[0] for _ in range(3)}) == 3
+    assert len({settings for _ in range(3) for settings in begin(*seeded).ask(1).values()}) == 3
 
 
 @pytest.mark.parametrize("name", ["cmaes", "nsgaii", "random", "tpe"])
 def test_each_sampler_chooses(begin: Begin, name: str):
     study = begin(groups=(f"hydra/sweeper/sampler={name}",))
-    assert len(set(study.ask(3))) == 3
+    assert len(set(study.ask(3).values())) == 3
 
 
 @pytest.mark.parametrize("seeded", [[], ["hydra.sweeper.sampler.seed=7"]])
@@ -369,17 +359,75 @@ def test_a_grid_has_as_many_trials_as_points_and_one_that_waited_keeps_its_point
         end_job(tmp_path, number, value=1.0)
     second.tell()
     rest = second.ask(9)
-    assert len({*again, *rest}) == 6
+    assert len({*again.values(), *rest.values()}) == 6
     for number in range(2, 6):
         end_job(tmp_path, number, value=1.0)
     second.tell()
     assert states_in(tmp_path) == ["COMPLETE"] * 6
 
 
+def test_a_grid_goes_on_with_a_trial_that_a_user_has_queued(begin: Begin, tmp_path: Path):
+    """With one point left Optuna asked such a trial for its place in the grid, which it has none of."""
+    grid = functools.partial(begin, "hydra.sweeper.params={seed:'choice(1,2)'}", "hydra.sweeper.n_trials=3")
+    groups = ("hydra/sweeper/sampler=grid",)
+    end_driver(grid(groups=groups))
+    optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path}/sweep/study.db").enqueue_trial({"seed": 1})
+    study = grid(groups=groups)
+    study.ask(2)
+    for number in (0, 1):
+        end_job(tmp_path, number, value=1.0)
+    study.tell()
+    assert states_in(tmp_path) == ["COMPLETE", "COMPLETE"]
+
+
+@pytest.mark.parametrize("use", ["ask", "tell"])
+def test_a_study_that_is_deleted_in_mid_sweep_is_one_line(begin: Begin, tmp_path: Path, use: str):
+    study = begin()
+    study.ask(1)
+    optuna.delete_study(study_name="sweep", storage=f"sqlite:///{tmp_path}/sweep/study.db")
+    told = r"^hydra\.sweeper\.storage: the study sweep was deleted in mid-sweep; the same command begins another$"
+    with pytest.raises(StudyError, match=told):
+        study.ask(1) if use == "ask" else study.tell()
+
+
+class Launcher:
+    """Runs no job; each ends at once, with its number as its value."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.launched, self.best = folder, [], []
+
+    def launch(self, jobs: list[tuple[str, ...]], initial_job_idx: int) -> None:
+        """See Hydra's."""
+        self.launched.append([*range(initial_job_idx, initial_job_idx + len(jobs))])
+        path = self.folder / "sweep/optimization_results.yaml"
+        self.best.append(OmegaConf.load(path).best_value if path.exists() else None)
+        for number in self.launched[-1]:
+            end_job(self.folder, number, value=float(number))
+
+
+def test_a_job_has_the_number_of_its_trial_and_the_best_one_is_kept_while_the_sweep_runs(begin: Begin, tmp_path: Path):
+    first, other = begin(), begin()
+    for number in (0, 2):
+        assert list(first.ask(1)) == [number]
+        end_job(tmp_path, number, value=9.0)
+        first.tell()
+        other.ask(1 - number // 2)  # the trial between the two
+    for study in (first, other):
+        end_driver(study)
+    assert states_in(tmp_path) == ["COMPLETE", "RUNNING", "COMPLETE"]
+    begin("hydra.sweeper.n_trials=6")
+    sweeper, launcher = OptunaSweeper(n_jobs=2), Launcher(tmp_path)
+    sweeper._sweep, sweeper._launcher = telling.driven_sweep()[0], launcher
+    sweeper.sweep([])
+    assert launcher.launched == [[1], [3], [4, 5]]
+    assert launcher.best == [9.0, 9.0, 1.0]
+    assert states_in(tmp_path) == ["COMPLETE"] * 6
+
+
 def test_the_fate_of_a_job_is_the_journal_s(begin: Begin, tmp_path: Path):
     study = begin()
     with pytest.raises(StudyError, match="no trial of the study has completed, so that it has no best one"):
-        study.write_best(tmp_path)
+        study.require_best()
     study.ask(5)
     for number, (status, value) in enumerate([("completed", 2.0), ("pruned", 1.0), ("failed", None), ("stopped", 3.0)]):
         end_job(tmp_path, number, status, value)
@@ -407,7 +455,7 @@ def leave_result(folder: Path, overrides: list[str], **fields: Any) -> None:
 
 def test_without_a_line_in_the_journal_the_fate_of_a_job_is_in_its_result(begin: Begin, tmp_path: Path):
     study = begin("hydra.overrides.task=['seed=7']")
-    jobs, folder = [list(job) for job in study.ask(4)], tmp_path / "sweep"
+    jobs, folder = [list(job) for job in study.ask(4).values()], tmp_path / "sweep"
     leave_result(folder / "0", jobs[0])
     leave_result(folder / "1", jobs[1], status="stopped", stopped_by="sweep.pruner")
     leave_result(folder / "2", ["seed=7"])  # of another job, in whose place this one has got 2_2
@@ -435,9 +483,10 @@ def test_a_database_that_fails_in_mid_sweep_is_one_line(begin: Begin, tmp_path: 
 def test_without_a_completed_trial_a_pruned_or_running_one_is_no_error(begin: Begin, tmp_path: Path):
     study = begin()
     study.ask(1)
-    study.write_best(tmp_path)  # runs
+    study.require_best()  # runs
     end_job(tmp_path, 0, "pruned", 1.0)
     study.tell()
+    study.require_best()
     study.write_best(tmp_path)
     assert not (tmp_path / "optimization_results.yaml").exists()
 
@@ -475,5 +524,5 @@ def test_a_storage_of_the_users_has_a_study_for_each_folder(begin: Begin, tmp_pa
 def test_a_sweep_without_optuna_has_no_study(begin: Begin, tmp_path: Path):
     assert begin("sweep.objective=tokens_per_s", "sweep.direction=maximize", sweeper="basic") is None
     sweep = telling.driven_sweep()[0]
-    assert (sweep.objectives, sweep.directions) == (("tokens_per_s",), ("maximize",))
+    assert (sweep.settings.objectives, sweep.settings.directions) == (["tokens_per_s"], ["maximize"])
     assert not (tmp_path / "sweep/study.db").exists()

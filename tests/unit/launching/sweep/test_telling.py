@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.unit.report.folders import write_job, write_result
+from zerotrain.config.schema import SweepConfig
 from zerotrain.launching import exits
 from zerotrain.launching.job import locked
 from zerotrain.launching.sweep import telling
 from zerotrain.launching.sweep.study import Study
 from zerotrain.launching.sweep.sweep import Sweep
-from zerotrain.launching.sweep.telling import KeptReport, StatusLine, Teller
+from zerotrain.launching.sweep.telling import StatusLine, Teller
 from zerotrain.report.journal import JobEvent, SweepJournal
 from zerotrain.report.rows import Row, read_report
 
@@ -49,9 +50,10 @@ def seen(ours: int) -> str:
 
 def test_a_file_of_the_user_s_own_is_no_reason_to_end_and_stays(tmp_path: Path):
     (tmp_path / "sweep.csv").write_text("mine")
-    kept = KeptReport(Sweep(folder=tmp_path, start=0))
+    teller = Teller(Sweep(folder=tmp_path, start=0))
     say(tmp_path, "refused", 0, status="failed", error="zero.stage: got 9")
-    kept.look()
+    teller.keep_report()
+    teller.close()
     assert (tmp_path / "sweep.csv").read_text() == "mine"
 
 
@@ -122,7 +124,7 @@ def test_the_exit_code_is_that_of_a_failure_if_any_job_failed(
     tmp_path: Path, monkeypatch, capsys, fields, diverged, code, expected
 ):
     write(tmp_path, 0, **fields)
-    sweep = sweep_in(tmp_path, diverged=diverged)
+    sweep = sweep_in(tmp_path, settings=SweepConfig(diverged=diverged))
     monkeypatch.setattr(telling, "_driven", [(sweep, Teller(sweep))])
     assert telling.report(code) == expected
     assert ("diverged" if "final_train_loss" in fields else fields["status"]) in capsys.readouterr().out
@@ -164,7 +166,7 @@ def test_a_job_without_a_result_runs_or_its_process_is_gone(tmp_path: Path):
 
 
 def test_the_best_job_is_told_by_the_objective_and_pruned_ones_are_counted(tmp_path: Path, capfd):
-    sweep = sweep_in(tmp_path, total=4, objectives=("val_accuracy",), directions=("maximize",))
+    sweep = sweep_in(tmp_path, total=4, settings=SweepConfig(objective="val_accuracy", direction="maximize"))
     teller = Teller(sweep)
     values = [("completed", 0.5), ("completed", 0.75), ("pruned", 0.9), ("completed", 0.6)]
     for job, (status, value) in enumerate(values):
