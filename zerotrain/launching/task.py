@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -226,7 +227,7 @@ def _choose_now(
 ) -> tuple[Config, dict[str, Any]]:
     """`choose_autos`, where no earlier run in the folder has chosen."""
     fields = _in_a_child(lambda: asdict(choice.choose(raw, config, Planner(config, ranks, memory, run_dir))))
-    chosen = choice.Choice.from_fields(fields)
+    chosen = msgspec.convert(fields, choice.Choice, str_keys=True)
     if not chosen.plan.fits:
         raise ConfigError(chosen.why)
     print_plan(Console(), chosen.plan, config)
