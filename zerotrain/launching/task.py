@@ -76,6 +76,20 @@ def num_local_ranks(config: Config) -> int:
     return config.launch.nproc_per_node or max(1, 0 if config.launch.device == "cpu" else num_gpus())
 
 
+def started_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[room.Ranks, list[str]]:
+    """The ranks of a command, whose device the config gets; and a line where torchrun has started another number than
+    the config asks for."""
+    started, nproc = all_ranks(config, ranks), config.launch.nproc_per_node
+    device, why = device_for(config.launch.device, started.num_local, num_gpus_for(started.num_local))
+    if why:
+        print(f"warning: {why}", file=sys.stderr)
+        config.launch.device = device
+    if ranks is None or nproc in (None, started.num_local):
+        return started, []
+    problem = f"launch.nproc_per_node: got {nproc}; {ranks.starter} has started {started.num_local}; leave it out"
+    return started, [problem]
+
+
 # The checks of a job before any of its ranks starts: its config, its folder, its data, what it goes on from.
 
 
@@ -113,16 +127,8 @@ def settings_of(read: ReadConfig, run_dir: Path, ranks: RankEnvironment | None) 
     choices, overrides = dict(reversed(groups.items())), given_settings(hydra)
     problems = [explain.with_place(problem, choices, folders, overrides) for problem in read.problems]
     resuming.set_code_when_stopped(config)
-    started = all_ranks(config, ranks)
-    device, why = device_for(config.launch.device, started.num_local, num_gpus_for(started.num_local))
-    if why:
-        print(f"warning: {why}", file=sys.stderr)
-        config.launch.device = device
-    nproc = config.launch.nproc_per_node
-    if ranks is not None and nproc not in (None, started.num_local):
-        problems.append(
-            f"launch.nproc_per_node: got {nproc}; {ranks.starter} has started {started.num_local}; leave it out"
-        )
+    started, of_torchrun = started_ranks(config, ranks)
+    problems += of_torchrun
     # An impossible number of ranks has no files to count, and a plan opens none.
     if not problems and room.is_on_host(config) and not config.plan.only:
         problems += room.file_problems(started.num_ranks)
@@ -304,7 +310,7 @@ def run_job(composed: DictConfig) -> float | list[float] | None:
                 print(line, flush=True)
             result, signum = _run(composed, read, run_dir, overrides=given_settings(hydra))
     except Exception as error:
-        failure = _failure_of(error, run_dir)
+        failure = failure_of(error, run_dir)
         print(failure, file=sys.stderr)
         raise SystemExit(_code_of(failure)) from error
     print_ending(result, run_dir, Path.cwd(), RankEnvironment.read())
@@ -343,7 +349,7 @@ def _run_in_sweep(composed: DictConfig, hydra_dir: Path, hydra: Any) -> float | 
         except JournalError:
             raise
         except Exception as error:
-            member.end_failed(_failure_of(error, member.run_dir or hydra_dir), hydra_dir)
+            member.end_failed(failure_of(error, member.run_dir or hydra_dir), hydra_dir)
             result = None
         except BaseException as ending:
             member.end_stopped()
@@ -360,7 +366,7 @@ def _run_in_sweep(composed: DictConfig, hydra_dir: Path, hydra: Any) -> float | 
     return value
 
 
-def _failure_of(error: Exception, run_dir: Path) -> ZeroTrainError:
+def failure_of(error: Exception, run_dir: Path) -> ZeroTrainError:
     """An error as the user is told it."""
     is_full = name_full_disk(error, run_dir)
     text = printable(f"{type(error).__name__}: {error}")
@@ -471,7 +477,7 @@ def _run(
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
     print(f"{stages_named(stages, step)}, ranks: {started.num_ranks}, run folder: {folder}", flush=True)
-    return _run_spawned(job, started.num_ranks) if ranks is None else (_run_under_torchrun(job, ranks), 0)
+    return _run_spawned(job, started.num_ranks) if ranks is None else (run_under_torchrun(job, ranks), 0)
 
 
 def _warn(warnings: list[str]) -> None:
@@ -500,7 +506,8 @@ def _plan(read: ReadConfig, run_dir: Path) -> int:
     return exits.COMPLETED if plan.fits else exits.DOES_NOT_FIT
 
 
-def _run_under_torchrun(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
+def run_under_torchrun(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
+    """Hand a job to torchrun's other ranks, and run this one's; end the process if the job does not complete."""
     from zerotrain.launching.torchrun import job_exchange, run_here  # a plain run needs none of it
 
     job_exchange(ranks).publish(job)
