@@ -155,20 +155,24 @@ def choose(auto_config: Config, config: Config, planner: Planner) -> Choice:
     names = autos_of(auto_config)
     stages = _VALUES[STAGE] if auto_config.zero.stage == AUTO else (auto_config.zero.stages[0],)
     ways = ways_beside_stages(auto_config, on_host=planner.on_host)
-    tried: list[_PlannedWay] = []
+    tried: list[tuple[dict[str, Any], RunPlan]] = []
+    lines = []
     for way in ways:
-        tried.append(_plan_way(way, with_values(config, way), planner, stages, names))
-        if tried[-1].fitting:
+        plan = _plan_way(with_values(config, way), planner, stages, names)
+        tried.append((way, plan))
+        if len(ways) > 1:
+            fits = "fits" if plan.fits else "does not fit"
+            lines.append(f"  {chosen_named(way)}, stage {plan.stage}: {fits}: a rank holds {in_unit(plan.nbytes)}")
+        if plan.fits:
             break
-    best = tried[-1] if tried[-1].fitting else min(tried, key=lambda planned: planned.nbytes)
-    values = {name: best.stage if name == STAGE else best.values[name] for name in names}
+    best_way, best = tried[-1] if tried[-1][1].fits else min(tried, key=lambda planned: planned[1].nbytes)
+    values = {name: best.stage if name == STAGE else best_way[name] for name in names}
     chosen = with_values(config, values)
-    plans = best.plans | planner.stages(chosen, [stage for stage in range(len(STAGES)) if stage not in best.plans])
-    plan = RunPlan(stage=best.stage, num_ranks=planner.ranks.num_ranks, memory=planner.memory, stages=plans)
-    lines = [planned.line() for planned in tried] if len(ways) > 1 else []
-    other_stages = sorted({*stages} - {best.stage}, key=lambda stage: _cost(plans[stage], stage, plan.num_ranks))
-    alternatives = {stage: plan.memory.nbytes_of(plans[stage]) for stage in other_stages}
-    if best.fitting:
+    others = planner.stages(chosen, [stage for stage in range(len(STAGES)) if stage not in best.stages])
+    plan = replace(best, stages=best.stages | others)
+    other_stages = sorted({*stages} - {best.stage}, key=lambda stage: _cost(plan.stages[stage], stage, plan.num_ranks))
+    alternatives = {stage: plan.memory.nbytes_of(plan.stages[stage]) for stage in other_stages}
+    if best.fits:
         reasons = ["the first of the ways that fits"] if len(ways) > 1 else []
         reasons += [_reason(plan, best.fitting)] if STAGE in names else []
         why = "\n".join([*lines, f"auto: {chosen_named(values)}: {'; '.join(reasons)}"])
@@ -180,37 +184,19 @@ def choose(auto_config: Config, config: Config, planner: Planner) -> Choice:
     return Choice(values=values, plan=plan, why=why, tried=lines, alternatives=alternatives)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PlannedWay:
-    """A way at the best stage it fits at; if it fits at none, at the one of least memory."""
-
-    values: dict[str, Any]
-    plans: dict[int, StagePlan]
-    stage: int
-    fitting: list[int]
-    nbytes: int
-
-    def line(self) -> str:
-        fits = "fits" if self.fitting else "does not fit"
-        return f"  {chosen_named(self.values)}, stage {self.stage}: {fits}: a rank holds {in_unit(self.nbytes)}"
-
-
-def _plan_way(
-    values: dict[str, Any], config: Config, planner: Planner, stages: tuple[int, ...], names: list[str]
-) -> _PlannedWay:
-    plans, memory = planner.stages(config, stages), planner.memory
+def _plan_way(config: Config, planner: Planner, stages: tuple[int, ...], names: list[str]) -> RunPlan:
+    """The plan of a way at the best stage it fits at; if it fits at none, at the one of least memory."""
+    plans, memory, num_ranks = planner.stages(config, stages), planner.memory, planner.ranks.num_ranks
     if unknown := next((plan.unknown_because for plan in plans.values()), None):
         raise ConfigError(
             f"{', '.join(names)}: got auto, but {unknown} cannot be followed without values, so that activations "
             "are unknown; give a value"
         )
-    nbytes = {stage: memory.nbytes_of(plan) for stage, plan in plans.items()}
-    fitting = [stage for stage in stages if memory.fits(plans[stage])]
-    if fitting:
-        stage = min(fitting, key=lambda stage: _cost(plans[stage], stage, planner.ranks.num_ranks))
-    else:
-        stage = min(stages, key=nbytes.__getitem__)
-    return _PlannedWay(values=values, plans=plans, stage=stage, fitting=fitting, nbytes=nbytes[stage])
+    least = min(stages, key=lambda stage: memory.nbytes_of(plans[stage]))
+    plan = RunPlan(stage=least, num_ranks=num_ranks, memory=memory, stages=plans)
+    if not plan.fitting:
+        return plan
+    return replace(plan, stage=min(plan.fitting, key=lambda stage: _cost(plans[stage], stage, num_ranks)))
 
 
 def as_chosen(config: Config, run_dir: Path, num_ranks: int | None = None) -> Config:

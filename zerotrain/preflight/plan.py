@@ -1,6 +1,6 @@
 """The plan of a run at each stage: the bytes it holds and sends, whether they fit, and a table of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -80,12 +80,22 @@ class RunPlan:
     """The stage of the config, or the chosen one."""
     num_ranks: int
     memory: Memory
-    stages: Mapping[int, StagePlan]
+    stages: dict[int, StagePlan]
 
     @property
     def fits(self) -> bool:
         """Whether the plan of its stage fits."""
         return self.memory.fits(self.stages[self.stage])
+
+    @property
+    def fitting(self) -> list[int]:
+        """The stages with a plan that fits."""
+        return [stage for stage, plan in sorted(self.stages.items()) if self.memory.fits(plan)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a rank at its stage."""
+        return self.memory.nbytes_of(self.stages[self.stage])
 
     def write(self, run_dir: Path, **choice: Any) -> None:
         """Write plan.json.
@@ -267,9 +277,8 @@ def _lines(plan: RunPlan, config: Config) -> Iterator[str]:
     least = "at least " if stage_plan.peak is None else ""
     yield (
         f"stage {plan.stage} {'fits' if plan.fits else 'does not fit'}: a rank holds {least}"
-        f"{in_unit(memory.nbytes_of(stage_plan))}{where}{process}, of {in_unit(memory.device)}"
+        f"{in_unit(plan.nbytes)}{where}{process}, of {in_unit(memory.device)}"
     )
-    fitting = [stage for stage, other in sorted(plan.stages.items()) if memory.fits(other)]
     if not plan.fits:
         savings = ["train.micro_batch_size"]
         if not stage_plan.recomputes:
@@ -278,5 +287,5 @@ def _lines(plan: RunPlan, config: Config) -> Iterator[str]:
             savings.append("precision=bf16")
         if not memory.on_host and config.offload.optimizer == "device":
             savings.append("offload.optimizer=cpu")
-        answer = f"zero.stage={fitting[0]} fits" if fitting else "no stage fits"
+        answer = f"zero.stage={plan.fitting[0]} fits" if plan.fitting else "no stage fits"
         yield f"next: {answer}; less memory take: a smaller {', '.join(savings)}"
