@@ -122,6 +122,26 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
         own.close()
 
 
+@pytest.fixture
+def evaluates_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation on one rank computes in this process, and starts none; on more it is as ever."""
+    from zerotrain.launching import spawn
+    from zerotrain.launching.job import num_threads_per_rank
+    from zerotrain.saved import evaluating
+
+    start = spawn.run_ranks
+
+    def run_ranks(attempts: Any, num_ranks: int) -> int:
+        if num_ranks > 1:
+            return start(attempts, num_ranks)
+        job = attempts.job
+        torch.set_num_threads(num_threads_per_rank(job.config, 1))
+        evaluating.run(job.config, job.run_dir, **job.evaluates)
+        return 0
+
+    monkeypatch.setattr(spawn, "run_ranks", run_ranks)
+
+
 @pytest.fixture(scope="session")
 def launch(zygote: Zygote) -> Callable[..., Any]:
     """`commands.by_hand`, where a test is not about the start."""

@@ -18,6 +18,8 @@ from zerotrain.commands import evaluate, generate
 from zerotrain.commands.export import main as export
 from zerotrain.commands.generate import characters
 
+pytestmark = pytest.mark.usefixtures("evaluates_here")
+
 SETTINGS = (
     "zero.stage=3",
     "launch.nproc_per_node=4",

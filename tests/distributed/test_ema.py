@@ -27,6 +27,7 @@ SETTINGS += [
     "`callbacks=ema`: resumed on one rank at another stage, evaluated, exported with `--weights ema`",
     "the average and the losses of a run that never stopped; the exported file is the average",
 )
+@pytest.mark.usefixtures("evaluates_here")
 def test_a_resumed_run_has_the_average_of_one_that_never_stopped_and_it_is_what_is_exported(
     zygote: Zygote, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

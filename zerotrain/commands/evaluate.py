@@ -3,7 +3,7 @@ them.
 
 RUN is a run (its newest checkpoint is read), a checkpoint or an export. Settings and metrics are those of the run;
 SETTING=VALUE changes one by its full name. On a CPU all numbers equal those of the run at this step, to the bit, if you
-change only settings of zero and launch. One process starts, unless launch.nproc_per_node or torchrun asks for more.
+change only settings of zero and launch. One rank starts, unless launch.nproc_per_node or torchrun asks for more.
 Nothing is written to the folder of the run, which may still train, nor to the paths in its settings: text is prepared
 in your own cache, unless you give data.cache_dir.
 
@@ -18,31 +18,33 @@ Exit code 0; 1: a rank failed; 2: an argument is wrong or the weights are damage
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypedDict
 
-import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from zerotrain.comm.environment import RankEnvironment
-from zerotrain.comm.world import num_gpus_for
 from zerotrain.commands.frame import add_run, exit_code, is_averaged, parser_of
 from zerotrain.config import checks, words
 from zerotrain.config.compose import first_paragraph, from_values, known_keys, literal
 from zerotrain.config.schema import CheckpointConfig, Config
+from zerotrain.device.processes import end_with_parent
 from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files import kept_out, untrusted
-from zerotrain.launching import exits, failures, job, resuming, spawn, task, worker
+from zerotrain.launching import exits, failures, job, resuming, spawn, task
+from zerotrain.launching.command import run_as_rank
+from zerotrain.launching.torchrun import job_exchange
 from zerotrain.preflight import check, choice
+from zerotrain.preflight.room import Ranks
 from zerotrain.run.factory import build_on_meta
 from zerotrain.saved import evaluating
 from zerotrain.saved.saved import ADAPTERS, MERGED, OfRun, SavedRun, opened_or_exported
@@ -53,7 +55,7 @@ from zerotrain.training.metrics import Metric
 
 GROUPS = tuple(field.name for field in fields(Config) if field.name != "seed")
 OPEN_GROUPS = ("model", "data")
-"""Those whose settings their classes decide."""
+"""Groups with settings of any name, decided by their classes."""
 IDLE = ("zero.schedule", "data.num_workers")
 
 
@@ -65,7 +67,7 @@ class Use:
     built: tuple[str, ...]
     """The groups whose classes are built."""
     settings: tuple[str, ...]
-    """How names of settings begin that it has a use for, but for those of `IDLE`."""
+    """Beginnings of the names of settings with an effect, but for those of `IDLE`."""
 
     def has_use_for(self, setting: str) -> bool:
         """Whether the setting of this name changes anything."""
@@ -88,9 +90,9 @@ class _Loss(TypedDict):
 
 
 METRICS = {name: {TARGET: f"zerotrain.training.metrics.{name.capitalize()}"} for name in ("accuracy", "perplexity")}
-"""Those that no run need have."""
+"""Metrics for any run."""
 NO_METRICS = "zerotrain.training.callbacks."
-"""How names of classes begin that are known to be none."""
+"""The name of a class beginning so is no metric."""
 MAX_LOSS_NBYTES = 1 << 20
 OTHER_WEIGHTS = "the run evaluates its average of weights, and this is the loss of the trained ones; give --weights ema"
 LEFT_OUT = "is left out; if it is a metric, --trust-code computes it"
@@ -106,39 +108,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     names = None if options.metrics is None else [name for name in options.metrics.split(",") if name]
     request = {"metrics": names, "trust_code": options.trust_code, "weights": options.weights}
-    return exit_code(lambda: _run(options.path, options.settings, **request), is_told=not _is_one_of_others())
+
+    def lead() -> int:
+        return exit_code(lambda: _run(options.path, options.settings, **request))
+
+    def work() -> int:
+        ranks = RankEnvironment.read()
+        if ranks is None:
+            return lead()
+        end_with_parent(signal.SIGTERM)
+        with kept_out.nothing_imported_from(options.path):
+            return run_as_rank(lead, ranks)
+
+    return exit_code(work)
 
 
 def _run(path: Path, settings: Sequence[str], **request: Any) -> int:
-    ranks = RankEnvironment.read()
     try:
         with words.words_of_config():
             step, metrics = evaluate(path, settings, **request)
     except (ConfigError, CheckpointError):
         raise
     except Exception as error:
-        if isinstance(error, failures.RunError):
-            print(error, file=sys.stderr)
-        else:
-            if not isinstance(error, ZeroTrainError):  # of a user's class: the user needs to see where
-                traceback.print_exc()
-            rank = 0 if ranks is None else ranks.rank
-            print(f"rank {rank} {failures.Failure.from_error(error, rank).cause}", file=sys.stderr)
-        if ranks is not None:
-            worker.exit_now(exits.FAILED)
+        print(task.failure_of(error, Path(tempfile.gettempdir())), file=sys.stderr)
         return exits.FAILED
-    if not _is_one_of_others():
-        print(f"step {step}: validation loss {metrics.pop('val_loss', 'of each set')}")
-        for name, value in metrics.items():
-            print(f"  {untrusted.printable(name.removeprefix('val_').removeprefix('loss/'), keep='')}: {value!r}")
+    print(f"step {step}: validation loss {metrics.pop('val_loss', 'of each set')}")
+    for name, value in metrics.items():
+        print(f"  {untrusted.printable(name.removeprefix('val_').removeprefix('loss/'), keep='')}: {value!r}")
     return exits.COMPLETED
-
-
-def _is_one_of_others() -> bool:
-    """Whether this is one of several ranks of torchrun or srun, and another one tells what all know."""
-    with suppress(ConfigError):  # that is told later
-        RankEnvironment.read()
-    return os.environ.get("RANK", "0") != "0"
 
 
 def evaluate(
@@ -149,8 +146,8 @@ def evaluate(
     trust_code: bool = False,
     weights: str = "trained",
 ) -> tuple[int, dict[str, float]]:
-    """(step, the numbers of `RunEvaluation.after`) of a checkpoint: in this process, as one of torchrun's ranks, or by
-    ranks that are started for it.
+    """(step, the numbers of `RunEvaluation.after`) of a checkpoint, by ranks that are started for it, or by those of
+    torchrun, of which this process is the first.
 
     Args:
         path: of a checkpoint, of a run, of which the newest is taken, or of an exported folder.
@@ -171,27 +168,20 @@ def evaluate(
         warnings = []
         if not averaged and isinstance(run, SavedRun) and run.evaluates_average:
             warnings.append(OTHER_WEIGHTS)
-        config = _evaluation_config(run)
+        config = _evaluation_config(run, ranks)
         config.callbacks, left_out = _metrics_of(config, metrics, trust_code)
         warnings += [f"callbacks.{untrusted.printable(name)} {LEFT_OUT}" for name in left_out]
         config = with_settings(config, settings, run.path, EVALUATION, trust_code=trust_code)
-        num_local, num_ranks = _num_ranks(config, ranks)
-        config.launch.device, why = task.device_for(config.launch.device, num_local, num_gpus_for(num_local))
+        started, problems = task.started_ranks(config, ranks)
+        if problems:
+            raise ConfigError(*problems)
         try:
-            with _errors_in_one_line(config, run.path):
-                data = _checked(config, run, averaged, num_local, num_ranks)
-            warnings += [why] if why else []
+            data = _checked(config, run, averaged, started)
             is_meant = any(setting.startswith(("data.", "seed=")) for setting in settings)
             warnings += [] if is_meant or run.data_fingerprint in (None, data) else [OTHER_DATA]
-            if not _is_one_of_others():
-                for warning in warnings:
-                    print(f"warning: {warning}", file=sys.stderr)
-            if ranks is None and num_ranks > 1:
-                result = _by_ranks(config, request, num_ranks)
-            else:
-                torch.set_num_threads(job.num_threads_per_rank(config, num_local))  # the bits depend on it
-                with _errors_in_one_line(config, run.path):
-                    result = evaluating.run(config, **request)
+            for warning in warnings:
+                print(f"warning: {warning}", file=sys.stderr)
+            result = _by_ranks(config, request, started.num_ranks, ranks)
         except ZeroTrainError as error:
             if run.path.exists():
                 raise
@@ -202,11 +192,11 @@ def evaluate(
 
 
 def _metrics_of(config: Config, names: Sequence[str] | None, trust_code: bool) -> tuple[dict[str, Any], list[str]]:
-    """The metrics among the callbacks of a run, or those that are wanted; and the names of callbacks that may be some
-    too, and whose classes are not trusted: nothing of those is imported.
+    """The metrics among the callbacks of a run, or the wanted ones; and the names of callbacks of untrusted classes,
+    which may be metrics too: nothing of those is imported.
 
     Raises:
-        ConfigError: one that is wanted is not there, or not trusted.
+        ConfigError: a wanted one is not there, or not trusted.
     """
     metrics, left_out = {}, []
     for name, values in config.callback_targets.items():
@@ -231,21 +221,7 @@ def _metrics_of(config: Config, names: Sequence[str] | None, trust_code: bool) -
     return {name: {key: value for key, value in values.items() if key != "of"} for name, values in chosen.items()}, []
 
 
-@contextmanager
-def _errors_in_one_line(config: Config, path: Path) -> Iterator[None]:
-    """Turns an error of zerotrain's or torch's classes into one line about the file whose arguments caused it. An error
-    of a user's class keeps its traceback."""
-    try:
-        yield
-    except ZeroTrainError:
-        raise
-    except Exception as error:
-        if names_others(config, EVALUATION.built):
-            raise
-        raise ConfigError(f"{path} cannot be evaluated: {type(error).__name__}: {first_paragraph(error)}") from error
-
-
-def _evaluation_config(run: OfRun) -> Config:
+def _evaluation_config(run: OfRun, ranks: RankEnvironment | None) -> Config:
     """The run's config, without what is of training alone. A ConfigError where it has none, or no whole weights."""
     config, form = run.require_config(), run.form
     if form == ADAPTERS:
@@ -255,22 +231,22 @@ def _evaluation_config(run: OfRun) -> Config:
     config.zero.stage, config.zero.schedule = stage_at(config.zero.stages, run.step), None
     config.train.virtual_ranks, config.train.gradient_accumulation_steps = None, 1
     config.offload, config.checkpoint = OffloadGroup(), CheckpointConfig()
-    config.data = kept_in_own_cache(config.data)
-    config.launch.nproc_per_node, config.launch.max_restarts = 1, 0
+    config.launch.nproc_per_node, config.launch.max_restarts = 1 if ranks is None else None, 0
     return config
 
 
-def kept_in_own_cache(values: Any) -> Any:
-    """The arguments of data, of a mix too, whose tokens go into the user's own cache: a file names no folder that is
-    written to."""
+def _in_own_cache(values: Any) -> Any:
+    """The arguments of data, of a mix too, with the user's own cache for their tokens: a file names no folder to write
+    to."""
     if isinstance(values, dict):
         is_place = {name: name == "cache_dir" and isinstance(value, str) for name, value in values.items()}
-        return {name: None if is_place[name] else kept_in_own_cache(value) for name, value in values.items()}
-    return [kept_in_own_cache(value) for value in values] if isinstance(values, list) else values
+        return {name: None if is_place[name] else _in_own_cache(value) for name, value in values.items()}
+    return [_in_own_cache(value) for value in values] if isinstance(values, list) else values
 
 
 def with_settings(config: Config, settings: Sequence[str], path: Path, use: Use, *, trust_code: bool) -> Config:
-    """The config of a run with some settings changed.
+    """The config of a run with some settings changed. Its text is prepared in the user's own cache, unless they say
+    otherwise.
 
     Args:
         path: of the run.
@@ -280,7 +256,7 @@ def with_settings(config: Config, settings: Sequence[str], path: Path, use: Use,
         ConfigError: a line for each that is none, has a value that it cannot have, or has no effect; a class is not
             trusted, or cannot be built of its arguments.
     """
-    values = OmegaConf.create(literal(asdict(config)))
+    values = OmegaConf.create(literal(asdict(config) | {"data": _in_own_cache(config.data)}))
     keys = known_keys(values)
     problems = []
     for setting in settings:
@@ -320,40 +296,44 @@ def with_settings(config: Config, settings: Sequence[str], path: Path, use: Use,
     return config
 
 
-def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]:
-    """The ranks of this machine, and of all. A ConfigError where torchrun has started others than asked for."""
-    nproc = config.launch.nproc_per_node
-    if ranks is None:
-        return (num_ranks := task.num_local_ranks(config)), num_ranks
-    if nproc not in (None, 1, ranks.local_world_size):
-        raise ConfigError(
-            f"launch.nproc_per_node: got {nproc}; {ranks.starter} has started {ranks.local_world_size}; leave it out"
-        )
-    return ranks.local_world_size, ranks.world_size
+def _checked(config: Config, run: OfRun, averaged: bool, ranks: Ranks) -> dict[str, Any]:
+    """The data as it is after all that can be checked without ranks.
+
+    Raises:
+        ConfigError: with every problem found, or an error of zerotrain's or torch's classes in a line. That of a user's
+            class keeps its traceback.
+    """
+    try:
+        data = check.check(config, ranks.num_local, ranks.num_ranks, like=run.data_fingerprint)
+        if not data["validation_rows"] and not config.validation_set_targets:
+            raise ConfigError("data.validation is empty, so that there is nothing to evaluate on; give other data")
+        model = build_on_meta(config)
+        if model is not None:
+            with words.words_of_config():
+                misfits = weight_misfits(str(run.path), model, averaged=averaged)
+            if misfits:
+                raise ConfigError(*misfits)
+        return data
+    except ZeroTrainError:
+        raise
+    except Exception as error:
+        if names_others(config, EVALUATION.built):
+            raise
+        problem = f"{run.path} cannot be evaluated: {type(error).__name__}: {first_paragraph(error)}"
+        raise ConfigError(problem) from error
 
 
-def _checked(config: Config, run: OfRun, averaged: bool, num_local: int, num_ranks: int) -> dict[str, Any]:
-    """The data as it is after all that can be checked without ranks. A ConfigError with every problem found."""
-    data = check.check(config, num_local, num_ranks, like=run.data_fingerprint)
-    if not data["validation_rows"] and not config.validation_set_targets:
-        raise ConfigError("data.validation is empty, so that there is nothing to evaluate on; give other data")
-    model = build_on_meta(config)
-    if model is not None:
-        with words.words_of_config():
-            misfits = weight_misfits(str(run.path), model, averaged=averaged)
-        if misfits:
-            raise ConfigError(*misfits)
-    return data
-
-
-def _by_ranks(config: Config, request: dict[str, Any], num_ranks: int) -> Any:
-    """The result of `evaluating.run` by ranks that are started for it. The folder of their logs stays where one has
-    failed: what is told of it names its log."""
+def _by_ranks(config: Config, request: dict[str, Any], num_ranks: int, ranks: RankEnvironment | None) -> Any:
+    """The result of `evaluating.run`, as a job of these ranks. The folder of their logs stays where one has failed:
+    what is told of it names its log."""
     folder = Path(tempfile.mkdtemp(prefix="zerotrain_evaluate_"))
+    evaluation = job.Job(config=config, run_dir=folder, overrides=[], evaluates=request)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        evaluation = job.Job(config=config, run_dir=folder, overrides=[], evaluates=request)
         evaluation.ranks_dir.mkdir()
+        if ranks is not None:
+            job_exchange(ranks).require_same_commands(config.launch.start_timeout_s)
+            return task.run_under_torchrun(evaluation, ranks)
         try:
             spawn.run_ranks(resuming.Attempts(evaluation), num_ranks)
         except failures.RunError:

@@ -74,23 +74,20 @@ def require_free(out: Path, *, overwrite: bool) -> None:
 def require_apart(out: Path, run: Path, sources: list[Path]) -> None:
     """Make sure that an export neither lies in the run that it is of nor replaces what it reads.
 
-    Folders are compared by what they are, so that links, mounts and `..` hide nothing.
-
     Args:
         run: a checkpoint.
-        others: further folders that are read.
+        sources: further folders that are read.
 
     Raises:
         ConfigError: it does.
     """
-    above_out = _identities(out)
     for checkpoint in (run, Path(os.path.realpath(run))):
         is_of_run = checkpoint.parent.name == CHECKPOINTS
         for folder in (checkpoint, *(checkpoint.parents[:2] if is_of_run else ())):
-            if _identity(folder) in above_out:
+            if _lies_in(out, folder):
                 raise ConfigError(f"--out: got {out}, inside {folder}, the folder to export; give another folder")
     for folder in (run, *sources):
-        if _identity(out) in _identities(folder):
+        if _lies_in(folder, out):
             raise ConfigError(
                 f"--out: got {out}, and {folder}, which is read for this export, lies there; give another folder"
             )
@@ -224,20 +221,15 @@ def _remove(files: list[Path], folder: Path) -> None:
             parent.rmdir()
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Equal for two names of one folder; None where there is nothing."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def _identities(path: Path) -> set[tuple[int, int]]:
-    """Identities of a folder and of all those above it."""
+def _lies_in(path: Path, folder: Path) -> bool:
+    """Whether a path is a folder or lies below it. Folders are compared by what they are: links, mounts and `..` hide
+    nothing."""
     real = Path(os.path.realpath(path))
-    identities = map(_identity, (real, *real.parents))
-    return {identity for identity in identities if identity is not None}
+    for above in (real, *real.parents):
+        with suppress(OSError):  # nothing is there yet
+            if above.samefile(folder):
+                return True
+    return False
 
 
 MB = 10**6

@@ -61,13 +61,12 @@ def add_run(parser: ArgumentParser, *, has_settings: bool = False, has_weights: 
     )
 
 
-def exit_code(work: Callable[[], int | None], *, when_stopped: str | None = None, is_told: bool = True) -> int:
+def exit_code(work: Callable[[], int | None], *, when_stopped: str | None = None) -> int:
     """Do the work of a command; return the exit code. It prints errors that the user can mend on stderr, a line each.
 
     Args:
         work: may return a code; None for success.
         when_stopped: the line printed on Ctrl-C; None: none.
-        is_told: whether this process tells what is wrong, and not another one.
     """
     try:
         return work() or exits.COMPLETED
@@ -76,8 +75,7 @@ def exit_code(work: Callable[[], int | None], *, when_stopped: str | None = None
         text = str(error)
         if isinstance(error, OSError) and error.filename is not None:
             text = printable(f"{error.filename}: {error.strerror}", keep="")
-        if is_told:
-            print(text, file=sys.stderr)
+        print(text, file=sys.stderr)
         return exits.of_error(error)
     except KeyboardInterrupt:
         if when_stopped is not None:

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from zerotrain.checkpoint.folder import CHECKPOINTS, candidates, newest_first
 from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
-from zerotrain.commands.evaluate import Use, kept_in_own_cache, with_settings
+from zerotrain.commands.evaluate import Use, with_settings
 from zerotrain.commands.frame import add_run, exit_code, parser_of
 from zerotrain.config.words import words_of_config
 from zerotrain.errors import CheckpointError, ConfigError
@@ -123,7 +123,6 @@ def replay(
         left_out = [f"callbacks.{name}" for name in config.callback_targets]
         virtual_ranks = config.train.virtual_ranks
         config = of_replay(config)
-        config.data = kept_in_own_cache(config.data)
         config = with_settings(config, options.settings, folder, REPLAY, trust_code=options.trust_code)
         torch.set_num_threads(job.num_threads_per_rank(config, 1))
         choose_kernels(deterministic=config.train.deterministic, tf32=config.precision.tf32)

@@ -22,10 +22,10 @@ from zerotrain.commands.train import composed_config
 from zerotrain.errors import ConfigError
 
 DEFAULTS = {"--job-name": "zerotrain", "--open-mode": "append", "--requeue": None, "--signal": "USR1@120"}
-"""Options of sbatch, unless others are given: what a job that is queued again prints goes behind what it has printed,
-and Slurm signals the ranks two minutes before the time is up."""
+"""Options of sbatch, unless others are given: a job queued again appends to its output, and Slurm signals the ranks two
+minutes before the time is up."""
 _SHORT = {"-J": "--job-name", "--no-requeue": "--requeue"}
-"""Other names of these."""
+"""Short options of sbatch, and options against one of `DEFAULTS`: the long option they stand for."""
 _NOT_OURS = ("--wrap", "--array-inx")
 SUBMIT = "--submit"
 

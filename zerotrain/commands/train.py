@@ -19,7 +19,7 @@ with importing():
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 CONF = next((folder for folder in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if folder.is_dir()), _PACKAGE / "conf")
-"""There is one: in a wheel inside the package, in a clone beside it."""
+"""Path of conf/: inside the package in a wheel, beside it in a clone."""
 
 register_schema()
 
@@ -34,7 +34,7 @@ def train(composed: DictConfig) -> float | list[float] | None:
 
 
 def composed_config(settings: list[str], folders: Sequence[Path] = (CONF,)) -> Config:
-    """The config of a command line, of which nothing is run.
+    """The config of a command line; nothing is run.
 
     Args:
         folders: of yamls, in the order in which they are looked for.

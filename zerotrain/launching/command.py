@@ -149,11 +149,11 @@ def _exit_code(main: Callable[[], None], conf: Path) -> int:
         return _run_hydra(main, conf)
     # Torchrun ends its ranks, but not when it is killed itself.
     end_with_parent(signal.SIGTERM)
-    if ranks.local_world_size < ranks.world_size:  # a rank that ended of its command line would be waited for
-        return _run_as_rank(main, conf, ranks)
-    put_options_last(sys.argv)
-    if not is_sweep():
-        return _run_as_rank(main, conf, ranks)
+    # On several machines a rank that ended of its command line would be waited for.
+    if ranks.local_world_size == ranks.world_size:
+        put_options_last(sys.argv)
+    if ranks.local_world_size < ranks.world_size or not is_sweep():
+        return run_as_rank(lambda: _run_hydra_as_first(main, conf, ranks), ranks)
     if ranks.rank > 0:
         return exits.COMPLETED
     ranks.leave()
@@ -162,15 +162,17 @@ def _exit_code(main: Callable[[], None], conf: Path) -> int:
     return _run_hydra(main, conf)
 
 
-def _run_as_rank(main: Callable[[], None], conf: Path, ranks: RankEnvironment) -> int:
+def run_as_rank(lead: Callable[[], int], ranks: RankEnvironment) -> int:
+    """Do the work of a rank that torchrun has started; return its exit code.
+
+    Args:
+        lead: the work of rank 0, which publishes a job for the others; returns its exit code.
+    """
     with importing():
-        from zerotrain.launching.resuming import with_run_dir
         from zerotrain.launching.torchrun import job_exchange, run_here
 
     try:
         exchange = job_exchange(ranks)
-        if ranks.rank == 0 and (run_dir := exchange.run_dir_before()) is not None:
-            sys.argv[1:] = with_run_dir(sys.argv[1:], run_dir)
         job = None if ranks.rank == 0 else exchange.receive()
         if job is not None:
             exchange.prepare_data(job)
@@ -183,13 +185,23 @@ def _run_as_rank(main: Callable[[], None], conf: Path, ranks: RankEnvironment) -
     if ranks.rank == 0:
         code = exits.FAILED
         try:
-            code = _run_hydra(main, conf, may_sweep=False)
+            code = lead()
         finally:
             exchange.withdraw(code)
         return code
     if job is not None:
         run_here(job, ranks)
     return exits.COMPLETED
+
+
+def _run_hydra_as_first(main: Callable[[], None], conf: Path, ranks: RankEnvironment) -> int:
+    """`_run_hydra` as rank 0 of torchrun; after a restart in the folder of the attempt before."""
+    from zerotrain.launching.resuming import with_run_dir
+    from zerotrain.launching.torchrun import job_exchange
+
+    if (run_dir := job_exchange(ranks).run_dir_before()) is not None:
+        sys.argv[1:] = with_run_dir(sys.argv[1:], run_dir)
+    return _run_hydra(main, conf, may_sweep=False)
 
 
 def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> int:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -74,6 +75,20 @@ def num_local_ranks(config: Config) -> int:
     return config.launch.nproc_per_node or max(1, 0 if config.launch.device == "cpu" else num_gpus())
 
 
+def started_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[room.Ranks, list[str]]:
+    """The ranks of a command, whose device the config gets; and a line where torchrun has started another number than
+    the config asks for."""
+    started, nproc = all_ranks(config, ranks), config.launch.nproc_per_node
+    device, why = device_for(config.launch.device, started.num_local, num_gpus_for(started.num_local))
+    if why:
+        print(f"warning: {why}", file=sys.stderr)
+        config.launch.device = device
+    if ranks is None or nproc in (None, started.num_local):
+        return started, []
+    problem = f"launch.nproc_per_node: got {nproc}; {ranks.starter} has started {started.num_local}; leave it out"
+    return started, [problem]
+
+
 # The checks of a job before any of its ranks starts: its config, its folder, its data, what it goes on from.
 
 
@@ -111,16 +126,8 @@ def settings_of(read: ReadConfig, run_dir: Path, ranks: RankEnvironment | None) 
     choices, overrides = dict(reversed(groups.items())), given_settings(hydra)
     problems = [explain.with_place(problem, choices, folders, overrides) for problem in read.problems]
     resuming.set_code_when_stopped(config)
-    started = all_ranks(config, ranks)
-    device, why = device_for(config.launch.device, started.num_local, num_gpus_for(started.num_local))
-    if why:
-        print(f"warning: {why}", file=sys.stderr)
-        config.launch.device = device
-    nproc = config.launch.nproc_per_node
-    if ranks is not None and nproc not in (None, started.num_local):
-        problems.append(
-            f"launch.nproc_per_node: got {nproc}; {ranks.starter} has started {started.num_local}; leave it out"
-        )
+    started, of_torchrun = started_ranks(config, ranks)
+    problems += of_torchrun
     # An impossible number of ranks has no files to count, and a plan opens none.
     if not problems and room.is_on_host(config) and not config.plan.only:
         problems += room.file_problems(started.num_ranks)
@@ -225,7 +232,7 @@ def _choose_now(
 ) -> tuple[Config, dict[str, Any]]:
     """`choose_autos`, where no earlier run in the folder has chosen."""
     fields = _in_a_child(lambda: asdict(choice.choose(raw, config, Planner(config, ranks, memory, run_dir))))
-    chosen = choice.Choice.from_fields(fields)
+    chosen = msgspec.convert(fields, choice.Choice, str_keys=True)
     if not chosen.plan.fits:
         raise ConfigError(chosen.why)
     print_plan(Console(), chosen.plan, config)
@@ -298,7 +305,7 @@ def run_job(composed: DictConfig) -> float | list[float] | None:
                 print(line, flush=True)
             result, signum = _run(composed, read, run_dir, overrides=given_settings(hydra))
     except Exception as error:
-        failure = _failure_of(error, run_dir)
+        failure = failure_of(error, run_dir)
         print(failure, file=sys.stderr)
         raise SystemExit(_code_of(failure)) from error
     print_ending(result, run_dir, Path.cwd(), RankEnvironment.read())
@@ -335,7 +342,7 @@ def _run_in_sweep(composed: DictConfig, hydra_dir: Path, hydra: Any) -> float | 
         except JournalError:
             raise
         except Exception as error:
-            member.end_failed(_failure_of(error, member.run_dir or hydra_dir), hydra_dir)
+            member.end_failed(failure_of(error, member.run_dir or hydra_dir), hydra_dir)
             result = None
         except BaseException as ending:
             member.end_stopped()
@@ -352,7 +359,7 @@ def _run_in_sweep(composed: DictConfig, hydra_dir: Path, hydra: Any) -> float | 
     return value
 
 
-def _failure_of(error: Exception, run_dir: Path) -> ZeroTrainError:
+def failure_of(error: Exception, run_dir: Path) -> ZeroTrainError:
     """An error as the user is told it."""
     is_full = name_full_disk(error, run_dir)
     text = printable(f"{type(error).__name__}: {error}")
@@ -465,7 +472,7 @@ def _run(
     print(f"{stages_named(stages, step)}, ranks: {started.num_ranks}, run folder: {folder}", flush=True)
     if ranks is None:
         return _run_spawned(job, started.num_ranks)
-    return RunResult(**_run_under_torchrun(job, ranks)), 0
+    return RunResult(**run_under_torchrun(job, ranks)), 0
 
 
 def _warn(warnings: list[str]) -> None:
@@ -494,7 +501,8 @@ def _plan(read: ReadConfig, run_dir: Path) -> int:
     return exits.COMPLETED if plan.fits else exits.DOES_NOT_FIT
 
 
-def _run_under_torchrun(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
+def run_under_torchrun(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
+    """Hand a job to torchrun's other ranks, and run this one's; end the process if the job does not complete."""
     from zerotrain.launching.torchrun import job_exchange, run_here  # a plain run needs none of it
 
     job_exchange(ranks).publish(job)

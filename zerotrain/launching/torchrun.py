@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from zerotrain.files.untrusted import only_regular
 from zerotrain.launching import exits
 from zerotrain.launching.failures import Failure, first_failure, lost_folder
 from zerotrain.launching.job import Job, write_ending
+from zerotrain.launching.presence import read_states
 from zerotrain.launching.worker import exit_now, run_rank
 from zerotrain.preflight.check import prepare_data
 
@@ -284,7 +286,10 @@ def run_here(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
     terminal = LastingStream(os.fdopen(os.dup(sys.stderr.fileno()), "w"))
     settle = functools.partial(_settle, job, ranks, terminal)
     try:
-        return run_rank(job, ranks, settle)
+        result = run_rank(job, ranks, settle)
+        if job.evaluates is not None and ranks.local_rank == 0:
+            _remove_folder(job)
+        return result
     except KeyboardInterrupt:
         # All ranks hear of a stop before one is gone, or its end would be taken for the cause of theirs.
         _end(settle, _STOP_HEAD_START_S, exits.of_signal(signal.SIGINT))
@@ -294,6 +299,13 @@ def run_here(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
         # Torchrun takes the first process to end for the root cause: let the rank of the cause go first.
         wait_s = _PEER_HEAD_START_S if Failure.from_error(error, ranks.rank).from_peers else 0.0
         _end(settle, wait_s, exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED)
+
+
+def _remove_folder(job: Job) -> None:
+    """Remove the folder of an evaluation, once the other ranks of this machine have left it."""
+    while any(is_alive for _, is_alive in read_states(job.ranks_dir)):
+        time.sleep(_POLL_S)
+    shutil.rmtree(job.run_dir, ignore_errors=True)
 
 
 def _end(settle: Callable[[], None], wait_s: float, code: int) -> NoReturn:

@@ -139,7 +139,7 @@ def _do(job: Job, presence: Presence, rank: int) -> dict[str, Any]:
     if job.evaluates is not None:
         from zerotrain.saved import evaluating  # a training has no use for it
 
-        return evaluating.run(job.config, **job.evaluates, folder=job.run_dir, enter=presence.enter, tell=tell)
+        return evaluating.run(job.config, job.run_dir, **job.evaluates, enter=presence.enter, tell=tell)
     return factory.run(
         job.config,
         job.run_dir,

@@ -1,4 +1,4 @@
-"""Checks before any rank starts: objects and length of a run, rows of its data, and the mean that a loss is."""
+"""Checks before any rank starts: objects and length of a run, rows of its data, and the mean its loss takes."""
 
 import inspect
 import math
@@ -42,12 +42,10 @@ from zerotrain.preflight.room import (
     refusing_too_large,
     require_disk,
     require_folder,
-    require_rows,
 )
 from zerotrain.run import factory
 from zerotrain.settings import problems_in
 from zerotrain.sharding.units import model_parameters
-from zerotrain.training import Callback
 from zerotrain.training.callbacks import checkpoints, evaluation, sample, stages
 from zerotrain.training.metrics.metric import OF_TRAINING, OF_VALIDATION, Metric, class_dim_of, logits_in, metrics_in
 from zerotrain.training.result import in_evaluation
@@ -58,12 +56,12 @@ NONE = "give null, or data of text"
 MIN_SEQUENCES = 1024
 """As many a rank may read in a step though the data has fewer, to learn a few by heart."""
 NUM_TRIED = 8
-"""Rows of which the loss is tried at most."""
+"""Largest number of rows to try a loss on."""
 MOST_NUMEL, MOST_PRODUCTS, MOST_S = 2**25, 10**11, 0.2
-"""Parameters of a model whose loss is tried at most, products of these with elements of a row, and seconds of a core in
-which it is to have computed the loss of all rows once."""
+"""Limits for a model to try the loss of: its parameters, their product with the elements of a row, and the seconds of a
+core for the loss of all rows."""
 LARGE_NUMEL = 2**20
-"""Elements of a micro-batch from which on a step is rehearsed."""
+"""A step is rehearsed if a micro-batch has this many elements or more."""
 SURE = 0.8
 """A run is refused if so much of its rehearsed step has no room: a rehearsal has at most a fifth of bytes too many."""
 TOLERANCE = 1e-5
@@ -111,7 +109,10 @@ def first_batches_of(
     """The first items of each of `SETS` and of further sets, as batches of one, by their names in messages; of no
     validation there are none. A ConfigError where the rows of a step have no room."""
     if isinstance(length := getattr(data.train, "tokens_per_sequence", None), int):
-        require_rows(config, length * torch.int64.itemsize, len(data.train), ranks, room)
+        of_a_step = config.train.micro_batch_size * config.train.gradient_accumulation_steps
+        num_rows = min(len(data.train), of_a_step)
+        nbytes = {"host": float(num_rows * length * torch.int64.itemsize)}
+        room.require("data", nbytes, ranks.num_local, f"the {num_rows} rows of a step", SMALLER_BATCH)
     datasets = {f"data.{name}": getattr(data, name) for name in SETS if name == "train" or has_rows(data.validation)}
     datasets |= {f"{SETS_OF}.{name}": evaluation.rows_of_set(extra) for name, extra in sets.items()}
     collate = factory.build_collate(config)
@@ -129,9 +130,9 @@ def require_callbacks_fit(
     config: Config,
     model: nn.Module | None = None,
     batches: Mapping[str, Sequence[Any]] | None = None,
-) -> dict[str, Callback]:
-    """The callbacks; ConfigError where one needs an evaluation that there is not, a metric that an evaluation has not,
-    outputs that the model does not give, or labels that no batch has."""
+) -> None:
+    """Build the callbacks. A ConfigError where one needs evaluations and there are none, a metric no evaluation has,
+    outputs the model does not give, or labels no batch has."""
     callbacks = factory.build_callbacks(config)
     metrics, of_training = metrics_in(callbacks, OF_VALIDATION), metrics_in(callbacks, OF_TRAINING)
     if "loss" in metrics:
@@ -144,37 +145,33 @@ def require_callbacks_fit(
     for where, [batch, *_] in (batches or {}).items():
         require_measurable(of_training if where == "data.train" else metrics, where, batch, model)
     if data is None:
-        return callbacks
+        return
     followed = []
     if callbacks:
         from zerotrain.training.callbacks.early_stopping import EarlyStopping  # few runs need it
 
-        stoppers = {name: callback for name, callback in callbacks.items() if isinstance(callback, EarlyStopping)}
-        followed = [(f"callbacks.{name}.metric", callback.metric) for name, callback in stoppers.items()]
+        for name, callback in callbacks.items():
+            if isinstance(callback, EarlyStopping):
+                followed.append((f"callbacks.{name}.metric", callback.metric))
     if config.checkpoint.best is not None:
         followed.append(("checkpoint.best", config.checkpoint.best))
-    compared = [] if config.sweep.objective == SweepConfig.objective else map(str, config.sweep.objectives)
-    followed += [("sweep.objective", metric) for metric in map(in_evaluation, compared) if metric is not None]
-    has_validation = has_rows(data.validation)
-    if not (has_validation or sets) and (
-        needing := [*(name for name, _ in followed), *(f"callbacks.{name}" for name in metrics)]
-    ):
+    if config.sweep.objective != SweepConfig.objective:
+        for objective in config.sweep.objectives:
+            if (metric := in_evaluation(str(objective))) is not None:
+                followed.append(("sweep.objective", metric))
+    all_rows = {"": data.validation} if has_rows(data.validation) else {}
+    all_rows |= {name: evaluation.rows_of_set(extra) for name, extra in sets.items()}
+    needing = [*(name for name, _ in followed), *(f"callbacks.{name}" for name in metrics)]
+    if needing and not all_rows:
         raise ConfigError(f"{needing[0]}: needs evaluations, and {NO_VALIDATION}")
-    of_each = [f"val_{name}" for name in ("loss", *metrics)]
-    all_metrics = _with_sources(of_each, data.validation) if has_validation else []
-    for name, extra in sets.items():
-        all_metrics += [
-            evaluation.in_set(metric, name) for metric in _with_sources(of_each, evaluation.rows_of_set(extra))
-        ]
+    all_metrics = []
+    for set_name, rows in all_rows.items():
+        names = [f"val_{name}" for name in ("loss", *metrics)]
+        names += [f"{name}/{source}" for name in names for source in getattr(rows, "sources", ())]
+        all_metrics += [evaluation.in_set(name, set_name) if set_name else name for name in names]
     for name, metric in followed:
         if metric not in all_metrics:
             raise ConfigError(f"{name}: got {metric}; an evaluation has {', '.join(all_metrics)}")
-    return callbacks
-
-
-def _with_sources(metrics: Sequence[str], rows: Any) -> list[str]:
-    """The metrics of an evaluation of some rows, and those of each source."""
-    return [*metrics, *(f"{metric}/{source}" for metric in metrics for source in getattr(rows, "sources", ()))]
 
 
 def require_outputs(model: nn.Module, of_training: Mapping[str, Metric]) -> None:
@@ -223,7 +220,7 @@ def require_measurable(metrics: Mapping[str, Metric], where: str, batch: Any, mo
     unclear = {name: target for name, target in targets.items() if target is not None and target.dim() > 1}
     outputs = None
     if unclear:
-        with suppress(Exception), torch.no_grad():  # of a model that computes with values
+        with suppress(Exception), torch.no_grad():  # the model may compute with values
             outputs = logits_in(call_model(model, fetch.to_device(inputs, torch.device("meta"))))
     for name, target in unclear.items():
         try:
@@ -243,9 +240,9 @@ def require_loss_over(model: nn.Module, data: Any, batch: Any, config: Config) -
     """Check that a model's loss of a batch is the mean that `train.loss_over` says: that of its parts, each by its
     weight. Both are computed here, in evaluation mode, by the model with first weights.
 
-    It is not tried where each micro-batch is to count alike, with the models of zerotrain, whose losses are known, and
-    where it cannot be: the model is large, fails on the CPU, or draws random numbers in evaluation mode. Nor is one
-    refused that the user has named where none fits, as where a small part of a loss depends on all rows of a batch.
+    It is not tried where each micro-batch is to count alike, with the models of zerotrain (their losses are known), and
+    where it cannot be: the model is large, fails on the CPU, or draws random numbers in evaluation mode. If none fits,
+    the one the user has named is taken: a small part of a loss may depend on all rows of a batch.
 
     Args:
         model: without memory.
@@ -322,7 +319,7 @@ def _try_loss(model: nn.Module, batch: Any, config: Config) -> tuple[nn.Module, 
         for parameter in built.parameters():
             if not parameter.any():  # of zeros, such as those of the last layer, all losses may be the same
                 parameter.normal_(std=0.02)
-        output = call_model(built, fetch.as_inputs(batch))  # which may also import, and allocate
+        output = call_model(built, fetch.as_inputs(batch))  # the first call may import, and allocates
         start_s = time.process_time()
         call_model(built, fetch.as_inputs(batch))
         return built, int(min(NUM_TRIED, MOST_S / max(time.process_time() - start_s, 1e-9))), output
@@ -330,9 +327,9 @@ def _try_loss(model: nn.Module, batch: Any, config: Config) -> tuple[nn.Module, 
 
 
 def _whole_and_parts(data: Any, config: Config, rows: Sequence[int]) -> tuple[Any, list[list[tuple[Any, int]]]]:
-    """A batch, and (batch, number of rows) of each of its two parts, in one or two ways: read as micro-batches are, so
-    that each is padded to its longest; and cut out of the whole, where a collate function may draw other numbers for a
-    part, and where the model looks at the padding."""
+    """A batch, and (batch, number of rows) of each of its two parts, in one or two ways: read as micro-batches are,
+    each padded to its longest; and cut out of the whole, since a collate function may draw other numbers for a part and
+    the model may look at the padding."""
     num = max(1, len(rows) * 3 // 8)
     whole, sizes = _read_rows(data, config, rows), (num, len(rows) - num)
     read = [_read_rows(data, config, part) for part in (rows[:num], rows[num:])]
@@ -354,7 +351,7 @@ def _losses(model: nn.Module, config: Config, batches: Sequence[Any]) -> list[fl
 
 
 def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
-    """The mean of losses by weights; of a loss that weighs nothing nothing counts."""
+    """The mean of losses by weights. A loss without weight does not count: it may be nan."""
     weighed = (loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
     return sum(weighed) / (sum(weights) or math.nan)
 
@@ -442,12 +439,12 @@ def require_enough(data: Any, config: Config) -> None:
         )
 
 
-# The number of steps that a run of so many epochs or tokens comes to.
+# The length of a run in steps, from its epochs or tokens.
 
 
 def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Manifest | None) -> None:
-    """Let `train.max_steps=null` be the steps that `train.num_epochs` or `train.max_tokens` come to, rounded up. A run
-    that goes on with batches of another size has as many more as the rest of its sequences need.
+    """Set `train.max_steps=null` to the steps of `train.num_epochs` or `train.max_tokens`, rounded up. A run going on
+    with batches of another size gets as many more as the rest of its sequences need.
 
     Args:
         data: of the run.
@@ -460,7 +457,7 @@ def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Mani
     train = config.train
     if train.max_steps is not None or problems_in(train):
         return
-    # From the decimals that were given: 1.1 times 1000 is 1100, and not a little more.
+    # From the decimals in the config: 1.1 times 1000 is 1100, and not a little more.
     if train.num_epochs is not None:
         num_sequences = Fraction(str(train.num_epochs)) * len(data.train)
     elif train.max_tokens is not None:
@@ -473,7 +470,7 @@ def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Mani
     step = num_read = 0
     if goes_on_from is not None:
         step = goes_on_from.step
-        # The extra of another loop than ours may be anything; the ranks say that it is none to go on from.
+        # The extra of a user's own loop may be anything; the ranks refuse to go on from it.
         entry: Any = goes_on_from.content["extra"]
         for name in (checkpoints.OF_TRAINER, "run", "data", "rows_consumed"):
             entry = entry.get(name) if isinstance(entry, dict) else None
@@ -505,16 +502,18 @@ class ConfigTrial:
         self._config = config
         self.problems: list[str] = []
 
-    def __call__(self, group: str, attempted: Callable[[Config], Any]) -> Any:
-        """The result of a call with the config; None after a problem.
+    def __call__(self, group: str, attempted: Callable[..., Any], *needed: Any, **options: Any) -> Any:
+        """The result of a call; None after a problem, or where something that it needs is None.
 
         Args:
-            group: of settings that an error is about which names none.
+            group: of the settings to name in an error without a name.
         """
+        if any(argument is None for argument in needed):
+            return None
         values = getattr(self._config, group)
         try:
             with words.words_of_config():
-                return attempted(self._config)
+                return attempted(*needed, **options)
         except ConfigError as error:
             prefix = f"{error.about}: " if error.about else ""
             self.problems += [prefix + problem for problem in error.problems]
@@ -535,6 +534,18 @@ class ConfigTrial:
         except SystemExit as ending:
             self.problems.append(factory.ended_in(group, ending, values))
         return None
+
+
+@dataclass(frozen=True)
+class Start:
+    """The machine, the folder and the checkpoint that a run starts with."""
+
+    ranks: Ranks
+    device: torch.device | None
+    """The device of the ranks; None: there is none."""
+    room: Room
+    run_dir: Path | None
+    goes_on_from: Manifest | None
 
 
 def check(
@@ -564,61 +575,47 @@ def check(
         ConfigError: with every problem found.
     """
     attempt, ranks = ConfigTrial(config), Ranks(num_ranks, num_local_ranks)
-    device = attempt("launch", lambda config: choose_device(config.launch.device, num_local_ranks - 1))
-    virtual, accumulate = config.train.virtual_ranks, config.zero.accumulate
-    leaves = attempt("train", lambda _: leaves_per_rank(virtual, num_ranks, accumulate))
-    data = attempt("data", dataset_of)
+    device = attempt("launch", choose_device, config.launch.device, num_local_ranks - 1)
+    virtual_ranks = config.train.virtual_ranks
+    leaves = attempt("train", partial(leaves_per_rank, virtual_ranks, num_ranks, config.zero.accumulate))
+    data = attempt("data", dataset_of, config)
     # A plan tells itself what does not fit.
     room = Room(math.inf, math.inf) if config.plan.only else Room.of_machine(device, num_local_ranks)
     if config.model.get("vocab_size", 0) is None and isinstance(size := getattr(data, "vocab_size", None), int):
         config.model["vocab_size"] = size
+    model = None
     # Without the data nobody knows how many tokens the model is to have.
-    knows_size = data is not None or config.model.get("vocab_size", 0) is not None
-    with refusing_too_large(config, ranks, room):
-        model = attempt("model", _require_module) if knows_size else None
-    sets = None if data is None else attempt("data", lambda config: validation_sets_of(data, config))
-    batches = fingerprint = None
-    if sets is not None:
-        batches = attempt("data", lambda config: first_batches_of(data, sets, config, ranks, room))
-    if batches is not None:
-        fingerprint = attempt("data", lambda config: fetch.fingerprint_of(data, config.seed, sets, like))
-    frozen = None if model is None else attempt("model", lambda config: factory.freeze(config, model))
+    if data is not None or config.model.get("vocab_size", 0) is not None:
+        with refusing_too_large(config, ranks, room):
+            model = attempt("model", _require_module, config)
+    sets = attempt("data", validation_sets_of, data, config)
+    batches = attempt("data", first_batches_of, data, sets, config, ranks, room)
+    frozen = attempt("model", factory.freeze, config, model)
+    attempt("checkpoint", require_weights_fit, model, config, goes_on_from=goes_on_from)
     if model is not None:
-        attempt("checkpoint", lambda config: require_weights_fit(model, config, goes_on_from))
-        attempt("optimizer", lambda config: factory.require_groups(config, model_parameters(model)))
-    if model is not None and batches is not None:
-        attempt("data", lambda _: require_fit(model, data, batches))
+        attempt("optimizer", factory.require_groups, config, model_parameters(model))
+    attempt("data", require_fit, model, data, batches)
+    fingerprint = row = None
     if batches is not None:
-        attempt("train", lambda config: require_enough(data, config))
-        attempt("train", lambda config: require_prompts(data, config))
-        attempt("train", lambda config: take_max_steps(config, data, num_ranks, goes_on_from))
-        attempt("train", lambda config: factory.require_rhythms(config, data.train, num_ranks))
-        attempt("model", lambda config: factory.frozen_steps(config, frozen or {}, data.train, num_ranks))
-    attempt("offload", lambda config: require_folder(config, run_dir))
-    attempt("scheduler", _naming_the_argument("scheduler", factory.try_schedule))
-    attempt("callbacks", lambda config: require_callbacks_fit(data, sets or {}, config, model, batches))
-    row = None if batches is None else batches["data.train"][0]
+        fingerprint = attempt("data", fetch.fingerprint_of, data, config.seed, sets, like=like)
+        row = batches["data.train"][0]
+        attempt("train", require_enough, data, config)
+        attempt("train", require_prompts, data, config)
+        attempt("train", take_max_steps, config, data, num_ranks, goes_on_from=goes_on_from)
+        attempt("train", factory.require_rhythms, config, data.train, num_ranks)
+        attempt("model", factory.frozen_steps, config, frozen or {}, data.train, num_ranks)
+    attempt("offload", require_folder, config, run_dir=run_dir)
+    attempt("scheduler", _naming_the_argument, "scheduler", factory.try_schedule, config)
+    attempt("callbacks", partial(require_callbacks_fit, data, sets or {}, config, model, batches))
+    # Virtual ranks that the ranks cannot share would hide what else is wrong with the engine.
+    sound = replace(config, train=replace(config.train, virtual_ranks=virtual_ranks if leaves else None))
     start = Start(ranks, device, room, run_dir, goes_on_from)
-    # Where the ranks cannot share the virtual ranks, a virtual rank for each rank shows what else is wrong.
-    tried = config if leaves else replace(config, train=replace(config.train, virtual_ranks=None))
-    _rehearse(attempt, tried, None if frozen is None else model, row, start)
-    if model is not None and frozen is not None and row is not None and not attempt.problems and not config.plan.only:
-        attempt("train", lambda config: require_loss_over(model, data, row, config))
+    _rehearse(attempt, sound, None if frozen is None else model, row, start)
+    if frozen is not None and not attempt.problems and not config.plan.only:
+        attempt("train", require_loss_over, model, data, row, config)
     if attempt.problems:
         raise ConfigError(*dict.fromkeys(attempt.problems))  # several parts may stumble over one pattern
     return fingerprint or {}
-
-
-@dataclass(frozen=True)
-class Start:
-    """The machine, the folder and the checkpoint that a run starts with."""
-
-    ranks: Ranks
-    device: torch.device | None
-    """The device of the ranks; None: there is none."""
-    room: Room
-    run_dir: Path | None
-    goes_on_from: Manifest | None
 
 
 def _rehearse(attempt: ConfigTrial, config: Config, model: nn.Module | None, row: Any, start: Start) -> None:
@@ -633,8 +630,8 @@ def _rehearse(attempt: ConfigTrial, config: Config, model: nn.Module | None, row
     tried_on = device if on_host else None  # on a GPU the ranks try it: this process leaves none of its memory there
 
     def try_optimizer(device: torch.device | None) -> Any:
-        trying = _naming_the_argument("optimizer", lambda config: factory.try_optimizer(config, device))
-        return attempt("optimizer", trying)
+        tried = partial(factory.try_optimizer, device=device)
+        return attempt("optimizer", _naming_the_argument, "optimizer", tried, config)
 
     maker = try_optimizer(None)
     if model is None or any(map(problems_in, (config.zero, config.precision, config.offload, config.train))):
@@ -644,38 +641,37 @@ def _rehearse(attempt: ConfigTrial, config: Config, model: nn.Module | None, row
     stages_by_step, step = stages.stages_from(goes_on_from, config.zero.stages)
     later = [stage for start, stage in stages_by_step.items() if step < start < (config.train.max_steps or 0)]
     first, *others = dict.fromkeys([stages.stage_at(stages_by_step, step), *later])
-    largest = min([first, *others])  # the stage whose step is rehearsed: it shards least
+    largest = min([first, *others])  # a step is rehearsed at this stage: it shards least
 
-    def rehearse(stage: int, model: nn.Module | None, config: Config) -> ZeroEngine | None:
+    def rehearse(stage: int, model: nn.Module | None = None) -> ZeroEngine | None:
         try:
             with rehearsals.at(stage, model) as rehearsal:
                 at_rest: dict[str, int] = {}
-                with suppress(Exception):  # of an optimizer that works on GPUs alone, or nowhere, as its probe says
+                with suppress(Exception):  # an optimizer may work on GPUs alone, or nowhere: its probe says so
                     at_rest = rehearsal.at_rest_nbytes()
                 if at_rest and not attempt.problems and not config.plan.only:
                     require_disk(config, run_dir, at_rest["disk"], ranks)
                     require_memory(rehearsal, at_rest, config, row if stage == largest else None, ranks, start.room)
                 return rehearsal.engine
-        except Exception as error:
-            if isinstance(error, ConfigError) or _lacks_memory(error):
+        except RuntimeError as error:
+            if _lacks_memory(error):
                 raise
             return None  # it computes with values while it is built, and the ranks find out
 
-    engine = attempt("model", partial(rehearse, first, model))
+    engine = attempt("model", rehearse, first, model)
     if engine is None:
         try_optimizer(tried_on)
         return
     if maker is not None:
-        attempt("optimizer", lambda _: factory.require_optimizer(engine, tried_on, goes_on_from))
+        attempt("optimizer", partial(factory.require_optimizer, engine, tried_on, goes_on_from))
     for stage in others if not attempt.problems and not config.plan.only else ():
-        attempt("model", partial(rehearse, stage, None))
+        attempt("model", rehearse, stage)
 
 
 def require_memory(
     rehearsal: Rehearsal, at_rest: Mapping[str, int], config: Config, row: Any, ranks: Ranks, room: Room
 ) -> None:
-    """Make sure that there is memory for what each rank of this machine keeps at once: of large micro-batches in a
-    step, too.
+    """Make sure that this machine has memory for what its ranks keep at once, and for a step of large micro-batches.
 
     Args:
         at_rest: bytes by place, see `Rehearsal.at_rest_nbytes`.
@@ -697,31 +693,27 @@ def require_memory(
 
 
 def prepare_data(config: Config) -> None:
-    """Let the data be made that lies in a cache of this machine; ConfigError where it cannot be."""
+    """Make the data in the cache of this machine; ConfigError where it cannot be made."""
     with words.words_of_config():
         validation_sets_of(dataset_of(config), config)
 
 
-def _naming_the_argument(group: str, attempted: Callable[[Config], Any]) -> Callable[[Config], Any]:
-    """The same attempt, in whose errors the argument is named without which there is none."""
-
-    def attempt(config: Config) -> Any:
-        try:
-            return attempted(config)
-        except (ConfigError, ValueError, TypeError, LookupError) as error:
-            values = getattr(config, group)
-            line = error.problems[0] if isinstance(error, ConfigError) else factory.in_group(group, error, values)
-            for name in values.keys() - HYDRA_KEYS if line.startswith(f"{group}: ") else ():
-                without: Any = {group: {key: value for key, value in values.items() if key != name}}
-                try:
-                    attempted(replace(config, **without))
-                except Exception:  # of a user's class, which gets fewer arguments than it may need
-                    continue
-                reason = line.removeprefix(f"{group}: ")
-                raise ConfigError(f"{group}.{name}: got {words.word(values[name])}; {reason}") from error
-            raise
-
-    return attempt
+def _naming_the_argument(group: str, attempted: Callable[[Config], Any], config: Config) -> Any:
+    """Call a function with the config. Its error names an argument of the group if there is none without it."""
+    try:
+        return attempted(config)
+    except (ConfigError, ValueError, TypeError, LookupError) as error:
+        values = getattr(config, group)
+        line = error.problems[0] if isinstance(error, ConfigError) else factory.in_group(group, error, values)
+        for name in values.keys() - HYDRA_KEYS if line.startswith(f"{group}: ") else ():
+            without: Any = {group: {key: value for key, value in values.items() if key != name}}
+            try:
+                attempted(replace(config, **without))
+            except Exception:  # a user's class may need the argument
+                continue
+            reason = line.removeprefix(f"{group}: ")
+            raise ConfigError(f"{group}.{name}: got {words.word(values[name])}; {reason}") from error
+        raise
 
 
 def _lacks_memory(error: Exception) -> bool:

@@ -1,10 +1,10 @@
-"""Chooses what is `auto` in a config: the first way that fits by its plan, in a stated order.
+"""Chooses values for `auto` in a config: the first way to fit by its plan, in a stated order.
 
 The order of ways: see `ways_beside_stages`. A way fits if any stage does.
 
-The order of stages. Each stage computes the same. The stage that sends least is taken among those that fit; among equal
-ones one whose ranks share the update is faster than one where each rank updates all; then the lowest moves least within
-a rank. Times of all stages on one host and over a link are in docs/results/summary.md, and of all ways in auto.md.
+The order of stages. Each stage computes the same. The fitting stage that sends least is taken. Among equal ones a step
+is faster if the ranks share the update than if each rank updates all; then the lowest stage moves least within a rank.
+Times of all stages on one host and over a link are in docs/results/summary.md, and of all ways in auto.md.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,20 +13,20 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import isqrt
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 from zerotrain.config.compose import checkpoint_settings, digest
 from zerotrain.config.schema import Config
 from zerotrain.config.words import word
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import UntrustedFileError, read_json
-from zerotrain.preflight.plan import PLAN_NAME, Memory, Planner, RunPlan
+from zerotrain.preflight.plan import PLAN_NAME, PlanFile, Planner, RunPlan
 from zerotrain.preflight.rehearsal import StagePlan
 from zerotrain.settings import AUTO, autos_of
 from zerotrain.sharding.plan import STAGES
 from zerotrain.training.report import in_unit
 
-# Settings that may be `auto`: which values there are to choose from, and a config with those that were chosen.
+# Settings that may be `auto`: the values to choose from, and a config with the chosen ones.
 
 
 STAGE, MICRO_BATCH = "zero.stage", "train.micro_batch_size"
@@ -49,8 +49,8 @@ def unchosen_problems(config: Config) -> list[str]:
 
 
 def allowed(config: Config, name: str) -> tuple[Any, ...]:
-    """The values that a run may get for `auto`: those that take less time and more memory first, but for stages, whose
-    plans tell it. Micro-batches are of equal size, so that the global batch stays."""
+    """The values a run may get for `auto`: first those of less time and more memory, but for stages (their plans tell
+    it). Micro-batches are of equal size, and the global batch stays."""
     if name != MICRO_BATCH:
         return _VALUES[name]
     rows = _rows_of_a_step(config)
@@ -65,7 +65,7 @@ def _rows_of_a_step(config: Config) -> int:
 
 
 def values_in(config: Config, names: Iterable[str]) -> dict[str, Any]:
-    """The values that a config has of some settings."""
+    """The values of some settings in a config."""
     values = {}
     for name in names:
         group, _, field = name.partition(".")
@@ -88,13 +88,13 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def with_least_memory(config: Config) -> Config:
-    """The same config with the last value for each `auto`: that takes least, and is what is checked first."""
+    """The same config with the last value for each `auto`: it takes least, and is checked first."""
     return with_values(config, {name: allowed(config, name)[-1] for name in autos_of(config)})
 
 
 def ways_beside_stages(config: Config, *, on_host: bool) -> list[dict[str, Any]]:
-    """Values of all that is `auto` but the stage, in the order in which they are tried. First a micro-batch becomes
-    smaller, then units are computed again, then state leaves the device: to host memory, at last to a disk.
+    """Values for each `auto` but the stage, in the order of trying. First a micro-batch becomes smaller, then units are
+    computed again, then state leaves the device: to host memory, at last to a disk.
 
     Args:
         on_host: a rank computes in the host's memory: offloading to that frees nothing.
@@ -109,65 +109,44 @@ def ways_beside_stages(config: Config, *, on_host: bool) -> list[dict[str, Any]]
 
 
 def asked_hash(config: Config) -> str:
-    """16 hex digits of what a choice depends on but for the ranks: two configs share them that ask for the same."""
+    """16 hex digits of all that a choice depends on but the ranks: two configs share them if they ask for the same."""
     values = checkpoint_settings(config)
     settings = {group: values[group] for group in _OF_A_PLAN} | {"callbacks": config.callbacks}
     settings |= {"train": {name: values["train"][name] for name in _OF_A_STEP}, "memory_gb": config.plan.memory_gb}
     return digest(settings)
 
 
-CHOSEN = "chosen"
-ASKED = "asked"
-
-
-class _PlanFile(TypedDict):
-    num_ranks: int
-    asked: NotRequired[str | None]
-    chosen: NotRequired[dict[str, Any] | None]
-
-
 _MAX_NBYTES = 2**20
 MORE_RANKS = (2, 4, 8, 16)
-"""Times the ranks of the run, that may let it fit."""
+"""Times the ranks of the run, to try whether it fits then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The values that a run gets for `auto`."""
+    """Values for each `auto` of a run."""
 
     values: dict[str, Any]
-    """By setting; where nothing fits, those that take least."""
+    """By setting; if nothing fits, those of the least memory."""
     plan: RunPlan
     """The plan with these values."""
     why: str
-    """A sentence; before it a line for each way that was planned, if more than the stage was chosen."""
+    """A sentence; before it a line for each planned way, if more than the stage was chosen."""
     tried: list[str]
     """Those lines of ways."""
     alternatives: dict[int, int]
-    """The bytes that a rank would hold at each other stage, the best first; none unless the stage was chosen."""
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> "Choice":
-        """The choice of its `asdict`, which another process has made."""
-        plan: dict[str, Any] = fields["plan"]
-        stages = {int(stage): StagePlan(**plan_fields) for stage, plan_fields in plan["stages"].items()}
-        alternatives = {int(stage): nbytes for stage, nbytes in fields["alternatives"].items()}
-        of_run = RunPlan(**plan | {"memory": Memory(**plan["memory"]), "stages": stages})
-        return cls(**fields | {"plan": of_run, "alternatives": alternatives})
+    """The bytes of a rank at each other stage, the best first; none unless the stage was chosen."""
 
     def write(self, run_dir: Path, auto_config: Config) -> None:
-        """Write plan.json, from which `as_chosen` takes the choice; what does not fit is chosen for no run."""
-        self.plan.write(
-            run_dir,
-            **{ASKED: asked_hash(auto_config), CHOSEN: self.values if self.plan.fits else None, "ways": self.tried},
-        )
+        """Write plan.json for `as_chosen`. It has no choice if nothing fits."""
+        chosen = self.values if self.plan.fits else None
+        self.plan.write(run_dir, asked=asked_hash(auto_config), chosen=chosen, ways=self.tried)
 
 
 def choose(auto_config: Config, config: Config, planner: Planner) -> Choice:
-    """Choose the values of all that is `auto`.
+    """Choose a value for each `auto`.
 
     Args:
-        asked: the config with its `auto`.
+        auto_config: the config with its `auto`.
         config: the same, checked, with any values in their place.
 
     Raises:
@@ -176,20 +155,24 @@ def choose(auto_config: Config, config: Config, planner: Planner) -> Choice:
     names = autos_of(auto_config)
     stages = _VALUES[STAGE] if auto_config.zero.stage == AUTO else (auto_config.zero.stages[0],)
     ways = ways_beside_stages(auto_config, on_host=planner.on_host)
-    tried: list[_PlannedWay] = []
+    tried: list[tuple[dict[str, Any], RunPlan]] = []
+    lines = []
     for way in ways:
-        tried.append(_plan_way(way, with_values(config, way), planner, stages, names))
-        if tried[-1].fitting:
+        plan = _plan_way(with_values(config, way), planner, stages, names)
+        tried.append((way, plan))
+        if len(ways) > 1:
+            fits = "fits" if plan.fits else "does not fit"
+            lines.append(f"  {chosen_named(way)}, stage {plan.stage}: {fits}: a rank holds {in_unit(plan.nbytes)}")
+        if plan.fits:
             break
-    best = tried[-1] if tried[-1].fitting else min(tried, key=lambda planned: planned.nbytes)
-    values = {name: best.stage if name == STAGE else best.values[name] for name in names}
+    best_way, best = tried[-1] if tried[-1][1].fits else min(tried, key=lambda planned: planned[1].nbytes)
+    values = {name: best.stage if name == STAGE else best_way[name] for name in names}
     chosen = with_values(config, values)
-    plans = best.plans | planner.stages(chosen, [stage for stage in range(len(STAGES)) if stage not in best.plans])
-    plan = RunPlan(stage=best.stage, num_ranks=planner.ranks.num_ranks, memory=planner.memory, stages=plans)
-    lines = [planned.line() for planned in tried] if len(ways) > 1 else []
-    other_stages = sorted({*stages} - {best.stage}, key=lambda stage: _cost(plans[stage], stage, plan.num_ranks))
-    alternatives = {stage: plan.memory.nbytes_of(plans[stage]) for stage in other_stages}
-    if best.fitting:
+    others = planner.stages(chosen, [stage for stage in range(len(STAGES)) if stage not in best.stages])
+    plan = replace(best, stages=best.stages | others)
+    other_stages = sorted({*stages} - {best.stage}, key=lambda stage: _cost(plan.stages[stage], stage, plan.num_ranks))
+    alternatives = {stage: plan.memory.nbytes_of(plan.stages[stage]) for stage in other_stages}
+    if best.fits:
         reasons = ["the first of the ways that fits"] if len(ways) > 1 else []
         reasons += [_reason(plan, best.fitting)] if STAGE in names else []
         why = "\n".join([*lines, f"auto: {chosen_named(values)}: {'; '.join(reasons)}"])
@@ -201,65 +184,43 @@ def choose(auto_config: Config, config: Config, planner: Planner) -> Choice:
     return Choice(values=values, plan=plan, why=why, tried=lines, alternatives=alternatives)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PlannedWay:
-    """A way, at the stage that is best of those at which it fits; else at that which takes least."""
-
-    values: dict[str, Any]
-    plans: dict[int, StagePlan]
-    stage: int
-    fitting: list[int]
-    nbytes: int
-
-    def line(self) -> str:
-        fits = "fits" if self.fitting else "does not fit"
-        return f"  {chosen_named(self.values)}, stage {self.stage}: {fits}: a rank holds {in_unit(self.nbytes)}"
-
-
-def _plan_way(
-    values: dict[str, Any], config: Config, planner: Planner, stages: tuple[int, ...], names: list[str]
-) -> _PlannedWay:
-    plans, memory = planner.stages(config, stages), planner.memory
+def _plan_way(config: Config, planner: Planner, stages: tuple[int, ...], names: list[str]) -> RunPlan:
+    """The plan of a way at the best stage it fits at; if it fits at none, at the one of least memory."""
+    plans, memory, num_ranks = planner.stages(config, stages), planner.memory, planner.ranks.num_ranks
     if unknown := next((plan.unknown_because for plan in plans.values()), None):
         raise ConfigError(
             f"{', '.join(names)}: got auto, but {unknown} cannot be followed without values, so that activations "
             "are unknown; give a value"
         )
-    nbytes = {stage: memory.nbytes_of(plan) for stage, plan in plans.items()}
-    fitting = [stage for stage in stages if memory.fits(plans[stage])]
-    if fitting:
-        stage = min(fitting, key=lambda stage: _cost(plans[stage], stage, planner.ranks.num_ranks))
-    else:
-        stage = min(stages, key=nbytes.__getitem__)
-    return _PlannedWay(values=values, plans=plans, stage=stage, fitting=fitting, nbytes=nbytes[stage])
+    least = min(stages, key=lambda stage: memory.nbytes_of(plans[stage]))
+    plan = RunPlan(stage=least, num_ranks=num_ranks, memory=memory, stages=plans)
+    if not plan.fitting:
+        return plan
+    return replace(plan, stage=min(plan.fitting, key=lambda stage: _cost(plans[stage], stage, num_ranks)))
 
 
 def as_chosen(config: Config, run_dir: Path, num_ranks: int | None = None) -> Config:
-    """The config with the values that plan.json of a run's folder has for its `auto`; as it is where there are none, or
-    where they were chosen for other settings.
+    """The config with the values for its `auto` from plan.json of a run's folder; as it is if there are none, or if
+    they were chosen for other settings.
 
     Args:
-        num_ranks: those that they must have been chosen for; null: any.
+        num_ranks: they must have been chosen for this number; None: any.
     """
     autos = autos_of(config)
     if not autos:
         return config
     try:
-        plan_file = read_json(run_dir / PLAN_NAME, _PlanFile, max_nbytes=_MAX_NBYTES)
+        plan_file: PlanFile = read_json(run_dir / PLAN_NAME, PlanFile, max_nbytes=_MAX_NBYTES)
     except (OSError, UntrustedFileError):
         return config
-    values: Any = plan_file.get(CHOSEN)
-    if plan_file.get(ASKED) != asked_hash(config) or num_ranks not in (None, plan_file["num_ranks"]):
+    if plan_file.asked != asked_hash(config) or num_ranks not in (None, plan_file.num_ranks):
         return config
-    chosen = {}
+    values = plan_file.chosen or {}
     for name in autos:
-        value = (values or {}).get(name)
-        if not any(
-            type(choice) is type(value) and choice == value for choice in allowed(config, name)
-        ):  # True is not 1
+        choices = [(type(choice), choice) for choice in allowed(config, name)]
+        if (type(values.get(name)), values.get(name)) not in choices:  # True is not 1
             return config
-        chosen[name] = value
-    return with_values(config, chosen)
+    return with_values(config, {name: values[name] for name in autos})
 
 
 def chosen_named(values: dict[str, Any]) -> str:
@@ -273,7 +234,7 @@ def _cost(plan: StagePlan, stage: int, num_ranks: int) -> tuple[int, bool, int]:
 
 
 def _reason(plan: RunPlan, fitting: list[int]) -> str:
-    """Why its stage is the best of those that fit."""
+    """Why its stage is the best of the fitting ones."""
     sent = in_unit(plan.stages[plan.stage].sent or 0)
     if plan.num_ranks == 1:
         return "one rank sends nothing and shares nothing, so that the lowest stage that fits is as good as any"
@@ -286,7 +247,7 @@ def _reason(plan: RunPlan, fitting: list[int]) -> str:
 
 
 def _advice(config: Config, planner: Planner) -> str:
-    """The smallest change that lets a run fit."""
+    """The smallest change to let a run fit."""
     num_ranks = planner.ranks.num_ranks
     recompute = {"model.activation_checkpointing": True}
     offload = {"offload.optimizer": "disk" if planner.on_host else "cpu"}

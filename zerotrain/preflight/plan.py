@@ -1,14 +1,15 @@
-"""The plan of a run at each stage: what it holds and sends, whether that fits, and its table."""
+"""The plan of a run at each stage: the bytes it holds and sends, whether they fit, and a table of them."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from msgspec import UNSET, UnsetType
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -32,15 +33,15 @@ OF_A_GPU = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes that a rank can have."""
+    """Memory for a rank, in bytes."""
 
     device: float
     host: float
     on_host: bool
     """Whether both are the same memory."""
     process: int
-    """Beside its tensors a rank takes these: on the CPU what its process has made of its imports, without their files,
-    which ranks share and the system may drop; on a GPU what kernels keep."""
+    """Taken by a rank beside its tensors: on the CPU what its process has made of its imports, without their files
+    (ranks share them, and the system may drop them); on a GPU what kernels keep."""
     cache: int
     """Beside both on the CPU, see `KEPT_NBYTES`; none on a GPU, where `OF_A_GPU` leaves its allocator room."""
 
@@ -59,15 +60,15 @@ class Memory:
 
     @property
     def overhead(self) -> int:
-        """Bytes that are no tensors."""
+        """Bytes of no tensor."""
         return self.process + self.cache
 
     def nbytes_of(self, plan: StagePlan) -> int:
-        """Bytes of the memory that a rank computes in."""
+        """Bytes a plan takes of the memory a rank computes in."""
         return plan.at_least + self.overhead + (plan.host if self.on_host else 0)
 
     def fits(self, plan: StagePlan) -> bool:
-        """Whether a rank can have all that it holds, as far as it is known."""
+        """Whether a rank has memory for a plan, as far as its bytes are known."""
         return self.nbytes_of(plan) <= self.device and (self.on_host or plan.host <= self.host)
 
 
@@ -76,35 +77,68 @@ class RunPlan:
     """The plan of each stage, of one run."""
 
     stage: int
-    """The one that is asked for, or was chosen."""
+    """The stage of the config, or the chosen one."""
     num_ranks: int
     memory: Memory
-    stages: Mapping[int, StagePlan]
+    stages: dict[int, StagePlan]
 
     @property
     def fits(self) -> bool:
-        """Whether that stage does."""
+        """Whether the plan of its stage fits."""
         return self.memory.fits(self.stages[self.stage])
 
-    def write(self, run_dir: Path, **entries: Any) -> None:
+    @property
+    def fitting(self) -> list[int]:
+        """The stages with a plan that fits."""
+        return [stage for stage, plan in sorted(self.stages.items()) if self.memory.fits(plan)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a rank at its stage."""
+        return self.memory.nbytes_of(self.stages[self.stage])
+
+    def write(self, run_dir: Path, **choice: Any) -> None:
         """Write plan.json.
 
         Args:
-            more: further entries.
+            choice: `asked`, `chosen` and `ways` of a `PlanFile`.
         """
-        stages = {
-            str(stage): asdict(plan) | {"fits": self.memory.fits(plan)} for stage, plan in sorted(self.stages.items())
-        }
-        body: dict[str, Any] = {
-            "stage": self.stage,
-            "num_ranks": self.num_ranks,
-            "memory": round(self.memory.device),
-            "process": self.memory.process,
-            "kept": self.memory.cache,
-            "stages": stages,
-        }
+        stages = {}
+        for stage, plan in sorted(self.stages.items()):
+            stages[stage] = _StageInFile(**asdict(plan), fits=self.memory.fits(plan))
+        body = PlanFile(
+            stage=self.stage,
+            num_ranks=self.num_ranks,
+            memory=round(self.memory.device),
+            process=self.memory.process,
+            kept=self.memory.cache,
+            stages=stages,
+            **choice,
+        )
         with whole(run_dir / PLAN_NAME) as file:
-            file.write((json.dumps(body | entries, indent=2) + "\n").encode())
+            file.write(msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StageInFile(StagePlan):
+    fits: bool
+
+
+class PlanFile(msgspec.Struct, kw_only=True):
+    """The content of plan.json."""
+
+    stage: int
+    num_ranks: int
+    memory: int
+    process: int
+    kept: int
+    stages: dict[int, _StageInFile]
+    asked: str | UnsetType = UNSET
+    """Hash of the settings with `auto`, see `asked_hash`."""
+    chosen: dict[str, Any] | UnsetType | None = UNSET
+    """The values for `auto`, by setting; None: nothing fits."""
+    ways: list[str] | UnsetType = UNSET
+    """A line for each planned way, if more than the stage was chosen."""
 
 
 class Planner:
@@ -178,7 +212,7 @@ def print_plan(console: Console, plan: RunPlan, config: Config) -> None:
     """Print a row for each stage, readable at 80 columns, and the answer in a line.
 
     Args:
-        config: that the plan is of.
+        config: of the plan.
     """
     most = max(max(getattr(stage_plan, name) or 0 for name in COLUMNS) for stage_plan in plan.stages.values())
     unit, unit_nbytes = next((unit for unit in UNITS if most >= unit[1]), UNITS[-1])
@@ -200,8 +234,8 @@ def print_plan(console: Console, plan: RunPlan, config: Config) -> None:
 
 
 def _bars(plan: RunPlan, marks: str) -> Iterator[str]:
-    """A bar for each stage: the state, and all that comes and goes, at the peak, without the process itself. A `|` is
-    the end of the memory that is left for them."""
+    """A bar for each stage: the state and all else at the peak, without the process itself. A `|` is the end of the
+    memory left for them."""
     process = plan.memory.overhead
     room, longest = plan.memory.device - process, max(map(plan.memory.nbytes_of, plan.stages.values())) - process
     for stage, stage_plan in sorted(plan.stages.items()):
@@ -243,9 +277,8 @@ def _lines(plan: RunPlan, config: Config) -> Iterator[str]:
     least = "at least " if stage_plan.peak is None else ""
     yield (
         f"stage {plan.stage} {'fits' if plan.fits else 'does not fit'}: a rank holds {least}"
-        f"{in_unit(memory.nbytes_of(stage_plan))}{where}{process}, of {in_unit(memory.device)}"
+        f"{in_unit(plan.nbytes)}{where}{process}, of {in_unit(memory.device)}"
     )
-    fitting = [stage for stage, other in sorted(plan.stages.items()) if memory.fits(other)]
     if not plan.fits:
         savings = ["train.micro_batch_size"]
         if not stage_plan.recomputes:
@@ -254,5 +287,5 @@ def _lines(plan: RunPlan, config: Config) -> Iterator[str]:
             savings.append("precision=bf16")
         if not memory.on_host and config.offload.optimizer == "device":
             savings.append("offload.optimizer=cpu")
-        answer = f"zero.stage={fitting[0]} fits" if fitting else "no stage fits"
+        answer = f"zero.stage={plan.fitting[0]} fits" if plan.fitting else "no stage fits"
         yield f"next: {answer}; less memory take: a smaller {', '.join(savings)}"

@@ -35,12 +35,12 @@ SAMPLE_NUMEL = 2**14
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes and state of an optimizer that works on elements."""
+    """Bytes and state of an optimizer of elements."""
 
     states: dict[str, torch.dtype]
-    """State of the shape of what is updated, by name."""
+    """State of the shape of the weights, by name."""
     counters: dict[str, torch.dtype]
-    """State that is one number."""
+    """State of a single number."""
     scratch_per_element: float
     """Bytes alive for a moment in a step, for each element of a tensor."""
     at_once: bool
@@ -48,7 +48,7 @@ class Footprint:
 
 
 def look_at(factory: OptimizerFactory, *, on_host: bool) -> Footprint | None:
-    """Make two steps on the CPU; None of an optimizer that updates all its tensors whole.
+    """Make two steps on the CPU; None for an optimizer of whole tensors.
 
     Args:
         on_host: False: to be seen as on a GPU; where torch takes many tensors at once there, it does here.
@@ -107,7 +107,7 @@ class RehearsedFactory:
         if self._footprint is None or str(groups[0].get("name")).startswith(WHOLE):
             with suppress(Exception):
                 return self._factory(groups)
-            # It looks at its tensors, so it gets one that the engine has tried.
+            # It looks at its tensors, so it gets one of the shape the engine has tried.
             optimizer = self._factory([group | {"params": [torch.zeros(SAMPLE_SHAPE)]} for group in groups])
             for group, source in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = list(source["params"])
@@ -122,7 +122,7 @@ class RehearsedFactory:
 
 
 class RehearsedOptimizer(torch.optim.Optimizer):
-    """Has the state and takes the memory that the real one would."""
+    """Has the state and takes the memory of the real one."""
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], footprint: Footprint) -> None:
         self._footprint = footprint
@@ -143,12 +143,12 @@ class RehearsedOptimizer(torch.optim.Optimizer):
             torch.empty(int(numel * self._footprint.scratch_per_element), dtype=torch.uint8, device="meta")
 
 
-# A wire to ranks that are not there: nothing is sent, and what real handles borrow on the way is borrowed.
+# A wire to nobody: nothing is sent, and its handles borrow the same memory as real ones.
 
 
 @dataclass(frozen=True)
 class Links:
-    """The ways in which the ranks of a run send: which handles of `process_groups` they would have."""
+    """How the ranks of a run send: the handles of `zerotrain.comm` they would have."""
 
     num_ranks: int
     on_host: bool
@@ -157,7 +157,7 @@ class Links:
 
     @classmethod
     def of_run(cls, config: Config, num_ranks: int, *, on_host: bool) -> "Links":
-        """Those of a run's ranks, which compute in the host's memory or on GPUs."""
+        """The links of a run's ranks, in the host's memory or on GPUs."""
         reduction = config.zero.reduction
         return cls(num_ranks, on_host, ordered=reduction in ("ordered", "fp32") or (reduction == "auto" and on_host))
 
@@ -172,16 +172,12 @@ class Links:
         Args:
             zeros: makes the buffers of a step.
         """
-
-        def alike(values: torch.Tensor, _: str) -> torch.Tensor:
-            """Zeros of each rank, which are known: what ranks compare is alike."""
-            return torch.zeros(self.num_ranks, values.numel(), dtype=values.dtype)
-
         return Wire(
             gather=lambda spec: _Gather(spec, self.num_ranks),
             reduction=lambda spec: _Reduction(spec, self),
             exchange=_Exchange,
-            gather_small=alike,
+            # The ranks compare equal values.
+            gather_small=lambda values, _: torch.zeros(self.num_ranks, values.numel(), dtype=values.dtype),
             broadcast=lambda _values, _source: None,
             store=dist.HashStore,
             zeros=zeros,
@@ -207,13 +203,13 @@ class _Gather(_SendsNothing, Gather):
         self.sent_nbytes = wires.ring_nbytes(spec.full, num_ranks)
 
 
-class _Reduction(Reduction):
-    """It is done when it must be, since the others may be late: what it holds it holds as long as it may."""
+class _Reduction(_SendsNothing, Reduction):
+    """It is done only when it must be, since the others may be late: it holds its memory as long as it may."""
 
     def __init__(self, spec: ReductionSpec, links: Links) -> None:
         super().__init__(spec)
         self._links = links
-        # The ranks' parts that are received into a buffer. Unordered, only a result of another dtype needs one.
+        # Parts received into a buffer. Unordered, only a result of another dtype needs one.
         widens = self._pool.dtype.itemsize != self.out.itemsize
         self._num_received = links.num_ranks - links.posts_receives if links.ordered else int(widens)
         num_sent = 2 if links.on_host and not links.ordered else 1  # of gloo's own, each byte is sent twice
@@ -229,9 +225,6 @@ class _Reduction(Reduction):
     def _receive(self) -> None:
         if self._num_received and self._received is None:
             self._borrow(self._num_received)
-
-    def _wait(self) -> None:
-        pass
 
     def _is_done(self) -> bool:
         return self._links.num_ranks == 1
@@ -259,36 +252,36 @@ class _Exchange(_SendsNothing, Exchange):
 MAX_MICRO_BATCHES = 2
 """A virtual rank rehearses no more: each further one is like the second."""
 SMALL_NBYTES = 4096
-"""Small numbers take these: a step leaves them to the next, such as sums for the norm, or ranks tell each other. Twice
-as much where another rank may be late."""
+"""Bytes for small numbers: left to the next step, such as sums for the norm, or exchanged by ranks. Twice as much where
+another rank may be late."""
 _META = torch.device("meta")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """Bytes of the rank that holds most, with all padding."""
+    """Bytes of the rank with most of them, with all padding."""
 
     parameters: int
     """At rest on the device, in the compute precision."""
     gradients: int
     optimizer: int
-    """State of the optimizer, and fp32 master weights that are copies."""
+    """State of the optimizer, and fp32 master weights if they are copies."""
     gathered: int
-    """Other ranks' shards at the peak: units that are complete, and those that are gathered ahead."""
+    """Other ranks' shards at the peak: of complete units, and of those gathered ahead."""
     scratch: int
-    """Used again from step to step, at the peak: on the wire, sums, windows of what is offloaded."""
+    """Used again from step to step, at the peak: on the wire, sums, windows of offloaded state."""
     sums: int
-    """The part of `scratch` that sums of micro-batches and virtual ranks take."""
+    """The part of `scratch` for sums of micro-batches and virtual ranks."""
     activations: int | None
-    """Tensors that the forward of a micro-batch saves, or that live for a moment, at the peak; None: unknown."""
+    """Tensors saved by the forward of a micro-batch, or alive for a moment, at the peak; None: unknown."""
     peak: int | None
-    """All tensors on the device, when they are most."""
+    """All tensors on the device, at their most."""
     peak_phase: str | None
-    """The part of a step in which that is."""
+    """The part of a step with the peak."""
     host: int
     disk: int
     saved: int
-    """The part of `host` and `disk` that a forward saves for its backward, when it is most."""
+    """The part of `host` and `disk` saved by a forward for its backward, at its most."""
     sent: int | None
     """To other ranks, in a step."""
     fetched: int
@@ -296,13 +289,13 @@ class StagePlan:
     stored: int
     largest_unit: int
     unknown_because: str | None
-    """The operation that cannot be followed without values."""
+    """The operation not to be followed without values."""
     recomputes: bool
     """Whether units are computed again in the backward."""
 
     @property
     def at_least(self) -> int:
-        """Bytes on the device that are certain."""
+        """Bytes certainly on the device."""
         return self.peak or self.parameters + self.gradients + self.optimizer
 
 
@@ -317,15 +310,15 @@ class Rehearsals:
     """A batch of one; None: it is not known, and there are no steps."""
     optimizer: OptimizerFactory
     footprint: Footprint | None
-    """This tells what `optimizer` keeps and takes."""
+    """The bytes of `optimizer`."""
     run_dir: Path | None
-    """For what is offloaded; nothing is written there. None: nothing is offloaded."""
+    """For offloaded state; nothing is written there. None: nothing is offloaded."""
 
     @classmethod
     def of_run(
         cls, config: Config, links: Links, row: Any, optimizer: OptimizerFactory | None, run_dir: Path | None
     ) -> "Rehearsals":
-        """Those of a run that is looked at for the first time.
+        """The rehearsals of a run, with its first look at the optimizer.
 
         Args:
             optimizer: None: the run's cannot be made. SGD stands in for it, without the run's groups.
@@ -334,7 +327,7 @@ class Rehearsals:
             config = replace(config, optimizer=config.optimizer | {"groups": None})
             optimizer = partial(torch.optim.SGD, lr=0.1)
         footprint = None
-        with suppress(Exception):  # of an optimizer that works on GPUs alone, or nowhere; the engine says so
+        with suppress(Exception):  # it may work on GPUs alone, or nowhere; the engine says so
             footprint = look_at(optimizer, on_host=links.on_host)
         return cls(config, links, row, optimizer, footprint, run_dir)
 
@@ -345,10 +338,10 @@ class Rehearsals:
 
     @contextmanager
     def at(self, stage: int, model: nn.Module | None = None) -> Iterator["Rehearsal"]:
-        """In here the engine of the rank that holds most can be looked at, and can make a step.
+        """In here the engine of the rank with most state can be looked at, and can make a step.
 
         Args:
-            model: without memory, frozen in part, which becomes the engine's; None: it is built.
+            model: without memory, frozen in part; it becomes the engine's. None: it is built.
 
         Raises:
             ConfigError: the model or the optimizer cannot be trained so, or the model cannot be built without memory.
@@ -383,14 +376,13 @@ class Rehearsals:
         world = World(rank, links.num_ranks, rank, _META, shards=shards)
         factory = RehearsedFactory(self.optimizer, self.footprint)
         engine = build_engine_of(config, world, stage, self.run_dir, model=model, optimizer=factory)
-        if averages_in(config):  # which is as large with any settings
+        if averages_in(config):  # any settings make it as large
             engine.keep_average()
         return engine
 
 
 def _busiest(engine: ZeroEngine) -> int:
-    """The rank that keeps most of the optimizer's state. Only tensors that are updated whole, each by one rank, make
-    ranks differ."""
+    """The rank with most of the optimizer's state. Ranks differ only by tensors updated whole, each by one rank."""
     size, own_rank, trained = engine.world.size, engine.world.rank, engine.schedule.trained
     if not engine.plan.shards_optimizer or not any(bucket.update.owners for bucket in trained):
         return own_rank
@@ -416,8 +408,8 @@ class Rehearsal:
         self._homes: Homes = engine.held.homes
 
     def at_rest_nbytes(self) -> dict[str, int]:
-        """Bytes of weights, gradients and the optimizer's state, by the place where they lie: device, cpu and disk. As
-        the engine plans them, since some optimizers make their state in seconds without memory."""
+        """Bytes of weights, gradients and the optimizer's state, by their place: device, cpu and disk. The engine plans
+        them, since some optimizers take seconds to make their state without memory."""
         held, average = self.engine.memory_bytes(), self.engine.held.average
         placed, _ = self._placed_nbytes()
         on_device = held["parameters"] + held["gradients"]
@@ -433,7 +425,7 @@ class Rehearsal:
         leaves, accumulated = len(engine.virtual_ranks), self._config.train.gradient_accumulation_steps
         held, failed, num = engine.memory_bytes(), None, leaves * min(accumulated, MAX_MICRO_BATCHES)
         try:
-            mode.unknown = 1.0  # update with no gradient: a step that is not the first finds state
+            mode.unknown = 1.0  # update with no gradient: later steps than the first find state
             share = None if engine.held.average is None else 1.0
             update_all(engine.schedule.trained, engine.schedule.gathers, None, share)
             engine.schedule.end_update()
@@ -441,14 +433,14 @@ class Rehearsal:
             held = engine.memory_bytes()
             rows = [_rows(self._row, self._config.train.micro_batch_size)] * num
             engine.train()
-            if self._homes.tiers:  # whose windows are as large as they become from the second step on
+            if self._homes.tiers:  # their windows have their full size from the second step on
                 engine.train_step(rows)
             name_state(mode, engine)
-            gc.collect()  # what the build has left in cycles would count until it is found
+            gc.collect()  # garbage of the build in cycles would count until it is found
             mode.begin(engine)
             start_moved = self._saved_moved()
             engine.train_step(rows)
-        except Exception as error:  # of the user's classes, which may ask for anything
+        except Exception as error:  # a user's class may ask for anything
             failed = mode.failed or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         at_peak = {} if failed else mode.at_peak
         moved = [moved_nbytes(engine.held, accumulated * leaves, where) for where in ("cpu", "disk")]
@@ -486,12 +478,12 @@ class Rehearsal:
         )
 
     def _saved_moved(self) -> tuple[int, int]:
-        """Bytes (fetched, stored) so far of what forwards save, in each micro-batch as much."""
+        """Bytes (fetched, stored) so far for the backwards, in each micro-batch as much."""
         saved = self._homes.saved
         return (0, 0) if saved is None else (saved.fetched_nbytes, saved.stored_nbytes)
 
     def _placed_nbytes(self) -> tuple[dict[str, int], int]:
-        """Bytes off the device by tier, at rest and of what forwards save when it was most; and the latter."""
+        """Bytes off the device by tier, at rest and saved by forwards at their most; and the latter."""
         saved, placed = self._homes.saved, {"cpu": 0, "disk": 0}
         if saved is not None:
             saved.free_ended()
@@ -501,8 +493,8 @@ class Rehearsal:
         return placed, 0 if saved is None else saved.most_placed_nbytes
 
     def _others_nbytes(self) -> int:
-        """So much more another rank may hold at once than the one that keeps most: it owns other tensors, and what it
-        has offloaded begins elsewhere on a page."""
+        """Bytes another rank may hold at once beyond the one with most state: it owns other tensors, and its offloaded
+        state begins elsewhere on a page."""
         engine = self.engine
         owns = engine.plan.shards_optimizer and any(bucket.update.owners for bucket in engine.schedule.trained)
         pages = OPTIMIZER_WINDOWS if self._config.offload.optimizer != "device" and engine.world.size > 1 else 0
@@ -510,7 +502,7 @@ class Rehearsal:
 
 
 def name_state(live: LiveMemory, engine: ZeroEngine) -> None:
-    """Let memory be counted as of the kind of state that it is, of an engine that has made a step."""
+    """Count the state of an engine as of its kind, once the engine has made a step."""
     for bucket in engine.schedule.buckets:
         weights = bucket.weights
         live.name("gathered" if engine.plan.shards_parameters else "parameters", weights.model_weight.tensor)

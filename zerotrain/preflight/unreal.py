@@ -19,39 +19,38 @@ from zerotrain.offload.tier import Crossing, Tier
 
 
 OTHERS = "activations"
-"""The kind of all memory that nobody has named: what a forward saves, and what is alive for a moment."""
+"""The kind of all memory without a name: saved by a forward, or alive for a moment."""
 SCRATCH = "scratch"
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts the memory behind each tensor that an operation gives or gets within it, once, until it is freed.
+    """Counts the memory behind each tensor given to or returned by an operation within it, once, until it is freed.
 
-    Bytes are those that tensors asked for. An allocator rounds them up and keeps what is freed, and a kernel takes
-    memory of its own, which no tensor tells of.
+    Bytes are those the tensors ask for. An allocator rounds them up and keeps freed memory, and a kernel takes memory
+    without a tensor.
 
-    Memory that an engine has offloaded does not count.
+    Offloaded memory of an engine does not count.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._engine: ZeroEngine | None = None
         self._off_device: list[tuple[str, Tier | Crossing]] = []
-        """All that holds memory off the device."""
+        """The tiers with memory off the device."""
         self.peak_phase = ""
-        """The part of a step in which there were most."""
+        """The part of a step with the most bytes."""
         self._most = 0
-        """Most bytes alive at once since `begin`, of those that come and go."""
+        """Most bytes alive at once since `begin`, without scratch."""
         self._at_most: dict[str, int] = {}
         """Bytes alive then, by kind."""
         self._by_kind: dict[str, int] = {OTHERS: 0}
         self._known: dict[int, tuple[ref[torch.UntypedStorage], str, int]] = {}
-        """(storage, kind, bytes) by the id of the storage, which is one object as long as its memory lives."""
+        """(storage, kind, bytes) by the id of the storage: one object as long as its memory lives."""
         self._resize: Any = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch's question to a mode: within this one nothing is compiled, and each operation is spared the care that
-        it needs where something is."""
+        """Torch asks this of a mode. Within this one nothing is compiled, and operations need no care for that."""
         return False
 
     @property
@@ -67,8 +66,8 @@ class LiveMemory(TorchDispatchMode):
 
     @property
     def peak_nbytes(self) -> int:
-        """Most bytes alive at once since `begin`. Scratch is kept from step to step: it counts with all that there is
-        of it by now, as in each step after the first."""
+        """Most bytes alive at once since `begin`. Scratch is kept from step to step: all of it counts, as in each step
+        after the first."""
         return self._most + self._by_kind.get(SCRATCH, 0)
 
     @property
@@ -97,7 +96,7 @@ class LiveMemory(TorchDispatchMode):
         return result
 
     def __enter__(self) -> Self:
-        """Memory that is given back and comes again under the same tensor is no operation: it is heard of here."""
+        """Notice memory given back and taken again under the same tensor: that is no operation."""
         self._resize = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
@@ -151,9 +150,9 @@ _CHANGES_MEMORY = {
     *map(_aten.set_.__getattr__, _aten.set_.overloads()),
 }
 MAX_KNOWN_NUMEL = 2**22
-"""Elements of a tensor whose values are kept, such as positions and masks: a model may ask them where to go on."""
+"""Largest number of elements of a tensor to keep values of, such as positions and masks: a model may branch on them."""
 FLASH = 1
-"""torch's number of the attention that never has all pairs of tokens at once."""
+"""torch's number of the attention without a tensor of all pairs of tokens."""
 
 
 _IS_SET_TO, _NUMBER = _aten.is_set_to.default, _aten._local_scalar_dense.default
@@ -161,7 +160,7 @@ _GROUPED = _aten._grouped_mm.default
 
 
 _OPERATIONS: dict[int, "_Operation"] = {}
-"""By the id of torch's object, which is there for good."""
+"""By the id of torch's object: it is there for good."""
 _RESULTS: dict[Any, Any] = {}
 """(shape, stride, dtype) of each result, by operation and arguments: layers are alike, and so are stages."""
 
@@ -169,16 +168,16 @@ _RESULTS: dict[Any, Any] = {}
 class Unreal(LiveMemory):
     """Within it tensors on the meta device are computed with, and their memory counted as if they had any.
 
-    A result that follows from weights has no values. One that follows from positions, masks and inputs alone has: it is
-    small, and computed on the CPU, since models choose their way by it.
+    Results of weights have no values. Results of positions, masks and inputs alone have: they are small, and computed
+    on the CPU, since models branch on them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.failed = ""
-        """The first operation that cannot be followed without values."""
+        """The first operation not to be followed without values."""
         self.unknown: float | None = None
-        """Number taken for one that has no value; None: asking for it is an error."""
+        """Number taken for one without a value; None: asking for it is an error."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -199,7 +198,7 @@ class Unreal(LiveMemory):
                 return self.unknown
             if num_unreal < len(tensors):
                 if operation.is_mutable and not tensors[0].is_meta:
-                    return tensors[0]  # a number that is known goes on being what it was
+                    return tensors[0]  # a known number stays what it was
                 args, kwargs = _without_values(args), {name: _without_values(value) for name, value in kwargs.items()}
             result = self._result(func, operation, args, kwargs)
         else:
@@ -247,8 +246,8 @@ class Unreal(LiveMemory):
 
 @contextmanager
 def attention_of(*, on_host: bool) -> Iterator[None]:
-    """In here attention without memory is the kernel that the CPU would take, or a GPU; else torch takes the one that
-    has each pair of tokens at once."""
+    """In here attention without memory is the kernel of the CPU or of a GPU; else torch takes the one with a tensor of
+    all pairs of tokens."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", partial(_attention, on_host), "AutogradMeta")
     try:
@@ -276,7 +275,7 @@ def _attention(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return out
-    if mask is not None and mask.dtype == torch.bool:  # which torch makes numbers of, to be added
+    if mask is not None and mask.dtype == torch.bool:  # torch makes numbers of it, to be added
         mask = torch.zeros_like(mask, dtype=query.dtype, device=_META).masked_fill(mask.to(_META), 0.0)
     if on_host:
         out, _ = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -306,7 +305,7 @@ def _choice(query: Any, key: Any, value: Any, mask: Any, dropout_p: float, is_ca
             for shape, stride, dtype in layouts
         ]
         of_mask = None if mask is None else tensors.pop()
-        choose: Any = torch._fused_sdp_choice  # whose stub lacks an argument
+        choose: Any = torch._fused_sdp_choice  # its stub lacks an argument
         chosen: int = choose(*tensors, of_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
         return chosen
 
@@ -347,13 +346,13 @@ class _Operation:
 
     is_mutable: bool
     makes_new: bool
-    """Whether all that it gives is new memory, and nothing that it gets is written to."""
+    """Whether all its results are new memory, and none of its arguments is written to."""
     is_view: bool
-    """Whether all that it gives is memory of its first argument."""
+    """Whether all its results are memory of its first argument."""
     overwrites_first: bool
-    """Whether it writes into its first argument, and gives that."""
+    """Whether it writes into its first argument, and returns that."""
     target: tuple[int, str] | None
-    """(place, name) of the argument that it writes into, and gives: that stays what it was, without values."""
+    """(place, name) of the argument it writes into and returns. Without values it stays what it was."""
 
     @classmethod
     def look_at(cls, func: Any) -> "_Operation":
@@ -365,8 +364,8 @@ class _Operation:
         ]
         is_plain = len(places) == len(schema.returns) == 1 and schema.returns[0].alias_info is not None
         changes_shape = torch.Tag.inplace_view in func.tags or func in _CHANGES_MEMORY
-        # Its one tensor is its first argument, and all that it gives is a part of that. Operations that torch composes
-        # of others, such as `reshape`, may copy.
+        # Its one tensor is its first argument, and all its results are parts of that. Operations composed of others,
+        # such as `reshape`, may copy.
         tensors = [argument for argument in schema.arguments if "Tensor" in str(argument.type)]
         aliases = [argument.alias_info for argument in (*tensors, *schema.returns)]
         is_composed = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)

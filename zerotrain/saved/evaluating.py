@@ -23,11 +23,11 @@ LOSS_NAME = "loss.json"
 
 def run(
     config: Config,
+    folder: Path,
     *,
     weights: str,
     step: int,
-    averaged: bool = False,
-    folder: Path | None = None,
+    averaged: bool,
     enter: Callable[[str], None] = lambda phase: None,
     tell: Tell = tell_log,
 ) -> dict[str, Any]:
@@ -35,10 +35,10 @@ def run(
 
     Args:
         config: its values checked; the engine is at its first stage.
+        folder: rank 0 writes what is returned to `LOSS_NAME` in it.
         weights: a checkpoint, or a folder of weights that `engine.load_weights` takes.
         step: steps done, for messages.
         averaged: take the averages of the weights in a checkpoint.
-        folder: rank 0 writes what is returned to `LOSS_NAME` in it; None: nowhere.
         enter: called with the name of each phase as it begins.
         tell: see `World.from_environment`.
 
@@ -75,6 +75,6 @@ def run(
             metrics=metrics_in(factory.build_callbacks(config), OF_VALIDATION),
         )
         result = {"metrics": evaluation.metrics_after(step)}
-    if folder is not None and world.rank == 0:
+    if world.rank == 0:
         (folder / LOSS_NAME).write_text(json.dumps(result))
     return result

@@ -97,11 +97,10 @@ class OfRun:
             except Exception as error:  # whatever a class makes of arguments that nobody has checked
                 raise ConfigError(f"{self.path}: {in_group(group, error, values)}") from error
 
-    def _refuse_countless(self, live: room.LiveParameters) -> None:
+    def _refuse_countless(self, numel: int) -> None:
         """The files have all parameters of their model: a config that makes more of them, such as a million layers, is
         not the one they were written with."""
-        most = self._nbytes + SPARE_PARAMETERS
-        if live.numel > most and live.recount() > most:
+        if numel > self._nbytes + SPARE_PARAMETERS:
             raise ConfigError(
                 f"{self.path} does not fit the model that its config builds, which has more parameters than the files "
                 f"have bytes ({self._nbytes:,})"

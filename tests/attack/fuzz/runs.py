@@ -208,7 +208,8 @@ def read_steps(folder: Path) -> Any:
 
 
 def make_plan(folder: Path) -> None:
-    said = {"num_ranks": 2, "asked": asked_hash(AUTO), "chosen": {"zero.stage": 1}, "stages": {}, "memory": 10**9}
+    said = {"stage": 1, "num_ranks": 2, "memory": 10**9, "process": 0, "kept": 0, "stages": {}}
+    said |= {"asked": asked_hash(AUTO), "chosen": {"zero.stage": 1}}
     (folder / "plan.json").write_text(json.dumps(said))
 
 

@@ -1,4 +1,4 @@
-"""`python -m zerotrain evaluate`, in one process: what counts, and what is told."""
+"""`python -m zerotrain evaluate`, its one rank in this process: what counts, and what is told."""
 
 import json
 import math
@@ -19,6 +19,8 @@ from zerotrain.errors import ConfigError
 from zerotrain.run import factory
 from zerotrain.saved.saved import ABOUT
 from zerotrain.training import Metric
+
+pytestmark = pytest.mark.usefixtures("evaluates_here")
 
 ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3}
 COSINE = {"_target_": "zerotrain.training.warmup_cosine", "_partial_": True, "warmup_steps": 2, "final_fraction": 0.1}
@@ -263,10 +265,10 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_told(run: tuple[Path, fl
     assert line == f"{checkpoint} was removed by its run while it was read; try again with a newer one"
 
 
-def test_a_rank_of_torchrun_that_was_started_among_others_than_asked_for_is_told(run, capsys, monkeypatch) -> None:
+def test_a_rank_of_torchrun_that_was_started_among_others_than_asked_for_is_told(run, monkeypatch) -> None:
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    [line] = refused(capsys, run[0], "launch.nproc_per_node=3")
-    assert line == "launch.nproc_per_node: got 3; torchrun has started 2; leave it out"
+    with pytest.raises(ConfigError, match=r"^launch\.nproc_per_node: got 3; torchrun has started 2; leave it out$"):
+        evaluate.evaluate(run[0], ["launch.nproc_per_node=3"], trust_code=True)

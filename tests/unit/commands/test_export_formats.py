@@ -208,6 +208,7 @@ def test_adapters_and_what_they_were_merged_to_go_on_as_the_run(trained_adapters
 @pytest.mark.case(
     "checkpoints", "of an exported folder, plain, in parts, of DCP, of a Llama; of merged adapters", under=EVALUATION
 )
+@pytest.mark.usefixtures("evaluates_here")
 def test_an_exported_folder_has_the_loss_of_the_run(llama, trained_adapters, tmp_path: Path, capsys) -> None:
     (tmp_path / "text.txt").write_text("def main(): return 1\n" * 200)
     settings = [f"data.path={tmp_path}/text.txt", "data.seq_len=16", "train.eval_batches=1"]

@@ -298,6 +298,15 @@ def test_a_hugging_face_model_from_scratch_knows_the_tokens_of_the_tokenizer() -
     assert factory.build_on_meta(own).vocab_size == 320
 
 
+def test_a_fault_of_the_rehearsal_itself_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("our own")
+
+    monkeypatch.setattr(Rehearsals, "_engine", fail)
+    with pytest.raises(AssertionError, match="our own"):
+        preflight.check(config())
+
+
 def test_virtual_ranks_that_the_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"^train\.virtual_ranks=3: 2 ranks cannot share them evenly, 3 can; .* such as 2 or 4$"

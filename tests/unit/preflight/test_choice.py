@@ -205,13 +205,7 @@ def test_a_choice_is_found_again_for_the_same_settings_and_ranks_alone(four_rank
     assert as_chosen(other, tmp_path, 4) == other
     assert as_chosen(asked, tmp_path / "nowhere", 4) == asked
     assert as_chosen(with_least_memory(asked), tmp_path, 4).zero.stage == 3
-
-
-def test_what_does_not_fit_is_chosen_for_no_run(four_ranks: tuple[Config, Planner, RunPlan], tmp_path: Path):
-    asked, planner, _ = four_ranks
-
-    choose(asked, with_least_memory(asked), with_room_for(planner, 1.0)).write(tmp_path, asked)
-
+    choose(asked, with_least_memory(asked), with_room_for(planner, 1.0)).write(tmp_path, asked)  # nothing fits
     assert as_chosen(asked, tmp_path, 4) == asked
 
 
@@ -222,7 +216,8 @@ def test_a_choice_that_there_is_not_is_none(four_ranks: tuple[Config, Planner, R
     body = json.loads((tmp_path / PLAN_NAME).read_text())
     assert body["chosen"] == {"zero.stage": 1}
 
-    for changed in ({"chosen": {"zero.stage": said}}, {"chosen": said}, {"asked": said}, {"num_ranks": "4"}):
+    broken = ({"num_ranks": "4"}, {"stages": {"1": {"fits": True}}})
+    for changed in ({"chosen": {"zero.stage": said}}, {"chosen": said}, {"asked": said}, *broken):
         (tmp_path / PLAN_NAME).write_text(json.dumps(body | changed))
         assert as_chosen(asked, tmp_path, 4) == asked
 
