@@ -320,11 +320,10 @@ class Manifest:
         self.content = content
         parts: _Parts = require_kind(content, _Parts)
         self.files, self.parameters, self.buffers = parts.files, parts.parameters, parts.buffers
-        self.extra_state: dict[str, dict[str, Any] | SavedBuffer] = {
-            name: state if "value" in state else require_kind(state, SavedBuffer)
-            for name, state in parts.extra_state.items()
-        }
+        self.extra_state: dict[str, dict[str, Any] | SavedBuffer] = {}
         """By name {"value": ...}, or a tensor."""
+        for name, state in parts.extra_state.items():
+            self.extra_state[name] = state if "value" in state else require_kind(state, SavedBuffer)
         self.step, self.num_ranks = parts.step, parts.ranks
         self.num_average_updates = 0 if parts.average is None else parts.average.num_updates
         """Updates of its average of weights; 0: it holds none."""

@@ -11,8 +11,7 @@ import torch
 
 from zerotrain.checkpoint.folder import hold_newest
 from zerotrain.checkpoint.manifest import BLOCK_NBYTES, Manifest, SavedTensor, hash_of, read_manifest
-from zerotrain.checkpoint.stored_weights import Weights
-from zerotrain.checkpoint.tensor_file import Reader
+from zerotrain.checkpoint.tensor_file import Reader, Weights
 from zerotrain.errors import CheckpointError
 from zerotrain.files.match import StoredTensor, row_by_row
 

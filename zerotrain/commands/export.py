@@ -115,8 +115,7 @@ def new_folder(out: Path, about: dict[str, Any], *, overwrite: bool) -> Iterator
     try:
         yield partial.path
         about = about | {FILES: _sync_files(partial.path)}
-        text = json.dumps(about, indent=2) + "\n"
-        write_file(partial.path / ABOUT, [text.encode()])
+        write_file(partial.path / ABOUT, [json.dumps(about, indent=2).encode(), b"\n"])
         replaced = []
         if overwrite and os.path.lexists(out):
             out.rename(old)

@@ -17,8 +17,7 @@ import torch
 
 from zerotrain.checkpoint.manifest import DTYPES, hash_of
 from zerotrain.checkpoint.others.safetensors_and_torch import is_readable, loaded_without_numbers, place_of
-from zerotrain.checkpoint.stored_weights import METADATA, Weights, read_box
-from zerotrain.checkpoint.tensor_file import FileRange, OpenFile
+from zerotrain.checkpoint.tensor_file import METADATA, FileRange, OpenFile, Weights, read_box
 from zerotrain.errors import CheckpointError
 from zerotrain.files.match import StoredTensor, row_by_row
 from zerotrain.files.untrusted import FileName, Natural, Shape, require_kind

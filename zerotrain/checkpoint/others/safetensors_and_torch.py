@@ -311,13 +311,12 @@ def _records(stream: "_Part") -> dict[int, int]:
             names = {member.filename.partition("/")[2] for member in members}
             if "data.pkl" not in names or "constants.pkl" in names:
                 raise CheckpointError(f"{path} is a zip archive, but none of torch.save; {_ALONE}")
-            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-                raise CheckpointError(f"{path} was packed again, and cannot be read in parts; {_ALONE}")
-            orders = [member for member in members if member.filename.endswith("byteorder")]
-            # torch turns such numbers round on the meta device too, and the process ends with SIGSEGV (2026-11-22).
-            if any(archive.read(member) != b"little" for member in orders):
-                raise CheckpointError(f"{path} was written on a machine that orders bytes the other way round")
             for member in members:
+                if member.compress_type != zipfile.ZIP_STORED:
+                    raise CheckpointError(f"{path} was packed again, and cannot be read in parts; {_ALONE}")
+                # torch turns such numbers round on the meta device too, and the process ends with SIGSEGV (2026-11-22).
+                if member.filename.endswith("byteorder") and archive.read(member) != b"little":
+                    raise CheckpointError(f"{path} was written on a machine that orders bytes the other way round")
                 head = stream.part(member.header_offset, 30)
                 lengths = (int.from_bytes(head[26:28], "little"), int.from_bytes(head[28:30], "little"))
                 records[member.header_offset + 30 + sum(lengths)] = member.file_size

@@ -15,8 +15,7 @@ from msgspec import Struct
 from zerotrain.checkpoint import folder
 from zerotrain.checkpoint.manifest import MANIFEST, hash_of
 from zerotrain.checkpoint.others.safetensors_and_torch import is_of_torch, safetensors_in, torch_tensors_in
-from zerotrain.checkpoint.stored_weights import METADATA, Weights
-from zerotrain.checkpoint.tensor_file import OpenFile
+from zerotrain.checkpoint.tensor_file import METADATA, OpenFile, Weights
 from zerotrain.checkpoint.verification import CheckpointTensors
 from zerotrain.errors import CheckpointError, listed
 from zerotrain.files.match import StoredTensor

@@ -49,13 +49,11 @@ class OtherBuckets(Source):
         everyone: Described = {}
         for of_rank in collectives.gather_objects(described, name="optimizer state"):
             everyone |= of_rank
-        self._keeps: dict[tuple[int, int] | str, Keeps] = {
-            key: {
-                name: KeptTensor(*fields) if isinstance(fields[1], torch.dtype) else KeptOnce(*fields)
-                for name, fields in state.items()
-            }
-            for key, state in everyone.items()
-        }
+        self._keeps: dict[tuple[int, int] | str, dict[str, KeptTensor | KeptOnce]] = {}
+        for key, state in everyone.items():
+            keeps = self._keeps[key] = {}
+            for name, fields in state.items():
+                keeps[name] = KeptTensor(*fields) if isinstance(fields[1], torch.dtype) else KeptOnce(*fields)
         self._whole: torch.Tensor | None = None
         """The values of the begun role, from all ranks; None where this rank has its part already."""
         self._from_owners: dict[int, torch.Tensor] = {}

@@ -117,11 +117,13 @@ def places_in(manifest: Manifest) -> dict[str, list[Any]]:
 
 def added_groups(manifest: Manifest, groups: ParamGroups) -> list[dict[str, Any]]:
     """The settings of groups beyond those of the engine."""
-    added = manifest.content["groups"][len(groups.hyperparameters) :]
-    return [
-        {name: restored(value, deepcopy(groups.defaults.get(name))) for name, value in settings.items()}
-        for settings in (without_objects(group["hyperparameters"]) for group in added)
-    ]
+    added = []
+    for group in manifest.content["groups"][len(groups.hyperparameters) :]:
+        settings = without_objects(group["hyperparameters"])
+        for name, value in settings.items():
+            settings[name] = restored(value, deepcopy(groups.defaults.get(name)))
+        added.append(settings)
+    return added
 
 
 def restore(folder: Path, manifest: Manifest, holdings: Holdings, *, averages: bool) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zerotrain.checkpoint.others.weights import find_weights, resolve_weights
-from zerotrain.checkpoint.stored_weights import CHUNK_NUMEL, Weights, read_box
+from zerotrain.checkpoint.tensor_file import CHUNK_NUMEL, Weights, read_box
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import require_tellable
 from zerotrain.engine.buckets.bucket import Bucket
