@@ -38,7 +38,7 @@ from benchmarks.report import markdown
 from benchmarks.rounds import machine
 from zerotrain.checkpoint.manifest import BLOCK_NBYTES
 from zerotrain.device.memory import most_nbytes
-from zerotrain.files.lock import sync_folder
+from zerotrain.files.lock import sync
 from zerotrain.testing.ranks import run_ranks
 
 WIDTH = 1024
@@ -106,7 +106,7 @@ def ways(engine: zerotrain.ZeroEngine) -> dict[str, Way]:
             torch.save(shards, file)
             file.flush()
             os.fsync(file.fileno())
-        sync_folder(folder)
+        sync(folder)
 
     def save_bare(folder: Path) -> None:
         descriptor = os.open(folder / f"{rank}.bin", os.O_WRONLY | os.O_CREAT)
@@ -114,7 +114,7 @@ def ways(engine: zerotrain.ZeroEngine) -> dict[str, Way]:
             os.pwrite(descriptor, flat[start : start + BLOCK_NBYTES], start)
         os.fsync(descriptor)
         os.close(descriptor)
-        sync_folder(folder)
+        sync(folder)
 
     def load_bare(folder: Path) -> None:
         with (folder / f"{rank}.bin").open("rb", buffering=0) as file:

@@ -218,7 +218,7 @@ def _watch_checkpoints(striker: Striker) -> None:
         Notes, "leave", lambda _, name, *__: name == "end" and striker.passed("save: after the word that it is there")
     )
     before(checkpoint, "read_manifest", lambda *_: striker.passed("load: before the manifest is read"))
-    before(Reader, "check_block", lambda *_: striker.passed("load: a block is verified"))
+    before(Reader, "block", lambda *_: striker.passed("load: a block is verified"))
     before(Reader, "read", lambda *_: striker.passed("load: a tensor is filled"))
 
 

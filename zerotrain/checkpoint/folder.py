@@ -13,21 +13,18 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from zerotrain.checkpoint.manifest import MANIFEST, BlockWriter, Manifest
+from zerotrain.checkpoint.manifest import MANIFEST, Manifest
+from zerotrain.checkpoint.tensor_file import write_file
 from zerotrain.errors import CheckpointError
-from zerotrain.files.lock import can_lock, lock, replace_link, sync_folder
+from zerotrain.files.lock import can_lock, lock, replace_link, sync
 
 PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{16}")
+"""Names of folders of saves under way, and of interrupted ones."""
 LOCK = "lock"
-
-
-def file_name(rank: int) -> str:
-    """Name of the file with the tensors of a rank."""
-    return f"rank-{rank:05d}.safetensors"
 
 
 def require_new(path: Path) -> None:
@@ -82,9 +79,7 @@ class PartialFolder:
                     f"{path} is missing or incomplete on the machine of rank 0: all machines of a run must reach one "
                     "folder under this name"
                 )
-        with closing(BlockWriter(self.path / MANIFEST)) as writer:
-            writer.write(memoryview(manifest.text().encode()))
-            writer.sync()
+        write_file(self.path / MANIFEST, [manifest.text().encode()])
         self.appear()
 
     def appear(self) -> None:
@@ -94,11 +89,11 @@ class PartialFolder:
             CheckpointError: something took the name meanwhile.
             OSError: it cannot be renamed.
         """
-        sync_folder(self.path)
+        sync(self.path)
         require_new(self.target)
         self.path.rename(self.target)
         # From here on it is a checkpoint. The lock goes last: without it the folder would have no owner.
-        sync_folder(self.target.parent)
+        sync(self.target.parent)
         (self.target / LOCK).unlink(missing_ok=True)
         self._unlock()
 
@@ -116,8 +111,8 @@ class PartialFolder:
 
 def remove_dead(parent: Path) -> None:
     """Remove the partial folders of saves without a living process, as far as they can be removed."""
-    for path in sorted(parent.iterdir()):
-        if PARTIAL.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+    for path in entries(parent, PARTIAL):
+        if path.is_dir() and not path.is_symlink():
             _remove_if_dead(path)
 
 
@@ -151,7 +146,7 @@ def _make_folders(path: Path) -> None:
     if not path.is_dir():
         _make_folders(path.parent)
         path.mkdir(exist_ok=True)
-        sync_folder(path.parent)
+        sync(path.parent)
 
 
 # The checkpoints of a run: their list, the choice of one, the newest whole one, and the removal of old ones.
@@ -175,9 +170,12 @@ JUST_MADE_S = 10.0
 _NUM_LOOKS = 100
 """Looks for a checkpoint, if others are removed meanwhile."""
 _NUM_LOOKS_AT_NONE = 5
-_STEP = re.compile(r"step-([0-9]{8,})")
-_REMOVED = re.compile(r"\.step-[0-9]{8,}\.removed-[0-9a-f]{16}")
-_ASIDE = re.compile(r"step-[0-9]{8,}\.aside-[0-9a-f]{16}")
+STEP = re.compile(r"step-([0-9]{8,})")
+"""Names of checkpoints, and of what stands in their place."""
+REMOVED = re.compile(r"\.step-[0-9]{8,}\.removed-[0-9a-f]{16}")
+"""Names of folders of removals under way, and of interrupted ones."""
+ASIDE = re.compile(r"step-[0-9]{8,}\.aside-[0-9a-f]{16}")
+"""Names of checkpoints that `set_aside` has renamed."""
 _HALF_LINK = re.compile(rf"{BEST}\.[0-9a-f]{{16}}\.tmp")
 
 Taken = TypeVar("Taken")
@@ -193,18 +191,22 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def entries(folder: Path) -> list[Path]:
+def entries(folder: Path, names: re.Pattern[str] | None = None) -> list[Path]:
     """The entries of a folder, sorted by name; none if there is no such folder.
+
+    Args:
+        names: such as `STEP`, which all of an entry's name must match; None: any.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     try:
-        return sorted(folder.iterdir())
+        paths = sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {os.strerror(error.errno or 0)}") from error
+    return [path for path in paths if names is None or names.fullmatch(path.name)]
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
@@ -213,33 +215,12 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    step_paths = [path for path in named_as_steps(Path(folder)) if step_name(step_of(path)) == path.name]
+    step_paths = [path for path in entries(Path(folder), STEP) if step_name(step_of(path)) == path.name]
     return sorted((path for path in step_paths if os.path.isfile(path / MANIFEST)), key=step_of)
 
 
-def named_as_steps(folder: Path) -> list[Path]:
-    """The entries of a folder with a checkpoint's name, checkpoints or not."""
-    return [path for path in entries(folder) if _STEP.fullmatch(path.name)]
-
-
-def partial_in(folder: Path) -> list[Path]:
-    """The folders of saves under way in a folder, and of interrupted ones."""
-    return [path for path in entries(folder) if PARTIAL.fullmatch(path.name)]
-
-
-def removed_in(folder: Path) -> list[Path]:
-    """The folders of removals under way in a folder, and of interrupted ones."""
-    return [path for path in entries(folder) if _REMOVED.fullmatch(path.name)]
-
-
-def set_aside_in(folder: Path) -> list[Path]:
-    """The checkpoints renamed by `set_aside`."""
-    return [path for path in entries(folder) if _ASIDE.fullmatch(path.name)]
-
-
 def is_under_way(partial: Path) -> bool:
-    """Whether the save of a folder of `partial_in` is alive: its process holds a lock in it. True where nobody
-    can tell."""
+    """Whether the save of a partial folder is alive: its process holds a lock in it. True where nobody can tell."""
     try:
         if time.time() - partial.stat().st_mtime < JUST_MADE_S:
             return True
@@ -270,7 +251,7 @@ def candidates(path: Path, *, allowed: str = ALLOWED) -> list[Path]:
     Raises:
         CheckpointError: there is none.
     """
-    if PARTIAL.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
+    if PARTIAL.fullmatch(path.name) or REMOVED.fullmatch(path.name):
         of_what = "save" if PARTIAL.fullmatch(path.name) else "removal"
         raise CheckpointError(f"{path} is of a {of_what} that was cut off or is still under way: {allowed}")
     if path.name == BEST:
@@ -283,7 +264,7 @@ def candidates(path: Path, *, allowed: str = ALLOWED) -> list[Path]:
         raise CheckpointError(f"{path} is not there: {allowed}")
     if not os.path.isdir(path):
         raise CheckpointError(f"{path} is a file: {allowed}")
-    if partial := [*partial_in(path), *partial_in(path / CHECKPOINTS)]:
+    if partial := [*entries(path, PARTIAL), *entries(path / CHECKPOINTS, PARTIAL)]:
         raise CheckpointError(f"{path} has no checkpoint: only a save that was cut off is there ({partial[-1].name})")
     raise CheckpointError(f"{path} has no checkpoint in it: {allowed}")
 
@@ -327,10 +308,8 @@ def hold_newest(path: Path) -> Iterator[Path]:
                 raise
             time.sleep(0.01)
             continue  # the one that was listed has been removed, and the newer one came behind the listing
-        try:
+        with _raising(folder / MANIFEST, "it cannot be opened"):
             descriptor = _lock_manifest(folder / MANIFEST, shared=True)
-        except OSError as error:
-            raise CheckpointError(_sentence(error, folder / MANIFEST)) from error
         if descriptor is None:
             time.sleep(0.01)  # it has just been removed: there is a newer one
             continue
@@ -382,7 +361,7 @@ def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> lis
             changed, so training can go on.
     """
     problems: list[str] = []
-    for path in removed_in(folder):
+    for path in entries(folder, REMOVED):
         _remove(path, problems)
     best = best_in(folder)
     old = [] if keep is None else checkpoints_in(folder)[: -max(keep, 1)]
@@ -400,8 +379,8 @@ def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> lis
 
 def remove_all(folder: Path) -> None:
     """Remove the checkpoints and traces of saves in a folder, of links the links; other entries stay."""
-    for find in (named_as_steps, partial_in, removed_in, set_aside_in):
-        for path in find(folder):
+    for names in (STEP, PARTIAL, REMOVED, ASIDE):
+        for path in entries(folder, names):
             if path.is_symlink():
                 path.unlink()
             else:
@@ -422,11 +401,9 @@ def set_aside(path: Path) -> Path:
         CheckpointError: it cannot be renamed.
     """
     target = path.with_name(f"{path.name}.aside-{secrets.token_hex(8)}")
-    try:
+    with _raising(path, "it cannot be renamed; do it by hand"):
         path.rename(target)
-        sync_folder(path.parent)
-    except OSError as error:
-        raise CheckpointError(f"{_sentence(error, path)}: it cannot be renamed; do it by hand") from error
+        sync(path.parent)
     return target
 
 
@@ -436,7 +413,7 @@ def best_in(folder: Path) -> Path | None:
         name = os.readlink(folder / BEST)
     except OSError:
         return None
-    return Path(folder) / name if _STEP.fullmatch(name) else None
+    return Path(folder) / name if STEP.fullmatch(name) else None
 
 
 def set_best(path: Path | None, folder: Path) -> None:
@@ -450,14 +427,12 @@ def set_best(path: Path | None, folder: Path) -> None:
         return
     if current is None and os.path.lexists(folder / BEST):
         raise CheckpointError(f"{folder / BEST} is there, and is no link to a checkpoint beside it; move it away")
-    try:
+    with _raising(folder / BEST, "it cannot name the best checkpoint"):
         if path is None:
             (folder / BEST).unlink()
         else:
             replace_link(folder / BEST, path.name)
-        sync_folder(folder)
-    except OSError as error:
-        raise CheckpointError(f"{_sentence(error, folder / BEST)}: it cannot name the best checkpoint") from error
+        sync(folder)
 
 
 def remove_half_links(folder: Path) -> None:
@@ -466,12 +441,10 @@ def remove_half_links(folder: Path) -> None:
     Raises:
         CheckpointError: it cannot be removed.
     """
-    for path in entries(folder):
-        if _HALF_LINK.fullmatch(path.name) and path.is_symlink():
-            try:
+    for path in entries(folder, _HALF_LINK):
+        if path.is_symlink():
+            with _raising(path, "it cannot be removed; do it by hand"):
                 path.unlink(missing_ok=True)
-            except OSError as error:
-                raise CheckpointError(f"{_sentence(error, path)}: it cannot be removed; do it by hand") from error
 
 
 def _hide(folder: Path, old: Sequence[Path], problems: list[str]) -> dict[Path, Path]:
@@ -479,7 +452,7 @@ def _hide(folder: Path, old: Sequence[Path], problems: list[str]) -> dict[Path, 
     hidden: dict[Path, Path] = {}
     try:
         # The name of the newest may be in memory only: its save may have died after the rename.
-        sync_folder(folder)
+        sync(folder)
         for path in old:
             name = path.with_name(f".{path.name}.removed-{secrets.token_hex(8)}")
             try:
@@ -492,7 +465,7 @@ def _hide(folder: Path, old: Sequence[Path], problems: list[str]) -> dict[Path, 
                     os.close(descriptor)
             except OSError as error:
                 problems.append(_sentence(error, path))
-        sync_folder(folder)
+        sync(folder)
     except OSError as error:
         problems.append(_sentence(error, folder))
         return {}
@@ -506,6 +479,15 @@ def _remove(path: Path, problems: list[str]) -> None:
         pass  # another process was faster
     except OSError as error:
         problems.append(_sentence(error, path))
+
+
+@contextmanager
+def _raising(path: Path, outcome: str) -> Iterator[None]:
+    """Raise what the disk answers in here as a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{_sentence(error, path)}: {outcome}") from error
 
 
 def _sentence(error: OSError, path: Path) -> str:

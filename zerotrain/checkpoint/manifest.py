@@ -1,11 +1,8 @@
 """The manifest: what a checkpoint holds, where each element lies, and the hash of every block of every file."""
 
 import json
-import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from math import prod
@@ -30,7 +27,6 @@ from zerotrain.files.untrusted import FileName, Name, Natural, Shape, UntrustedF
 
 BLOCK_NBYTES = 2**20
 HASH = "xxh3_64"
-WRITE_BACK_NBYTES = 16 * 2**20
 
 
 def hash_of(data: bytes | bytearray | memoryview) -> str:
@@ -38,72 +34,6 @@ def hash_of(data: bytes | bytearray | memoryview) -> str:
     import xxhash  # compiled for one version of Python: a machine without it can train, and save nothing
 
     return xxhash.xxh3_64_hexdigest(data)
-
-
-class BlockWriter:
-    """Writes a new file and hashes it block by block.
-
-    Args:
-        path: of a file that is not there.
-    """
-
-    def __init__(self, path: Path) -> None:
-        import xxhash
-
-        self.path = path
-        self.nbytes = 0
-        self.hashes: list[str] = []
-        """Hashes of the blocks written so far; the last block may be shorter."""
-        self._block = xxhash.xxh3_64()
-        """Hash of the bytes written of the current, unfinished block."""
-        self._begun_nbytes = 0
-        """Bytes up to which the write-back to the disk has begun."""
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-
-    def write(self, data: memoryview) -> None:
-        """Append bytes, as they lie, without a copy: each part of a block is hashed, then written from the cache."""
-        while len(data) > 0:
-            part = data[: BLOCK_NBYTES - self.nbytes % BLOCK_NBYTES]
-            data = data[len(part) :]
-            self._block.update(part)
-            self.nbytes += len(part)
-            with self._naming_the_file():
-                while len(part) > 0:
-                    part = part[os.write(self._file, part) :]  # a disk that is nearly full takes a part
-            if self.nbytes % BLOCK_NBYTES == 0:
-                self._end_block()
-            if self.nbytes - self._begun_nbytes >= WRITE_BACK_NBYTES:
-                # The disk begins with these bytes while more come: otherwise most of it waits for `sync`, and a step of
-                # the training for the disk. On Linux this advice begins to write, and forgets only bytes that are on
-                # the disk already.
-                if hasattr(os, "posix_fadvise"):
-                    begun = self._begun_nbytes
-                    os.posix_fadvise(self._file, begun, self.nbytes - begun, os.POSIX_FADV_DONTNEED)
-                self._begun_nbytes = self.nbytes
-
-    def sync(self) -> None:
-        """Wait until all is on the disk."""
-        if self.nbytes % BLOCK_NBYTES:
-            self._end_block()
-        with self._naming_the_file():
-            os.fsync(self._file)
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def _end_block(self) -> None:
-        self.hashes.append(self._block.hexdigest())
-        self._block.reset()
-
-    @contextmanager
-    def _naming_the_file(self) -> Iterator[None]:
-        """Put the file's name into errors of calls that know the file by its number alone."""
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
 # The rules for a manifest's content: its types, and its places in the files.
@@ -142,7 +72,7 @@ class Piece(Struct, frozen=True):
     """Elements of the tensor, in the order of its memory."""
 
 
-class SavedTensor(Struct, kw_only=True):
+class SavedTensor(Struct, kw_only=True, omit_defaults=True):
     """A tensor of a parameter: its weight, an average, or what the optimizer keeps."""
 
     dtype: Annotated[str, one_of(*DTYPES)]
@@ -191,11 +121,11 @@ class SavedFile(Struct):
     """Of its blocks."""
 
 
-class _Parts(Struct):
-    parameters: dict[str, SavedParameter]
-    buffers: dict[str, SavedBuffer]
-    files: list[SavedFile]
-    extra_state: dict[str, dict[str, Any]] = {}
+class DescribedFile(SavedFile):
+    """The file of a rank, as that rank describes it to rank 0."""
+
+    pieces: list[tuple[str, str, SavedTensor]]
+    """(name, role, dtype, shape and place) of each tensor in it."""
 
 
 class _Settings(Struct):
@@ -206,7 +136,7 @@ class _Settings(Struct):
 class _Group(Struct):
     optimizer: Name
     first_lr: float
-    hyperparameters: dict[str, Any]
+    hyperparameters: _Settings
 
 
 class _Scaler(Struct):
@@ -216,6 +146,16 @@ class _Scaler(Struct):
 
 class _Average(Struct):
     num_updates: Natural
+
+
+class _Parts(Struct):
+    parameters: dict[str, SavedParameter]
+    buffers: dict[str, SavedBuffer]
+    files: list[SavedFile]
+    extra_state: dict[str, dict[str, Any]] = {}
+    step: Natural = 0
+    ranks: Natural = 0
+    average: _Average | None = None
 
 
 class _Head(Struct):
@@ -236,7 +176,6 @@ class _Head(Struct):
     extra: Any
     groups: list[_Group]
     own: list[Any] = []
-    average: _Average | None = None
 
 
 def _is_setting(value: Any) -> bool:
@@ -268,11 +207,11 @@ def require_whole(manifest: "Manifest") -> None:
     head: _Head = require_kind(manifest.content, _Head)
     for name in (*manifest.buffers, *manifest.extra_state):
         require_kind(name, Name)
-    groups = [group.hyperparameters for group in head.groups]
-    for group in groups:
-        lr = require_kind(group, _Settings).lr
+    for group in head.groups:
+        lr = group.hyperparameters.lr
         if isinstance(lr, dict) and not _is_tensor(lr):
             raise UntrustedFileError(f"lr: got {shown(lr)}; it must be a number")
+    groups = [group["hyperparameters"] for group in manifest.content["groups"]]
     for settings in (*groups, *(parameter.counts for parameter in manifest.parameters.values())):
         if bad := [name for name, value in settings.items() if not _is_setting(value)]:
             raise UntrustedFileError(
@@ -291,6 +230,7 @@ def _part_problems(manifest: "Manifest", num_groups: int) -> Iterator[str]:
         if len(file.hashes) != -(-file.nbytes // BLOCK_NBYTES):
             yield f"{file.name} has {file.nbytes} bytes in it, and the hashes of {len(file.hashes)} blocks"
     used_names: set[str] = set()
+    updated_with: dict[tuple[int | None, int], str] = {}
     for name, parameter in manifest.parameters.items():
         names, group, shape, stride = parameter.names, parameter.group, parameter.shape, parameter.stride
         if names[:1] != [name] or len(set(names)) < len(names) or used_names & {*names}:
@@ -307,6 +247,12 @@ def _part_problems(manifest: "Manifest", num_groups: int) -> Iterator[str]:
             tensor = parameter.tensors.get(role)
             if parameter.numel > 0 and (tensor is None or not tensor.torch_dtype.is_floating_point):
                 yield f"parameters.{shown(name)} has no {role} of floating-point numbers"
+        if parameter.trains and not parameter.is_updated_whole and parameter.numel > 0:
+            other = updated_with.setdefault((group, parameter.generation), name)
+            roles, other_roles = parameter.tensors.keys(), manifest.parameters[other].tensors.keys()
+            if roles != other_roles:
+                texts = shown(", ".join(roles)), shown(", ".join(other_roles))
+                yield f"{shown(name)} has {texts[0]} in it, and {shown(other)}, which is updated with it, {texts[1]}"
         for role, tensor in parameter.tensors.items():
             require_kind(role, Name)
             own = tensor.shape is not None
@@ -374,24 +320,13 @@ class Manifest:
         self.content = content
         parts: _Parts = require_kind(content, _Parts)
         self.files, self.parameters, self.buffers = parts.files, parts.parameters, parts.buffers
-        self.extra_state: dict[str, dict[str, Any] | SavedBuffer] = {
-            name: state if "value" in state else require_kind(state, SavedBuffer)
-            for name, state in parts.extra_state.items()
-        }
+        self.extra_state: dict[str, dict[str, Any] | SavedBuffer] = {}
         """By name {"value": ...}, or a tensor."""
-
-    @property
-    def step(self) -> int:
-        return int(self.content["step"])
-
-    @property
-    def num_average_updates(self) -> int:
+        for name, state in parts.extra_state.items():
+            self.extra_state[name] = state if "value" in state else require_kind(state, SavedBuffer)
+        self.step, self.num_ranks = parts.step, parts.ranks
+        self.num_average_updates = 0 if parts.average is None else parts.average.num_updates
         """Updates of its average of weights; 0: it holds none."""
-        return int((self.content.get("average") or {"num_updates": 0})["num_updates"])
-
-    @property
-    def num_ranks(self) -> int:
-        return int(self.content["ranks"])
 
     def tensors(self) -> Iterator[tuple[str, str, SavedTensor]]:
         """(name, role, tensor) of each saved tensor."""
@@ -404,8 +339,8 @@ class Manifest:
             if isinstance(state, SavedBuffer):
                 yield name, EXTRA_STATE, state
 
-    def weights(self, *, averaged: bool = False) -> list[StoredTensor]:
-        """Its parameters, then the buffers of rank 0.
+    def stored_weights(self, *, averaged: bool = False) -> list[StoredTensor]:
+        """Its parameters, by their weights.
 
         Args:
             averaged: take the averages of the weights, where there are any.
@@ -416,22 +351,16 @@ class Manifest:
             tensor = tensors.get(AVERAGE if averaged and AVERAGE in tensors else WEIGHT)
             kind, dtype = ("", None) if tensor is None else (tensor.dtype, tensor.torch_dtype)
             stored.append(StoredTensor(parameter.names, kind, dtype, *form, tensor))
+        return stored
+
+    def stored_buffers(self) -> list[StoredTensor]:
+        """The buffers of rank 0."""
+        stored = []
         for name, buffer in self.buffers.items():
             own = replace(buffer, pieces=[piece for piece in buffer.pieces if piece.file == 0])
             shape = tuple(buffer.shape)
             stored.append(StoredTensor([name], buffer.dtype, buffer.torch_dtype, shape, row_by_row(shape), own))
         return stored
-
-    def require_average(self, folder: Path) -> None:
-        """Check for an average of weights.
-
-        Raises:
-            CheckpointError: there is none.
-        """
-        if self.num_average_updates == 0:
-            raise CheckpointError(
-                f"{folder} holds no average of weights, which a run keeps with callbacks=ema; take its trained weights"
-            )
 
     def text(self) -> str:
         """As it is written: a line for each of its parts, its own hash last."""
@@ -446,16 +375,13 @@ class Manifest:
 
     def tensors_at(self, file: int, start: int, stop: int) -> list[str]:
         """The tensors with bytes in a range of a file."""
-        return [label for begin, end, label in self._places[file] if begin < stop and end > start]
-
-    @cached_property
-    def _places(self) -> list[list[tuple[int, int, str]]]:
-        places: list[list[tuple[int, int, str]]] = [[] for _ in self.files]
+        labels = []
         for name, role, tensor in self.tensors():
             for piece in tensor.pieces:
                 end = piece.byte + (piece.stop - piece.start) * tensor.torch_dtype.itemsize
-                places[piece.file].append((piece.byte, end, f"{role} of {name}"))
-        return places
+                if piece.file == file and piece.byte < stop and end > start:
+                    labels.append(f"{role} of {name}")
+        return labels
 
 
 def _canonical(content: dict[str, Any]) -> bytes:

@@ -2,9 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from contextlib import ExitStack, closing, contextmanager
 from math import prod
 from mmap import mmap
 from pathlib import Path
@@ -12,8 +10,8 @@ from pathlib import Path
 import torch
 
 from zerotrain.checkpoint.folder import hold_newest
-from zerotrain.checkpoint.manifest import BLOCK_NBYTES, Manifest, SavedTensor, read_manifest
-from zerotrain.checkpoint.tensor_file import Reader
+from zerotrain.checkpoint.manifest import BLOCK_NBYTES, Manifest, SavedTensor, hash_of, read_manifest
+from zerotrain.checkpoint.tensor_file import Reader, Weights
 from zerotrain.errors import CheckpointError
 from zerotrain.files.match import StoredTensor, row_by_row
 
@@ -37,20 +35,24 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
 
 
 def problems_in(
-    folder: Path, manifest: Manifest, part: int = 0, num_parts: int = 1, roles: Collection[str] | None = None
+    folder: Path,
+    manifest: Manifest,
+    part: int = 0,
+    num_parts: int = 1,
+    tensors: Collection[SavedTensor] | None = None,
 ) -> list[str]:
     """The problems of the files, at most `MAX_PROBLEMS_SHOWN` lines.
 
     Args:
         part, num_parts: of all blocks look only at this share.
-        roles: look only at blocks in which tensors of these lie, such as weight; None: at all.
+        tensors: look only at blocks with elements of these; None: at all.
     """
     problems: list[str] = []
     blocks = {(file, index) for file, entry in enumerate(manifest.files) for index in range(len(entry.hashes))}
-    if roles is not None:
+    if tensors is not None:
         blocks = set()
-        for _, role, tensor in manifest.tensors():
-            for piece in tensor.pieces if role in roles else ():
+        for tensor in tensors:
+            for piece in tensor.pieces:
                 end = piece.byte + (piece.stop - piece.start) * tensor.torch_dtype.itemsize
                 blocks |= {(piece.file, index) for index in range(piece.byte // BLOCK_NBYTES, -(-end // BLOCK_NBYTES))}
     share = sorted(blocks)[len(blocks) * part // num_parts : len(blocks) * (part + 1) // num_parts]
@@ -58,7 +60,7 @@ def problems_in(
     with Reader(folder, manifest) as reader:
         for file in range(len(manifest.files)):
             try:
-                reader.check_file(file)
+                reader.opened(file)
             except CheckpointError as error:
                 problems.append(str(error))
                 broken.add(file)
@@ -66,7 +68,7 @@ def problems_in(
             if file in broken:
                 continue
             try:
-                reader.check_block(file, index)
+                reader.block(file, index)
             except CheckpointError as error:
                 problems.append(str(error))
                 if len(problems) >= MAX_PROBLEMS_SHOWN:
@@ -128,28 +130,41 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.uint8).view(-1, values.itemsize)
 
 
-# Whole tensors out of a checkpoint, one in memory at a time, all of them verified.
+# The tensors of a checkpoint: ranges of weights, or whole tensors, one in memory at a time; all of them verified.
 
 
-@dataclass(frozen=True)
-class CheckpointTensors:
-    """An open checkpoint. Its methods raise CheckpointError, with file and tensor, where it is not what was written."""
+class CheckpointTensors(Weights):
+    """An open checkpoint of zerotrain. Its weights are master weights, and the buffers of rank 0.
 
-    path: Path
-    manifest: Manifest
-    reader: Reader
-    averaged: bool = False
-    """Whether weights are their averages, where there are any."""
+    Args:
+        averaged: whether weights are their averages, where there are any.
 
-    @cached_property
-    def weights(self) -> dict[str, StoredTensor]:
-        """Each parameter, under its first name if tied, and each buffer."""
-        return {tensor.names[0]: tensor for tensor in self.manifest.weights(averaged=self.averaged)}
+    Raises:
+        CheckpointError: its manifest is not what was written, or it has no average.
+    """
 
-    @cached_property
-    def names(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of each of them."""
-        return {name: (tensor.dtype or torch.float32, tensor.shape) for name, tensor in self.weights.items()}
+    def __init__(self, path: Path, *, averaged: bool = False) -> None:
+        self.path = path
+        self.manifest = read_manifest(path)
+        if averaged and self.manifest.num_average_updates == 0:
+            raise CheckpointError(
+                f"{path} holds no average of weights, which a run keeps with callbacks=ema; take its trained weights"
+            )
+        self.fingerprint = hash_of(self.manifest.text().encode())
+        self.tensors = [*self.manifest.stored_weights(averaged=averaged), *self.manifest.stored_buffers()]
+        self._by_name = {tensor.names[0]: tensor for tensor in self.tensors}
+        self.names = {name: (tensor.dtype or torch.float32, tensor.shape) for name, tensor in self._by_name.items()}
+        """Dtype and shape of each parameter, under its first name if tied, and of each buffer."""
+        self._opened = ExitStack()
+        self._reader = self._opened.enter_context(Reader(path, self.manifest))
+
+    def problems(self, tensors: Sequence[StoredTensor], part: int, num_parts: int) -> list[str]:
+        places = [tensor.place for tensor in tensors if tensor.place is not None]
+        return problems_in(self.path, self.manifest, part, num_parts, places)
+
+    def fill(self, tensor: StoredTensor, start: int, target: torch.Tensor) -> None:
+        if target.numel() > 0:
+            self._reader.read(tensor.place, start, target)
 
     def read(self, name: str, room: mmap | None = None) -> torch.Tensor:
         """A parameter, or rank 0's buffer: contiguous, in the model's shape, in the dtype it was saved in.
@@ -157,7 +172,7 @@ class CheckpointTensors:
         Args:
             room: memory for it, which the next one may use again; None: its own.
         """
-        tensor = self.weights[name]
+        tensor = self._by_name[name]
         return self._dense(tensor.place, tensor.shape, tensor.stride, room)
 
     def of_role(self, name: str, role: str, room: mmap | None = None) -> torch.Tensor:
@@ -179,7 +194,7 @@ class CheckpointTensors:
             # Not from malloc, which may keep freed memory for tensors of at most its size: mixed sizes grew by 90 MB.
             room = mmap(-1, numel * dtype.itemsize)
         flat = torch.frombuffer(room, dtype=dtype, count=numel)
-        self.reader.read(tensor, 0, flat)
+        self._reader.read(tensor, 0, flat)
         return flat.as_strided(shape, stride).contiguous()
 
 
@@ -193,9 +208,5 @@ def open_checkpoint(path: Path, *, averaged: bool = False) -> Iterator[Checkpoin
     Raises:
         CheckpointError: there is none, its manifest is not what was written, or it has no average.
     """
-    with hold_newest(path) as folder:
-        manifest = read_manifest(folder)
-        if averaged:
-            manifest.require_average(folder)
-        with Reader(folder, manifest) as reader:
-            yield CheckpointTensors(folder, manifest, reader, averaged)
+    with hold_newest(path) as folder, closing(CheckpointTensors(folder, averaged=averaged)) as tensors:
+        yield tensors

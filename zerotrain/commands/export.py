@@ -31,7 +31,8 @@ from typing import Any, TypedDict
 import torch
 
 from zerotrain.checkpoint.folder import CHECKPOINTS, LOCK, PartialFolder
-from zerotrain.checkpoint.others.safetensors_and_torch import write_safetensors, write_text
+from zerotrain.checkpoint.others.safetensors_and_torch import write_safetensors
+from zerotrain.checkpoint.tensor_file import write_file
 from zerotrain.commands import export_formats as formats
 from zerotrain.commands.frame import WEIGHTS, add_run, exit_code, is_averaged, parser_of
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
@@ -111,7 +112,7 @@ def new_folder(out: Path, about: dict[str, Any], *, overwrite: bool) -> Iterator
     try:
         yield partial.path
         about = about | {FILES: _sync_files(partial.path)}
-        write_text(partial.path / ABOUT, json.dumps(about, indent=2) + "\n")
+        write_file(partial.path / ABOUT, [json.dumps(about, indent=2).encode(), b"\n"])
         replaced = []
         if overwrite and os.path.lexists(out):
             out.rename(old)
@@ -158,11 +159,10 @@ def _sync_files(folder: Path) -> list[str]:
     """The names of all files that were written, once they are on the disk: those that others have written too."""
     names = []
     for path in sorted(folder.rglob("*")):
-        if path.is_dir():
-            lock.sync_folder(path)
-        elif path != folder / LOCK:
-            lock.sync_file(path)
-            names.append(str(path.relative_to(folder)))
+        if path != folder / LOCK:
+            lock.sync(path)
+            if not path.is_dir():
+                names.append(str(path.relative_to(folder)))
     return names
 
 

@@ -91,7 +91,7 @@ def show_run(run: Path) -> int:
             print("BROKEN: do not load it", *problems, sep="\n  ")
         else:
             print("removed meanwhile")
-    for path in folders.partial_in(folder):
+    for path in folders.entries(folder, folders.PARTIAL):
         if folders.is_under_way(path):
             nbytes = 0
             for file in folders.entries(path):
@@ -100,9 +100,9 @@ def show_run(run: Path) -> int:
             _say(f"{path.name}: a save under way, {nbytes / MIB:.1f} MiB so far")
         else:
             _say(f"{path.name}: a save that was cut off; the next one removes it")
-    for path in folders.removed_in(folder):
+    for path in folders.entries(folder, folders.REMOVED):
         _say(f"{path.name}: a removal under way or cut off; the next one removes it")
-    for path in folders.set_aside_in(folder):
+    for path in folders.entries(folder, folders.ASIDE):
         _say(f"{path.name}: set aside when the run went on from an earlier one")
     if (best := folders.best_in(folder)) is not None:
         _say(f"{folders.BEST}: {best.name}, of the best evaluation{'' if best.exists() else ', which is gone'}")

@@ -430,7 +430,6 @@ def take_up(engine: ZeroEngine, path: str | os.PathLike[str]) -> tuple[Any, str 
         return bool(added or places != engine.held.groups.places) and engine.held.groups.adopt(places, added)
 
     engine.held.change("engine.load", adopt)
-    from_checkpoint.require_alike(folder, manifest, engine.held.holdings)
     with engine.held.replaced(HalfLoaded(folder, with_optimizer=True), mends=True):
         from_checkpoint.restore(folder, manifest, engine.held.holdings, averages=engine.held.average is not None)
     saved = manifest.content

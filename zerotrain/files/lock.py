@@ -130,7 +130,7 @@ def whole(path: Path, *, lasting: bool = False) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
     if lasting:
-        sync_folder(path.parent)
+        sync(path.parent)
 
 
 def replace_link(path: Path, target: str) -> None:
@@ -157,18 +157,9 @@ def _replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def sync_file(path: Path) -> None:
-    """Wait until a written file is on the disk."""
-    _sync(path, os.O_RDONLY)
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+def sync(path: Path) -> None:
+    """Wait until a written file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

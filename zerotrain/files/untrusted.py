@@ -184,7 +184,7 @@ def parse_json(text: str | bytes, kind: Any) -> Any:
         text = text.decode() if isinstance(text, bytes) else text
         _require_shallow(text)
         # Not by msgspec: ours write NaN, and names that are no UTF-8 as halves of characters.
-        content = json.loads(text, parse_int=int if kind is Any else _short_int)
+        content = json.loads(text, parse_int=int if kind is Any else lambda digits: _require_short(int(digits)))
     except UntrustedFileError:
         raise
     except (ValueError, RecursionError) as error:
@@ -298,16 +298,17 @@ class Shape(tuple[int, ...]):
     """The lengths of a tensor, of which torch can have one: it multiplies those beside a 0 too."""
 
     def __new__(cls, value: Any) -> "Shape":
-        are_lengths = isinstance(value, list) and all(type(length) is int and length >= 0 for length in value)
+        are_lengths = isinstance(value, list | tuple) and all(type(length) is int and length >= 0 for length in value)
         if not are_lengths or len(value) > MAX_DEPTH or prod(max(1, length) for length in value) > MAX_INT:
             raise ValueError(f"got {shown(value)}; it must be a list of lengths")
         return super().__new__(cls, value)
 
 
-def _short_int(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
+def _require_short(number: int) -> int:
+    """A whole number of a file, if a float holds it."""
+    if abs(number) >= 10**MAX_DIGITS:
         raise UntrustedFileError(f"it has a whole number of more than {MAX_DIGITS} digits")
-    return int(digits)
+    return number
 
 
 def _require_shallow(text: str) -> None:
@@ -359,15 +360,10 @@ class _PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _construct_short_int(loader: _PlainLoader, node: Any) -> int:
-    """Such as 0xff or 1:59:59; one that no float holds is refused, as in JSON."""
-    value: int = loader.construct_yaml_int(node)
-    if abs(value) >= 10**MAX_DIGITS:
-        raise UntrustedFileError(f"it has a whole number of more than {MAX_DIGITS} digits")
-    return value
-
-
-_PlainLoader.add_constructor("tag:yaml.org,2002:int", _construct_short_int)
+_PlainLoader.add_constructor(
+    "tag:yaml.org,2002:int",  # such as 0xff or 1:59:59
+    lambda loader, node: _require_short(loader.construct_yaml_int(node)),
+)
 
 
 def parse_yaml(content: bytes) -> Any:

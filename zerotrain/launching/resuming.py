@@ -75,7 +75,7 @@ def folder_problems(config: Config, run_dir: Path, *, of_sweep: bool = False) ->
         ]
     if result is not None:
         return _problems_of_completed(config, run_dir, result, another, of_sweep)
-    if resume is None and folder.named_as_steps(run_dir / folder.CHECKPOINTS):
+    if resume is None and folder.entries(run_dir / folder.CHECKPOINTS, folder.STEP):
         return [
             f"launch.overwrite: got false, but {run_dir} holds checkpoints; checkpoint.resume=auto goes on from the "
             f"newest; launch.overwrite=true erases them; or give {another}"
@@ -184,7 +184,7 @@ def _foreign_file(run_dir: Path) -> str | None:
     """Something else in the place of one of the run's files; it would stop the run. None if there is nothing."""
     kinds = {run_dir / name: kind for name, kind in _KINDS.items()}
     kinds |= dict.fromkeys(run_dir.glob(f"{RANKS}/*.*"), stat.S_IFREG)
-    kinds |= dict.fromkeys(folder.named_as_steps(run_dir / folder.CHECKPOINTS), stat.S_IFDIR)
+    kinds |= dict.fromkeys(folder.entries(run_dir / folder.CHECKPOINTS, folder.STEP), stat.S_IFDIR)
     for path, kind in kinds.items():
         name = path.relative_to(run_dir)
         try:

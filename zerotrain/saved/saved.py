@@ -293,7 +293,7 @@ def _tensors(folder: Path, form: str) -> Iterator[tuple[str, torch.Tensor]]:
             if form != DCP or tensor.part == _OF_DCP:
                 values = torch.empty(torch.Size(tensor.shape).numel(), dtype=tensor.dtype)
                 if values.numel():
-                    weights.read(tensor, 0, values)
+                    weights.fill(tensor, 0, values)
                 yield tensor.names[0], values.as_strided(tensor.shape, tensor.stride)
 
 

@@ -294,16 +294,9 @@ def read_exported(folder: Path) -> Any:
 
 
 def make_described(folder: Path) -> None:
-    piece = {
-        "name": "a.weight",
-        "role": "weight",
-        "dtype": "float32",
-        "kept_shape": None,
-        "start": 0,
-        "stop": 3,
-        "byte": 64,
-    }
-    said = {"name": "rank-00001.safetensors", "nbytes": 99, "hashes": ["a"], "pieces": [piece]}
+    place = {"file": 1, "byte": 64, "start": 0, "stop": 3}
+    pieces = [("a.weight", "weight", {"dtype": "float32", "pieces": [place]})]
+    said = {"name": "rank-00001.safetensors", "nbytes": 99, "hashes": ["a"], "pieces": pieces}
     (folder / "described-00001.json").write_text(json.dumps(said))
 
 

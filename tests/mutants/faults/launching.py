@@ -18,7 +18,7 @@ FAULTS = {
     ),
     "runs-erase-other-checkpoints-folders": Fault(
         "remove_all",
-        Swap("(named_as_steps, partial_in, removed_in, set_aside_in)", "(entries,)"),
+        Swap("(STEP, PARTIAL, REMOVED, ASIDE)", "(None,)"),
         "launch.overwrite=true erases a user's files in a folder named checkpoints",
         "unit/launching/test_resuming.py::test_what_is_no_runs_stays_whatever_a_run_is_told",
     ),

@@ -102,7 +102,7 @@ FAULTS = {
     ),
     "checkpoint-not-synced": Fault(
         "PartialFolder.appear",
-        Drop("sync_folder", nth=0),
+        Drop("sync", nth=0),
         "after a power cut the folder has its name and lacks its files",
         "unit/checkpoint/test_interrupted.py::test_all_of_it_is_on_the_disk_before_it_has_its_name_and_then_the_name_is",
     ),
@@ -137,7 +137,7 @@ FAULTS = {
         "unit/checkpoint/test_beside_training.py::test_what_changes_the_state_during_a_save_waits_or_copies",
     ),
     "checkpoint-buffers-not-copied": Fault(
-        "_file",
+        "_Plan._file",
         Swap("values.detach().reshape(-1).clone()", "values.detach().reshape(-1)"),
         "a batch norm's statistics are of a later step than the weights",
         "unit/checkpoint/test_beside_training.py::test_training_beside_a_save_comes_to_the_same_bits_and_the_state_at_its_begin_is_saved",

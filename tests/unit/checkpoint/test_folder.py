@@ -15,13 +15,14 @@ from tests.unit.checkpoint.slow_disk import fail, interrupt, kill, killed_in
 from tests.unit.engine.parts import alone
 from zerotrain.checkpoint import verify
 from zerotrain.checkpoint.folder import (
+    PARTIAL,
     PartialFolder,
     best_in,
     candidates,
     checkpoints_in,
+    entries,
     first_whole,
     newest_first,
-    partial_in,
     remove_all,
     remove_dead,
     remove_half_links,
@@ -76,7 +77,7 @@ def test_what_is_no_whole_checkpoint_of_a_step_is_none(run: Callable[..., Path])
         shutil.copytree(folder / "step-00000100", folder / name)
     (folder / "step-00000800").touch()
     assert steps_in(folder) == [100]
-    assert partial_in(folder) == [cut_off.path]
+    assert entries(folder, PARTIAL) == [cut_off.path]
     cut_off.remove()
     assert checkpoints_in(folder / "nowhere") == checkpoints_in(folder / "step-00000800") == []
 

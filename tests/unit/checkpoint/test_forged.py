@@ -120,6 +120,9 @@ FORGERIES: dict[str, tuple[Edit, str]] = {
     "a count of no dtype": (
         lambda content: parameter(content)["counts"].update(step={"dtype": "load"}), "step: got .*; it must be",
     ),
+    "no momentum of a parameter": (
+        lambda content: parameter(content)["tensors"].pop("exp_avg"), "which is updated with it",
+    ),
     "a name that moves the cursor": (
         lambda content: content["buffers"].update({"\x1b[2Jx": content["buffers"].pop("num_calls")}),
         r"got \\x1b\[2Jx; it must be a printable name",
@@ -150,7 +153,6 @@ def test_what_was_only_written_again_is_read(edited: Path, capsys: pytest.Captur
             "betas of group 'parameters' is 0.9",
         ),
         (lambda content: content["groups"][0]["hyperparameters"].update(eps="x"), "eps of group 'parameters' is x"),
-        (lambda content: parameter(content)["tensors"].pop("exp_avg"), "which is updated with it"),
     ],
 )
 def test_state_of_another_kind_is_refused_before_a_number_has_changed(edit: Edit, says: str, edited: Path) -> None:

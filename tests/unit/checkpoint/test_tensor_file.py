@@ -19,7 +19,7 @@ def test_tensors_of_all_sizes_of_elements_begin_aligned_in_whatever_order_they_c
     values = {f"{number} {dtype}": torch.ones(3, dtype=dtype) for number in range(2) for dtype in DTYPES}
     file = TensorFile("file", [Entry(name, "weight", each, 0) for name, each in values.items()], {})
     assert list(file.write(tmp_path, read)) == []
-    places = {piece["name"]: piece["byte"] for piece in file.described()["pieces"]}
+    places = {name: tensor.pieces[0].byte for name, _, tensor in file.described(0).pieces}
     assert places.keys() == values.keys()
     assert [name for name, each in values.items() if places[name] % each.itemsize] == []
     loaded = load_file(tmp_path / "file")

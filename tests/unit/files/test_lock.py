@@ -112,14 +112,6 @@ def test_what_is_no_file_is_neither_locked_nor_waited_for(tmp_path: Path, make: 
     assert (tmp_path / "mine").read_text() == "kept"
 
 
-def test_a_lock_is_made_only_where_it_is_asked_for_and_for_whom(tmp_path: Path):
-    with pytest.raises(FileNotFoundError):
-        open_lock(tmp_path / "it", make=False)
-    assert list(tmp_path.iterdir()) == []
-    open_lock(tmp_path / "it", mode=0o600).close()
-    assert (tmp_path / "it").stat().st_mode & 0o777 == 0o600
-
-
 # A file is replaced whole or not at all, and nothing of an attempt stays.
 
 
@@ -159,15 +151,6 @@ def test_a_link_takes_the_place_of_what_has_its_name_but_not_of_a_folder(tmp_pat
     with pytest.raises(IsADirectoryError):
         replace_link(tmp_path / "folder", "third")
     assert sorted(os.listdir(tmp_path)) == ["folder", "it"]
-
-
-def test_a_folder_is_not_replaced(tmp_path: Path):
-    (tmp_path / "it").mkdir()
-    with pytest.raises(IsADirectoryError), whole(tmp_path / "it") as file:
-        file.write(b"after")
-    assert os.listdir(tmp_path) == ["it"]
-    with pytest.raises(FileNotFoundError), whole(tmp_path / "none" / "it"):
-        raise AssertionError
 
 
 def test_who_may_read_it_is_what_the_user_has_set(tmp_path: Path):

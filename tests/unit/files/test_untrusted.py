@@ -235,16 +235,6 @@ def test_what_is_no_file_is_refused_at_once_and_stays(tmp_path: Path, kind: str,
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-def test_a_file_is_opened_as_always(tmp_path: Path):
-    path = tmp_path / "it"
-    for mode, text, content in (("w", "a", "a"), ("a", "b", "ab"), ("w", "c", "c"), ("r+", "d", "d")):
-        with open(path, mode, opener=only_regular) as file:
-            file.write(text)
-        assert path.read_text() == content
-    with pytest.raises(FileNotFoundError):
-        only_regular(tmp_path / "none", os.O_RDONLY)
-
-
 LAY = {
     "nothing": lambda path: None,
     "a file": lambda path: path.write_text("much that was there"),

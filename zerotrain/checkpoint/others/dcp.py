@@ -7,6 +7,8 @@ import io
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ import torch
 
 from zerotrain.checkpoint.manifest import DTYPES, hash_of
 from zerotrain.checkpoint.others.safetensors_and_torch import is_readable, loaded_without_numbers, place_of
-from zerotrain.checkpoint.others.stored_weights import METADATA, FileRange, OpenFile, Weights
+from zerotrain.checkpoint.tensor_file import METADATA, FileRange, OpenFile, Weights, read_box
 from zerotrain.errors import CheckpointError
 from zerotrain.files.match import StoredTensor, row_by_row
 from zerotrain.files.untrusted import FileName, Natural, Shape, require_kind
@@ -153,10 +155,6 @@ class _Unpickler(pickle._Unpickler):
         return _PLAIN[module, name]
 
 
-CHUNK_NUMEL = 2**17
-"""Held at a time, a few times over, where a piece has a part of each row."""
-
-
 class DcpWeights(Weights):
     """Weights in one folder. A tensor is assembled from the pieces of all ranks."""
 
@@ -189,31 +187,17 @@ class DcpWeights(Weights):
             return [str(error)]
         return []
 
-    def read(self, tensor: StoredTensor, start: int, target: torch.Tensor) -> None:
+    def fill(self, tensor: StoredTensor, start: int, target: torch.Tensor) -> None:
         for piece in tensor.place:
-            self._read_piece(tensor, piece, start, target)
+            begin = last = -start
+            for offset, size, step in zip(piece.offsets, piece.sizes, tensor.stride, strict=True):
+                begin += offset * step
+                last += (offset + size - 1) * step
+            if begin < target.numel() and last >= 0:
+                box = replace(tensor, shape=piece.sizes, stride=row_by_row(piece.sizes))
+                read_box(partial(self._read_piece, tensor, piece), box, tensor.stride, begin, target)
 
-    def _read_piece(self, tensor: StoredTensor, piece: DcpPiece, start: int, target: torch.Tensor) -> None:
-        """Read the requested elements of a piece: runs of neighbours, a single run if rows were not cut."""
-        runs, numel = _runs(tensor.shape, piece)
-        stop = start + target.numel()
-        first_run = int(torch.searchsorted(runs + numel, start, right=True))
-        end_run = int(torch.searchsorted(runs, stop))
-        step = max(1, CHUNK_NUMEL // numel)
-        for run in range(first_run, end_run, step):
-            begins = runs[run : min(run + step, end_run)]
-            if len(begins) == 1:
-                begin = int(begins[0])
-                low, high = max(start, begin), min(stop, begin + numel)
-                self._read_box(tensor, piece, run * numel + low - begin, target[low - start : high - start])
-                continue
-            values = torch.empty(len(begins) * numel, dtype=tensor.dtype)
-            self._read_box(tensor, piece, run * numel, values)
-            place = (begins[:, None] + torch.arange(numel) - start).view(-1)
-            is_inside = (place >= 0) & (place < target.numel())
-            target[place[is_inside].to(target.device)] = values[is_inside].to(target)
-
-    def _read_box(self, tensor: StoredTensor, piece: DcpPiece, begin: int, target: torch.Tensor) -> None:
+    def _read_piece(self, tensor: StoredTensor, piece: DcpPiece, begin: int, target: torch.Tensor) -> None:
         """Elements of a piece, by their number in it row by row."""
         (file, byte), saved = self._place(tensor, piece)
         if saved.is_contiguous():
@@ -236,13 +220,3 @@ class DcpWeights(Weights):
                 raise CheckpointError(f"{file.path} does not hold the tensor that {METADATA} says: {tensor.names[0]}")
             self._places[piece] = place_of(file, piece.byte, stored), stored
         return self._places[piece]
-
-
-def _runs(shape: tuple[int, ...], piece: DcpPiece) -> tuple[torch.Tensor, int]:
-    """The first element of each run, by its number in the tensor, and how many elements each has."""
-    cut = max((dim for dim, size in enumerate(piece.sizes) if size < shape[dim]), default=0)
-    stride = row_by_row(shape)
-    begins = torch.tensor([sum(at * step for at, step in zip(piece.offsets, stride, strict=True))])
-    for dim in range(cut):
-        begins = (begins[:, None] + torch.arange(piece.sizes[dim]) * stride[dim]).view(-1)
-    return begins, prod(piece.sizes[cut:])

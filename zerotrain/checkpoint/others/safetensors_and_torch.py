@@ -1,8 +1,8 @@
 """Files of safetensors and of torch.save: the place of each tensor in one; and safetensors files written for others.
 
 torch.load makes the objects on the meta device, without a number, and tells where in the file those lie; weights_only,
-so no other object is made of the file, and no code of it runs. Its mmap=True is not for us: a file cut meanwhile ends
-the process with SIGBUS (torch 2.13, 2026-11-23).
+so no other object is made of the file, and no code of it runs. The numbers are read by `OpenFile`, not through the
+maps of torch.load and safetensors: a file that is cut meanwhile, or a disk that fails, ends the process with SIGBUS.
 """
 
 import io
@@ -11,7 +11,6 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
@@ -21,18 +20,16 @@ from typing import IO, Any, cast
 import torch
 from msgspec import Struct
 
-from zerotrain.checkpoint.manifest import BlockWriter, is_dense
-from zerotrain.checkpoint.others.stored_weights import FileRange, OpenFile
-from zerotrain.checkpoint.tensor_file import CHUNK_NBYTES, CODES, chunks, plan_file
+from zerotrain.checkpoint.manifest import is_dense
+from zerotrain.checkpoint.tensor_file import CHUNK_NBYTES, CODES, FileRange, OpenFile, chunks, plan_file, write_file
 from zerotrain.errors import CheckpointError, listed
 from zerotrain.files.match import StoredTensor, row_by_row
 from zerotrain.files.untrusted import MAX_DEPTH, Natural, Shape, UntrustedFileError, parse_json, require_kind, shown
 
 # The header of a safetensors file: its tensors and their places.
 #
-# Read by hand. The library gives no elements of a tensor by their number, and it maps the file: one that becomes
-# shorter meanwhile ends the process with SIGBUS, and a FIFO in its place is waited for (safetensors 0.8,
-# 2026-11-23). https://huggingface.co/docs/safetensors/index#format
+# Read by hand: the library reads headers through a map of the file alone, and waits for a FIFO in its place
+# (safetensors 0.8, 2026-11-23). https://huggingface.co/docs/safetensors/index#format
 
 
 DTYPES = {code: dtype for dtype, code in CODES.items()} | {
@@ -134,21 +131,17 @@ def write_safetensors(folder: Path, tensors: Mapping[str, OutTensor], *, max_nby
     if len(parts) > 1:
         names = [f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
     for file, part in zip(names, parts, strict=True):
-        _write_file(folder / file, {name: tensors[name] for name in part})
+        # Larger elements first, as the library has it: so each tensor is aligned.
+        ordered = sorted(part, key=lambda name: -tensors[name].dtype.itemsize)
+        write_file(folder / file, _content({name: tensors[name] for name in ordered}))
     if len(parts) > 1:
         index = {
             "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
             "weight_map": {name: file for file, part in zip(names, parts, strict=True) for name in part},
         }
-        write_text(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+        text = json.dumps(index, indent=2) + "\n"
+        write_file(folder / f"{stem}.safetensors.index.json", [text.encode()])
     return len(parts)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a new file, and wait until it is on the disk."""
-    with closing(BlockWriter(path)) as writer:
-        writer.write(memoryview(text.encode()))
-        writer.sync()
 
 
 def _parts(tensors: Mapping[str, OutTensor], max_nbytes: int) -> list[list[str]]:
@@ -164,24 +157,19 @@ def _parts(tensors: Mapping[str, OutTensor], max_nbytes: int) -> list[list[str]]
     return parts
 
 
-def _write_file(path: Path, tensors: Mapping[str, OutTensor]) -> None:
-    # Larger elements first, as the library has it: so each tensor is aligned.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    described = [(name, CODES[tensor.dtype], tensor.shape, tensor.nbytes) for name, tensor in ordered]
-    head, _ = plan_file(described, {"format": "pt"})
-    with closing(BlockWriter(path)) as writer:
-        writer.write(memoryview(head))
-        for _, tensor in ordered:
-            if tensor.nbytes:
-                _write_tensor(writer, tensor)
-        writer.sync()
+def _content(tensors: Mapping[str, OutTensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a file, some MiB at a time."""
+    described = [(name, CODES[tensor.dtype], tensor.shape, tensor.nbytes) for name, tensor in tensors.items()]
+    yield plan_file(described, {"format": "pt"})[0]
+    for tensor in tensors.values():
+        if tensor.nbytes:
+            yield from _chunks(tensor)
 
 
-def _write_tensor(writer: BlockWriter, tensor: OutTensor) -> None:
-    # A function of its own: its last chunk is memory of the tensor, and would keep it while the next one is read.
+def _chunks(tensor: OutTensor) -> Iterator[memoryview]:
+    # A function of its own: its last part is memory of the tensor, and would keep it while the next one is read.
     for part in tensor.read().reshape(-1).split(CHUNK_NBYTES):
-        for chunk in chunks(part.to(tensor.dtype)):
-            writer.write(chunk)
+        yield from chunks(part.to(tensor.dtype))
 
 
 _ZIPPED = b"PK\x03\x04"
@@ -323,13 +311,12 @@ def _records(stream: "_Part") -> dict[int, int]:
             names = {member.filename.partition("/")[2] for member in members}
             if "data.pkl" not in names or "constants.pkl" in names:
                 raise CheckpointError(f"{path} is a zip archive, but none of torch.save; {_ALONE}")
-            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-                raise CheckpointError(f"{path} was packed again, and cannot be read in parts; {_ALONE}")
-            orders = [member for member in members if member.filename.endswith("byteorder")]
-            # torch turns such numbers round on the meta device too, and the process ends with SIGSEGV (2026-11-22).
-            if any(archive.read(member) != b"little" for member in orders):
-                raise CheckpointError(f"{path} was written on a machine that orders bytes the other way round")
             for member in members:
+                if member.compress_type != zipfile.ZIP_STORED:
+                    raise CheckpointError(f"{path} was packed again, and cannot be read in parts; {_ALONE}")
+                # torch turns such numbers round on the meta device too, and the process ends with SIGSEGV (2026-11-22).
+                if member.filename.endswith("byteorder") and archive.read(member) != b"little":
+                    raise CheckpointError(f"{path} was written on a machine that orders bytes the other way round")
                 head = stream.part(member.header_offset, 30)
                 lengths = (int.from_bytes(head[26:28], "little"), int.from_bytes(head[28:30], "little"))
                 records[member.header_offset + 30 + sum(lengths)] = member.file_size
@@ -380,12 +367,3 @@ class _Part(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._nbytes}[whence]
         return self._place
-
-    def tell(self) -> int:
-        return self._place
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True

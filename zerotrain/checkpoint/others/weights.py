@@ -5,17 +5,18 @@ torch's DCP, the weights of a checkpoint.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from msgspec import Struct
 
-from zerotrain.checkpoint import folder, tensor_file, verification
-from zerotrain.checkpoint.manifest import AVERAGE, BUFFER, MANIFEST, WEIGHT, hash_of, read_manifest
+from zerotrain.checkpoint import folder
+from zerotrain.checkpoint.manifest import MANIFEST, hash_of
 from zerotrain.checkpoint.others.safetensors_and_torch import is_of_torch, safetensors_in, torch_tensors_in
-from zerotrain.checkpoint.others.stored_weights import METADATA, OpenFile, Weights
+from zerotrain.checkpoint.tensor_file import METADATA, OpenFile, Weights
+from zerotrain.checkpoint.verification import CheckpointTensors
 from zerotrain.errors import CheckpointError, listed
 from zerotrain.files.match import StoredTensor
 from zerotrain.files.untrusted import FileName, UntrustedFileError, read_json, shown
@@ -73,7 +74,7 @@ def find_weights(path: str | os.PathLike[str], *, averaged: bool = False) -> Wei
     """
     source = resolve_weights(path)
     if os.path.isfile(source / MANIFEST):
-        return CheckpointWeights(source, averaged=averaged)
+        return CheckpointTensors(source, averaged=averaged)
     if averaged:
         raise CheckpointError(f"{source} is no checkpoint of zerotrain, and only those hold an average of weights")
     if os.path.isfile(source / METADATA):
@@ -123,29 +124,7 @@ class FileWeights(Weights):
         headers = [(tensor.part, tensor.names, tensor.kind, tensor.shape, tensor.stride) for tensor in self.tensors]
         self.fingerprint = hash_of(repr(headers).encode())
 
-    def read(self, tensor: StoredTensor, start: int, target: torch.Tensor) -> None:
+    def fill(self, tensor: StoredTensor, start: int, target: torch.Tensor) -> None:
         file, byte = tensor.place
         assert tensor.dtype is not None
         file.read(byte + start * tensor.dtype.itemsize, tensor.dtype, target)
-
-
-class CheckpointWeights(Weights):
-    """Weights in a checkpoint of zerotrain: master weights or their averages, and the buffers of rank 0."""
-
-    def __init__(self, path: Path, *, averaged: bool = False) -> None:
-        self.path = path
-        self._manifest = read_manifest(path)
-        self._roles = (WEIGHT, AVERAGE, BUFFER) if averaged else (WEIGHT, BUFFER)
-        if averaged:
-            self._manifest.require_average(path)
-        self._opened = ExitStack()
-        self._reader = self._opened.enter_context(tensor_file.Reader(path, self._manifest))
-        self.fingerprint = hash_of(self._manifest.text().encode())
-        self.tensors = self._manifest.weights(averaged=averaged)
-
-    def problems(self, tensors: Sequence[StoredTensor], part: int, num_parts: int) -> list[str]:
-        return verification.problems_in(self.path, self._manifest, part, num_parts, roles=self._roles)
-
-    def read(self, tensor: StoredTensor, start: int, target: torch.Tensor) -> None:
-        if target.numel() > 0:
-            self._reader.read(tensor.place, start, target)

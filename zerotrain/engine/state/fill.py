@@ -1,7 +1,7 @@
-"""The one writer of state: whatever comes into the buckets of an engine comes from a `Source`, through `fill`.
+"""The one writer of state: all values come into the buckets of an engine from a `Source`, through `fill`.
 
-It goes bucket by bucket and role by role, so a rank needs a bucket beside what it holds, and where ranges are read, as
-out of files, some MiB.
+It goes bucket by bucket and role by role, so a rank needs room for one more bucket, or for some MiB where ranges are
+read, as out of files.
 """
 
 import gc
@@ -24,44 +24,40 @@ from zerotrain.sharding.layout import FlatBuffer
 from zerotrain.sharding.plan import Plan
 from zerotrain.sharding.units import ManagedParameter
 
-# The noun for state that comes into an engine: what a source has by name, and how `fill` gets elements of it.
+# The noun for state on its way into an engine: names, shapes and dtypes in a source, and how `fill` gets elements.
 
 
 class KeptTensor(NamedTuple):
-    """A tensor that the optimizer keeps, without its numbers."""
+    """A tensor of the optimizer's state, without its numbers."""
 
     shape: tuple[int, ...] | None
-    """The shape that is kept of a tensor that is updated whole; None: a number for each element."""
+    """A shape of its own, if the parameter is updated whole; None: a number for each element."""
     dtype: torch.dtype
 
 
 class KeptOnce(NamedTuple):
-    """A value that the optimizer keeps once for all elements, such as the number of its steps."""
+    """A value of the optimizer for all elements, such as the number of its steps."""
 
     value: Any
     on_device: bool
 
-    def placed(self, device: torch.device) -> Any:
-        """A copy for one span: of one that two shared every step would count twice."""
-        return self.value.to(device, copy=True) if self.on_device else deepcopy(self.value)
-
 
 Keeps = Mapping[str, KeptTensor | KeptOnce]
-"""All that an optimizer keeps of a parameter, by name."""
+"""The optimizer's state of a parameter, by name."""
 
 
 class Source(ABC):
     """State by name and element. `fill` alone writes it into buckets; a source only reads."""
 
     doing = ""
-    """The call in words, such as "loading PATH", for errors that one rank meets alone."""
+    """The call in words, such as "loading PATH", for errors of one rank alone."""
     is_collective = False
-    """True where the ranks read together, so that none can fail alone."""
+    """Whether the ranks read together, so that none can fail alone."""
     has_state = False
-    """True where it has what the optimizer keeps. Otherwise that stays, and weights alone are replaced."""
+    """Whether it has the optimizer's state. If not, weights alone are replaced."""
 
     has_average = False
-    """True where it has an average of the weights too. One that has state and no average leaves none."""
+    """Whether it has an average of the weights too. A source with state and no average leaves none."""
 
     def begin(self, bucket: Bucket, role: str) -> None:
         """Get ready to read of one bucket in one role. A collective source sends here, and nowhere else."""
@@ -69,22 +65,22 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, piece: NamedPiece) -> None:
-        """Read the elements of a piece into its memory; leave them as they are where the source does not have them."""
+        """Read the elements of a piece into its memory; leave those as they are that the source does not have."""
 
     def keeps(self, managed: ManagedParameter) -> Keeps:
-        """Tell what the optimizer is to keep of a parameter; the same on all ranks."""
+        """The optimizer's state of a parameter; the same on all ranks."""
         return {}
 
     def hand_over(self, bucket: Bucket, role: str, where: slice | int) -> torch.Tensor | None:
-        """Memory of the source that can be kept instead of a copy; None: there is none, and `read` is called.
+        """Memory of the source to keep instead of a copy; None: there is none, and `read` is called.
 
         Args:
-            where: elements of the bucket, or the slot of a tensor that is updated whole.
+            where: elements of the bucket, or the slot of a parameter with state of its own shape.
         """
         return None
 
     def fill_rest(self) -> None:
-        """Fill what lies in no bucket: buffers, and what modules keep beside their tensors."""
+        """Fill all beside the buckets: buffers, and the extra state of modules."""
         return
 
 
@@ -92,8 +88,8 @@ HALF = "the engine holds a part of it: load one that can be read before you cont
 
 
 def fill(source: Source, buckets: Sequence[Bucket], collectives: Collectives) -> None:
-    """Replace the weights of buckets by those of a source, and what the optimizer keeps if the source has that.
-    Collective, between steps. Names and shapes fit: who makes a source has checked them.
+    """Replace the weights of buckets by those of a source, and the optimizer's state if the source has any.
+    Collective, between steps. Names and shapes are checked where the source is made.
 
     Raises:
         CheckpointError: on every rank; one of them could not read, and the engine holds a part.
@@ -122,13 +118,13 @@ def fill(source: Source, buckets: Sequence[Bucket], collectives: Collectives) ->
 
 
 def fill_state(source: Source, bucket: Bucket) -> None:
-    """Replace what the optimizer keeps of one bucket, and the average of its weights: a change of the stage leaves the
+    """Replace the optimizer's state of one bucket, and the average of its weights: a change of the stage leaves the
     weights themselves where they are."""
     if not isinstance(bucket, TrainedBucket) or not source.has_state:
         return
     states = []
     for state in kept_states(bucket):
-        # Nothing is saved of a parameter without elements, so one that has some tells for all.
+        # Nothing is saved of a parameter without elements, so one with elements tells for all.
         member = next((managed for managed in state.members if managed.parameter.numel() > 0), state.members[0])
         states.append((state, source.keeps(member)))
     for state, keeps in states:
@@ -137,7 +133,9 @@ def fill_state(source: Source, bucket: Bucket) -> None:
             state.values.update(bucket.update.state_at_first(state.members[0].group, state.target))
         for name, value in keeps.items():
             if isinstance(value, KeptOnce):
-                state.values[name] = value.placed(bucket.update.device)
+                # A copy for each span: if two shared one, every step would count twice.
+                device = bucket.update.device
+                state.values[name] = value.value.to(device, copy=True) if value.on_device else deepcopy(value.value)
     everything = [item for managed in bucket.spec.parameters for item in source.keeps(managed).items()]
     for role in sorted({name for name, value in everything if isinstance(value, KeptTensor)}):
         source.begin(bucket, role)
@@ -168,11 +166,11 @@ def _values(source: Source, bucket: TrainedBucket, role: str, state: KeptState, 
     return values
 
 
-# Memory that parameters had before their stage changed, and who keeps it.
+# Memory of parameters from before a change of the stage, and who keeps it.
 
 
 class GivenUpMemory:
-    """The memory that whole weights leave when the plan of their buckets changes.
+    """The memory of whole weights before the plan of their buckets changes.
 
     Args:
         plan: as the buckets are to lie.
@@ -193,7 +191,7 @@ class GivenUpMemory:
         return weights.model_weight.copy()
 
     def tell_of_held(self) -> None:
-        """Warn of memory that parameters had and somebody keeps. The old buckets are gone."""
+        """Warn of such memory that somebody keeps. The old buckets are gone."""
         if any(not memory.expired() for memory in self._given_up.values()):
             gc.collect()
         if held := [name for name, memory in self._given_up.items() if not memory.expired()]:

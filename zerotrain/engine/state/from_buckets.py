@@ -1,9 +1,8 @@
-"""Buckets of the same model as a source: cut otherwise before what trains has changed, or under another plan before the
-stage has.
+"""Old buckets of the same model as a source, after a change of what trains or of the stage.
 
-Bucket borders change no bits, so a change of what trains may move every parameter to another place: while it lasts a
-rank holds what it holds at rest twice, old and new. Under another plan the borders are the same: what this rank needs
-of a bucket it mostly has, and keeps.
+Bucket borders change no bits, so a change of what trains may move every parameter to another place: meanwhile a rank
+holds its state twice, old and new. After a change of the stage the borders are the same: a rank has most of what it
+needs of a bucket already, and keeps it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,15 +23,15 @@ from zerotrain.sharding.plan import Plan
 from zerotrain.sharding.units import ManagedParameter
 
 Described = dict[tuple[int, int] | str, dict[str, tuple[Any, Any]]]
-"""State of the optimizer, as ranks tell it: by (group, generation), or by name of what is updated whole."""
+"""The optimizer's state of a rank, for the others: by (group, generation), or by name of a parameter updated whole."""
 
 
 class OtherBuckets(Source):
-    """Old buckets of a model whose parameters go to new ones, of other borders or under another plan.
+    """Old buckets, whose parameters go to new ones, of other borders or under another plan.
 
     Args:
         buckets: as they lie now.
-        described: what `described_state` gave of them on this rank.
+        described: the result of `described_state` on this rank.
         plan: of the new buckets.
     """
 
@@ -46,19 +45,17 @@ class OtherBuckets(Source):
         """The old bucket of each parameter, and its place there."""
         for bucket in buckets:
             self._homes |= {parameter: (bucket, place) for place, parameter in enumerate(bucket.spec.tensors)}
-        # A rank whose shards hold nothing of some parameters learns from the others what is kept of them.
+        # A rank without elements of a parameter learns from the others which state it has.
         everyone: Described = {}
         for of_rank in collectives.gather_objects(described, name="optimizer state"):
             everyone |= of_rank
-        self._keeps: dict[tuple[int, int] | str, Keeps] = {
-            key: {
-                name: KeptTensor(*fields) if isinstance(fields[1], torch.dtype) else KeptOnce(*fields)
-                for name, fields in state.items()
-            }
-            for key, state in everyone.items()
-        }
+        self._keeps: dict[tuple[int, int] | str, dict[str, KeptTensor | KeptOnce]] = {}
+        for key, state in everyone.items():
+            keeps = self._keeps[key] = {}
+            for name, fields in state.items():
+                keeps[name] = KeptTensor(*fields) if isinstance(fields[1], torch.dtype) else KeptOnce(*fields)
         self._whole: torch.Tensor | None = None
-        """The values that were begun, from all ranks; None where this rank has what it needs of them."""
+        """The values of the begun role, from all ranks; None where this rank has its part already."""
         self._from_owners: dict[int, torch.Tensor] = {}
 
     def keeps(self, managed: ManagedParameter) -> Keeps:
@@ -91,7 +88,7 @@ class OtherBuckets(Source):
         if isinstance(where, int) and where in self._from_owners:
             return self._from_owners[where]
         if isinstance(where, slice) and self._whole is not None:
-            # It is not copied if all of it is kept: a bucket is whole but once.
+            # Not copied if all of it is kept: a bucket is whole but once.
             return self._whole[where].clone() if self._plan.shards_optimizer else self._whole[where]
         for held, values in _held(self._old(bucket), role):
             if held == where:
@@ -103,11 +100,11 @@ class OtherBuckets(Source):
         raise AssertionError(f"{role} of {bucket.spec.name} is not where the plans have it")
 
     def master_of(self, bucket: Bucket) -> torch.Tensor | None:
-        """The master weight of an old bucket over the range that this rank is to update under the new plan; None where
-        it is the model's."""
+        """The master weight of an old bucket over this rank's range to update under the new plan; None where it is the
+        model's."""
         if not isinstance(bucket, TrainedBucket):
             return None
-        bucket.update.current_weight()  # with what others than the engine have written
+        bucket.update.current_weight()  # with the writes of others than the engine
         if not bucket.update.has_copy:
             return None
         self.begin(bucket, WEIGHT)
@@ -124,7 +121,7 @@ class OtherBuckets(Source):
         return self._homes[bucket.spec.parameters[0].parameter][0]
 
     def _dtype(self, bucket: Bucket, role: str) -> torch.dtype | None:
-        """The dtype of what is kept for each element of a bucket; None where nothing is."""
+        """The dtype of a role with a number for each element of a bucket; None where there is none."""
         if role in (WEIGHT, AVERAGE):
             return torch.float32
         for managed in bucket.spec.parameters:
@@ -134,7 +131,7 @@ class OtherBuckets(Source):
         return None
 
     def _joined(self, bucket: Bucket, role: str, dtype: torch.dtype) -> torch.Tensor:
-        """(padded_numel,) of a new bucket, 0 for parameters that have none. Collective; an old bucket is whole too."""
+        """(padded_numel,) of a new bucket, 0 for parameters without any. Collective; an old bucket is whole too."""
         members: dict[Bucket, list[tuple[Slot, Slot]]] = {}
         for slot, managed in zip(bucket.layout.slots, bucket.spec.parameters, strict=True):
             old, place = self._homes[managed.parameter]
@@ -150,7 +147,7 @@ class OtherBuckets(Source):
         return whole
 
     def _sent_by_owners(self, bucket: Bucket, role: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """State of tensors that are updated whole, by their slots in a new bucket, on all ranks. Collective."""
+        """State of parameters updated whole, by their slots in a new bucket, on all ranks. Collective."""
         device, rank = self._collectives.world.device, self._collectives.shards.rank
         for slot, managed in enumerate(bucket.spec.parameters[: bucket.spec.num_whole]):
             old, place = self._homes[managed.parameter]
@@ -171,7 +168,7 @@ class OtherBuckets(Source):
 
 
 def described_state(buckets: Sequence[Bucket]) -> Described:
-    """Tell what the optimizer keeps on this rank: of a tensor its shape and dtype, and of what it keeps once the value.
+    """The optimizer's state on this rank: of a tensor its shape and dtype, and otherwise the value.
 
     Raises:
         EngineStateError: it keeps something else.
@@ -205,7 +202,7 @@ def _once(state: named.KeptState, name: str, value: Any) -> tuple[Any, Any]:
 
 
 def _held(bucket: Bucket, role: str) -> Iterator[tuple[slice | int, torch.Tensor]]:
-    """Values that this rank has of a bucket in one role, and of which elements or of which slot of the bucket."""
+    """This rank's values of a bucket in one role, each with its elements of the bucket, or with its slot."""
     if role == WEIGHT:
         yield named.kept_range(bucket), named.current_weight(bucket)
     elif role == AVERAGE and (average := named.current_average(bucket)) is not None:

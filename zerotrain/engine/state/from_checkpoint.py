@@ -1,5 +1,5 @@
-"""A checkpoint as a source, whatever placement wrote it: all is checked before anything changes, and each rank reads
-the elements that it holds."""
+"""A checkpoint of any placement as a source: all is checked before anything changes, and each rank reads its own
+elements."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -24,19 +24,18 @@ from zerotrain.files.match import ModelTensor, StoredTensor, any_kind, match, me
 from zerotrain.files.untrusted import shown
 from zerotrain.sharding.units import ManagedParameter, ModelParameter
 
-# The check that a checkpoint is one of this model and this optimizer; placement, precision, buckets may be others.
+# The check for a checkpoint of this model and this optimizer; placement, precision, buckets may be others.
 
 
 def misfits(manifest: Manifest, holdings: Holdings) -> list[str]:
-    """Tell what does not fit, a line for each; the same on every rank, and nothing is changed."""
+    """The misfits, a line for each; the same on every rank, and nothing is changed."""
     own, values = holdings.parameters, buffers(holdings.model, holdings.buckets)
     own_states = [name for name, _ in modules_with_extra_state(holdings.model)]
     saved_states = manifest.content.get(EXTRA_STATE, own_states)  # of an older checkpoint, without any: they stay
-    parameters, saved_buffers = _weights(manifest)
     targets = [ModelTensor(managed.names, managed.parameter) for managed in own.values()]
-    problems = match(parameters, targets, kind=any_kind).problems()
+    problems = match(manifest.stored_weights(), targets, kind=any_kind).problems()
     problems += match(
-        [*saved_buffers, *(StoredTensor([name], "", None, ()) for name in saved_states)],
+        [*manifest.stored_buffers(), *(StoredTensor([name], "", None, ()) for name in saved_states)],
         [ModelTensor([name], value) for name, value in (*values.items(), *((name, None) for name in own_states))],
         kind=str,
     ).problems()
@@ -47,16 +46,10 @@ def misfits(manifest: Manifest, holdings: Holdings) -> list[str]:
 
 
 def model_misfits(manifest: Manifest, parameters: Sequence[ModelParameter]) -> list[str]:
-    """Tell what of a model does not fit, a line for each, as far as its parameters show: before there is an engine, and
-    of a model without memory too."""
+    """The misfits of a model's parameters, a line for each: before there is an engine, and of a model without memory
+    too."""
     targets = [ModelTensor(own.names, own.parameter) for own in parameters]
-    return match(_weights(manifest)[0], targets, kind=any_kind).problems()
-
-
-def _weights(manifest: Manifest) -> tuple[list[StoredTensor], list[StoredTensor]]:
-    """The parameters, and the buffers."""
-    tensors = manifest.weights()
-    return tensors[: len(manifest.parameters)], tensors[len(manifest.parameters) :]
+    return match(manifest.stored_weights(), targets, kind=any_kind).problems()
 
 
 def _ties_and_order(saved: StoredTensor, own: ManagedParameter) -> Iterator[str]:
@@ -94,8 +87,8 @@ def _groups(manifest: Manifest, holdings: Holdings) -> Iterator[str]:
 
 
 def verified_manifest(path: str | os.PathLike[str], holdings: Holdings) -> tuple[Path, Manifest]:
-    """The manifest of a checkpoint that fits the engine and whose files are what was written: the ranks have shared
-    them out and read each block. Collective.
+    """The manifest of a checkpoint, once it fits the engine and its files are what was written: the ranks share out all
+    blocks and read them. Collective.
 
     Raises:
         CheckpointError: on every rank, before anything has changed.
@@ -118,48 +111,26 @@ def verified_manifest(path: str | os.PathLike[str], holdings: Holdings) -> tuple
 
 
 def places_in(manifest: Manifest) -> dict[str, list[Any]]:
-    """Tell of a checkpoint what `ParamGroups.places` tells of an engine."""
+    """As `ParamGroups.places`, of a checkpoint."""
     return {name: [saved.trains, saved.group, saved.generation] for name, saved in manifest.parameters.items()}
 
 
 def added_groups(manifest: Manifest, groups: ParamGroups) -> list[dict[str, Any]]:
-    """The settings of groups that came after those the engine has."""
-    added = manifest.content["groups"][len(groups.hyperparameters) :]
-    return [
-        {name: restored(value, deepcopy(groups.defaults.get(name))) for name, value in settings.items()}
-        for settings in (without_objects(group["hyperparameters"]) for group in added)
-    ]
-
-
-def require_alike(folder: Path, manifest: Manifest, holdings: Holdings) -> None:
-    """Make sure that what the engine updates as one has the same kinds of state in a checkpoint. Collective.
-
-    Raises:
-        CheckpointError: on every rank; it has not.
-    """
-
-    def check() -> None:
-        for bucket in holdings.trained:
-            kinds: dict[Any, tuple[str, Any]] = {}
-            for managed in bucket.spec.parameters:
-                if not managed.is_updated_whole and managed.parameter.numel() > 0:
-                    name = managed.names[0]
-                    roles = manifest.parameters[name].tensors.keys()
-                    other, other_roles = kinds.setdefault(managed.span, (name, roles))
-                    if roles != other_roles:
-                        raise CheckpointError(
-                            f"{name} has {', '.join(roles)} in it, and {other}, which is updated with it, "
-                            f"{', '.join(other_roles)}"
-                        )
-
-    on_all(holdings.collectives, check, doing=f"loading {folder}", outcome="no number of the engine has changed")
+    """The settings of groups beyond those of the engine."""
+    added = []
+    for group in manifest.content["groups"][len(groups.hyperparameters) :]:
+        settings = without_objects(group["hyperparameters"])
+        for name, value in settings.items():
+            settings[name] = restored(value, deepcopy(groups.defaults.get(name)))
+        added.append(settings)
+    return added
 
 
 def restore(folder: Path, manifest: Manifest, holdings: Holdings, *, averages: bool) -> None:
-    """Give an engine what a verified checkpoint holds. Collective.
+    """Give an engine the content of a verified checkpoint. Collective.
 
     Args:
-        averages: whether the engine keeps an average of weights, and so takes that of the checkpoint.
+        averages: whether the engine keeps an average of weights, and so takes the checkpoint's.
 
     Raises:
         CheckpointError: on every rank; a file has changed since it was verified.
@@ -173,7 +144,7 @@ def restore(folder: Path, manifest: Manifest, holdings: Holdings, *, averages: b
 
 
 class Checkpoint(Source):
-    """A checkpoint that fits the engine: each rank reads the ranges that it holds.
+    """A checkpoint, checked for the engine: each rank reads its own ranges.
 
     Args:
         reader: of its files, open.
@@ -190,7 +161,7 @@ class Checkpoint(Source):
         self._reader.read(saved, piece.in_tensor.start if piece.in_tensor else 0, piece.values)
 
     def keeps(self, managed: ManagedParameter) -> Keeps:
-        """Values that are kept once lie where torch's own `load_state_dict` has them: the number of steps on the host,
+        """Values for all elements lie where torch's own `load_state_dict` has them: the number of steps on the host,
         unless an update on the device wants it there, and all others on the device."""
         saved, settings = self._manifest.parameters[managed.names[0]], self._holdings.groups.hyperparameters
         updates_there = any(settings[managed.group].get(name) for name in ("fused", "capturable"))
@@ -204,8 +175,8 @@ class Checkpoint(Source):
         return values
 
     def fill_rest(self) -> None:
-        """Fill buffers, on as many ranks as saved them each with its own and otherwise all with those of rank 0; and
-        what modules keep."""
+        """Fill buffers, and the extra state of modules. As many ranks as saved them get their own buffers; otherwise
+        all get rank 0's."""
         shards, holdings = self._holdings.collectives.shards, self._holdings
         for name, values in buffers(holdings.model, holdings.buckets).items():
             saved = self._manifest.buffers[name]

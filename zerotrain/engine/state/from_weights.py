@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerotrain.checkpoint.others.stored_weights import Weights
 from zerotrain.checkpoint.others.weights import find_weights, resolve_weights
+from zerotrain.checkpoint.tensor_file import CHUNK_NUMEL, Weights, read_box
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import require_tellable
 from zerotrain.engine.buckets.bucket import Bucket
@@ -26,41 +27,42 @@ from zerotrain.files.match import ModelTensor, StoredTensor
 from zerotrain.sharding.layout import slot_view
 from zerotrain.sharding.units import ModelParameter, model_parameters
 
-# The part of a file that is read, and its names. Nothing is read here, and nothing changes.
+# The part of a file to read, and its names. Nothing is read here, and nothing changes.
 
 
-def fitting_parts(tensors: Sequence[StoredTensor], targets: Sequence[ModelTensor]) -> list[str]:
-    """The parts of a file with most names of the model; several if it holds the model more than once. If no part has
-    any, the one with most tensors."""
-    homes = {name for target in targets for name in target.names}
-    names: dict[str, list[str]] = {}
+def match_weights(path: Path, tensors: Sequence[StoredTensor], targets: Sequence[ModelTensor]) -> LoadedWeights:
+    """Give each tensor of the model what fits it in a file, and report the rest.
+
+    Of the parts of a file the one with most names of the model is taken; if none has any, the one with most tensors.
+
+    Raises:
+        CheckpointError: several parts have as many names of the model.
+    """
+    parts: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
-        names.setdefault(tensor.part, []).extend(tensor.names)
-    fitting: dict[str, int] = {}
-    for part, part_names in names.items():
-        rename, _ = _renaming(part_names, targets, homes)
-        fitting[part] = sum(rename(name) in homes for name in part_names)
-    most = max(fitting.values(), default=0)
-    if most > 0:
-        return [part for part, num_names in fitting.items() if num_names == most]
-    return [max(names, key=lambda part: len(names[part]), default="")]
-
-
-def match_part(
-    path: Path, tensors: Sequence[StoredTensor], targets: Sequence[ModelTensor], part: str = ""
-) -> LoadedWeights:
-    """Give each tensor of the model what fits it in a part of a file, and tell what did not."""
-    description = _describe_part(part, [tensor for tensor in tensors if tensor.part != part])
-    tensors = [tensor for tensor in tensors if tensor.part == part]
+        parts.setdefault(tensor.part, []).append(tensor)
     homes = {name for target in targets for name in target.names}
-    rename, renamed = _renaming([name for tensor in tensors for name in tensor.names], targets, homes)
-    matched = match.match(tensors, targets, rename=rename)
+    ranked = []
+    for part, part_tensors in parts.items():
+        names = [name for tensor in part_tensors for name in tensor.names]
+        rename, renamed = _renaming(names, targets, homes)
+        num_fitting = sum(rename(name) in homes for name in names)
+        ranked.append((num_fitting, 0 if num_fitting else len(names), part, rename, renamed))
+    best = max(ranked, key=lambda entry: entry[:2], default=(0, 0, "", str, ""))
+    num_fitting, _, part, rename, renamed = best
+    alike = [other for num_names, _, other, *_ in ranked if num_names == num_fitting]
+    if num_fitting and len(alike) > 1:
+        raise CheckpointError(
+            f"{path} has the names of the model several times, in {', '.join(alike)}: give a file that has one of them"
+        )
+    description = _describe_part(part, [tensor for tensor in tensors if tensor.part != part])
+    matched = match.match(parts.get(part, ()), targets, rename=rename)
     num_loaded = sum(bool(target.stored) for target in targets)
     return LoadedWeights(path=path, num_loaded=num_loaded, renamed=renamed, part=description, **vars(matched))
 
 
 def _describe_part(part: str, rest: Sequence[StoredTensor]) -> str:
-    """A sentence about the part that was read, and the others that were not, by the first of their words to differ."""
+    """A sentence about the part to read, and about the others by the first of their words to differ."""
     if not part and not rest:
         return ""
     own = [*part.split("."), ""]
@@ -74,7 +76,7 @@ def _describe_part(part: str, rest: Sequence[StoredTensor]) -> str:
 
 
 def misfits(loaded: LoadedWeights) -> list[str]:
-    """Tell what does not fit, a line for each kind of it; the same on every rank."""
+    """The lines about misfits, one for each kind; the same on every rank."""
     misfits = match.Misfits(loaded.missing, loaded.surplus, loaded.wrong_shape, loaded.wrong_dtype)
     problems = misfits.problems(f"; or give {argument('strict', False)}")
     lines = [f"{loaded.path} does not fit the engine: {problem}" for problem in problems]
@@ -85,24 +87,21 @@ def misfits(loaded: LoadedWeights) -> list[str]:
 def _renaming(
     names: Sequence[str], targets: Sequence[ModelTensor], homes: Collection[str]
 ) -> tuple[Callable[[str], str], str]:
-    """Find the function from names in the file to names in the model, and the line that reports it.
+    """Find the function from names in the file to names in the model, and the line to report it.
 
     Wrappers put a word before all names: DistributedDataParallel "module.", torch.compile "_orig_mod.", a class around
-    a model of Hugging Face "model.". If no name fits as it is, and just one such word makes names fit, that word is
-    used.
+    a model of Hugging Face "model.". The word is used if no name fits as it is, and no other word makes names fit.
     """
-    if any(name in homes for name in names):
-        return str, ""
-    own = [target.names[0] for target in targets]
-    file_words = [word for word in _common(names) if any(name.removeprefix(word) in homes for name in names)]
-    lacked = [word for word in _common(own) if any(word + name in homes for name in names)]
-    if len(file_words) + len(lacked) != 1:
-        return str, ""
-    if file_words:
-        word = file_words[0]
-        return lambda name: name.removeprefix(word), f"{word!r}, with which all names in it begin, was left out"
-    word = lacked[0]
-    return lambda name: word + name, f"{word!r}, with which all names of the model begin, was put before those in it"
+    ways: list[tuple[str, str, str]] = []
+    for word in _common(names):
+        ways.append((word, "", f"{word!r}, with which all names in it begin, was left out"))
+    for word in _common([target.names[0] for target in targets]):
+        ways.append(("", word, f"{word!r}, with which all names of the model begin, was put before those in it"))
+    fitting = [way for way in ways if any(way[1] + name.removeprefix(way[0]) in homes for name in names)]
+    if len(fitting) == 1 and not any(name in homes for name in names):
+        left_out, put_before, line = fitting[0]
+        return lambda name: put_before + name.removeprefix(left_out), line
+    return str, ""
 
 
 def _common(names: Sequence[str]) -> Iterator[str]:
@@ -116,12 +115,8 @@ def _common(names: Sequence[str]) -> Iterator[str]:
         yield prefix
 
 
-CHUNK_NUMEL = 2**17
-"""Held at a time, a few times over, where the elements of a tensor lie in another order in the file."""
-
-
 class Files(Source):
-    """Weights that can be read and fit the engine, open. Parameters that they lack stay as they are.
+    """Weights checked for an engine, open. Parameters that they lack stay as they are.
 
     Args:
         targets: the model's tensors, and the part of `weights` that each gets.
@@ -138,13 +133,14 @@ class Files(Source):
     def read(self, piece: NamedPiece) -> None:
         source = self._stored.get(id(piece.managed.parameter))
         if source is not None and piece.in_tensor is not None:
-            _read(self._weights, source, piece.managed.stride, piece.in_tensor.start, piece.values)
+            read = partial(self._weights.fill, source)
+            read_box(read, source, piece.managed.stride, -piece.in_tensor.start, piece.values)
 
     def fill_rest(self) -> None:
         for tensor in buffers(self._holdings.model, self._holdings.buckets).values():
             if (source := self._stored.get(id(tensor))) is not None and tensor.numel() > 0:
                 values = torch.empty(tensor.numel(), dtype=source.dtype)
-                self._weights.read(source, 0, values)
+                self._weights.fill(source, 0, values)
                 tensor.data.copy_(values.view(tensor.shape))
 
 
@@ -152,75 +148,56 @@ class Files(Source):
 def checked_weights(
     path: str | os.PathLike[str], holdings: Holdings, *, strict: bool, averaged: bool = False
 ) -> Iterator[Files]:
-    """Find weights and look at all that can be known of them without reading them. Collective.
+    """Find weights and check all about them but their values. Collective.
 
     Raises:
         CheckpointError: on every rank, before anything has changed.
     """
-    collectives = holdings.collectives
-    location = Path(os.path.abspath(path))
-    doing = f"loading weights from {location}"
-    # Rank 0's newest: the run it is of may save another meanwhile.
-    source = from_rank_0(collectives, lambda: str(resolve_weights(location)), doing=doing)
-    weights, error = attempt(lambda: find_weights(Path(source), averaged=averaged))
-    try:
-        raise_first(collectives, error, doing=doing, outcome=LEFT)
-        assert weights is not None
-        yield _checked(weights, holdings, doing, strict)
-    finally:
-        if weights is not None:
-            weights.close()
+    collectives, location = holdings.collectives, Path(os.path.abspath(path))
+    rank, size, doing = collectives.shards.rank, collectives.shards.size, f"loading weights from {location}"
 
-
-def _checked(weights: Weights, holdings: Holdings, doing: str, strict: bool) -> Files:
-    collectives = holdings.collectives
-    fingerprints = collectives.gather_objects(weights.fingerprint, name=doing)
-
-    def check() -> Files:
+    def check(weights: Weights, fingerprints: Sequence[str]) -> Files:
+        for other, fingerprint in enumerate(fingerprints):
+            if fingerprint != fingerprints[0]:
+                raise CheckpointError(f"{weights.path} is another on rank {other} than on rank 0")
         rest = buffers(holdings.model, holdings.buckets)
         targets = _model_tensors(holdings.model, holdings.parameters.values(), rest)
-        part, *other_parts = fitting_parts(weights.tensors, targets)
-        loaded = match_part(weights.path, weights.tensors, targets, part)
-        if different := [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
-            raise CheckpointError(f"{weights.path} is another on rank {different[0]} than on rank 0")
-        if other_parts:
-            raise CheckpointError(_several(weights, part, other_parts))
+        loaded = match_weights(weights.path, weights.tensors, targets)
         if strict and (problems := misfits(loaded)):
             raise CheckpointError("\n".join(problems))
-        rank, size = collectives.shards.rank, collectives.shards.size
         stored = [tensor for target in targets for _, tensor in target.stored]
-        if problems := [*weights.problems(stored, rank, size), *_two_in_one(weights, targets, collectives)]:
+        if problems := [*weights.problems(stored, rank, size), *_two_in_one(weights, targets, rank, size)]:
             raise CheckpointError("\n".join(problems))
         return Files(weights, targets, loaded, holdings)
 
-    return on_all(collectives, check, doing=doing, outcome=LEFT)
+    # Rank 0's newest: its run may save another meanwhile.
+    source = from_rank_0(collectives, lambda: str(resolve_weights(location)), doing=doing)
+    weights, error = attempt(lambda: find_weights(Path(source), averaged=averaged))
+    with closing(weights) if weights is not None else nullcontext():
+        raise_first(collectives, error, doing=doing, outcome=LEFT)
+        assert weights is not None
+        fingerprints = collectives.gather_objects(weights.fingerprint, name=doing)
+        yield on_all(collectives, lambda: check(weights, fingerprints), doing=doing, outcome=LEFT)
 
 
 def weight_misfits(path: str | os.PathLike[str], model: nn.Module, *, averaged: bool = False) -> list[str]:
-    """Tell what of weights does not fit a model, a line for each kind of it, as far as headers tell: before there is an
-    engine, and of a model without memory too. Nothing of weights that cannot be read."""
+    """The misfits of weights and a model, a line for each kind, from headers alone: before there is an engine, and of a
+    model without memory too. None if the weights cannot be read."""
     with suppress(CheckpointError), closing(find_weights(path, averaged=averaged)) as weights:
         parameters = model_parameters(model)
         ours = {id(managed.parameter) for managed in parameters}
         rest = {name: tensor for name, tensor in buffers(model, []).items() if id(tensor) not in ours}
-        targets = _model_tensors(model, parameters, rest)
-        part, *other_parts = fitting_parts(weights.tensors, targets)
-        if other_parts:
-            return [_several(weights, part, other_parts)]
-        return misfits(match_part(weights.path, weights.tensors, targets, part))
+        try:
+            return misfits(match_weights(weights.path, weights.tensors, _model_tensors(model, parameters, rest)))
+        except CheckpointError as error:
+            return [str(error)]
     return []
-
-
-def _several(weights: Weights, part: str, other_parts: list[str]) -> str:
-    names = ", ".join([part, *other_parts])
-    return f"{weights.path} has the names of the model several times, in {names}: give a file that has one of them"
 
 
 def _model_tensors(
     model: nn.Module, parameters: Iterable[ModelParameter], rest: Mapping[str, torch.Tensor]
 ) -> list[ModelTensor]:
-    """Parameters and buffers by all names that they have: those of their modules, and those in `state_dict()`, which
-    hooks may have changed."""
+    """Parameters and buffers by all their names: those of their modules, and those in `state_dict()` after hooks."""
     own = [(name, managed.parameter) for managed in parameters for name in managed.names] + [*rest.items()]
     ids = {id(tensor) for _, tensor in own}
     # Without detaching them: that would read sharded parameters.
@@ -228,9 +205,8 @@ def _model_tensors(
     return match.model_tensors([*own, *also])
 
 
-def _two_in_one(weights: Weights, targets: list[ModelTensor], collectives: Collectives) -> Iterator[str]:
-    """Tensors that are one in the model and several in the file, with other values; each rank looks at a share."""
-    rank, size = collectives.shards.rank, collectives.shards.size
+def _two_in_one(weights: Weights, targets: list[ModelTensor], rank: int, size: int) -> Iterator[str]:
+    """Tied tensors of the model with several values in the file; each rank looks at a share of their elements."""
     for target in targets:
         for (name, tensor), (other_name, other) in zip(target.stored, target.stored[1:], strict=False):
             numel = target.tensor.numel()
@@ -247,33 +223,11 @@ def _same(weights: Weights, tensor: StoredTensor, other: StoredTensor, start: in
         return False
     for offset in range(start, stop, CHUNK_NUMEL):
         values, other_values = (torch.empty(min(CHUNK_NUMEL, stop - offset), dtype=tensor.dtype) for _ in range(2))
-        weights.read(tensor, offset, values)
-        weights.read(other, offset, other_values)
+        weights.fill(tensor, offset, values)
+        weights.fill(other, offset, other_values)
         if not torch.equal(values.view(torch.uint8), other_values.view(torch.uint8)):
             return False
     return True
-
-
-def _read(weights: Weights, source: StoredTensor, stride: tuple[int, ...], start: int, target: torch.Tensor) -> None:
-    """Elements of a tensor from `start` on, in the order of `stride`, into all of `target`.
-
-    If the file has another order, the whole tensor is read, some elements at a time.
-    """
-    order = match.memory_order(source.shape, source.stride)
-    if order == match.memory_order(source.shape, stride):
-        weights.read(source, start, target)
-        return
-    numel = torch.Size(source.shape).numel()
-    for offset in range(0, numel, CHUNK_NUMEL):
-        values = torch.empty(min(CHUNK_NUMEL, numel - offset), dtype=source.dtype)
-        weights.read(source, offset, values)
-        index = torch.arange(offset, offset + values.numel())
-        place = torch.full_like(index, -start)
-        for dim in reversed(order):
-            place += index % source.shape[dim] * stride[dim]
-            index //= source.shape[dim]
-        is_inside = (place >= 0) & (place < target.numel())
-        target[place[is_inside].to(target.device)] = values[is_inside].to(target)
 
 
 # A dict of full weights as a source: rank 0 has it, and sends it one bucket at a time.
@@ -298,14 +252,17 @@ class StateDict(Source):
         *,
         strict: bool,
     ) -> None:
-        self._model, self._buckets, self._collectives = model, buckets, collectives
+        self._model, self._collectives = model, collectives
         self._own = model.state_dict(keep_vars=True)  # without detaching them: that would read sharded parameters
+        in_buckets = {id(managed.parameter) for bucket in buckets for managed in bucket.spec.parameters}
+        self._outside = {name: value for name, value in self._own.items() if id(value) not in in_buckets}
+        """The model's tensors in no bucket, and what modules keep beside their tensors, by name."""
         self._state: Mapping[str, Any] = {}
         self._name_of: dict[int, str] = {}
-        """By the id of each parameter that is given the name that it has in the dict; of a tied one any."""
+        """A name in the dict, by the id of each parameter there."""
         self._problems: list[str] = []
-        self._outside: dict[str, Any] = {}
-        """By name what is in no bucket: of a tensor None, of what modules keep beside their tensors the value."""
+        self._replaced: dict[str, Any] = {}
+        """By name what the dict has of `_outside`: None for a tensor, and otherwise the value."""
         self._members: set[int] = set()
         self._whole: torch.Tensor | None = None
         if collectives.shards.rank != 0:
@@ -316,10 +273,10 @@ class StateDict(Source):
         self._state = state
         self._name_of = {id(self._own[name]): name for name in reversed(self._own) if name in state}
         self._problems = _problems(self._own, state, strict)
-        for name, value in _outside_buckets(self._own, buckets).items():
+        for name, value in self._outside.items():
             if name in state:
-                self._outside[name] = None if isinstance(value, torch.Tensor) else state[name]
-        require_tellable(self._outside)
+                self._replaced[name] = None if isinstance(value, torch.Tensor) else state[name]
+        require_tellable(self._replaced)
 
     def agree(self) -> None:
         """Compare names on all ranks, and load what lies in no bucket: a module may refuse it. Collective, before
@@ -329,12 +286,12 @@ class StateDict(Source):
             ConfigError: on every rank, before anything has changed: names that are missing or unknown, other shapes.
             CheckpointError: likewise; a module does not take what it is to keep beside its tensors.
         """
-        message = self._problems, [name for name in self._own if id(self._own[name]) in self._name_of], self._outside
-        problems, names, outside = self._collectives.gather_objects(message, name="what is loaded")[0]
+        message = self._problems, [*self._name_of.values()], self._replaced
+        problems, names, replaced = self._collectives.gather_objects(message, name="what is loaded")[0]
         if problems:
             raise ConfigError(*problems)
         self._members = {id(self._own[name]) for name in names}
-        self._load_outside(outside)
+        self._load_outside(replaced)
 
     def begin(self, bucket: Bucket, role: str) -> None:
         self._whole = None
@@ -350,23 +307,19 @@ class StateDict(Source):
         if self._whole is not None and id(piece.managed.parameter) in self._members:
             piece.values.copy_(self._whole[piece.in_bucket])
 
-    def _load_outside(self, outside: Mapping[str, Any]) -> None:
+    def _load_outside(self, replaced: Mapping[str, Any]) -> None:
         """Load buffers, and what modules keep beside their tensors, by PyTorch itself."""
-        former = {
-            name: value.detach().clone(memory_format=torch.contiguous_format)
-            if isinstance(value, torch.Tensor)
-            else value
-            for name, value in _outside_buckets(self._own, self._buckets).items()
-        }
-        loaded = dict(outside)
-        for name, value in former.items():
-            if name in loaded and isinstance(value, torch.Tensor):
-                tensor = loaded[name] = value.clone()
-                if name in self._state:
-                    tensor.copy_(self._state[name])
-                if tensor.numel() > 0:
-                    # As bytes: backends do not send every dtype.
-                    self._collectives.broadcast(tensor.view(-1).view(torch.uint8), name="buffers")
+        former, loaded = dict(self._outside), dict(replaced)
+        for name, value in self._outside.items():
+            if isinstance(value, torch.Tensor):
+                former[name] = value.detach().clone(memory_format=torch.contiguous_format)
+                if name in loaded:
+                    tensor = loaded[name] = former[name].clone()
+                    if name in self._state:
+                        tensor.copy_(self._state[name])
+                    if tensor.numel() > 0:
+                        # As bytes: backends do not send every dtype.
+                        self._collectives.broadcast(tensor.view(-1).view(torch.uint8), name="buffers")
         try:
             on_all(
                 self._collectives,
@@ -378,12 +331,6 @@ class StateDict(Source):
             with suppress(Exception):  # the first cause is what the user reads
                 self._model.load_state_dict(former, strict=False)
             raise
-
-
-def _outside_buckets(own: Mapping[str, Any], buckets: Sequence[Bucket]) -> dict[str, Any]:
-    """All that a model has that is in no bucket, by name."""
-    in_buckets = {id(managed.parameter) for bucket in buckets for managed in bucket.spec.parameters}
-    return {name: value for name, value in own.items() if id(value) not in in_buckets}
 
 
 def _problems(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> list[str]:

@@ -1,7 +1,7 @@
-"""The model's state by name, one bucket at a time: weights, gradients, and what the optimizer keeps.
+"""The model's state by name, one bucket at a time: weights, gradients, and the optimizer's state.
 
-Full weights, their hash, a change of what trains and the search for a bad gradient walk over it; what is saved and what
-moves to another stage can be told in the same words: the name of a parameter, a role, and which elements.
+Full weights, their hash, a change of what trains and the search for a bad gradient walk over it. A save and a change of
+the stage speak of it in the same words: the name of a parameter, a role, and which elements.
 """
 
 import hashlib
@@ -14,41 +14,42 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerotrain.checkpoint.manifest import AVERAGE, EXTRA_STATE, WEIGHT, SavedBuffer
+from zerotrain.checkpoint.manifest import AVERAGE, DTYPES, WEIGHT, SavedBuffer
 from zerotrain.checkpoint.tensor_file import Entry, Reader
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.options import EngineOptions
 from zerotrain.errors import EngineStateError
+from zerotrain.files.untrusted import Shape
 from zerotrain.sharding.layout import slot_view
 from zerotrain.sharding.units import ManagedParameter
 
 GRADIENT = "gradient of the step"
-"""The role that every bucket has that trains, beside WEIGHT, which every one has, AVERAGE and those that the optimizer
-names, none of which is called so."""
+"""A role of every bucket that trains. The others are WEIGHT, of every bucket, AVERAGE, and the names of the optimizer's
+own state; none of those is called so."""
 
 
 @dataclass(frozen=True, eq=False)
 class NamedPiece:
-    """The part that this rank holds of one parameter in one role."""
+    """This rank's part of one parameter in one role."""
 
     managed: ManagedParameter
     role: str
     values: torch.Tensor
-    """The memory itself: (n,) elements; what is kept of a tensor that is updated whole, in the shape it is kept in."""
+    """The memory itself: (n,) elements; state of a parameter updated whole has its own shape."""
     in_tensor: slice | None
-    """The elements of the parameter, in the order of its memory (`ManagedParameter.stride`); None for what
-    is kept of the tensor as a whole."""
+    """The elements of the parameter, in the order of its memory (`ManagedParameter.stride`); None for state of the
+    parameter as a whole."""
     in_bucket: slice | None
     """The place of the same elements in the bucket."""
 
 
 def pieces(bucket: Bucket, role: str, within: slice | None = None) -> Iterator[NamedPiece]:
-    """Give what this rank holds of the parameters of a bucket in one role, in place, without what is empty.
+    """Give this rank's parts of the parameters of a bucket in one role, in place, without empty ones.
 
     Args:
-        within: only these elements of the bucket, and what is kept of whole tensors; None: all.
+        within: only these elements of the bucket, and state of whole parameters; None: all.
     """
     if role == WEIGHT:
         yield from cut_pieces(bucket, role, current_weight(bucket), kept_range(bucket), within)
@@ -71,7 +72,7 @@ def pieces(bucket: Bucket, role: str, within: slice | None = None) -> Iterator[N
 
 @dataclass(frozen=True, eq=False)
 class KeptState:
-    """State that the optimizer keeps on this rank of a span, or of a tensor that is updated whole."""
+    """The optimizer's state on this rank of a span, or of a parameter updated whole."""
 
     members: list[ManagedParameter]
     """Its parameters; for a span those of its group and age, even if this rank has none of their elements."""
@@ -82,7 +83,7 @@ class KeptState:
     """By name; to be read and written."""
 
     def tensors(self) -> list[str]:
-        """The names of what is kept for each element, and not once for all."""
+        """The names of state with a number for each element, and not once for all."""
         tensors = {name: value for name, value in self.values.items() if isinstance(value, torch.Tensor)}
         if isinstance(self.where, slice):
             return [name for name, value in tensors.items() if value.shape == self.target.shape]
@@ -90,7 +91,7 @@ class KeptState:
 
 
 def kept_states(bucket: Bucket) -> Iterator[KeptState]:
-    """All that the optimizer keeps on this rank of a bucket: of spans, then of tensors that are updated whole."""
+    """The optimizer's state on this rank of a bucket: of spans, then of parameters updated whole."""
     if not isinstance(bucket, TrainedBucket):
         return
     update, members = bucket.update, bucket.spec.parameters
@@ -103,7 +104,7 @@ def kept_states(bucket: Bucket) -> Iterator[KeptState]:
 
 
 def replaced_weights(bucket: Bucket) -> Iterator[NamedPiece]:
-    """Yield the pieces that this rank fills when weights are replaced, between `begin_refill` and `end_refill`. For
+    """Yield the pieces for this rank to fill when weights are replaced, between `begin_refill` and `end_refill`. For
     frozen weights it is the rank's own range, even if all ranks hold all: the other parts come by a gather."""
     if isinstance(bucket, TrainedBucket):
         yield from pieces(bucket, WEIGHT)
@@ -112,13 +113,13 @@ def replaced_weights(bucket: Bucket) -> Iterator[NamedPiece]:
 
 
 def roles(bucket: Bucket) -> list[str]:
-    """The roles in which this rank holds tensors of a bucket, the gradient left out."""
+    """The roles of this rank's tensors of a bucket, without the gradient."""
     own = [WEIGHT] if current_average(bucket) is None else [WEIGHT, AVERAGE]
     return [*own, *sorted({name for state in kept_states(bucket) for name in state.tensors()})]
 
 
 def current_average(bucket: Bucket) -> torch.Tensor | None:
-    """The average of the weights that this rank updates, at rest; None where none is kept."""
+    """The average of this rank's weights to update, at rest; None where none is kept."""
     if not isinstance(bucket, TrainedBucket):
         return None
     bucket.update.home.put_away()
@@ -128,7 +129,7 @@ def current_average(bucket: Bucket) -> torch.Tensor | None:
 def capture(bucket: Bucket, role: str, dtype: torch.dtype, collectives: Collectives) -> torch.Tensor:
     """(padded_numel,) of one role, from all ranks, 0 where there is none. Collective; one bucket is whole meanwhile.
 
-    Not for what is kept of tensors that are updated whole: their owners have that (`pieces`).
+    Not for state of parameters updated whole: their owners have that (`pieces`).
     """
     if role == WEIGHT:
         part = current_weight(bucket).to(collectives.world.device)
@@ -154,7 +155,7 @@ def full_weights(bucket: Bucket, collectives: Collectives) -> Iterator[tuple[Man
 
 
 def current_weight(bucket: Bucket) -> torch.Tensor:
-    """The weights that this rank keeps, with what others than the engine have written into the parameters."""
+    """The weights of this rank, with the writes of others than the engine into the parameters."""
     if isinstance(bucket, TrainedBucket):
         return bucket.update.current_weight()
     bucket.weights.home.put_away()
@@ -163,7 +164,7 @@ def current_weight(bucket: Bucket) -> torch.Tensor:
 
 
 def kept_range(bucket: Bucket) -> slice:
-    """The elements of a bucket whose weights this rank keeps up to date."""
+    """This rank's elements of a bucket: their weights it keeps up to date."""
     if isinstance(bucket, TrainedBucket):
         return bucket.update.where
     return bucket.weights.own if bucket.weights.plan.shards_parameters else slice(0, bucket.layout.padded_numel)
@@ -172,16 +173,14 @@ def kept_range(bucket: Bucket) -> slice:
 def cut_pieces(
     bucket: Bucket, role: str, values: torch.Tensor, where: slice, within: slice | None = None
 ) -> Iterator[NamedPiece]:
-    """The pieces of `values`, which lie at `where` in the bucket, parameter by parameter; see `pieces`."""
+    """The pieces of `values`, at `where` in the bucket, parameter by parameter; see `pieces`."""
     within = within or where
     first, last = max(where.start, within.start), min(where.stop, within.stop)
     for slot, managed in zip(bucket.layout.slots, bucket.spec.parameters, strict=True):
         start, end = max(slot.offset, first), min(slot.end, last)
         if start < end:
-            part, in_tensor = (
-                values[start - where.start : end - where.start],
-                slice(start - slot.offset, end - slot.offset),
-            )
+            part = values[start - where.start : end - where.start]
+            in_tensor = slice(start - slot.offset, end - slot.offset)
             yield NamedPiece(managed, role, part, in_tensor, slice(start, end))
 
 
@@ -195,25 +194,15 @@ def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]
             yield f"{prefix}._extra_state" if prefix else "_extra_state", module
 
 
-def extra_states(model: nn.Module) -> dict[str, Any]:
-    """By name, as the modules give it now."""
-    return {name: module.get_extra_state() for name, module in modules_with_extra_state(model)}
-
-
-def entries_of(states: Mapping[str, Any]) -> list[Entry]:
-    """Those that are tensors, as they are now."""
-    tensors = {name: state for name, state in states.items() if isinstance(state, torch.Tensor)}
-    return [Entry(name, EXTRA_STATE, values.detach().reshape(-1).clone(), 0) for name, values in tensors.items()]
-
-
 def described(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """For the manifest: {"value": ...}, or a tensor without its pieces."""
-    return {
-        name: {"shape": list(state.shape), "dtype": str(state.dtype).removeprefix("torch."), "pieces": []}
-        if isinstance(state, torch.Tensor)
-        else {"value": state}
-        for name, state in states.items()
-    }
+    """Buffers or extra states for the manifest: {"value": ...}, or a tensor without its pieces."""
+    entries: dict[str, dict[str, Any]] = {}
+    for name, state in states.items():
+        entries[name] = {"value": state}
+        if isinstance(state, torch.Tensor):
+            dtype = str(state.dtype).removeprefix("torch.")
+            entries[name] = {"shape": list(state.shape), "dtype": dtype, "pieces": []}
+    return entries
 
 
 def restore_extra_states(model: nn.Module, saved: Mapping[str, dict[str, Any] | SavedBuffer], reader: Reader) -> None:
@@ -234,8 +223,8 @@ def restore_extra_states(model: nn.Module, saved: Mapping[str, dict[str, Any] | 
 
 
 def full_state_dict(model: nn.Module, buckets: Iterable[Bucket], collectives: Collectives) -> dict[str, Any]:
-    """The model's `state_dict()` with full parameters in fp32, on the CPU. Collective. Hooks that rename, add or drop
-    keys, and modules that add extra state, see a whole model.
+    """The model's `state_dict()` with full parameters in fp32, on the CPU. Collective. Hooks on the state dict, and
+    modules with extra state, see a whole model.
     """
     whole: dict[ManagedParameter, nn.Parameter] = {}
     is_asked = collectives.world.rank == 0
@@ -299,12 +288,12 @@ def weights_sha256(buckets: Iterable[Bucket], collectives: Collectives) -> str:
     return bytes(agreed.tolist()).hex()
 
 
-# The part of an engine that a rank saves: of each bucket its own range, whatever the stage; the rest of a manifest.
+# A rank's part of a save: of each bucket its own range, whatever the stage; and the rest of a manifest.
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """The parts of an engine that a checkpoint is made of."""
+    """The parts of an engine for a checkpoint."""
 
     model: nn.Module
     buckets: Sequence[Bucket]
@@ -323,8 +312,8 @@ class Holdings:
 
 
 def owned_pieces(bucket: Bucket, rank: int) -> Iterator[NamedPiece]:
-    """The part of a bucket that this rank saves: the elements in its own range, which at stages that replicate is less
-    than it holds, and what is kept of the whole tensors that it owns."""
+    """This rank's part of a bucket in a save: the elements in its own range, of more that it may hold, and the state of
+    the whole parameters that it owns."""
     for role in roles(bucket):
         for piece in pieces(bucket, role, bucket.weights.own):
             if piece.in_tensor is None:
@@ -344,16 +333,16 @@ def entries(holdings: Holdings, rank: int) -> Iterator[tuple[Bucket, Entry]]:
                     f"{type(piece.values).__name__}, which is no plain tensor and cannot be saved"
                 )
             start = 0 if piece.in_tensor is None else piece.in_tensor.start
-            shape = list(piece.values.shape) if piece.in_tensor is None else None
+            shape = Shape(piece.values.shape) if piece.in_tensor is None else None
             yield bucket, Entry(piece.managed.names[0], piece.role, piece.values, start, shape)
 
 
 def counts(holdings: Holdings) -> dict[str, dict[str, Any]]:
-    """Values that the optimizer keeps once for a parameter and not for its elements, such as the number of its steps:
-    by name of the parameters of which this rank updates anything.
+    """Values of the optimizer for a parameter and not for its elements, such as the number of its steps: by name of
+    the parameters of which this rank updates anything.
 
     Raises:
-        EngineStateError: it keeps something that is no number and no text.
+        EngineStateError: it keeps something else than numbers and texts.
     """
     counts_by_name: dict[str, dict[str, Any]] = {}
     for bucket in holdings.trained:
@@ -377,8 +366,8 @@ def _count(name: str, value: Any) -> Any:
 
 
 def buffers(model: nn.Module, buckets: Sequence[Bucket]) -> dict[str, torch.Tensor]:
-    """Tensors in no bucket that belong to the model's state: buffers that its state dict has, and parameters that are
-    no floating-point numbers."""
+    """The model's tensors in no bucket: the buffers of its state dict, and parameters of other than floating-point
+    numbers."""
     in_buckets = {id(managed.parameter) for bucket in buckets for managed in bucket.spec.parameters}
     tensors: dict[str, torch.Tensor] = {}
     seen_ids: set[int] = set()
@@ -390,6 +379,21 @@ def buffers(model: nn.Module, buckets: Sequence[Bucket]) -> dict[str, torch.Tens
                 seen_ids.add(id(tensor))
                 tensors[f"{prefix}.{name}" if prefix else name] = tensor
     return tensors
+
+
+def require_known(holdings: Holdings, values: Mapping[str, Any]) -> None:
+    """Make sure that these names and dtypes can be read again out of a checkpoint.
+
+    Raises:
+        EngineStateError: one of them cannot.
+    """
+    groups = [str(group["name"]) for group in holdings.groups.hyperparameters]
+    for name in (*values, *groups, *(name for managed in holdings.parameters.values() for name in managed.names)):
+        if not name.isprintable():
+            raise EngineStateError(f"{name!r} is the name of a tensor or group, and must be printable to be saved")
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.dtype not in DTYPES.values():
+            raise EngineStateError(f"{name} is of {value.dtype}, and what is saved may be of {', '.join(DTYPES)}")
 
 
 def saved_parameters(holdings: Holdings, counts_of: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import to_builtins
 from torch import nn
 
-from zerotrain.checkpoint.folder import PartialFolder, file_name
-from zerotrain.checkpoint.manifest import BUFFER, DTYPES, EXTRA_STATE, FORMAT, MAX_NBYTES, Manifest, hash_of, head
-from zerotrain.checkpoint.tensor_file import CHUNK_NBYTES, Described, Entry, TensorFile, chunks, flat_bytes
+from zerotrain.checkpoint.folder import PartialFolder
+from zerotrain.checkpoint.manifest import BUFFER, EXTRA_STATE, MAX_NBYTES, DescribedFile, Manifest, hash_of, head
+from zerotrain.checkpoint.tensor_file import CHUNK_NBYTES, Entry, TensorFile, chunks, flat_bytes
 from zerotrain.comm.ledger import Notes
 from zerotrain.device.device import Event, lies_on_host
 from zerotrain.device.kinds import device_of
@@ -29,16 +30,16 @@ from zerotrain.engine.groups.hyperparameters import saved_group
 from zerotrain.engine.state import named
 from zerotrain.engine.state.named import Holdings
 from zerotrain.engine.state.together import SharedError, attempt, exchange, joint, raise_first, shared_error
-from zerotrain.errors import CheckpointError, CommError, ConfigError, EngineStateError, ZeroTrainError
+from zerotrain.errors import CheckpointError, CommError, ConfigError, ZeroTrainError
 from zerotrain.files.untrusted import MAX_DEPTH, UntrustedFileError, read_json
 
-# Bytes of tensors in the host's memory, for a thread that writes beside the one that trains.
+# Bytes of tensors in the host's memory, for a writing thread beside the training one.
 
 
 class ChunkReader:
     """Reads from the host's memory without a copy, and from a GPU's through one buffer, on a stream of its own.
 
-    Made on the thread that trains: what that has told the device until then is done before anything is read.
+    Made on the training thread: the device finishes that thread's work until then before anything is read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +49,7 @@ class ChunkReader:
         self._copied: dict[Entry, Event] = {}
 
     def was_copied(self, entry: Entry) -> None:
-        """From now on the bytes of an entry are read from a copy, which was queued just now."""
+        """From now on the bytes of an entry are read from a copy, queued just now."""
         if not lies_on_host(entry.values):
             self._copied[entry] = self._device.event()
 
@@ -61,20 +62,20 @@ class ChunkReader:
         return target.numpy().data
 
 
-# The state as a save found it, while the training that goes on changes it: read where it lies, or from copies.
+# The state at the begin of a save, while the training goes on and changes it: read where it lies, or from copies.
 #
-# State does not change in forward and backward, so the thread that writes reads the live tensors, bucket by bucket
-# in the order of updates. Before a bucket changes, its unwritten parts are copied; the change waits if copies would
+# State does not change in forward and backward, so the writing thread reads the live tensors, bucket by bucket in
+# the order of updates. Before a bucket changes, its unwritten parts are copied; the change waits if copies would
 # take more memory than they may.
 
 
 class Snapshot:
-    """Gives the bytes of entries to one thread, while another trains.
+    """Gives the bytes of entries to the writing thread, beside the training.
 
     Args:
         entries: of each bucket what this rank saves, the live memory; buckets without entries may be left out.
-        staging_nbytes: that copies may take at a time; None for what the largest bucket takes.
-        reader: reads on the thread that writes.
+        staging_nbytes: of all copies at a time; None: as many as the largest bucket has.
+        reader: reads on the writing thread.
     """
 
     held_s = 0.0
@@ -87,15 +88,15 @@ class Snapshot:
         self._reader = reader
         self._bucket_of = {entry: bucket for bucket, own in entries.items() for entry in own}
         self._unread = {bucket: [*own] for bucket, own in entries.items()}
-        """Entries that are not read to their end, as long as the bucket may change."""
+        """Entries not read to their end, as long as the bucket may change."""
         self._num_read: dict[Entry, int] = {}
-        """Bytes read of entries that are begun."""
+        """Bytes read of begun entries."""
         self._copies: dict[Entry, torch.Tensor] = {}
-        """Flat bytes of entries from where they were read to; whose bucket has changed since."""
+        """The unread bytes of entries, flat, from before their bucket changed."""
         self._under_way: Bucket | None = None
-        """The bucket of whose live memory a chunk is being read."""
+        """The bucket whose live memory is being read."""
         self._versions: dict[Bucket, list[int]] = {}
-        """Versions of the parameters that users can write to, until the engine changes them itself."""
+        """Versions of parameters within the users' reach, until the engine changes them itself."""
         largest = max((_nbytes(own) for own in entries.values()), default=0)
         self._staging_nbytes = largest if staging_nbytes is None else staging_nbytes
         self._held_nbytes = 0
@@ -108,10 +109,10 @@ class Snapshot:
                 self._versions[bucket] = _versions(bucket)
             bucket.weights.before_change = partial(self.keep, bucket)
 
-    # ---- on the thread that trains
+    # ---- on the training thread
 
     def keep(self, bucket: Bucket) -> None:
-        """The bucket is about to change: copy what is not read of it, as soon as there is room."""
+        """The bucket is about to change: copy its unread bytes, as soon as there is room."""
         started_s = time.perf_counter()
         with self._changed:
             self._require_unwritten(bucket)
@@ -128,13 +129,12 @@ class Snapshot:
         started_s = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or not any(self._unread.values()))
-            for bucket in self._versions:
-                self._require_unwritten(bucket)
+            self._require_unwritten(*self._versions)
             self._versions.clear()  # what comes now is the engine's
         self.held_s += time.perf_counter() - started_s
 
     def stop(self, error: ZeroTrainError) -> None:
-        """Let the thread that writes raise an error when it comes for the next chunk."""
+        """Let the writing thread raise an error when it comes for the next chunk."""
         with self._changed:
             self._error = self._error or error
 
@@ -155,7 +155,7 @@ class Snapshot:
             self.copied_nbytes += rest.nbytes
             self._reader.was_copied(entry)
 
-    # ---- on the thread that writes
+    # ---- on the writing thread
 
     def chunks(self, entry: Entry) -> Iterator[memoryview]:
         """The bytes of an entry, some MiB at a time. Each is looked at before the next is asked for."""
@@ -164,7 +164,8 @@ class Snapshot:
         nbytes = entry.values.nbytes
         for start in range(0, nbytes, CHUNK_NBYTES):
             with self._changed:
-                self._raise_error()
+                if self._error is not None:
+                    raise self._error
                 bucket = self._bucket_of.get(entry)
                 if not entry.values.is_contiguous():
                     self._copy(entry)  # or each chunk would copy all of it
@@ -194,18 +195,18 @@ class Snapshot:
             self._changed.notify_all()
 
     def require_unwritten(self) -> None:
-        """All was read: make sure that nobody has written to a parameter meanwhile, which may be half in the file.
+        """All was read: make sure that nobody has written to a parameter meanwhile: half of it may be in the file.
 
         Raises:
             CheckpointError: somebody has.
         """
         with self._changed:
-            for bucket in self._versions:
-                self._require_unwritten(bucket)
-            self._raise_error()
+            self._require_unwritten(*self._versions)
+            if self._error is not None:
+                raise self._error
 
     def close(self) -> None:
-        """Nothing is read any more, all or not: let go of the memory, and of who waits."""
+        """Nothing is read any more, all or not: let go of the memory, and of waiting changes."""
         with self._changed:
             self._is_closed = True
             for bucket in self._unread:
@@ -214,23 +215,19 @@ class Snapshot:
                 collection.clear()
             self._changed.notify_all()
 
-    def _require_unwritten(self, bucket: Bucket) -> None:
-        if self._is_closed or (versions := self._versions.get(bucket)) is None:
-            return
-        for managed, old, new in zip(bucket.spec.parameters, versions, _versions(bucket), strict=True):
-            if old != new:
-                self._error = self._error or CheckpointError(
-                    f"{managed.names[0]} was written in place while it was saved: wait for the save before you write, "
-                    "or write through engine.load_state_dict(...)"
-                )
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def _require_unwritten(self, *buckets: Bucket) -> None:
+        for bucket in buckets if not self._is_closed else ():
+            parameters, versions = bucket.spec.parameters, self._versions.get(bucket, ())
+            for managed, old, new in zip(parameters, versions, _versions(bucket), strict=False):
+                if old != new:
+                    self._error = self._error or CheckpointError(
+                        f"{managed.names[0]} was written in place while it was saved: wait for the save before you "
+                        "write, or write through engine.load_state_dict(...)"
+                    )
 
 
 def _at_rest(bucket: Bucket | None, values: torch.Tensor) -> torch.Tensor:
-    """Not by the memory itself if a disk is behind it: that would come in and stay, and fail without an error."""
+    """From the disk if the bucket lies there: by the memory itself it would come in and stay, and fail silently."""
     return values if bucket is None else bucket.at_rest(values)
 
 
@@ -241,7 +238,7 @@ def _nbytes(entries: Sequence[Entry]) -> int:
 def _versions(bucket: Bucket) -> list[int]:
     """PyTorch's count of the writes to each parameter."""
     parameters: list[nn.Parameter] = [managed.parameter for managed in bucket.spec.parameters]
-    with torch._C.DisableTorchFunctionSubclass():  # which would complete those that are not ready
+    with torch._C.DisableTorchFunctionSubclass():  # it would complete unready ones
         return [parameter._version for parameter in parameters]
 
 
@@ -258,9 +255,9 @@ MAX_PAUSE_S = 0.25
 _STOP, _END, _NUM_WRITTEN = "stop", "end", "written"
 
 
-def description_name(rank: int) -> str:
-    """Name of the file in which a rank tells rank 0 what it has written: too much for a note. Reading removes it."""
-    return f"described-{rank:05d}.json"
+DESCRIBED = "described-{:05d}.json"
+"""Name of a rank's file with the description of its tensors for rank 0: too much for a note. Reading removes it."""
+PROCESS_ENDED = "its process ended before the save was done; call wait() on what engine.begin_save returns"
 
 
 class _EndedByOthersError(Exception):
@@ -274,21 +271,23 @@ class Writing:
     path: Path
     """Path of the checkpoint."""
     folder: Path
-    """Under which name it is written."""
+    """Its name while it is written."""
     file: TensorFile
     snapshot: Snapshot
     notes: Notes
     rank: int
     num_ranks: int
     partial: PartialFolder | None
-    """On rank 0, which gives it its name, or removes what was written."""
+    """On rank 0: it gives the folder its name, or removes it."""
     content: dict[str, Any]
     """The manifest's content but for the entries of the ranks' files."""
     process_ends: threading.Event = field(default_factory=threading.Event)
+    _heard: dict[int, tuple[Any, float]] = field(default_factory=dict)
+    """The last note of other ranks, and since when there is no newer one."""
 
     def run(self) -> tuple[SharedError | None, BaseException | None]:
-        """Write and wait for the others. Returns why the save has failed, the same on all ranks, and what this rank
-        itself has met."""
+        """Write and wait for the others. Returns why the save has failed, the same on all ranks, and the error of this
+        rank itself."""
         error: BaseException | None = None
         try:
             self._write()
@@ -298,7 +297,7 @@ class Writing:
             self.snapshot.close()
         try:
             return self._settled(error), None if isinstance(error, _EndedByOthersError) else error
-        except BaseException as cause:  # the store is gone, and with it all word of the others
+        except BaseException as cause:  # the store is gone, and with it all notes of the others
             if self.partial is not None:
                 self.partial.remove()
             return self._joint([(self.rank, shared_error(cause))]), cause
@@ -310,7 +309,8 @@ class Writing:
                 raise _EndedByOthersError
         self.snapshot.require_unwritten()
         if self.rank > 0:
-            (self.folder / description_name(self.rank)).write_text(json.dumps(self.file.described()))
+            described = to_builtins(self.file.described(self.rank), enc_hook=str)  # `FileName` is a text of its own
+            (self.folder / DESCRIBED.format(self.rank)).write_text(json.dumps(described))
 
     def _settled(self, error: BaseException | None) -> SharedError | None:
         """Tell the others how it went here; return how it went for all."""
@@ -337,40 +337,55 @@ class Writing:
         return end
 
     def _await_all(self) -> list[tuple[int, SharedError]]:
-        """On rank 0: wait until no rank writes any more. Returns those that have failed, and in what."""
-        pulses = {rank: _Pulse(self.notes.timeout_s) for rank in range(1, self.num_ranks)}
+        """On rank 0: wait until no rank writes any more. Returns the failed ones, each with its error."""
         for number in self._moments():
             if self.notes.count(_NUM_WRITTEN) == self.num_ranks:
                 break
             if self.process_ends.is_set():
-                return [(0, shared_error(ended()))]
+                return [(0, shared_error(CheckpointError(PROCESS_ENDED)))]
             if number % 4 == 0:  # each look at each rank goes over the network
                 self.notes.leave("0", f"waiting {number}")
-                for rank, pulse in pulses.items():
-                    if pulse.is_silent(self.notes.read(str(rank))) and self.notes.read(f"error {rank}") is None:
+                for rank in range(1, self.num_ranks):
+                    silence = self._silence(rank)
+                    if silence is not None and self.notes.read(f"error {rank}") is None:
                         self.notes.leave(_STOP, 0)
-                        return [(rank, pulse.silence())]
+                        return [(rank, silence)]
         errors = {rank: self.notes.read(f"error {rank}")[0] for rank in range(self.num_ranks)}
         return [(rank, SharedError(*error)) for rank, error in errors.items() if error is not None]
 
     def _await_end(self) -> SharedError | None:
         """On all ranks but 0: learn from it how the save ended."""
-        pulse = _Pulse(self.notes.timeout_s)
         for number in self._moments():
             if (end := self.notes.read(_END)) is not None:
                 return None if end[0] is None else SharedError(*end[0])
             if self.process_ends.is_set():
-                return self._joint([(self.rank, shared_error(ended()))])
-            if number % 4 == 0 and pulse.is_silent(self.notes.read("0")):
-                return self._joint([(0, pulse.silence())])
+                return self._joint([(self.rank, shared_error(CheckpointError(PROCESS_ENDED)))])
+            if number % 4 == 0 and (silence := self._silence(0)) is not None:
+                return self._joint([(0, silence)])
         raise AssertionError
 
-    def _described_by(self, rank: int) -> dict[str, Any]:
+    def _silence(self, rank: int) -> SharedError | None:
+        """The message about a rank after too long a time without a new note of it; None before."""
+        note, now_s = self.notes.read(str(rank)), time.monotonic()
+        former, since_s = self._heard.get(rank, (note, now_s))
+        if note != former:
+            since_s = now_s
+        self._heard[rank] = note, since_s
+        if now_s - since_s <= self.notes.timeout_s:
+            return None
+        return shared_error(
+            CheckpointError(
+                f"nothing was heard of it for {self.notes.timeout_s:g} s: its process is gone, or its disk does not "
+                "answer"
+            )
+        )
+
+    def _described_by(self, rank: int) -> DescribedFile:
         if rank == 0:
-            return self.file.described()
-        path = self.folder / description_name(rank)
+            return self.file.described(0)
+        path = self.folder / DESCRIBED.format(rank)
         try:
-            described: dict[str, Any] = read_json(path, Described, max_nbytes=MAX_NBYTES)
+            described: DescribedFile = read_json(path, DescribedFile, max_nbytes=MAX_NBYTES)
         except UntrustedFileError as error:
             raise CheckpointError(f"{path} is not what rank {rank} has written: {error}") from None
         except FileNotFoundError:
@@ -393,36 +408,8 @@ class Writing:
             pause_s, number = min(1.3 * pause_s, MAX_PAUSE_S, self.notes.timeout_s / 20), number + 1
 
 
-class _Pulse:
-    """When a rank has last said something new."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._note: Any = None
-        self._at_s = time.monotonic()
-
-    def is_silent(self, note: Any) -> bool:
-        """Whether nothing new has come for too long."""
-        if note != self._note:
-            self._note, self._at_s = note, time.monotonic()
-        return time.monotonic() - self._at_s > self._timeout_s
-
-    def silence(self) -> SharedError:
-        """The message about a rank that does not answer."""
-        return shared_error(
-            CheckpointError(
-                f"nothing was heard of it for {self._timeout_s:g} s: its process is gone, or its disk does not answer"
-            )
-        )
-
-
-def ended() -> ZeroTrainError:
-    """Why a save fails that is under way when its process ends."""
-    return CheckpointError("its process ended before the save was done; call wait() on what engine.begin_save returns")
-
-
 MAX_NESTED = MAX_DEPTH - 14
-"""Dicts and lists in each other that a save takes: a manifest has more around them, and is read up to `MAX_DEPTH`."""
+"""Most dicts and lists in each other in a save: a manifest has more around them, and is read up to `MAX_DEPTH`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,7 +422,7 @@ class SaveArguments:
     own: Any
     staging_nbytes: int | None
     progress: Mapping[str, Any]
-    """"step", and what else the engine counts; values for JSON."""
+    """"step", and other counts of the engine; values for JSON."""
 
     @property
     def target(self) -> Path:
@@ -443,35 +430,19 @@ class SaveArguments:
         return Path(os.path.abspath(self.path))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """A rank's part in a save, as found out without communication."""
-
-    partial: PartialFolder | None
-    """On rank 0."""
-    own: dict[Bucket, list[Entry]]
-    """The entries that this rank writes, without buffers."""
-    buffers: dict[str, torch.Tensor]
-    """The model's, by name."""
-    extra_states: dict[str, Any]
-    """Extra state of modules, by name; rank 0's is saved."""
-    message: dict[str, Any]
-    """For all ranks."""
-
-
 def prepare(arguments: SaveArguments, holdings: Holdings, settle_former: Callable[[], None]) -> Writing:
-    """All of a save but the writing. Collective.
+    """Do all of a save but the writing. Collective.
 
     Args:
         settle_former: waits for the save before this one, and raises its error if nobody has read it.
     """
     collectives, doing = holdings.collectives, f"saving {arguments.target}"
     writing: Writing | None = None
-    plan, error = attempt(lambda: _make_plan(arguments, holdings, settle_former))
+    plan, error = attempt(lambda: _Plan(arguments, holdings, settle_former))
     try:
         messages = exchange(collectives, None if plan is None else plan.message, error, doing=doing, outcome=LEFT)
         assert plan is not None
-        writing, error = attempt(lambda: _build_writing(arguments, holdings, plan, messages))
+        writing, error = attempt(lambda: plan.writing(messages))
         raise_first(collectives, error, doing=doing, outcome=LEFT)
         assert writing is not None
     except BaseException:
@@ -484,7 +455,7 @@ def prepare(arguments: SaveArguments, holdings: Holdings, settle_former: Callabl
 
 
 def facts_of(arguments: SaveArguments) -> dict[str, object]:
-    """Arguments that must be equal on all ranks, by name.
+    """The arguments to be equal on all ranks, by name.
 
     Raises:
         ConfigError: something of it cannot be saved.
@@ -497,137 +468,115 @@ def facts_of(arguments: SaveArguments) -> dict[str, object]:
     return {"path": arguments.target, "extra": extra, "config": config}
 
 
-def _make_plan(arguments: SaveArguments, holdings: Holdings, settle_former: Callable[[], None]) -> _Plan:
-    settle_former()
-    rank = holdings.collectives.shards.rank
-    model_buffers, states = named.buffers(holdings.model, holdings.buckets), named.extra_states(holdings.model)
-    for name, state in states.items():
-        if not isinstance(state, torch.Tensor):
-            require_plain(state, name)
-    _require_known(holdings, {**model_buffers, **states})
-    own: dict[Bucket, list[Entry]] = {}
-    for bucket, entry in named.entries(holdings, rank):
-        own.setdefault(bucket, []).append(entry)
-    message = {
-        "own": arguments.own,
-        "buffers": {
-            name: hash_of("".join(hash_of(chunk) for chunk in chunks(values)).encode())
-            for name, values in model_buffers.items()
-        },
-        "counts": named.counts(holdings),  # raises where something cannot be saved, before a folder is made
-    }
-    partial = PartialFolder(arguments.target) if rank == 0 else None
-    if partial is not None:
-        message |= {"token": partial.token, "folder": str(partial.path)}
-    return _Plan(partial=partial, own=own, buffers=model_buffers, extra_states=states, message=message)
+class _Plan:
+    """A rank's part in a save, as found out without communication."""
+
+    def __init__(self, arguments: SaveArguments, holdings: Holdings, settle_former: Callable[[], None]) -> None:
+        settle_former()
+        self.arguments, self.holdings, self.rank = arguments, holdings, holdings.collectives.shards.rank
+        self.buffers = named.buffers(holdings.model, holdings.buckets)
+        self.extra_states: dict[str, Any] = {}
+        """Of modules, by name. Rank 0's are saved."""
+        for name, module in named.modules_with_extra_state(holdings.model):
+            state = self.extra_states[name] = module.get_extra_state()
+            if not isinstance(state, torch.Tensor):
+                require_plain(state, name)
+        named.require_known(holdings, {**self.buffers, **self.extra_states})
+        self.own: dict[Bucket, list[Entry]] = {}
+        """The entries of this rank, without buffers."""
+        for bucket, entry in named.entries(holdings, self.rank):
+            self.own.setdefault(bucket, []).append(entry)
+        hashes = {}
+        for name, values in self.buffers.items():
+            hashes[name] = hash_of("".join(hash_of(chunk) for chunk in chunks(values)).encode())
+        counts = named.counts(holdings)  # raises where something cannot be saved, before a folder is made
+        self.message: dict[str, Any] = {"own": arguments.own, "buffers": hashes, "counts": counts}
+        """For all ranks."""
+        self.partial = PartialFolder(arguments.target) if self.rank == 0 else None
+        if self.partial is not None:
+            self.message |= {"token": self.partial.token, "folder": str(self.partial.path)}
+
+    def writing(self, messages: list[dict[str, Any]]) -> Writing:
+        """The job of the writing thread, from here on."""
+        collectives = self.holdings.collectives
+        return Writing(
+            path=self.arguments.target,
+            folder=Path(messages[0]["folder"]),
+            file=self._file(messages),
+            snapshot=Snapshot(self.own, self.arguments.staging_nbytes, ChunkReader(collectives.world.device)),
+            notes=collectives.notes(f"save/{messages[0]['token']}"),
+            rank=self.rank,
+            num_ranks=len(messages),
+            partial=self.partial,
+            content=self._content(messages) if self.partial is not None else {},
+        )
+
+    def _file(self, messages: list[dict[str, Any]]) -> TensorFile:
+        """This rank's file. Rank 0 saves all buffers, any other rank its different ones: batch norms of other data."""
+        rank, own = self.rank, [entry for of_bucket in self.own.values() for entry in of_bucket]
+        for name, values in self.buffers.items():
+            if rank == 0 or messages[rank]["buffers"][name] != messages[0]["buffers"][name]:
+                # A copy: the next forward may change it.
+                own.append(Entry(name, BUFFER, values.detach().reshape(-1).clone(), 0))
+        for name, state in self.extra_states.items() if rank == 0 else ():
+            if isinstance(state, torch.Tensor):
+                own.append(Entry(name, EXTRA_STATE, state.detach().reshape(-1).clone(), 0))
+        step = str(self.arguments.progress["step"])
+        about = {"save": messages[0]["token"], "step": step, "rank": str(rank)}
+        return TensorFile(f"rank-{rank:05d}.safetensors", own, about)
+
+    def _content(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """The manifest but for its files and where each tensor lies in them: as the state is now."""
+        holdings, arguments = self.holdings, self.arguments
+        options, config = holdings.options, arguments.config
+        groups = []
+        for group, kind in zip(holdings.groups.hyperparameters, holdings.groups.kinds, strict=True):
+            first_lr = float(group["initial_lr"])
+            groups.append({"optimizer": kind, "first_lr": first_lr, "hyperparameters": saved_group(group)})
+        counts_by_name: dict[str, Any] = {}
+        for message in messages:
+            counts_by_name |= message["counts"]
+        content = {
+            **head(),
+            "save": messages[0]["token"],
+            **arguments.progress,
+            "stage": options.zero.stage,
+            "ranks": len(messages),
+            "virtual_ranks": len(messages) * options.leaves_per_rank,
+            "precision": options.config.precision.name,
+            "config": config,
+            "config_sha256": None if config is None else hashlib.sha256(json.dumps(config).encode()).hexdigest(),
+            "extra": arguments.extra,
+            "own": [message["own"] for message in messages],
+            "groups": groups,
+            "parameters": named.saved_parameters(holdings, counts_by_name),
+            "buffers": named.described(self.buffers),
+            EXTRA_STATE: named.described(self.extra_states),
+            "files": [],
+        }
+        # A copy: the training changes parts of it, such as the names of parameters and the values in `extra`.
+        copied: dict[str, Any] = json.loads(json.dumps(content))
+        return copied
 
 
-def _require_known(holdings: Holdings, values: Mapping[str, Any]) -> None:
-    """Make sure that a checkpoint may hold these names and dtypes: what cannot be read again is not saved.
-
-    Raises:
-        EngineStateError: one of them it may not.
-    """
-    groups = [str(group["name"]) for group in holdings.groups.hyperparameters]
-    for name in (*values, *groups, *(name for managed in holdings.parameters.values() for name in managed.names)):
-        if not name.isprintable():
-            raise EngineStateError(f"{name!r} is the name of a tensor or group, and must be printable to be saved")
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor) and value.dtype not in DTYPES.values():
-            raise EngineStateError(f"{name} is of {value.dtype}, and what is saved may be of {', '.join(DTYPES)}")
-
-
-def _build_writing(
-    arguments: SaveArguments, holdings: Holdings, plan: _Plan, messages: list[dict[str, Any]]
-) -> Writing:
-    """The job of the thread that writes, from here on."""
-    shards = holdings.collectives.shards
-    return Writing(
-        path=arguments.target,
-        folder=Path(messages[0]["folder"]),
-        file=_file(arguments, plan, messages, shards.rank),
-        snapshot=Snapshot(plan.own, arguments.staging_nbytes, ChunkReader(holdings.collectives.world.device)),
-        notes=holdings.collectives.notes(f"save/{messages[0]['token']}"),
-        rank=shards.rank,
-        num_ranks=shards.size,
-        partial=plan.partial,
-        content=_content(arguments, holdings, plan, messages) if plan.partial is not None else {},
-    )
-
-
-def _file(arguments: SaveArguments, plan: _Plan, messages: list[dict[str, Any]], rank: int) -> TensorFile:
-    """This rank's file. Rank 0 saves all buffers, any other those that differ from them: batch norms of other data."""
-    own = [entry for of_bucket in plan.own.values() for entry in of_bucket]
-    own += [
-        Entry(name, BUFFER, values.detach().reshape(-1).clone(), 0)  # the next forward may change it
-        for name, values in plan.buffers.items()
-        if rank == 0 or messages[rank]["buffers"][name] != messages[0]["buffers"][name]
-    ]
-    own += named.entries_of(plan.extra_states) if rank == 0 else []
-    about = {"format": FORMAT, "save": messages[0]["token"], "step": str(arguments.progress["step"]), "rank": str(rank)}
-    return TensorFile(file_name(rank), own, about)
-
-
-def _content(
-    arguments: SaveArguments, holdings: Holdings, plan: _Plan, messages: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    """The manifest but for its files and where each tensor lies in them: as the state is now."""
-    options, config = holdings.options, arguments.config
-    groups = zip(holdings.groups.hyperparameters, holdings.groups.kinds, strict=True)
-    counts_by_name: dict[str, Any] = {}
-    for message in messages:
-        counts_by_name |= message["counts"]
-    content = {
-        **head(),
-        "save": messages[0]["token"],
-        **arguments.progress,
-        "stage": options.zero.stage,
-        "ranks": len(messages),
-        "virtual_ranks": len(messages) * options.leaves_per_rank,
-        "precision": options.config.precision.name,
-        "config": config,
-        "config_sha256": None if config is None else hashlib.sha256(json.dumps(config).encode()).hexdigest(),
-        "extra": arguments.extra,
-        "own": [message["own"] for message in messages],
-        "groups": [
-            {"optimizer": kind, "first_lr": float(group["initial_lr"]), "hyperparameters": saved_group(group)}
-            for group, kind in groups
-        ],
-        "parameters": named.saved_parameters(holdings, counts_by_name),
-        "buffers": {
-            name: {"shape": list(values.shape), "dtype": str(values.dtype).removeprefix("torch."), "pieces": []}
-            for name, values in plan.buffers.items()
-        },
-        EXTRA_STATE: named.described(plan.extra_states),
-        "files": [],
-    }
-    # A copy: the training changes what some of this refers to, such as the names of parameters and what `extra` holds.
-    copied: dict[str, Any] = json.loads(json.dumps(content))
-    return copied
-
-
-def _add_files(content: dict[str, Any], files: Sequence[dict[str, Any]]) -> None:
-    """Complete a manifest by what each rank tells of its file."""
-    parameters, by_role = content["parameters"], {BUFFER: content["buffers"], EXTRA_STATE: content[EXTRA_STATE]}
-    for index, file in enumerate(files):
-        for piece in file.pop("pieces"):
-            place = {"file": index, "byte": piece["byte"], "start": piece["start"], "stop": piece["stop"]}
-            if (entry := by_role.get(piece["role"], {}).get(piece["name"])) is not None:
-                entry["pieces"].append(place)
-                continue
-            tensors = parameters[piece["name"]]["tensors"]
-            tensor = tensors.setdefault(piece["role"], {"dtype": piece["dtype"], "pieces": []})
-            if piece["kept_shape"] is not None:
-                tensor["shape"] = piece["kept_shape"]
-            tensor["pieces"].append(place)
-        content["files"].append(file)
+def _add_files(content: dict[str, Any], files: Sequence[DescribedFile]) -> None:
+    """Complete a manifest by the ranks' descriptions of their files."""
+    by_role = {BUFFER: content["buffers"], EXTRA_STATE: content[EXTRA_STATE]}
+    for file in files:
+        for name, role, described in file.pieces:
+            tensor = to_builtins(described)
+            entry = by_role.get(role, {}).get(name)
+            if entry is None:
+                entry = content["parameters"][name]["tensors"].setdefault(role, tensor | {"pieces": []})
+            entry["pieces"] += tensor["pieces"]
+        content["files"].append({"name": file.name, "nbytes": file.nbytes, "hashes": file.hashes})
 
 
 def require_plain(value: Any, where: str, depth: int = 0) -> None:
     """Make sure that a value comes out of JSON as it went in.
 
     Raises:
-        ConfigError: naming the part that does not.
+        ConfigError: a part does not; the text names it.
     """
     if depth > MAX_NESTED:
         raise ConfigError(
@@ -648,15 +597,15 @@ def require_plain(value: Any, where: str, depth: int = 0) -> None:
         )
 
 
-# The caller's handle on a save that goes on beside the training.
+# The caller's handle on a save beside the training.
 
 
 END_S = 5.0
-"""How long a process that ends waits for its thread to clean up."""
+"""Time for the thread to clean up when its process ends."""
 
 
 class SaveUnderWay:
-    """The handle that `engine.begin_save` returns: a thread writes, and ends alike on all ranks."""
+    """The handle of `engine.begin_save`: a thread writes, and ends alike on all ranks."""
 
     path: Path
     """The folder, absolute. It is there when the save is done."""
@@ -669,7 +618,7 @@ class SaveUnderWay:
         self._snapshot, self._process_ends = writing.snapshot, writing.process_ends
         self._error: ZeroTrainError | None = None
         self._is_error_read = False
-        # The thread alone has `writing`: of the engine's memory nothing is kept when it is done.
+        # The thread alone has `writing`: when it is done, nothing of the engine's memory is kept.
         self._thread = threading.Thread(target=self._run, args=(writing,), name="zerotrain save", daemon=True)
         _saves_under_way.add(self)
         self._thread.start()
@@ -694,7 +643,7 @@ class SaveUnderWay:
 
     @property
     def copied_nbytes(self) -> int:
-        """Bytes that were copied since, in front of updates."""
+        """Bytes copied since, in front of updates."""
         return self._snapshot.copied_nbytes
 
     def wait(self) -> Path:
@@ -720,7 +669,7 @@ class SaveUnderWay:
         self._snapshot.wait_until_read()
 
     def settle(self) -> None:
-        """Wait for its end; raise an error that nobody has read yet."""
+        """Wait for its end; raise its error if nobody has read it yet."""
         self.wait_until_ended()
         if not self._is_error_read:
             self.wait()
@@ -739,7 +688,7 @@ class SaveUnderWay:
         if self.is_done:
             return
         self._process_ends.set()
-        self._snapshot.stop(ended())
+        self._snapshot.stop(CheckpointError(PROCESS_ENDED))
         self._thread.join(END_S)
         if self._error is not None:
             warnings.warn(str(self._error), RuntimeWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Errors that one rank alone meets and all ranks tell alike; and calls that begin on all ranks, or on none."""
+"""Errors of one rank as errors of all; and calls that begin on all ranks, or on none."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,16 +16,16 @@ T = TypeVar("T")
 LEFT = "nothing of the engine has changed"
 SAME_CALLS = "all ranks must make the same calls in the same order"
 _FAILURE = "a failure"
-"""The name of the comparison that a rank comes to which has failed."""
+"""The name of the comparison of a rank after its failure."""
 MAX_NUM_SHOWN = 160
-"""Characters of what a rank was given."""
+"""Characters of a rank's argument in an error."""
 _KINDS: dict[str, type[errors.ZeroTrainError]] = {
     kind.__name__: kind for kind in (errors.CheckpointError, errors.ConfigError, errors.EngineStateError)
 }
 
 
 class SharedError(NamedTuple):
-    """An error of one rank, in the form in which ranks send it to each other."""
+    """An error of one rank, in the form for the others."""
 
     kind: str
     text: str
@@ -45,7 +45,7 @@ def shared_error(error: BaseException) -> SharedError:
 
 
 def attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Make a call; return what it gives, or what it raises. The loss of another rank is raised at once."""
+    """Make a call; return its result, or its error. The loss of another rank is raised at once."""
     try:
         return call(), None
     except errors.CommError:
@@ -62,12 +62,12 @@ def agreed(
 
     Args:
         call: such as "engine.freeze".
-        plan: looks at what this rank was given and at the state it is in, and changes nothing that is not undone where
-            this raises. Returns what the call goes on with, and what must be the same on all ranks, by name.
-        arguments: as text, what must be so too, and is told first: that of another rank may be what `plan` refuses.
+        plan: checks the arguments and the state of this rank, and changes nothing, or undoes it where this raises.
+            Returns the value to go on with, and facts by name: they must be the same on all ranks.
+        arguments: a text, compared before the facts: `plan` may refuse the arguments of another rank.
 
     Raises:
-        ConfigError: on every rank; it was given other things by rank. Or the error of `plan`, if it is one of ours.
+        ConfigError: on every rank; their arguments or facts differ. Or the error of `plan`, if it is one of ours.
         DisagreementError: on every rank; they have made different calls.
     """
     if collectives.shards.size == 1:
@@ -79,18 +79,16 @@ def agreed(
     everyone = collectives.gather_small(own, name=call, in_order=False)
     if planned is not None and bool((everyone == everyone[0]).all()):
         return planned[0]
-    message = [call, arguments, None if error is None else list(shared_error(error)), facts]
-    ranks = collectives.gather_objects(message, name="refused calls", in_order=False)
-    calls, all_arguments, failures, all_facts = zip(*ranks, strict=True)
-    refused = [(rank, SharedError(*failure)) for rank, failure in enumerate(failures) if failure is not None]
+    messages, refused = _gather(collectives, [call, arguments, facts], error, name="refused calls", in_order=False)
+    calls, all_arguments, all_facts = zip(*messages, strict=True)
     if len(set(calls)) > 1:
         raise errors.DisagreementError(f"the ranks have come to different calls: {by_rank(calls)}; {SAME_CALLS}")
     if len(set(all_arguments)) > 1:
         raise errors.ConfigError(_difference(call, all_arguments))
-    if error is not None and len({failure for _, failure in refused}) == 1 and len(refused) == len(ranks):
+    if error is not None and len({failure for _, failure in refused}) == 1 and len(refused) == len(messages):
         raise error
     if refused:
-        raise joint(refused, len(ranks), doing=call, outcome=LEFT, otherwise=errors.ConfigError).error() from error
+        raise joint(refused, len(messages), doing=call, outcome=LEFT, otherwise=errors.ConfigError).error() from error
     by_name = {name: [rank_facts[name] for rank_facts in all_facts] for name in facts}
     raise errors.ConfigError(
         *(_difference(f"{call}: {name}", values) for name, values in by_name.items() if len(set(values)) > 1)
@@ -115,11 +113,11 @@ def _hash(text: str) -> int:
 
 
 def raise_first(collectives: Collectives, error: Exception | None, *, doing: str, outcome: str) -> None:
-    """Raise on all ranks what any of them failed in, the first rank's. Collective.
+    """Raise the first error of any rank on all ranks. Collective.
 
     Args:
         doing: such as "saving PATH".
-        outcome: the state that this leaves, such as `LEFT`.
+        outcome: the state after the failure, such as `LEFT`.
 
     Raises:
         CheckpointError: or the error itself, if it is one of ours.
@@ -130,7 +128,7 @@ def raise_first(collectives: Collectives, error: Exception | None, *, doing: str
 
 
 def on_all(collectives: Collectives, call: Callable[[], T], *, doing: str, outcome: str) -> T:
-    """Make a call on each rank, and raise on all what any of them fails in, as `raise_first` does. Collective."""
+    """Make a call on each rank; if it fails on any, raise as `raise_first`. Collective."""
     result, error = attempt(call)
     raise_first(collectives, error, doing=doing, outcome=outcome)
     return cast(T, result)
@@ -145,7 +143,7 @@ def failing_together(collectives: Collectives, *, doing: str, outcome: str) -> I
         doing, outcome: as for `raise_first`.
 
     Raises:
-        ZeroTrainError: on a rank that has not failed. One that has raises its own error.
+        ZeroTrainError: on the other ranks. A failed rank raises its own error.
     """
     try:
         yield
@@ -156,39 +154,43 @@ def failing_together(collectives: Collectives, *, doing: str, outcome: str) -> I
         if collectives.shards.size == 1 or is_plan or (isinstance(error, errors.CommError) and not of_others):
             raise
         if not of_others:
-            with suppress(
-                errors.DisagreementError
-            ):  # the others are at a comparison of the call, and learn of it there
+            with suppress(errors.DisagreementError):  # the others are at a comparison of the call, and learn it there
                 wait_for_others(collectives, _FAILURE)
-        own_failure = None if of_others else list(shared_error(error))
-        ranks = collectives.gather_objects(own_failure, name="causes", in_order=False)
-        failed = [(rank, SharedError(*failure)) for rank, failure in enumerate(ranks) if failure is not None]
-        if own_failure is not None and failed[0][1] == SharedError(*own_failure):
+        own_error = None if of_others else error
+        ranks, failed = _gather(collectives, None, own_error, name="causes", in_order=False)
+        if own_error is not None and failed[0][1] == shared_error(own_error):
             raise
-        raise joint(
-            failed, len(ranks), doing=doing, outcome=outcome, otherwise=errors.EngineStateError
-        ).error() from error
+        shared = joint(failed, len(ranks), doing=doing, outcome=outcome, otherwise=errors.EngineStateError)
+        raise shared.error() from error
 
 
 def wait_for_others(collectives: Collectives, name: str) -> None:
-    """Wait until all ranks have come to here; raises DisagreementError where one has come to another place."""
+    """Wait for all ranks; raises DisagreementError if one has come to another place."""
     collectives.gather_small(torch.zeros(1, device=collectives.world.device), name=name, in_order=False)
 
 
 def from_rank_0(collectives: Collectives, call: Callable[[], T], *, doing: str) -> T:
-    """Make a call on rank 0, and return or raise on all what comes of it; it changes nothing. Collective."""
+    """Make a call on rank 0; its result or error is that of all ranks. It changes nothing. Collective."""
     result, error = attempt(lambda: call() if collectives.shards.rank == 0 else None)
     return cast(T, exchange(collectives, result, error, doing=doing, outcome=LEFT)[0])
 
 
 def exchange(collectives: Collectives, message: Any, error: Exception | None, *, doing: str, outcome: str) -> list[Any]:
-    """Gather what each rank has to say, in rank order; otherwise as `raise_first`. Collective."""
-    own_failure = None if error is None else list(shared_error(error))
-    everyone = collectives.gather_objects([own_failure, message], name=doing)
-    failed = [(rank, SharedError(*failure)) for rank, (failure, _) in enumerate(everyone) if failure is not None]
+    """The messages of all ranks, in rank order; raises as `raise_first`. Collective."""
+    messages, failed = _gather(collectives, message, error, name=doing)
     if failed:
-        raise joint(failed, len(everyone), doing=doing, outcome=outcome).error() from error
-    return [message for _, message in everyone]
+        raise joint(failed, len(messages), doing=doing, outcome=outcome).error() from error
+    return messages
+
+
+def _gather(
+    collectives: Collectives, message: Any, error: Exception | None, *, name: str, in_order: bool = True
+) -> tuple[list[Any], list[tuple[int, SharedError]]]:
+    """The messages of all ranks, in rank order, and the failed ones with their errors. Collective."""
+    own_failure = None if error is None else list(shared_error(error))
+    everyone = collectives.gather_objects([own_failure, message], name=name, in_order=in_order)
+    failed = [(rank, SharedError(*failure)) for rank, (failure, _) in enumerate(everyone) if failure is not None]
+    return [message for _, message in everyone], failed
 
 
 def joint(
@@ -199,12 +201,12 @@ def joint(
     outcome: str,
     otherwise: type[errors.ZeroTrainError] = errors.CheckpointError,
 ) -> SharedError:
-    """The error that all ranks tell where some have failed: the first rank's.
+    """The one error of all ranks after some have failed: the first rank's.
 
     Args:
         failed: (rank, its error), in rank order.
         doing, outcome: as for `raise_first`.
-        otherwise: what an error becomes that is none of ours.
+        otherwise: the class for errors of other classes than ours.
     """
     rank, failure = failed[0]
     if failure.kind in _KINDS and len({other.text for _, other in failed}) == 1 and len(failed) == num_ranks:

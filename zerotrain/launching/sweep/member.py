@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerotrain.checkpoint.folder import CHECKPOINTS, named_as_steps
+from zerotrain.checkpoint.folder import CHECKPOINTS, STEP, entries
 from zerotrain.config.compose import config_hash
 from zerotrain.config.schema import EVALUATES, Config
 from zerotrain.device.kinds import only_gpus, visible_gpus
@@ -181,7 +181,7 @@ class Member:
     def _judge(self, run_dir: Path, event: journal.JobEvent | None, may_move: bool) -> JobPlace | None:
         """The place for the job in a folder; None if it completed there and is to run again: a completed run is never
         erased."""
-        has_checkpoints = bool(named_as_steps(run_dir / CHECKPOINTS))
+        has_checkpoints = bool(entries(run_dir / CHECKPOINTS, STEP))
         going_on = JobPlace(run_dir=run_dir, goes_on=has_checkpoints)
         if self._config is None or (event is None and not holds(self._config, run_dir)):
             return JobPlace(run_dir=run_dir)

@@ -28,7 +28,7 @@ from tests.unit.engine.state.weight_files import (
 )
 from zerotrain.checkpoint.folder import step_name
 from zerotrain.comm.world import World
-from zerotrain.engine.state.from_weights import match_part
+from zerotrain.engine.state.from_weights import match_weights
 from zerotrain.errors import CheckpointError
 from zerotrain.files.match import ModelTensor, StoredTensor
 from zerotrain.testing.fake_wire import run_threads
@@ -62,19 +62,6 @@ def test_a_file_is_loaded_at_any_placement_as_plain_pytorch_loads_it(
     for stage, size in some_places(list(MODELS).index(name) + (dtype is torch.bfloat16)):
         results, _ = run_threads(lambda world, stage=stage: on_a_rank(world, stage), size, late_rank=size - 1)
         assert len({*results}) == 1
-
-
-def test_a_model_whose_parameters_were_never_whole_is_filled(tmp_path: Path) -> None:
-    kind = KINDS["Muon and AdamW"]
-    path = saved(tensors_of(plain(kind, 7)), tmp_path / "weights.safetensors")
-
-    def on_a_rank(world: World) -> None:
-        zero = zerotrain.ZeroConfig(stage=3, bucket_mb=0.004)
-        engine = zerotrain.build_engine(kind.model, optimizer=kind.optimizer, zero=zero, world=world)
-        engine.load_weights(path)
-        assert_holds(engine, kind, load_file(path))
-
-    run_threads(on_a_rank, 2)
 
 
 @pytest.mark.case(
@@ -258,7 +245,7 @@ def test_what_the_file_has_not_keeps_what_was_written_into_it_in_place(stage: in
 def test_where_two_words_would_make_names_fit_none_is_taken() -> None:
     wanted = [ModelTensor([name], torch.zeros(2)) for name in ("model.inner.weight", "model.inner.inner.weight")]
     stored = StoredTensor(["inner.weight"], "F32", torch.float32, (2,))
-    loaded = match_part(Path("file"), [stored], wanted)
+    loaded = match_weights(Path("file"), [stored], wanted)
     assert loaded.surplus == ("inner.weight",)
     assert loaded.missing == ("model.inner.weight", "model.inner.inner.weight")
     assert loaded.renamed == ""

@@ -161,7 +161,7 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "no JSON": (lambda at: written(at / "f", b"\2\0\0\0\0\0\0\0{["), "is no safetensors file, or damaged in its hea"),
     "shapes": (lambda at: other_shape(at / "file"), "gives odd a place where it cannot be"),
     "git LFS": (lambda at: written(at / "f", b"version https://git-lfs.github.com/spec/v1\noid"), "git lfs pull"),
-    "a pipe": (lambda at: pipe(at / "f"), "f is no file"),
+    "a pipe": (lambda at: pipe(at / "f"), "f cannot be read: it is a FIFO, and must be a reg"),
     "an empty folder": (lambda at: at / "empty", "empty has no checkpoint in it: give a file of safetensors or"),
     "a cut save": (lambda at: PartialFolder(at / "empty" / step_name(1)).path.parent, "only a save that was cut off"),
     "a file missing": (lambda at: without_a_file(at / "two"), r"two lacks model-00002\S+ of the 2 files that model\.s"),

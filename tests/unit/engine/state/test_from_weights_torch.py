@@ -32,7 +32,7 @@ from tests.unit.engine.state.weight_files import (
     some_places,
     tensors_of,
 )
-from zerotrain.checkpoint.others import dcp as dcp_weights
+from zerotrain.checkpoint import tensor_file
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.comm.world import World
 from zerotrain.errors import CheckpointError
@@ -109,7 +109,7 @@ def test_it_is_loaded_at_any_placement_as_plain_pytorch_loads_it(name: str, writ
 def test_pieces_that_have_a_part_of_each_row_are_read_some_rows_at_a_time(
     num_elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dcp_weights, "CHUNK_NUMEL", num_elements)
+    monkeypatch.setattr(tensor_file, "CHUNK_NUMEL", num_elements)
     state = tensors_of(plain(MATRICES, 7))
     path = in_shards(state, tmp_path / "weights")
     assert_loaded_whole(path, MATRICES, state)
