@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerotrain.comm import collectives, wires
-from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Reduction, ReductionSpec, Wire, Zeros
+from zerotrain.comm.handles import Exchange, Gather, Reduction, ReductionSpec, Wire, Zeros
 from zerotrain.comm.world import Shards, World
 from zerotrain.config.schema import Config
 from zerotrain.data.fetch import as_inputs, with_tensors
@@ -178,7 +178,7 @@ class Links:
             return torch.zeros(self.num_ranks, values.numel(), dtype=values.dtype)
 
         return Wire(
-            gather=lambda spec: _Gather(spec, self.num_ranks),
+            gather=_Gather,
             reduction=lambda spec: _Reduction(spec, self),
             exchange=_Exchange,
             gather_small=alike,
@@ -202,9 +202,7 @@ class _SendsNothing:
 
 
 class _Gather(_SendsNothing, Gather):
-    def __init__(self, spec: GatherSpec, num_ranks: int) -> None:
-        super().__init__(spec)
-        self.sent_nbytes = wires.ring_nbytes(spec.full, num_ranks)
+    """A gather of nothing."""
 
 
 class _Reduction(Reduction):
@@ -216,8 +214,8 @@ class _Reduction(Reduction):
         # The ranks' parts that are received into a buffer. Unordered, only a result of another dtype needs one.
         widens = self._pool.dtype.itemsize != self.out.itemsize
         self._num_received = links.num_ranks - links.posts_receives if links.ordered else int(widens)
-        num_sent = 2 if links.on_host and not links.ordered else 1  # of gloo's own, each byte is sent twice
-        self.sent_nbytes = num_sent * self._part_nbytes * (links.num_ranks - 1)
+        if links.on_host and not links.ordered:  # by gloo's own, which sends each byte twice
+            self.sent_nbytes *= 2
 
     def _prepare(self) -> None:
         if self._links.posts_receives:
@@ -251,9 +249,7 @@ class _Reduction(Reduction):
 
 
 class _Exchange(_SendsNothing, Exchange):
-    def __init__(self, spec: ExchangeSpec) -> None:
-        super().__init__(spec.name, spec.journal)
-        self.sent_nbytes = spec.sent.nbytes
+    """An exchange of nothing."""
 
 
 MAX_MICRO_BATCHES = 2

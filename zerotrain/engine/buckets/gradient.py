@@ -53,7 +53,7 @@ class Subtrees:
         """A buffer for a leaf."""
         if self._free:
             return self._free.pop()
-        return Scratch(self._zeros(self._numel, self._dtype))
+        return Scratch(self._zeros(self._numel, dtype=self._dtype))
 
     def give_back(self, scratch: Scratch) -> None:
         """Take back a buffer that is no longer needed."""
