@@ -399,9 +399,9 @@ def _busiest(engine: ZeroEngine) -> int:
         for rank in range(size):
             shard = bucket.layout.shard(rank)
             by_elements[rank] += max(0, shard.stop - max(shard.start, start))
-    state = engine.held.groups.state_nbytes
-    state_nbytes = [state([whole[r]], is_whole=True) + state([by_elements[r]], is_whole=False) for r in range(size)]
-    return own_rank if state_nbytes[own_rank] == max(state_nbytes) else state_nbytes.index(max(state_nbytes))
+    sampled = engine.held.groups.sampled_nbytes
+    nbytes = [sampled(whole[r], is_whole=True) + sampled(by_elements[r], is_whole=False) for r in range(size)]
+    return own_rank if nbytes[own_rank] == max(nbytes) else nbytes.index(max(nbytes))
 
 
 class Rehearsal:
@@ -414,14 +414,8 @@ class Rehearsal:
     def at_rest_nbytes(self) -> dict[str, int]:
         """Bytes of weights, gradients and the optimizer's state, by the place where they lie: device, cpu and disk. As
         the engine plans them, since some optimizers make their state in seconds without memory."""
-        held, average = self.engine.memory_bytes(), self.engine.held.average
-        placed, _ = self._placed_nbytes()
-        on_device = held["parameters"] + held["gradients"]
-        for bucket in self.engine.schedule.trained:
-            if not bucket.update.home.moves:
-                on_device += bucket.update.planned_nbytes()
-                on_device += 0 if average is None else bucket.update.master_weight.nbytes
-        return {"device": on_device, **placed}
+        held, (placed, _) = self.engine.at_rest_nbytes(), self._placed_nbytes()
+        return {"device": held["parameters"] + held["gradients"] + held["optimizer"], **placed}
 
     def plan(self) -> StagePlan:
         """Make a step, and look."""

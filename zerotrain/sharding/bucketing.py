@@ -15,7 +15,7 @@ WORTHWHILE_NUMEL = 2**18
 """Below this (1 MiB of fp32) a bucket costs more than it lets overlap."""
 
 Members = dict[Unit[ManagedParameter], list[ManagedParameter]]
-"""The parameters of one kind in each unit that has any, in forward order."""
+"""The parameters of one kind in each unit with any, in forward order."""
 
 
 @dataclass(eq=False)
