@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from zerotrain.comm.ledger import Journal
 from zerotrain.errors import EngineStateError
@@ -368,7 +367,7 @@ class Wire:
     come with different names, where the wire can tell."""
     broadcast: Callable[[torch.Tensor, int], object]
     """Leaves the values of one rank on every rank."""
-    store: Callable[[], dist.Store]
+    store: Callable[[], torch.distributed.Store]
     """Keeps small texts from rank to rank, see `Notes`."""
     zeros: Zeros | None = None
     """Makes the buffers of a step. None: torch does; a plan of memory counts them."""

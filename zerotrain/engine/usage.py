@@ -49,7 +49,7 @@ class Usage:
                 sizes[managed.group] = (num_parameters + 1, numel + slot.numel)
         return sizes
 
-    def at_rest_nbytes(self) -> dict[str, int]:
+    def planned_nbytes(self) -> dict[str, int]:
         """Bytes this rank holds between steps, by the kinds of `memory_bytes`, before the first step too: with the
         optimizer state to come, as measured on a sample. An optimizer that keeps factors of a matrix makes it inexact.
         """

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerotrain.device.device import DONE, Event
@@ -194,7 +193,7 @@ class SavedTensors:
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is plain numbers on the device, in a memory that is large and nobody's."""
-        is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
         if not is_plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return False
         storage = tensor.untyped_storage()

@@ -414,7 +414,7 @@ class Rehearsal:
     def at_rest_nbytes(self) -> dict[str, int]:
         """Bytes of weights, gradients and the optimizer's state, by the place where they lie: device, cpu and disk. As
         the engine plans them, since some optimizers make their state in seconds without memory."""
-        held, (placed, _) = self.engine.at_rest_nbytes(), self._placed_nbytes()
+        held, (placed, _) = self.engine.planned_nbytes(), self._placed_nbytes()
         return {"device": held["parameters"] + held["gradients"] + held["optimizer"], **placed}
 
     def plan(self) -> StagePlan:

@@ -198,7 +198,7 @@ def test_it_takes_four_bytes_of_each_element_a_rank_updates_and_nothing_is_sent_
         engine = build(world, KINDS[kind], stage)
         if averages:
             engine.keep_average()
-        planned, ledger = engine.at_rest_nbytes()["optimizer"], engine.ledger
+        planned, ledger = engine.planned_nbytes()["optimizer"], engine.ledger
         before = ledger.outside_steps.sent_nbytes
         train(engine, 0, 1)
         held = engine.memory_bytes()

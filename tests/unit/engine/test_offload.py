@@ -136,7 +136,7 @@ def test_what_trains_may_change_and_old_places_are_used_again(tmp_path):
 def test_what_lies_off_the_device_is_not_on_it_and_is_as_much_as_the_theory_says(tmp_path):
     def on_a_rank(world: zerotrain.World, keep: float) -> list[dict[str, Any]]:
         engine = build(world, Kind(Matrices, precision="bf16"), 3, offload=to("disk", tmp_path, keep=keep))
-        planned = engine.at_rest_nbytes()
+        planned = engine.planned_nbytes()
         train(engine, 0, 1)
         return [engine.memory_bytes(), planned]
 

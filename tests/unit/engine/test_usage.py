@@ -32,7 +32,7 @@ def test_memory_is_that_of_the_paper_for_16_bit_weights_and_fp32_adam_and_known_
     def on_a_rank(world: zerotrain.World) -> list[dict[str, int]]:
         zero = zerotrain.ZeroConfig(stage=stage)
         engine = zerotrain.build_engine(Adapted(), optimizer=ADAM, precision="bf16", zero=zero, world=world)
-        planned = engine.at_rest_nbytes()
+        planned = engine.planned_nbytes()
         engine.train_step([(torch.ones(1, 128),)])
         held = engine.memory_bytes()
         return [planned, {kind: held[kind] for kind in planned}, held["theory"]]

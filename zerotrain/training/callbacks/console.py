@@ -277,7 +277,7 @@ def _ranks(engine: ZeroEngine) -> str:
 
 
 def _memory(engine: ZeroEngine, num_micro_batches: int) -> Iterator[str]:
-    held = engine.at_rest_nbytes()
+    held = engine.planned_nbytes()
     unit, unit_nbytes = unit_of(max(held.values()))
     of_each = ", ".join(
         f"{nbytes / unit_nbytes:.4g} {kind}" for kind, nbytes in held.items() if nbytes or kind != "offloaded"
