@@ -76,10 +76,10 @@ def build_engine(
 
 
 def _require_allowed(model: Any, optimizer: Any, config: EngineConfig) -> None:
-    """Check that arguments are of the kind they must be, and have values that they may.
+    """Check the kinds and the values of arguments.
 
     Raises:
-        ConfigError: with those that are not.
+        ConfigError: a line for each wrong one.
     """
     is_model = callable(model) and not isinstance(model, ZeroEngine)
     zero, precision, offload = config.zero, config.precision, config.offload
@@ -101,7 +101,7 @@ def _require_allowed(model: Any, optimizer: Any, config: EngineConfig) -> None:
 
 def _device_of(model: nn.Module | Callable[[], nn.Module]) -> torch.device:
     """The device of a model's first parameter; of a model still to be built, torch's default device. The meta device,
-    on which alone a plan computes, counts as the CPU."""
+    a plan's, counts as the CPU."""
     if isinstance(model, nn.Module):
         parameter = next(model.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device

@@ -141,12 +141,13 @@ def what_a_step_takes(zero: ZeroConfig) -> dict[str, Any]:
     buckets = engine.schedule.trained
     num_matrices = [bucket.spec.num_whole for bucket in buckets]
     shapes = [slot.shape for bucket in buckets for slot in bucket.layout.slots[: bucket.spec.num_whole]]
-    held = engine.memory_bytes()
+    held, num_ranks = engine.memory_bytes(), place()[1]
+    num_ways = 3 if engine.plan.shards_parameters else 2
     return {
         "calls": traffic.calls["exchange"],
         "sent": traffic.nbytes["exchange"],
         "theory": engine.theoretical_sent_nbytes(1),
-        "theory_without": engine._volume.sent_nbytes(engine.plan, 1, True),
+        "theory_without": round(num_ways * 4 * engine.num_parameters * (num_ranks - 1) / num_ranks),
         "buckets_with_matrices": sum(number > 0 for number in num_matrices),
         "numel": sum(rows * columns for rows, columns in shapes),
         "num_parameters": engine.num_parameters,

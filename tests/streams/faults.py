@@ -16,7 +16,7 @@ from zerotrain.engine.buckets.home import OffloadedHome
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.state.save import ChunkReader, Snapshot
 from zerotrain.offload.saved import _Stored
-from zerotrain.offload.tier import Crossing, HostTier, _Pinned
+from zerotrain.offload.tier import Crossing, Tier, _Pinned
 
 
 @dataclass(frozen=True)
@@ -151,16 +151,16 @@ FAULTS = {
     ),
     # a copy begun before its source is written
     "stored-before-it-is-computed": Planted(
-        HostTier, "_store", "events=(self.read(),)", "events=()", "offload", "compute does in _fused_adamw_ is read by"
+        Tier, "_store", "events=(self.read(),)", "events=()", "offload", "compute does in _fused_adamw_ is read by"
     ),
     "gradient-crosses-before-it-is-scaled": Planted(
         Crossing, "bring", "events=(self._device.event(),)", "events=()", "update on the host", "is read by stream"
     ),
     "fetched-before-it-is-stored": Planted(
-        HostTier, "_fetch", "events=(stored, unused)", "events=(unused,)", "activations", "does in copy_ is read by"
+        Tier, "_fetch", "events=(stored, unused)", "events=(unused,)", "activations", "does in copy_ is read by"
     ),
     "fetched-into-memory-in-use": Planted(
-        HostTier, "_fetch", "events=(stored, unused)", "events=(stored,)", "activations", "what compute does in"
+        Tier, "_fetch", "events=(stored, unused)", "events=(stored,)", "activations", "what compute does in"
     ),
     "save-reads-before-the-update-is-done": Planted(
         ChunkReader,

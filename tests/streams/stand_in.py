@@ -301,7 +301,7 @@ def stand_ins() -> Iterator[None]:
         put(torch.cuda, "Event", SimulatedEvent)
         put(torch.cuda, "current_stream", current_stream)
         put(torch.cuda, "stream", told_in)
-        put(kinds, "Cpu", SimulatedGpu)
+        put(kinds, "Device", SimulatedGpu)
         put(backend_handles, "all_gather", all_gather)
         put(backend_handles, "reduce_scatter", reduce_scatter)
         put(dist, "all_to_all_single", all_to_all)

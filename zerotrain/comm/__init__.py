@@ -1,1 +1,1 @@
-"""The only layer that calls torch.distributed's collectives, and the ledger of what they sent."""
+"""The only caller of torch.distributed's collectives, and the ledger of what they sent."""

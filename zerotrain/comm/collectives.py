@@ -18,7 +18,7 @@ from zerotrain.comm.world import Shards, World, backend_of
 from zerotrain.device.kinds import device_of
 from zerotrain.errors import DisagreementError
 
-# The wire of real ranks: torch's process groups, and which way to send suits which backend.
+# The wire of real ranks: torch's process groups, and the way to send for each backend.
 #
 # | backend                | gather                   | ordered reduction        | native reduction  |
 # |------------------------|--------------------------|--------------------------|-------------------|
@@ -107,8 +107,8 @@ class Collectives:
                 self._wire = _wire_of_one_rank()
             else:
                 self._wire = process_groups(world.shards, world.device, ordered=ordered)
-        self.zeros = self._wire.zeros or handles.zeros_on(world.device)
-        """(numel, dtype) -> (numel,) zeros for a part of a step; see `Wire.zeros`."""
+        self.zeros = self._wire.zeros or partial(torch.zeros, device=world.device)
+        """(numel, dtype=dtype) -> (numel,) zeros for a part of a step; see `Wire.zeros`."""
 
     @property
     def order(self) -> int:
@@ -129,9 +129,10 @@ class Collectives:
     def reduction(
         self, name: str, out: torch.Tensor, pool: handles.ScratchPool, *, leaves_per_rank: int = 1
     ) -> Reduction:
-        """A handle on the mean over all leaves, of which `out` gets this rank's part. It is sent in the dtype of
-        `pool`."""
-        return self._wire.reduction(ReductionSpec(name, self._journal, out, pool, leaves_per_rank * self.shards.size))
+        """A handle on the mean over all leaves; `out` gets this rank's part. It is sent in the dtype of `pool`."""
+        num_ranks = self.shards.size
+        spec = ReductionSpec(name, self._journal, out, pool, num_ranks, num_leaves=leaves_per_rank * num_ranks)
+        return self._wire.reduction(spec)
 
     def exchange(
         self, name: str, sent: torch.Tensor, received: torch.Tensor, sent_numels: list[int], received_numels: list[int]

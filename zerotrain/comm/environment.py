@@ -1,4 +1,4 @@
-"""The variables in which torchrun, our own launcher or Slurm gives a process its rank. Imports no torch."""
+"""The variables for a process's rank, from torchrun, our own launcher or Slurm. Imports no torch."""
 
 import functools
 import os
@@ -29,8 +29,8 @@ _FIRST_NODE = re.compile(r"([\w.-]*)(?:\[([0-9]+)[0-9,-]*\]([\w.-]*))?(?:,.*)?",
 def variables_of_step(environment: Mapping[str, str]) -> dict[str, str]:
     """RANK, WORLD_SIZE and the like of a task of a step of several tasks; nothing for any other process.
 
-    The first node of the step keeps the store of the ranks. Its port follows from the job's number, so that
-    all tasks know it, and another one is tried after a requeue.
+    The first node of the step keeps the store of the ranks. Its port follows from the job's number: all tasks know it,
+    and another one is tried after a requeue.
 
     Raises:
         ConfigError: a variable is missing, no number, or contradicts another.
@@ -124,8 +124,8 @@ class RankEnvironment:
     def read(cls, *, whole: bool = True) -> "RankEnvironment | None":
         """The rank this process was started as; None where it was not started as one.
 
-        A task of a Slurm step of several tasks is one. Those of torchrun's variables that are set come first; the
-        others are then set, as libraries look for them too.
+        A task of a Slurm step of several tasks is one. Torchrun's variables come first, as far as they
+        are set; the others are then set, as libraries look for them too.
 
         Args:
             whole: whether LOCAL_WORLD_SIZE is needed too; without it, it counts as WORLD_SIZE.
@@ -201,7 +201,7 @@ def _require_sense(numbers: Mapping[str, int], remedy: str) -> None:
 
 @functools.cache  # a name service may take seconds
 def _require_address(address: str, remedy: str) -> None:
-    """Check that a machine has this name; a name service that cannot be asked now may answer later.
+    """Refuse a name of no machine; a name service may be out of reach now and answer later.
 
     Raises:
         ConfigError: none has.

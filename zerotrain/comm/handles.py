@@ -11,10 +11,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from zerotrain.comm.ledger import Journal
 from zerotrain.errors import EngineStateError
@@ -33,13 +33,8 @@ class Scratch:
 
 
 T = TypeVar("T")
-Zeros = Callable[[int, torch.dtype], torch.Tensor]
-"""(numel, dtype) -> (numel,) zeros."""
-
-
-def zeros_on(device: torch.device) -> Zeros:
-    """Zeros in memory of torch's own."""
-    return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
+Zeros = Callable[..., torch.Tensor]
+"""(numel, dtype=dtype) -> (numel,) zeros."""
 
 
 class ScratchPool:
@@ -52,7 +47,7 @@ class ScratchPool:
     def __init__(self, *, dtype: torch.dtype, device: torch.device, zeros: Zeros | None = None) -> None:
         self.dtype = dtype
         self.device = device
-        self._zeros = zeros or zeros_on(device)
+        self._zeros = zeros or partial(torch.zeros, device=device)
         self.lent_nbytes = 0
         self._free: list[Scratch] = []
 
@@ -62,10 +57,10 @@ class ScratchPool:
         return self.lent_nbytes + sum(scratch.storage.nbytes for scratch in self._free)
 
     def take(self, numel: int, cut_for: Any = None) -> Scratch:
-        """A buffer of at least `numel` elements, uninitialised: the smallest free one that fits.
+        """A buffer of at least `numel` elements, uninitialised: the smallest free one.
 
-        Among equals it takes one that was cut for `cut_for` before, so that all views are made within a few steps. If
-        none fits, a new one replaces the largest free one, so that sizes settle after one step.
+        Among equals it prefers one already cut for `cut_for`: all views are made within a few steps. If none fits, a
+        new one replaces the largest free one: sizes settle after one step.
         """
         fitting = [scratch for scratch in self._free if scratch.storage.numel() >= numel]
         if fitting:
@@ -76,7 +71,7 @@ class ScratchPool:
                 self._free.remove(max(self._free, key=lambda candidate: candidate.storage.numel()))
             # Zeros, not garbage: torch's fake process group, which benchmarks measure with, writes nothing into what is
             # to be received, and a step on garbage met inf.
-            scratch = Scratch(self._zeros(numel, self.dtype))
+            scratch = Scratch(self._zeros(numel, dtype=self.dtype))
         self.lent_nbytes += scratch.storage.nbytes
         return scratch
 
@@ -112,13 +107,23 @@ class ScratchPools:
         self._pools.clear()
 
 
-class Handle(ABC):
-    """One collective, again and again. Between `issue` and `finish` what is sent and received is its own.
+@dataclass(frozen=True)
+class HandleSpec(ABC):
+    """Describes a collective, independent of the wire."""
 
-    Args:
-        name: of what is sent, the same on every rank; errors and the order of collectives know it by this.
-        journal: where each use is noted.
-    """
+    name: str
+    """The same on every rank; errors and the order of collectives know it by this name."""
+    journal: Journal
+    """The record of each use."""
+
+    @property
+    @abstractmethod
+    def sent_nbytes(self) -> int:
+        """Bytes this rank sends each time, if each goes once to each rank that needs it."""
+
+
+class Handle(ABC):
+    """One collective, again and again. Between `issue` and `finish` what is sent and received is its own."""
 
     kind: ClassVar[str]
     """Its name in errors."""
@@ -126,21 +131,18 @@ class Handle(ABC):
     """Its name in the ledger."""
     is_local: ClassVar[bool] = False
     """Whether nothing is ever sent: the ledger does not count it, and nothing is waited for."""
-    sent_nbytes: int
-    """Bytes this rank sends each time."""
 
-    def __init__(self, name: str, journal: Journal) -> None:
-        self.name = name
+    def __init__(self, spec: HandleSpec) -> None:
+        self.name, self._journal, self.sent_nbytes = spec.name, spec.journal, spec.sent_nbytes
         self.is_prepared = False
         """Whether `prepare` was called, and `issue` not yet."""
         self.is_under_way = False
         """Whether `issue` was called, and `finish` not yet."""
-        self._journal = journal
-        self._described = f"{self.kind} of {name}"
+        self._described = f"{self.kind} of {spec.name}"
         self._waited = True
 
     def prepare(self) -> None:
-        """Be ready for what other ranks send, which may come before this rank issues. May be left out.
+        """Be ready for what other ranks send: it may come before this rank issues. May be left out.
 
         From here on what is received into may change; of a gather, all but this rank's own part.
         """
@@ -163,7 +165,7 @@ class Handle(ABC):
     def is_done(self) -> bool:
         """Whether `finish` would not have to wait for other ranks (on CUDA: whether the device has finished).
 
-        False also where that is not known: gloo's sends and receives do not tell before they were waited for.
+        False also where nobody knows: gloo's sends and receives do not tell before they were waited for.
         """
         if self._waited:
             return True
@@ -215,7 +217,7 @@ class Handle(ABC):
         """Start to send."""
 
     def _wait(self) -> None:
-        """Wait for all that is under way. Each way that sends has this and `_is_done`."""
+        """Wait for all sends and receives under way. Each way to send has this and `_is_done`."""
         raise NotImplementedError
 
     def _is_done(self) -> bool:
@@ -234,15 +236,17 @@ class Handle(ABC):
 
 
 @dataclass(frozen=True)
-class GatherSpec:
-    """Describes a gather, independent of the wire."""
+class GatherSpec(HandleSpec):
+    """Describes a gather."""
 
-    name: str
-    journal: Journal
     full: torch.Tensor
     """(numel,) as long as the handle lives; its memory may be given back between uses."""
     shard: torch.Tensor
     """(numel / ranks,) this rank's part. It may lie inside `full`, at this rank's place."""
+
+    @property
+    def sent_nbytes(self) -> int:
+        return self.full.nbytes - self.shard.nbytes
 
 
 class Gather(Handle):
@@ -252,7 +256,7 @@ class Gather(Handle):
     ledger_kind = "gather"
 
     def __init__(self, spec: GatherSpec) -> None:
-        super().__init__(spec.name, spec.journal)
+        super().__init__(spec)
         self.full, self.shard = spec.full, spec.shard
 
     issue = Handle._issue_noted
@@ -260,38 +264,36 @@ class Gather(Handle):
 
 
 @dataclass(frozen=True)
-class ReductionSpec:
-    """Describes a reduction, independent of the wire."""
+class ReductionSpec(HandleSpec):
+    """Describes a reduction."""
 
-    name: str
-    journal: Journal
     out: torch.Tensor
     """(numel / ranks,) the result, as long as the handle lives. It may lie inside what is reduced, at this rank's
     place, and be of another dtype."""
     pool: ScratchPool
     """Lends buffers of the dtype of what is reduced, for what is received on the way."""
+    num_ranks: int
     num_leaves: int
     """Leaves on all ranks together."""
 
+    @property
+    def sent_nbytes(self) -> int:
+        return self.out.numel() * self.pool.dtype.itemsize * (self.num_ranks - 1)
+
 
 class Reduction(Handle):
-    """A reduce-scatter: the mean over all leaves, of which each rank's `full` (numel) is a sum of equally many, into
-    `out` (numel / ranks), this rank's part."""
+    """A reduce-scatter: the mean over all leaves into `out` (numel / ranks), this rank's part. Each rank's `full`
+    (numel) is a sum of equally many leaves."""
 
     kind = "reduction"
     ledger_kind = "reduce"
 
     def __init__(self, spec: ReductionSpec) -> None:
-        super().__init__(spec.name, spec.journal)
+        super().__init__(spec)
         self.out, self.num_leaves = spec.out, spec.num_leaves
         self._full: torch.Tensor | None = None
         self._pool = spec.pool
         self._received: Scratch | None = None
-
-    @property
-    def _part_nbytes(self) -> int:
-        """Bytes of one rank's part on the wire."""
-        return self.out.numel() * self._pool.dtype.itemsize
 
     def _borrow(self, num_parts: int) -> torch.Tensor:
         """(num_parts, numel / ranks) to receive into, until `_give_back`."""
@@ -317,16 +319,18 @@ class Reduction(Handle):
 
 
 @dataclass(frozen=True)
-class ExchangeSpec:
-    """Describes an exchange, independent of the wire. `sent` and `received` hold one part for each rank."""
+class ExchangeSpec(HandleSpec):
+    """Describes an exchange. `sent` and `received` hold one part for each rank."""
 
-    name: str
-    journal: Journal
     sent: torch.Tensor
     received: torch.Tensor
     sent_numels: list[int]
-    """Elements of each part, which may be 0."""
+    """Elements of each part; 0 is allowed."""
     received_numels: list[int]
+
+    @property
+    def sent_nbytes(self) -> int:
+        return self.sent.nbytes
 
 
 class Exchange(Handle):
@@ -334,6 +338,10 @@ class Exchange(Handle):
 
     kind = "exchange"
     ledger_kind = "exchange"
+
+    def __init__(self, spec: ExchangeSpec) -> None:
+        super().__init__(spec)
+        self._spec = spec
 
     issue = Handle._issue_noted
     """Start."""
@@ -347,8 +355,8 @@ _NOT_TELLABLE = "ranks can only exchange numbers, texts, tensors and collections
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """How the ranks of one engine send to each other: what makes its handles, and small collectives that are waited for
-    at once. Another way to send is another `Gather` and another `Reduction`, put in the place of these."""
+    """How the ranks of one engine send to each other: makers of its handles, and small collectives, waited for at once.
+    Another way to send is another `Gather` and another `Reduction`, put in the place of these."""
 
     gather: Callable[[GatherSpec], Gather]
     reduction: Callable[[ReductionSpec], Reduction]
@@ -359,7 +367,7 @@ class Wire:
     come with different names, where the wire can tell."""
     broadcast: Callable[[torch.Tensor, int], object]
     """Leaves the values of one rank on every rank."""
-    store: Callable[[], dist.Store]
+    store: Callable[[], torch.distributed.Store]
     """Keeps small texts from rank to rank, see `Notes`."""
     zeros: Zeros | None = None
     """Makes the buffers of a step. None: torch does; a plan of memory counts them."""
@@ -380,7 +388,7 @@ def gather_objects(
 
 
 def require_tellable(value: Any) -> None:
-    """Make sure that ranks can tell each other a value.
+    """Refuse a value that ranks cannot tell each other.
 
     Raises:
         EngineStateError: it holds more than numbers, texts, tensors and collections of these.

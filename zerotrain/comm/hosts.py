@@ -1,6 +1,6 @@
-"""The hosts of a run's ranks: their names, and the network interface by which each reaches the others.
+"""The hosts of a run's ranks: their names, and each one's network interface to the others.
 
-Gloo listens at the address of its machine's name. On many machines that is one of the loopback. The default is the
+Gloo listens at the address of its machine's name. On many machines it is on the loopback. The default is the
 interface on a rank's way to the store of the run: it reaches the other hosts too.
 """
 
@@ -44,7 +44,7 @@ class RankHost:
     name: str
     """The machine's, for people."""
     route: tuple[str, ...] = ()
-    """The interface and the address by which it reaches where the ranks meet; none where they are not known."""
+    """Its interface and address on the way to the meeting of the ranks; none where they are not known."""
     fixed: str = ""
     """The listening address of its collectives; nothing if it is not known, or follows from the route."""
     fixed_by: str = ""
@@ -108,8 +108,8 @@ def choose_interface(places: Sequence[RankHost], rank: int, interface: str | Non
 
 
 def _fixed(backend: str, interface: str | None) -> tuple[str, str]:
-    """The address that the collectives of this process will listen at, and the setting that has fixed that; nothing
-    twice where it is not fixed, or not known."""
+    """The listening address of this process's collectives, and the setting behind it; nothing twice where it is not
+    fixed, or not known."""
     variable = _VARIABLES[backend]
     if variable in os.environ:
         name, setting = os.environ[variable].removeprefix("="), f"{variable}={os.environ[variable]}"

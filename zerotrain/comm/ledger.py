@@ -20,7 +20,7 @@ from zerotrain.comm.whereabouts import Whereabouts
 from zerotrain.device.device import Event
 from zerotrain.errors import CommError
 
-# Small comparisons in frames of one size, each with its name. Ranks in different comparisons learn that by the names.
+# Small comparisons in frames of one size, each with its name. Ranks in different comparisons learn of it by the names.
 #
 # gloo ends a process, in words of C++, if it receives more bytes than it expects. Seen where one rank called
 # `engine.freeze` and another `engine.step`.
@@ -83,11 +83,11 @@ def _head(name: str, nbytes: int) -> torch.Tensor:
 
 
 MARGIN_S = 10.0
-"""So long before the watchdog, or a quarter of what that waits."""
+"""So long before the watchdog, or a quarter of the watchdog's time."""
 POLL_S = 1.0
 
 Tell: TypeAlias = Callable[[CommError | None], None]
-"""Is told of a collective that is overdue, and by None that it has ended after all; on the thread that watches."""
+"""Is told of an overdue collective, and by None of its end after all; on the watching thread."""
 
 
 def tell_log(error: CommError | None) -> None:
@@ -149,7 +149,7 @@ class Overdue:
             ends.append(event())
 
     def look(self) -> None:
-        """Tell of the oldest collective if it is overdue, once; and if it has ended after that."""
+        """Tell of the oldest collective if it is overdue, once; and then of its end."""
         with self._changing:
             self._drop_done()
             oldest = self._watched[0] if self._watched else None
@@ -192,9 +192,9 @@ class Traffic:
     nbytes: Counter[str] = field(default_factory=Counter)
     """Bytes this rank sent, by kind."""
     waited_s: float = field(default=0.0, compare=False)
-    """Seconds in which the host waited for other ranks. On a GPU it goes on while the GPU waits."""
+    """Seconds of the host's waiting for other ranks. On a GPU it goes on while the GPU waits."""
     update_s: float = field(default=0.0, compare=False)
-    """Seconds of the host for the optimizer's update, without that wait."""
+    """Seconds of the host for the optimizer's update, without its waiting."""
 
     @property
     def sent_nbytes(self) -> int:
@@ -264,10 +264,10 @@ class Journal:
 
     @property
     def order(self) -> int:
-        """A hash of the names of all collectives so far, in the order of each kind; equal where that is equal.
+        """A hash of the names of all collectives so far, in the order of each kind. Equal orders have equal hashes.
 
         Each kind is hashed apart: a rank that skips a unit has the same gathers and reductions as the others, but may
-        issue a reduction behind a gather where the others do it before. That works, and is not to be refused.
+        issue a reduction behind a gather where the others do it before. This works, and is not to be refused.
         """
         order = 0
         for hash_of_kind in self._orders.values():
@@ -285,8 +285,8 @@ class Journal:
 class Notes:
     """Notes of one subject, by name. No call waits for another rank, so any thread may make it.
 
-    A note is read whole or not at all; of one that is left again, the newer. Others find it once the store has answered
-    another call of who left it, and maybe a moment before.
+    A note is read whole or not at all; if it is left again, the newer one. Others find it once the store has answered
+    the writer's next call, and maybe a moment before.
 
     Args:
         store: see `Wire.store`.

@@ -1,4 +1,4 @@
-"""The meeting place of a run's ranks is a store: a file, that of torchrun's agent, or one kept by rank 0."""
+"""The meeting place of a run's ranks is a store: a file, the store of torchrun's agent, or one kept by rank 0."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ POLL_S = 0.05
 _RANKS_PER_POLL_S = 2000
 """Many ranks ask less often: all ask one store for all."""
 STORE_LIMIT_S = 10.0
-"""A store that was reached a moment ago answers within this, or is gone."""
+"""A store reached a moment ago answers within this, or is gone."""
 _MAX_ANSWER_S = 1e6
 WHERE = "the meeting of the ranks"
 _opened: dict[RankEnvironment, dist.Store] = {}
@@ -38,10 +38,10 @@ _kept_here: list[dist.Store] = []
 
 
 def open_store(ranks: RankEnvironment, timeout_s: float, *, across_restarts: bool = False) -> dist.Store:
-    """The store of this process's ranks: a given file, that of torchrun, or one kept by rank 0.
+    """The store of this process's ranks: a file, torchrun's, or one kept by rank 0.
 
-    Does not wait for the other ranks, but for the one that keeps the store. Nothing that is read from it is ever
-    unpickled: whoever reaches the port of torchrun's store may write to it.
+    Does not wait for the other ranks, but for the keeper of the store. Nothing read from it is ever unpickled: whoever
+    reaches the port of torchrun's store may write to it.
 
     Args:
         across_restarts: torchrun may start all ranks again, and keeps its store: whether to see what they have left
@@ -59,8 +59,8 @@ def open_store(ranks: RankEnvironment, timeout_s: float, *, across_restarts: boo
 
 
 def limit_answers(ranks: RankEnvironment, store: dist.Store, timeout_s: float) -> None:
-    """From here on no call to the store waits longer for who keeps it. Torch's own limit holds for a key that is not
-    there yet; where a cable is pulled, TCP gives up after a quarter of an hour (2026-11-24)."""
+    """From here on no call to the store waits longer for who keeps it. Torch's own limit holds for a missing key;
+    where a cable is pulled, TCP gives up after a quarter of an hour (2026-11-24)."""
     store.set_timeout(timedelta(seconds=timeout_s))
     options = {"TCP_USER_TIMEOUT": int(1000 * min(timeout_s, _MAX_ANSWER_S)), "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5}
     for descriptor in os.listdir("/proc/self/fd") if sys.platform == "linux" else []:
@@ -75,8 +75,8 @@ def limit_answers(ranks: RankEnvironment, store: dist.Store, timeout_s: float) -
 
 
 def of_this_start(store: dist.Store) -> dist.Store:
-    """The place of ranks that torchrun may start again in the same store. One that rank 0 keeps is new each time; there
-    a host that has just joined, whose torchrun counts from 0, meets those that count more (2026-11-24)."""
+    """The place of one start of the ranks in a store: torchrun may start them again in the same one. Rank 0's own store
+    is new each time; there a host just joined counts from 0, and meets others that count more (2026-11-24)."""
     return dist.PrefixStore(f"zerotrain/{num_restarts() if _has_agent_store() else 0}", store)
 
 
@@ -115,8 +115,8 @@ def keep_at_rank_0(store: dist.Store, ranks: RankEnvironment, timeout_s: float) 
 
 
 def leave(store: dist.Store, size: int) -> None:
-    """Say that this rank asks the store no more. The one that keeps it waits for the others, though not for long: a
-    rank that still read how a save had ended took it for failed (2026-11-24)."""
+    """Say good-bye to the store. Its keeper waits for the others, though not for long: a rank still reading how a save
+    had ended took it for failed (2026-11-24)."""
     deadline_s = time.monotonic() + STORE_LIMIT_S
     with contextlib.suppress(dist.DistError):  # it is gone
         num_left = store.add("left", 1)
@@ -130,7 +130,7 @@ def _with_store_at(ranks: RankEnvironment, address: object, port: object) -> Ran
 
 
 def _listen_beside(ranks: RankEnvironment, timeout_s: float) -> tuple[dist.Store, tuple[str, int]]:
-    """A store of this process, and where the others reach it: at the address by which this one reaches torchrun."""
+    """A store of this process, and where the others reach it: at this one's own address on its way to torchrun."""
     with socket.create_connection((ranks.address, ranks.port), timeout=timeout_s) as reached:
         family, own_address = reached.family, str(reached.getsockname()[0])
     others_reach = own_address
@@ -230,8 +230,8 @@ def _is_reachable(ranks: RankEnvironment) -> bool:
 
 
 def wait(is_over: Callable[[], bool], missing: Callable[[], str], ranks: RankEnvironment, limit_s: float) -> bool:
-    """Wait for something; return whether it was over in time. Every ten seconds a line says who is missing, unless
-    that is nothing."""
+    """Wait for something; return whether it was over in time. Every ten seconds a line says who is missing, if
+    anybody is."""
     pause_s = max(POLL_S, ranks.world_size / _RANKS_PER_POLL_S)
     started_s, next_s = time.monotonic(), _REMINDER_S
     while not is_over():
@@ -252,7 +252,7 @@ def wait(is_over: Callable[[], bool], missing: Callable[[], str], ranks: RankEnv
 
 
 _GRACE_S = 3.0
-"""How long a rank that gives up waits for the others' words: they give up almost together."""
+"""How long a rank waits for the others' words when it gives up: they give up almost together."""
 _worlds = itertools.count()
 """Meetings of this process. In the same store each has keys of its own: those of the last are still there."""
 _makings = itertools.count()
@@ -291,7 +291,7 @@ def meet(ranks: RankEnvironment, timeout_s: float, *, backend: str = "gloo", int
         if num_processes == 1:
             arrivals.set(str(ranks.rank), place.to_json())
             await_ranks(arrivals, ranks, range(ranks.world_size), timeout_s)
-            # A rank that was told of more ranks than rank 0 finds all there too.
+            # A rank with a larger WORLD_SIZE than rank 0's finds all there too.
             keys = [str(rank) for rank in range(ranks.world_size)]
             places = [RankHost.from_json(text) for text in arrivals.multi_get(keys)]
     except dist.DistError as error:
@@ -313,7 +313,7 @@ def meet(ranks: RankEnvironment, timeout_s: float, *, backend: str = "gloo", int
 
 
 def make_together(ranks: RankEnvironment, make: Callable[[], T], limit_s: float, hosts: Sequence[str] = ()) -> T:
-    """Have all ranks call `make` at once, since all have come; returns its result. A rank that dies meanwhile is not
+    """Have all ranks call `make` at once, since all have come; returns its result. A dead rank is not
     waited for as long as a late one.
 
     Args:
@@ -346,8 +346,8 @@ def make_together(ranks: RankEnvironment, make: Callable[[], T], limit_s: float,
 
 
 def await_ranks(store: dist.Store, ranks: RankEnvironment, awaited: Sequence[int], timeout_s: float) -> None:
-    """Wait until the keys of these ranks, their numbers, are in a store. The first rank that is there says every ten
-    seconds which are not.
+    """Wait until the keys of these ranks, their numbers, are in a store. The first of the ranks there names the missing
+    ones every ten seconds.
 
     Raises:
         CommError: some have not come within the time.
@@ -373,7 +373,7 @@ def await_ranks(store: dist.Store, ranks: RankEnvironment, awaited: Sequence[int
 
 
 def _exchange_reasons(ranks: RankEnvironment, place: str, reason: str, deadline_s: float) -> dict[int, str] | None:
-    """Why each rank gave up that says so in time; None where the store is gone.
+    """The reasons of the ranks for giving up, as far as they come in time; None where the store is gone.
 
     Raises:
         CommError: this rank cannot reach the store for want of something.

@@ -1,7 +1,7 @@
-"""A rank's message when a collective fails: which one, how long it waited, and where the other ranks failed.
+"""A rank's message when a collective fails: its name, how long it waited, and where the other ranks failed.
 
-A successful step pays nothing for this. A rank whose collective fails writes where it is into the store that all
-ranks have met in, and reads there for a short while what the others write.
+A successful step pays nothing for this. When its collective fails, a rank writes its place into the store of the
+meeting, and reads there for a short while what the others write.
 """
 
 import errno
@@ -26,15 +26,14 @@ from zerotrain.errors import CommError
 
 
 _OF_OWN_DEVICE = ("CUDA error", "Cuda failure", "unhandled cuda error")
-"""CUDA tells an error of earlier work at the next call, whatever that is: also as torch's RuntimeError without a class,
+"""CUDA tells an error of earlier work at any next call: also as torch's RuntimeError without a class,
 and NCCL as its own (`ncclUnhandledCudaError: ... Cuda failure 2 'out of memory'`)."""
 _WORDS_OF_GLOO = ("gloo", "connection", "timed out", "timeout", "socket", "peer")
 """Gloo raises plain RuntimeErrors; their messages have at least one of these words."""
 
 
 def is_of_others(error: BaseException) -> bool:
-    """Whether an error that a collective raised tells of other ranks, and not of this one's memory, device or
-    arguments.
+    """Whether a collective's error tells of other ranks, and not of this one's memory, device or arguments.
 
     By its class first. Words count only where there is no class: `cudaErrorLaunchTimeout` and `peer access` have those
     of a lost rank too.
@@ -48,7 +47,7 @@ def is_of_others(error: BaseException) -> bool:
     return type(error) is RuntimeError and any(word in str(error).lower() for word in _WORDS_OF_GLOO)
 
 
-# The system's limits for one process (open files, threads, memory), and the signs of a limit that was reached.
+# The system's limits for one process (open files, threads, memory), and the signs of a limit reached.
 
 
 _FILES_TO_MEET = 13
@@ -85,8 +84,8 @@ def num_open_files() -> int:
 
 
 def shortage(error: BaseException) -> str:
-    """The resource that ran out, and the remedy, if an error tells of a shortage; else an empty text. Gloo names the
-    resource in the text of a RuntimeError, beside words that it also uses for lost peers.
+    """The remedy for a shortage of some resource, if an error tells of one; else an empty text. Gloo names the resource
+    in the text of a RuntimeError, beside words for lost peers.
     """
     if isinstance(error, OSError):
         if error.errno in (errno.EMFILE, errno.ENOMEM):
@@ -120,9 +119,9 @@ T = TypeVar("T")
 def within(limit_s: float, call: Callable[[], T]) -> T:
     """Make a call in a thread of its own; returns its result, within a time limit.
 
-    Torch's own limits do not serve: a store takes twice its timeout to say that nobody listens, and waits for ever
-    where who listens says nothing, or where a cable was pulled; the timeout that a gloo group is made with stays that
-    of its sends and receives (torch 2.13), and nothing bounds how NCCL makes a communicator.
+    Torch's own limits do not serve: a store takes twice its timeout if nobody listens, and waits for ever for a silent
+    listener, or where a cable was pulled; a gloo group's first timeout stays the one of its sends and receives (torch
+    2.13), and nothing bounds how NCCL makes a communicator.
 
     Raises:
         TimeoutError: it has not returned. The thread goes on with it, and ends with the process.
@@ -148,8 +147,8 @@ def within(limit_s: float, call: Callable[[], T]) -> T:
 
 
 GRACE_S = 2.0
-"""How long a rank whose collective has failed waits for the other ranks' words. Ranks that wait for each other in
-different places time out almost together."""
+"""How long a rank waits for the other ranks' words after a failed collective. Ranks in different places, each waiting
+for the other, time out almost together."""
 _STORE_S = 1.0
 """How much longer a store may take to answer."""
 _POLL_S = 0.05
@@ -159,7 +158,7 @@ _WHERE_IN_GLOO = re.compile(r"^\[[^\]]*\] ?")
 
 
 def by_rank(values: Sequence[object]) -> str:
-    """Each value and the ranks that have it, such as "2 on ranks 0, 2, 1 on rank 1"."""
+    """Each value and its ranks, such as "2 on ranks 0, 2, 1 on rank 1"."""
     ranks: dict[object, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -246,7 +245,7 @@ class Whereabouts:
     def lost_others(self, error: RuntimeError, collective: str, waited_s: float) -> CommError:
         """The error to raise if the backend has timed out or lost its connection.
 
-        A group that has failed once fails again at each call, such as those of a clean-up: the first error is raised
+        A group fails again at each call after its first failure, such as those of a clean-up: the first error is raised
         again. `collective` is such as "gather of blocks.0".
         """
         if self._lost is not None:
@@ -266,7 +265,7 @@ class Whereabouts:
         return self._lost
 
     def overdue(self, where: str, waited_s: float, grace_s: float) -> CommError:
-        """The error to tell of a collective that does not end. `where` is such as "gather of blocks.0 (step 3,
+        """The error to tell of an endless collective. `where` is such as "gather of blocks.0 (step 3,
         forward)"; so long, `grace_s`, others may take to come to the same."""
         heard = self._exchange_words("overdue", where, grace_s)
         message = f"rank {self.rank} has waited {waited_s:.1f} s in {where}"

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Handle, Reduction, ReductionSpec
+from zerotrain.comm.handles import Exchange, Gather, Handle, HandleSpec, Reduction, ReductionSpec
 from zerotrain.device.device import lies_on_host
 
-# The mean over leaves, added by one tree whatever the ranks: the bits that everything else is measured against.
+# The mean over leaves, added by one tree whatever the ranks: the bits to measure everything else against.
 
 
 CHUNK_NUMEL = 2**18
@@ -20,11 +20,11 @@ measured in bf16, 3.2 million elements of two ranks took 14 ms at once and 2 ms 
 
 
 def mean_by_tree(parts: Sequence[torch.Tensor] | torch.Tensor, out: torch.Tensor, num_leaves: int) -> None:
-    """Leave the mean of `num_leaves` leaves in `out` (n), of which `parts`, (ranks, n) or one tensor for each rank, are
-    sums of equally many each.
+    """Leave the mean of `num_leaves` leaves in `out` (n). `parts`, (ranks, n) or one tensor for each rank, are sums of
+    equally many leaves each.
 
     Neighbours are added in pairs in fp32, then the sums in pairs, and so on; the last of an odd number goes up as it
-    is. The sum is divided by the number of leaves, then rounded to the dtype of `out`, which may be one of the parts.
+    is. The sum is divided by the number of leaves, then rounded to the dtype of `out`; `out` may be one of the parts.
     """
     pairs = (len(parts) + 1) // 2
     step = max(1, CHUNK_NUMEL // pairs) if lies_on_host(out) else out.numel()
@@ -80,11 +80,13 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class Works(Handle):
-    """A handle on works of torch.distributed."""
+    """A handle on works of torch.distributed, in one group."""
 
-    _group: dist.ProcessGroup
-    _is_gloo = True
     _works: Sequence[dist.Work | None] = ()
+
+    def __init__(self, spec: HandleSpec, group: dist.ProcessGroup, is_gloo: bool = True) -> None:
+        super().__init__(spec)
+        self._group, self._is_gloo = group, is_gloo
 
     def _wait(self) -> None:
         for work in self._works:
@@ -106,26 +108,12 @@ def _are_completed(works: Sequence[dist.Work | None]) -> bool:
 class NativeGather(Works, Gather):
     """The backend's own all-gather."""
 
-    def __init__(self, spec: GatherSpec, group: dist.ProcessGroup, is_gloo: bool) -> None:
-        super().__init__(spec)
-        self._group, self._is_gloo = group, is_gloo
-        self.sent_nbytes = ring_nbytes(spec.full, group.size())
-
     def _issue(self) -> None:
         with unseen_by_profiler(self._is_gloo):
             self._works = [all_gather(self.full, self.shard, group=self._group, async_op=True)]
 
 
-class _BackendReduction(Works, Reduction):
-    """A reduction by one of the backend's own collectives."""
-
-    def __init__(self, spec: ReductionSpec, group: dist.ProcessGroup, is_gloo: bool) -> None:
-        super().__init__(spec)
-        self._group, self._is_gloo = group, is_gloo
-        self.sent_nbytes = self._part_nbytes * (group.size() - 1)
-
-
-class NativeReduction(_BackendReduction):
+class NativeReduction(Works, Reduction):
     """The backend's own reduce-scatter. It adds in an order of its own."""
 
     def __init__(self, spec: ReductionSpec, group: dist.ProcessGroup, is_gloo: bool) -> None:
@@ -151,7 +139,7 @@ class NativeReduction(_BackendReduction):
         super()._complete()
 
 
-class OrderedReduction(_BackendReduction):
+class OrderedReduction(Works, Reduction):
     """An all-to-all of the parts, then their mean, added by a tree in fp32."""
 
     def _issue(self) -> None:
@@ -168,11 +156,6 @@ class OrderedReduction(_BackendReduction):
 class AllToAll(Works, Exchange):
     """torch's all-to-all of parts of any size."""
 
-    def __init__(self, spec: ExchangeSpec, group: dist.ProcessGroup, is_gloo: bool) -> None:
-        super().__init__(spec.name, spec.journal)
-        self._spec, self._group, self._is_gloo = spec, group, is_gloo
-        self.sent_nbytes = spec.sent.nbytes
-
     def _issue(self) -> None:
         spec = self._spec
         with unseen_by_profiler(self._is_gloo):
@@ -186,8 +169,8 @@ class AllToAll(Works, Exchange):
 def unseen_by_profiler(is_gloo: bool) -> Iterator[None]:
     """Keep gloo's own ranges out of a profile while it is taken.
 
-    torch ends them when the collective does, and if the profiler has stopped by then, writes into memory that was
-    freed: 9 of 9 runs with train.profile=true at stage 2 died of SIGSEGV at their end (torch 2.13).
+    torch ends them when the collective does, and if the profiler has stopped by then, writes into freed memory: 9 of 9
+    runs with train.profile=true at stage 2 died of SIGSEGV at their end (torch 2.13).
     """
     is_seen = not is_gloo or not profiler._is_profiler_enabled
     if is_seen:
@@ -200,28 +183,23 @@ def unseen_by_profiler(is_gloo: bool) -> Iterator[None]:
         torch.autograd._enable_record_function(True)
 
 
-def ring_nbytes(full: torch.Tensor, num_ranks: int) -> int:
-    """Bytes one rank sends when each rank's part of `full` reaches every other rank."""
-    return full.nbytes // num_ranks * (num_ranks - 1)
-
-
 # Handles made of sends and receives on gloo: the receives are posted ahead.
 
 
 class _Posted(Works):
     """One part from every rank to every other: the receives are posted by `prepare`, the sends by `issue`.
 
-    gloo sends a part once its receiver has said that it waits for it, and that word travels behind whatever the
-    receiver is sending itself. Posted ahead, no word is late, and both directions of a link are busy at once: on a link
+    gloo sends a part once its receiver has said "ready", and the word travels behind whatever the receiver is sending
+    itself. Posted ahead, no word is late, and both directions of a link are busy at once: on a link
     of 1 Gbit/s an exchange whose receives come behind its sends takes twice the time.
 
     A tag keeps apart what is under way at the same time: parts of different buckets that met would end the process
     where their sizes differ, and give wrong weights where not.
     """
 
-    def _send_over(self, group: dist.ProcessGroup, tag: int) -> None:
-        """To be called once, first."""
-        self._group, self._tag = group, tag
+    def __init__(self, spec: HandleSpec, group: dist.ProcessGroup, tags: Iterator[int]) -> None:
+        super().__init__(spec, group)
+        self._tag = next(tags)
         self._rank, self._size = group.rank(), group.size()
         # Beginning behind this rank, so that not all begin with the same.
         self._peers = [(self._rank + distance) % self._size for distance in range(1, self._size)]
@@ -233,7 +211,7 @@ class _Posted(Works):
             self._works = [self._group.recv([parts[peer]], peer, self._tag) for peer in self._peers]
 
     def _end_receives(self, values: torch.Tensor) -> None:
-        """Send `values`, which nobody reads, to every rank: only a message ends a receive that was posted."""
+        """Send `values` to every rank, for nobody to read: only a message ends a posted receive."""
         self._journal.ledger.record(self.ledger_kind, self.sent_nbytes)
         self._send([values] * self._size)
         self._wait()
@@ -247,11 +225,6 @@ class _Posted(Works):
 
 class PostedGather(_Posted, Gather):
     """A gather of sends and receives: in place, without the second buffer of gloo's own."""
-
-    def __init__(self, spec: GatherSpec, group: dist.ProcessGroup, tags: Iterator[int]) -> None:
-        super().__init__(spec)
-        self._send_over(group, next(tags))
-        self.sent_nbytes = ring_nbytes(spec.full, self._size)
 
     def _prepare(self) -> None:
         self._post(self.full.view(self._size, -1))
@@ -270,11 +243,6 @@ class PostedGather(_Posted, Gather):
 
 class PostedReduction(_Posted, Reduction):
     """Every part goes to its rank. The rank takes their mean, added by a tree in fp32."""
-
-    def __init__(self, spec: ReductionSpec, group: dist.ProcessGroup, tags: Iterator[int]) -> None:
-        super().__init__(spec)
-        self._send_over(group, next(tags))
-        self.sent_nbytes = self._part_nbytes * (self._size - 1)
 
     def _parts(self, received: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
         """One part for each rank, in rank order."""

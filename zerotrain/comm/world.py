@@ -1,4 +1,4 @@
-"""The ranks of a run: who this process is, which device it drives and which groups it talks in."""
+"""The ranks of a run: this process's rank, its device and its groups."""
 
 import itertools
 import os
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _SHARED_STARTS = ("TORCHELASTIC_RUN_ID", STORE_VARIABLE)
-"""Variables of ranks that one process has started."""
+"""Variables of ranks with one process as their starter."""
 _JOIN_S = {"gloo": 20.0, "nccl": 60.0}
 """How long ranks that have all come may take to make their groups: gloo a fraction of a second, NCCL, which starts the
 GPUs, several; then one of them is gone."""
@@ -34,8 +34,8 @@ _JOIN_S_OF_A_RANK = 0.5
 
 @dataclass(frozen=True)
 class Shards:
-    """The ranks that parameters, gradients and optimizer state are cut over, and this one's place among them. Today
-    these are all ranks of the world."""
+    """The ranks to cut parameters, gradients and optimizer state over, and this one's place among them. Today these are
+    all ranks of the world."""
 
     rank: int = 0
     size: int = 1
@@ -44,7 +44,7 @@ class Shards:
     reduce_group: dist.ProcessGroup | None = None
     """Carries gradients. A group of its own: one NCCL communicator runs its collectives one after the other."""
     tags: Iterator[int] = field(default_factory=itertools.count, compare=False)
-    """Numbers that keep sends and receives apart; taken in the same order on every rank."""
+    """Numbers to keep sends and receives apart; taken in the same order on every rank."""
     make_wire: "Callable[[bool], Wire] | None" = field(default=None, compare=False)
     """Makes the wire of an engine (with an ordered reduction or not), in place of the groups."""
 
@@ -58,7 +58,7 @@ class World:
     local_rank: int
     device: torch.device
     shards: Shards = field(default_factory=Shards)
-    """The ranks among which the model's state is sharded."""
+    """The ranks with a shard of the model's state each."""
     group: dist.ProcessGroup | None = None
     """All ranks; None for one. The caller's own group where there was one."""
     started_here: bool = False
@@ -66,7 +66,7 @@ class World:
     whereabouts: Whereabouts = field(init=False, compare=False)
     """This rank's place in the training, for the error of a failed collective."""
     tell: Tell = field(default=tell_log, compare=False)
-    """Is told of a collective that does not end, where the host does not wait for them."""
+    """Is told of an endless collective, where the host does not wait for them."""
     hosts: tuple[str, ...] = ()
     """The name of each rank's host, by rank; none where all are on one, or the caller has made the group."""
     timeout_s: float = 300.0
@@ -93,7 +93,7 @@ class World:
         interface: str | None = "auto",
         tell: Tell = tell_log,
     ) -> "World":
-        """Join the ranks that RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR/PORT describe; without them, be alone.
+        """Join the ranks of RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR/PORT; without these variables, be alone.
 
         Args:
             device: cpu, cuda, or auto (cuda where there is one).
@@ -143,8 +143,8 @@ class World:
         """The world of the process group the caller has initialised, or one process where there is none.
 
         Raises:
-            ConfigError: the group is NCCL's and `device` the CPU, or gloo's and `device` a GPU; the GPU is not the one
-                that torch takes where none is named.
+            ConfigError: the group is NCCL's and `device` the CPU, or gloo's and `device` a GPU; the GPU is not
+                torch's current one.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(rank=0, size=1, local_rank=0, device=device)
@@ -276,7 +276,7 @@ def choose_device(device: str, local_rank: int) -> torch.device:
 
 
 def num_gpus_for(num_local_ranks: int) -> int:
-    """GPUs for the ranks of this machine. A task of its own (`srun --gpus-per-task=1`) sees one, which no other has;
-    ranks that one process starts, torchrun's and the launcher's, all see the same."""
+    """GPUs for the ranks of this machine. A task of its own (`srun --gpus-per-task=1`) sees one of its own; torchrun's
+    ranks and the launcher's, all of one process, see the same."""
     is_own_task = "LOCAL_RANK" in os.environ and not set(_SHARED_STARTS).intersection(os.environ)
     return num_local_ranks if num_gpus() == 1 and is_own_task else num_gpus()

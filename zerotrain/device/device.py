@@ -1,13 +1,15 @@
 """Questions to a device. Each kind of device answers them in its own way."""
 
-from abc import ABC, abstractmethod
+import mmap
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from pathlib import Path
 from typing import ClassVar
 
 import torch
+
+from zerotrain.device.memory import files_nbytes, most_nbytes
 
 lies_on_host = attrgetter("is_cpu")
 """Tells of a tensor whether the host reads it as it is, without waiting for a device. No frame of Python."""
@@ -17,7 +19,7 @@ class Event:
     """Work of a device. This one is done as soon as it is made."""
 
     def wait(self) -> None:
-        """Let all that this thread tells the device from here on find the work done."""
+        """Let this thread's later work on the device find the work done."""
 
     def is_done(self) -> bool:
         """Whether it is done now."""
@@ -31,20 +33,20 @@ class Event:
 DONE = Event()
 
 
-class Stream(ABC):
-    """An order of work on a device, beside that of its computing."""
+class Stream:
+    """An order of work on a device, beside that of its computing. This one does each call at once."""
 
-    @abstractmethod
     def current(self) -> AbstractContextManager[object]:
         """In here this thread tells the device its work in this order."""
+        return nullcontext()
 
-    @abstractmethod
     def wait(self, event: Event) -> None:
-        """Let all that comes later in this order find the work of an event of the same device done."""
+        """Let later work in this order find the work of an event of the same device done."""
 
-    @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, events: Sequence[Event] = ()) -> Event:
         """Begin to copy once the events are done."""
+        target.copy_(source)
+        return DONE
 
 
 class MemoryHistory:
@@ -60,45 +62,46 @@ class MemoryHistory:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-class Device(ABC):
-    """One device, and what differs from kind to kind.
+class Device:
+    """One device, and what differs from kind to kind. This kind is the processors of this machine, which have done a
+    piece of work when they are told the next.
 
     Args:
         device: as torch knows it.
     """
 
-    backend: ClassVar[str]
+    backend: ClassVar[str] = "gloo"
     """The backend of torch.distributed for ranks on such devices."""
-    is_host: ClassVar[bool]
+    is_host: ClassVar[bool] = True
     """Whether it computes in the host's memory, and has done a piece of work when it is told the next."""
     holds_values: ClassVar[bool] = True
     """False for one without memory, where a step is only rehearsed."""
-    peak_of: ClassVar[str]
+    peak_of: ClassVar[str] = "the whole process without libraries"
     """Subject of `peak_nbytes`, in words."""
-    activities: ClassVar[tuple[torch.profiler.ProfilerActivity, ...]]
+    activities: ClassVar[tuple[torch.profiler.ProfilerActivity, ...]] = (torch.profiler.ProfilerActivity.CPU,)
     """Recorded by torch's profiler."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @property
-    @abstractmethod
     def name(self) -> str:
         """Its name, for the user."""
+        return f"CPU, threads of each: {torch.get_num_threads()}"
 
     @property
-    @abstractmethod
     def own_nbytes(self) -> int:
         """Size of its memory beside the host's."""
+        return 0
 
     @property
     def kernels_nbytes(self) -> int:
-        """Bytes in which kernels work. Torch counts them among its tensors."""
+        """Bytes of kernels' workspaces. Torch counts them among its tensors."""
         return 0
 
-    @abstractmethod
     def peak_nbytes(self) -> int:
         """Most bytes held at once."""
+        return most_nbytes() - files_nbytes()
 
     def reserved_nbytes(self) -> int:
         """Most bytes of the device in torch's hands at once, for tensors and in holes between them; 0 if torch keeps
@@ -106,44 +109,52 @@ class Device(ABC):
         return 0
 
     @property
-    @abstractmethod
     def is_current(self) -> bool:
         """Whether torch takes this device in this thread if none is named."""
+        return True
 
-    @abstractmethod
     def use(self) -> None:
         """Let torch take this device if none is named."""
 
-    @abstractmethod
     def event(self) -> Event:
-        """Done when all is done that this thread has told the device until now."""
+        """Done when the device has done this thread's work until now."""
+        return DONE
 
-    @abstractmethod
     def stream(self) -> Stream:
         """A new stream."""
+        return Stream()
 
-    @abstractmethod
     def host_bytes(self, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8, of any values, on the host, for copies to and from the device beside its work.
 
         Args:
             nbytes: above 0.
         """
+        return mapped_bytes(nbytes)
 
-    @abstractmethod
     def bytes_for(self, nbytes: int, *streams: Stream) -> torch.Tensor:
-        """(nbytes,) uint8 on the device, that these streams may use from now on: when it is freed, nobody gets it
+        """(nbytes,) uint8 on the device, for the use of these streams from now on: when it is freed, nobody gets it
         before they have done what they were told."""
+        return self.host_bytes(nbytes)
 
     @property
-    @abstractmethod
     def generator(self) -> torch.Generator:
         """Draws the random numbers of tensors on this device."""
+        return torch.default_generator
 
-    @abstractmethod
     def keep_generators(self) -> AbstractContextManager[None]:
         """Draws of random numbers in here change no later draw."""
+        return torch.random.fork_rng([])
 
     def memory_history(self) -> MemoryHistory | None:
         """The recording of its allocations; None: torch does not record them."""
         return None
+
+
+def mapped_bytes(nbytes: int) -> torch.Tensor:
+    """(nbytes,) uint8, of any values, from the start of a page, as direct reads and writes of a disk need it.
+
+    Args:
+        nbytes: above 0.
+    """
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)

@@ -1,89 +1,15 @@
-"""The kinds of devices, told apart here alone: a CPU, a GPU, and the one without memory that a plan uses."""
+"""The kinds of devices, told apart here alone: a CPU, a GPU, and a plan's device without memory."""
 
-import mmap
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 
-from zerotrain.device.device import DONE, Device, Event, MemoryHistory, Stream
-from zerotrain.device.memory import files_nbytes, most_nbytes
-
-# The CPU. It has done a piece of work when it is told the next.
-
-
-class Cpu(Device):
-    """The processors of this machine."""
-
-    backend = "gloo"
-    is_host = True
-    peak_of = "the whole process without libraries"
-    activities = (torch.profiler.ProfilerActivity.CPU,)
-
-    @property
-    def name(self) -> str:
-        return f"CPU, threads of each: {torch.get_num_threads()}"
-
-    @property
-    def own_nbytes(self) -> int:
-        return 0
-
-    def peak_nbytes(self) -> int:
-        return most_nbytes() - files_nbytes()
-
-    @property
-    def is_current(self) -> bool:
-        return True
-
-    def use(self) -> None:
-        pass
-
-    def event(self) -> Event:
-        return DONE
-
-    def stream(self) -> Stream:
-        return _AtOnce()
-
-    def host_bytes(self, nbytes: int) -> torch.Tensor:
-        return mapped_bytes(nbytes)
-
-    def bytes_for(self, nbytes: int, *streams: Stream) -> torch.Tensor:
-        return self.host_bytes(nbytes)
-
-    @property
-    def generator(self) -> torch.Generator:
-        return torch.default_generator
-
-    def keep_generators(self) -> AbstractContextManager[None]:
-        return torch.random.fork_rng([])
-
-
-class _AtOnce(Stream):
-    """A stream without delay: each call is done when it returns."""
-
-    def current(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def wait(self, event: Event) -> None:
-        pass
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, events: Sequence[Event] = ()) -> Event:
-        target.copy_(source)
-        return DONE
-
-
-def mapped_bytes(nbytes: int) -> torch.Tensor:
-    """(nbytes,) uint8, of any values, that begin on a page, as direct reads and writes of a disk need it.
-
-    Args:
-        nbytes: above 0.
-    """
-    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
-
+from zerotrain.device.device import Device, Event, MemoryHistory, Stream
 
 # A GPU, in the calls of torch.cuda and nothing more.
 
@@ -112,7 +38,7 @@ class Cuda(Device):
 
     @property
     def kernels_nbytes(self) -> int:
-        """The workspaces of cuBLAS, one for the thread of the forward and one for that of the backward."""
+        """The workspaces of cuBLAS, one each for the threads of the forward and the backward."""
         if _WORKSPACE in os.environ:
             pairs = re.findall(r":(\d+):(\d+)", os.environ[_WORKSPACE])  # KiB, and how many
             return 2 * sum(1024 * int(kib) * int(number) for kib, number in pairs)
@@ -202,7 +128,7 @@ class _Stream(Stream):
 # A device without memory, for the rehearsal of a plan: torch's meta device.
 
 
-class Nowhere(Cpu):
+class Nowhere(Device):
     """It answers as a CPU does, and has room for anything."""
 
     holds_values = False
@@ -213,7 +139,7 @@ class Nowhere(Cpu):
 
 @contextmanager
 def rehearsing(*, on_host: bool) -> Iterator[None]:
-    """In here it stands for a device that computes in the host's memory, or for one that does not."""
+    """In here it stands for a device in the host's memory, or for one beside it."""
     was_on_host, Nowhere.is_host = Nowhere.is_host, on_host
     try:
         yield
@@ -227,7 +153,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 @cache
 def device_of(device: torch.device) -> Device:
     """The `Device` of a torch.device. A device of any other kind is asked as the CPU is."""
-    return {"cuda": Cuda, "meta": Nowhere}.get(device.type, Cpu)(device)
+    return {"cuda": Cuda, "meta": Nowhere}.get(device.type, Device)(device)
 
 
 def num_gpus() -> int:

@@ -15,7 +15,7 @@ _SET_BY_USER = any(
     name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 )
 KEPT_NBYTES = 2**27
-"""Bytes to allow a process beside its tensors: freed memory that it keeps, and growth in its first steps."""
+"""Bytes to allow a process beside its tensors: kept memory of freed ones, and growth in its first steps."""
 
 
 def set_heap(*, returns: bool = False) -> None:
@@ -36,7 +36,7 @@ def set_heap(*, returns: bool = False) -> None:
 
 
 def give_back_freed() -> None:
-    """Let malloc give the system all that it keeps of freed memory. Otherwise freed large blocks stay between small
+    """Let malloc give all freed memory back to the system. Otherwise freed large blocks stay between small
     ones, and later ones do not fit in their place: measured, without this a process grew by what the whole model takes,
     though no more than a bucket of it was ever held, and by all that had gone to a disk."""
     libc = ctypes.CDLL(None)
@@ -45,7 +45,7 @@ def give_back_freed() -> None:
 
 
 def own_nbytes() -> int:
-    """Bytes of memory that this process takes, without files, such as torch's libraries: the processes of a machine
+    """Bytes of this process's memory, without files, such as torch's libraries: the processes of a machine
     share them, and the system may drop them and read them again. Elsewhere than on Linux with them."""
     if sys.platform != "linux":
         return most_nbytes()

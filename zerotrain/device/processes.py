@@ -26,8 +26,8 @@ def end_with_parent(signum: int = signal.SIGKILL) -> None:
 
 
 def may_fork(idle: str = "") -> bool:
-    """Whether this is a Linux process of one thread that has not used a GPU: CUDA cannot be used after a fork, and
-    macOS ends forked processes that use its own libraries.
+    """Whether this is a Linux process of one thread, without a GPU in use: CUDA cannot be used after a fork, and macOS
+    ends forked processes for the use of its own libraries.
 
     Args:
         idle: the name of a thread that may be there.

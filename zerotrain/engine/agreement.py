@@ -1,4 +1,4 @@
-"""That all ranks train the same thing: compared once when an engine is built, and once a step.
+"""Whether all ranks train the same thing: compared once when an engine is built, and once a step.
 
 The comparison of a step rides on the exchange of the norm, so it costs no collective and no wait of its own.
 """
@@ -24,7 +24,7 @@ STAMP = (
     "order of the collectives, as a hash",
     "weights written in place, as a hash",
 )
-"""Values of a step that each rank sends, as fp64 numbers; they must be equal."""
+"""Values of a step, sent by each rank as fp64 numbers; they must be equal."""
 HYPERPARAMETERS = STAMP.index("hyperparameters")
 """A hash, which tells nothing: what differs is asked for."""
 
@@ -35,7 +35,7 @@ class Exchanged(NamedTuple):
     norm: torch.Tensor
     """0-dim fp64."""
     digit_sums: torch.Tensor
-    """(4,) fp64, which the norm is made of."""
+    """(4,) fp64, the ingredients of the norm."""
     loss: torch.Tensor
     """0-dim fp64, the mean."""
     signals: torch.Tensor
@@ -82,8 +82,8 @@ class StepStamps:
     ) -> "Exchanged":
         """Exchange the norm, and what rides on it. Collective.
 
-        Stamps that differ make the norm NaN. A step whose norm is NaN is skipped anyway, and only that one reads the
-        stamps back from the device: so comparing them costs a step nothing.
+        Stamps that differ make the norm NaN. A step with a norm of NaN is skipped anyway, and reads the stamps
+        back from the device; no other step does. So comparing them costs a step nothing.
 
         Args:
             digit_sums: (4,) of this rank.

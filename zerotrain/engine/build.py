@@ -16,7 +16,7 @@ from zerotrain.engine.buckets.update import BucketUpdate, update_range
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.groups.hyperparameters import shown_groups
 from zerotrain.engine.groups.param_groups import ParamGroups
-from zerotrain.engine.model.checks import model_error, require_trainable
+from zerotrain.engine.model.checks import model_error
 from zerotrain.engine.model.deferred import InitialValues
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.live_unit import LiveUnit
@@ -24,6 +24,7 @@ from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.fill import GivenUpMemory, Source, fill, fill_state
 from zerotrain.engine.state.from_buckets import OtherBuckets, described_state
 from zerotrain.engine.state.together import wait_for_others
+from zerotrain.errors import ConfigError
 from zerotrain.sharding.bucketing import BucketSpec, cut_buckets
 from zerotrain.sharding.layout import BucketLayout, FlatBuffer, assign_owners
 from zerotrain.sharding.units import WalkedModel
@@ -68,7 +69,9 @@ class Builder:
         """
         units = self._groups.classified(self._dtypes)
         specs = cut_buckets(units, self._options.bucket_numel_for(units))
-        require_trainable(self._model, trains=any(spec.trainable for spec in specs))
+        if not any(spec.trainable for spec in specs):
+            kind = type(self._model).__name__
+            raise ConfigError(f"model {kind} has no trainable floating-point parameter; nothing to train")
         layouts = [spec.layout(self._collectives.shards.size) for spec in specs]
         num_parameters, numel = sum(len(spec.tensors) for spec in specs), sum(layout.numel for layout in layouts)
         described = [f"{len(specs)} buckets, {num_parameters} parameters, {numel} elements"]
@@ -124,7 +127,7 @@ class Builder:
         return Schedule(live_units, buckets, self._options)
 
     def _bucket(self, spec: BucketSpec, layout: BucketLayout, owners: Sequence[int], initial: InitialValues) -> Bucket:
-        """A bucket with the initial values that rank 0 has. Collective."""
+        """A bucket with rank 0's initial values. Collective."""
         dtype = self._options.precision.of_bucket(spec.dtype).master
         values = FlatBuffer.zeros(layout, dtype, self._collectives.world.device)
         if self._collectives.shards.rank == 0:
@@ -141,7 +144,7 @@ class Builder:
         return bucket
 
     def _filled(self, spec: BucketSpec, layout: BucketLayout, owners: Sequence[int], source: Source) -> Bucket:
-        """A bucket with the state that a source has. Collective."""
+        """A bucket with the state of a source. Collective."""
         plan, collectives = self._options.plan, self._collectives
         master = None
         if self._has_master(spec):
@@ -179,7 +182,7 @@ class Builder:
         values: FlatBuffer,
         master: torch.Tensor | None,
     ) -> Bucket:
-        """A bucket around its weights, which are the same on all ranks.
+        """A bucket around its weights, the same on all ranks.
 
         Args:
             values: of the master dtype, or what the model reads.

@@ -37,7 +37,7 @@ class ZeroEngine(step.Steps, usage.Usage):
     """Trains a model at a ZeRO stage.
 
     All ranks make the same calls in the same order. Gradients are the mean over ranks of the sum over the backwards
-    since the last step; a caller who accumulates divides the loss, or gives `backward` a weight, as with plain PyTorch.
+    since the last step; to accumulate, divide the loss, or give `backward` a weight, as with plain PyTorch.
 
     Args:
         held: the model, in buckets.
@@ -133,7 +133,7 @@ class ZeroEngine(step.Steps, usage.Usage):
         """Keep an exponential moving average of the weights from here on: `step` updates it, `averaged` uses it, `save`
         and `load` have it too, so call this before `load`.
 
-        Collective, between steps. Each rank keeps the average of the elements that it updates, in fp32, where the
+        Collective, between steps. Each rank keeps the average of its own elements of the update, in fp32, where the
         optimizer's state lies: 4P/N bytes at stages 1 to 3 and 4P at stage 0, for P elements on N ranks. Nothing is
         sent for it in a step. The first update copies the weights; later ones are
         `average.lerp_(weights, 1 - decay)`, as those of torch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`. A
@@ -278,12 +278,12 @@ class ZeroEngine(step.Steps, usage.Usage):
 
     @outside_graphs
     def load(self, path: str | os.PathLike[str]) -> Any:
-        """Take up a checkpoint of this model and this optimizer, saved at any stage and on any number of ranks. A save
-        that is under way is waited for.
+        """Take up a checkpoint of this model and this optimizer, saved at any stage and on any number of ranks. It
+        waits for a save under way.
 
         Collective, between steps; needs some MiB beside what the run holds, but where the checkpoint trains other
         parameters than the engine. Every block is verified before anything changes, and again as it is read. With as
-        many virtual ranks and the same data, training goes on to the bits of the run that saved.
+        many virtual ranks and the same data, training goes on to the bits of the saving run.
 
         Returns:
             The `extra` it was saved with.
@@ -347,7 +347,7 @@ class ZeroEngine(step.Steps, usage.Usage):
 
     @makes_memory
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Replace the model's weights and buffers by those that rank 0 gives; other ranks may give {}. Optimizer state
+        """Replace the model's weights and buffers by rank 0's; other ranks may give {}. Optimizer state
         stays. Collective, between steps; one bucket is whole meanwhile.
 
         Args:
@@ -385,7 +385,7 @@ class ZeroEngine(step.Steps, usage.Usage):
         return weights_sha256(buckets, self.held.collectives)
 
     def _agreed_path(self, call: str, what: str, path: str | os.PathLike[str], **other: object) -> Path:
-        """A path that all ranks were given, absolute, between two steps; what is half loaded may be loaded anew."""
+        """The path of all ranks, absolute, between two steps; a half loaded model may be loaded anew."""
 
         def plan() -> tuple[Path, dict[str, object]]:
             absolute = Path(os.path.abspath(path))
@@ -406,7 +406,7 @@ class ZeroEngine(step.Steps, usage.Usage):
         return self
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank; all ranks call it. For loops of forwards whose length differs by rank."""
+        """Whether `flag` is true on any rank; all ranks call it. For loops of forwards of different length by rank."""
         return self.world.sum(torch.tensor(float(flag), device=self.world.device)).item() > 0
 
     def __reduce_ex__(self, _: Any) -> Any:
@@ -455,7 +455,7 @@ def assemble_engine(
     compile: bool = False,
     activation_checkpointing: bool = False,
 ) -> ZeroEngine:
-    """`zerotrain.build_engine` for one who has checked the values.
+    """`zerotrain.build_engine` of checked values.
 
     Raises:
         ConfigError: the model or optimizer cannot be trained so.

@@ -24,7 +24,7 @@ from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.named import GRADIENT, pieces
 from zerotrain.errors import EngineStateError, argument
 
-# The update that a GPU is told before the host knows whether the step is skipped.
+# The update told to a GPU before the host knows whether the step is skipped.
 #
 # The host would wait for the norm, while the GPU does all that it was told, and then tell it the update while it has
 # nothing to do: of GPT-2 on an H200 that took 3 of 38 ms. So the update is told at once, with the answer on the GPU
@@ -72,7 +72,7 @@ class UpdateAhead:
             list(update.renew(factor, is_off=is_off))  # without whole tensors it never pauses
 
     def take_back(self) -> None:
-        """The step is skipped: forget the state that it began, whose values nobody has set."""
+        """The step is skipped: forget its new state, with values that nobody has set."""
         for optimizer, target in self._began:
             optimizer.state.pop(target, None)
 
@@ -95,7 +95,7 @@ _WORDS = {_INFINITE: "inf", _NAN: "nan"}
 def find_nonfinite(
     model: nn.Module, trained: Sequence[TrainedBucket], losses: Sequence[torch.Tensor], collectives: Collectives
 ) -> str:
-    """Say which parameter's reduced gradient went wrong first, and on which ranks the loss had. Collective.
+    """Name the first parameter with a wrong reduced gradient, and the ranks with a wrong loss. Collective.
 
     First is meant in the order of the backward: of the parameters that are not finite the last of the model. Parameters
     before it in the model get their gradients from there.
@@ -188,8 +188,7 @@ class OptimizerStep:
         if ahead is not None and not math.isfinite(norm):
             ahead.take_back()
             ahead = None
-        are_exact = all(bucket.gradient.reduction.has_exact_norm for bucket in schedule.trained)
-        if not math.isfinite(norm) and not are_exact:
+        if not math.isfinite(norm) and not schedule.trained[0].gradient.reduction.has_exact_norm:
             # Taken in fp32. A gradient of 1e20 is finite, and its square is not.
             squares = StepSquares()
             for trained in schedule.trained:

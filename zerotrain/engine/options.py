@@ -38,7 +38,7 @@ class EngineOptions:
 
     @classmethod
     def resolve(cls, config: EngineConfig, world: World) -> "EngineOptions":
-        """Decide what `given`, whose values are in range, leaves to the world. Later changes of it change nothing.
+        """Decide what a config, with values in range, leaves to the world. Later changes of it change nothing.
 
         Raises:
             ConfigError: virtual ranks that the ranks cannot share, or whose micro-batches are to be reduced one by one.

@@ -52,10 +52,10 @@ class StageSwitch:
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """The weights that `engine.load_weights` took, and those it did not. Names are the model's, but for `surplus`."""
+    """The weights taken by `engine.load_weights`, and those left. Names are the model's, but for `surplus`."""
 
     path: Path
-    """The path that was read: a file or a folder; for a run's folder its newest checkpoint."""
+    """The path read: a file or a folder; for a run's folder its newest checkpoint."""
     num_loaded: int
     """Tensors of the model, tied ones counted once."""
     missing: tuple[str, ...]
@@ -69,7 +69,7 @@ class LoadedWeights:
     renamed: str
     """How all names there differ from the model's, in a sentence; empty if they do not."""
     part: str = ""
-    """The part that was read of a file that holds more than weights, in a sentence; empty for one that does not."""
+    """The part read of a file with more than weights, in a sentence; else empty."""
 
     @property
     def is_whole(self) -> bool:

@@ -1,4 +1,4 @@
-"""A model in buckets: what is held where, what trains, and how that changes between two steps."""
+"""A model in buckets: what is held where, what trains, and how both change between two steps."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,12 +35,12 @@ from zerotrain.engine.state.together import agreed, shared_error
 from zerotrain.errors import ConfigError, EngineStateError, noting, raise_noted
 from zerotrain.sharding.units import WalkedModel, cut_units, walk
 
-# How a moving average of weights follows them: by which share, at which steps.
+# How a moving average of weights follows them: its share, and its steps.
 
 
 @dataclass(kw_only=True)
 class Average:
-    """The average of an engine, but for its numbers, which lie in the buckets.
+    """The average of an engine, but for its numbers in the buckets.
 
     Raises:
         ConfigError: a value that it cannot have.
@@ -50,7 +50,7 @@ class Average:
     every: int
     """Steps from one update to the next."""
     warmup: bool
-    """Lets the decay grow to its value, so that the first weights are forgotten sooner."""
+    """Lets the decay grow to its value: the first weights are forgotten sooner."""
     num_updates: int = 0
     """So far; 0: it has no numbers yet, and is the weights."""
     is_in_use: bool = False
@@ -74,7 +74,7 @@ class Average:
         return 1 - min(self.decay, grown)
 
     def require_out_of_use(self, what: str) -> None:
-        """Make sure that it has not taken the place of the weights.
+        """Refuse a call while it has the place of the weights.
 
         Raises:
             EngineStateError: it has.
@@ -102,7 +102,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HalfLoaded:
-    """A load that failed when it had begun to change the engine."""
+    """A load that failed halfway, with the engine partly changed."""
 
     path: Path
     with_optimizer: bool
@@ -335,8 +335,8 @@ class ShardedModel:
         """In here weights are replaced.
 
         Args:
-            left: what the engine has a part of if that fails.
-            mends: whether it is whole if that succeeds.
+            half_loaded: the engine's load in part, if that fails.
+            mends: whether the engine is whole if that succeeds.
         """
         former, self.half_loaded = self.half_loaded, half_loaded
         self.weights_changed()
@@ -346,7 +346,7 @@ class ShardedModel:
         self.half_loaded = None if mends else former
 
     def require_whole(self) -> None:
-        """Make sure that all is of one training.
+        """Refuse a mix of two trainings.
 
         Raises:
             EngineStateError: a load has failed in its midst.

@@ -29,9 +29,9 @@ MicroBatch = Sequence[Any] | Mapping[str, Any]
 """The model's inputs, or named ones; it returns the loss."""
 Weight = float | torch.Tensor
 BeforeEach = Callable[[int, int], object]
-"""Called with the number of a virtual rank, and that of a micro-batch in it."""
+"""Called with the numbers of a virtual rank, and of a micro-batch in it."""
 AfterEach = Callable[[int, int, torch.Tensor, Any], object]
-"""Called with the same numbers, the loss of the micro-batch, and the outputs that the model gives beside it."""
+"""Called with the same numbers, the loss of the micro-batch, and the model's outputs beside it."""
 
 
 def weighs_nothing(weight: Weight) -> bool:
@@ -68,7 +68,7 @@ def shared_out(
 
 
 def require_micro_batch(micro_batch: object) -> None:
-    """Make sure that something can be a micro-batch.
+    """Refuse anything but a micro-batch.
 
     Raises:
         EngineStateError: it is a tensor, or nothing that can be iterated over.
@@ -89,7 +89,7 @@ def is_loss(output: Any) -> bool:
 
 
 def require_loss(output: Any, model: str) -> None:
-    """Make sure that a model returns its loss to an evaluation; ConfigError if not."""
+    """ConfigError if a model returns no loss to an evaluation."""
     if not is_loss(output):
         shape = f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
         raise ConfigError(
@@ -111,7 +111,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     """
 
     _opt_called: bool
-    """Torch's: its schedulers warn of those who schedule without a step."""
+    """Torch's: its schedulers warn of a schedule without a step."""
 
     def __init__(self, engine: Any) -> None:
         groups = engine.held.groups
@@ -121,7 +121,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def engine(self) -> Any:
-        """The engine, which has this optimizer alone.
+        """The engine of this optimizer.
 
         Raises:
             EngineStateError: it is gone.

@@ -1,10 +1,11 @@
-"""The bytes that an engine holds and sends on this rank, beside those of ZeRO's formulas."""
+"""An engine's bytes on this rank, held and sent, beside those of ZeRO's formulas."""
 
 from dataclasses import dataclass
 from typing import Any
 
+from zerotrain.engine.groups.optimizers import tensors_of_state
 from zerotrain.engine.sharded_model import ShardedModel
-from zerotrain.sharding.plan import Plan, Volume
+from zerotrain.sharding.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Offloaded:
     """Bytes a second of this rank, measured when the engine was built, on all ranks at once."""
     stored_per_s: float
     has_activations: bool
-    """Whether what forwards save goes there too, which the bytes do not count."""
+    """Whether saved tensors of forwards go there too, beside these bytes."""
 
     @property
     def step_s(self) -> float:
@@ -30,7 +31,7 @@ class Offloaded:
 
 
 class Usage:
-    """The bytes that an engine holds and sends, as they are now."""
+    """The bytes of an engine, held and sent, as they are now."""
 
     held: ShardedModel
 
@@ -40,7 +41,7 @@ class Usage:
         return sum(bucket.layout.numel for bucket in self.held.schedule.buckets)
 
     def group_sizes(self) -> list[tuple[int, int]]:
-        """(parameters, their elements) that train in each of the `param_groups`."""
+        """(parameters in training, their elements) of each of the `param_groups`."""
         sizes = [(0, 0) for _ in self.held.groups.hyperparameters]
         for bucket in self.held.schedule.trained:
             for managed, slot in zip(bucket.spec.parameters, bucket.layout.slots, strict=True):
@@ -49,19 +50,23 @@ class Usage:
         return sizes
 
     def planned_nbytes(self) -> dict[str, int]:
-        """Bytes a rank is to hold at rest by ZeRO's formulas: {parameters, gradients, optimizer} on the device, and
-        what of them is offloaded. Known before the first step, from a step of the optimizer on a sample, and to no byte
-        where it keeps factors of a matrix."""
-        trained, num_whole = self.held.schedule.trained, self._num_whole
-        num_by_elements = self._num_trained - num_whole
-        copies = sum(bucket.layout.numel * 4 for bucket in trained if bucket.update.state.separate_master_nbytes)
-        sampled = self.held.groups.sampled_nbytes
-        state = sampled(num_whole, is_whole=True) + sampled(num_by_elements, is_whole=False)
-        average = 4 * self._num_trained if self.held.average is not None else 0
-        return self._split(self._volume.memory_nbytes(self.held.schedule.plan, state + copies + average))
+        """Bytes this rank holds between steps, by the kinds of `memory_bytes`, before the first step too: with the
+        optimizer state to come, as measured on a sample. An optimizer that keeps factors of a matrix makes it inexact.
+        """
+        held, optimizer = self.memory_bytes(), 0
+        for update in (bucket.update for bucket in self.held.schedule.trained):
+            if not update.home.moves:
+                optimizer += update.planned_nbytes()
+                optimizer += 0 if self.held.average is None else update.master_weight.nbytes
+        return {
+            "parameters": held["parameters"],
+            "gradients": held["gradients"],
+            "optimizer": optimizer,
+            "offloaded": held["offloaded"],
+        }
 
     def sums_nbytes(self, num_micro_batches: int) -> int:
-        """Bytes that a rank holds beside those, while a step adds up micro-batches and virtual ranks.
+        """A rank's further bytes, while a step adds up micro-batches and virtual ranks.
 
         For P elements and L virtual ranks on each rank these are log2(L) sums of P in fp32. With several micro-batches
         there is one more (in fp32 at stages 0 and 1 none, where it is the gradient itself), or with
@@ -97,7 +102,7 @@ class Usage:
             "scratch": self.held.pools.held_nbytes
             + self.held.homes.windows_nbytes
             + sum(bucket.gradient.accumulator_nbytes for bucket in trained),
-            "theory": self._split(self._volume.memory_nbytes(schedule.plan, self._optimizer_nbytes())),
+            "theory": self._theory(),
         }
 
     def offloaded(self, num_micro_batches: int) -> list[Offloaded]:
@@ -116,76 +121,82 @@ class Usage:
         return rows
 
     def theoretical_sent_nbytes(self, num_micro_batches: int) -> int:
-        """Bytes this rank sends in a step by ZeRO's count, without padding and without the norm's few bytes; and
-        those of tensors that are updated whole, on their way to their owners and back."""
-        whole_tensors = sum(bucket.update.sent_nbytes for bucket in self.held.schedule.trained)
-        num_reductions = num_micro_batches if self.held.options.reduces_each else 1
-        reshards = self.held.options.zero.reshard_after_forward
-        return (
-            self._volume.sent_nbytes(self.held.options.plan, num_micro_batches, reshards, num_reductions)
-            + whole_tensors
-        )
+        """Bytes this rank sends in a step by ZeRO's count (section 7), without padding and without the norm's few
+        bytes: its reduce-scatters and its gathers; and those of tensors that are updated whole, on their way to their
+        owners and back.
+
+        Replicated parameters take one gather: of gradients where the optimizer is replicated, of updated parameters
+        where it is sharded. Sharded ones take one for each forward and one for each backward, or one a step where they
+        are kept.
+        """
+        options, num_ranks, trained = self.held.options, self.held.world.shards.size, self.held.schedule.trained
+        gathered, frozen = self._parameter_nbytes()
+        num_gathers = 1
+        if options.plan.shards_parameters:
+            gathered += frozen
+            num_gathers = 2 * num_micro_batches if options.zero.reshard_after_forward else 1
+        reduced = sum(bucket.layout.numel * bucket.gradient.reduction.wire_itemsize for bucket in trained)
+        num_reductions = num_micro_batches if options.reduces_each else 1
+        sent = round((num_ranks - 1) / num_ranks * (reduced * num_reductions + gathered * num_gathers))
+        return sent + sum(bucket.update.sent_nbytes for bucket in trained)
 
     def _switch_nbytes(self, plan: Plan) -> int:
         """Bytes a rank sends so that everything lies as a plan has it: its share of what was sharded, and is held
         whole."""
-        volume, old = self._volume, self.held.schedule.plan
-        gathered = 0
+        old, num_ranks, gathered = self.held.schedule.plan, self.held.world.shards.size, 0
         if old.shards_parameters and not plan.shards_parameters:
-            gathered += volume.trainable_nbytes + volume.frozen_nbytes
+            gathered += sum(self._parameter_nbytes())
         if old.shards_optimizer and not plan.shards_optimizer:
             gathered += self._optimizer_nbytes()
-        return gathered * (self.held.world.shards.size - 1) // self.held.world.shards.size
+        return gathered * (num_ranks - 1) // num_ranks
 
-    @property
-    def _volume(self) -> Volume:
-        """The bytes of all parameters, in the dtypes they are held in, and of gradients in that they are reduced in."""
+    def _parameter_nbytes(self) -> tuple[int, int]:
+        """Bytes of all parameters that train and of all frozen ones, in the dtypes they are held in, without padding.
+        Tied ones count once."""
         nbytes = {True: 0, False: 0}
         for bucket in self.held.schedule.buckets:
             nbytes[bucket.spec.trainable] += bucket.layout.numel * bucket.spec.dtype.itemsize
-        trained = self.held.schedule.trained
-        return Volume(
-            trainable_nbytes=nbytes[True],
-            frozen_nbytes=nbytes[False],
-            num_shards=self.held.world.shards.size,
-            reduced_nbytes=sum(bucket.layout.numel * bucket.gradient.reduction.wire_itemsize for bucket in trained),
-        )
+        return nbytes[True], nbytes[False]
 
     @property
     def _num_trained(self) -> int:
         """Elements that train."""
         return sum(bucket.layout.numel for bucket in self.held.schedule.trained)
 
-    @property
-    def _num_whole(self) -> int:
-        """Elements that are updated whole."""
-        trained = self.held.schedule.trained
-        return sum(slot.numel for bucket in trained for slot in bucket.layout.slots[: bucket.spec.num_whole])
-
     def _optimizer_nbytes(self) -> int:
         """Bytes of all ranks together, without padding: optimizer state, master weights if they are copies,
         and the average of weights."""
-        trained, num_whole = self.held.schedule.trained, self._num_whole
+        trained = self.held.schedule.trained
+        slots = [slot for bucket in trained for slot in bucket.layout.slots[: bucket.spec.num_whole]]
+        num_whole = sum(slot.numel for slot in slots)
         # By elements, as measured on what this rank updates; of whole tensors, of which it may own none, on a sample.
         updated = sum(span.target.numel() for bucket in trained for span in bucket.update.spans)
-        held = sum(bucket.update.state.element_state_nbytes() for bucket in trained)
+        held = sum(tensor.nbytes for bucket in trained for tensor in tensors_of_state(bucket.update.optimizer))
         state = (self._num_trained - num_whole) * (held // updated if updated else 0)
         state += self.held.groups.sampled_nbytes(num_whole, is_whole=True)
         copies = [bucket for bucket in trained if bucket.update.state.separate_master_nbytes]
         copies += [bucket for bucket in trained if bucket.update.state.average is not None]
         return state + sum(bucket.layout.numel * bucket.update.master_weight.itemsize for bucket in copies)
 
-    def _split(self, theory: dict[str, int]) -> dict[str, int]:
-        """Bytes by kind, with those that lie off the device as a kind of their own."""
-        trained = self.held.schedule.trained
+    def _theory(self) -> dict[str, int]:
+        """Bytes of a rank at rest by ZeRO's formulas (section 5), without padding: each kind of state whole, or a share
+        of it where the plan shards it."""
+        plan, trained = self.held.schedule.plan, self.held.schedule.trained
+        trained_nbytes, frozen_nbytes = self._parameter_nbytes()
+        theory = {}
+        for kind, is_sharded, nbytes in (
+            ("parameters", plan.shards_parameters, trained_nbytes + frozen_nbytes),
+            ("gradients", plan.shards_gradients, trained_nbytes),
+            ("optimizer", plan.shards_optimizer, self._optimizer_nbytes()),
+        ):
+            theory[kind] = round(nbytes / self.held.world.shards.size) if is_sharded else nbytes
         moved = sum(bucket.layout.numel for bucket in trained if bucket.update.home.nbytes)
-        shards_are_off = any(bucket.weights.home.nbytes for bucket in self.held.schedule.buckets)
-        offloaded = {
-            "parameters": theory["parameters"] if shards_are_off else 0,
-            "optimizer": theory["optimizer"] * moved // max(self._num_trained, 1),
-        }
-        on_device = {kind: nbytes - offloaded.get(kind, 0) for kind, nbytes in theory.items()}
-        return on_device | {"offloaded": sum(offloaded.values())}
+        offloaded = theory["optimizer"] * moved // max(self._num_trained, 1)
+        theory["optimizer"] -= offloaded
+        if any(bucket.weights.home.nbytes for bucket in self.held.schedule.buckets):
+            offloaded += theory["parameters"]
+            theory["parameters"] = 0
+        return theory | {"offloaded": offloaded}
 
 
 def moved_nbytes(held: ShardedModel, num_micro_batches: int, tier: str) -> tuple[int, int]:

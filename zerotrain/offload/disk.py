@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from zerotrain.device.device import DONE, Event
-from zerotrain.device.kinds import mapped_bytes
+from zerotrain.device.device import DONE, Event, mapped_bytes
 from zerotrain.errors import OffloadError
 from zerotrain.offload.tier import PAGE_NBYTES, OnThreadAndStream, OnThreads, Place, Tier, Window, whole_pages
 
@@ -200,7 +199,6 @@ class DiskTier(Tier):
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="zerotrain-offload")
         self._maps: dict[Place, mmap.mmap] = {}
         self._free = Gaps()
-        self._copying = self._device.stream()
         # A thread of its own, where there is staging: it waits for the pieces, which must not wait for it.
         self._conductor = ThreadPoolExecutor(1, thread_name_prefix="zerotrain-offload-gpu")
 
@@ -240,7 +238,7 @@ class DiskTier(Tier):
         self._maps[place].madvise(mmap.MADV_DONTNEED)
 
     def window(self, nbytes: int) -> Window:
-        return Window(self._device.bytes_for(nbytes, self._copying), self._staging(nbytes))
+        return Window(self._device.bytes_for(nbytes, self._reading), self._staging(nbytes))
 
     def _unwaited_window(self, nbytes: int) -> Window:
         if self._device.is_host:
@@ -263,7 +261,7 @@ class DiskTier(Tier):
 
         def copy_to_device() -> Event:
             read.wait()
-            return self._copying.copy(memory, staging[: place.nbytes], events=[unused])
+            return self._reading.copy(memory, staging[: place.nbytes], events=[unused])
 
         return OnThreadAndStream(self._conductor.submit(copy_to_device))
 
@@ -275,7 +273,7 @@ class DiskTier(Tier):
 
         def copy_to_disk() -> None:
             computed.settle()
-            self._copying.copy(staging[: place.nbytes], memory).settle()
+            self._reading.copy(staging[: place.nbytes], memory).settle()
             OnThreads(self._pieces(self.file.write, place, staging)).wait()
 
         return OnThreads([self._conductor.submit(copy_to_disk)])

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerotrain.device.device import DONE, Event
@@ -26,7 +25,7 @@ MIN_NBYTES = 64 * 2**10
 
 @dataclass(eq=False)
 class _Stored:
-    """The bytes of one memory as they were when a tensor in it was saved. Tensors that autograd has saved hold it."""
+    """The bytes of one memory as they were when a tensor in it was saved. Saved tensors of autograd hold it."""
 
     owner: "SavedTensors"
     source: StorageWeakRef
@@ -73,7 +72,7 @@ class SavingCall:
         self._stored: list[weakref.ref[_Stored]] = []
 
     def stored(self) -> list[_Stored]:
-        """Those that a graph still needs, in the order in which a backward does."""
+        """Those still in need by a graph, in the order of a backward."""
         alive = [stored for reference in reversed(self._stored) if (stored := reference()) is not None]
         return list(dict.fromkeys(alive))
 
@@ -158,17 +157,17 @@ class SavedTensors:
         self.windows = windows
         self._device = torch.empty(0, device=windows.tier.device).device  # cuda:0, where cuda was given
         self.reached: Callable[[], SavingCall | None] = _weak(None)
-        """The call that a backward has come to last, if its graph is there."""
+        """The last call of a backward, if its graph is there."""
         self.ended: deque[tuple[Place, Event, Event, torch.Tensor | None]] = deque()
-        """Places that no graph needs any more, with the last transfers begun with each."""
+        """Places without a graph in need of them, with the last transfers begun with each."""
         self._newest: Callable[[], SavingCall | None] = _weak(None)
         self._stored: weakref.WeakValueDictionary[int, _Stored] = weakref.WeakValueDictionary()
-        """By the identity of the memory that the bytes come from."""
+        """By the identity of the bytes' source memory."""
         self._staying: frozenset[int] = frozenset()
         self.fetched_nbytes = self.stored_nbytes = 0
         """Bytes of all transfers so far."""
         self.placed_nbytes = self.most_placed_nbytes = 0
-        """Bytes of places that are not given back yet, now and when they were most."""
+        """Bytes of places in use, now and when they were most."""
 
     def leave_alone(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never offload the memory of these."""
@@ -194,7 +193,7 @@ class SavedTensors:
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is plain numbers on the device, in a memory that is large and nobody's."""
-        is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
         if not is_plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return False
         storage = tensor.untyped_storage()

@@ -1,10 +1,9 @@
-"""Interface of a place to offload to: reserve room, fetch into a window, store from it. Host memory implements it."""
+"""A place to offload to: reserve room, fetch into a window, store from it. Here it is host memory."""
 
 import math
 import os
 import resource
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,7 +21,7 @@ from zerotrain.device.kinds import device_of
 
 
 PAGE_NBYTES = 4096
-"""Borders that direct reads and writes of any disk keep to."""
+"""Borders for direct reads and writes of any disk."""
 
 
 def whole_pages(nbytes: int) -> int:
@@ -31,7 +30,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 def most_of_process() -> float:
-    """Bytes that a process may have, as `ulimit -v` says."""
+    """Bytes a process may have, as `ulimit -v` says."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return math.inf if soft == resource.RLIM_INFINITY else soft
 
@@ -114,14 +113,15 @@ class Window:
     """Done when its last use is over. A fetch waits for it; whoever writes to the memory otherwise waits first."""
 
 
-class Tier(ABC):
-    """A place to offload to, of one rank.
+class Tier:
+    """A place to offload to, of one rank. This one is the host's memory: pinned beside a GPU, and beside a CPU memory
+    apart, so that the same code runs.
 
     Args:
         device: what windows are memory of.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "cpu"
     """As in the settings."""
     placed_nbytes = 0
     """Bytes of all places."""
@@ -131,27 +131,30 @@ class Tier(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._device = device, device_of(device)
+        self._reading, self._writing = self._device.stream(), self._device.stream()
 
     @property
-    @abstractmethod
     def where(self) -> str:
         """In words, for the user."""
+        return "host memory apart" if self._device.is_host else "pinned host memory"
 
-    @abstractmethod
     def place(self, nbytes: int) -> Place:
         """Room for so many bytes, above 0, rounded up to whole pages.
 
         Raises:
             OffloadError: there is none.
         """
+        place = Place(self._device.host_bytes(whole_pages(nbytes)))
+        self.placed_nbytes += place.nbytes
+        return place
 
-    @abstractmethod
     def free(self, place: Place) -> None:
         """End the use of a place: nothing of it is under way."""
+        self.placed_nbytes -= place.nbytes
 
-    @abstractmethod
     def window(self, nbytes: int) -> Window:
         """A new window of so many bytes, whole pages."""
+        return Window(self._device.bytes_for(nbytes, self._reading, self._writing))
 
     def fetch(self, place: Place, window: Window, stored: Event = DONE) -> Event:
         """Begin to bring a place's bytes, as soon as they are `stored` there, into a window that is as large or
@@ -162,7 +165,7 @@ class Tier(ABC):
 
     def fetched(self, place: Place, stored: Event) -> tuple[torch.Tensor, Event]:
         """Begin to bring a place's bytes, as soon as they are `stored` there, into memory of their own: (nbytes,) uint8
-        on the device, which is not to be let go before the transfer was waited for."""
+        on the device, to be kept until the transfer was waited for."""
         self.fetched_nbytes += place.nbytes
         window = self._unwaited_window(place.nbytes)
         return window.memory, self._fetch(place, window, stored, self.read())
@@ -172,29 +175,29 @@ class Tier(ABC):
         self.stored_nbytes += place.nbytes
         return self._store(window, place)
 
-    @abstractmethod
     def _fetch(self, place: Place, window: Window, stored: Event, unused: Event) -> Event:
         """Fetch when both are done; with the second the window's memory is not used any more."""
+        return self._reading.copy(window.memory[: place.nbytes], place.memory, events=(stored, unused))
 
     def _unwaited_window(self, nbytes: int) -> Window:
         """A new window, whose memory the device may still use for what it has been told until now."""
         return Window(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
 
-    @abstractmethod
-    def _store(self, window: Window, place: Place) -> Event: ...
+    def _store(self, window: Window, place: Place) -> Event:
+        return self._writing.copy(place.memory, window.memory[: place.nbytes], events=(self.read(),))
 
     def read(self) -> Event:
         """Done when what the device has been told until now is done: a window that it reads may then be used again."""
         return self._device.event()
 
-    @abstractmethod
     def settled(self, event: Event) -> Event:
-        """Prepare to use memory again that a transfer of this tier has used: returns the event that the device has to
-        wait for before. A tier whose threads write to windows waits here, on the host, and returns `DONE`.
+        """Prepare to use memory again after a transfer of this tier: returns the event for the device to wait for
+        before. A tier whose threads write to windows waits here, on the host, and returns `DONE`.
 
         Raises:
             OffloadError: the bytes did not get there.
         """
+        return event
 
     def look(self, place: Place, start: int, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8: some of the bytes at rest, for a host that only reads; on any thread.
@@ -204,42 +207,8 @@ class Tier(ABC):
         """
         return place.memory[start : start + nbytes]
 
-    def forget(self, place: Place) -> None:  # noqa: B027 -- host memory stays
+    def forget(self, place: Place) -> None:
         """The host has looked at a place's memory, and does not need it any more."""
-
-
-class HostTier(Tier):
-    """The host's memory: pinned beside a GPU, and beside a CPU memory apart, so that the same code runs."""
-
-    name = "cpu"
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._reading, self._writing = self._device.stream(), self._device.stream()
-
-    @property
-    def where(self) -> str:
-        return "host memory apart" if self._device.is_host else "pinned host memory"
-
-    def place(self, nbytes: int) -> Place:
-        place = Place(self._device.host_bytes(whole_pages(nbytes)))
-        self.placed_nbytes += place.nbytes
-        return place
-
-    def free(self, place: Place) -> None:
-        self.placed_nbytes -= place.nbytes
-
-    def window(self, nbytes: int) -> Window:
-        return Window(self._device.bytes_for(nbytes, self._reading, self._writing))
-
-    def settled(self, event: Event) -> Event:
-        return event
-
-    def _fetch(self, place: Place, window: Window, stored: Event, unused: Event) -> Event:
-        return self._reading.copy(window.memory[: place.nbytes], place.memory, events=(stored, unused))
-
-    def _store(self, window: Window, place: Place) -> Event:
-        return self._writing.copy(place.memory, window.memory[: place.nbytes], events=(self.read(),))
 
 
 # The way of gradients from a GPU to an optimizer on the host, and of weights back, through pinned memory.
@@ -364,7 +333,7 @@ class OnThreads(Event):
 
 
 class OnThreadAndStream(Event):
-    """Pieces that threads read, and that a stream of a GPU copies behind them; waited for as `OnThreads`."""
+    """Pieces read by threads, and copied by a stream of a GPU behind them; waited for as `OnThreads`."""
 
     def __init__(self, copied: "Future[Event]") -> None:
         self._copied = copied
@@ -418,8 +387,3 @@ class Windows:
         """End a loan; `transfer` was the last to be begun with the window."""
         self._num_lent -= 1
         self._resting.append((window, transfer))
-
-    def settle(self) -> None:
-        """Wait for the transfers of the windows at rest."""
-        for _, transfer in self._resting:
-            transfer.settle()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerotrain.comm import collectives, wires
-from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Reduction, ReductionSpec, Wire, Zeros
+from zerotrain.comm.handles import Exchange, Gather, Reduction, ReductionSpec, Wire, Zeros
 from zerotrain.comm.world import Shards, World
 from zerotrain.config.schema import Config
 from zerotrain.data.fetch import as_inputs, with_tensors
@@ -173,7 +173,7 @@ class Links:
             zeros: makes the buffers of a step.
         """
         return Wire(
-            gather=lambda spec: _Gather(spec, self.num_ranks),
+            gather=_Gather,
             reduction=lambda spec: _Reduction(spec, self),
             exchange=_Exchange,
             # The ranks compare equal values.
@@ -198,9 +198,7 @@ class _SendsNothing:
 
 
 class _Gather(_SendsNothing, Gather):
-    def __init__(self, spec: GatherSpec, num_ranks: int) -> None:
-        super().__init__(spec)
-        self.sent_nbytes = wires.ring_nbytes(spec.full, num_ranks)
+    """A gather of nothing."""
 
 
 class _Reduction(_SendsNothing, Reduction):
@@ -212,8 +210,8 @@ class _Reduction(_SendsNothing, Reduction):
         # Parts received into a buffer. Unordered, only a result of another dtype needs one.
         widens = self._pool.dtype.itemsize != self.out.itemsize
         self._num_received = links.num_ranks - links.posts_receives if links.ordered else int(widens)
-        num_sent = 2 if links.on_host and not links.ordered else 1  # of gloo's own, each byte is sent twice
-        self.sent_nbytes = num_sent * self._part_nbytes * (links.num_ranks - 1)
+        if links.on_host and not links.ordered:  # by gloo's own, which sends each byte twice
+            self.sent_nbytes *= 2
 
     def _prepare(self) -> None:
         if self._links.posts_receives:
@@ -244,9 +242,7 @@ class _Reduction(_SendsNothing, Reduction):
 
 
 class _Exchange(_SendsNothing, Exchange):
-    def __init__(self, spec: ExchangeSpec) -> None:
-        super().__init__(spec.name, spec.journal)
-        self.sent_nbytes = spec.sent.nbytes
+    """An exchange of nothing."""
 
 
 MAX_MICRO_BATCHES = 2
@@ -395,9 +391,9 @@ def _busiest(engine: ZeroEngine) -> int:
         for rank in range(size):
             shard = bucket.layout.shard(rank)
             by_elements[rank] += max(0, shard.stop - max(shard.start, start))
-    state = engine.held.groups.state_nbytes
-    state_nbytes = [state([whole[r]], is_whole=True) + state([by_elements[r]], is_whole=False) for r in range(size)]
-    return own_rank if state_nbytes[own_rank] == max(state_nbytes) else state_nbytes.index(max(state_nbytes))
+    sampled = engine.held.groups.sampled_nbytes
+    nbytes = [sampled(whole[r], is_whole=True) + sampled(by_elements[r], is_whole=False) for r in range(size)]
+    return own_rank if nbytes[own_rank] == max(nbytes) else nbytes.index(max(nbytes))
 
 
 class Rehearsal:
@@ -410,14 +406,8 @@ class Rehearsal:
     def at_rest_nbytes(self) -> dict[str, int]:
         """Bytes of weights, gradients and the optimizer's state, by their place: device, cpu and disk. The engine plans
         them, since some optimizers take seconds to make their state without memory."""
-        held, average = self.engine.memory_bytes(), self.engine.held.average
-        placed, _ = self._placed_nbytes()
-        on_device = held["parameters"] + held["gradients"]
-        for bucket in self.engine.schedule.trained:
-            if not bucket.update.home.moves:
-                on_device += bucket.update.planned_nbytes()
-                on_device += 0 if average is None else bucket.update.master_weight.nbytes
-        return {"device": on_device, **placed}
+        held, (placed, _) = self.engine.planned_nbytes(), self._placed_nbytes()
+        return {"device": held["parameters"] + held["gradients"] + held["optimizer"], **placed}
 
     def plan(self) -> StagePlan:
         """Make a step, and look."""

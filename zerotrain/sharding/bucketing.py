@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from zerotrain.sharding.layout import BucketLayout
 from zerotrain.sharding.units import ManagedParameter, Unit
@@ -15,7 +14,7 @@ WORTHWHILE_NUMEL = 2**18
 """Below this (1 MiB of fp32) a bucket costs more than it lets overlap."""
 
 Members = dict[Unit[ManagedParameter], list[ManagedParameter]]
-"""The parameters of one kind in each unit that has any, in forward order."""
+"""The parameters of one kind in each unit with any, in forward order."""
 
 
 @dataclass(eq=False)
@@ -29,7 +28,7 @@ class BucketSpec:
     parameters: list[ManagedParameter]
     """Parameters that are updated whole come first; of the others those with one `span` are neighbours."""
     trainable: bool
-    tensors: list[nn.Parameter] = field(init=False)
+    tensors: list[torch.nn.Parameter] = field(init=False)
     """The parameters themselves, in the same order."""
     runs: list[tuple[int, tuple[int, int] | None]] = field(init=False)
     """Neighbours that are updated as one: (the first one's index, their `span`), or None of those updated whole."""

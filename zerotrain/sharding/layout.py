@@ -160,7 +160,7 @@ class FlatBuffer:
         self.tensor.untyped_storage().resize_(0)
 
 
-# The owner of each tensor that is updated whole, and the shards that hold its parts. Integers only.
+# The owner of each tensor to update whole, and the shards with its parts. Integers only.
 #
 #     bucket   |  qkv.weight                     |  proj.weight         |
 #     rank 0   [ ............................ )                              owns qkv.weight
@@ -179,7 +179,7 @@ class Fragment:
     rank: int
     """Owner of the shard."""
     owner: int
-    """The rank that updates the tensor."""
+    """The updating rank of the tensor."""
     in_shard: slice
     """Elements from the start of the shard."""
     in_tensor: slice

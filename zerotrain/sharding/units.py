@@ -94,7 +94,7 @@ def walk(model: nn.Module) -> WalkedModel:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ManagedParameter(ModelParameter):
-    """A parameter with all that decides how it is held, moved and updated."""
+    """A parameter with all facts about its holding, moving and updating."""
 
     dtype: torch.dtype
     """Dtype in which it is held, computed with and sent."""
@@ -180,7 +180,7 @@ def _like_children(name: str, module: nn.Module, walked: WalkedModel) -> dict[st
 
 
 def matching(parameters: Sequence[ModelParameter], pattern: str) -> list[ModelParameter]:
-    """The parameters with a name that matches a pattern such as "*.bias"."""
+    """The parameters with a name of a pattern such as "*.bias"."""
     return [parameter for parameter in parameters if any(fnmatchcase(name, pattern) for name in parameter.names)]
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from zerotrain.comm import ledger, wires
-from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Handle, Reduction, ReductionSpec, Wire
+from zerotrain.comm.handles import Exchange, Gather, Handle, HandleSpec, Reduction, Wire
 from zerotrain.comm.world import Shards, World
 from zerotrain.testing.ranks import HANG_S
 
@@ -83,7 +83,7 @@ class Board:
                 self._changed.notify_all()
 
     def waiting(self) -> AbstractContextManager[None]:
-        """A rank that waits does so in here."""
+        """A rank waits in here."""
         return nullcontext() if self.turns is None else self.turns.given_up()
 
     def parts(self, key: Any) -> list[Any]:
@@ -152,10 +152,8 @@ class BoardEnd:
 class _Fake(Handle):
     """A collective. It is over when it was waited for, and not before."""
 
-    sent_nbytes = 0
-
-    def __init__(self, end: BoardEnd, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, end: BoardEnd, spec: HandleSpec) -> None:
+        super().__init__(spec)
         self._end = end
         self._key: Any = None
         self._arrived: list[Any] = []
@@ -176,10 +174,6 @@ def _are_same(values: torch.Tensor, copy: torch.Tensor) -> bool:
 
 
 class _FakeGather(_Fake, Gather):
-    def __init__(self, end: BoardEnd, spec: GatherSpec) -> None:
-        super().__init__(end, spec)
-        self.sent_nbytes = spec.shard.nbytes * (end.board.size - 1)
-
     def _issue(self) -> None:
         self._sent = self.shard.clone()
         self._send(self._sent)
@@ -195,10 +189,6 @@ class _FakeGather(_Fake, Gather):
 
 
 class _FakeReduction(_Fake, Reduction):
-    def __init__(self, end: BoardEnd, spec: ReductionSpec) -> None:
-        super().__init__(end, spec)
-        self.sent_nbytes = self._part_nbytes * (end.board.size - 1)
-
     def _issue(self) -> None:
         assert self._full is not None
         assert not self._full.isnan().any(), f"{self.name} is reduced with values that were never filled"
@@ -217,10 +207,6 @@ class _FakeReduction(_Fake, Reduction):
 
 
 class _FakeExchange(_Fake, Exchange):
-    def __init__(self, end: BoardEnd, spec: ExchangeSpec) -> None:
-        super().__init__(end, spec.name, spec.journal)
-        self._spec, self.sent_nbytes = spec, spec.sent.nbytes
-
     def _issue(self) -> None:
         self._spec.received.fill_(float("nan"))
         self._sent = self._spec.sent.clone()

@@ -17,8 +17,8 @@ from typing import Any
 from unittest.mock import patch
 
 HANG_S = 600.0
-"""Until what is waited for counts as hanging, and the test fails: so long that no machine is too slow or too busy for
-it. Pytest's own limit for a test, in pyproject.toml, is above it, so that the waiting rank names what hangs."""
+"""Seconds after which a test counts as hung: enough for a slow, busy machine. Pytest's own limit for a test, in
+pyproject.toml, is above it: the waiting rank names what hangs."""
 PRELOADED = (
     "torch._dynamo",
     "zerotrain.api",

@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from tests.unit.engine.parts import CPU, alone
-from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import Handle, ScratchPool
+from tests.unit.engine.parts import CPU
+from zerotrain.comm.handles import GatherSpec, Handle, ScratchPool
 from zerotrain.comm.ledger import Journal, Ledger
 from zerotrain.comm.whereabouts import Whereabouts
 from zerotrain.errors import CommError
 
 
 class Written(Handle):
-    kind, ledger_kind, sent_nbytes = "gather", "gather", 10
+    kind, ledger_kind = "gather", "gather"
 
     def __init__(self, journal: Journal, fails: str = "") -> None:
-        super().__init__("unit", journal)
+        full, shard = torch.zeros(12, dtype=torch.uint8), torch.zeros(2, dtype=torch.uint8)
+        super().__init__(GatherSpec("unit", journal, full, shard))
         self.told: list[str] = []
         self.fails, self.has_arrived = fails, False
 
@@ -96,16 +96,6 @@ def test_withdrawn_is_only_what_was_prepared():
     assert handle.is_under_way
 
 
-def test_without_overlap_it_is_waited_for_at_once_but_complete_only_when_finished():
-    handle = Written(journal(overlap=False))
-    handle.issue()
-    assert handle.told == ["issue", "wait"]
-    assert handle.is_done()
-    assert handle.is_under_way
-    handle.finish()
-    assert handle.told == ["issue", "wait", "complete"]
-
-
 def test_each_use_is_noted_once_with_its_bytes_whatever_else_is_called():
     mine = journal()
     handle = Written(mine)
@@ -142,36 +132,3 @@ def test_the_smallest_buffer_that_fits_is_lent():
     buffers.give_back(large)
     buffers.give_back(small)
     assert buffers.take(50) is small
-
-
-# One rank's collectives: copies, or nothing at all.
-
-
-@pytest.fixture
-def mine() -> Collectives:
-    return Collectives(alone(), ledger=Ledger(), ordered=True, overlap=True)
-
-
-def test_a_gather_is_a_copy_unless_the_shard_is_the_whole(mine):
-    full, shard = torch.zeros(4), torch.ones(4)
-    gather = mine.gather("unit", full, shard)
-    gather.prepare()
-    gather.issue()
-    assert gather.is_done()
-    gather.finish()
-    assert torch.equal(full, torch.ones(4))
-    mine.gather_now("unit", shard, shard)
-    assert torch.equal(shard, torch.ones(4))
-
-
-def test_a_reduction_is_a_copy_unless_it_goes_where_it_is(mine):
-    scratch = pool()
-    out, full = torch.zeros(4), torch.arange(4.0)
-    for target in (out, full):
-        reduction = mine.reduction("unit", target, scratch)
-        reduction.prepare()
-        reduction.withdraw()
-        reduction.issue(full)
-        reduction.finish()
-        assert torch.equal(target, torch.arange(4.0))
-    assert scratch.held_nbytes == 0

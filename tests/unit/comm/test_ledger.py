@@ -99,8 +99,6 @@ class Work:
 
 
 class OnDevice(Works, Gather):
-    sent_nbytes = 0
-
     def _issue(self) -> None:
         self.work = Work()
         self._works = [self.work]  # type: ignore[list-item]
@@ -118,7 +116,7 @@ class Late:
         self.journal = Journal(Ledger(), whereabouts, overlap=True, overdue=self.overdue)
 
     def gather(self, name: str = "blocks.2") -> OnDevice:
-        handle = OnDevice(GatherSpec(name, self.journal, torch.zeros(2), torch.zeros(1)))
+        handle = OnDevice(GatherSpec(name, self.journal, torch.zeros(2), torch.zeros(1)), None)  # type: ignore[arg-type]
         handle.issue()
         return handle
 

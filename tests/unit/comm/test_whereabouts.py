@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zerotrain.comm import whereabouts
 from zerotrain.comm import world as worlds
-from zerotrain.comm.handles import Handle
+from zerotrain.comm.handles import GatherSpec, Handle
 from zerotrain.comm.ledger import Journal, Ledger
 from zerotrain.comm.whereabouts import Whereabouts, files_problem, name_ranks, shortage, within
 from zerotrain.comm.world import World
@@ -42,10 +42,11 @@ OTHERS = [
 class Failing(Handle):
     """A collective that raises an error where it is told to."""
 
-    kind, ledger_kind, sent_nbytes = "gather", "gather", 10
+    kind, ledger_kind = "gather", "gather"
 
     def __init__(self, where: str, error: RuntimeError) -> None:
-        super().__init__("unit", Journal(Ledger(), Whereabouts(rank=0, size=1), overlap=True))
+        journal = Journal(Ledger(), Whereabouts(rank=0, size=1), overlap=True)
+        super().__init__(GatherSpec("unit", journal, torch.zeros(2), torch.zeros(1)))
         self._where, self._error = where, error
 
     def _come_to(self, where: str) -> None:

@@ -84,7 +84,10 @@ def test_what_is_written_is_not_read(texts, answer):
         (["data.path=texts", "--out", "texts"], ["--out=texts holds other files; give a folder that is empty"]),
         (["data.path=texts", "--out", "texts/a.txt"], ["--out=texts/a.txt cannot take the prepared text ([Errno 20]"]),
         (["data.path=texts", "--config-dir", "no"], ["--config-dir: got no; there is no such folder in "]),
-        (["data=tokenized", "data.path=texts"], ["data.tokenizer: got ${model.name_or_path}; there is no model.name_"]),
+        (
+            ["data=tokenized", "data.path=texts"],
+            ["data.tokenizer: got ${model.name_or_path}; Interpolation key 'model.name_or_path' "],
+        ),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line_each_with_exit_code_2(texts, answer, arguments, said):

@@ -4,12 +4,13 @@ import sys
 import pytest
 import torch
 
-from zerotrain.device.kinds import Cpu, Cuda, device_of, mapped_bytes, seed_torch
+from zerotrain.device.device import Device, mapped_bytes
+from zerotrain.device.kinds import Cuda, device_of, seed_torch
 from zerotrain.offload.tier import PAGE_NBYTES
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "backend"), [("cpu", Cpu, "gloo"), ("cuda", Cuda, "nccl"), ("cuda:1", Cuda, "nccl")]
+    ("name", "kind", "backend"), [("cpu", Device, "gloo"), ("cuda", Cuda, "nccl"), ("cuda:1", Cuda, "nccl")]
 )
 def test_a_device_is_asked_by_its_kind_and_no_gpu_is_needed_to_know_it(name: str, kind: type, backend: str) -> None:
     device = device_of(torch.device(name))

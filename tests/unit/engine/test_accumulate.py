@@ -9,7 +9,7 @@ import torch
 
 import zerotrain
 from tests.bits.training import DTYPES
-from tests.unit.engine.parts import Linears, engine_on, inputs, on_ranks, seeded, sum_by_tree
+from tests.unit.engine.parts import Linears, engine_on, on_ranks, seeded, sum_by_tree
 from tests.unit.engine.test_virtual_ranks import ADAMW, PartlyUnused, batch, train
 from zerotrain.comm.world import World
 from zerotrain.testing.fake_wire import run_threads
@@ -168,15 +168,6 @@ def test_a_leaf_alone_is_what_its_rank_would_add_and_trains_nothing(precision, s
     weights = run_threads(lambda world: on_a_rank(world, False), 2)[0][0][1]
     for name, weight in weights.items():
         assert torch.equal(asked[0][1][name], weight)
-
-
-@on_ranks(2)
-def test_a_leaf_is_refused_while_a_gradient_waits(world):
-    engine = engine_on(world, Linears)
-    engine.backward(engine(inputs(0, world.rank)))
-    with pytest.raises(zerotrain.EngineStateError, match="a leaf cannot be computed while a gradient waits"):
-        engine.leaf(0, [(inputs(0, 0),)])
-    engine.step()
 
 
 @pytest.mark.case("ranks", "sums of micro-batches and virtual ranks", "as many bytes as the start of a run says")

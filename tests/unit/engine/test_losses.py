@@ -142,6 +142,3 @@ def test_what_train_step_cannot_take_is_said():
         engine.train_step([(ids, ids)])
     engine.backward(engine(ids, ids)["loss"])
     assert engine.step().grad_norm > 0
-
-
-# ---- the loss that train_step gives

@@ -148,7 +148,8 @@ def test_what_lies_off_the_device_is_not_on_it_and_is_as_much_as_the_theory_says
     ):
         theory = held_bytes["theory"]
         assert held_bytes["parameters"] == held_bytes["optimizer"] == theory["parameters"] == theory["optimizer"] == 0
-        assert theory["offloaded"] == planned["offloaded"] == (2 + 12) * numel // 2
+        assert theory["offloaded"] == (2 + 12) * numel // 2
+        assert planned == {kind: held_bytes[kind] for kind in planned}
         # A page for each place, and 64 elements for each parameter and rank.
         assert 0 <= held_bytes["offloaded"] - theory["offloaded"] < 20 * 4096 + 12 * 64 * 16
         assert 0 < kept["theory"]["optimizer"] <= kept["optimizer"] <= 0.5 * 12 * numel / 2

@@ -13,7 +13,7 @@ from zerotrain.config.schema import Config
 from zerotrain.launching import task
 from zerotrain.launching.job import Job
 from zerotrain.launching.task import device_for, print_ending
-from zerotrain.training.result import RunResult, read_result
+from zerotrain.training.result import RunResult
 
 # Where the ranks of this machine run.
 
@@ -154,8 +154,8 @@ def test_a_signal_behind_the_result_of_a_run_leaves_it_completed(tmp_path: Path,
 
     monkeypatch.setattr(task, "run_ranks", complete)
     result, stop = task._run_spawned(Job(config=Config(), run_dir=tmp_path, overrides=[]), 2)
-    assert (result["status"], result["steps"], stop) == ("completed", 9, signum)
-    assert read_result(tmp_path / "result.json") == result
+    assert (result.status, result.steps, stop) == ("completed", 9, signum)
+    assert RunResult.read(tmp_path / "result.json") == result
 
 
 def ending(tmp_path: Path, capsys: pytest.CaptureFixture[str], **result: object) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerotrain.device.kinds import mapped_bytes
+from zerotrain.device.device import mapped_bytes
 from zerotrain.errors import OffloadError
 from zerotrain.offload.disk import PIECE_NBYTES, DiskTier, Gaps, ScratchFile, file_system_of, lies_in_memory
 from zerotrain.offload.tier import PAGE_NBYTES, measured

@@ -1,4 +1,4 @@
-"""A bucket at run time: three parts that move apart."""
+"""A bucket at run time: three parts, each on a way of its own."""
 
 from dataclasses import dataclass, field
 
@@ -20,10 +20,10 @@ class Bucket:
 
     weights: BucketWeights
     stays_full: bool = False
-    """Kept from the forward to the backward: the resident root, the last unit of the forward, what is read without a
-    hook that announces it, and what a backward cannot be announced for."""
+    """Kept from the forward to the backward: the resident root, the last unit of the forward, what is read without
+    an announcing hook, and what has no announced backward."""
     awaits_backward: bool = False
-    """A forward since the last step left it full for its backward, which may find it freed by other calls between."""
+    """A forward since the last step left it full for its backward. Other calls between may free it."""
     is_read_unannounced: bool = False
     """Whether a parameter of it was read where no hook had announced it: its gradient may come from anywhere."""
 
@@ -58,7 +58,7 @@ class Bucket:
 
 @dataclass(eq=False, kw_only=True)
 class TrainedBucket(Bucket):
-    """A bucket whose parameters train."""
+    """A bucket of parameters that train."""
 
     gradient: BucketGradient
     update: BucketUpdate
@@ -69,7 +69,7 @@ class TrainedBucket(Bucket):
 
 
 def require_unchanged(spec: BucketSpec, *, trains: bool) -> None:
-    """Make sure that nobody but the engine has told these parameters to train, or to train no more.
+    """Refuse parameters told by others than the engine to train, or to train no more.
 
     Raises:
         EngineStateError: one was told so.

@@ -15,17 +15,17 @@ from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout, slot_view
 
-# The sums of the leaves that a rank has run in a step: the tree over all leaves, as far as one rank can build it.
+# The sums of a rank's leaves in a step: the tree over all leaves, as far as one rank can build it.
 #
 # [Note: leaves] A leaf is what one virtual rank computes in a step: the sum of its micro-batches' gradients, one
-# after the other, in the dtype that goes on the wire. Leaves are added in pairs, the sums in pairs, and so on, over
-# all ranks. A rank that runs a power of two of them builds a whole subtree, whose root it sends: so the sum has the
+# after the other, in the dtype of the wire. Leaves are added in pairs, the sums in pairs, and so on, over
+# all ranks. A rank runs a power of two of them, builds a whole subtree and sends its root: so the sum has the
 # same bits on any number of ranks. A rank adds leaves as a binary counter counts: a sum waits until its neighbour of
 # the same size is there.
 
 
 class Subtrees:
-    """The sums that wait for a neighbour, of one bucket, and the buffers for them.
+    """The sums of one bucket in wait for a neighbour, and the buffers for them.
 
     Args:
         numel, dtype: of a leaf, in the dtype that leaves are added in.
@@ -45,7 +45,7 @@ class Subtrees:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of all buffers that are here."""
+        """Bytes of all buffers here."""
         waiting = [scratch for _, scratch in self._waiting] + ([] if self._root is None else [self._root])
         return sum(scratch.storage.nbytes for scratch in (*waiting, *self._free))
 
@@ -53,10 +53,10 @@ class Subtrees:
         """A buffer for a leaf."""
         if self._free:
             return self._free.pop()
-        return Scratch(self._zeros(self._numel, self._dtype))
+        return Scratch(self._zeros(self._numel, dtype=self._dtype))
 
     def give_back(self, scratch: Scratch) -> None:
-        """Take back a buffer that is no longer needed."""
+        """Take back a buffer, no longer needed."""
         self._free.append(scratch)
 
     def add(self, leaf: Scratch) -> None:
@@ -70,7 +70,7 @@ class Subtrees:
         self._waiting.append((level, leaf))
 
     def add_last(self, leaf: torch.Tensor) -> torch.Tensor:
-        """The root of this rank's leaves, of which `leaf` is the last. It stays as it is until `clear`."""
+        """The root of this rank's leaves; `leaf` is the last. It stays as it is until `clear`."""
         root = leaf
         while self._waiting:
             if self._root is not None:
@@ -81,7 +81,8 @@ class Subtrees:
 
     def clear(self) -> None:
         """Forget all sums; the buffers stay for the next step."""
-        self._free += [scratch for _, scratch in self._waiting]
+        for _, scratch in self._waiting:
+            self._free.append(scratch)
         self._waiting.clear()
         if self._root is not None:
             self._free.append(self._root)
@@ -93,7 +94,7 @@ SEGMENT_NBYTES = 2**18
 while it is still in the cache."""
 
 LARGE_NUMEL = 2**18
-"""A kernel for many tensors gives each 65,536 elements one multiprocessor, which leaves most of a GPU idle where there
+"""A kernel for many tensors gives each 65,536 elements one multiprocessor, and leaves most of a GPU idle where there
 are few. Measured on an H200: it moved the gradients of GPT-2 at 0.6 TB/s, of 4.2."""
 
 Gradients = list[torch.Tensor | None]
@@ -101,22 +102,22 @@ Gradients = list[torch.Tensor | None]
 
 @dataclass(eq=False)
 class Segment:
-    """Neighbouring parameters of a bucket whose gradients are moved together."""
+    """Neighbouring parameters of a bucket; their gradients are moved together."""
 
     slots: slice
     parameters: list[torch.nn.Parameter]
     ends_large: bool
     """Whether the last of them is large, as no other can be."""
     holds_values: bool = False
-    """Whether this step's buffer already holds gradients of this segment, so that further ones are added."""
+    """Whether this step's buffer already holds gradients of this segment, and further ones are added."""
 
     def gradients(self) -> Gradients:
-        """The gradients that the parameters have now."""
-        return [get_grad(parameter) for parameter in self.parameters]
+        """The present gradients of the parameters."""
+        return list(map(get_grad, self.parameters))
 
     def move(self, gradients: Gradients, views: list[torch.Tensor]) -> None:
-        """Move gradients from the parameters into a buffer, of which `views` has one for each slot, or add them to
-        what it holds. None counts as zeros.
+        """Move gradients from the parameters into a buffer, cut into one of `views` for each slot, or add them to its
+        values. None counts as zeros.
 
         Args:
             gradients: of the parameters. The list is emptied, since its gradients may be large, and whoever waits for
@@ -200,7 +201,7 @@ class BucketGradient:
         self._accumulates = False
         """Whether this step's gradients go into the accumulator."""
         self._filled: _Cut | None = None
-        """The one of these two that is being filled or is on its way."""
+        """The one of these two in use, filled or on its way."""
         if options.plan.shards_gradients:
             self.shard = torch.zeros(layout.shard_numel, dtype=self.precision.compute, device=collectives.world.device)
         else:
@@ -240,7 +241,7 @@ class BucketGradient:
 
     @property
     def borrows(self) -> bool:
-        """Whether filling takes a buffer on loan, of which there are only as many as reductions may be in flight."""
+        """Whether filling takes a buffer on loan; there are only as many as reductions may be in flight."""
         return self._own is None and self.life.state in (GradientState.EMPTY, GradientState.REDUCED)
 
     # ---- filling
@@ -258,7 +259,8 @@ class BucketGradient:
             buffer, is_clean = self._accumulator or self._subtrees.take(), self._accumulator is not None
             self._accumulator = buffer
         else:
-            buffer, is_clean = self._wire_buffer(), self._own is not None
+            buffer = self._own or self._pool.take(self.layout.padded_numel, self.layout)
+            is_clean = self._own is not None
             self._unreduced = buffer
         self._filled = flat, _ = _cut(buffer, self.layout)
         if not is_clean:
@@ -290,9 +292,6 @@ class BucketGradient:
                     ) from error
             raise
 
-    def _wire_buffer(self) -> Scratch:
-        return self._own or self._pool.take(self.layout.padded_numel, self.layout)
-
     def close_leaf(self) -> Scratch:
         """A leaf before the last is complete: zeros where no gradient came, and as it would travel if each rank had one
         leaf. The buffer is no longer this bucket's. See [Note: leaves]."""
@@ -322,7 +321,7 @@ class BucketGradient:
         """Issue the reduction, and say whether it is the step's last. Every segment has been filled."""
         if self._accumulates and not self._widens:
             summed, _ = _begun(self._filled)
-            self._unreduced = self._wire_buffer()
+            self._unreduced = self._own or self._pool.take(self.layout.padded_numel, self.layout)
             self._filled = _cut(self._unreduced, self.layout)
             self._filled[0].copy_(summed)
         leaf, _ = _begun(self._filled)
@@ -352,7 +351,7 @@ class BucketGradient:
             self.life.become(GradientState.EMPTY)
 
     def clear_unmoved(self) -> None:
-        """Forget gradients that have not been moved into the bucket."""
+        """Forget gradients not yet moved into the bucket."""
         # Each parameter that is not ready would cost a call into Python: 20,000 of them where a step was skipped.
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:

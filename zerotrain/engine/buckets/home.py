@@ -1,7 +1,7 @@
 """The place of some of a bucket's tensors while nothing is computed with them, and their way to the device.
 
-The tensors stay the objects they are, with another memory under them: at rest that of a place on a tier, which the
-host may read and write, and between `open` and `close` that of a window.
+The tensors stay the objects they are, with another memory under them: at rest a place on a tier, for the host to read
+and write, and between `open` and `close` a window.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -17,9 +17,10 @@ from zerotrain.device.memory import give_back_freed
 from zerotrain.errors import ConfigError
 from zerotrain.offload.disk import DiskTier
 from zerotrain.offload.saved import SavedTensors
-from zerotrain.offload.tier import Crossing, HostTier, Place, Rates, Tier, Window, Windows, measured, whole_pages
+from zerotrain.offload.tier import Crossing, Place, Rates, Tier, Window, Windows, measured, whole_pages
 from zerotrain.settings import OffloadConfig
 from zerotrain.sharding.bucketing import BucketSpec
+from zerotrain.sharding.layout import round_up
 from zerotrain.sharding.plan import Plan
 
 ALIGN_NBYTES = 256
@@ -57,15 +58,15 @@ class Home:
         """
 
     def close(self, *, changed: bool = True) -> None:
-        """Begin to bring them back; those that are new come along."""
+        """Begin to bring them back; new ones come along."""
 
     def put_away(self) -> None:
         """At rest: bring in what others have made on the device or the host, and wait for what is under way. The next
         fetch brings what the host writes to the tensors afterwards."""
 
     def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values as a tensor without gaps has that lies in the memory at rest, for who only reads them; itself
-        if it lies elsewhere. On any thread, while nothing changes them.
+        """For a reader, the values of a tensor without gaps from the memory at rest; the tensor itself if it lies
+        elsewhere. On any thread, while nothing changes them.
 
         Raises:
             OffloadError: they cannot be read.
@@ -94,7 +95,7 @@ class _Slot:
     @classmethod
     def for_tensor(cls, tensor: torch.Tensor, start: int) -> "_Slot":
         dense = torch.empty_like(tensor, device="meta")  # of the same strides, if it is without gaps
-        return cls(start, tensor.shape, dense.stride(), tensor.dtype)
+        return cls(round_up(start, ALIGN_NBYTES), tensor.shape, dense.stride(), tensor.dtype)
 
     @property
     def stop(self) -> int:
@@ -131,12 +132,12 @@ class OffloadedHome(Home):
         self._place: Place = windows.tier.place(max(planned_nbytes, 1))
         self._window: Window | None = None
         self._arriving: Event = DONE
-        """The fetch that nobody has waited for; behind it `_arrived`, for which only the device has."""
+        """The fetch without a wait for it yet; behind it `_arrived`, with a wait of the device alone."""
         self._arrived: Event = DONE
         self._leaving: Event = DONE
         self._is_open = False
         self._took_in = False
-        """Whether tensors came whose memory is not given back yet."""
+        """Whether tensors came, and their memory is not given back yet."""
 
     @property
     def nbytes(self) -> int:
@@ -214,7 +215,7 @@ class OffloadedHome(Home):
         self._tensors, self._moved = lambda: iter(()), []
 
     def _settle(self) -> None:
-        """Wait on the host for all that is under way with the place."""
+        """Wait on the host for all transfers of the place."""
         self._arrived.settle()
         self._leaving.settle()
         self._arrived = DONE
@@ -232,7 +233,7 @@ class OffloadedHome(Home):
         for key, tensor in strangers:
             if key not in self._slots or not self._slots[key].fits(tensor):
                 start = max((slot.stop for slot in self._slots.values()), default=0)
-                self._slots[key] = _Slot.for_tensor(tensor, -(-start // ALIGN_NBYTES) * ALIGN_NBYTES)
+                self._slots[key] = _Slot.for_tensor(tensor, start)
         if any(self._slots[key].stop > self._place.nbytes for key, _ in strangers):
             self._move_to_larger()
             return False
@@ -255,7 +256,7 @@ class OffloadedHome(Home):
         self._slots.clear()
         stop = 0
         for key, tensor in tensors:
-            slot = self._slots[key] = _Slot.for_tensor(tensor, -(-stop // ALIGN_NBYTES) * ALIGN_NBYTES)
+            slot = self._slots[key] = _Slot.for_tensor(tensor, stop)
             stop = slot.stop
         place = self._windows.tier.place(whole_pages(stop))
         for key, tensor in tensors:
@@ -275,7 +276,7 @@ class OffloadedHome(Home):
             give_back_freed()
 
 
-# The parts of an engine's buckets that live off the device, and their tiers.
+# The parts of an engine's buckets off the device, and their tiers.
 
 
 NOT_ON_HOST = (
@@ -300,7 +301,7 @@ class Homes:
     def __init__(self, settings: OffloadConfig, world: World, prefetch: int) -> None:
         self._settings, self._world = settings, world
         self._on_device: set[str] = set()
-        """Buckets whose optimizer state stays on the device."""
+        """Buckets with their optimizer state on the device."""
         self.rates: Mapping[Tier, Rates] = {}
         """Speeds of the tiers, from `measure`."""
         self.tiers_by_place: dict[tuple[str, torch.device], Tier] = {}
@@ -317,21 +318,19 @@ class Homes:
         """Tensors that forwards save for backwards, if these are offloaded."""
 
     def _windows(self, where: str, number: int, on_host: bool = False) -> Windows | None:
-        return None if where == "device" else Windows(self._tier(where, on_host=on_host), number)
-
-    def _tier(self, where: str, *, on_host: bool) -> Tier:
+        if where == "device":
+            return None
         is_real = device_of(self._world.device).holds_values
         device = torch.device("cpu") if on_host and is_real else self._world.device
         if (where, device) not in self.tiers_by_place:
-            tier: Tier
             if where != "disk" or not is_real:  # a rehearsal writes nothing to a disk
-                tier = HostTier(device)
+                self.tiers_by_place[where, device] = Tier(device)
             elif self._settings.path is None:
                 raise ConfigError("offload.path: got None; it must be a folder on the disk to offload to")
             else:
-                tier = DiskTier(device, Path(self._settings.path), f"rank {self._world.rank}")
-            self.tiers_by_place[where, device] = tier
-        return self.tiers_by_place[where, device]
+                folder, whose = Path(self._settings.path), f"rank {self._world.rank}"
+                self.tiers_by_place[where, device] = DiskTier(device, folder, whose)
+        return Windows(self.tiers_by_place[where, device], number)
 
     def keep(self, numels: Mapping[str, int], *, has_whole: bool) -> None:
         """Decide which buckets keep their optimizer state on the device: the last, as many as `offload.keep` allows.
@@ -367,17 +366,17 @@ class Homes:
 
     @property
     def off_device(self) -> list[tuple[str, Tier | Crossing]]:
-        """All that holds memory off the device, each with its place: cpu or disk."""
+        """All holders of memory off the device, each with its place: cpu or disk."""
         tiers = [(where, tier) for (where, _), tier in self.tiers_by_place.items()]
         return [*tiers, *([] if self.crossing is None else [("cpu", self.crossing)])]
 
     @property
     def tiers(self) -> list[Tier]:
-        """Those that anything may be offloaded to."""
+        """The tiers in use."""
         return list(self.tiers_by_place.values())
 
     def measure(self) -> None:
-        """Try how fast the tiers are that hold anything, or will, which takes some hundredths of a second of each.
+        """Measure the speed of the tiers in use, in some hundredths of a second each.
 
         Raises:
             OffloadError: a sample cannot be written or read.
@@ -399,16 +398,16 @@ class Homes:
 
     @property
     def windows_nbytes(self) -> int:
-        """Bytes that windows hold on the device."""
+        """Bytes of windows on the device."""
         return sum(memory.nbytes for memory in self.windows)
 
     @property
     def windows(self) -> list[torch.Tensor]:
-        """The memory of windows on the device that are not lent."""
+        """The memory of windows on the device, but for lent ones."""
         kinds = (self._optimizer, self._parameters, None if self.saved is None else self.saved.windows)
         return [memory for windows in kinds if windows is not None for memory in windows.memories]
 
     @property
     def update_on_host(self) -> bool:
-        """Whether the optimizer's step is the host's, which needs a master weight there."""
+        """Whether the optimizer's step is the host's. It needs a master weight there."""
         return self._settings.optimizer != "device" and self._settings.update == "host"

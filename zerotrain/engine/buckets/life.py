@@ -63,7 +63,7 @@ S = TypeVar("S", bound=Enum)
 
 
 class Life(Generic[S]):
-    """A state that changes along written transitions only."""
+    """A state, changing along written transitions only."""
 
     def __init__(self, owner: str, state: S, transitions: set[tuple[S, S]]) -> None:
         self.owner = owner
@@ -77,7 +77,7 @@ class Life(Generic[S]):
         self.state = state
 
 
-# Facts about a backward that are known before it begins.
+# Facts about a backward, known before it begins.
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Backward:
     in_last_leaf: bool = True
     """No further virtual rank of this rank follows. See [Note: leaves] in `gradient.py`."""
     counts: bool = True
-    """False for a loss that weighs nothing: zeros are moved in place of its gradients, which may be nan."""
+    """False for a loss that weighs nothing: zeros are moved in place of its gradients; they may be nan."""
     frees_graph: bool = True
     """No other backward can come through the same graph."""
     loss_scale: float = 1.0

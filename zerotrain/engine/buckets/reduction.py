@@ -38,7 +38,7 @@ class BucketReduction:
         self.has_exact_norm = clips if on_host else options.ordered
         """Whether squares beyond fp32 are finite in the norm."""
         self.completes = True
-        """Whether the reduction under way, or the last, was that of the step's last backward."""
+        """Whether the reduction under way, or the last, is of the step's last backward."""
         self._widened: Scratch | None = None
         """The gradient in the dtype of the wire, if it was filled in another."""
         self._sum: torch.Tensor | None = None
@@ -46,9 +46,9 @@ class BucketReduction:
         self._squares: torch.Tensor | None = None
         """The result of `take_squares` to come, where a gather is under way."""
         self.handle = collectives.reduction(name, shard, wire_pool, leaves_per_rank=options.leaves_per_rank)
-        """To be prepared before what the other ranks send may come, which may be before this rank's own part."""
+        """To be prepared before anything of the other ranks may come: maybe before this rank's own part."""
         self._updated = shard if whole is None or options.plan.shards_optimizer else whole
-        """The gradient that this rank's optimizer reads."""
+        """The gradient for this rank's optimizer."""
         self._gather = None
         if whole is not None and not options.plan.shards_optimizer:
             self._gather = collectives.gather(f"the gradient of {name}", whole, shard)

@@ -1,7 +1,7 @@
-"""The update of one bucket: its master weight, and the torch optimizers that change it once the gradient is reduced."""
+"""The update of one bucket: its master weight, and the torch optimizers to change it once the gradient is reduced."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import Scratch, ScratchPool
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.gradient import BucketGradient
-from zerotrain.engine.buckets.home import Home, Homes
+from zerotrain.engine.buckets.home import ALIGN_NBYTES, Home, Homes
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.buckets.whole_tensors import Updates, WholeTensors
 from zerotrain.engine.groups.optimizers import tensors_of_state
@@ -24,12 +24,12 @@ from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout
 from zerotrain.sharding.plan import Plan
 
-# The parts of a bucket that a rank updates as one tensor each.
+# The parts of a bucket, each updated as one tensor.
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """The part of a bucket that one rank updates as one tensor: parameters of one group and generation."""
+    """A part of a bucket, updated by one rank as one tensor: parameters of one group and generation."""
 
     where: slice
     """Within this rank's range of the update."""
@@ -40,7 +40,7 @@ class Span:
 
 
 def update_range(layout: BucketLayout, plan: Plan, rank: int) -> slice:
-    """The elements of a bucket that a rank updates: its own shard, or all."""
+    """The elements of a bucket for a rank to update: its own shard, or all."""
     return layout.shard(rank) if plan.shards_optimizer else slice(0, layout.padded_numel)
 
 
@@ -60,7 +60,7 @@ def cut_spans(
     ]
 
 
-# The optimizer state of a bucket, for its home: the tensors, and the objects that hold them.
+# The optimizer state of a bucket, for its home: the tensors, and the objects around them.
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class OptimizerState:
 
     master_weight: torch.Tensor
     has_copy: bool
-    """Whether that is kept apart from the model's weight."""
+    """Whether it is kept apart from the model's weight."""
     spans: Sequence[Span]
     whole: WholeTensors | None
     by_elements: torch.optim.Optimizer | None
@@ -95,10 +95,6 @@ class OptimizerState:
         """Bytes of the master weight, 0 where it shares the model weight's storage."""
         return self.master_weight.nbytes if self.has_copy else 0
 
-    def element_state_nbytes(self) -> int:
-        """Bytes of state this rank keeps of what it updates by elements (0-dim counters left out)."""
-        return sum(tensor.nbytes for tensor in tensors_of_state(self.by_elements))
-
     def state_tensors(self) -> list[torch.Tensor]:
         """All state of this rank (0-dim counters left out)."""
         return [*tensors_of_state(self.by_elements), *tensors_of_state(self.of_whole)]
@@ -120,7 +116,7 @@ class OptimizerState:
 
 
 SWAPPED_NUMEL = 2**20
-"""Elements of weights and average that are exchanged at a time."""
+"""Elements of weights and average, exchanged at a time."""
 
 
 class BucketUpdate:
@@ -162,7 +158,7 @@ class BucketUpdate:
         self.master_weight = master
         """Master dtype, over `where`. The same storage as the model weight where the dtypes are equal."""
         self.spans = cut_spans(layout, self.spec.runs, self.where, self.master_weight)
-        """Spans that this rank updates by elements."""
+        """This rank's updates by elements."""
         self.optimizer = groups.optimizer_of((span.key[0], span.target) for span in self.spans)
         self.whole: WholeTensors | None = None
         """Tensors that are updated whole; None if there are none."""
@@ -183,7 +179,10 @@ class BucketUpdate:
             )
         optimizers = self.optimizer, self._whole_optimizer
         self.state = OptimizerState(self.master_weight, self.has_copy, self.spans, self.whole, *optimizers)
-        self.home: Home = homes.of_optimizer(self.spec, self.planned_nbytes, self.state.tensors)
+        num_targets = len(self.spans) + (len(self.whole.targets) if self.whole is not None else 0)
+        self.home: Home = homes.of_optimizer(
+            self.spec, lambda: self.planned_nbytes() + 2 * ALIGN_NBYTES * num_targets, self.state.tensors
+        )
         (self.home if self.has_copy else weights.home).tell(self.state.follow_master)
         self.home.put_away()
         self.home.forget()
@@ -194,11 +193,10 @@ class BucketUpdate:
         """Whether something of what is updated lies off the device at rest."""
 
     def planned_nbytes(self) -> int:
-        """Bytes of the optimizer's state, once it has made it, and of a master weight that is a copy."""
-        groups, owned = self._groups, self.whole.targets.values() if self.whole is not None else ()
-        state = groups.state_nbytes([span.target.numel() for span in self.spans], is_whole=False)
-        state += groups.state_nbytes([target.numel() for target in owned], is_whole=True)
-        return self.state.separate_master_nbytes + state
+        """Bytes of the optimizer's state, once it is made, and of a master weight if that is a copy."""
+        sampled, owned = self._groups.sampled_nbytes, self.whole.targets.values() if self.whole is not None else ()
+        state = sampled(sum(span.target.numel() for span in self.spans), is_whole=False)
+        return self.state.separate_master_nbytes + state + sampled(sum(map(torch.numel, owned)), is_whole=True)
 
     # ---- a step
 
@@ -209,7 +207,7 @@ class BucketUpdate:
             self._weights.fetch_shard()
 
     def run(self, factor: torch.Tensor | None, average_share: float | None = None) -> Iterator[None]:
-        """Update the bucket from its reduced gradient, which is read up to the first pause.
+        """Update the bucket from its reduced gradient, read up to the first pause.
 
         Args:
             factor: 0-dim, what gradients are multiplied with: clipped, and without the loss scale; None for 1.
@@ -223,7 +221,7 @@ class BucketUpdate:
         if self._crossing is not None:
             yield from self._run_across(self._crossing, factor, average_share)
         else:
-            with self._at_hand():
+            with self._at_hand() if self.is_away else nullcontext():
                 yield from self.renew(factor, average_share)
                 self.changed()
 
@@ -264,7 +262,7 @@ class BucketUpdate:
         is_off: torch.Tensor | None = None,
         on_host: Callable[[], torch.Tensor] | None = None,
     ) -> Iterator[None]:
-        """As `run`, where all that it needs is at hand; `changed` follows.
+        """As `run`, where all its needs are at hand; `changed` follows.
 
         Args:
             is_off: 0-dim fp32 on the device: 1 for a step that changes nothing, else 0; None for 0.
@@ -400,8 +398,8 @@ class BucketUpdate:
 
 
 def scaled(gradient: torch.Tensor, factor: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Leave a gradient times `factor`, 0-dim, in `out`, which has a wider dtype; None for 1. The product is that of the
-    wider dtype. A GPU does both in one pass; on a CPU torch would widen into memory of its own."""
+    """Leave a gradient times `factor`, 0-dim, in `out`, of a wider dtype; None for 1. The product is taken in the wider
+    dtype. A GPU does both in one pass; on a CPU torch would widen into memory of its own."""
     if factor is None:
         return out.copy_(gradient)
     factor = factor.to(out.dtype)
@@ -439,7 +437,7 @@ def step_on_lent(optimizer: torch.optim.Optimizer, updates: Updates) -> None:
 
 
 def _keep_apart(optimizer: torch.optim.Optimizer, target: torch.Tensor, lent: torch.Tensor) -> None:
-    """Give memory of its own to what the optimizer keeps of a tensor, if that is a part of memory that is lent."""
+    """Give memory of its own to optimizer state of a tensor, if it is a part of lent memory."""
     state: dict[str, Any] = optimizer.state.get(target, {})
     start = lent.data_ptr()
     for name, value in state.items():
@@ -448,7 +446,7 @@ def _keep_apart(optimizer: torch.optim.Optimizer, target: torch.Tensor, lent: to
 
 
 def _bring_back(optimizer: torch.optim.Optimizer, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy what tensors have become into the memory that they had before, and put that under them again."""
+    """Copy the new values of tensors into their former memory, and put it under them again."""
     became = []
     for target, memory in replaced:
         _keep_apart(optimizer, target, memory)

@@ -88,12 +88,12 @@ class BucketWeights:
 
     def prepare_gather(self) -> None:
         """Be ready for the other ranks' parts: the model no longer reads them, and a gather comes."""
-        # A unit that was not called since the last step has not waited for the gather of that one.
+        # A unit without a call since the last step has not waited for that step's gather.
         self.finish_gather()
         self._gather.prepare()
 
     def fetch_shard(self) -> None:
-        """Begin to bring the shard to the device, for a gather that comes soon."""
+        """Begin to bring the shard to the device, for a gather to come soon."""
         if self.life.state is WeightState.SHARD:
             self.home.fetch()
 
@@ -168,7 +168,7 @@ class BucketWeights:
         self.writes.start_anew()
 
     def drain(self) -> None:
-        """Wait for the gather that is under way, or was prepared in an update that failed, on all ranks alike."""
+        """Wait for the gather under way, or prepared in a failed update, on all ranks alike."""
         if self._gather.is_prepared:
             self.reshard()
             self.start_gather()
@@ -226,7 +226,7 @@ class Writes:
             return False
         self._num_versions, self.may_be_uncounted, self.are_new = num_versions, False, True
         if counted:
-            # A sum over the bits of all weights. It waits for the device, a cost only for those who write.
+            # A sum over the bits of all weights. It waits for the device, at the writer's cost alone.
             bits = weights.view({2: torch.int16, 4: torch.int32}[weights.itemsize])
             self.digest = (31 * self.digest + int(bits.sum(dtype=torch.int64).item()) % _MODULUS + 1) % _MODULUS
         return True

@@ -1,4 +1,4 @@
-"""The tensors of one bucket that their optimizer needs whole: each is updated by the rank that owns it.
+"""The tensors of one bucket for an update as a whole: each is updated by its owner, one of the ranks.
 
 Shards stay what they are. In a step each rank sends the parts of weights and gradients that lie in its shard to the
 tensors' owners, in one exchange; an owner holds its tensors whole while it updates them, and sends the new weights
@@ -21,7 +21,7 @@ Updates = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Shipment(NamedTuple):
-    """Tensors on their way to the ranks that need them, in buffers on loan."""
+    """Tensors on their way to other ranks, in buffers on loan."""
 
     exchange: Exchange
     received: torch.Tensor
@@ -78,7 +78,7 @@ class WholeTensors:
                 for index, slot in enumerate(slots[: len(owners)])
             }
         self._places: dict[int, int] = {}
-        """Start of each owned tensor in the scratch that holds them whole."""
+        """Start of each owned tensor in the scratch, where all are whole."""
         self._whole_numel = 0
         for slot in self.targets:
             self._places[slot] = self._whole_numel
@@ -186,7 +186,7 @@ class WholeTensors:
         return Shipment(exchange, received, buffers)
 
     def _unload(self, shipment: Shipment, parts: Sequence[torch.Tensor]) -> None:
-        """Wait, and leave what was received in `parts`, which are in the order of the ranks it comes from."""
+        """Wait, and leave what was received in `parts`, in the order of the sending ranks."""
         shipment.exchange.finish()
         _copy_all(parts, shipment.received.split([part.numel() for part in parts]))
         for buffer in shipment.buffers:

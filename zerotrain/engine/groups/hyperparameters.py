@@ -1,6 +1,6 @@
 """The hyperparameters of a group of parameters, and what the ranks compare of them."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from numbers import Real
 from typing import Any, TypeGuard
@@ -21,13 +21,26 @@ class Hyperparameters(dict[str, Any]):
 
     "initial_lr" can be read, but is not stored: torch's schedulers store there the rate that they begin with, unless
     they find one, and whoever changes "lr" before means theirs to begin with that.
+
+    Args:
+        own: the names of the numbers that an optimizer's steps change in the group, such as a count of steps. They are
+            the group's, and the same on all ranks: also where a rank holds nothing of the group, and where each of its
+            buckets has an optimizer that counts.
+        kind: the class of its optimizer.
+        counting: an optimizer of one small tensor, whose own numbers the group follows; None: it has none.
     """
 
-    def __init__(self, settings: Mapping[str, Any], own: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        own: frozenset[str] = frozenset(),
+        kind: str = "",
+        counting: torch.optim.Optimizer | None = None,
+    ) -> None:
         super().__init__(settings)
-        self.own = own
-        """The names of the numbers that the optimizer's steps change."""
+        self.own, self.kind, self.counting = own, kind, counting
         self._built = dict(settings)
+        self._numbers = {name for name, value in settings.items() if is_number(value)}
         self.first_lr = float(self.get("lr") or 0.0)
 
     def __missing__(self, name: str) -> float:
@@ -42,8 +55,30 @@ class Hyperparameters(dict[str, Any]):
             )
         raise KeyError(name)
 
+    def show(self, group: dict[str, Any]) -> None:
+        """Give a group of an optimizer the settings as they are now. It may change its own numbers where they lie."""
+        for name in self.own:
+            group.pop(name, None)
+        group.update(self)
+        group.update({name: deepcopy(self[name]) for name in self.own if name in self})
+
+    def count_step(self, *, trains: bool = True) -> None:
+        """Bring the own numbers to what they are after a step.
+
+        Args:
+            trains: whether any parameter of the group has a gradient.
+        """
+        if self.counting is None:
+            return
+        (group,) = self.counting.param_groups
+        (tensor,) = group["params"]
+        tensor.grad = torch.ones_like(tensor) if trains else None
+        self.show(group)
+        self.counting.step()
+        self.update({name: group[name] for name in self.own if name in group})
+
     def require_usable(self) -> None:
-        """Make sure that an update can be computed with what has become of the group.
+        """Refuse a group changed by hand so that no update can be computed with it.
 
         Raises:
             EngineStateError: it was renamed, has lost a setting, or a number in it is no number any more.
@@ -54,7 +89,7 @@ class Hyperparameters(dict[str, Any]):
                 problem = "was removed; set it to a value instead" if name not in self.own else ""
             elif name == "name" and value != built:
                 problem = f"was changed to {value!r}; keep the name, by which checkpoints find the group"
-            elif is_number(built) and not is_number(value):
+            elif name in self._numbers and not is_number(value):
                 problem = f"was set to {value!r}; it must be a number"
             if problem:
                 raise EngineStateError(f"engine.param_groups: {name} of group {self._built['name']!r} {problem}")
@@ -65,46 +100,9 @@ def is_number(value: object) -> TypeGuard[float | torch.Tensor]:
     return isinstance(value, Real | torch.Tensor) and not isinstance(value, bool)
 
 
-class OwnNumbers:
-    """The numbers that an optimizer changes in a group itself, such as a count of steps, from step to step.
-
-    They are the group's, and the same on all ranks: also where a rank holds nothing of the group, and where each of its
-    buckets has an optimizer that counts. So they are those to which an optimizer of one small tensor comes.
-
-    Args:
-        optimizer: of a group of the same settings, with one tensor.
-        names: of the numbers.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
-        self.names, self._optimizer = names, optimizer
-
-    def step(self, group: dict[str, Any], *, trains: bool = True) -> None:
-        """Bring a group's numbers to what they are after a step.
-
-        Args:
-            trains: whether any parameter of the group has a gradient.
-        """
-        if not self.names:
-            return
-        (own,) = self._optimizer.param_groups
-        own["params"][0].grad = torch.ones_like(own["params"][0]) if trains else None
-        show(group, self.names, own)
-        self._optimizer.step()
-        group.update({name: own[name] for name in self.names if name in own})
-
-
-def show(settings: Mapping[str, Any], own: Collection[str], group: dict[str, Any]) -> None:
-    """Give a group of an optimizer the settings as they are now. It may change its `own` numbers where they lie."""
-    for name in own:
-        group.pop(name, None)
-    group.update(settings)
-    group.update({name: deepcopy(settings[name]) for name in own if name in settings})
-
-
 def as_plain(value: Any, *, reads: bool = False) -> Any:
-    """A hyperparameter as something that has the same `repr` on ranks that have the same: of an object, such as a
-    function, its class alone.
+    """A hyperparameter as something with the same `repr` on ranks with the same one: of an object, such as a function,
+    its class alone.
 
     Args:
         reads: whether a tensor on a device is read.
@@ -119,7 +117,7 @@ def as_plain(value: Any, *, reads: bool = False) -> Any:
 
 
 def plain_values(groups: Iterable[Mapping[str, Any]]) -> tuple[str, list[torch.Tensor]]:
-    """The values of all groups in their order: as text, and the tensors of a device, which are not read."""
+    """The values of all groups in their order: as text, and the tensors of a device, unread."""
     values = [value for group in groups for value in group.values()]
     text = repr([value if type(value) in _PLAIN_TYPES else as_plain(value) for value in values])
     if _ON_THE_DEVICE not in text:
@@ -129,7 +127,7 @@ def plain_values(groups: Iterable[Mapping[str, Any]]) -> tuple[str, list[torch.T
 
 
 def mixed(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors of one device -> 0-dim fp64 there: a whole number below 2**47 that differs where they do, without reading
+    """Tensors of one device -> 0-dim fp64 there: a whole number below 2**47, different where they are, without reading
     them."""
     bits = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in numbers]).view(torch.int64)
     odd = torch.arange(1, 2 * bits.numel(), 2, dtype=torch.int64, device=bits.device)
@@ -167,12 +165,12 @@ def restore_group(group: Hyperparameters, saved: Mapping[str, Any], first_lr: fl
 
 
 def without_objects(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a saved group that can be restored."""
+    """The restorable entries of a saved group."""
     return {name: value for name, value in saved.items() if not (isinstance(value, dict) and "object" in value)}
 
 
 def misfits(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """The names of saved values of which `restored` can make none of the form that the group's own has."""
+    """The names of saved values without a form like the group's own ones, for `restored`."""
     values = without_objects(saved)
     common = (name for name in values if name in group and name not in OF_THIS_MACHINE)
     return [name for name in common if not _fits(values[name], group[name])]

@@ -1,4 +1,4 @@
-"""Torch optimizers of parameter groups: which of them work on elements, and which need whole tensors."""
+"""Torch optimizers of parameter groups: some work on elements, some need whole tensors."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -107,16 +107,16 @@ class MuonWithAdamW:
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer from parameter groups. It may have an attribute `whole_tensor`, as an optimizer's class may: true
-where each tensor is updated whole, apart from the others. Or it may have a method `needs_whole(units)`, which names the
-parameters that are updated whole. The names of their groups begin with "whole ", and they are never mixed with the
+where each tensor is updated whole, apart from the others. Or it may have a method `needs_whole(units)`: the
+parameters to update whole. The names of their groups begin with "whole ", and they are never mixed with the
 rest."""
 
 NEEDS_EVERYTHING = {"LBFGS": "needs all parameters at once", "SparseAdam": "needs sparse gradients"}
-"""Optimizers of torch that neither a shard nor a whole tensor is enough for."""
+"""Optimizers of torch for which neither a shard nor a whole tensor is enough."""
 
 SAMPLE_SHAPE = (64, 64)
 WHOLE = "whole "
-"""The names of groups begin with it whose parameters are updated whole."""
+"""The beginning of the names of groups with parameters to update whole."""
 
 
 def build_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -138,8 +138,8 @@ def build_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> 
 
 
 def require_values(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> None:
-    """Make sure that a group's settings have values that its optimizer can have. Torch looks only at those that it is
-    made with, so one is made with them.
+    """Refuse values of a group's settings that its optimizer cannot have. Torch looks only at its arguments, so one is
+    made with them.
 
     Raises:
         ConfigError: they have not, in the words of the optimizer.
@@ -197,7 +197,7 @@ def updates_whole(factory: OptimizerFactory) -> bool:
     if hasattr(factory, "needs_whole") or getattr(factory, "whole_tensor", False):
         return True
     sample = _sample(factory)
-    # Those of torch that update each tensor apart from the others; any other class says so itself.
+    # Torch's own with a separate update of each tensor; any other class says so itself.
     is_torchs = isinstance(sample, torch.optim.Adafactor | torch.optim.Muon)
     return is_torchs or getattr(sample, "whole_tensor", False)
 
@@ -219,17 +219,6 @@ def _make(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.opti
             f"optimizer: makes a {type(optimizer).__name__} of its groups; it must make a torch.optim.Optimizer"
         )
     return optimizer
-
-
-def sampled_nbytes(factory: OptimizerFactory, *, is_whole: bool) -> int:
-    """Bytes of optimizer state for one tensor with as many elements as `SAMPLE_SHAPE`: of this shape if the tensor is
-    updated whole; else flat, as ranks hold tensors that are updated by elements."""
-    name = "whole matrices" if is_whole else "matrices"
-    sample = torch.zeros(SAMPLE_SHAPE) if is_whole else torch.zeros(SAMPLE_SHAPE).view(-1)
-    optimizer = build_optimizer(factory, [{"params": [sample], "name": name}])
-    sample.grad = torch.ones_like(sample)
-    optimizer.step()
-    return sum(tensor.nbytes for tensor in tensors_of_state(optimizer))
 
 
 def tensors_of_state(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:

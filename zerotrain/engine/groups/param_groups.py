@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters are updated with which hyperparameters, and which train at all."""
+"""Parameter groups: the hyperparameters of each parameter's update, and whether it trains at all."""
 
 import hashlib
 import warnings
@@ -12,10 +12,9 @@ from torch import nn
 
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.groups import optimizers
-from zerotrain.engine.groups.hyperparameters import Hyperparameters, OwnNumbers, as_plain, show, shown_groups
+from zerotrain.engine.groups.hyperparameters import Hyperparameters, as_plain, shown_groups
 from zerotrain.engine.groups.probe import probe
 from zerotrain.errors import CheckpointError, ConfigError, EngineStateError, argument, naming_entry
-from zerotrain.sharding.layout import round_up
 from zerotrain.sharding.units import ManagedParameter, ModelParameter, Unit, matching, no_match
 
 OF_THE_REST = ("matrices", "others")
@@ -47,8 +46,6 @@ class ParamGroups:
 
     hyperparameters: list[dict[str, Any]]
     """One dict for each group, "params" left out. Read at every step: changing a value changes the next update."""
-    kinds: list[str]
-    """For each group the class of its optimizer."""
     defaults: dict[str, Any]
     """The optimizer's own settings."""
 
@@ -67,12 +64,11 @@ class ParamGroups:
         self._device = device if device is not None and device_of(device).holds_values else None
         self._probed: dict[str, frozenset[str]] = {}
         """The results of `probe`, by hyperparameters as text."""
-        self._groups: list[tuple[Hyperparameters, OwnNumbers | None]] = []
-        """As in `hyperparameters`, which is the user's, with the numbers that the optimizer of a group changes; None:
-        there are none."""
+        self._groups: dict[str, Hyperparameters] = {}
+        """Those of `hyperparameters`, the user's list, by name."""
         self._state_nbytes: dict[bool, int] = {}
         self._all_whole = optimizers.updates_whole(factory) and not hasattr(factory, "needs_whole")
-        self.hyperparameters, self.kinds = [], []
+        self.hyperparameters = []
         self._units, self._decay_all, self._warns = units, decay_all, warns
         self._parameters = parameters
         self._names = {managed.parameter: managed.names for managed in parameters}
@@ -103,9 +99,9 @@ class ParamGroups:
         if param_groups is None or not decay_all:
             self._add_default_groups(rest)
             # First, since of the first group's learning rate is told as of the run's.
-            self.hyperparameters = self.hyperparameters[num_given:] + self.hyperparameters[:num_given]
-            self.kinds = self.kinds[num_given:] + self.kinds[:num_given]
-            self._groups = self._groups[num_given:] + self._groups[:num_given]
+            groups = list(self._groups.items())
+            self._groups = dict(groups[num_given:] + groups[:num_given])
+            self.hyperparameters = list(self._groups.values())
             self._take_places(self._home)
         elif without := [parameter for parameter in rest if parameter.requires_grad]:
             raise ConfigError(
@@ -114,7 +110,7 @@ class ParamGroups:
             )
 
     def _classify(self, started: Sequence[nn.Parameter]) -> None:
-        """Ask the optimizer which of these parameters, that train now, it updates whole."""
+        """Ask the optimizer for those of these parameters, now training, to be updated whole."""
         if new := {parameter for parameter in started if parameter not in self._classified}:
             self._whole |= new & {managed.parameter for managed in optimizers.needing_whole(self.factory, self._units)}
             self._classified |= new
@@ -182,16 +178,15 @@ class ParamGroups:
         at_first = sample.param_groups[0].keys() | keys  # without numbers that steps have added before a save
         own = self._own_numbers({key: value for key, value in settings.items() if key in at_first})
         self.defaults = optimizer.defaults
-        group = Hyperparameters(settings, own)
+        counting = None
+        if own:
+            counting = self._sample(name, settings, torch.ones(optimizers.SAMPLE_SHAPE, device=self._device))
+        group = Hyperparameters(settings, own, type(optimizer).__name__, counting)
         self.hyperparameters.append(group)
-        self.kinds.append(type(optimizer).__name__)
-        counting = (
-            self._sample(name, settings, torch.ones(optimizers.SAMPLE_SHAPE, device=self._device)) if own else None
-        )
-        self._groups.append((group, None if counting is None else OwnNumbers(counting, own)))
+        self._groups[name] = group
 
     def probe_on(self, device: torch.device) -> None:
-        """Make sure that ranks can train on a device with the optimizer of each group. Raises as `probe`."""
+        """Probe the optimizer of each group on a device. Raises as `probe`."""
         self._device = device
         for settings in self.hyperparameters:
             self._own_numbers(settings)
@@ -214,7 +209,7 @@ class ParamGroups:
         return optimizers.build_optimizer(self.factory, [{"params": [tensor], "name": name, **(settings or {})}])
 
     def _require_known(self, names: Collection[str], settings: Mapping[str, Any]) -> None:
-        """Make sure that the optimizer of some of these groups has each of the settings; ConfigError otherwise."""
+        """ConfigError for settings that no optimizer of these groups has."""
         samples = [self._sample(name) for name in sorted(names)]
         setting_names = {key for sample in samples for key in sample.defaults}
         if unknown := settings.keys() - setting_names - {"initial_lr"}:
@@ -225,7 +220,7 @@ class ParamGroups:
             )
 
     def _default_name(self, name: str) -> str:
-        """The name of a group of parameters of which the optimizer has not said that it updates them whole."""
+        """The name of a group of parameters the optimizer has not chosen to update whole."""
         return f"{optimizers.WHOLE}{name}" if self._all_whole else name
 
     def _full_name(self, parameter: nn.Parameter) -> str:
@@ -240,12 +235,17 @@ class ParamGroups:
                 self._group[parameter] = number
 
     @property
+    def kinds(self) -> list[str]:
+        """For each group the class of its optimizer."""
+        return [group.kind for group in self._groups.values()]
+
+    @property
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that train, in module order."""
         return [parameter for parameter in self._names if parameter.requires_grad]
 
     def find(self, params: Any, setting: str) -> list[nn.Parameter]:
-        """The parameters that names or parameters stand for, in module order; an error begins with `setting`."""
+        """The parameters behind names or parameters, in module order; an error begins with `setting`."""
         chosen: set[nn.Parameter] = set()
         for param in _as_list(params):
             if isinstance(param, str):
@@ -295,45 +295,42 @@ class ParamGroups:
 
     def show_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Give one of those optimizers the hyperparameters as they are now."""
-        by_name = {settings["name"]: settings for settings, _ in self._groups}
         for group in optimizer.param_groups:
-            settings = by_name[group["name"]]
-            show(settings, settings.own, group)
+            self._groups[group["name"]].show(group)
 
     def require_usable(self) -> None:
-        """Make sure that `hyperparameters`, which are the user's to change, are still those of the groups.
+        """Refuse `hyperparameters`, the user's to change, if they are the groups' no more.
 
         Raises:
             EngineStateError: a group was added, removed, moved or replaced, or see `Hyperparameters.require_usable`.
         """
-        groups = [group for group, _ in self._groups]
-        if list(map(id, self.hyperparameters)) != list(map(id, groups)):
+        if list(map(id, self.hyperparameters)) != list(map(id, self._groups.values())):
             raise EngineStateError(
-                f"engine.param_groups: the engine has {len(groups)} groups, and some were added, removed, moved or "
-                "replaced by hand; change the values in a group, and call engine.add_param_group for another"
+                f"engine.param_groups: the engine has {len(self._groups)} groups, and some were added, removed, moved "
+                "or replaced by hand; change the values in a group, and call engine.add_param_group for another"
             )
-        for group in groups:
+        for group in self._groups.values():
             group.require_usable()
 
     def count_step(self) -> None:
         """Bring the numbers that the optimizer changes in its groups to what they are after a step, once it is made."""
-        if any(numbers for _, numbers in self._groups):
+        if any(group.counting for group in self._groups.values()):
             training = {self._group[parameter] for parameter in self.trainable}
-            for index, (group, numbers) in enumerate(self._groups):
-                if numbers is not None:
-                    numbers.step(group, trains=index in training)
+            for index, group in enumerate(self._groups.values()):
+                group.count_step(trains=index in training)
 
     def sampled_nbytes(self, numel: int, *, is_whole: bool) -> int:
         """Bytes that the optimizer keeps of so many elements, as measured on a sample."""
         if numel == 0:
             return 0
+        sample = torch.zeros(optimizers.SAMPLE_SHAPE)
         if is_whole not in self._state_nbytes:
-            self._state_nbytes[is_whole] = optimizers.sampled_nbytes(self.factory, is_whole=is_whole)
-        return numel * self._state_nbytes[is_whole] // (optimizers.SAMPLE_SHAPE[0] * optimizers.SAMPLE_SHAPE[1])
-
-    def state_nbytes(self, numels: Sequence[int], *, is_whole: bool) -> int:
-        """The same of tensors of so many elements, each on a border of 256 bytes."""
-        return sum(round_up(self.sampled_nbytes(numel, is_whole=is_whole), 256) + 256 for numel in numels)
+            tensor = sample if is_whole else sample.view(-1)  # flat, as ranks hold what they update by elements
+            optimizer = self._sample("whole matrices" if is_whole else "matrices", tensor=tensor)
+            tensor.grad = torch.ones_like(tensor)
+            optimizer.step()
+            self._state_nbytes[is_whole] = sum(state.nbytes for state in optimizers.tensors_of_state(optimizer))
+        return numel * self._state_nbytes[is_whole] // sample.numel()
 
     # ---- changes of what trains
 
@@ -342,9 +339,7 @@ class ParamGroups:
         """Restores all changes made in here if it ends with an exception."""
         trained, num_groups = set(self.trainable), len(self.hyperparameters)
         former: dict[str, Any] = {
-            name: copy(vars(self)[name])
-            for name in (*_CHANGING, "_num_changes", "kinds", "defaults")
-            if name in vars(self)
+            name: copy(vars(self)[name]) for name in (*_CHANGING, "_num_changes", "defaults") if name in vars(self)
         }
         try:
             yield

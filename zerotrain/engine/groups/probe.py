@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zerotrain.checkpoint.manifest import AVERAGE, WEIGHT
 from zerotrain.device.device import lies_on_host
 from zerotrain.device.kinds import device_of
-from zerotrain.engine.groups.hyperparameters import OwnNumbers, as_plain, is_number, saved_group, show, without_objects
+from zerotrain.engine.groups.hyperparameters import Hyperparameters, as_plain, is_number, saved_group, without_objects
 from zerotrain.engine.groups.optimizers import WHOLE, OptimizerFactory, is_torchs_own
 from zerotrain.errors import ConfigError, argument
 
@@ -72,7 +72,7 @@ def probe(
     device: torch.device,
     shapes: Sequence[tuple[int, ...]] = SHAPES,
 ) -> frozenset[str]:
-    """Make sure that an optimizer of these hyperparameters does in an engine what it does in plain PyTorch.
+    """Refuse an optimizer of these hyperparameters if it does something else in an engine than in plain PyTorch.
 
     Args:
         settings: of a group, with its "name".
@@ -109,7 +109,7 @@ def probe(
 
 
 def _find_problem(runs: "_Runs", is_whole: bool) -> str | None:
-    """The sentence about a behaviour that an optimizer must not have; None if it has none such."""
+    """The sentence about an optimizer's forbidden behaviour; None if it has none such."""
     plain = runs.run(_as_one, as_engine=False)
     (optimizer,) = plain.optimizers
     groups = ({**group, "params": None} for group in (runs.settings, plain.group))
@@ -181,8 +181,7 @@ class _Runs:
             as_engine: groups get their own numbers as in an engine.
             is_renewed: the optimizers are made anew after `STEPS_BEFORE_ANEW`.
         """
-        group = dict(self.settings)
-        numbers = self.numbers()
+        group = Hyperparameters(self.settings, self.own, counting=self.counting())
         weights = [0.001 * wave for wave in self.waves(0)]
         parts = split(weights if as_engine else list(map(torch.nn.Parameter, weights)))
         optimizers = [self.make(part) for part in parts]
@@ -191,7 +190,7 @@ class _Runs:
             if is_renewed and step == STEPS_BEFORE_ANEW:
                 old_parts, old_optimizers = parts, optimizers  # held, or others would get the same places in memory
                 parts = [[tensor.detach().clone() for tensor in part] for part in parts]
-                optimizers, numbers = [self.make(part) for part in parts], self.numbers()
+                optimizers, group.counting = [self.make(part) for part in parts], self.counting()
                 for old_part, old, part, new in zip(old_parts, old_optimizers, parts, optimizers, strict=True):
                     for old_tensor, tensor in zip(old_part, part, strict=True):
                         if old_tensor in old.state:
@@ -200,15 +199,15 @@ class _Runs:
                 for tensor, gradient in zip(part, gradients, strict=True):
                     tensor.grad = gradient
                 if as_engine:
-                    show(group, self.own, optimizer.param_groups[0])
+                    group.show(optimizer.param_groups[0])
                 optimizer.step()
             if as_engine:
-                numbers.step(group)
+                group.count_step()
             rows.append(_row(parts))
         return _Run(torch.stack(rows), optimizers, group if as_engine else optimizers[0].param_groups[0])
 
-    def numbers(self) -> OwnNumbers:
-        return OwnNumbers(self.make([torch.ones(8, 8, device=self.device)]), self.own)
+    def counting(self) -> torch.optim.Optimizer | None:
+        return self.make([torch.ones(8, 8, device=self.device)]) if self.own else None
 
     def gradients(self, step: int) -> Tensors:
         """Small, middling or large, each a hundredfold in its last two thirds, with means of both signs."""
@@ -219,7 +218,7 @@ class _Runs:
         return gradients
 
     def waves(self, number: int) -> Tensors:
-        """Numbers of -1.5 to 1.5 that look random."""
+        """Numbers of -1.5 to 1.5, random to the eye."""
         numels = [torch.Size(shape).numel() for shape in self.shapes]
         places = torch.arange(1 + number, sum(numels) + 1 + number, dtype=torch.float64, device="cpu")
         values = (1.5 * places.square().sin()).float().to(self.device)
@@ -243,8 +242,8 @@ def _row(parts: list[Tensors]) -> torch.Tensor:
 
 
 def _unfit_in_state(optimizer: torch.optim.Optimizer, is_whole: bool) -> Iterator[str]:
-    """The parts of an optimizer's state that are of no tensor, or that a checkpoint does not hold: nothing is cut where
-    tensors are updated whole."""
+    """The parts of an optimizer's state of no tensor, or unfit for a checkpoint: nothing is cut where tensors are
+    updated whole."""
     tensors = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     for tensor, state in optimizer.state.items():
         if id(tensor) not in tensors:

@@ -1,4 +1,4 @@
-"""Requirements on a model that an engine is to train."""
+"""Requirements on a model for an engine to train."""
 
 import threading
 import weakref
@@ -17,29 +17,16 @@ from zerotrain.errors import ConfigError, EngineStateError, argument
 from zerotrain.sharding.units import WalkedModel
 
 
-def require_trainable(model: nn.Module, *, trains: bool) -> None:
-    """Make sure that there is something to train.
-
-    Args:
-        trains: whether any floating-point parameter does.
-
-    Raises:
-        ConfigError: every parameter is frozen.
-    """
-    if not trains:
-        raise ConfigError(f"model {type(model).__name__} has no trainable floating-point parameter; nothing to train")
-
-
 def model_error(problem: str) -> ConfigError:
-    """The error of a model that cannot be trained."""
+    """The error of an untrainable model."""
     error = ConfigError(problem)
     error.about = "model"
     return error
 
 
 def require_plain(walked: WalkedModel) -> None:
-    """Make sure that no part of the model is more than a module: wrapped by another engine, scripted, not ready, in
-    fp64 or sparse, or one that changes its weights in the forward.
+    """Refuse a model with a part that is more than a module: wrapped by another engine, scripted, not ready, in fp64 or
+    sparse, or changing its weights in the forward.
 
     Raises:
         ConfigError: naming the part and what to give instead.
@@ -77,7 +64,7 @@ def require_plain(walked: WalkedModel) -> None:
 
 
 def require_leaves(walked: WalkedModel, leaves_per_rank: int) -> None:
-    """Make sure that what a module keeps from one forward to the next does not depend on which rank runs it.
+    """Refuse modules with state from one forward to the next that depends on the rank.
 
     Raises:
         ConfigError: a batch norm, of whose running statistics each virtual rank would have its own.
@@ -92,8 +79,8 @@ def require_leaves(walked: WalkedModel, leaves_per_rank: int) -> None:
 
 
 def require_values(walked: WalkedModel, device: torch.device) -> None:
-    """Make sure that there are weights to begin with, which can be written to; or none at all, on a `device` without
-    memory.
+    """Refuse a model without weights to begin with, or with unwritable ones; on a `device` without memory there are
+    none.
 
     Raises:
         ConfigError: a parameter or buffer is on the meta device, or was made within torch.inference_mode().
@@ -127,8 +114,8 @@ class _MemoryRange:
 
 
 def require_own_memory(walked: WalkedModel) -> None:
-    """Make sure that each weight has one name for its memory: that no parameter shares elements with another parameter,
-    a buffer or a plain tensor of a module.
+    """Refuse a weight with two names for its memory: a parameter with elements of another parameter, a buffer or a
+    plain tensor of a module.
 
     The engine moves parameters into buckets, and what was a second view of the old memory would keep the old values,
     without a word. Disjoint parts of one storage are no sharing: cuDNN's flattened weights, a flat checkpoint.
@@ -149,7 +136,7 @@ def require_own_memory(walked: WalkedModel) -> None:
 
 
 def _sharing_problem(one: _MemoryRange, other: _MemoryRange) -> str:
-    """The problem of two tensors that share memory, the first of which is a parameter."""
+    """The problem of two tensors in one memory, the first a parameter."""
     if other.is_parameter:
         return (
             f"{one.name} and {other.name} are two parameters that share memory, and would diverge in training; to tie "
@@ -254,7 +241,7 @@ class Newcomers:
                 newcomers._placed.append((weakref.ref(module), name, weakref.ref(placed)))
 
     def require_none(self) -> None:
-        """Make sure that the model has no parameter that should train and is not the engine's.
+        """Refuse a model with a parameter to train that is not the engine's.
 
         Raises:
             EngineStateError: it has.

@@ -5,7 +5,7 @@ The bits of a parameter depend on where the random number generator stood when i
 an order of their own: layer by layer, then perhaps all again (`self.apply(init)`). So the constructor runs as it is,
 on real memory, and what each operation did is noted with the generator's state before it. As soon as an operation
 turns to other tensors, the memory of the last ones is given back: their values can be computed again from the notes.
-A value that a constructor reads is computed again for it, so that it may do anything a constructor may do.
+A value is computed again if the constructor reads it: the constructor may do anything.
 """
 
 import gc
@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zerotrain.device.kinds import device_of
 from zerotrain.device.memory import give_back_freed
 
-# Memory that can be given back, since it is known by which operations it is filled again.
+# Memory to give back, and to fill again by known operations.
 
 
 MAX_STEPS = 16
-"""A tensor that more operations than this have written stays in memory: computing it again would take too long."""
+"""A tensor with more writes than this stays in memory: computing it again would take too long."""
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class RecordedCall:
         return pytree.tree_leaves((self.args, self.kwargs))
 
     def targets(self) -> list[torch.Tensor]:
-        """The tensor arguments that it writes, by its schema."""
+        """The tensor arguments it writes, by its schema."""
         written = []
         for index, argument in enumerate(self.func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -69,7 +69,7 @@ class RecordedCall:
 
 @dataclass(eq=False)
 class Step:
-    """A call that wrote a storage."""
+    """A call with a write to a storage."""
 
     call: RecordedCall
     reads: list["RefillableStorage"]
@@ -87,16 +87,16 @@ class Step:
 
 @dataclass(eq=False)
 class RefillableStorage:
-    """The memory behind some tensors, which can be given back and filled again."""
+    """The memory behind some tensors, to give back and fill again."""
 
     memory: torch.UntypedStorage
-    """Kept, so that no other storage gets its address."""
+    """Kept: no other storage gets its address."""
     nbytes: int
     live: set["RefillableStorage"]
-    """All that have memory now and can be computed again."""
+    """All storages with memory now, of values to compute again."""
     steps: list[Step] = field(default_factory=list)
     readers: list["RefillableStorage"] = field(default_factory=list)
-    """Those with a step that reads this one, or had such a step."""
+    """Those with a step that reads this one, now or before."""
     held: bool = False
     """For good: it cannot, or shall not, be computed again."""
 
@@ -141,18 +141,18 @@ _aten = torch.ops.aten
 _PLAIN = (torch.Tensor, nn.Parameter)
 _IN_PLACE = "copy_ fill_ zero_ uniform_ normal_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_"
 _OVERWRITES = {getattr(_aten, name) for name in _IN_PLACE.split()}
-"""Operations that leave nothing of the first argument's old values."""
+"""Operations without a use for the first argument's old values."""
 _UNFILLED = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 _ALIASES = {_aten.detach, _aten.alias}
 """Views that need no memory. Torch refuses others of a tensor without memory: it checks that they lie within."""
 _MOVES_STORAGE = {_aten.set_, _aten.resize_, _aten.resize_as_}
 _READERS = "__array__ __deepcopy__ __dlpack__ __reduce_ex__ data_ptr numpy share_memory_ storage tolist untyped_storage"
 _READS_MEMORY = {getattr(torch.Tensor, name) for name in _READERS.split()}
-"""Ways to a tensor's memory that are no operations, so that nothing can be noted of them."""
+"""Ways to a tensor's memory beside operations: nothing can be noted of them."""
 
 
 class InitialValues:
-    """The initial values of a model that `deferred_init` has built: its large parameters have no memory.
+    """The initial values of a model of `deferred_init`: its large parameters have no memory.
 
     For a model built in the ordinary way it has no records, and takes the values of the parameters.
     """
@@ -172,7 +172,7 @@ class InitialValues:
         self.release()
 
     def release(self, *, but: Collection[RefillableStorage] = ()) -> None:
-        """Give back the memory of all that can be computed again."""
+        """Give back all memory of values to compute again."""
         for storage in [storage for storage in self._live if storage not in but]:
             storage.memory.resize_(0)
             self._live.discard(storage)
@@ -186,7 +186,7 @@ class InitialValues:
             give_back_freed()
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Somebody reads a tensor in a way that cannot be followed: let it have memory from now on."""
+        """Somebody reads a tensor beyond our sight: let it have memory from now on."""
         storage = self._find(tensor)
         if storage is not None:
             storage.hold()
@@ -312,7 +312,7 @@ class _HoldReadMemory(TorchFunctionMode):
 
 
 def deferred_init(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, InitialValues]:
-    """Build a model whose large parameters have no memory, and note how to compute their initial values.
+    """Build a model without memory for its large parameters, and note how to compute their initial values.
 
     The values have the bits that `make_model()` alone would have given them, and the random number generators are
     left where it would have left them. While it runs, memory is held for the tensors of one operation, for those
@@ -334,12 +334,12 @@ def deferred_init(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, Initi
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether it is a tensor that has memory of the usual kind."""
+    """Whether it is a tensor with memory of the usual kind."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _generator_of(call: RecordedCall, tensors: list[torch.Tensor]) -> torch.Generator | None:
-    """The random number generator that an operation draws from."""
+    """The random number generator of an operation."""
     if torch.Tag.nondeterministic_seeded not in call.func.tags:
         return None
     for leaf in call.leaves():

@@ -1,7 +1,7 @@
 """Calls of a model while it trains: its units compiled or computed again, hooks on it, and names for a profiler.
 
 A unit's `forward` is replaced, and its hooks stay where they are, around `__call__`: they gather and free parameters
-outside the compiled graph. A recomputation happens within the unit's backward, whose hook has gathered them.
+outside the compiled graph. A recomputation happens within the unit's backward: its hook has gathered them.
 """
 
 import copy
@@ -32,7 +32,7 @@ WHY = "an engine gathers, reduces and updates between graphs; compile units with
 
 
 def outside_graphs(method: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a call that a compiled function may make: its graph ends before, and another begins behind. (Seen: at
+    """Decorates a call for compiled functions: their graph ends before, and another begins behind. (Seen: at
     stage 3 torch's compiler died of a parameter's class that had changed meanwhile.)"""
     outside: Callable[P, T] | None = None
 
@@ -52,12 +52,12 @@ def outside_graphs(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def makes_memory(method: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a call that makes memory that lasts: what is made within torch.inference_mode() can be neither trained
+    """Decorates a call with lasting memory: what is made within torch.inference_mode() can be neither trained
     nor written to outside of it, and users call the engine from their evaluation too. Outside graphs as well."""
     return outside_graphs(torch.inference_mode(False)(method))
 
 
-# A hook on a module of the model that stays behind when the module is copied, pickled or compiled.
+# A hook on a module of the model, left behind when the module is copied, pickled or compiled.
 
 
 class ModuleHook:
@@ -88,12 +88,7 @@ def no_hook(*_: Any) -> None:
 
 _UNNAMED = nullcontext()
 clock: Callable[[str], AbstractContextManager[object]] | None = None
-"""Measures ranges by action, in place of a profiler that may run: see `benchmarks.split`."""
-
-
-def profiler_runs() -> bool:
-    """Whether a torch profiler is recording in this process."""
-    return profiler._is_profiler_enabled
+"""Measures ranges by action, in place of a profiler: see `benchmarks.split`."""
 
 
 def named_range(action: str, owner: str) -> AbstractContextManager[object]:
@@ -157,7 +152,7 @@ def replace_forwards(
 def offload_saved(
     walked: WalkedModel, units: Sequence[str] | None, saved: SavedTensors, where: str
 ) -> Callable[[], None]:
-    """Offload the tensors that the forward of each unit of a model saves.
+    """Offload the saved tensors of the forward of each unit of a model.
 
     Args:
         units: as for `replace_forwards`, which comes before.
@@ -316,7 +311,7 @@ class _UnitForward:
 
 
 def require_compiler() -> None:
-    """Make sure that torch.compile finds what it makes machine code with.
+    """Refuse torch.compile on a machine without a compiler for it.
 
     Raises:
         ConfigError: naming what this machine lacks.

@@ -45,7 +45,7 @@ get_grad, set_grad = _GRAD.__get__, _GRAD.__set__
 
 
 def left_its_unit(unit: str) -> str:
-    """The sentence about a backward that read parameters of a unit that were not gathered for it."""
+    """The sentence about a backward that read parameters of a unit not gathered for it."""
     return (
         f"a backward read parameters that were not gathered for it: a tensor left {unit} other than by the unit's "
         f"output; return it from the unit's forward, or set {argument('zero.reshard_after_forward', False)}"
@@ -173,7 +173,7 @@ class LiveParameter(nn.Parameter):
 
 
 def register_last_hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Call `hook` when the gradient of `parameter` is there, behind all that others register. One for each."""
+    """Call `hook` when the gradient of `parameter` is there, behind all hooks of others. One for each."""
     handle: RemovableHandle = torch.Tensor.register_post_accumulate_grad_hook(parameter, hook)
     _LAST_HOOKS[parameter] = handle.id
     return handle

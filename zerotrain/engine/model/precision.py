@@ -1,4 +1,4 @@
-"""The dtypes of a model: those that compute and travel, parameters and arguments that keep fp32, and the loss scale.
+"""The dtypes of a model: for compute and the wire, of parameters and arguments kept in fp32, and the loss scale.
 
 Parameters may stay in fp32 while the rest computes in 16 bits; norms and routers are the usual ones: few bytes, and
 sensitive. PyTorch's modules refuse inputs of another dtype than
@@ -156,8 +156,8 @@ def refuses_dtypes(error: BaseException) -> bool:
 
 
 def one_dtype_at_entry(forward: Callable[..., Any], change: Callable[[WideArguments, Any], Any]) -> Callable[..., Any]:
-    """A forward whose arguments are brought to one dtype, and which runs without the mode: one that is compiled, or
-    that compares dtypes or looks for modes itself.
+    """A forward with its arguments in one dtype, without the mode: for compiled forwards, or ones with checks of dtypes
+    or modes of their own.
 
     Args:
         change: `WideArguments.rounded` or `WideArguments.widened`.
@@ -178,7 +178,7 @@ def _floats(value: Any) -> set[torch.dtype]:
     return {tensor.dtype for tensor in tensors_in(value) if tensor.is_floating_point()}
 
 
-# The dtypes that compute, travel and are kept.
+# The dtypes of compute, of the wire and of masters.
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Precision:
         return self.compute != self.master
 
     def of_bucket(self, dtype: torch.dtype) -> "Precision":
-        """That of a bucket whose parameters are held in `dtype`."""
+        """The precision of a bucket with parameters in `dtype`."""
         return replace(self, compute=dtype)
 
 

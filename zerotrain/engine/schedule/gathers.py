@@ -1,6 +1,6 @@
-"""Decides which buckets are gathered ahead, stay full or are freed, as forward and backward go from unit to unit.
+"""Decides on buckets to gather ahead, to keep full or to free, as forward and backward go from unit to unit.
 
-Gathers come in list order after the step (stages 1 and 2) or in the order in which units are called (stage 3): the same
+Gathers come in list order after the step (stages 1 and 2) or in the order of the calls of units (stage 3): the same
 on every rank, as long as all ranks call the same units.
 """
 
@@ -29,15 +29,15 @@ class Gathers:
         self._units, self._buckets = units, buckets
         self._gathers_updated = self.plan.shards_optimizer and not self.plan.shards_parameters
         self._running: list[LiveUnit] = []
-        """The units whose forward is under way, outermost first."""
+        """The units with their forward under way, outermost first."""
         self._in_backward: LiveUnit | None = None
-        """The unit that a backward reached last."""
+        """The last unit that a backward has reached."""
         self._prefetch = options.zero.prefetch if self.plan.shards_parameters else 0
-        """Units that are gathered ahead."""
+        """Units to gather ahead."""
         self._look_ahead(self._prefetch)
 
     def _look_ahead(self, prefetch: int) -> None:
-        """Fill in what each unit gathers ahead; units that share all their buckets count as one."""
+        """Fill in what each unit gathers ahead; units with all their buckets in common count as one."""
         for bucket in self._units[0].buckets + self._units[-1].buckets:
             bucket.stays_full = True
         for index, unit in enumerate(self._units):
@@ -110,8 +110,7 @@ class Gathers:
         self.complete(unit.buckets, unit.ahead_in_backward, unit.fetched_in_backward)
 
     def skipped_before(self, unit: LiveUnit, backward: int) -> Iterator[tuple[LiveUnit, set[LiveUnit]]]:
-        """The units that this backward jumps over to reach `unit`, since this rank did not call them; each with those
-        behind.
+        """The units without a call on this rank, between this backward and `unit`; each with those behind.
 
         At each of them a rank that did call it closes what is behind and gathers ahead, and so must this one, in that
         order. (Seen without overlap: one rank skipped a block, and waited with the reduction of that block for a rank
@@ -127,7 +126,7 @@ class Gathers:
             yield self._units[place], set(self._units[place + 1 :])
 
     def gather_ahead(self, unit: LiveUnit) -> None:
-        """A backward passes by a unit that was not called on this rank."""
+        """A backward passes by a unit without a call on this rank."""
         if self.frees_after_use:
             self.complete([], unit.ahead_in_backward, unit.fetched_in_backward)
 
@@ -150,7 +149,7 @@ class Gathers:
                 bucket.weights.prepare_gather()
 
     def gather_updated(self, bucket: Bucket) -> None:
-        """This bucket was updated: issue the gather that the next forward waits for."""
+        """This bucket was updated: issue the gather for the next forward."""
         if self._gathers_updated:
             bucket.weights.start_gather()
 
@@ -193,7 +192,7 @@ def _needed_by(units: Sequence[LiveUnit]) -> set[Bucket]:
 
 
 def _rest(buckets: Iterable[Bucket]) -> None:
-    """Reshard, also buckets that were gathered ahead and not used."""
+    """Reshard, also buckets gathered ahead and not used."""
     for bucket in buckets:
         if bucket.weights.life.state is not WeightState.SHARD:
             bucket.weights.finish_gather()

@@ -1,4 +1,4 @@
-"""The hooks that tell the schedule where the model is. Each is one call."""
+"""The hooks to tell the schedule where the model is. Each is one call."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 from torch.utils.hooks import RemovableHandle
 
 from zerotrain.engine.buckets.gradient import Gradients
-from zerotrain.engine.model.forward import ModuleHook, named_range, profiler_runs
+from zerotrain.engine.model.forward import ModuleHook, named_range
 from zerotrain.engine.model.live_parameter import get_grad, register_last_hook
 from zerotrain.engine.model.precision import tensors_in
 from zerotrain.engine.schedule.live_unit import LiveUnit, UnitCall
@@ -20,15 +21,15 @@ from zerotrain.errors import EngineStateError
 from zerotrain.sharding.units import WalkedModel
 
 next_node = torch.autograd._get_sequence_nr
-"""() -> the number that the next node of a graph gets in this thread; numbers grow. See [Note: positions in a
+"""() -> the number of the next node of a graph in this thread; numbers grow. See [Note: positions in a
 backward] in `live_unit`."""
 
 _HOOKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The modules that engines hang on."""
+"""The modules with an engine on them."""
 
 
 def require_no_engine(walked: WalkedModel) -> None:
-    """Make sure that no part of a model is another engine's: it would update weights that nobody reads any more.
+    """Refuse a model with a part of another engine: that one would update weights for no reader.
 
     Raises:
         EngineStateError: one is.
@@ -41,7 +42,7 @@ def require_no_engine(walked: WalkedModel) -> None:
 
 
 def require_graph(loss: torch.Tensor, first_node: int) -> None:
-    """Make sure that a backward of `loss` can be run and is of use.
+    """Refuse a loss without a backward, or without a use for one.
 
     Raises:
         EngineStateError: it is not one number, has no graph, or one from before `first_node`, the first since the
@@ -79,7 +80,7 @@ class LastGradientHook:
         self._handle = register_last_hook(parameter, self._fired)
 
     def _fired(self, _: torch.Tensor) -> None:
-        gradients: Gradients = [get_grad(parameter) for parameter in self._parameters]
+        gradients: Gradients = list(map(get_grad, self._parameters))
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             if gradient is None:
                 if parameter.requires_grad:  # otherwise the end of the backward says what is wrong
@@ -96,7 +97,7 @@ def connect(engine: object, schedule: Schedule) -> weakref.finalize:
     """Hook the modules of all units and the parameters of all trained buckets, until the engine is deleted.
 
     The hooks hold the schedule, and the schedule holds the model. So they are taken off when the engine goes: otherwise
-    a model that is used on would keep its engine's memory.
+    a model in further use would keep its engine's memory.
 
     Returns:
         A finalizer; calling it disconnects them earlier.
@@ -140,7 +141,7 @@ def _hook_unit(unit: LiveUnit, schedule: Schedule) -> list[RemovableHandle]:
         nonlocal first_node
         first_node = next_node()
         schedule.before_forward(unit)
-        if profiler_runs():
+        if profiler._is_profiler_enabled:
             ranges.append(named_range("forward", unit.name))
             ranges[-1].__enter__()
 
@@ -159,7 +160,7 @@ def _hook_unit(unit: LiveUnit, schedule: Schedule) -> list[RemovableHandle]:
 
 
 def _announce_backward(unit: LiveUnit, schedule: Schedule, output: Any, first_node: int) -> None:
-    """Have the backward of a forward that made the nodes from `first_node` on tell when it starts.
+    """Announce the backward of a forward with the nodes from `first_node` on.
 
     Autograd runs the nodes of a graph in the reverse of the order they were made in. So the hook on the last node
     runs before all others of the unit, also before those of a tensor that leaves it by another way (a loss kept in an
@@ -184,7 +185,7 @@ def _announce_backward(unit: LiveUnit, schedule: Schedule, output: Any, first_no
 
 
 class HasSchedule(Protocol):
-    """An engine, whose schedule is another one after each change of what trains."""
+    """An engine: its schedule is another one after each change of what trains."""
 
     schedule: Schedule
 

@@ -2,8 +2,8 @@
 
 [Note: positions in a backward]
 Autograd numbers the nodes of a graph in the order they are made, and a backward runs them in the reverse of that order.
-So a backward that is at node s has run all nodes above s that it will ever run, and those of a forward that began with
-node f are all done as soon as s < f. A gradient that has not come by then will not come in this backward. Every rank
+So a backward at node s has run all its nodes above s, and those of a forward with node f as its first are all done as
+soon as s < f. A gradient missing by then will not come in this backward. Every rank
 finds this at the same place of its backward, whatever gradients it has.
 """
 
@@ -20,14 +20,14 @@ BEHIND_ALL_NODES = 2**63
 
 @dataclass(eq=False)
 class UnitCall:
-    """One forward of a unit. Hooks on its outputs hold it, so it lives as long as the graph that it made."""
+    """One forward of a unit. Hooks on its outputs hold it, so it lives as long as its graph."""
 
     first_node: int
-    """Number of the first node that it may have made."""
+    """Number of its first node, if it made any."""
     reached_in: int | None = None
-    """Number of the last backward that came through it."""
+    """Number of the last backward through it."""
     is_used_up: bool = False
-    """Whether that backward freed the graph: no other can come through it."""
+    """Whether the graph is freed: no other backward can come through it."""
 
 
 @dataclass(eq=False)
@@ -43,9 +43,9 @@ class LiveUnit:
     """Behind those gathered ahead, what is gathered next: where shards lie off the device they are fetched by then."""
     fetched_in_backward: list[Bucket] = field(default_factory=list)
     first_of: list[Bucket] = field(default_factory=list)
-    """Buckets that no earlier unit of the forward needs."""
+    """Buckets without use in an earlier unit of the forward."""
     last_of: list[Bucket] = field(default_factory=list)
-    """Buckets that no later unit of the forward needs."""
+    """Buckets without use in a later unit of the forward."""
     calls_units: bool = False
     """Whether other units run within its forward, and so within its backward."""
     num_silent_calls: int = 0
@@ -56,7 +56,7 @@ class LiveUnit:
     checkpoint; its bucket was never closed there, and the ranks hung)."""
     _calls: "weakref.WeakSet[UnitCall]" = field(default_factory=weakref.WeakSet)
     _unseen_calls: list[UnitCall] = field(default_factory=list)
-    """Those whose outputs cannot be seen, so that no graph keeps them alive."""
+    """Calls with unseen outputs: no graph keeps them alive."""
 
     def add_call(self, call: UnitCall, *, is_held: bool) -> None:
         """A forward made a graph, of which hooks hold `call` if `is_held`."""
@@ -71,13 +71,13 @@ class LiveUnit:
         self.num_silent_calls = 0
 
     def is_passed(self, position: int, backward: int) -> bool:
-        """Whether all gradients of the unit have come that will come in the backward of this number, which is at node
+        """Whether all gradients of the unit in the backward of this number have come, with that backward at node
         `position`."""
         announced = not self.num_silent_calls or self.reached_in == backward
         return announced and not self._entered(position, backward)
 
     def was_called(self, backward: int) -> bool:
-        """Whether there is a forward that the backward of this number may come through."""
+        """Whether the backward of this number may still come through a forward."""
         return bool(self.num_silent_calls or self._entered(BEHIND_ALL_NODES, backward))
 
     def passes_next(self, position: int, backward: int) -> bool:
@@ -95,7 +95,7 @@ class LiveUnit:
 
 
 def next_buckets(unit: LiveUnit, following: Sequence[LiveUnit], prefetch: int) -> list[Bucket]:
-    """The buckets of the next `prefetch` units that need any which `unit` does not have."""
+    """The buckets of the next `prefetch` units with any that `unit` does not have."""
     ahead: list[Bucket] = []
     for other in following:
         new = [bucket for bucket in other.buckets if bucket not in unit.buckets and bucket not in ahead]

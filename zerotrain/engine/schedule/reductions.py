@@ -61,9 +61,9 @@ class Reductions:
         self._number = 0
         """Its number."""
         self._reached: LiveUnit | None = None
-        """The unit that the backward reached last."""
+        """The last unit that the backward has reached."""
         self._position = _BEFORE_ALL_NODES
-        """The node at which it did."""
+        """The node of that moment."""
 
     # ---- a backward
 
@@ -107,7 +107,7 @@ class Reductions:
             if self._waiting[0] is not going and not self.may_go(self._waiting[0]):
                 break
             self._reduce_next()
-        if not any(bucket.gradient.reduction.ends_with_gather for bucket in self._in_flight):
+        if not (self._in_flight and self._in_flight[0].gradient.reduction.ends_with_gather):  # all are alike in it
             # A gather must not be issued when this rank happens to see its reduction done: the model may have
             # collectives of its own in the backward (batch norm over ranks), and the order among them would differ from
             # rank to rank.
@@ -128,7 +128,7 @@ class Reductions:
             self._reduce_next()
 
     def reached(self, unit: LiveUnit, position: int) -> None:
-        """The backward has come to `unit`, at node `position`, and all that is passed is closed."""
+        """The backward has come to `unit`, at node `position`, with all passed buckets closed."""
         self._reached, self._position = unit, position
 
     def end(self) -> None:
@@ -158,7 +158,7 @@ class Reductions:
             bucket.gradient.add_leaf()
 
     def drop(self) -> None:
-        """Forget the gradients since the last step, also those of a backward that broke off.
+        """Forget the gradients since the last step, also those of a broken backward.
 
         Waits for the reductions under way. All ranks have issued the same ones if they broke off at the same place.
         """
@@ -176,7 +176,7 @@ class Reductions:
         while self._in_flight and (wait or self._in_flight[0].gradient.reduction.handle.is_done()):
             self._finish_oldest()
 
-    # ---- which bucket goes when
+    # ---- the turn of a bucket
 
     def may_go(self, bucket: TrainedBucket) -> bool:
         """Whether a complete bucket may be reduced and freed at once: every rank closes it before the next gathers."""
@@ -205,7 +205,7 @@ class Reductions:
         self._closed_short.append(bucket)
 
     def _move_unmoved(self, bucket: TrainedBucket) -> None:
-        """Move what came of segments that are not complete. Before a reduction that is zeros where nothing came."""
+        """Move what came of incomplete segments. Before a reduction zeros stand in for nothing."""
         for segment in bucket.gradient.segments:
             if segment not in self._open_segments[bucket]:
                 continue

@@ -56,7 +56,7 @@ class Schedule:
         self._root_task, self._first_new_node = -1, 0
         """Autograd's number of the backward under way, and the first node that is made within it."""
         self._makes_graphs = False
-        """Whether the forward under way is one that a backward may follow."""
+        """Whether a backward may follow the forward under way."""
 
     # ---- forward
 
@@ -96,7 +96,7 @@ class Schedule:
                 self.gathers.complete(unit.buckets, unit.ahead_in_forward)
 
     def touch(self, bucket: Bucket) -> None:
-        """A parameter was read that no hook announced: complete its bucket."""
+        """A parameter was read without a hook's announcement: complete its bucket."""
         self._refuse_idle(bucket.spec.parameters[0].names[0], "or a parameter beside it was read")
         # No hook will announce the backward of this read either, so the bucket must be there when that comes.
         bucket.stays_full = bucket.is_read_unannounced = True
@@ -182,7 +182,7 @@ class Schedule:
         self.gathers.free()
 
     def drain(self) -> None:
-        """Wait for all that is under way or was prepared."""
+        """Wait for all collectives under way or prepared."""
         self.drop_gradients()
         for bucket in self.buckets:
             bucket.weights.drain()

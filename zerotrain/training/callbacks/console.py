@@ -270,7 +270,6 @@ def _ranks(engine: ZeroEngine) -> str:
 
 
 def _memory(engine: ZeroEngine, num_micro_batches: int) -> Iterator[str]:
-    """By formulas: the optimizer's state is not there yet."""
     held = engine.planned_nbytes()
     unit, unit_nbytes = unit_of(max(held.values()))
     of_each = ", ".join(

@@ -98,7 +98,7 @@ def test_the_clip_coefficient_is_that_of_torch():
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code of a GPU, on tensors of the CPU."""
-    monkeypatch.setattr("zerotrain.device.kinds.Cpu.is_host", False)
+    monkeypatch.setattr("zerotrain.device.device.Device.is_host", False)
 
 
 @pytest.mark.usefixtures("on_gpu")

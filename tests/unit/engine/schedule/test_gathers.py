@@ -174,21 +174,6 @@ def names(buckets: list[Bucket]) -> list[str]:
     return [bucket.spec.name for bucket in buckets]
 
 
-@pytest.mark.parametrize(
-    ("prefetch", "forward", "backward"),
-    [
-        (0, [[], [], [], []], [[], [], [], []]),
-        (1, [["a"], ["b"], ["c"], []], [[], ["root"], ["a"], ["b"]]),
-        (2, [["a", "b"], ["b", "c"], ["c"], []], [[], ["root"], ["a", "root"], ["b", "a"]]),
-        (9, [["a", "b", "c"], ["b", "c"], ["c"], []], [[], ["root"], ["a", "root"], ["b", "a", "root"]]),
-    ],
-)
-def test_so_many_units_are_gathered_ahead_in_the_order_they_come(prefetch, forward, backward):
-    units = Model(prefetch=prefetch).units.values()
-    assert [names(unit.ahead_in_forward) for unit in units] == forward
-    assert [names(unit.ahead_in_backward) for unit in units] == backward
-
-
 def test_what_was_gathered_ahead_and_not_used_is_freed_too():
     model = Model()
     model.forward("a", backward_follows=False)
