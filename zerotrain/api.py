@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from zerotrain.comm.world import World
 from zerotrain.device.kinds import device_of
@@ -14,7 +13,7 @@ from zerotrain.settings import EngineConfig, OffloadConfig, PrecisionConfig, Zer
 
 
 def build_engine(
-    model: nn.Module | Callable[[], nn.Module],
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
     *,
     optimizer: OptimizerFactory,
     zero: ZeroConfig | None = None,
@@ -32,8 +31,8 @@ def build_engine(
     """Wrap a model in the sharded engine.
 
     Args:
-        model: any nn.Module, built alike on every rank; changed in place (see `ZeroEngine`). Or a function that builds
-            it: at stage 3 no rank ever holds such a model whole (see `zerotrain.engine.model.deferred`).
+        model: any `nn.Module`, built alike on every rank; changed in place (see `ZeroEngine`). Or a function that
+            builds it: at stage 3 no rank ever holds such a model whole (see `zerotrain.engine.model.deferred`).
         optimizer: makes an element-wise optimizer of groups, such as `functools.partial(torch.optim.AdamW, lr=3e-4)`,
             or one declared to update whole tensors, such as `zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=3e-4)`.
         zero: how state is sharded and moved; default `ZeroConfig()`, stage 2.
@@ -99,10 +98,10 @@ def _require_allowed(model: Any, optimizer: Any, config: EngineConfig) -> None:
         raise ConfigError(*problems)
 
 
-def _device_of(model: nn.Module | Callable[[], nn.Module]) -> torch.device:
+def _device_of(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch.device:
     """The device of a model's first parameter; of a model still to be built, torch's default device. The meta device,
     a plan's, counts as the CPU."""
-    if isinstance(model, nn.Module):
+    if isinstance(model, torch.nn.Module):
         parameter = next(model.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
     else:

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from zerotrain.files.untrusted import listed as listed
-from zerotrain.files.untrusted import printable
+from zerotrain.files.untrusted import listed as listed, printable
 
 # Arguments in messages. A reader who calls Python knows compile=True; the reader of a run knows model.compile=true.
 

@@ -17,8 +17,12 @@ from torch import nn
 
 from tests.unit.checkpoint import test_beside_training
 from tests.unit.checkpoint.runs import KINDS
-from tests.unit.engine import test_engine_between_steps as test_inference_mode
-from tests.unit.engine import test_offload, test_set_stage, test_weight_habits
+from tests.unit.engine import (
+    test_engine_between_steps as test_inference_mode,
+    test_offload,
+    test_set_stage,
+    test_weight_habits,
+)
 from tests.unit.engine.habits import EVERYWHERE
 
 SIZES = (1, 2, 3)

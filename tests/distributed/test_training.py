@@ -19,8 +19,7 @@ import zerotrain
 from zerotrain.data import TextDataset
 from zerotrain.models import GPT
 from zerotrain.testing import run_ranks
-from zerotrain.training import clock as metrics
-from zerotrain.training import warmup_cosine
+from zerotrain.training import clock as metrics, warmup_cosine
 
 GLOBAL_BATCH_SIZE = 12
 SEQ_LEN = 24

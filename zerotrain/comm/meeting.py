@@ -1,7 +1,6 @@
 """The meeting place of a run's ranks is a store: a file, the store of torchrun's agent, or one kept by rank 0."""
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -10,7 +9,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -126,7 +125,7 @@ def leave(store: dist.Store, size: int) -> None:
 
 
 def _with_store_at(ranks: RankEnvironment, address: object, port: object) -> RankEnvironment:
-    return dataclasses.replace(ranks, address=str(address), port=int(str(port)))
+    return replace(ranks, address=str(address), port=int(str(port)))
 
 
 def _listen_beside(ranks: RankEnvironment, timeout_s: float) -> tuple[dist.Store, tuple[str, int]]:

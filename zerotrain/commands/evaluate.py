@@ -46,9 +46,7 @@ from zerotrain.launching.torchrun import job_exchange
 from zerotrain.preflight import check, choice
 from zerotrain.preflight.room import Ranks
 from zerotrain.run.factory import build_on_meta
-from zerotrain.saved import evaluating
-from zerotrain.saved.saved import ADAPTERS, MERGED, OfRun, SavedRun, opened_or_exported
-from zerotrain.saved.trust import TARGET, are_known, names_others, require_trusted
+from zerotrain.saved import evaluating, saved
 from zerotrain.settings import OffloadGroup
 from zerotrain.training.callbacks.stages import stage_at
 from zerotrain.training.metrics import Metric
@@ -89,7 +87,9 @@ class _Loss(TypedDict):
     metrics: dict[str, float]
 
 
-METRICS = {name: {TARGET: f"zerotrain.training.metrics.{name.capitalize()}"} for name in ("accuracy", "perplexity")}
+METRICS = {
+    name: {saved.TARGET: f"zerotrain.training.metrics.{name.capitalize()}"} for name in ("accuracy", "perplexity")
+}
 """Metrics for any run."""
 NO_METRICS = "zerotrain.training.callbacks."
 """The name of a class beginning so is no metric."""
@@ -163,10 +163,10 @@ def evaluate(
         RunError: a rank that was started failed.
     """
     ranks, averaged = RankEnvironment.read(), is_averaged(weights)
-    with kept_out.nothing_imported_from(path), opened_or_exported(path, averaged=averaged) as run:
+    with kept_out.nothing_imported_from(path), saved.opened_or_exported(path, averaged=averaged) as run:
         request: dict[str, Any] = {"weights": str(run.path), "step": run.step, "averaged": averaged}
         warnings = []
-        if not averaged and isinstance(run, SavedRun) and run.evaluates_average:
+        if not averaged and isinstance(run, saved.SavedRun) and run.evaluates_average:
             warnings.append(OTHER_WEIGHTS)
         config = _evaluation_config(run, ranks)
         config.callbacks, left_out = _metrics_of(config, metrics, trust_code)
@@ -200,10 +200,10 @@ def _metrics_of(config: Config, names: Sequence[str] | None, trust_code: bool) -
     """
     metrics, left_out = {}, []
     for name, values in config.callback_targets.items():
-        if not (trust_code or are_known(values)):
-            is_none = isinstance(values, dict) and str(values.get(TARGET)).startswith(NO_METRICS)
+        if not (trust_code or saved.are_known(values)):
+            is_none = isinstance(values, dict) and str(values.get(saved.TARGET)).startswith(NO_METRICS)
             left_out += [] if is_none else [name]
-        elif checks.makes(values.get(TARGET), Metric):
+        elif checks.makes(values.get(saved.TARGET), Metric):
             metrics[name] = values
     if names is None:
         return metrics, left_out
@@ -221,12 +221,12 @@ def _metrics_of(config: Config, names: Sequence[str] | None, trust_code: bool) -
     return {name: {key: value for key, value in values.items() if key != "of"} for name, values in chosen.items()}, []
 
 
-def _evaluation_config(run: OfRun, ranks: RankEnvironment | None) -> Config:
+def _evaluation_config(run: saved.OfRun, ranks: RankEnvironment | None) -> Config:
     """The run's config, without what is of training alone. A ConfigError where it has none, or no whole weights."""
     config, form = run.require_config(), run.form
-    if form == ADAPTERS:
+    if form == saved.ADAPTERS:
         raise ConfigError(f"{run.path} has only adapters; give the run, or an export that was written with --merge")
-    if form == MERGED:
+    if form == saved.MERGED:
         config.model["lora"] = None
     config.zero.stage, config.zero.schedule = stage_at(config.zero.stages, run.step), None
     config.train.virtual_ranks, config.train.gradient_accumulation_steps = None, 1
@@ -290,13 +290,13 @@ def with_settings(config: Config, settings: Sequence[str], path: Path, use: Use,
         raise ConfigError(*problems)
     if not trust_code:
         named: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)
-        require_trusted(config, use.built, path, overrides=named)
+        saved.require_trusted(config, use.built, path, overrides=named)
     if problems := checks.class_problems(config):
         raise ConfigError(*problems)
     return config
 
 
-def _checked(config: Config, run: OfRun, averaged: bool, ranks: Ranks) -> dict[str, Any]:
+def _checked(config: Config, run: saved.OfRun, averaged: bool, ranks: Ranks) -> dict[str, Any]:
     """The data as it is after all that can be checked without ranks.
 
     Raises:
@@ -317,7 +317,7 @@ def _checked(config: Config, run: OfRun, averaged: bool, ranks: Ranks) -> dict[s
     except ZeroTrainError:
         raise
     except Exception as error:
-        if names_others(config, EVALUATION.built):
+        if saved.names_others(config, EVALUATION.built):
             raise
         problem = f"{run.path} cannot be evaluated: {type(error).__name__}: {first_paragraph(error)}"
         raise ConfigError(problem) from error

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zerotrain.checkpoint.manifest import AVERAGE, WEIGHT, SavedParameter
-from zerotrain.checkpoint.manifest import DTYPES as SAVED_DTYPES
+from zerotrain.checkpoint.manifest import AVERAGE, DTYPES as SAVED_DTYPES, WEIGHT, SavedParameter
 from zerotrain.checkpoint.others.safetensors_and_torch import OutTensor
 from zerotrain.checkpoint.tensor_file import chunks
 from zerotrain.checkpoint.verification import CheckpointTensors

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.data import IterableDataset
 
 from zerotrain.data import fetch
@@ -135,7 +134,7 @@ def _require_as_many_labels(dataset: Any, batches: Sequence[Any], name: str) -> 
             )
 
 
-def require_taken(batches: Sequence[Any], name: str, model: nn.Module) -> None:
+def require_taken(batches: Sequence[Any], name: str, model: torch.nn.Module) -> None:
     """Check a model's forward with items.
 
     Args:

@@ -24,7 +24,6 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-from torch import multiprocessing
 from torch.utils.data._utils import worker as torchs_worker
 
 from zerotrain.data import fetch
@@ -112,13 +111,13 @@ def read_in_workers(
     """
     shared = torch.zeros(num_workers, 4, dtype=torch.float64).share_memory_()
     places = [fetch.RowPlace(timeout_s, values) for values in shared]
-    pipes = [multiprocessing.Pipe() for _ in places]
+    pipes = [torch.multiprocessing.Pipe() for _ in places]
     ends = [end for pipe in pipes for end in pipe]
     workers: list[_Worker] = []
     try:
         for number, (place, (rank_end, worker_end)) in enumerate(zip(places, pipes, strict=True)):
             other_ends = [end for end in ends if end is not worker_end]
-            process = multiprocessing.Process(
+            process = torch.multiprocessing.Process(
                 target=_run_worker, args=(read, place, worker_end, other_ends, number, num_workers), daemon=True
             )
             place.begin()

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import ScratchPools
@@ -29,7 +28,7 @@ from zerotrain.sharding.bucketing import BucketSpec, cut_buckets
 from zerotrain.sharding.layout import BucketLayout, FlatBuffer, assign_owners
 from zerotrain.sharding.units import WalkedModel
 
-PlacedUnit = tuple[str, list[nn.Module], list[int]]
+PlacedUnit = tuple[str, list[torch.nn.Module], list[int]]
 """A unit's name, its modules and the places of its buckets."""
 
 
@@ -44,8 +43,8 @@ class Builder:
 
     def __init__(
         self,
-        model: nn.Module,
-        dtypes: Mapping[nn.Parameter, torch.dtype],
+        model: torch.nn.Module,
+        dtypes: Mapping[torch.nn.Parameter, torch.dtype],
         *,
         options: EngineOptions,
         groups: ParamGroups,
@@ -229,7 +228,7 @@ def share_unmanaged(walked: WalkedModel, collectives: Collectives) -> None:
     """
     tensors = walked.unmanaged
     for name, tensor in tensors.items():
-        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+        if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
             raise model_error(
                 f"{name} is {tensor.dtype} and requires a gradient, which no bucket holds: make it two real "
                 "parameters (torch.view_as_real), or freeze it with requires_grad_(False)"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import nn
 
 from zerotrain.checkpoint.manifest import read_manifest
 from zerotrain.comm.collectives import Collectives
@@ -52,7 +51,7 @@ class ZeroEngine(step.Steps, usage.Usage):
     # ---- what trains and where it lies
 
     @makes_memory
-    def freeze(self, *named: str | nn.Parameter) -> None:
+    def freeze(self, *named: str | torch.nn.Parameter) -> None:
         """Let parameters train no more: only their weights in the compute precision are kept.
 
         Args:
@@ -65,7 +64,7 @@ class ZeroEngine(step.Steps, usage.Usage):
         self.held.change("engine.freeze", lambda: self.held.groups.freeze(named))
 
     @makes_memory
-    def unfreeze(self, *named: str | nn.Parameter) -> None:
+    def unfreeze(self, *named: str | torch.nn.Parameter) -> None:
         """Let frozen parameters train, in the group they have, as new to the optimizer. Otherwise as `freeze`."""
         self.held.change("engine.unfreeze", lambda: self.held.groups.unfreeze(named))
 
@@ -445,7 +444,7 @@ def take_up(engine: ZeroEngine, path: str | os.PathLike[str]) -> tuple[Any, str 
 
 @makes_memory
 def assemble_engine(
-    model: nn.Module | Callable[[], nn.Module],
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
     given: EngineConfig,
     *,
     optimizer: OptimizerFactory,
@@ -464,7 +463,7 @@ def assemble_engine(
     collectives = Collectives(world, ledger=Ledger(), ordered=options.ordered, overlap=options.zero.overlap)
     with failing_together(collectives, doing="building the engine", outcome="no rank has one"):
         initial = InitialValues()
-        if not isinstance(model, nn.Module):
+        if not isinstance(model, torch.nn.Module):
             with world.device:  # where parameters are sharded, built without their memory
                 model, initial = deferred_init(model) if options.plan.shards_parameters else (model(), initial)
         replace_forwards(

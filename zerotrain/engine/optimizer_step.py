@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch
-from torch import nn
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.device.kinds import device_of, reading
@@ -93,7 +92,7 @@ _WORDS = {_INFINITE: "inf", _NAN: "nan"}
 
 
 def find_nonfinite(
-    model: nn.Module, trained: Sequence[TrainedBucket], losses: Sequence[torch.Tensor], collectives: Collectives
+    model: torch.nn.Module, trained: Sequence[TrainedBucket], losses: Sequence[torch.Tensor], collectives: Collectives
 ) -> str:
     """Name the first parameter with a wrong reduced gradient, and the ranks with a wrong loss. Collective.
 
@@ -142,7 +141,7 @@ class OptimizerStep:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: torch.nn.Module,
         options: EngineOptions,
         collectives: Collectives,
         stamps: StepStamps,

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from zerotrain.files.kept_out import refusal, require_no_kernels
 from zerotrain.files.terminal import package
@@ -18,7 +17,7 @@ BALANCING_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-class HuggingFaceModel(nn.Module):
+class HuggingFaceModel(torch.nn.Module):
     """One of the models of `transformers.AutoModelForCausalLM`.
 
     Args:
@@ -229,8 +228,8 @@ def _require_adapters(adapters: dict[str, Any]) -> None:
 
 
 def _with_adapters(
-    model: nn.Module, *, rank: int, alpha: int, dropout: float, targets: Sequence[str] | None
-) -> nn.Module:
+    model: torch.nn.Module, *, rank: int, alpha: int, dropout: float, targets: Sequence[str] | None
+) -> torch.nn.Module:
     peft = package("peft", extra="hf", needed_by="model.lora")
     is_transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())  # GPT-2's linear layers
     config = peft.LoraConfig(

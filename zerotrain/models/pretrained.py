@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from msgspec import Struct
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from transformers.utils import cached_file
 
 from zerotrain.files.match import Misfits, StoredTensor, any_kind, match, model_tensors
@@ -72,7 +71,7 @@ def _find(name_or_path: str, file: str) -> str | None:
     return cached_file(name_or_path, file, _raise_exceptions_for_missing_entries=False)
 
 
-def require_shapes(model: nn.Module, files: Mapping[str, str]) -> None:
+def require_shapes(model: torch.nn.Module, files: Mapping[str, str]) -> None:
     """Compare the shapes of a model's files with the model after changes of its config; it may be on the meta device.
     ValueError where a tensor has another shape than the model's of the same name."""
     if wrong := _matched(model, files).wrong_shape:
@@ -81,7 +80,7 @@ def require_shapes(model: nn.Module, files: Mapping[str, str]) -> None:
         )
 
 
-def load_weights(model: nn.Module, files: Mapping[str, str]) -> bool:
+def load_weights(model: torch.nn.Module, files: Mapping[str, str]) -> bool:
     """Copy tensors from files into the parameters and buffers of the same names. False, and nothing is copied, where
     names or shapes are not exactly those of the model. One name of tied tensors is enough."""
     if _matched(model, files) != Misfits((), (), (), ()):
@@ -93,7 +92,7 @@ def load_weights(model: nn.Module, files: Mapping[str, str]) -> bool:
     return True
 
 
-def _matched(model: nn.Module, files: Mapping[str, str]) -> Misfits:
+def _matched(model: torch.nn.Module, files: Mapping[str, str]) -> Misfits:
     tensors = []
     for path in dict.fromkeys(files.values()):
         with _open_safetensors(path) as file:

@@ -20,8 +20,7 @@ from torch import nn
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.comm.world import choose_device
 from zerotrain.config import compose, words
-from zerotrain.config.checks import HYDRA_KEYS
-from zerotrain.config.checks import SETS as SETS_OF
+from zerotrain.config.checks import HYDRA_KEYS, SETS as SETS_OF
 from zerotrain.config.schema import Config, SweepConfig
 from zerotrain.data import fetch
 from zerotrain.data.items import first_batches, require_next_tokens, require_taken

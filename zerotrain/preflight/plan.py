@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import torch
-from msgspec import UNSET, UnsetType
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -133,11 +132,11 @@ class PlanFile(msgspec.Struct, kw_only=True):
     process: int
     kept: int
     stages: dict[int, _StageInFile]
-    asked: str | UnsetType = UNSET
+    asked: str | msgspec.UnsetType = msgspec.UNSET
     """Hash of the settings with `auto`, see `asked_hash`."""
-    chosen: dict[str, Any] | UnsetType | None = UNSET
+    chosen: dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
     """The values for `auto`, by setting; None: nothing fits."""
-    ways: list[str] | UnsetType = UNSET
+    ways: list[str] | msgspec.UnsetType = msgspec.UNSET
     """A line for each planned way, if more than the stage was chosen."""
 
 

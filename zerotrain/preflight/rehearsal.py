@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from zerotrain.comm import collectives, wires
 from zerotrain.comm.handles import Exchange, Gather, Reduction, ReductionSpec, Wire, Zeros
@@ -333,7 +332,7 @@ class Rehearsals:
             return rehearsal.plan()
 
     @contextmanager
-    def at(self, stage: int, model: nn.Module | None = None) -> Iterator["Rehearsal"]:
+    def at(self, stage: int, model: torch.nn.Module | None = None) -> Iterator["Rehearsal"]:
         """In here the engine of the rank with most state can be looked at, and can make a step.
 
         Args:
@@ -351,7 +350,7 @@ class Rehearsals:
                     return
             rank, model = busiest, None
 
-    def _engine(self, mode: Unreal, stage: int, rank: int, model: nn.Module | None) -> ZeroEngine:
+    def _engine(self, mode: Unreal, stage: int, rank: int, model: torch.nn.Module | None) -> ZeroEngine:
         config, links = self.config, self.links
         if model is None:
             model = build_on_meta(config)

@@ -15,7 +15,6 @@ from pathlib import Path
 from weakref import ref
 
 import torch
-from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zerotrain.comm.whereabouts import files_problem
@@ -33,15 +32,15 @@ from zerotrain.sharding.plan import STAGES
 def watching_parameters(look: Callable[[int], None]) -> Iterator[None]:
     """Inside, `look` gets the elements of all live parameters whenever a module has got a new one. It may raise, to end
     a constructor on its way to millions of them."""
-    made: dict[int, ref[nn.Parameter]] = {}
+    made: dict[int, ref[torch.nn.Parameter]] = {}
     live_numel = 0
 
-    def forget(key: int, numel: int, _: ref[nn.Parameter]) -> None:
+    def forget(key: int, numel: int, _: ref[torch.nn.Parameter]) -> None:
         nonlocal live_numel
         del made[key]
         live_numel -= numel
 
-    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    def registered(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         nonlocal live_numel
         if parameter is not None and (key := id(parameter)) not in made:
             numel = parameter.numel()

@@ -14,7 +14,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import nn
 
 from zerotrain.data import batches, fetch, mix, windows
 from zerotrain.device.memory import give_back_freed
@@ -30,12 +29,12 @@ from zerotrain.training.sameness import seed_leaf
 
 
 @contextmanager
-def watching_for_nonfinite(model: nn.Module) -> Iterator[list[str]]:
+def watching_for_nonfinite(model: torch.nn.Module) -> Iterator[list[str]]:
     """Watch a model around one forward and backward. The list gets a sentence on the first value that is not finite:
     the module that has made it, and what from."""
     sentences: list[str] = []
 
-    def watch(name: str, module: nn.Module, inputs: Any, keyword_inputs: Any, outputs: Any) -> None:
+    def watch(name: str, module: torch.nn.Module, inputs: Any, keyword_inputs: Any, outputs: Any) -> None:
         called = f"{name} ({type(module).__name__})"
         for parameter, values in module.named_parameters(recurse=False):  # at stage 3 they are whole in here alone
             if not _is_finite(values):

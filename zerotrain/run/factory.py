@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zerotrain.checkpoint.manifest import Manifest
@@ -107,7 +106,7 @@ def tokens_per_sequence(setting: str, train: Sized, otherwise: str) -> int:
 FREEZE, GROUPS = "model.freeze", "optimizer.groups"
 
 
-def freeze(config: Config, model: nn.Module) -> dict[str, Any]:
+def freeze(config: Config, model: torch.nn.Module) -> dict[str, Any]:
     """Let those parameters of a model not train which `model.freeze` freezes for good.
 
     Returns:
@@ -334,7 +333,7 @@ def build_engine_of(
     run_dir: Path | None = None,
     frozen: dict[str, Any] | None = None,
     *,
-    model: nn.Module | None = None,
+    model: torch.nn.Module | None = None,
     optimizer: OptimizerFactory | None = None,
 ) -> ZeroEngine:
     """The engine of a run around its model, with the model's first weights. Collective.
@@ -363,8 +362,8 @@ def build_engine_of(
         virtual_ranks=train.virtual_ranks,
     )
 
-    def build_model() -> nn.Module:
-        built: nn.Module = build("model", config.target("model"))
+    def build_model() -> torch.nn.Module:
+        built: torch.nn.Module = build("model", config.target("model"))
         until = freeze(config, built)
         if frozen is not None:
             frozen.update(until)
@@ -502,7 +501,7 @@ def try_schedule(config: Config) -> None:
 def require_kind(group: str, values: dict[str, Any], instance: object, kind: type) -> None:
     """Make sure that a class of the config makes what its group is for; ConfigError otherwise."""
     if not isinstance(instance, kind):
-        called = "torch.nn.Module" if kind is nn.Module else "torch.optim.Optimizer"
+        called = "torch.nn.Module" if kind is torch.nn.Module else "torch.optim.Optimizer"
         path, got = values.get("_target_"), type(instance).__name__
         raise ConfigError(f"{group}._target_: got {path}, which makes a {got}; it must make a {called}")
 
@@ -530,7 +529,7 @@ def ended_in(group: str, ending: SystemExit, values: dict[str, Any]) -> str:
     )
 
 
-def build_on_meta(config: Config) -> nn.Module | None:
+def build_on_meta(config: Config) -> torch.nn.Module | None:
     """The model without memory; None where its constructor computes with values, which meta tensors do not have.
 
     Raises:
@@ -551,7 +550,7 @@ class _NothingDrawn(TorchFunctionMode):
     that in Python, half of the time of many layers, and imports its compiler to do so, which took a second of each
     start (2026-11-21)."""
 
-    _DRAWS = (torch.Tensor.normal_, nn.init.normal_, torch.Tensor.uniform_, nn.init.uniform_)
+    _DRAWS = (torch.Tensor.normal_, torch.nn.init.normal_, torch.Tensor.uniform_, torch.nn.init.uniform_)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

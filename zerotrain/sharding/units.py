@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Generic, TypeVar
 
 import torch
-from torch import nn
 
 from zerotrain.errors import ConfigError
 from zerotrain.sharding.layout import contiguous_stride
@@ -30,9 +29,9 @@ experts at stage 3 waited for each other until the timeout.)"""
 class ModelParameter:
     """One parameter and every place of the model that holds it (several if tied)."""
 
-    parameter: nn.Parameter
+    parameter: torch.nn.Parameter
     names: list[str] = field(default_factory=list)
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    owners: list[tuple[torch.nn.Module, str]] = field(default_factory=list)
     """(module, attribute name) of each place, in the order of `names`."""
 
 
@@ -40,10 +39,10 @@ class ModelParameter:
 class WalkedModel:
     """A model's modules, parameters and buffers, as one walk has found them. See `walk`."""
 
-    model: nn.Module
-    places: Sequence[tuple[str, nn.Module]]
+    model: torch.nn.Module
+    places: Sequence[tuple[str, torch.nn.Module]]
     """(name, module) in module order: a module that has several names comes as often."""
-    modules: Mapping[str, nn.Module]
+    modules: Mapping[str, torch.nn.Module]
     """Each once, by its first name, in module order."""
     parameters: Sequence[ModelParameter]
     """All of them, in module order, tied ones once."""
@@ -67,10 +66,10 @@ class WalkedModel:
         return inside
 
 
-def walk(model: nn.Module) -> WalkedModel:
+def walk(model: torch.nn.Module) -> WalkedModel:
     """Find all modules, parameters and buffers of a model, with all their names."""
     places = list(model.named_modules(remove_duplicate=False))
-    modules: dict[nn.Module, str] = {}
+    modules: dict[torch.nn.Module, str] = {}
     parameters: dict[torch.Tensor, ModelParameter] = {}
     buffers: dict[torch.Tensor, str] = {}
     for prefix, module in places:
@@ -133,13 +132,13 @@ class Unit(Generic[P]):
     """Modules whose parameters are gathered together. `modules` is empty for the resident part of the root."""
 
     name: str
-    modules: list[nn.Module]
+    modules: list[torch.nn.Module]
     parameters: list[P] = field(default_factory=list)
     is_root: bool = False
     """Whether it is a part of the root: no block."""
 
 
-def find_units(walked: WalkedModel, patterns: Sequence[str] | None) -> dict[str, nn.Module]:
+def find_units(walked: WalkedModel, patterns: Sequence[str] | None) -> dict[str, torch.nn.Module]:
     """The repeated blocks of a model by name, in module order, none inside another.
 
     Args:
@@ -149,7 +148,7 @@ def find_units(walked: WalkedModel, patterns: Sequence[str] | None) -> dict[str,
     Raises:
         ConfigError: a pattern that matches no module with parameters.
     """
-    blocks: dict[str, nn.Module] = {}
+    blocks: dict[str, torch.nn.Module] = {}
     for name, module in walked.modules.items():
         if any(f"{name}.".startswith(f"{outer}.") for outer in blocks):
             continue
@@ -167,8 +166,8 @@ def find_units(walked: WalkedModel, patterns: Sequence[str] | None) -> dict[str,
     return blocks
 
 
-def _like_children(name: str, module: nn.Module, walked: WalkedModel) -> dict[str, nn.Module]:
-    if not isinstance(module, nn.ModuleList | nn.Sequential):
+def _like_children(name: str, module: torch.nn.Module, walked: WalkedModel) -> dict[str, torch.nn.Module]:
+    if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
         return {}
     if name.rpartition(".")[2] in CHOSEN_CHILDREN:
         return {}
@@ -199,7 +198,7 @@ def no_match(parameters: Sequence[ModelParameter], pattern: str) -> str:
     return f"{pattern!r} is no floating-point parameter of the model; {f'did you mean {near}?' if near else some}"
 
 
-def model_parameters(model: nn.Module) -> list[ModelParameter]:
+def model_parameters(model: torch.nn.Module) -> list[ModelParameter]:
     """All floating-point parameters in module order, tied ones once."""
     return list(walk(model).managed)
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from msgspec import Struct, convert, structs
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from zerotrain.comm.ledger import Traffic
@@ -34,7 +33,7 @@ class ModelFlops:
         return sequences_per_s * self.per_sequence / self.peak_per_s
 
 
-def count_flops(model: nn.Module, batch: Any) -> int | None:
+def count_flops(model: torch.nn.Module, batch: Any) -> int | None:
     """Count the floating point operations of the forward and backward of one micro-batch, without computing any.
 
     Args:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.device.kinds import seed_torch
@@ -38,19 +37,19 @@ def choose_kernels(*, deterministic: bool, tf32: bool) -> None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not deterministic
 
 
-def generator_states(model: nn.Module) -> dict[str, Any] | None:
+def generator_states(model: torch.nn.Module) -> dict[str, Any] | None:
     """The states of generators in attributes of modules, by dotted name, for JSON; None: there are none."""
     return {name: _state_of(generator) for name, generator in _generators(model)} or None
 
 
-def restore_generators(model: nn.Module, states: Mapping[str, Any] | None) -> None:
+def restore_generators(model: torch.nn.Module, states: Mapping[str, Any] | None) -> None:
     """Give generators their states from `generator_states`; a generator without one stays as it is."""
     for name, generator in _generators(model):
         if states is not None and name in states:
             _restore(generator, states[name])
 
 
-def _generators(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _generators(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):

@@ -13,8 +13,7 @@ import torch
 from rich.console import Console
 
 from tests.attack.fuzz.common import require_printable
-from zerotrain.commands import evaluate
-from zerotrain.commands import export as destination
+from zerotrain.commands import evaluate, export as destination
 from zerotrain.commands.ended import ended
 from zerotrain.commands.replay import REPLAY
 from zerotrain.config.compose import save_config
@@ -38,11 +37,8 @@ from zerotrain.report.journal import JOURNAL_NAME, JobEvent, SweepJournal
 from zerotrain.report.page import page_of
 from zerotrain.report.rows import AXES, points_over, read_curves, read_report
 from zerotrain.saved import text_model
-from zerotrain.saved.saved import config_from
-from zerotrain.saved.trust import require_trusted
-from zerotrain.training.callbacks import early_stopping as pruning
-from zerotrain.training.callbacks import loggers as curves
-from zerotrain.training.callbacks import stages as control
+from zerotrain.saved.saved import config_from, require_trusted
+from zerotrain.training.callbacks import early_stopping as pruning, loggers as curves, stages as control
 from zerotrain.training.callbacks.loggers import ids_in
 from zerotrain.training.callbacks.record import environment
 from zerotrain.training.result import RunResult, keep_lines, lines_of

@@ -155,8 +155,7 @@ def dcp_says(folder: Path) -> Any:
 
 def read_pretrained(folder: Path) -> Any:
     """As `model=huggingface` reads a folder's index."""
-    from zerotrain.models.pretrained import find_weights as of_hub
-    from zerotrain.models.pretrained import load_weights
+    from zerotrain.models.pretrained import find_weights as of_hub, load_weights
 
     files = of_hub(str(folder))
     model = Two()

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zerotrain.comm import collectives as comm
-from zerotrain.comm import collectives as process_groups
+from zerotrain.comm import collectives as comm, collectives as process_groups
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import ScratchPool
 from zerotrain.comm.ledger import Ledger

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from commands import free_port
 
 import zerotrain
-from zerotrain.comm import meeting
-from zerotrain.comm import meeting as stores
+from zerotrain.comm import meeting, meeting as stores
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.errors import CommError, ConfigError
 

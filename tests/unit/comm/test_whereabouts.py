@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zerotrain.comm import whereabouts
-from zerotrain.comm import world as worlds
+from zerotrain.comm import whereabouts, world as worlds
 from zerotrain.comm.handles import GatherSpec, Handle
 from zerotrain.comm.ledger import Journal, Ledger
 from zerotrain.comm.whereabouts import Whereabouts, files_problem, name_ranks, shortage, within

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from tests.unit.data.tokenizers_made import END, KINDS, made, sample, saved
-from zerotrain.data import TextDataset, prepare
-from zerotrain.data import tokenizer as pieces
+from zerotrain.data import TextDataset, prepare, tokenizer as pieces
 from zerotrain.data.prepare import Recipe, StoreWriter, write_store
 from zerotrain.data.store import TokenStore
 from zerotrain.data.text_files import find_sources

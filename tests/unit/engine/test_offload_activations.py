@@ -21,8 +21,7 @@ from tests.unit.engine.habits import assert_same
 from tests.unit.engine.parts import Losses, Plain, alone, engine_on, inputs, train
 from zerotrain import OffloadConfig
 from zerotrain.errors import OffloadError
-from zerotrain.offload import saved
-from zerotrain.offload import tier as rates
+from zerotrain.offload import saved, tier as rates
 from zerotrain.testing.fake_wire import run_threads
 
 TIERS = ("cpu", "disk")

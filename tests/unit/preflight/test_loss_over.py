@@ -12,8 +12,7 @@ from tests.unit.training import losses
 from tests.unit.training.losses import KINDS, NO_FIT, Kind
 from zerotrain.config.schema import Config, TrainConfig
 from zerotrain.errors import ConfigError
-from zerotrain.preflight import check as preflight
-from zerotrain.preflight import check as preflight_data
+from zerotrain.preflight import check as preflight, check as preflight_data
 
 HERE = losses.__name__
 

@@ -15,8 +15,7 @@ from torch import nn
 from tests.unit.configs import GPT, config
 from zerotrain.config.schema import Config, PlanConfig, TrainConfig, ZeroGroup
 from zerotrain.errors import ConfigError
-from zerotrain.preflight import check as preflight
-from zerotrain.preflight import room as memory_room
+from zerotrain.preflight import check as preflight, room as memory_room
 from zerotrain.preflight.check import SURE, require_memory
 from zerotrain.preflight.rehearsal import Links, Rehearsals
 from zerotrain.preflight.room import Ranks, Room, file_problems, in_memory, refusing_too_large, require_folder

@@ -14,7 +14,7 @@ from zerotrain.config.compose import from_values
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError
 from zerotrain.run.factory import build
-from zerotrain.saved.trust import are_known, require_trusted
+from zerotrain.saved.saved import are_known, require_trusted
 
 HERE = Path("/run")
 CONF = Path(__file__).parents[3] / "conf"

@@ -10,8 +10,7 @@ from rich.console import Console
 import zerotrain
 from tests.unit.training.runs import ADAMW, SEQ_LEN, VOCAB_SIZE, tiny_gpt, trainer_of
 from zerotrain.comm.world import World
-from zerotrain.data import SyntheticTokens
-from zerotrain.data import fetch as fingerprint
+from zerotrain.data import SyntheticTokens, fetch as fingerprint
 from zerotrain.models import GPT
 from zerotrain.training import Trainer
 

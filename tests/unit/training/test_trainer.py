@@ -13,8 +13,7 @@ from zerotrain import PrecisionConfig, build_engine
 from zerotrain.data import SyntheticTokens, TextDataset
 from zerotrain.data.fetch import RowError
 from zerotrain.models import GPT
-from zerotrain.training import request as requests
-from zerotrain.training import warmup_cosine
+from zerotrain.training import request as requests, warmup_cosine
 
 
 def with_changed_training(dataset: SyntheticTokens, change) -> SyntheticTokens:

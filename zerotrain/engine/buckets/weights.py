@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.home import Homes
@@ -206,7 +205,7 @@ class Writes:
     """Hash of the weights after each write since the ranks compared it, a whole number below 2**50, equal on all ranks.
     0 if nobody has written, or through `p.data` alone."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
         self._num_versions = self._count()
 

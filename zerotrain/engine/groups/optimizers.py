@@ -7,7 +7,6 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
 
 from zerotrain.errors import ConfigError, argument
 from zerotrain.sharding.units import ModelParameter, Unit, matching
@@ -63,7 +62,7 @@ class MuonWithAdamW:
             chosen = [
                 managed
                 for unit, managed in two_dimensional
-                if not unit.is_root and not any(isinstance(owner, nn.Embedding) for owner, _ in managed.owners)
+                if not unit.is_root and not any(isinstance(owner, torch.nn.Embedding) for owner, _ in managed.owners)
             ]
             if not chosen:
                 raise ConfigError(

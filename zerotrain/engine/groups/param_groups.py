@@ -8,7 +8,6 @@ from copy import copy
 from typing import Any
 
 import torch
-from torch import nn
 
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.groups import optimizers
@@ -72,16 +71,16 @@ class ParamGroups:
         self._units, self._decay_all, self._warns = units, decay_all, warns
         self._parameters = parameters
         self._names = {managed.parameter: managed.names for managed in parameters}
-        self._group: dict[nn.Parameter, int] = {}
-        self._home: dict[nn.Parameter, str] = {}
+        self._group: dict[torch.nn.Parameter, int] = {}
+        self._home: dict[torch.nn.Parameter, str] = {}
         """The name of the group of each, without "whole "."""
         self._settings: dict[str, dict[str, Any]] = {}
         """The options given for those groups, by the same names."""
-        self._generation: dict[nn.Parameter, int] = {}
+        self._generation: dict[torch.nn.Parameter, int] = {}
         self._num_changes = 0
-        self._classified: set[nn.Parameter] = set()
+        self._classified: set[torch.nn.Parameter] = set()
         """The parameters that have been trained: only those are known to be updated whole or not."""
-        self._whole: set[nn.Parameter] = set()
+        self._whole: set[torch.nn.Parameter] = set()
         self._decays = not decay_all and "weight_decay" in self._sample(self._default_name("parameters")).defaults
         """Whether weight decay is for matrices alone."""
         self._classify(self.trainable)
@@ -109,13 +108,13 @@ class ParamGroups:
                 'of {"params": ["*"]}, or freeze it with requires_grad_(False)'
             )
 
-    def _classify(self, started: Sequence[nn.Parameter]) -> None:
+    def _classify(self, started: Sequence[torch.nn.Parameter]) -> None:
         """Ask the optimizer for those of these parameters, now training, to be updated whole."""
         if new := {parameter for parameter in started if parameter not in self._classified}:
             self._whole |= new & {managed.parameter for managed in optimizers.needing_whole(self.factory, self._units)}
             self._classified |= new
 
-    def _add_default_groups(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _add_default_groups(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """One group; or matrices, with weight decay, and the others."""
         kinds = ["parameters"] if self._decay_all else list(OF_THE_REST)
         for parameter in parameters:
@@ -140,7 +139,9 @@ class ParamGroups:
             if name.startswith(optimizers.WHOLE) or (not self._decay_all and name in OF_THE_REST):
                 raise ConfigError(f"{setting}: a group is called {name!r}, a name of the engine's; give it another")
             members = self.find(params, setting)
-            if duplicates := [param for param in params if isinstance(param, nn.Parameter) and param in self._home]:
+            if duplicates := [
+                param for param in params if isinstance(param, torch.nn.Parameter) and param in self._home
+            ]:
                 raise ConfigError(f"{setting}: {self._listed(duplicates)} in two groups; leave it in one")
             members = [parameter for parameter in members if parameter not in self._home]
             self._settings[name] = settings
@@ -223,11 +224,11 @@ class ParamGroups:
         """The name of a group of parameters the optimizer has not chosen to update whole."""
         return f"{optimizers.WHOLE}{name}" if self._all_whole else name
 
-    def _full_name(self, parameter: nn.Parameter) -> str:
+    def _full_name(self, parameter: torch.nn.Parameter) -> str:
         name = self._home[parameter]
         return f"{optimizers.WHOLE}{name}" if parameter in self._whole else self._default_name(name)
 
-    def _take_places(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _take_places(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Note the numbers of the groups of parameters, as far as there are such groups."""
         numbers = {group["name"]: number for number, group in enumerate(self.hyperparameters)}
         for parameter in parameters:
@@ -240,13 +241,13 @@ class ParamGroups:
         return [group.kind for group in self._groups.values()]
 
     @property
-    def trainable(self) -> list[nn.Parameter]:
+    def trainable(self) -> list[torch.nn.Parameter]:
         """The parameters that train, in module order."""
         return [parameter for parameter in self._names if parameter.requires_grad]
 
-    def find(self, params: Any, setting: str) -> list[nn.Parameter]:
+    def find(self, params: Any, setting: str) -> list[torch.nn.Parameter]:
         """The parameters behind names or parameters, in module order; an error begins with `setting`."""
-        chosen: set[nn.Parameter] = set()
+        chosen: set[torch.nn.Parameter] = set()
         for param in _as_list(params):
             if isinstance(param, str):
                 members = [managed.parameter for managed in matching(self._parameters, param)]
@@ -263,7 +264,7 @@ class ParamGroups:
             chosen.update(members)
         return [parameter for parameter in self._names if parameter in chosen]
 
-    def classified(self, dtypes: Mapping[nn.Parameter, torch.dtype]) -> list[Unit[ManagedParameter]]:
+    def classified(self, dtypes: Mapping[torch.nn.Parameter, torch.dtype]) -> list[Unit[ManagedParameter]]:
         """The units, with all that decides how each parameter is held, moved and updated.
 
         Args:
@@ -445,7 +446,7 @@ class ParamGroups:
         self._num_changes = max([self._num_changes, *self._generation.values()])
         return True
 
-    def _listed(self, parameters: Sequence[nn.Parameter]) -> str:
+    def _listed(self, parameters: Sequence[torch.nn.Parameter]) -> str:
         name = self._names[parameters[0]][0]
         return f"{name} is" if len(parameters) == 1 else f"{name} and {len(parameters) - 1} more are"
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
@@ -40,9 +39,9 @@ def require_plain(walked: WalkedModel) -> None:
             raise model_error(f"{part}, whose code takes no hooks; give build_engine the module before torch.jit")
         if any(is_lazy(parameter) for parameter in module._parameters.values() if parameter is not None):
             raise model_error(f"{part} without shapes yet; run one forward of the model before build_engine")
-        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
             raise model_error(f"{part} with sparse=True, and buckets hold dense gradients; build it with sparse=False")
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm is not None:
             raise model_error(
                 f"{part} with max_norm={module.max_norm}, which changes its weight in the forward by this rank's "
                 "inputs only; build it with max_norm=None, and scale its output"
@@ -203,7 +202,7 @@ def _share_elements(one: _MemoryRange, other: _MemoryRange) -> bool:
 # Parameters that come into a model after its engine was built. No bucket holds them, so nothing would train them.
 
 
-Placed = nn.Module | nn.Parameter
+Placed = torch.nn.Module | torch.nn.Parameter
 
 
 class Newcomers:
@@ -224,16 +223,16 @@ class Newcomers:
     _all: "tuple[weakref.ref[Newcomers], ...]" = ()
     _changing = threading.RLock()
 
-    def __init__(self, walked: WalkedModel, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, walked: WalkedModel, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._parameters = set(map(id, parameters))
         self._names = weakref.WeakKeyDictionary({module: name for name, module in walked.modules.items()})
-        self._placed: list[tuple[weakref.ref[nn.Module], str, weakref.ref[Placed]]] = []
+        self._placed: list[tuple[weakref.ref[torch.nn.Module], str, weakref.ref[Placed]]] = []
         with Newcomers._changing:
             others = (reference for reference in Newcomers._all if reference() is not None)
             Newcomers._all = (*others, weakref.ref(self))
 
     @staticmethod
-    def note(module: nn.Module, name: str, placed: Placed | None) -> None:
+    def note(module: torch.nn.Module, name: str, placed: Placed | None) -> None:
         """Something was put into a module, of whichever model."""
         for reference in Newcomers._all:
             newcomers = reference()
@@ -252,7 +251,7 @@ class Newcomers:
                 continue
             if placed is not module._parameters.get(name) and placed is not module._modules.get(name):
                 continue
-            parameters = [placed] if isinstance(placed, nn.Parameter) else placed.parameters()
+            parameters = [placed] if isinstance(placed, torch.nn.Parameter) else placed.parameters()
             if any(parameter.requires_grad and id(parameter) not in self._parameters for parameter in parameters):
                 full_name = f"{self._names[module]}.{name}".lstrip(".")
                 raise EngineStateError(

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -138,7 +137,7 @@ TRIM_NBYTES = 2**24
 """After so much was given back to malloc it is asked to give it back to the system."""
 
 _aten = torch.ops.aten
-_PLAIN = (torch.Tensor, nn.Parameter)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _IN_PLACE = "copy_ fill_ zero_ uniform_ normal_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_"
 _OVERWRITES = {getattr(_aten, name) for name in _IN_PLACE.split()}
 """Operations without a use for the first argument's old values."""
@@ -163,7 +162,7 @@ class InitialValues:
         self._freed_nbytes = 0
 
     @contextmanager
-    def values_of(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+    def values_of(self, parameter: torch.nn.Parameter) -> Iterator[torch.Tensor]:
         """The values of a parameter, while the context lasts."""
         storage = self._find(parameter)
         if storage is not None:
@@ -191,7 +190,7 @@ class InitialValues:
         if storage is not None:
             storage.hold()
 
-    def hold_all_but(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def hold_all_but(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Let all have memory that is in somebody's hands and none of `parameters`: buffers, attributes, aliases."""
         gc.collect()
         steps = [step for storage in self._storages.values() for step in storage.steps]
@@ -311,7 +310,7 @@ class _HoldReadMemory(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def deferred_init(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, InitialValues]:
+def deferred_init(make_model: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, InitialValues]:
     """Build a model without memory for its large parameters, and note how to compute their initial values.
 
     The values have the bits that `make_model()` alone would have given them, and the random number generators are

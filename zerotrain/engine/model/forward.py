@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
 from torch.autograd import profiler
 from torch.utils import checkpoint as checkpoints
 
@@ -107,7 +106,7 @@ _Buffers = dict[str, torch.Tensor | None]
 
 
 def replace_forwards(
-    model: nn.Module,
+    model: torch.nn.Module,
     *,
     units: Sequence[str] | None,
     compile: bool,
@@ -137,7 +136,7 @@ def replace_forwards(
         require_compiler()
     compiles = compile and holds_values
     if compiles:
-        for loss in [module for module in model.modules() if isinstance(module, nn.modules.loss._Loss)]:
+        for loss in [module for module in model.modules() if isinstance(module, torch.nn.modules.loss._Loss)]:
             compiled = one_dtype_at_entry(torch.compile(loss.forward), WideArguments.widened)
             loss.forward = _UnitForward(compiled, loss.forward)
     for name, module in modules.items():
@@ -190,7 +189,7 @@ def offload_saved(
     return restore
 
 
-def round_at_entry(walked: WalkedModel, dtypes: Mapping[nn.Parameter, torch.dtype]) -> None:
+def round_at_entry(walked: WalkedModel, dtypes: Mapping[torch.nn.Parameter, torch.dtype]) -> None:
     """Round the floating-point inputs of modules of torch with weights of 16 bits that compare dtypes themselves, or
     that look for modes such as `WideArguments` and would compute otherwise.
 
@@ -198,15 +197,17 @@ def round_at_entry(walked: WalkedModel, dtypes: Mapping[nn.Parameter, torch.dtyp
         dtypes: what each parameter is held in.
     """
     in_16_bits = {parameter for parameter, dtype in dtypes.items() if dtype.itemsize == 2}
-    kinds = nn.RNNBase | nn.MultiheadAttention | nn.TransformerEncoder | nn.TransformerEncoderLayer
-    modules: list[nn.Module] = [module for module in walked.modules.values() if isinstance(module, kinds)]
+    kinds = (
+        torch.nn.RNNBase | torch.nn.MultiheadAttention | torch.nn.TransformerEncoder | torch.nn.TransformerEncoderLayer
+    )
+    modules: list[torch.nn.Module] = [module for module in walked.modules.values() if isinstance(module, kinds)]
     for module in modules:
         if not in_16_bits.isdisjoint(module.parameters()):
             rounding = one_dtype_at_entry(module.forward, WideArguments.rounded)
             module.forward = _UnitForward(rounding, module.forward, without_graph=rounding)
 
 
-def require_units(walked: WalkedModel, units: Sequence[str] | None, setting: str) -> dict[str, nn.Module]:
+def require_units(walked: WalkedModel, units: Sequence[str] | None, setting: str) -> dict[str, torch.nn.Module]:
     """The units of a model by name.
 
     Args:
@@ -224,7 +225,7 @@ def require_units(walked: WalkedModel, units: Sequence[str] | None, setting: str
     return modules
 
 
-def _checkpointed(forward: Forward, name: str, unit: nn.Module) -> Forward:
+def _checkpointed(forward: Forward, name: str, unit: torch.nn.Module) -> Forward:
     owners = list(unit.modules())
 
     def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
@@ -246,7 +247,7 @@ class _BuffersBefore:
         name: of the unit.
     """
 
-    def __init__(self, owners: Sequence[nn.Module], name: str) -> None:
+    def __init__(self, owners: Sequence[torch.nn.Module], name: str) -> None:
         self._owners, self._name = owners, name
         self._entered: list[AbstractContextManager[None]] = []
         self._before: list[tuple[_Buffers, _Buffers]] = []

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -70,33 +69,33 @@ class Owner(Protocol):
     def holds_gradient(self) -> bool:
         """Whether gradients of this step have been moved out of the parameters."""
 
-    def name_of(self, parameter: nn.Parameter) -> str:
+    def name_of(self, parameter: torch.nn.Parameter) -> str:
         """The model's name of it."""
 
 
 _OWNERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""nn.Parameter -> weak reference to its `Owner`. No attribute: nothing of ours is pickled or copied."""
+"""torch.nn.Parameter -> weak reference to its `Owner`. No attribute: nothing of ours is pickled or copied."""
 _LAST_HOOKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""nn.Parameter -> the key of the hook of ours that must run behind all others."""
+"""torch.nn.Parameter -> the key of the hook of ours that must run behind all others."""
 
 
-def settle(parameters: Iterable[nn.Parameter], owner: Owner | None) -> None:
+def settle(parameters: Iterable[torch.nn.Parameter], owner: Owner | None) -> None:
     """From now on `owner` answers for these; None: nobody yet, and until then nobody can read them."""
     reference = (lambda: None) if owner is None else weakref.ref(owner)
     for parameter in parameters:
         _OWNERS[parameter] = reference
 
 
-def _owner(parameter: nn.Parameter) -> Owner | None:
+def _owner(parameter: torch.nn.Parameter) -> Owner | None:
     reference = _OWNERS.get(parameter)
     owner: Owner | None = None if reference is None else reference()
     return owner
 
 
-class LiveParameter(nn.Parameter):
+class LiveParameter(torch.nn.Parameter):
     """Otherwise as any parameter. See `live_class`."""
 
-    plain_class: ClassVar[type] = nn.Parameter
+    plain_class: ClassVar[type] = torch.nn.Parameter
     """The class it has without an engine."""
 
     def _get_data(self) -> torch.Tensor:
@@ -172,14 +171,14 @@ class LiveParameter(nn.Parameter):
             self.__class__ = live_class
 
 
-def register_last_hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+def register_last_hook(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """Call `hook` when the gradient of `parameter` is there, behind all hooks of others. One for each."""
     handle: RemovableHandle = torch.Tensor.register_post_accumulate_grad_hook(parameter, hook)
     _LAST_HOOKS[parameter] = handle.id
     return handle
 
 
-_LIVE_CLASSES: dict[type, type[LiveParameter]] = {nn.Parameter: LiveParameter}
+_LIVE_CLASSES: dict[type, type[LiveParameter]] = {torch.nn.Parameter: LiveParameter}
 
 
 def live_class(plain_class: type) -> type[LiveParameter]:
@@ -213,7 +212,7 @@ class UnreadyParameter(LiveParameter):
     def _complete(self) -> None:
         reference = _OWNERS.get(self)
         if reference is None:  # a copy, made by what copies objects with their class
-            self.__class__ = nn.Parameter  # type: ignore[assignment]
+            self.__class__ = torch.nn.Parameter  # type: ignore[assignment]
         elif (owner := reference()) is None:
             raise EngineStateError(ENGINE_IS_GONE)
         else:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
@@ -210,7 +209,7 @@ PRECISIONS = {
 }
 
 
-def dtypes_of(parameters: Sequence[ModelParameter], precision: Precision) -> dict[nn.Parameter, torch.dtype]:
+def dtypes_of(parameters: Sequence[ModelParameter], precision: Precision) -> dict[torch.nn.Parameter, torch.dtype]:
     """The dtype that each parameter is held in: the compute dtype, or the master's for those kept and batch norms.
 
     A pattern names a parameter, or a module with all the parameters in it. A tied parameter has several names.
@@ -239,7 +238,9 @@ def dtypes_of(parameters: Sequence[ModelParameter], precision: Precision) -> dic
     return dtypes
 
 
-def cast_around_kept(walked: WalkedModel, dtypes: Mapping[nn.Parameter, torch.dtype], precision: Precision) -> None:
+def cast_around_kept(
+    walked: WalkedModel, dtypes: Mapping[torch.nn.Parameter, torch.dtype], precision: Precision
+) -> None:
     """Hook the modules whose parameters are all kept, and batch norms: inputs in the master dtype, outputs in the
     compute dtype.
 
@@ -260,16 +261,16 @@ def cast_around_kept(walked: WalkedModel, dtypes: Mapping[nn.Parameter, torch.dt
 
 # Not functions within a function, which a model that is pickled could not take along.
 def _widen(
-    dtype: torch.dtype, _module: nn.Module, inputs: tuple[Any, ...], named_inputs: dict[str, Any]
+    dtype: torch.dtype, _module: torch.nn.Module, inputs: tuple[Any, ...], named_inputs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     return cast_floating(inputs, dtype), cast_floating(named_inputs, dtype)
 
 
-def _narrow(dtype: torch.dtype, _module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
+def _narrow(dtype: torch.dtype, _module: torch.nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
     return cast_floating(output, dtype)
 
 
-def require_one_dtype(model: nn.Module, precision: Precision, refusal: RuntimeError) -> None:
+def require_one_dtype(model: torch.nn.Module, precision: Precision, refusal: RuntimeError) -> None:
     """A forward has raised: say so by name if PyTorch refuses a buffer in fp32 beside 16 bits.
 
     Raises:
@@ -280,7 +281,7 @@ def require_one_dtype(model: nn.Module, precision: Precision, refusal: RuntimeEr
     names = {id(module): name for name, module in model.named_modules()}
     for frame, _ in reversed(list(traceback.walk_tb(refusal.__traceback__))):
         module = frame.f_locals.get("self")
-        buffers = module._buffers.items() if isinstance(module, nn.Module) and id(module) in names else ()
+        buffers = module._buffers.items() if isinstance(module, torch.nn.Module) and id(module) in names else ()
         if wide := [key for key, value in buffers if value is not None and value.dtype == precision.master]:
             name, _, _ = names[id(module)].partition(".parametrizations.")
             can_keep = name != "" and any(True for _ in model.get_submodule(name).parameters())
@@ -292,8 +293,8 @@ def require_one_dtype(model: nn.Module, precision: Precision, refusal: RuntimeEr
 
 
 def _outermost_within(
-    walked: WalkedModel, within: str, in_master: set[nn.Parameter], of_norms: set[str]
-) -> Iterator[nn.Module]:
+    walked: WalkedModel, within: str, in_master: set[torch.nn.Parameter], of_norms: set[str]
+) -> Iterator[torch.nn.Module]:
     """The largest modules that can be called, a ModuleList cannot, and have parameters in `kept` alone; of batch norms,
     which nobody has named, none but themselves.
 
@@ -307,7 +308,7 @@ def _outermost_within(
         inside = [(path, entry) for path, entry in walked.inside.get(name, ()) if entry.parameter.is_floating_point()]
         held = {entry.parameter for _, entry in inside}
         is_named = not held <= {entry.parameter for path, entry in inside if path in of_norms}
-        is_kept = is_named and held <= in_master and type(child).forward is not nn.Module.forward
+        is_kept = is_named and held <= in_master and type(child).forward is not torch.nn.Module.forward
         if is_kept or isinstance(child, _NormBase):
             yield child
         else:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 from torch.autograd import profiler
 from torch.utils.hooks import RemovableHandle
 
@@ -24,7 +23,7 @@ next_node = torch.autograd._get_sequence_nr
 """() -> the number of the next node of a graph in this thread; numbers grow. See [Note: positions in a
 backward] in `live_unit`."""
 
-_HOOKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_HOOKED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """The modules with an engine on them."""
 
 
@@ -69,13 +68,13 @@ class LastGradientHook:
     parameter gets no gradient at all, it waits in vain, and the end of the backward does its work.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], arrived: Callable[[Gradients], None]) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], arrived: Callable[[Gradients], None]) -> None:
         self._parameters = parameters
         self._arrived = arrived
         self._handle: RemovableHandle | None = None
         self._hang_on(parameters[0])
 
-    def _hang_on(self, parameter: nn.Parameter) -> None:
+    def _hang_on(self, parameter: torch.nn.Parameter) -> None:
         self.remove()
         self._handle = register_last_hook(parameter, self._fired)
 
@@ -118,7 +117,7 @@ def connect(engine: object, schedule: Schedule) -> weakref.finalize:
 
 
 def _disconnect(
-    schedule: Schedule, modules: Sequence[nn.Module], hooks: Sequence[RemovableHandle | LastGradientHook]
+    schedule: Schedule, modules: Sequence[torch.nn.Module], hooks: Sequence[RemovableHandle | LastGradientHook]
 ) -> None:
     """Take an engine's hooks off its model, and wait for what is still being sent and received.
 
@@ -145,7 +144,7 @@ def _hook_unit(unit: LiveUnit, schedule: Schedule) -> list[RemovableHandle]:
             ranges.append(named_range("forward", unit.name))
             ranges[-1].__enter__()
 
-    def after_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
+    def after_forward(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
         if ranges:
             ranges.pop().__exit__(None, None, None)
         if schedule.plan.shards_parameters and torch.is_grad_enabled():
@@ -202,11 +201,11 @@ def complete_before_encoders(walked: WalkedModel, engine: HasSchedule) -> None:
     """
     reference = weakref.ref(engine)
 
-    def before_forward(encoder: nn.Module, *_: Any) -> None:
+    def before_forward(encoder: torch.nn.Module, *_: Any) -> None:
         live, layer = reference(), next(encoder.get_submodule("layers").children())
         if live is not None and not layer.training:
             live.schedule.complete_ahead(layer)
 
     for module in walked.modules.values():
-        if isinstance(module, nn.TransformerEncoder) and len(module.layers) > 0:
+        if isinstance(module, torch.nn.TransformerEncoder) and len(module.layers) > 0:
             module.register_forward_pre_hook(ModuleHook(before_forward))

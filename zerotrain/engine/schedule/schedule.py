@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from zerotrain.device.device import lies_on_host
 from zerotrain.device.memory import set_heap
@@ -86,7 +85,7 @@ class Schedule:
             for bucket in unit.buckets:
                 bucket.stays_full = True
 
-    def complete_ahead(self, module: nn.Module) -> None:
+    def complete_ahead(self, module: torch.nn.Module) -> None:
         """The parameters of a module are about to be asked for, and then the module is called."""
         if self.plan.shards_parameters and self.phase is Phase.IDLE:
             return  # the call itself will say what is wrong
@@ -218,5 +217,5 @@ class BucketOwner:
     def holds_gradient(self) -> bool:
         return isinstance(self._bucket, TrainedBucket) and not self._bucket.gradient.is_empty
 
-    def name_of(self, parameter: nn.Parameter) -> str:
+    def name_of(self, parameter: torch.nn.Parameter) -> str:
         return next(managed.names[0] for managed in self._bucket.spec.parameters if managed.parameter is parameter)

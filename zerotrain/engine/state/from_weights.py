@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from zerotrain.checkpoint.others.weights import find_weights, resolve_weights
 from zerotrain.checkpoint.tensor_file import CHUNK_NUMEL, Weights, read_box
@@ -180,7 +179,7 @@ def checked_weights(
         yield on_all(collectives, lambda: check(weights, fingerprints), doing=doing, outcome=LEFT)
 
 
-def weight_misfits(path: str | os.PathLike[str], model: nn.Module, *, averaged: bool = False) -> list[str]:
+def weight_misfits(path: str | os.PathLike[str], model: torch.nn.Module, *, averaged: bool = False) -> list[str]:
     """The misfits of weights and a model, a line for each kind, from headers alone: before there is an engine, and of a
     model without memory too. None if the weights cannot be read."""
     with suppress(CheckpointError), closing(find_weights(path, averaged=averaged)) as weights:
@@ -195,7 +194,7 @@ def weight_misfits(path: str | os.PathLike[str], model: nn.Module, *, averaged: 
 
 
 def _model_tensors(
-    model: nn.Module, parameters: Iterable[ModelParameter], rest: Mapping[str, torch.Tensor]
+    model: torch.nn.Module, parameters: Iterable[ModelParameter], rest: Mapping[str, torch.Tensor]
 ) -> list[ModelTensor]:
     """Parameters and buffers by all their names: those of their modules, and those in `state_dict()` after hooks."""
     own = [(name, managed.parameter) for managed in parameters for name in managed.names] + [*rest.items()]
@@ -245,7 +244,7 @@ class StateDict(Source):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: torch.nn.Module,
         buckets: Sequence[Bucket],
         collectives: Collectives,
         state: Mapping[str, Any],

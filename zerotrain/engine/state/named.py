@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerotrain.checkpoint.manifest import AVERAGE, DTYPES, WEIGHT, SavedBuffer
@@ -187,10 +186,10 @@ def cut_pieces(
 # State of modules beside their tensors, by PyTorch's `get_extra_state` and `set_extra_state`: rank 0's is saved.
 
 
-def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def modules_with_extra_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """(name in the model's state dict, module)."""
     for prefix, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
             yield f"{prefix}._extra_state" if prefix else "_extra_state", module
 
 
@@ -205,7 +204,9 @@ def described(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def restore_extra_states(model: nn.Module, saved: Mapping[str, dict[str, Any] | SavedBuffer], reader: Reader) -> None:
+def restore_extra_states(
+    model: torch.nn.Module, saved: Mapping[str, dict[str, Any] | SavedBuffer], reader: Reader
+) -> None:
     """Give the modules theirs: tensors on the CPU."""
     for name, module in modules_with_extra_state(model):
         if (state := saved.get(name)) is None:
@@ -222,17 +223,17 @@ def restore_extra_states(model: nn.Module, saved: Mapping[str, dict[str, Any] | 
 # Full weights out of the shards: one bucket at a time, on rank 0.
 
 
-def full_state_dict(model: nn.Module, buckets: Iterable[Bucket], collectives: Collectives) -> dict[str, Any]:
+def full_state_dict(model: torch.nn.Module, buckets: Iterable[Bucket], collectives: Collectives) -> dict[str, Any]:
     """The model's `state_dict()` with full parameters in fp32, on the CPU. Collective. Hooks on the state dict, and
     modules with extra state, see a whole model.
     """
-    whole: dict[ManagedParameter, nn.Parameter] = {}
+    whole: dict[ManagedParameter, torch.nn.Parameter] = {}
     is_asked = collectives.world.rank == 0
     for bucket in buckets:
         for managed, value in full_weights(bucket, collectives):
             if is_asked:
                 copy = value.to(device="cpu", dtype=torch.float32, copy=True)
-                whole[managed] = nn.Parameter(copy, requires_grad=managed.parameter.requires_grad)
+                whole[managed] = torch.nn.Parameter(copy, requires_grad=managed.parameter.requires_grad)
         bucket.forget()
     if not is_asked:
         return {}
@@ -246,7 +247,7 @@ def full_state_dict(model: nn.Module, buckets: Iterable[Bucket], collectives: Co
 
 
 @contextmanager
-def _in_place(whole: Mapping[ManagedParameter, nn.Parameter]) -> Iterator[None]:
+def _in_place(whole: Mapping[ManagedParameter, torch.nn.Parameter]) -> Iterator[None]:
     """In here modules hold these in place of their parameters, where they still have those."""
     places = [
         (owner._parameters, name, managed.parameter, parameter)
@@ -295,7 +296,7 @@ def weights_sha256(buckets: Iterable[Bucket], collectives: Collectives) -> str:
 class Holdings:
     """The parts of an engine for a checkpoint."""
 
-    model: nn.Module
+    model: torch.nn.Module
     buckets: Sequence[Bucket]
     groups: ParamGroups
     options: EngineOptions
@@ -365,7 +366,7 @@ def _count(name: str, value: Any) -> Any:
     )
 
 
-def buffers(model: nn.Module, buckets: Sequence[Bucket]) -> dict[str, torch.Tensor]:
+def buffers(model: torch.nn.Module, buckets: Sequence[Bucket]) -> dict[str, torch.Tensor]:
     """The model's tensors in no bucket: the buffers of its state dict, and parameters of other than floating-point
     numbers."""
     in_buckets = {id(managed.parameter) for bucket in buckets for managed in bucket.spec.parameters}

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from msgspec import to_builtins
-from torch import nn
 
 from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.manifest import BUFFER, EXTRA_STATE, MAX_NBYTES, DescribedFile, Manifest, hash_of, head
@@ -237,7 +236,7 @@ def _nbytes(entries: Sequence[Entry]) -> int:
 
 def _versions(bucket: Bucket) -> list[int]:
     """PyTorch's count of the writes to each parameter."""
-    parameters: list[nn.Parameter] = [managed.parameter for managed in bucket.spec.parameters]
+    parameters: list[torch.nn.Parameter] = [managed.parameter for managed in bucket.spec.parameters]
     with torch._C.DisableTorchFunctionSubclass():  # it would complete unready ones
         return [parameter._version for parameter in parameters]
 

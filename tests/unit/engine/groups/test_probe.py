@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import zerotrain
-from tests.unit.engine.groups import keeping_optimizers as keeping
-from tests.unit.engine.groups import own_optimizers as own
+from tests.unit.engine.groups import keeping_optimizers as keeping, own_optimizers as own
 from tests.unit.engine.groups.optimizer_life import optimizers, refusal, require_right
 from tests.unit.engine.groups.own_optimizers import Own
 from tests.unit.engine.parts import CPU, Linears, Plain, alone, assert_same, engine_on, inputs, train

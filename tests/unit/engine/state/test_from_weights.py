@@ -13,8 +13,7 @@ from torch import nn
 
 import zerotrain
 from tests.unit.checkpoint.runs import KINDS, Kind, Matrices, build, counted, held, train
-from tests.unit.engine.parts import Linears, alone, assert_same, engine_on, seeded
-from tests.unit.engine.parts import train as train_engine
+from tests.unit.engine.parts import Linears, alone, assert_same, engine_on, seeded, train as train_engine
 from tests.unit.engine.state.weight_files import (
     HARD,
     MODELS,
