@@ -136,15 +136,15 @@ def measure_house() -> dict[str, float]:
 
 
 LIMITS = {
-    "code lines": 30_000,  # aim: 28,000
-    "code lines of the engine wing": 12_280,  # aim: 11,500
-    "code lines of the run wing": 11_520,  # aim: 11,500
-    "code lines of the desk wing": 6_200,  # aim: 5,000
+    "code lines": 29_200,  # aim: 28,000
+    "code lines of the engine wing": 12_000,  # aim: 11,500
+    "code lines of the run wing": 11_150,  # aim: 11,500
+    "code lines of the desk wing": 6_040,  # aim: 5,000
     "files": 220,
     f"files under {SHORT_FILE} code lines": 25,
     "largest file": 700,
     "import lines, % of code": 8.5,
-    "helpers used once": 95,
+    "helpers used once": 90,
     "names that are function words, %": 1.0,
     "functions named by one alone, %": 0.5,
     "texts multiplied by a condition": 0,
