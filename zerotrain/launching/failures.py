@@ -173,7 +173,7 @@ def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_us
         "suspension": _suspension(from_peers, [state for state, _ in states]),
         "no answer": _unanswered(from_peers, hosts),
         "loss of others": from_peers,
-        # Of a process that was told to stop, or that others saw alive after its end.
+        # Here also a process counts that was told to stop, or that others saw alive after its end.
         "death after a stop": [
             process for rank, process in processes.items() if not (by_user and rank in told_to_stop)
         ],

@@ -136,7 +136,7 @@ class RunResult(Struct):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "RunResult":
-        """What `write` has left, with the defaults for what another zerotrain did not know.
+        """The result that `write` has left, with defaults for the fields that another zerotrain did not know.
 
         Raises:
             OSError: it cannot be read; `FileNotFoundError` where there is none.

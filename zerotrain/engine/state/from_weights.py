@@ -32,7 +32,7 @@ from zerotrain.sharding.units import ModelParameter, model_parameters
 def match_weights(path: Path, tensors: Sequence[StoredTensor], targets: Sequence[ModelTensor]) -> LoadedWeights:
     """Give each tensor of the model what fits it in a file, and report the rest.
 
-    Of the parts of a file the one with most names of the model is taken; if none has any, the one with most tensors.
+    The part of a file with most names of the model is taken, or the one with most tensors if no part has any.
 
     Raises:
         CheckpointError: several parts have as many names of the model.

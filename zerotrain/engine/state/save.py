@@ -475,7 +475,7 @@ class _Plan:
         self.arguments, self.holdings, self.rank = arguments, holdings, holdings.collectives.shards.rank
         self.buffers = named.buffers(holdings.model, holdings.buckets)
         self.extra_states: dict[str, Any] = {}
-        """Of modules, by name. Rank 0's are saved."""
+        """Extra states of modules, by name. Rank 0's are saved."""
         for name, module in named.modules_with_extra_state(holdings.model):
             state = self.extra_states[name] = module.get_extra_state()
             if not isinstance(state, torch.Tensor):
