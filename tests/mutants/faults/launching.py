@@ -53,13 +53,13 @@ FAULTS = {
         "unit/launching/sweep/test_telling.py::test_the_exit_code_is_that_of_a_failure_if_any_job_failed",
     ),
     "trust-whatever-is-there": Fault(
-        "trust._is_known",
+        "saved._is_known",
         Swap("value in _safe_objects()", "True"),
         "a checkpoint has torch.load unpickle a file of its own",
         "unit/saved/test_trust.py::test_others_are_refused_at_any_depth",
     ),
     "trust-through-other-modules": Fault(
-        "trust._find_imported",
+        "saved._find_imported",
         Swap("value.__name__.partition('.')[0] not in _PACKAGES", "False"),
         "a name leads through a module of zerotrain into the standard library",
         "unit/saved/test_trust.py::test_a_name_leads_through_our_modules_alone",

@@ -1,8 +1,8 @@
 import io
 import re
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 from rich.console import Console
 
 from zerotrain.training import RunResult
