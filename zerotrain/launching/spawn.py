@@ -36,7 +36,6 @@ from zerotrain.launching.job import Job, num_threads_per_rank
 from zerotrain.training.request import StopRequest, stop_requests
 
 _STANDARD = (0, 1, 2)
-_REAP_EVERY_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -172,14 +171,18 @@ def _serve(requests: socket.socket) -> NoReturn:
     try:
         end_with_parent()
         os.setsid()  # no signal of the launcher's terminal comes here
-        _close_all_but(requests)
+        woken, wakes = socket.socketpair()  # the end of a rank writes to it: the server sleeps while ranks train
+        _close_all_but(requests, woken, wakes)
         handlers = {signum: signal.getsignal(signum) for signum in (*exits.STOP_SIGNALS, signal.SIGCHLD)}
         for signum in exits.STOP_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ranks that end are waited for
+        for end in (woken, wakes):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
         messages, running, server = Connection(os.dup(requests.fileno())), set[int](), os.getpid()
         while True:
-            if wait([requests], _REAP_EVERY_S if running else None):
+            if requests in wait([requests, woken]):
                 prefix, files, _, _ = socket.recv_fds(requests, 1, 1 + len(_STANDARD))
                 if not prefix:
                     break
@@ -190,13 +193,15 @@ def _serve(requests: socket.socket) -> NoReturn:
                     messages.send(("refused", error.errno or 0, 0))
                 else:
                     if pid == 0:
-                        requests.close()
-                        messages.close()
+                        for connection in (requests, messages, woken, wakes):
+                            connection.close()
                         _become_rank(request, files, handlers, server)
                     running.add(pid)
                     messages.send(("started", pid, 0))
                 for file in files:
                     os.close(file)
+            with suppress(BlockingIOError):
+                woken.recv(4096)
             for pid in list(running):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
@@ -206,12 +211,12 @@ def _serve(requests: socket.socket) -> NoReturn:
         os._exit(0)
 
 
-def _close_all_but(requests: socket.socket) -> None:
+def _close_all_but(*sockets: socket.socket) -> None:
     """Close the files of the launcher. Their numbers stay taken: an object may still believe to own one, and would
     close another file."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (int(name) for name in os.listdir("/proc/self/fd")):
-        if descriptor not in (*_STANDARD, nothing, requests.fileno()):
+        if descriptor not in (*_STANDARD, nothing, *(end.fileno() for end in sockets)):
             with suppress(OSError):  # the listing's own
                 os.dup2(nothing, descriptor)
 
@@ -223,6 +228,7 @@ def _become_rank(request: _Start, files: Sequence[int], handlers: dict[signal.Si
         end_with_parent()
         if os.getppid() != server:  # gone before that
             os._exit(code)
+        signal.set_wakeup_fd(-1)
         for signum, handler in handlers.items():
             signal.signal(signum, signal.SIG_IGN if handler == signal.SIG_IGN else signal.SIG_DFL)
         os.setsid()
