@@ -148,7 +148,11 @@ YAMLS = [
 
 OF_A_SWEEP = ("multirun.yaml", "sweep.jsonl", "report.html", "sweep.csv", "sweep.json")
 SWEEPS = [
-    Attack("-m optimizer.lr=interval(1e-4,1e-2)", "BasicSweeper does not support sweep type : INTERVAL_SWEEP"),
+    Attack(
+        "-m optimizer.lr=interval(1e-4,1e-2)",
+        "optimizer.lr=interval(1e-4,1e-2): only hydra/sweeper=optuna chooses from an interval; add it, or list values, "
+        "such as optimizer.lr=0.0001,0.01",
+    ),
     Attack("-m seed=1,abc", "seed: got abc; it must be between 0 and 2**63 - 1", left=("multirun.yaml",)),
     Attack("-m seed=0,1 hydra.launcher._target_=os.system", "the command line cannot be run: RuntimeError: Invalid"),
     Attack("-m seed=0,1 +hydra.sweeper.foo=1", "Error in call to target 'hydra._internal.core_plugins.basic_sweeper."),

@@ -120,6 +120,20 @@ def composition_problems(
     return problems + _job_problems([override for override in overrides if override not in several], compose, folders)
 
 
+def interval_problems(overrides: Sequence[str]) -> list[str]:
+    """A line for each interval on a command line whose sweeper takes none."""
+    problems = []
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        interval = override.value()
+        if isinstance(interval, IntervalSweep):
+            ends = f"{override.get_key_element()}={interval.start:g},{interval.end:g}"
+            problems.append(
+                f"{override.input_line}: only hydra/sweeper=optuna chooses from an interval; add it, or list values, "
+                f"such as {ends}"
+            )
+    return problems
+
+
 def _job_problems(overrides: list[str], compose: Compose, folders: Sequence[Path]) -> list[str]:
     remaining, refused = list(overrides), []
     while True:

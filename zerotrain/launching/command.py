@@ -63,6 +63,9 @@ def problems_with(error: Exception, conf: Path) -> list[str]:
     """
     arguments = get_args_parser().parse_args()
     folders = config_folders(arguments, conf)
+    is_of_grid = Path(traceback.extract_tb(error.__traceback__)[-1].filename).stem == "basic_sweeper"
+    if is_of_grid and (problems := explain.interval_problems(arguments.overrides)):
+        return problems
     try:
         with composing(folders, arguments.config_name or PRIMARY_CONFIG) as compose_job:
             problems = explain.composition_problems(
