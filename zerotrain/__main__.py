@@ -1,5 +1,5 @@
-"""`python -m zerotrain VERB`: train, generate, evaluate, export, inspect, ended, alive, slurm, report, prepare or
-replay; without a verb it trains."""
+"""`python -m zerotrain VERB`: train, generate, evaluate, export, inspect, ended, alive, slurm, report, prepare,
+tokenizer or replay; without a verb it trains."""
 
 import importlib
 import sys
@@ -17,6 +17,7 @@ MODULES = {
     "slurm": "zerotrain.commands.slurm",
     "report": "zerotrain.commands.report",
     "prepare": "zerotrain.commands.prepare",
+    "tokenizer": "zerotrain.commands.tokenizer",
     "replay": "zerotrain.commands.replay",
 }
 """Verb -> the module with its `main`: each imports what it needs, and no more."""

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="yamls of your own, as for launch.py")
     options = parser.parse_intermixed_args(arguments)
     return exit_code(
-        lambda: print(prepare(_data(options.settings, options.config_dir), options.out), flush=True),
+        lambda: print(prepare(text_settings(options.settings, options.config_dir), options.out), flush=True),
         when_stopped="stopped by Ctrl-C; the same command goes on",
     )
 
@@ -76,14 +76,13 @@ def prepare(data: dict[str, Any], out: Path | None) -> str:
     return f"{summary}\ntrain on them: python launch.py data=tokens data.path={out} data.vocab_size={store.vocab_size}"
 
 
-def _data(settings: list[str], config_dir: Path | None) -> dict[str, Any]:
+def text_settings(settings: list[str], config_dir: Path | None) -> dict[str, Any]:
     """The `data` of a run with these settings. A ConfigError where one of them is wrong, or the data is no text."""
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError(f"--config-dir: got {config_dir}; there is no such folder in {Path.cwd()}")
     config = composed_config(settings, [folder for folder in (config_dir, CONF) if folder is not None])
     if config.data.get("_target_") != TARGET:
         raise ConfigError(
-            f"data._target_: got {config.data.get('_target_')}, which needs no preparing; choose "
-            "data=text or data=tokenized"
+            f"data._target_: got {config.data.get('_target_')}, which reads no text; choose data=text or data=tokenized"
         )
     return config.data

@@ -79,7 +79,7 @@ def test_what_is_written_is_not_read(texts, answer):
         (["data.pth=texts"], ["data.pth: there is no such setting; did you mean data.path?"]),
         (["data.path=nowhere"], ["data.path=nowhere does not exist; give a file"]),
         (["data.path=texts", "data.document_end=eos"], ["data.document_end=eos: bytes have no such token; choose new"]),
-        (["data=synthetic"], ["data._target_: got zerotrain.data.SyntheticTokens, which needs no preparing"]),
+        (["data=synthetic"], ["data._target_: got zerotrain.data.SyntheticTokens, which reads no text"]),
         (["zero.stage=7", "train.max_steps=0"], ["zero.stage: got 7; it must be 0", "train.max_steps: got 0; "]),
         (["data.path=texts", "--out", "texts"], ["--out=texts holds other files; give a folder that is empty"]),
         (["data.path=texts", "--out", "texts/a.txt"], ["--out=texts/a.txt cannot take the prepared text ([Errno 20]"]),

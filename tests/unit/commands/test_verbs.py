@@ -80,7 +80,7 @@ for each in {modules!r}:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("verb", ["train", "alive", "slurm", "prepare"])
+@pytest.mark.parametrize("verb", ["train", "alive", "slurm", "prepare", "tokenizer"])
 def test_a_verb_that_needs_no_torch_is_there_at_once(verb: str) -> None:
     """A probe of a cluster asks `alive` every few seconds; torch takes one to import."""
     program = f"import sys, {MODULES[verb]}; print('torch' in sys.modules)"
