@@ -56,8 +56,7 @@ def train_tokenizer(data: dict[str, Any], out: Path, vocab_size: int, max_mb: fl
     Raises:
         ConfigError: a setting is wrong, the text cannot be read, or a package is missing.
     """
-    from zerotrain.data.text_files import find_sources
-    from zerotrain.files.terminal import package
+    from zerotrain.data import text_files
 
     if vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(f"--vocab-size: got {vocab_size}; it must be {MIN_VOCAB_SIZE} or more")
@@ -65,11 +64,20 @@ def train_tokenizer(data: dict[str, Any], out: Path, vocab_size: int, max_mb: fl
         raise ConfigError(f"--max-mb: got {max_mb:g}; it must be above 0")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out: got {out}, where something lies already; give a new folder")
+
+    def texts() -> Iterator[str]:
+        share = min(1.0, max_mb * 1e6 / sum(file.stat().st_size for file in sources.files))
+        for file in sources.files:
+            for piece in text_files.read_pieces(file, field=text_field, cut=_cut_behind_word):
+                yield piece.text.decode(errors="replace")
+                if piece.reached >= share * file.stat().st_size:
+                    break
+
     try:
-        transformers = package("transformers", extra="hf", needed_by="zerotrain tokenizer")
-        tokenizers = package("tokenizers", extra="hf", needed_by="zerotrain tokenizer")
+        transformers = text_files.terminal.package("transformers", extra="hf", needed_by="zerotrain tokenizer")
+        tokenizers = text_files.terminal.package("tokenizers", extra="hf", needed_by="zerotrain tokenizer")
         text_field = data.get("text_field", "text")
-        sources = find_sources(data.get("path"), text_field=text_field)
+        sources = text_files.find_sources(data.get("path"), text_field=text_field)
         print(sources, flush=True)
         model = tokenizers.Tokenizer(tokenizers.models.BPE())
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -80,26 +88,13 @@ def train_tokenizer(data: dict[str, Any], out: Path, vocab_size: int, max_mb: fl
             initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        model.train_from_iterator(_texts(sources.files, text_field, max_mb * 1e6), trainer=trainer)
+        model.train_from_iterator(texts(), trainer=trainer)
         whole = transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token=END_OF_TEXT)
         whole.save_pretrained(out)
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError((str(error).splitlines() or [type(error).__name__])[0]) from error
     settings = (f"data.path={data.get('path') or 'null'}", f"data.tokenizer={out}", "data.vocab_size=null")
     return f"{model.get_vocab_size():,} tokens: {out}\ntrain with it: python launch.py {shlex.join(settings)}"
-
-
-def _texts(files: Sequence[Path], text_field: str, max_nbytes: float) -> Iterator[str]:
-    """The beginning of each file, in pieces that end behind a whole word."""
-    from zerotrain.data.text_files import read_pieces
-
-    share = min(1.0, max_nbytes / sum(file.stat().st_size for file in files))
-    for file in files:
-        limit = share * file.stat().st_size
-        for piece in read_pieces(file, field=text_field, cut=_cut_behind_word):
-            yield piece.text.decode(errors="replace")
-            if piece.reached >= limit:
-                break
 
 
 def _cut_behind_word(text: bytes, low: int, high: int) -> tuple[int, int]:
