@@ -322,6 +322,8 @@ STARTING_ANEW = Effect(
     lambda run, _: run.checkpoint.resume in (None, "auto"), "with checkpoint.resume={checkpoint.resume}"
 )
 STARTING_FROM = Effect(lambda run, _: run.checkpoint.init_from is not None, "without checkpoint.init_from")
+MIRRORING = Effect(lambda run, _: run.checkpoint.mirror is not None, "without checkpoint.mirror")
+MIRROR = Rule("a URL such as s3://bucket/run", lambda value: "://" in value)
 
 
 @dataclass
@@ -349,6 +351,11 @@ class CheckpointConfig:
     """true: all names and shapes of `init_from` must fit. false: load those that fit, and report the others."""
     save_at_end: bool | None = setting(None, or_null(TRUE_OR_FALSE, " for true but in a sweep"))
     """Save when the last step is done. A run that is told to stop saves in any case."""
+    mirror: str | None = setting(None, or_null(MIRROR))
+    """Where whole checkpoints are copied to beside the training, for a machine that may be lost: a folder that fsspec
+    opens, of this run alone. resume=auto takes the newest one, here or there. An unreachable mirror stops no run."""
+    mirror_keep: int | None = setting(2, or_null(at_least(1, "checkpoints"), " for all"), MIRRORING)
+    """As many of the newest stay there."""
 
 
 @dataclass

@@ -17,8 +17,9 @@ from typing import Any
 
 from zerotrain.checkpoint import folder
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
+from zerotrain.checkpoint.mirror import CREDENTIALS, Mirror, fetch_newest
 from zerotrain.checkpoint.others.weights import find_weights
-from zerotrain.comm.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment, num_restarts
 from zerotrain.config.compose import config_hash, slurm_job
 from zerotrain.config.schema import LENGTHS, Config
 from zerotrain.config.words import quote, word
@@ -31,6 +32,7 @@ from zerotrain.launching.failures import RunError
 from zerotrain.launching.job import COMPOSITION, CONFIG_NAME, RANKS, Job, num_threads_per_rank
 from zerotrain.preflight.choice import as_chosen
 from zerotrain.preflight.plan import PLAN_NAME
+from zerotrain.settings import problems_in
 from zerotrain.training.callbacks.stages import stage_at, stages_from
 from zerotrain.training.result import METRICS_NAME, RESULT_NAME, STEPS_NAME, RunResult
 
@@ -288,15 +290,65 @@ def checkpoints_to_try(config: Config, run_dir: Path) -> list[Path]:
     Raises:
         ConfigError: the checkpoint of the setting is not there.
     """
-    resume = config.checkpoint.resume
+    resume, own = config.checkpoint.resume, folder.newest_first(run_dir / folder.CHECKPOINTS)
     if resume is None:
-        return []
-    if resume == AUTO:
-        return folder.newest_first(run_dir / folder.CHECKPOINTS)
+        to_try = []
+    elif resume == AUTO:
+        to_try = own
+    else:
+        try:
+            to_try = folder.candidates(Path(resume).absolute())
+        except CheckpointError as error:
+            raise ConfigError(f"checkpoint.resume: got {resume}; {error}") from error
+    if config.checkpoint.mirror is None or config.plan.only or num_restarts() or problems_in(config.checkpoint):
+        return to_try
+    newest = folder.step_of(to_try[0]) if to_try and folder.STEP.fullmatch(to_try[0].name) else None
+    return [*_fetched(config, run_dir, newest), *to_try]
+
+
+def _fetched(config: Config, run_dir: Path, newest: int | None) -> list[Path]:
+    """The newest checkpoint of the mirror, fetched, if the run goes on from it; none otherwise.
+
+    Args:
+        newest: the step of the newest checkpoint to go on from here; None: there is none.
+
+    Raises:
+        ConfigError: there is no such mirror; it has checkpoints that are not this run's; or it alone may have
+            checkpoints to go on from, and cannot give them.
+    """
+    url, resume = config.checkpoint.mirror or "", config.checkpoint.resume
+    if CREDENTIALS.search(url):
+        raise ConfigError(
+            "checkpoint.mirror: got a URL with a password, which would stand in files of the run; leave it out, and "
+            "set it where fsspec finds it, such as in the environment"
+        )
     try:
-        return folder.candidates(Path(resume).absolute())
+        mirror = Mirror(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"checkpoint.mirror: got {url}; {str(error).splitlines()[0]}") from error
+    try:
+        steps = mirror.steps()
+        if resume == AUTO:
+            path, problems = fetch_newest(mirror, run_dir / folder.CHECKPOINTS, newest)
+            if path is None and newest is None and problems:
+                raise ConfigError(*(f"checkpoint.mirror: {problem}" for problem in problems))
+            for problem in problems:
+                print(f"warning: skipped a checkpoint: {problem}", flush=True)
+            return [] if path is None else [path]
     except CheckpointError as error:
-        raise ConfigError(f"checkpoint.resume: got {resume}; {error}") from error
+        if resume == AUTO and newest is None:
+            raise ConfigError(
+                f"checkpoint.mirror: {error}; it alone may have checkpoints to go on from; mend that, or give "
+                "checkpoint.resume=null to begin anew"
+            ) from error
+        print(f"warning: {error}; the run goes on without it, and tries again", flush=True)
+        return []
+    if later := [step for step in steps if newest is None or step > newest]:
+        raise ConfigError(
+            f"checkpoint.mirror: got {url}, which has checkpoints of another run, up to {folder.step_name(later[0])}; "
+            "checkpoint.resume=auto goes on from the newest; or give a URL of its own"
+        )
+    return []
 
 
 def first_readable(paths: Sequence[Path]) -> Manifest | None:

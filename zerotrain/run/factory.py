@@ -271,7 +271,13 @@ def run(
 
             job = Trial(**trial)
             pruning = Pruning(job, build("sweep.pruner", job.pruner))
+        mirror = None
+        if config.checkpoint.mirror is not None and world.rank == 0:
+            from zerotrain.training.callbacks.mirror import Mirror, RunMirror
+
+            mirror = RunMirror(Mirror(config.checkpoint.mirror), config.checkpoint.mirror_keep)
         arguments = {"run_facts": facts, "begin": begin, "data_checked": data_checked, "pruning": pruning}
+        arguments["mirror"] = mirror
         trainer = _trainer(config, world, run_dir, stage, resume_from, **arguments)
         enter(f"training {config.model.get('_target_')}")
         return trainer.run()

@@ -99,6 +99,9 @@ class RunResult(Struct):
     """Bytes rank 0 holds at rest {parameters, gradients, optimizer}, the same in theory {theory}, and its {peak}; where
     the run was planned, the `PlannedUsage` {planned}, from the run's begin on."""
 
+    mirror: dict[str, Any] | None = None
+    """The copies of checkpoints under `checkpoint.mirror`: {url, newest: name of the last one, failures: tries that
+    failed, problem: of the last try}; null without a mirror."""
     stages: list[dict[str, Any]] = field(default_factory=list)
     """The stages that steps were trained at, in order: {stage, from_step: steps done before, sent_nbytes,
     theory_sent_nbytes: what rank 0 sent for the change in mid-run, ranks: `gather_usages` of all ranks at its end}."""

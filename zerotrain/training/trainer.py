@@ -103,6 +103,8 @@ class Trainer:
     """The run's settings as checkpoints note them: nested dicts of values that JSON can hold."""
     pruning: Callback | None = None
     """Ends a poor job of a sweep: `zerotrain.training.callbacks.early_stopping`."""
+    mirror: Callback | None = None
+    """Copies checkpoints to another place: `zerotrain.training.callbacks.mirror`."""
     callbacks: Mapping[str, Callback] = field(default_factory=dict)
     """The user's own by name, the same on all ranks; they are called in this order."""
 
@@ -175,7 +177,8 @@ class Trainer:
         ]
         pruning = [] if self.pruning is None else [self.pruning]
         control = Control(self.run_dir / ASKED, self.world, self.console)
-        tail = [run_evaluation, *pruning, self.checkpoints.best, self.checkpoints, control]
+        mirror = [] if self.mirror is None else [self.mirror]
+        tail = [run_evaluation, *pruning, *mirror, self.checkpoints.best, self.checkpoints, control]
         return CallbackList(head, self.callbacks, tail, world=self.world, console=self.console)
 
     def run(self) -> dict[str, Any]:

@@ -1,0 +1,194 @@
+"""A mirror of a run's checkpoints, in a folder that fsspec opens by its URL, such as one of an object store.
+
+    s3://bucket/run/step-00000100/rank-0.safetensors
+    s3://bucket/run/step-00000100/manifest.json       written last, removed first
+
+Object stores have no rename: the manifest says that a checkpoint is whole. Both ways each block is compared with its
+hash in the manifest while it is copied, so nothing damaged is copied and called whole.
+"""
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from zerotrain.checkpoint import folder as folders, manifest as manifests
+from zerotrain.checkpoint.tensor_file import write_file
+from zerotrain.errors import CheckpointError
+from zerotrain.files.terminal import package
+from zerotrain.files.untrusted import printable
+
+CREDENTIALS = re.compile(r"://[^/@]*@")
+"""A user and a password in a URL."""
+
+
+class Mirror:
+    """The checkpoints under a URL. fsspec finds the credentials, in the environment or in files of the provider.
+
+    Args:
+        url: such as s3://bucket/run; needs the package of its protocol, such as s3fs.
+
+    Raises:
+        ImportError: the protocol's package is not installed.
+        ValueError: there is no such protocol.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        fsspec = package("fsspec", extra="mirror", needed_by="checkpoint.mirror")
+        self._files, self._root = fsspec.url_to_fs(url, use_listings_cache=False)
+
+    def steps(self) -> list[int]:
+        """The steps with a folder there, the newest first. The manifest tells which are whole.
+
+        Raises:
+            CheckpointError: the mirror cannot be reached.
+        """
+        with self._raising("cannot be listed"):
+            self._files.invalidate_cache()
+            names = []
+            with suppress(FileNotFoundError):
+                names = [path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
+        return sorted((int(name.removeprefix("step-")) for name in names if folders.STEP.fullmatch(name)), reverse=True)
+
+    def manifest(self, step: int) -> manifests.Manifest | None:
+        """The manifest of a step; None where there is none, so that its copy was cut off.
+
+        Raises:
+            CheckpointError: it is not what was written, or cannot be read.
+        """
+        path = self._path(folders.step_name(step), manifests.MANIFEST)
+        with self._raising(f"has a {folders.step_name(step)} that cannot be read"):
+            try:
+                if self._files.info(path)["size"] > manifests.MAX_NBYTES:
+                    raise CheckpointError(f"{manifests.MANIFEST} is larger than {manifests.MAX_NBYTES} bytes")
+                text = self._files.cat_file(path).decode(errors="replace")
+            except FileNotFoundError:
+                return None
+        return manifests.parse_manifest(text, Path(self.url.partition("://")[2], folders.step_name(step)))
+
+    def push(self, path: Path) -> None:
+        """Copy a whole checkpoint there. It is not removed here meanwhile, and a manifest that is there is the last
+        thing written.
+
+        Raises:
+            CheckpointError: the mirror does not take it, or it is damaged here.
+        """
+        with folders.hold_newest(path):
+            manifest, target = manifests.read_manifest(path), path.name
+            text = manifest.text().encode()
+            with self._raising(f"does not take {path.name}"):
+                with suppress(CheckpointError):
+                    there = self.manifest(int(path.name.removeprefix("step-")))
+                    if there is not None and there.text().encode() == text:
+                        return
+                with suppress(FileNotFoundError):  # of another run: its files would count as this one's
+                    self._files.rm_file(self._path(target, manifests.MANIFEST))
+                if "file" in self._files.protocol:
+                    self._files.makedirs(self._path(target), exist_ok=True)
+                for file in manifest.files:
+                    place = self._path(target, file.name)
+                    with (path / file.name).open("rb") as source, self._files.open(place, "wb") as sink:
+                        for block in _blocks(source, file):
+                            sink.write(block)
+                    if (nbytes := self._files.info(place)["size"]) != file.nbytes:
+                        raise CheckpointError(f"{file.name} has {nbytes} bytes there, and must have {file.nbytes}")
+                self._files.pipe_file(self._path(target, manifests.MANIFEST), text)
+
+    def fetch(self, step: int, folder: Path) -> Path:
+        """Copy a checkpoint into a folder of checkpoints here, where it appears when it is whole.
+
+        Raises:
+            CheckpointError: it is not whole there, is damaged, or cannot be copied.
+        """
+        name = folders.step_name(step)
+        if (manifest := self.manifest(step)) is None:
+            raise CheckpointError(f"{self.url} has no whole {name}: its copy was cut off")
+        with self._raising(f"has a {name} that cannot be fetched"):
+            partial = folders.PartialFolder(folder / name)
+            try:
+                for file in manifest.files:
+                    with self._files.open(self._path(name, file.name), "rb") as source:
+                        write_file(partial.path / file.name, _blocks(source, file))
+                partial.publish(manifest)
+            except BaseException:
+                partial.remove()
+                raise
+        return folder / name
+
+    def remove_old(self, keep: int | None) -> None:
+        """Remove all but the newest whole checkpoints, and what copies that were cut off have left.
+
+        Args:
+            keep: so many stay; None: all.
+
+        Raises:
+            CheckpointError: one cannot be removed.
+        """
+        num_whole = 0
+        for step in self.steps():
+            name = folders.step_name(step)
+            with self._raising(f"keeps its old {name}"):
+                if self._files.exists(self._path(name, manifests.MANIFEST)):
+                    num_whole += 1
+                    if keep is None or num_whole <= keep:
+                        continue
+                    self._files.rm_file(self._path(name, manifests.MANIFEST))
+                with suppress(FileNotFoundError):
+                    self._files.rm(self._path(name), recursive=True)
+
+    def _path(self, *names: str) -> str:
+        return "/".join([self._root.rstrip("/"), *names])
+
+    @contextmanager
+    def _raising(self, outcome: str) -> Iterator[None]:
+        """Raise whatever a file system answers in here as a CheckpointError: each has errors of its own."""
+        try:
+            yield
+        except Exception as error:
+            text = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = CREDENTIALS.sub("://***@", printable(text, 300, keep=""))
+            raise CheckpointError(f"{self.url} {outcome}: {reason}") from None
+
+
+def fetch_newest(mirror: Mirror, folder: Path, newest: int | None) -> tuple[Path | None, list[str]]:
+    """Fetch the newest whole checkpoint of a mirror into a folder of checkpoints, if it is newer than the newest there.
+
+    Args:
+        newest: its step; None: there is none.
+
+    Returns:
+        Its path, or None; and a line for each that was newer, and is not whole.
+
+    Raises:
+        CheckpointError: the mirror cannot be reached.
+    """
+    problems: list[str] = []
+    for step in mirror.steps():
+        if newest is not None and step <= newest:
+            break
+        begun_s = time.monotonic()
+        try:
+            path = mirror.fetch(step, folder)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        nbytes = sum(file.stat().st_size for file in path.iterdir())
+        print(f"fetched {path.name} from {mirror.url}: {nbytes / 1e6:.1f} MB in {time.monotonic() - begun_s:.2f} s")
+        return path, problems
+    return None, problems
+
+
+def _blocks(source: BinaryIO | Any, file: manifests.SavedFile) -> Iterator[bytes]:
+    """The blocks of a file, each of which is what was written, and all of them."""
+    num_read = 0
+    for number, written in enumerate(file.hashes):
+        block = source.read(min(manifests.BLOCK_NBYTES, file.nbytes - num_read))
+        num_read += len(block)
+        if manifests.hash_of(block) != written:
+            raise CheckpointError(f"{file.name} is not what was written, from its block {number} on")
+        yield block
+    if num_read != file.nbytes or source.read(1):
+        raise CheckpointError(f"{file.name} has more or fewer bytes than the {file.nbytes} that were written")
