@@ -77,12 +77,7 @@ class HuggingFaceDataset:
             )
         splits = _load(path)
         self.tokenizer = None if tokenizer is None else TextTokenizer(tokenizer)
-        num_tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
-        self.vocab_size = num_tokens if vocab_size is None else vocab_size
-        if num_tokens is not None and self.vocab_size is not None and self.vocab_size < num_tokens:
-            raise ValueError(
-                f"data.vocab_size={vocab_size} is too small; data.tokenizer={tokenizer} has {num_tokens} tokens"
-            )
+        self.vocab_size = vocab_size if self.tokenizer is None else self.tokenizer.require_known(vocab_size)
         if self.tokenizer is not None:  # a dataset without one must not seem to have it
             self.encode, self.decode = self.tokenizer.encode, self.tokenizer.decode
             self.end_of_text = self.tokenizer.end_of_text
