@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import trainer_of
+from commands import REPOSITORY, result_of
 
 import zerotrain
+from tests.contract.test_docs import blocks_of
+from tests.unit.data.chat_templates import chat_tokenizer
 from tests.unit.data.tokenizers_made import saved
+from tests.zygote.client import Zygote
 from zerotrain.data import ChatDataset, GlobalBatchSampler
 from zerotrain.models import GPT
 from zerotrain.testing import run_ranks
@@ -104,3 +109,38 @@ def test_chats_give_the_losses_and_updates_of_plain_pytorch(tmp_path: Path, rank
         for name, value in plain_weights.items():
             torch.testing.assert_close(weights[name] - begun[name], value - begun[name], atol=1e-6, rtol=0)
     assert len({tuple(losses) for _, losses in first.values()}) == len(WAYS)
+
+
+SMALL = (
+    "hydra.run.dir=outputs/run launch.nproc_per_node=2 launch.threads_per_rank=1 data.seq_len=64 train.max_steps=60 "
+    "train.micro_batch_size=4 train.eval_every=0 train.sample_tokens=8 optimizer.lr=0.05 data.validation_fraction=0.5 "
+    "data.pack=true"
+)
+
+
+def test_the_commands_of_the_guide_train_a_llama_with_adapters_without_python(zygote: Zygote, tmp_path: Path) -> None:
+    """Of random weights and two rows, learnt by heart: it answers as it was taught, and its adapters are exported."""
+    transformers = pytest.importorskip("transformers")
+    guide, model = REPOSITORY / "docs/guides/chat.md", tmp_path / "path/to/model"
+    chat_tokenizer(model)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes["initializer_range"] = 0.3
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=603, **sizes)).save_pretrained(model)
+    (tmp_path / "chats.jsonl").write_text(blocks_of(guide, "json")[0] * 20)
+    [train, generate, export] = blocks_of(guide, "sh")[0].splitlines()
+    printed = []
+    for command, changes in ((train, SMALL), (generate, "--max-tokens 8 --temperature 0"), (export, "")):
+        words = shlex.split(f"{command.removeprefix('python ')} {changes}")
+        ending = zygote.run_python(
+            [str(REPOSITORY / "launch.py"), *words[1:]] if words[0] == "launch.py" else words, tmp_path
+        )
+        assert ending.code == 0, ending.out + ending.err
+        printed.append(ending.out)
+    assert "learns answers" in printed[0]
+    assert ">>dog<|im_end|>\n<<" in printed[0] or ">>cat<|im_end|>\n<<" in printed[0]
+    result = result_of(tmp_path / "outputs/run")
+    assert result["final_train_loss"] < 0.5
+    assert printed[1].strip() == "Say dog.dog"  # and no token behind the end of the answer
+    assert {"adapter_model.safetensors", "chat_template.jinja"} <= {
+        file.name for file in (tmp_path / "exported").iterdir()
+    }

@@ -2,6 +2,11 @@
 follows the prompt for an answer. Without these marks they are what the models come with."""
 
 import re
+from pathlib import Path
+
+import pytest
+
+from tests.unit.data.tokenizers_made import made
 
 _HEADERS = "{{% for m in messages %}}{{{{ {0} }}}}{{% if m.role == 'assistant' %}}{{% generation %}}{{{{ {1} }}}}{{% endgeneration %}}{{% else %}}{{{{ {1} }}}}{{% endif %}}{{% endfor %}}"  # noqa: E501
 
@@ -95,3 +100,14 @@ R1_DISTILL = (
 def without_marks(template: str) -> str:
     """The template as models come with it."""
     return re.sub(r"{% (end)?generation %}", "", template)
+
+
+def chat_tokenizer(folder: Path) -> str:
+    """A folder with a tokenizer whose template is ChatML without marks."""
+    backend = made("bytes, GPT-2")
+    backend.decoder = pytest.importorskip("tokenizers").decoders.ByteLevel()
+    special = {"bos_token": "<s>", "eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im_end|>"]}
+    kind = pytest.importorskip("transformers").PreTrainedTokenizerFast
+    kind(tokenizer_object=backend, **special).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(without_marks(TEMPLATES["ChatML"]))
+    return str(folder)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.data.chat_templates import R1_DISTILL, TEMPLATES, without_marks
-from tests.unit.data.tokenizers_made import made, saved
+from tests.unit.data.chat_templates import R1_DISTILL, TEMPLATES, chat_tokenizer, without_marks
+from tests.unit.data.tokenizers_made import saved
 from zerotrain.data import ChatDataset, GlobalBatchSampler, Mix
 from zerotrain.data.chat import ChatTemplate, pack_rows, turns_of
 from zerotrain.data.tokenizer import TextTokenizer
@@ -47,15 +47,7 @@ CHATS = {
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a tokenizer whose template is ChatML."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    backend = made("bytes, GPT-2")
-    backend.decoder = pytest.importorskip("tokenizers").decoders.ByteLevel()
-    special = {"bos_token": "<s>", "eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im_end|>"]}
-    pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(
-        folder
-    )
-    (folder / "chat_template.jinja").write_text(without_marks(TEMPLATES["ChatML"]))
-    return str(folder)
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def written(path: Path, *rows: Any) -> str:
