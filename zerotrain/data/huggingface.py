@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from zerotrain.data.batches import IGNORED_LABEL, require_at_least
+from zerotrain.data.text_files import CHAT_HINT, is_chat
 from zerotrain.data.tokenizer import DocumentEnd, TextTokenizer
 from zerotrain.files.terminal import package
 from zerotrain.files.untrusted import printable
@@ -85,7 +86,7 @@ class HuggingFaceDataset:
         for setting, name in {"data.column": column, "data.labels_column": labels_column}.items():
             for rows in used_splits.values():
                 if name is not None and name not in rows.column_names:
-                    columns = ", ".join(rows.column_names)
+                    columns = ", ".join(rows.column_names) + (CHAT_HINT if is_chat(rows.column_names) else "")
                     raise ValueError(f"{setting}={name}: there is no such column; there are {columns}")
         rows_of_all = sum(map(len, used_splits.values()))
         for name, rows in used_splits.items():

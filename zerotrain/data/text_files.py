@@ -391,6 +391,8 @@ def require_no_dataset(path: Path, text_field: str, source: str, *, is_named: bo
         row = json.JSONDecoder().raw_decode(text[1:].lstrip() if text.startswith("[") else text)[0]
     except (ValueError, RecursionError):  # no JSON, or longer than the text that was read of it
         row = None
+    if isinstance(row, dict) and is_chat(row):
+        raise ValueError(f"{source}: {path} is JSON{CHAT_HINT}")
     if isinstance(row, dict) and isinstance(row.get(text_field), str):
         raise ValueError(
             f"{source}: {path} is JSON with its text in the field {text_field!r}; "
