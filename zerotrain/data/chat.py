@@ -260,20 +260,15 @@ def find_chats(path: str, source: str) -> tuple[list[Path], list[Path], list[Pat
     """
     root = Path(path).expanduser()
     if root.is_dir():
-        names = {
-            file: file.relative_to(root)
-            for file in sorted(root.rglob("*"))
-            if text_files.inner_suffix(file) in SUFFIXES
-        }
-        # Beside the files of a dataset lie its descriptions, and what its functions have made of it before.
-        names = {
-            file: name
-            for file, name in names.items()
-            if file.is_file()
-            and file.name not in _OF_DATASETS
-            and not any(part.startswith(".") for part in name.parts)
-            and (file.suffix != text_files.ARROW or file.name.startswith("data-"))
-        }
+        names = dict[Path, Path]()
+        for file in sorted(root.rglob("*")):
+            name = file.relative_to(root)
+            is_hidden = any(part.startswith(".") for part in name.parts)
+            # Beside the files of a dataset lie its descriptions, and what its functions have made of it before.
+            is_beside = file.suffix == text_files.ARROW and not file.name.startswith("data-")
+            is_beside |= file.name in _OF_DATASETS
+            if text_files.inner_suffix(file) in SUFFIXES and file.is_file() and not is_hidden and not is_beside:
+                names[file] = name
     else:
         files = [root] if root.is_file() else files_matching(str(root), source, "give a file or folder with chats")
         names = {file: Path(file.name) for file in sorted(files)}
@@ -547,7 +542,8 @@ class ChatDataset:
         self.end_of_text = self._template.end_of_text
         self._cache, self._source = cache_folder(cache_dir), f"data.path={path}"
         files, validation_files, unread = find_chats(path, self._source)
-        self._cut, self._num_left_out, self._left_out, self._unread = 0, 0, list[str](), [file.name for file in unread]
+        self._unread = [file.name for file in unread]
+        self._cut, self._num_left_out, self._left_out = 0, 0, list[str]()
         chats = validation_chats = self._prepare(files)
         numbers = np.arange(len(chats.starts))
         num_validation = max(1, round(len(numbers) * validation_fraction)) if validation_fraction else 0
