@@ -29,6 +29,7 @@ NEEDED = {
     "data/own": ["data._target_=zerotrain.data.SyntheticTokens", "+data.seq_len=16", "+data.vocab_size=13"],
     "data/tokens": ["data.path=x"],
     "data/tokenized": ["model=huggingface"],
+    "data/chat": ["model=huggingface", "data.path=x"],
     "experiment/gpt2_bf16": ["data.path=x"],
 }
 """What a choice leaves to the user."""

@@ -2,17 +2,28 @@
 
 A dataset has `train` and `validation`; each item of those is a pair of int64 tensors of `seq_len` tokens, where
 labels[t] is the token that follows ids[t], or -100 where there is none to learn. To add one, write a class with these
-two attributes. Three more make it better served:
+two attributes. More make it better served:
 
 * `tokens_per_sequence` on `train` and `validation`: the number of labels that count in each of their items, where it
   is the same in all. Without it the ranks must tell each other what they read in every step.
+* `rows(indices) -> batch` on `train` and `validation` in place of one item after the other, which may pad rows of
+  different lengths; then `longest_row`, the number of the row that takes the most memory, is planned with.
 * `decode(ids) -> text`: with it a run ends with a sample of generated text. `encode(text) -> ids` lets a user choose
   how it begins, and `end_of_text`, a token, where it stops.
 """
 
 from zerotrain.data.batches import GlobalBatchSampler
+from zerotrain.data.chat import ChatDataset
 from zerotrain.data.datasets import SyntheticTokens, TextDataset, TokenFiles
 from zerotrain.data.huggingface import HuggingFaceDataset
 from zerotrain.data.mix import Mix
 
-__all__ = ["GlobalBatchSampler", "HuggingFaceDataset", "Mix", "SyntheticTokens", "TextDataset", "TokenFiles"]
+__all__ = [
+    "ChatDataset",
+    "GlobalBatchSampler",
+    "HuggingFaceDataset",
+    "Mix",
+    "SyntheticTokens",
+    "TextDataset",
+    "TokenFiles",
+]

@@ -225,7 +225,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         different = [name for name in different if not name.startswith(OF_SET) or (name in saved and name in current)]
         if different:
             differences = "; ".join(
-                "its data came in another order, as that of a mix with other weights (data.sources.*.weight) does"
+                "its data came in another order, as that of a mix with other weights (data.sources.*.weight) does, or "
+                "that of rows grouped by length (data.group_by_length)"
                 if name == _ORDER
                 else f"{name}: {saved.get(name)} there, {current.get(name)} here"
                 for name in different

@@ -530,8 +530,8 @@ def within(fingerprint: Mapping[str, Any], prefix: str) -> Fingerprint:
 
 def _fingerprint(data: Any, seed: int, called: str, like: Mapping[str, Any]) -> Fingerprint:
     values: Fingerprint = {"rows": len(data.train), "validation_rows": len(data.validation)}
-    if hasattr(data.train, "order"):
-        first_rows, _ = data.train.order(np.arange(_NUM_ORDERED), seed=seed)
+    if (order := getattr(data.train, "order", None)) is not None:
+        first_rows, _ = order(np.arange(_NUM_ORDERED), seed=seed)
         values["order"] = hashlib.sha256(first_rows.astype("<i8").tobytes()).hexdigest()[:16]
     if callable(getattr(data, "fingerprint", None)):
         of_data = data.fingerprint(like) if getattr(data.train, "sources", None) else data.fingerprint()

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from zerotrain.data.batches import IGNORED_LABEL, require_at_least
+from zerotrain.data.text_files import CHAT_HINT, is_chat
 from zerotrain.data.tokenizer import DocumentEnd, TextTokenizer
 from zerotrain.files.terminal import package
 from zerotrain.files.untrusted import printable
@@ -77,12 +78,7 @@ class HuggingFaceDataset:
             )
         splits = _load(path)
         self.tokenizer = None if tokenizer is None else TextTokenizer(tokenizer)
-        num_tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
-        self.vocab_size = num_tokens if vocab_size is None else vocab_size
-        if num_tokens is not None and self.vocab_size is not None and self.vocab_size < num_tokens:
-            raise ValueError(
-                f"data.vocab_size={vocab_size} is too small; data.tokenizer={tokenizer} has {num_tokens} tokens"
-            )
+        self.vocab_size = vocab_size if self.tokenizer is None else self.tokenizer.require_known(vocab_size)
         if self.tokenizer is not None:  # a dataset without one must not seem to have it
             self.encode, self.decode = self.tokenizer.encode, self.tokenizer.decode
             self.end_of_text = self.tokenizer.end_of_text
@@ -90,7 +86,7 @@ class HuggingFaceDataset:
         for setting, name in {"data.column": column, "data.labels_column": labels_column}.items():
             for rows in used_splits.values():
                 if name is not None and name not in rows.column_names:
-                    columns = ", ".join(rows.column_names)
+                    columns = ", ".join(rows.column_names) + (CHAT_HINT if is_chat(rows.column_names) else "")
                     raise ValueError(f"{setting}={name}: there is no such column; there are {columns}")
         rows_of_all = sum(map(len, used_splits.values()))
         for name, rows in used_splits.items():

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 
 from zerotrain.data import fetch
 from zerotrain.data.batches import IGNORED_LABEL
@@ -17,12 +17,16 @@ NUM_ITEMS = 8
 OTHERWISE = "make a tensor of it, leave it out, or give data.collate_fn, which makes a batch of a list of items"
 
 
-def first_batches(dataset: Any, name: str, *, seed: int = 0, collate: fetch.Collate | None = None) -> list[Any]:
-    """The first items of a dataset, each as a batch of one: read and put together as they will be in a run.
+def first_batches(
+    dataset: Any, name: str, *, seed: int = 0, collate: fetch.Collate | None = None, is_mixed: bool = False
+) -> list[Any]:
+    """The first items of a dataset, each as a batch of one: read and put together as they will be in a run. The first
+    of all is `longest_row` of a dataset that has this.
 
     Args:
         name: of the dataset, such as "data.train".
         seed, collate: as `fetch_rows` takes them.
+        is_mixed: it is a source of a mix, which reads item by item.
 
     Raises:
         ValueError: it is no map-style dataset or is empty, an item has parts that no batch can be made of, the items
@@ -32,19 +36,23 @@ def first_batches(dataset: Any, name: str, *, seed: int = 0, collate: fetch.Coll
     if sources := getattr(dataset, "sources", {}):
         names = [source_name(name, source) for source in sources]
         groups = [
-            first_batches(source, source_path, seed=seed, collate=collate)
+            first_batches(source, source_path, seed=seed, collate=collate, is_mixed=True)
             for source_path, source in zip(names, sources.values(), strict=True)
         ]
         if collate is None:
             _require_one_shape([group[0] for group in groups], [f"{source_path}[0]" for source_path in names])
         return [batch for group in groups for batch in group]
     _require_map_style(dataset, name)
-    rows = range(min(NUM_ITEMS, len(dataset)))
+    first_rows = range(min(NUM_ITEMS, len(dataset)))
+    rows = [*dict.fromkeys([getattr(dataset, "longest_row", 0), *first_rows])][: len(first_rows)]
+    pads = hasattr(dataset, "rows") and not is_mixed
 
     def read(rows: Sequence[int], collate: fetch.Collate | None) -> Any:
+        if is_mixed and collate is None and hasattr(dataset, "rows"):
+            collate = default_collate
         return fetch.fetch_rows(dataset, rows, seed=seed, epochs=[0] * len(rows), step=1, name=name, collate=collate)
 
-    if collate is None and not hasattr(dataset, "rows"):
+    if collate is None and not pads:
         for row in rows[:2]:
             _require_parts(read([row], lambda items: items[0]), name, row)
     rng_state = torch.get_rng_state()
@@ -54,7 +62,7 @@ def first_batches(dataset: Any, name: str, *, seed: int = 0, collate: fetch.Coll
             f"{name} draws random numbers though it has draws = False; leave that out, or draw from a generator that "
             "is made in __getitem__"
         )
-    if collate is None:
+    if collate is None and not pads:
         _require_one_shape(batches, [f"{name}[{row}]" for row in rows])
     read(rows, collate)
     _require_as_many_labels(dataset, batches, name)

@@ -217,6 +217,8 @@ def _require_fit(name: str, data: Any, seq_len: int | None) -> None:
             raise ValueError(f"data.sources.{name}.data: {type(data).__name__} has no dataset called {set_name}")
         if not hasattr(dataset, "__len__") or not len(dataset):
             raise ValueError(f"data.sources.{name}.data.{set_name} is empty or has no length; each source needs a row")
+    if getattr(data.train, "order", None) is not None and not hasattr(data.train, "sources"):
+        raise ValueError(f"data.sources.{name}.data.group_by_length=true has no effect in a mix; leave it out")
     source_len = getattr(data.train, "seq_len", seq_len)
     if seq_len is not None and source_len != seq_len:
         raise ValueError(

@@ -22,7 +22,7 @@ from dataclasses import InitVar, asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -507,7 +507,11 @@ class Recipe:
     def fingerprint(self) -> str:
         """Differs where the same files come to be other tokens."""
         tokenizer = None if self.tokenizer is None else self.tokenizer.fingerprint()
-        return _hash(repr((VERSION, tokenizer, self.ending.name, self.text_field)))
+        return _hash(repr((VERSION, tokenizer, *self.facts())))
+
+    def facts(self) -> tuple[Any, ...]:
+        """All but the tokenizer on which the tokens of a text depend."""
+        return self.ending.name, self.text_field
 
     def pieces(self, file: int, offset: int) -> Iterator[tuple[int, TextPiece]]:
         """The pieces of all documents from a place on, each with the number of its file."""

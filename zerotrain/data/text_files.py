@@ -1,6 +1,5 @@
 """Files of text as documents: plain text, .jsonl and .parquet, each also compressed as .gz or .zst."""
 
-import functools
 import glob
 import gzip
 import io
@@ -10,10 +9,11 @@ import sysconfig
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from zerotrain.data.formats import FileKind, files_matching, kind_of, place_on_disk
 from zerotrain.data.tokenizer import Cut, cut_anywhere, cut_text
@@ -21,9 +21,15 @@ from zerotrain.files import lock, terminal, untrusted
 
 JSONL = (".jsonl", ".ndjson")
 COMPRESSED = (".gz", ".zst")
+COLUMNS = PARQUET, ARROW = ".parquet", ".arrow"
+CHAT_FIELDS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
+"""The fields by which a row is known to be a chat."""
+CHAT_HINT = "; data=chat reads chats and instructions"
 _ROWS = 256
 _ARRAY = "begins a JSON array; write each object in a line of its own, or choose data=huggingface, which reads arrays"
 _SKIPPED_NBYTES = 1 << 20
+_ARRAY_NBYTES = 1 << 30
+"""Bytes of a .json file that are read for its rows."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +47,13 @@ class TextPiece:
     """How many bytes of the file on the disk have been read."""
     is_null: bool = False
     """In place of a document: its row has null for a text."""
+    spans: Sequence[tuple[int, int]] = ()
+    """Begin and end of each answer, in characters, where it is a chat."""
 
 
 def is_parquet(path: Path) -> bool:
     """Whether a file is a parquet file, by its name."""
-    return path.suffix.lower() == ".parquet"
+    return path.suffix.lower() == PARQUET
 
 
 def is_plain(path: Path) -> bool:
@@ -69,6 +77,17 @@ def beginning(path: Path, nbytes: int) -> bytes:
             return b"" if path.suffix.lower() in COMPRESSED else file.read(nbytes)
 
 
+class FileRow(NamedTuple):
+    """A line of .jsonl, or a row of .parquet or .arrow."""
+
+    value: Any
+    place: Callable[[], str]
+    """Says where it stands in its file, such as "line 3"."""
+    resume_at: int
+    reached: int
+    """As of a `TextPiece`."""
+
+
 def read_pieces(path: Path, *, field: str, start: int = 0, cut: Cut = cut_anywhere) -> Iterator[TextPiece]:
     """The documents of a file in pieces: a plain file is one document, a line of .jsonl and a row of .parquet each one.
     A row whose text is null has none, and is told by a piece of its own.
@@ -83,26 +102,58 @@ def read_pieces(path: Path, *, field: str, start: int = 0, cut: Cut = cut_anywhe
         ValueError: the file is broken, or has no such field.
         OSError: it cannot be read.
     """
+    if is_parquet(path) or inner_suffix(path) in JSONL:
+        for row in read_rows(path, start=start, column=field):
+            with naming_row(path, row.place):
+                text = _text_of(row.value, field)
+            yield from _cut_document(text, cut, row.resume_at, row.reached)
+        return
+    with _naming_broken(path), ExitStack() as stack:
+        file, reached = _open_content(path, stack)
+        _go_to(file, start)
+        starts = start == 0
+        for piece, place in cut_text(file.read, cut):
+            if piece:
+                yield TextPiece(piece, starts, place is None, None if place is None else start + place, reached())
+            starts = False
+
+
+def read_rows(path: Path, *, start: int = 0, column: str | None = None) -> Iterator[FileRow]:
+    """The rows of a .jsonl, .json, .parquet or .arrow file.
+
+    Args:
+        start: where to start, a `resume_at` of an earlier reading.
+        column: the only one that is read of .parquet; None: all.
+
+    Raises: as `read_pieces`.
+    """
+    with _naming_broken(path), ExitStack() as stack:
+        if path.suffix.lower() in COLUMNS:
+            yield from _read_columns(path, column, start, stack)
+            return
+        file, reached = _open_content(path, stack)
+        if inner_suffix(path) == ".json":
+            for number, value in enumerate(_read_array(file, path)[start:], start=start + 1):
+                yield FileRow(value, f"row {number}".format, number, reached())
+        else:
+            _go_to(file, start)
+            yield from _read_lines(file, path, start, reached)
+
+
+@contextmanager
+def naming_row(path: Path, place: Callable[[], str]) -> Iterator[None]:
+    """Inside, a ValueError is one of a row, which its message then names."""
     try:
-        with ExitStack() as stack:
-            if is_parquet(path):
-                yield from _read_parquet(path, field, start, cut)
-                return
-            file, reached = _open_content(path, stack)
-            if file.seekable():
-                file.seek(start)
-            else:
-                _skip(file, start)
-            if inner_suffix(path) in JSONL:
-                yield from _read_lines(file, path, field, start, cut, reached)
-            else:
-                starts = start == 0
-                for text, place in cut_text(file.read, cut):
-                    if text:
-                        yield TextPiece(
-                            text, starts, place is None, None if place is None else start + place, reached()
-                        )
-                    starts = False
+        yield
+    except ValueError as error:
+        raise ValueError(f"data.path: {path}, {place()}, {error}") from error
+
+
+@contextmanager
+def _naming_broken(path: Path) -> Iterator[None]:
+    """Inside, an error of a reader is one of a broken file, which its message then names."""
+    try:
+        yield
     except Exception as error:
         if not isinstance(error, _reader_errors()) or (
             isinstance(error, OSError) and error.errno is not None
@@ -136,6 +187,13 @@ def _open_content(path: Path, stack: ExitStack) -> tuple[BinaryIO, Callable[[], 
     return opened, raw.tell
 
 
+def _go_to(file: BinaryIO, start: int) -> None:
+    if file.seekable():
+        file.seek(start)
+    else:
+        _skip(file, start)
+
+
 def _skip(file: BinaryIO, nbytes: int) -> int:
     """Read forward; return the number of lines."""
     num_lines = 0
@@ -144,21 +202,29 @@ def _skip(file: BinaryIO, nbytes: int) -> int:
     return num_lines
 
 
-def _read_lines(
-    file: BinaryIO, path: Path, field: str, start: int, cut: Cut, reached: Callable[[], int]
-) -> Iterator[TextPiece]:
+def _read_lines(file: BinaryIO, path: Path, start: int, reached: Callable[[], int]) -> Iterator[FileRow]:
     position = start
     for line in file:
+        place = partial(_place_of_line, path, position)
         position += len(line)
         line_text = line.decode("utf-8-sig" if position == len(line) else "utf-8", "replace")
         if line_text.strip():
-            try:
-                text = _text_of(_parse_row(line_text), field)
-            except ValueError as error:
-                with ExitStack() as stack:
-                    number = 1 + _skip(_open_content(path, stack)[0], position - len(line))
-                raise ValueError(f"data.path: {path}, line {number}, {error}") from error
-            yield from _cut_document(text, cut, position, reached())
+            with naming_row(path, place):
+                value = _parse_row(line_text)
+            yield FileRow(value, place, position, reached())
+
+
+def _read_array(file: BinaryIO, path: Path) -> list[Any]:
+    try:
+        rows = untrusted.parse_json(file.read(_ARRAY_NBYTES), Any)
+    except untrusted.UntrustedFileError as error:
+        raise ValueError(f"data.path: {path} cannot be read: {error}; more than 1 GiB must be .jsonl") from error
+    return rows if isinstance(rows, list) else [rows]
+
+
+def _place_of_line(path: Path, offset: int) -> str:
+    with ExitStack() as stack:
+        return f"line {1 + _skip(_open_content(path, stack)[0], offset)}"
 
 
 def _parse_row(line: str) -> Any:
@@ -179,9 +245,15 @@ def _text_of(row: Any, field: str) -> str | None:
     if isinstance(row, dict):
         finding = f"has the fields {untrusted.printable(', '.join(map(str, row))[:200], keep='')}"
         finding = f"has a {type(row[field]).__name__} there" if field in row else finding
+    hint = CHAT_HINT if isinstance(row, dict) and is_chat(row) else ""
     raise ValueError(
-        f"has no text in the field {field!r}: it {finding}; give data.text_field, or a path without this file"
+        f"has no text in the field {field!r}: it {finding}; give data.text_field, or a path without this file{hint}"
     )
+
+
+def is_chat(names: Iterable[str]) -> bool:
+    """Whether these are the fields of a chat or an instruction."""
+    return any(fields <= {*names} for fields in CHAT_FIELDS)
 
 
 def _cut_document(text: str | None, cut: Cut, resume_at: int, reached: int) -> Iterator[TextPiece]:
@@ -199,31 +271,48 @@ def _cut_document(text: str | None, cut: Cut, resume_at: int, reached: int) -> I
         starts = False
 
 
-def _read_parquet(path: Path, field: str, start: int, cut: Cut) -> Iterator[TextPiece]:
-    parquet = terminal.package("pyarrow.parquet", extra="parquet", needed_by=f"data.path: {path}")
-    nbytes = os.path.getsize(path)
-    with parquet.ParquetFile(path) as file:
-        names, total = file.schema_arrow.names, max(1, file.metadata.num_rows)
-        if field not in names:
-            raise ValueError(
-                f"data.path: {path} has no column {field!r}: it has {', '.join(names)[:200]}; give data.text_field, or "
-                "a path without this file"
-            )
-        row = 0
-        for group in range(file.num_row_groups):
-            rows = file.metadata.row_group(group).num_rows
-            if row + rows <= start:
-                row += rows
-                continue
-            for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[field]):
-                for value in batch.column(0):
-                    row += 1
-                    if row > start:
-                        try:
-                            text = _text_of({field: value.as_py()}, field)
-                        except ValueError as error:
-                            raise ValueError(f"data.path: {path}, row {row}, {error}") from error
-                        yield from _cut_document(text, cut, row, nbytes * row // total)
+def _read_columns(path: Path, column: str | None, start: int, stack: ExitStack) -> Iterator[FileRow]:
+    """The rows of .parquet, and of an .arrow file as save_to_disk() of Hugging Face writes them; `start` is the number
+    of a row."""
+    is_arrow = path.suffix.lower() == ARROW
+    kind = terminal.package(
+        "pyarrow" if is_arrow else "pyarrow.parquet", extra="parquet", needed_by=f"data.path: {path}"
+    )
+    batches = _arrow_batches(kind, path, stack) if is_arrow else _parquet_batches(kind, path, column, start, stack)
+    for first_row, batch, reached in batches:
+        for number in range(max(0, start - first_row), len(batch)):
+            row = first_row + number + 1
+            value = {name: batch.column(name)[number].as_py() for name in batch.schema.names}
+            yield FileRow(value, f"row {row}".format, row, reached(row))
+
+
+def _arrow_batches(arrow: Any, path: Path, stack: ExitStack) -> Iterator[tuple[int, Any, Callable[[int], int]]]:
+    """(rows before a batch, the batch, bytes of the file read with a row)."""
+    file, first_row = stack.enter_context(path.open("rb")), 0
+    for batch in arrow.ipc.open_stream(file):
+        yield first_row, batch, lambda _: file.tell()
+        first_row += len(batch)
+
+
+def _parquet_batches(
+    parquet: Any, path: Path, column: str | None, start: int, stack: ExitStack
+) -> Iterator[tuple[int, Any, Callable[[int], int]]]:
+    file, nbytes = stack.enter_context(parquet.ParquetFile(path)), os.path.getsize(path)
+    names, total, first_row = file.schema_arrow.names, max(1, file.metadata.num_rows), 0
+    if column is not None and column not in names:
+        raise ValueError(
+            f"data.path: {path} has no column {column!r}: it has {', '.join(names)[:200]}; give data.text_field, or a "
+            f"path without this file{CHAT_HINT if is_chat(names) else ''}"
+        )
+    for group in range(file.num_row_groups):
+        num_rows = file.metadata.row_group(group).num_rows
+        if first_row + num_rows > start:
+            columns = None if column is None else [column]
+            for batch in file.iter_batches(_ROWS, row_groups=[group], columns=columns):
+                yield first_row, batch, lambda row: nbytes * row // total
+                first_row += len(batch)
+        else:
+            first_row += num_rows
 
 
 # Files that are text, and those that only look so: datasets that would be learnt as they are written.
@@ -302,6 +391,8 @@ def require_no_dataset(path: Path, text_field: str, source: str, *, is_named: bo
         row = json.JSONDecoder().raw_decode(text[1:].lstrip() if text.startswith("[") else text)[0]
     except (ValueError, RecursionError):  # no JSON, or longer than the text that was read of it
         row = None
+    if isinstance(row, dict) and is_chat(row):
+        raise ValueError(f"{source}: {path} is JSON{CHAT_HINT}")
     if isinstance(row, dict) and isinstance(row.get(text_field), str):
         raise ValueError(
             f"{source}: {path} is JSON with its text in the field {text_field!r}; "
@@ -390,16 +481,16 @@ def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: 
         folder = sysconfig.get_path("stdlib")
         sources = Sources(f"data.path=null (the standard library in {folder})", is_default=True)
         files = _walk(folder, lambda inner: inner.name in STDLIB_SKIPPED_FOLDERS, sources)
-        return _add_files((file for file in files if file.suffix == ".py"), sources)
+        return add_files((file for file in files if file.suffix == ".py"), sources)
     sources, expanded = Sources(f"data.path={path}"), os.path.expanduser(path)
     # A file of exactly this name comes first: "a[1].txt" is a legal file name and a pattern too.
     if os.path.isfile(expanded):
         require_text(file := Path(expanded), sources.path)
         require_no_dataset(file, text_field, sources.path, is_named=True)
-        return _add_files([file], sources)
+        return add_files([file], sources)
     own = {folder.resolve() for folder in without}
 
-    @functools.cache
+    @cache
     def is_own(folder: Path) -> bool:
         """Whether a folder is left out, or is that of a run, on this machine or another, of a sweep, or of prepared
         tokens."""
@@ -410,7 +501,7 @@ def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: 
         return any(lock.read_note(folder / name, lock.Holder) is not None for name in (".lock", "lock"))
 
     if os.path.isdir(expanded):
-        return _add_files(_text_files(_walk(expanded, is_own, sources), sources, text_field), sources)
+        return add_files(_text_files(_walk(expanded, is_own, sources), sources, text_field), sources)
     remedy = "give a file, a folder or a glob pattern, or null for the standard library of the running Python"
     matches = files_matching(expanded, sources.path, remedy)
     # The folder before the first wildcard was named by the user, even if it is that of a run; those below were not.
@@ -422,7 +513,7 @@ def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: 
         if not any(is_own(folder) for folder in match.parents if folder != root and folder.is_relative_to(root))
     ]
     sources.omissions[_OF_RUNS] += len(matches) - len(readable)
-    return _add_files(_text_files(readable, sources, text_field), sources)
+    return add_files(_text_files(readable, sources, text_field), sources)
 
 
 def _walk(folder: str, is_skipped: Callable[[Path], bool], sources: Sources) -> Iterator[Path]:
@@ -447,7 +538,8 @@ def _text_files(files: Iterable[Path], sources: Sources, text_field: str) -> Ite
             sources.omissions[reason] += 1
 
 
-def _add_files(files: Iterable[Path], sources: Sources) -> Sources:
+def add_files(files: Iterable[Path], sources: Sources) -> Sources:
+    """Add all but empty files and further links to one. A ValueError where none is left, or one cannot be read."""
     places: set[tuple[int, int]] = set()
     for file in sorted(files):
         status = file.stat()

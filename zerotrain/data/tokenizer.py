@@ -164,6 +164,27 @@ class TextTokenizer:
         """The token before a text; None where the tokenizer has none."""
         return None if self._tokenizer.bos_token_id is None else int(self._tokenizer.bos_token_id)
 
+    @property
+    def has_offsets(self) -> bool:
+        """Whether it says where in a text its tokens are."""
+        return self._backend is not None
+
+    @property
+    def special_tokens(self) -> dict[str, Any]:
+        """The special tokens by the names that a template knows, such as eos_token."""
+        return dict(self._tokenizer.special_tokens_map)
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens that are no parts of words, such as those that end a turn."""
+        return dict(self._tokenizer.added_tokens_encoder)
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """By name; the only one is called default."""
+        templates = self._tokenizer.chat_template or {}
+        return templates if isinstance(templates, dict) else {"default": templates}
+
     def fingerprint(self) -> str:
         """Differs between tokenizers with other tokens."""
         described = repr(self._tokenizer) if self._backend is None else self._backend.to_str()
@@ -186,6 +207,34 @@ class TextTokenizer:
             return [self.encode(text) for text in texts]
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self.token_dtype) for encoding in encoded]
+
+    def encode_marked(
+        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(tokens, whether each lies in a span) of texts with spans of characters; it needs `has_offsets`."""
+        results = []
+        for encoding, text_spans in zip(
+            self._backend.encode_batch(list(texts), add_special_tokens=False), spans, strict=True
+        ):
+            is_marked = np.zeros(len(encoding.ids), dtype=bool)
+            for begin, end in text_spans:
+                tokens = [encoding.char_to_token(place) for place in (begin, end - 1)]
+                if None in tokens:  # no token has the space at an end
+                    within = [
+                        token for place in range(begin, end) if (token := encoding.char_to_token(place)) is not None
+                    ]
+                    tokens = [min(within), max(within)] if within else [0, -1]
+                is_marked[tokens[0] : tokens[1] + 1] = True
+            results.append((np.array(encoding.ids, dtype=self.token_dtype), is_marked))
+        return results
+
+    def require_known(self, vocab_size: int | None) -> int:
+        """The tokens of a model of so many, None for as many as the tokenizer has. A ValueError where it has more."""
+        if vocab_size is not None and vocab_size < self.vocab_size:
+            raise ValueError(
+                f"data.vocab_size={vocab_size} is too small; data.tokenizer={self.name} has {self.vocab_size} tokens"
+            )
+        return self.vocab_size if vocab_size is None else vocab_size
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some tokens, a tensor or numbers; those beyond the vocabulary have none."""

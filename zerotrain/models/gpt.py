@@ -221,13 +221,19 @@ class GPT(nn.Module):
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
 
     def forward(
-        self, ids: torch.Tensor, labels: torch.Tensor | None = None, *, with_outputs: bool = False
+        self,
+        ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        *,
+        position_ids: torch.Tensor | None = None,
+        with_outputs: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute the loss, or the logits where no labels are given.
 
         Args:
             ids: (B, T) int64 tokens, T <= max_seq_len.
             labels: (B, T) int64, labels[:, t] the token after ids[:, t], or -100 where there is none to learn.
+            position_ids: (B, T) int64 of rows with several examples: each begins at 0, and sees itself alone.
             with_outputs: give the logits beside the loss, detached.
 
         Returns:
@@ -239,10 +245,13 @@ class GPT(nn.Module):
         seq_len = ids.shape[1]
         if seq_len > self.max_seq_len:
             raise ValueError(f"a sequence of {seq_len} tokens is longer than model.max_seq_len={self.max_seq_len}")
-        positions = torch.arange(seq_len, device=ids.device)
+        positions, masks = torch.arange(seq_len, device=ids.device), list[torch.Tensor]()
+        if position_ids is not None:
+            positions, example = position_ids, (position_ids == 0).cumsum(1)
+            masks = [(example[:, :, None] == example[:, None]).tril()[:, None]]  # (B, 1, T, T)
         hidden = self.dropout(self.wte(ids) + self.wpe(positions))  # (B, T, hidden_size)
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = block(hidden, *masks)
         hidden = self.ln_f(hidden)
         weight, bias = with_whole_multiple(self.wte.weight, self.vocab_multiple)
         if labels is not None and self.loss_chunks > 1:
@@ -278,13 +287,13 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(hidden_size)
         self.mlp = FeedForward(hidden_size, dropout)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = hidden + self.attention(self.ln_1(hidden))
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = hidden + self.attention(self.ln_1(hidden), mask)
         return hidden + self.mlp(self.ln_2(hidden))
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention: a position sees itself and all earlier ones."""
+    """Multi-head attention: a position sees itself and all earlier ones, or those of a mask (B, 1, T, T)."""
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -294,13 +303,15 @@ class CausalSelfAttention(nn.Module):
         self.out_proj = nn.Linear(hidden_size, hidden_size)
         self.residual_dropout = nn.Dropout(dropout)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         # (B, T, 3 x hidden_size) -> three of (B, num_heads, T, head_size)
         query, key, value = (
             part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv_proj(hidden).chunk(3, dim=-1)
         )
         dropout = self.dropout if self.training else 0.0
-        attended = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
+        )
         return self.residual_dropout(self.out_proj(attended.transpose(1, 2).flatten(2)))
 
 

@@ -3,6 +3,7 @@
 import inspect
 import math
 import random
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,6 +66,11 @@ SURE = 0.8
 """A run is refused if so much of its rehearsed step has no room: a rehearsal has at most a fifth of bytes too many."""
 TOLERANCE = 1e-5
 """By this part of the largest loss tried another may differ from what it should be: sums in fp32 round by a tenth."""
+
+TOLERANCE_IN_DOUBLE = 1e-6
+"""The same in double precision: some models compute parts in fp32 all the same."""
+SCALE = 4
+"""First weights are so small that a token hardly sees another; matrices are made larger by this."""
 
 
 def dataset_of(config: Config) -> Any:
@@ -295,6 +301,34 @@ def require_loss_over(model: nn.Module, data: Any, batch: Any, config: Config) -
             f"{problem}, and labels, shifted_labels and rows fit no better; give {kind} a method {fetch.LOSS_COUNT}, "
             "which gets a batch as forward does and returns what the loss divides by, or, where rows act on each "
             "other, train.loss_over=micro_batches, labels or rows, whichever is meant"
+        )
+
+
+def require_apart(model: nn.Module, data: Any, config: Config) -> None:
+    """Check that a model lets no example of a packed row see another: the loss of a row is the mean of those of its
+    examples, each alone. Both are computed here in double precision by the model with first weights. A line says where
+    that cannot be done. Raises a ConfigError where they differ.
+
+    Args:
+        model: without memory.
+    """
+    if (packed := getattr(data.train, "packed", lambda: None)()) is None:
+        return
+    (row, alone), kind = packed, type(model).__name__
+    losses = None
+    if (tried := _try_loss(model, row, config)) is not None:
+        for matrix in (parameter for parameter in tried[0].double().parameters() if parameter.dim() > 1):
+            matrix.data *= SCALE
+        losses = _losses(tried[0], config, [row, *alone])
+    if losses is None:
+        reason = "it is too large for that, or does not compute in double precision"
+        print(f"data.pack=true: whether packed examples stay apart in {kind} was not tried; {reason}", file=sys.stderr)
+        return
+    of_row, mean = losses[0], _mean(losses[1:], [fetch.num_labels(batch, 1) for batch in alone])
+    if not abs(of_row - mean) <= TOLERANCE_IN_DOUBLE * max(1, abs(mean)):
+        raise ConfigError(
+            f"data.pack: got true, but in {kind} packed examples see each other: the loss of a row is {of_row:.7g}, "
+            f"and {mean:.7g} by each example alone; give data.pack=false, or a model that reads position_ids so"
         )
 
 
@@ -612,6 +646,7 @@ def check(
     _rehearse(attempt, sound, None if frozen is None else model, row, start)
     if frozen is not None and not attempt.problems and not config.plan.only:
         attempt("train", require_loss_over, model, data, row, config)
+        attempt("data", require_apart, model, data, config)
     if attempt.problems:
         raise ConfigError(*dict.fromkeys(attempt.problems))  # several parts may stumble over one pattern
     return fingerprint or {}

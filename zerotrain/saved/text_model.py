@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from msgspec import Struct
 
+from zerotrain.data.chat import ChatTemplate
 from zerotrain.data.prepare import NUM_BYTE_VALUES
 from zerotrain.data.tokenizer import TextTokenizer
 from zerotrain.device.kinds import num_gpus
@@ -20,6 +21,7 @@ from zerotrain.saved.saved import ONE_SET, OfRun, exported_run, has_tokenizer, o
 from zerotrain.training.callbacks.sample import stop_token_of
 
 NO_LIMIT = sys.maxsize
+CHAT = "zerotrain.data.ChatDataset"
 
 
 class _Adapters(Struct):
@@ -126,7 +128,8 @@ def _run_tokens(run: OfRun) -> _Tokens:
     if run.reads_bytes:
         return _byte_tokens()
     if run.tokenizer_name is not None:
-        return _tokenizer_tokens(run.tokenizer_name, str(run.path))
+        tokens = _tokenizer_tokens(run.tokenizer_name, str(run.path))
+        return _chat_tokens(run, tokens) if config.data.get("_target_") == CHAT else tokens
     if run.is_hugging_face and config.model.get("name_or_path") is not None:
         return _tokenizer_tokens(config.model["name_or_path"], str(run.path))
     if not str(config.data.get("_target_")).startswith("zerotrain.data."):
@@ -148,6 +151,15 @@ def _byte_tokens() -> _Tokens:
         return bytes(token for token in ids if token < NUM_BYTE_VALUES).decode(errors="replace")
 
     return _Tokens(lambda text: list(text.encode(errors="surrogateescape")), decode)
+
+
+def _chat_tokens(run: OfRun, tokens: _Tokens) -> _Tokens:
+    """A prompt is the question of a chat, and a text the answer."""
+    try:
+        chat = ChatTemplate(TextTokenizer(str(run.tokenizer_name)), run.require_config().data.get("template"))
+    except ValueError as error:
+        raise ConfigError(f"{run.path}: {error}") from error
+    return replace(tokens, encode=lambda text: chat.encode(text).tolist(), stop_token=chat.end_of_text)
 
 
 def _tokenizer_tokens(name: str, source: str) -> _Tokens:

@@ -262,6 +262,16 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: path.with_suffix(".jsonl").write_text('{"content": "a", "id": 1}'),
         "has no text in the field 'text': it has the fields content, id; give data.text_field",
     ),
+    "a chat": (
+        lambda path: path.with_suffix(".jsonl").write_text('{"messages": []}'),
+        "or a path without this file; data=chat reads chats and instructions",
+    ),
+    "instructions in parquet": (
+        lambda path: pytest.importorskip("pyarrow.parquet").write_table(
+            pytest.importorskip("pyarrow").table({"instruction": ["a"], "output": ["b"]}), path.with_suffix(".parquet")
+        ),
+        "it has instruction, output; give data.text_field, or a path without this file; data=chat reads",
+    ),
     "no text": (lambda path: path.with_suffix(".jsonl").write_text('{"text": 1}'), "it has a int there"),
     "no object": (lambda path: path.with_suffix(".jsonl").write_text("[1]"), "it is a list"),
     "a gz cut short": (
@@ -445,3 +455,10 @@ def test_what_save_to_disk_has_written_is_refused_with_what_reads_it(tmp_path, g
     (train / "data-00000-of-00001.arrow").write_bytes(b"\xff\xff\xff\xff\x70\0\0\0" + bytes(500))
     with pytest.raises(ValueError, match=r"saved(/train)? was written by save_to_disk\(\) .* choose data=huggingface"):
         find_sources(str(tmp_path / given))
+
+
+def test_an_array_of_instructions_is_no_text(tmp_path):
+    (tmp_path / "a.json").write_text('[{"instruction": "a", "output": "b"}]')
+    for path in (tmp_path, tmp_path / "a.json"):
+        with pytest.raises(ValueError, match=r"a.json is JSON; data=chat reads chats and instructions$"):
+            find_sources(str(path))

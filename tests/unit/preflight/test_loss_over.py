@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.unit.configs import ADAMW, CONSTANT, GPT
+from tests.unit.data.tokenizers_made import saved
 from tests.unit.training import losses
 from tests.unit.training.losses import KINDS, NO_FIT, Kind
 from zerotrain.config.schema import Config, TrainConfig
@@ -135,3 +136,25 @@ def test_a_model_of_zerotrain_or_a_large_one_is_not_built_for_it(monkeypatch) ->
     preflight.check(replace(config_of("labels", KINDS["labels"], "auto"), model=GPT))
     monkeypatch.setattr(preflight_data, "MOST_NUMEL", 100)
     preflight.check(config_of("rows", KINDS["rows"], "auto"))
+
+
+@pytest.mark.case(
+    "data: Chats", "packing with a model whose attention crosses the borders", "refused before any rank starts"
+)
+@pytest.mark.parametrize(
+    ("model_type", "says"), [("llama", ""), ("bloom", "data.pack: got true, but in HuggingFaceModel")]
+)
+def test_a_model_in_which_packed_chats_see_each_other_is_refused(tmp_path, model_type: str, says: str) -> None:
+    """Bloom has no positions, and takes position_ids without a word."""
+    tokenizer, path = saved("bytes, GPT-2", tmp_path, eos_token="<|endoftext|>"), tmp_path / "chats.jsonl"
+    path.write_text('{"prompt": "Hi", "completion": "Ho"}\n' * 40)
+    data = {"path": str(path), "tokenizer": tokenizer, "template": "chatml", "pack": True, "seq_len": 128}
+    data |= {"_target_": "zerotrain.data.ChatDataset", "cache_dir": str(tmp_path)}
+    fields = {"model_type": model_type, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = {"_target_": "zerotrain.models.HuggingFaceModel", "config": fields, "vocab_size": 600}
+    config = Config(model=model, data=data, optimizer=ADAMW, scheduler=CONSTANT, train=TrainConfig(max_steps=2))
+    if not says:
+        preflight.check(config)
+        return
+    with pytest.raises(ConfigError, match=f"^{says} packed examples see each other: the loss of a row is "):
+        preflight.check(config)

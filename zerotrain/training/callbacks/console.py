@@ -1,6 +1,6 @@
 """The lines of a run in a terminal: its description before the first step, and its progress."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from zerotrain.data.fetch import tokens_known
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
-from zerotrain.files.untrusted import duration
+from zerotrain.files.untrusted import duration, printable
 from zerotrain.training.callback import Callback, Closing, Run
 from zerotrain.training.callbacks.evaluation import rows_of_set
 from zerotrain.training.callbacks.stages import RunStages
@@ -173,6 +173,8 @@ class _Line(ProgressColumn):
 
 
 INDENT = 8
+MAX_PART = 600
+"""Characters of a turn that are shown."""
 
 
 @dataclass(eq=False)
@@ -203,6 +205,7 @@ class ShowStart(Callback):
         lines = {
             "model": f"{type(engine.module).__name__}, {num_trained:,} parameters trained, {num_frozen:,} frozen",
             "data": _data(dataset),
+            "padding": dataset.train.describe_padding(sampler) if hasattr(dataset.train, "describe_padding") else "",
             "eval": f"{rows} each time; train.eval_batches=all reads all" if " of " in rows else "",
             "sets": ", ".join(sets),
             "ranks": _ranks(engine),
@@ -222,6 +225,8 @@ class ShowStart(Callback):
             for number, part in enumerate(wrap_text(line, max(20, run.console.width - INDENT)) if line else ()):
                 label = "" if number else name
                 run.console.print(Text.assemble((f"{label:<{INDENT}}", "bold"), part), soft_wrap=True)
+        if callable(getattr(dataset, "example", None)):
+            run.console.print(_example(dataset.example(), in_colour=run.console.color_system is not None))
 
     def _eval_rows(self, rows: Any) -> str:
         """How many rows an evaluation reads, and of how many."""
@@ -239,6 +244,15 @@ def _data(dataset: Any) -> str:
         count = f"{len(part):,} sequences" if tokens is None else f"{len(part) * tokens:,} tokens"
         pieces.append(f"{count} {purpose}")
     return ", ".join(pieces)
+
+
+def _example(parts: Sequence[tuple[str, bool]], *, in_colour: bool) -> Text:
+    """A text of which some parts are learnt: those are green, or between marks."""
+    text = Text.assemble(("learns the green parts of\n" if in_colour else "learns the parts in >> << of\n", "bold"))
+    for part, is_learnt in parts:
+        shown = printable(part, MAX_PART, keep="\n")
+        text.append(f">>{shown}<<" if is_learnt and not in_colour else shown, "green" if is_learnt else "dim")
+    return text
 
 
 def _warning(train: Any, num_rows: int) -> str:

@@ -189,6 +189,13 @@ def test_what_runs_is_said_in_a_few_lines_of_80_columns(make_trainer):
     assert shown(trainer, width=72) == EXPECTED
 
 
+def test_an_example_of_a_chat_is_printed_with_what_is_learnt_and_no_escape_of_its_own(make_trainer):
+    trainer = make_trainer()
+    trainer.dataset.example = lambda: [("[bold]Hi\x1b[31m\n", False), ("Ho", True)]
+    assert shown(trainer, width=80).endswith("learns the parts in >> << of\n[bold]Hi\\x1b[31m\n>>Ho<<\n")
+    assert "\x1b[32mHo\x1b[0m" in shown(trainer, width=80, force_terminal=True, color_system="standard")
+
+
 @pytest.mark.parametrize("eval_batches", [3, "all"])
 def test_an_evaluation_that_reads_all_rows_needs_no_word(make_trainer, eval_batches):
     assert "\neval" not in shown(make_trainer(eval_batches=eval_batches), width=80)
