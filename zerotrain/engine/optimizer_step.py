@@ -32,12 +32,12 @@ from zerotrain.errors import EngineStateError, argument
 
 def can_go_ahead(update: BucketUpdate) -> bool:
     """Whether an update happens on a GPU, by an optimizer whose step can be turned off there: torch's own with
-    `fused=True`. A class of somebody else's may have inherited that it can, and not do it. The same on all ranks. A CPU
-    does not wait."""
+    `fused=True`, or compiled. A class of somebody else's may have inherited that it can, and not do it. The same on all
+    ranks. A CPU does not wait."""
     if update.is_away or update.whole is not None or device_of(update.device).is_host:
         return False
     optimizer = update.optimizer
-    if optimizer is None:
+    if optimizer is None or update.is_compiled:
         return True
     can_be_off = getattr(optimizer, "_step_supports_amp_scaling", False) and is_torchs_own(optimizer)
     return can_be_off and all(group.get("fused", True) for group in optimizer.param_groups)

@@ -10,6 +10,7 @@ import torch
 
 from zerotrain.comm.handles import Scratch
 from zerotrain.device.memory import give_back_freed
+from zerotrain.engine.buckets.compiled_update import number_on
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.home import Home
 from zerotrain.engine.buckets.update import BucketUpdate, step_on_lent
@@ -99,7 +100,7 @@ class JointUpdate:
         self._groups, self._pool = self._updates[0].groups, self._updates[0].pool
         self._lent_numel = sum(update.master_weight.numel() for update in self._updates if update.has_copy)
         self._optimizer = self._updates[0].optimizer
-        if len(buckets) > 1:
+        if len(buckets) > 1 and not self._updates[0].is_compiled:
             spans = [span for update in self._updates for span in update.spans]
             self._optimizer = self._groups.optimizer_of((span.key[0], span.target) for span in spans)
             if self._optimizer is not None:
@@ -160,6 +161,9 @@ class JointUpdate:
         with named_range("optimizer", self._updates[0].spec.name):
             for update in self._updates:
                 update.take_writes()
+            if self._updates[0].is_compiled:
+                self._run_compiled(factor, average_share, is_off)
+                return
             gradients, lent = self._scaled(factor) if on_host is None else ([on_host()], None)
             try:
                 self._step_spans(gradients, is_off)
@@ -174,6 +178,19 @@ class JointUpdate:
             if average_share is not None:
                 update.state.update_average(average_share)
             update.refilled()
+
+    def _run_compiled(
+        self, factor: torch.Tensor | None, average_share: float | None, is_off: torch.Tensor | None
+    ) -> None:
+        device = self._updates[0].device
+        numbers = (
+            number_on(device, 1.0 if factor is None else factor),
+            number_on(device, 0.0 if is_off is None else is_off),
+        )
+        for update in self._updates:
+            update.run_compiled(*numbers)
+            if average_share is not None:
+                update.state.update_average(average_share)
 
     def changed(self) -> None:
         """See `BucketUpdate.changed`."""

@@ -10,6 +10,7 @@ import torch
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import ScratchPool
 from zerotrain.device.kinds import device_of
+from zerotrain.engine.buckets.compiled_update import update_span
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.home import ALIGN_NBYTES, Home, Homes
 from zerotrain.engine.buckets.weights import BucketWeights
@@ -124,6 +125,7 @@ class BucketUpdate:
         master: over `where`, where a master weight is kept apart from the model's; None where they are one.
         owners: of each tensor that is updated whole (they come first in the bucket), the rank that updates it.
         pool: lends buffers of the master dtype.
+        is_compiled: update by elements in one compiled pass, and not by torch's optimizer.
         homes: where the optimizer's state lies between updates, the master weight among it if it is kept apart.
     """
 
@@ -138,13 +140,14 @@ class BucketUpdate:
         owners: Sequence[int],
         collectives: Collectives,
         pool: ScratchPool,
+        is_compiled: bool,
         homes: Homes,
     ) -> None:
         self.spec: BucketSpec = weights.spec
         self.layout = layout
         self.owners = owners
         self._weights, self._gradient = weights, gradient
-        self.groups, self.pool = groups, pool
+        self.groups, self.pool, self.is_compiled = groups, pool, is_compiled
         self._is_sharded = weights.plan.shards_optimizer
         self.where = update_range(layout, weights.plan, collectives.shards.rank)
         """The elements of the bucket that this rank updates: its own shard, or all."""
@@ -223,6 +226,16 @@ class BucketUpdate:
         if lent is not None and self.has_copy:
             return scaled(gradient, factor, lent)
         return gradient if factor is None else gradient.mul_(factor.to(gradient.dtype))
+
+    def run_compiled(self, factor: torch.Tensor, is_off: torch.Tensor) -> None:
+        """Update the spans in one compiled pass, and what this rank holds of the model weight with them; see
+        `update_span`."""
+        gradient, held = self._gradient.reduction.reduced(), self._held() if self.has_copy else None
+        for span in self.spans:
+            group, weight = self.groups.hyperparameters[span.key[0]], None if held is None else held[span.where]
+            assert self.optimizer is not None  # there is a span
+            state = self.optimizer.state[span.target]
+            update_span(state, group, span.target, gradient[span.where], weight, factor, is_off)
 
     def changed(self) -> None:
         """The master weight changed, and what this rank holds of the model weight with it: tell those who read it."""
