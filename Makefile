@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 INSTALLED_BENCH := $(VENV)/.installed-bench
 
-.PHONY: help train test thorough bits attack chaos cluster test-gpu check format sweep bench bench-link bench-gpu install clean
+.PHONY: help train test thorough bits attack chaos cluster test-gpu check format sweep bench bench-link bench-gpu bench-graphs install clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -80,6 +80,10 @@ bench-gpu: ## GPT-2 in bf16 on one GPU: eager, compiled, one rank of 8; SIZES, E
 	    $(PYTHON) -m benchmarks.gpu --size $$size --device $(DEVICE) --out $(OUT) --time-limit $(TIME_LIMIT) \
 	        $(if $(ENGINES),--engines $(ENGINES)) $(OPTIONS) || code=$$?; \
 	done; exit $$code
+
+GRAPHS := zero0,alone_graph,fsdp2_graph,ddp_graph,alone_bf16,ddp_bf16,fsdp2
+bench-graphs: ## GPT-2 in bf16 on one GPU, compiled, beside peers that replay a CUDA graph: under 8 minutes; as bench-gpu
+	$(MAKE) bench-gpu ENGINES=$(or $(ENGINES),$(GRAPHS)) OPTIONS="--part compiled $(OPTIONS)"
 
 test-gpu: ## the tests for a GPU; PYTHON has torch and pytest, WHEELS is a folder with wheels of what else it lacks
 	$(WITH_WHEELS) $(PYTHON) -m pytest -m gpu -rs tests/distributed/test_gpu.py tests/unit/device/test_cuda.py

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 
 from benchmarks import fake_world
 from benchmarks.__main__ import bucket_mb, write
-from benchmarks.engines import choose_engines
+from benchmarks.engines import NUM_EAGER_STEPS_OF_DDP, choose_engines
 from benchmarks.errors import BenchmarkError
 from benchmarks.network import SHARED
 from benchmarks.results import Comparison, Measurement, missed_rounds
@@ -29,7 +29,7 @@ from benchmarks.workload import SIZES, Workload
 from zerotrain.comm.world import choose_device
 from zerotrain.errors import ConfigError
 
-ENGINES = "zero0,alone_bf16,ddp_bf16,fsdp2,deepspeed0,alone,ddp"
+ENGINES = "zero0,alone_graph,ddp_graph,fsdp2_graph,alone_bf16,ddp_bf16,fsdp2,deepspeed0,alone,ddp"
 """What differs on one rank, where every stage of ours is stage 0. What matters most comes first."""
 ENGINES_AMONG_FAKE = "zero3,fsdp2,zero2,zero1,zero0,fsdp2_kept"
 T = TypeVar("T")
@@ -45,6 +45,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--engines", default=ENGINES, help="of the eager and the compiled part, as for python -m benchmarks")
     add("--engines-among-fake", default=ENGINES_AMONG_FAKE, help="of the part with fake ranks; none: leave it out")
+    add("--part", choices=("eager", "compiled"), help="default: both, and the part with fake ranks")
     add("--size", default="gpt2", choices=SIZES)
     add("--device", default="cuda", choices=("cpu", "cuda"))
     add("--rounds", type=int, default=3, help="at most")
@@ -147,17 +148,20 @@ def main(arguments: list[str]) -> int:
     """Run what the command line asks for and return the exit code."""
     options = parse(arguments)
     limit = TimeLimit(options.time_limit)
-    has_fake = options.engines_among_fake != "none"
+    has_fake = options.engines_among_fake != "none" and options.part is None
     alone = Workload(
         size=options.size,
         precision="bf16",
         num_ranks=1,
+        num_warmup_steps=NUM_EAGER_STEPS_OF_DDP + 1,  # the last of which is recorded
         num_steps=options.steps,
         device=options.device,
         bucket_mb=options.bucket_mb,
         max_grad_norm=options.clip,
     )
     workloads = {"eager": alone, "compiled": replace(alone, compiled=True)}
+    if options.part is not None:
+        workloads = {options.part: workloads[options.part]}
     try:
         choose_device(options.device, 0)
         engines = {part: _engines_of(options.engines, workload) for part, workload in workloads.items()}

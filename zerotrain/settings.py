@@ -229,6 +229,10 @@ class ZeroConfig:
     """auto: the repeated blocks of the model; or a list of module name patterns, such as ["blocks.*"]."""
     reshard_after_forward: bool = setting(True, TRUE_OR_FALSE, STAGE_3)
     """Stage 3: free a unit's parameters after its forward and gather them again for its backward."""
+    compiled_update: bool = setting(False, TRUE_OR_FALSE)
+    """Update with AdamW in one compiled pass that widens the gradient, clips it, updates and rounds the weight: other
+    bits than torch's AdamW, the same at every stage, and in 16 bits a third less memory traffic. Needs a C++ compiler;
+    the first step takes longer."""
 
     @property
     def unit_patterns(self) -> list[str] | None:

@@ -1,6 +1,6 @@
 """The engines that are compared: one row each, and one file for each library."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -45,6 +45,10 @@ class EngineSpec:
     compiles: bool = True
     """Whether torch.compile works with it."""
     options: dict[str, Any] = field(default_factory=dict)
+    num_eager_steps: int | None = None
+    """Steps before one is recorded as a CUDA graph; None: none is."""
+    whole_step: bool = True
+    """Whether the graph has the optimizer's step too."""
 
     def load(self) -> None:
         """Import the library, so that its own memory and time are not counted as the engine's."""
@@ -70,8 +74,14 @@ class EngineSpec:
 
     def build(self, model: nn.Module, workload: Workload) -> Engine:
         """Hand the model (fp32, on its device, alike on every rank) to the engine."""
-        engine: Engine = import_module(self.module).build(model, workload, **self.options)
-        return engine
+        engine: Any = import_module(self.module).build(model, workload, **self.options)
+        if self.num_eager_steps is None:
+            built: Engine = engine
+            return built
+        # Imported here: it imports this module.
+        from benchmarks.engines.graph import GraphedTraining
+
+        return GraphedTraining(engine, whole_step=self.whole_step, num_eager_steps=self.num_eager_steps)
 
 
 BF16 = ("bf16",)
@@ -94,6 +104,19 @@ ENGINES = {
     "fsdp2_kept": EngineSpec("FSDP2, not resharded", "benchmarks.engines.fsdp2", 2, options={"reshard": False}),
     "fsdp2": EngineSpec("FSDP2, resharded", "benchmarks.engines.fsdp2", 3, options={"reshard": True}),
 }
+NUM_EAGER_STEPS, NUM_EAGER_STEPS_OF_DDP = 3, 11
+"""DDP looks at its buckets in the first ones, say torch's notes on CUDA graphs."""
+# On a CPU, which has no graphs, they are the engines above.
+ENGINES |= {
+    "alone_graph": replace(ENGINES["alone_bf16"], label="no communication, one graph", num_eager_steps=NUM_EAGER_STEPS),
+    "ddp_graph": replace(ENGINES["ddp_bf16"], label="DDP, one graph", num_eager_steps=NUM_EAGER_STEPS_OF_DDP),
+    "fsdp2_graph": replace(
+        ENGINES["fsdp2"],
+        label="FSDP2, graph as torchtitan's",
+        num_eager_steps=NUM_EAGER_STEPS,
+        whole_step=False,  # the optimizer's runs eagerly
+    ),
+}
 ENGINES |= {
     f"deepspeed{stage}": EngineSpec(
         f"DeepSpeed stage {stage}",
@@ -109,7 +132,7 @@ ENGINES |= {
 PEERS: dict[int, list[str]] = {}
 """Engines of other libraries by ZeRO stage."""
 for _name, _spec in ENGINES.items():
-    if _spec.stage is not None and not _spec.is_ours:
+    if _spec.stage is not None and not _spec.is_ours and _spec.num_eager_steps is None:
         PEERS.setdefault(_spec.stage, []).append(_name)
 
 DDP_WAYS = ("ddp", "ddp_bf16")
@@ -119,14 +142,18 @@ DDP_WAYS = ("ddp", "ddp_bf16")
 def choose_engines(wanted: str, precision: str, *, compiled: bool = False) -> tuple[list[str], dict[str, str]]:
     """The engines to run of a comma-separated list, in its order, and of the others the reason why they cannot be.
 
-    "all" is each that has the precision and can be compiled, but those that must be named.
+    "all" is each that has the precision and can be compiled, but those with a graph, which must be named.
 
     Raises:
         BenchmarkError: an unknown name, or none of them can be run.
     """
     names = wanted.split(",")
     if wanted == "all":
-        fitting = {name: spec for name, spec in ENGINES.items() if precision in spec.precisions}
+        fitting = {
+            name: spec
+            for name, spec in ENGINES.items()
+            if precision in spec.precisions and spec.num_eager_steps is None
+        }
         names = [name for name, spec in fitting.items() if spec.compiles or not compiled]
     for name in names:
         if name not in ENGINES:

@@ -10,6 +10,9 @@ from torch import nn
 from benchmarks.engines import Traffic
 from benchmarks.workload import LEARNING_RATE, Workload
 
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+"""(ids, labels) of each micro-batch."""
+
 
 class TorchTraining:
     """Forward, backward and step the way PyTorch's tutorials write them.
@@ -25,8 +28,14 @@ class TorchTraining:
         self.autocast = autocast
         self.device_type = next(model.parameters()).device.type
 
-    def step(self, micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def step(self, micro_batches: Batches) -> torch.Tensor:
         """See `Engine.step`."""
+        loss = self.accumulate(micro_batches)
+        self.update()
+        return loss
+
+    def accumulate(self, micro_batches: Batches) -> torch.Tensor:
+        """Forwards and backwards; returns the mean loss, 0-dim, detached."""
         losses = []
         for index, inputs in enumerate(micro_batches):
             with self.synchronisation(last=index == len(micro_batches) - 1):
@@ -34,11 +43,14 @@ class TorchTraining:
                     loss = self.model(*inputs) / len(micro_batches)
                 loss.backward()
             losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def update(self) -> None:
+        """Clip, update, and forget the gradients."""
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return torch.stack(losses).sum()
 
     def synchronisation(self, *, last: bool) -> AbstractContextManager[Any]:
         """Around a forward and backward: send gradients only if it is the last before the step."""
@@ -73,8 +85,9 @@ class MasterWeightAdamW:
 
 
 def adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.AdamW:
-    """The optimizer of every engine."""
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+    """The optimizer of every engine. On a GPU a graph may hold its step."""
+    parameters = list(parameters)
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True, capturable=parameters[0].is_cuda)
 
 
 def build(model: nn.Module, workload: Workload, *, bf16_weights: bool = False) -> TorchTraining:
@@ -84,7 +97,7 @@ def build(model: nn.Module, workload: Workload, *, bf16_weights: bool = False) -
         bf16_weights: bf16 weights and gradients with fp32 master weights, in place of autocast.
     """
     if workload.compiled:
-        model.compile()
+        model.compile(fullgraph=True)
     if bf16_weights:
         model.to(torch.bfloat16)
         return TorchTraining(model, MasterWeightAdamW(model.parameters()), workload)

@@ -136,7 +136,7 @@ def _watch_launcher(striker: Striker) -> None:
 def _watch_training(striker: Striker) -> None:
     import torch.distributed as dist
 
-    from zerotrain.engine.buckets.update import BucketUpdate
+    from zerotrain.engine.buckets.bucket import JointUpdate
     from zerotrain.launching.presence import Presence
     from zerotrain.models.gpt import HiddenLayer
     from zerotrain.run import factory
@@ -153,7 +153,7 @@ def _watch_training(striker: Striker) -> None:
     before(dist, "init_process_group", lambda *_, **__: striker.passed("start: joining the others"))
     before(factory, "build_engine_of", lambda *_: striker.passed("start: building the engine"))
     before(HiddenLayer, "forward", forward)
-    before(BucketUpdate, "run", lambda *_: striker.passed("step: update"))
+    before(JointUpdate, "run", lambda *_: striker.passed("step: update"))
 
 
 class _Change:

@@ -10,6 +10,7 @@ from zerotrain.device.memory import give_back_freed
 from zerotrain.engine.agreement import require_same
 from zerotrain.engine.buckets import home
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
+from zerotrain.engine.buckets.compiled_update import require_compilable
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.update import BucketUpdate, update_range
 from zerotrain.engine.buckets.weights import BucketWeights
@@ -66,6 +67,8 @@ class Builder:
         Raises:
             ConfigError: ranks with different models, or no trainable parameter.
         """
+        if self._options.zero.compiled_update:
+            require_compilable(self._groups, on_host=self._homes.update_on_host)
         units = self._groups.classified(self._dtypes)
         specs = cut_buckets(units, self._options.bucket_numel_for(units))
         if not any(spec.trainable for spec in specs):
@@ -210,6 +213,7 @@ class Builder:
                 owners=owners,
                 collectives=self._collectives,
                 pool=self._pools.pool_of(precision.master),
+                is_compiled=self._options.zero.compiled_update,
                 homes=self._homes,
             )
             bucket = TrainedBucket(weights, gradient=gradient, update=update)

@@ -10,7 +10,7 @@ import torch
 from zerotrain.comm.collectives import Collectives
 from zerotrain.device.kinds import device_of, reading
 from zerotrain.engine.agreement import Exchanged, StepStamps
-from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
+from zerotrain.engine.buckets.bucket import Bucket, JointUpdate, TrainedBucket
 from zerotrain.engine.buckets.norm import StepSquares, clip_coefficient
 from zerotrain.engine.buckets.update import BucketUpdate
 from zerotrain.engine.groups.optimizers import is_torchs_own
@@ -32,12 +32,12 @@ from zerotrain.errors import EngineStateError, argument
 
 def can_go_ahead(update: BucketUpdate) -> bool:
     """Whether an update happens on a GPU, by an optimizer whose step can be turned off there: torch's own with
-    `fused=True`. A class of somebody else's may have inherited that it can, and not do it. The same on all ranks. A CPU
-    does not wait."""
+    `fused=True`, or compiled. A class of somebody else's may have inherited that it can, and not do it. The same on all
+    ranks. A CPU does not wait."""
     if update.is_away or update.whole is not None or device_of(update.device).is_host:
         return False
     optimizer = update.optimizer
-    if optimizer is None:
+    if optimizer is None or update.is_compiled:
         return True
     can_be_off = getattr(optimizer, "_step_supports_amp_scaling", False) and is_torchs_own(optimizer)
     return can_be_off and all(group.get("fused", True) for group in optimizer.param_groups)
@@ -54,21 +54,22 @@ class UpdateAhead:
         norm: 0-dim.
     """
 
-    def __init__(self, trained: Sequence[TrainedBucket], factor: torch.Tensor | None, norm: torch.Tensor) -> None:
-        self._trained = trained
+    def __init__(self, updates: Sequence[JointUpdate], factor: torch.Tensor | None, norm: torch.Tensor) -> None:
+        self._trained = [bucket for joint in updates for bucket in joint.buckets]
         self._began: list[tuple[torch.optim.Optimizer, torch.Tensor]] = []
         """The tensors whose state an optimizer has begun in this step."""
         is_finite = norm.isfinite()
         if factor is not None:
             factor = torch.where(is_finite, factor, 1.0).to(torch.float32)  # as all master weights are
         is_off = is_finite.logical_not().to(torch.float32)
-        for bucket in trained:
+        for bucket in self._trained:
             bucket.weights.about_to_change()
             bucket.weights.finish_gather()
             update = bucket.update
             if (optimizer := update.optimizer) is not None:
                 self._began += [(optimizer, span.target) for span in update.spans if span.target not in optimizer.state]
-            list(update.renew(factor, is_off=is_off))  # without whole tensors it never pauses
+        for joint in updates:
+            list(joint.renew(factor, is_off=is_off))  # without whole tensors it never pauses
 
     def take_back(self) -> None:
         """The step is skipped: forget its new state, with values that nobody has set."""
@@ -175,14 +176,14 @@ class OptimizerStep:
         Returns:
             The result; and the reason why training must not go on after it, if any.
         """
-        fetch_next(schedule.trained, 0)
+        fetch_next(schedule.updates, 0)
         schedule.reductions.finish()
         self._stamps.writes_digest = written_to(schedule.buckets)
         loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
         exchanged, factor, read = self._norm(schedule.reductions.squares, loss, param_groups, loss_scale)
         ahead = None
         if refusal is None and average_share is None and all(can_go_ahead(each.update) for each in schedule.trained):
-            ahead = UpdateAhead(schedule.trained, factor, exchanged.norm)
+            ahead = UpdateAhead(schedule.updates, factor, exchanged.norm)
         norm, coefficient, mean_loss, *rest = read()
         if ahead is not None and not math.isfinite(norm):
             ahead.take_back()
@@ -209,7 +210,7 @@ class OptimizerStep:
             if ahead is not None:
                 ahead.end(schedule.gathers)
             else:
-                update_all(schedule.trained, schedule.gathers, factor, average_share)
+                update_all(schedule.updates, schedule.gathers, factor, average_share)
             schedule.end_update()
         for bucket in schedule.buckets:
             bucket.weights.writes.digest = 0
@@ -286,30 +287,32 @@ def written_to(buckets: Sequence[Bucket]) -> int:
 
 
 def update_all(
-    trained: Sequence[TrainedBucket], gathers: Gathers, factor: torch.Tensor | None, average_share: float | None = None
+    updates: Sequence[JointUpdate], gathers: Gathers, factor: torch.Tensor | None, average_share: float | None = None
 ) -> None:
     """Update every bucket, drop its gradient, and issue the gather of what was updated.
 
-    The update of a bucket is an iterator, since whole tensors travel: it pauses where something is on the wire, and
-    the updates of other buckets go on meanwhile.
+    An update is an iterator, since whole tensors travel: it pauses where something is on the wire, and the updates of
+    other buckets go on meanwhile.
 
     Args:
         factor: 0-dim, what gradients are multiplied with: clipped, and without the loss scale; None for 1.
         average_share: see `OptimizerState.update_average`; None: no average is due.
     """
 
-    def updating(bucket: TrainedBucket) -> Generator[None]:
-        yield from bucket.update.run(factor, average_share)
-        gathers.gather_updated(bucket)
+    def updating(joint: JointUpdate) -> Generator[None]:
+        yield from joint.run(factor, average_share)
+        for bucket in joint.buckets:
+            gathers.gather_updated(bucket)
 
-    gathers.prepare_updated(trained)
+    gathers.prepare_updated([bucket for joint in updates for bucket in joint.buckets])
     under_way: deque[Generator[None]] = deque()
     try:
-        for place, bucket in enumerate(trained):
-            fetch_next(trained, place)
-            under_way.appendleft(updating(bucket))
+        for place, joint in enumerate(updates):
+            fetch_next(updates, place)
+            under_way.appendleft(updating(joint))
             _advance(under_way)
-            bucket.gradient.drop()
+            for bucket in joint.buckets:
+                bucket.gradient.drop()
         while under_way:
             _advance(under_way)
     finally:
@@ -317,11 +320,12 @@ def update_all(
             update.close()
 
 
-def fetch_next(trained: Sequence[TrainedBucket], place: int) -> None:
-    """Begin to fetch what the update of this bucket and the next will need, where it lies off the device."""
-    for bucket in trained[place : place + 2]:
-        if bucket.update.is_away:
-            bucket.update.fetch()
+def fetch_next(updates: Sequence[JointUpdate], place: int) -> None:
+    """Begin to fetch what this update and the next will need, where it lies off the device."""
+    for joint in updates[place : place + 2]:
+        for bucket in joint.buckets:
+            if bucket.update.is_away:
+                bucket.update.fetch()
 
 
 def _advance(under_way: deque[Generator[None]]) -> None:

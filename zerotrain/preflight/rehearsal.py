@@ -416,7 +416,7 @@ class Rehearsal:
         try:
             mode.unknown = 1.0  # update with no gradient: later steps than the first find state
             share = None if engine.held.average is None else 1.0
-            update_all(engine.schedule.trained, engine.schedule.gathers, None, share)
+            update_all(engine.schedule.updates, engine.schedule.gathers, None, share)
             engine.schedule.end_update()
             mode.unknown = None
             held = engine.memory_bytes()

@@ -125,7 +125,7 @@ FAULTS = {
         "unit/checkpoint/test_folder.py::test_the_newest_and_every_so_many_steps_stay",
     ),
     "checkpoint-update-copies-nothing": Fault(
-        "BucketUpdate.run",
+        "JointUpdate.run",
         Drop("about_to_change"),
         "a save beside training has some buckets of this step and some of the next",
         "unit/checkpoint/test_beside_training.py::test_training_beside_a_save_comes_to_the_same_bits_and_the_state_at_its_begin_is_saved",

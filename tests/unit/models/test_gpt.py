@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerotrain.device.kinds import rehearsing
 from zerotrain.models import GPT, MLP
 from zerotrain.models.gpt import MeanCrossEntropy, chunked
 
@@ -165,6 +166,18 @@ def test_a_head_of_another_kind_has_other_bits(head, same):
     assert all(torch.equal(plain[name], found[name]) for name in plain) is same
 
 
+def test_by_itself_the_head_is_padded_on_a_gpu_alone_and_saves_the_same_shapes():
+    plain, found = (loss_and_gradients(torch.float32, vocab_multiple=multiple) for multiple in (1, "auto"))
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    with torch.device("meta"):  # as a plan rehearses it
+        model, ids = GPT(**RAGGED), torch.zeros(2, 16, dtype=torch.int64)
+    for on_host, num_logits in ((True, 259), (False, 320)):
+        with rehearsing(on_host=on_host), Largest() as largest:
+            model(ids, ids)
+        assert largest.numel == max(2 * 16 * num_logits, num_logits * 64)
+    assert model.state_dict()["wte.weight"].shape == (259, 64)
+
+
 class Largest(TorchDispatchMode):
     """Notes the elements of the largest tensor that an operation gives."""
 
@@ -230,6 +243,7 @@ def test_dropout_acts_in_training_only():
         ("num_heads", 3, r"model.num_heads=3 does not divide model.hidden_size=64; .* such as 4"),
         ("num_heads", 0, "model.num_heads=0 is too small; it must be at least 1"),
         ("vocab_multiple", 0, "model.vocab_multiple=0 is too small; it must be at least 1"),
+        ("vocab_multiple", "64s", "model.vocab_multiple=64s is no whole number"),
         ("loss_chunks", 0, "model.loss_chunks=0 is too small; it must be at least 1"),
         ("dropout", 1.0, "model.dropout=1.0 is out of range; it must be at least 0 and below 1"),
     ],

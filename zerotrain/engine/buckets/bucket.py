@@ -1,15 +1,24 @@
-"""A bucket at run time: three parts, each on a way of its own."""
+"""A bucket at run time: three parts, each on a way of its own; and the buckets that are updated together."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 
+from zerotrain.comm.handles import Scratch
 from zerotrain.device.memory import give_back_freed
+from zerotrain.engine.buckets.compiled_update import number_on
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.home import Home
-from zerotrain.engine.buckets.update import BucketUpdate
+from zerotrain.engine.buckets.update import BucketUpdate, step_on_lent
 from zerotrain.engine.buckets.weights import BucketWeights
+from zerotrain.engine.buckets.whole_tensors import Updates
+from zerotrain.engine.model.forward import named_range
 from zerotrain.errors import EngineStateError
+from zerotrain.offload.tier import Crossing
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout
 
@@ -66,6 +75,191 @@ class TrainedBucket(Bucket):
     @property
     def homes(self) -> list[Home]:
         return [*super().homes, self.update.home]
+
+
+# One call of the optimizer for several buckets.
+
+
+JOINT_SHARE, MIN_JOINT_NUMEL = 8, 2**20
+"""Buckets are updated together up to this share of what a rank updates, and in any case up to so many elements: a call
+takes a tenth of a millisecond of the host, and a GPU waits for it. Not all at once: their gradients are held in fp32
+together, and the gather of one is under way while the next are updated."""
+
+
+class JointUpdate:
+    """The update of neighbouring buckets by one call of the optimizer. It computes each span by itself: the bits are
+    those of a call for each bucket, and each bucket keeps its optimizer's state.
+
+    Args:
+        buckets: more than one only where each can be joined, see `join_updates`.
+    """
+
+    def __init__(self, buckets: Sequence[TrainedBucket]) -> None:
+        self.buckets = buckets
+        self._updates = [bucket.update for bucket in buckets]
+        self._groups, self._pool = self._updates[0].groups, self._updates[0].pool
+        self._lent_numel = sum(update.master_weight.numel() for update in self._updates if update.has_copy)
+        self._optimizer = self._updates[0].optimizer
+        if len(buckets) > 1 and not self._updates[0].is_compiled:
+            spans = [span for update in self._updates for span in update.spans]
+            self._optimizer = self._groups.optimizer_of((span.key[0], span.target) for span in spans)
+            if self._optimizer is not None:
+                self._optimizer.state.clear()
+
+    def run(self, factor: torch.Tensor | None, average_share: float | None = None) -> Iterator[None]:
+        """Update the buckets from their reduced gradients, read up to the first pause.
+
+        Args:
+            factor: 0-dim, what gradients are multiplied with: clipped, and without the loss scale; None for 1.
+            average_share: see `OptimizerState.update_average`; None: the average is not due, or there is none.
+
+        Returns:
+            The work. It pauses where whole tensors are on the wire or a gradient is on its way to the host, for other
+            buckets to go on meanwhile; every rank must resume it at the same points.
+        """
+        for bucket in self.buckets:
+            bucket.weights.about_to_change()
+        first = self._updates[0]
+        if first.crossing is not None:
+            yield from self._run_across(first.crossing, factor, average_share)
+        else:
+            with first.at_hand() if first.is_away else nullcontext():
+                yield from self.renew(factor, average_share)
+                self.changed()
+
+    def _run_across(
+        self, crossing: Crossing, factor: torch.Tensor | None, average_share: float | None
+    ) -> Iterator[None]:
+        """The host updates. While the gradient is on its way to it, it updates the bucket before."""
+        (gradient,), lent = self._scaled(factor)
+        on_host = crossing.bring(gradient)
+        try:
+            yield
+            with self._updates[0].at_hand():
+                yield from self.renew(factor, average_share, on_host=on_host)
+                self.changed()
+        finally:  # also where another bucket's update has failed
+            on_host()
+            if lent is not None:
+                self._pool.give_back(lent)
+
+    def renew(
+        self,
+        factor: torch.Tensor | None,
+        average_share: float | None = None,
+        *,
+        is_off: torch.Tensor | None = None,
+        on_host: Callable[[], torch.Tensor] | None = None,
+    ) -> Iterator[None]:
+        """As `run`, where all its needs are at hand; `changed` follows.
+
+        Args:
+            is_off: 0-dim fp32 on the device: 1 for a step that changes nothing, else 0; None for 0.
+            on_host: waits for the gradient, scaled, to have come to the host, and gives it; None: it is the device's.
+        """
+        rest: Iterator[None] = iter(())
+        with named_range("optimizer", self._updates[0].spec.name):
+            for update in self._updates:
+                update.take_writes()
+            if self._updates[0].is_compiled:
+                self._run_compiled(factor, average_share, is_off)
+                return
+            gradients, lent = self._scaled(factor) if on_host is None else ([on_host()], None)
+            try:
+                self._step_spans(gradients, is_off)
+                if (whole := self._updates[0].whole) is not None:
+                    step = partial(self._step, self._updates[0].whole_optimizer, is_off=is_off)
+                    rest = whole.update(gradients[0], step)
+            finally:
+                if lent is not None:
+                    self._pool.give_back(lent)
+        yield from rest
+        for update in self._updates:
+            if average_share is not None:
+                update.state.update_average(average_share)
+            update.refilled()
+
+    def _run_compiled(
+        self, factor: torch.Tensor | None, average_share: float | None, is_off: torch.Tensor | None
+    ) -> None:
+        device = self._updates[0].device
+        numbers = (
+            number_on(device, 1.0 if factor is None else factor),
+            number_on(device, 0.0 if is_off is None else is_off),
+        )
+        for update in self._updates:
+            update.run_compiled(*numbers)
+            if average_share is not None:
+                update.state.update_average(average_share)
+
+    def changed(self) -> None:
+        """See `BucketUpdate.changed`."""
+        for update in self._updates:
+            update.changed()
+
+    def _scaled(self, factor: torch.Tensor | None) -> tuple[list[torch.Tensor], Scratch | None]:
+        """The reduced gradients times `factor`, and the buffer in which those are that have the master dtype apart."""
+        lent = self._pool.take(self._lent_numel) if self._lent_numel else None
+        gradients, start = [], 0
+        for update in self._updates:
+            stop = start + update.master_weight.numel()
+            gradients.append(update.scaled(factor, None if lent is None else lent.storage[start:stop]))
+            start = stop if update.has_copy else start
+        return gradients, lent
+
+    def _step_spans(self, gradients: Sequence[torch.Tensor], is_off: torch.Tensor | None) -> None:
+        """Let the optimizer update the spans of all, with the state that each bucket's own keeps of them."""
+        if (optimizer := self._optimizer) is None:
+            return
+        spans, kept = Updates(), list[tuple[dict[torch.Tensor, Any], torch.Tensor]]()
+        for update, gradient in zip(self._updates, gradients, strict=True):
+            spans += [(span.target, gradient[span.where]) for span in update.spans]
+            if update.optimizer not in (None, optimizer):
+                kept += [(update.optimizer.state, span.target) for span in update.spans]
+        for state, target in kept:
+            if target in state:
+                optimizer.state[target] = state[target]
+        try:
+            self._step(optimizer, spans, is_off)
+        finally:
+            for state, target in kept:
+                if target in optimizer.state:
+                    state[target] = optimizer.state.pop(target)
+
+    def _step(
+        self, optimizer: torch.optim.Optimizer | None, updates: Updates, is_off: torch.Tensor | None = None
+    ) -> None:
+        if optimizer is None:
+            return
+        self._groups.show_hyperparameters(optimizer)
+        untyped: Any = optimizer
+        if is_off is not None:  # torch.amp.GradScaler turns a step off by these attributes
+            untyped.grad_scale, untyped.found_inf = None, is_off
+        try:
+            step_on_lent(optimizer, updates)
+        finally:
+            if is_off is not None:
+                del untyped.grad_scale, untyped.found_inf
+
+
+def join_updates(trained: Sequence[TrainedBucket]) -> list[JointUpdate]:
+    """The updates of buckets, in their order, each of as many neighbours as one call of the optimizer may update. The
+    same on all ranks.
+
+    A bucket is alone that is updated in pauses: its tensors travel, or lie off the device.
+    """
+    numels = [bucket.update.master_weight.numel() for bucket in trained]
+    most = max(MIN_JOINT_NUMEL, sum(numels) // JOINT_SHARE, max(numels, default=0))
+    joined: list[list[TrainedBucket]] = []
+    room = 0
+    for bucket, numel in zip(trained, numels, strict=True):
+        is_alone = bucket.update.is_away or bucket.update.whole is not None
+        if is_alone or numel > room:
+            joined.append([])
+            room = most
+        joined[-1].append(bucket)
+        room = 0 if is_alone else room - numel
+    return list(map(JointUpdate, joined))
 
 
 def require_unchanged(spec: BucketSpec, *, trains: bool) -> None:

@@ -1,25 +1,23 @@
 """The update of one bucket: its master weight, and the torch optimizers to change it once the gradient is reduced."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import Scratch, ScratchPool
+from zerotrain.comm.handles import ScratchPool
 from zerotrain.device.kinds import device_of
+from zerotrain.engine.buckets.compiled_update import update_span
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.home import ALIGN_NBYTES, Home, Homes
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.buckets.whole_tensors import Updates, WholeTensors
 from zerotrain.engine.groups.optimizers import tensors_of_state
 from zerotrain.engine.groups.param_groups import ParamGroups
-from zerotrain.engine.model.forward import named_range
 from zerotrain.errors import EngineStateError
-from zerotrain.offload.tier import Crossing
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout
 from zerotrain.sharding.plan import Plan
@@ -127,6 +125,7 @@ class BucketUpdate:
         master: over `where`, where a master weight is kept apart from the model's; None where they are one.
         owners: of each tensor that is updated whole (they come first in the bucket), the rank that updates it.
         pool: lends buffers of the master dtype.
+        is_compiled: update by elements in one compiled pass, and not by torch's optimizer.
         homes: where the optimizer's state lies between updates, the master weight among it if it is kept apart.
     """
 
@@ -141,13 +140,14 @@ class BucketUpdate:
         owners: Sequence[int],
         collectives: Collectives,
         pool: ScratchPool,
+        is_compiled: bool,
         homes: Homes,
     ) -> None:
         self.spec: BucketSpec = weights.spec
         self.layout = layout
         self.owners = owners
         self._weights, self._gradient = weights, gradient
-        self._groups, self._pool = groups, pool
+        self.groups, self.pool, self.is_compiled = groups, pool, is_compiled
         self._is_sharded = weights.plan.shards_optimizer
         self.where = update_range(layout, weights.plan, collectives.shards.rank)
         """The elements of the bucket that this rank updates: its own shard, or all."""
@@ -162,7 +162,7 @@ class BucketUpdate:
         self.optimizer = groups.optimizer_of((span.key[0], span.target) for span in self.spans)
         self.whole: WholeTensors | None = None
         """Tensors that are updated whole; None if there are none."""
-        self._whole_optimizer = None
+        self.whole_optimizer = None
         if owners:
             self.whole = WholeTensors(
                 self.spec.name,
@@ -174,10 +174,10 @@ class BucketUpdate:
                 pool=pool,
             )
             members = self.spec.parameters
-            self._whole_optimizer = groups.optimizer_of(
+            self.whole_optimizer = groups.optimizer_of(
                 (members[slot].group, target) for slot, target in self.whole.targets.items()
             )
-        optimizers = self.optimizer, self._whole_optimizer
+        optimizers = self.optimizer, self.whole_optimizer
         self.state = OptimizerState(self.master_weight, self.has_copy, self.spans, self.whole, *optimizers)
         num_targets = len(self.spans) + (len(self.whole.targets) if self.whole is not None else 0)
         self.home: Home = homes.of_optimizer(
@@ -186,7 +186,7 @@ class BucketUpdate:
         (self.home if self.has_copy else weights.home).tell(self.state.follow_master)
         self.home.put_away()
         self.home.forget()
-        self._crossing = homes.crossing if self.home.moves else None
+        self.crossing = homes.crossing if self.home.moves else None
         self.device = self.home.device or collectives.world.device
         """The device on which the optimizer computes."""
         self.is_away = self.home.moves or weights.home.moves
@@ -194,7 +194,7 @@ class BucketUpdate:
 
     def planned_nbytes(self) -> int:
         """Bytes of the optimizer's state, once it is made, and of a master weight if that is a copy."""
-        sampled, owned = self._groups.sampled_nbytes, self.whole.targets.values() if self.whole is not None else ()
+        sampled, owned = self.groups.sampled_nbytes, self.whole.targets.values() if self.whole is not None else ()
         state = sampled(sum(span.target.numel() for span in self.spans), is_whole=False)
         return self.state.separate_master_nbytes + state + sampled(sum(map(torch.numel, owned)), is_whole=True)
 
@@ -206,43 +206,8 @@ class BucketUpdate:
         if not self.has_copy:
             self._weights.fetch_shard()
 
-    def run(self, factor: torch.Tensor | None, average_share: float | None = None) -> Iterator[None]:
-        """Update the bucket from its reduced gradient, read up to the first pause.
-
-        Args:
-            factor: 0-dim, what gradients are multiplied with: clipped, and without the loss scale; None for 1.
-            average_share: see `OptimizerState.update_average`; None: the average is not due, or there is none.
-
-        Returns:
-            The work. It pauses where whole tensors are on the wire or a gradient is on its way to the host, for other
-            buckets to go on meanwhile; every rank must resume it at the same points.
-        """
-        self._weights.about_to_change()
-        if self._crossing is not None:
-            yield from self._run_across(self._crossing, factor, average_share)
-        else:
-            with self._at_hand() if self.is_away else nullcontext():
-                yield from self.renew(factor, average_share)
-                self.changed()
-
-    def _run_across(
-        self, crossing: Crossing, factor: torch.Tensor | None, average_share: float | None
-    ) -> Iterator[None]:
-        """The host updates. While the gradient is on its way to it, it updates the bucket before."""
-        gradient, lent = self._scaled(factor)
-        on_host = crossing.bring(gradient)
-        try:
-            yield
-            with self._at_hand():
-                yield from self.renew(factor, average_share, on_host=on_host)
-                self.changed()
-        finally:  # also where another bucket's update has failed
-            on_host()
-            if lent is not None:
-                self._pool.give_back(lent)
-
     @contextmanager
-    def _at_hand(self) -> Iterator[None]:
+    def at_hand(self) -> Iterator[None]:
         """Bring what is updated to where it can be computed with, and written to, and back."""
         self.home.open()
         try:
@@ -254,59 +219,23 @@ class BucketUpdate:
         finally:
             self.home.close()
 
-    def renew(
-        self,
-        factor: torch.Tensor | None,
-        average_share: float | None = None,
-        *,
-        is_off: torch.Tensor | None = None,
-        on_host: Callable[[], torch.Tensor] | None = None,
-    ) -> Iterator[None]:
-        """As `run`, where all its needs are at hand; `changed` follows.
-
-        Args:
-            is_off: 0-dim fp32 on the device: 1 for a step that changes nothing, else 0; None for 0.
-            on_host: waits for the gradient, scaled, to have come to the host, and gives it; None: it is the device's.
-        """
-        with named_range("optimizer", self.spec.name):
-            self._take_writes()
-            gradient, lent = self._scaled(factor) if on_host is None else (on_host(), None)
-            try:
-                self._step(self.optimizer, [(span.target, gradient[span.where]) for span in self.spans], is_off)
-                rest: Iterator[None] = iter(())
-                if self.whole is not None:
-                    rest = self.whole.update(gradient, partial(self._step, self._whole_optimizer, is_off=is_off))
-            finally:
-                if lent is not None:
-                    self._pool.give_back(lent)
-        yield from rest
-        if average_share is not None:
-            self.state.update_average(average_share)
-        self.refilled()
-
-    def _step(
-        self, optimizer: torch.optim.Optimizer | None, updates: Updates, is_off: torch.Tensor | None = None
-    ) -> None:
-        if optimizer is None:
-            return
-        self._groups.show_hyperparameters(optimizer)
-        untyped: Any = optimizer
-        if is_off is not None:  # torch.amp.GradScaler turns a step off by these attributes
-            untyped.grad_scale, untyped.found_inf = None, is_off
-        try:
-            step_on_lent(optimizer, updates)
-        finally:
-            if is_off is not None:
-                del untyped.grad_scale, untyped.found_inf
-
-    def _scaled(self, factor: torch.Tensor | None) -> tuple[torch.Tensor, Scratch | None]:
-        """The reduced gradient times `factor`, over `where`; and the buffer that it is lent in, where it has the master
-        dtype apart."""
+    def scaled(self, factor: torch.Tensor | None, lent: torch.Tensor | None) -> torch.Tensor:
+        """The reduced gradient times `factor`, over `where`; in `lent`, of the master dtype, if the master weight is
+        kept apart, and else where it lies."""
         gradient = self._gradient.reduction.reduced()
-        if not self.has_copy:
-            return gradient if factor is None else gradient.mul_(factor.to(gradient.dtype)), None
-        lent = self._pool.take(gradient.numel())
-        return scaled(gradient, factor, lent.storage[: gradient.numel()]), lent
+        if lent is not None and self.has_copy:
+            return scaled(gradient, factor, lent)
+        return gradient if factor is None else gradient.mul_(factor.to(gradient.dtype))
+
+    def run_compiled(self, factor: torch.Tensor, is_off: torch.Tensor) -> None:
+        """Update the spans in one compiled pass, and what this rank holds of the model weight with them; see
+        `update_span`."""
+        gradient, held = self._gradient.reduction.reduced(), self._held() if self.has_copy else None
+        for span in self.spans:
+            group, weight = self.groups.hyperparameters[span.key[0]], None if held is None else held[span.where]
+            assert self.optimizer is not None  # there is a span
+            state = self.optimizer.state[span.target]
+            update_span(state, group, span.target, gradient[span.where], weight, factor, is_off)
 
     def changed(self) -> None:
         """The master weight changed, and what this rank holds of the model weight with it: tell those who read it."""
@@ -318,7 +247,7 @@ class BucketUpdate:
         """Compute dtype, over `where`: what the model reads, or will be gathered from."""
         return self._weights.shard if self._is_sharded else self._weights.model_weight.tensor
 
-    def _take_writes(self) -> None:
+    def take_writes(self) -> None:
         """Others than the engine may have written into the parameters: their elements replace those of the master
         weight, all others keep the bits that the compute dtype does not have."""
         if not self._weights.writes.are_new:
@@ -334,8 +263,8 @@ class BucketUpdate:
         """The master weight was replaced: bring what this rank holds of the model weight up to date."""
         if not self.has_copy:
             return
-        if self._crossing is not None:
-            self._crossing.send(self.master_weight, self._held())
+        if self.crossing is not None:
+            self.crossing.send(self.master_weight, self._held())
         else:
             self._held().copy_(self.master_weight)
 
@@ -344,7 +273,7 @@ class BucketUpdate:
         self.home.put_away()
         self._weights.home.put_away()
         self._weights.take_writes()
-        self._take_writes()
+        self.take_writes()
         return self.master_weight
 
     def swap_average(self) -> None:
@@ -376,14 +305,14 @@ class BucketUpdate:
     def whole_state(self, slot: int) -> dict[str, Any]:
         """Optimizer state of tensor `slot`, which this rank updates whole, by name; to be read and written."""
         assert self.whole is not None
-        assert self._whole_optimizer is not None
+        assert self.whole_optimizer is not None
         self.home.put_away()
-        state: dict[str, Any] = self._whole_optimizer.state[self.whole.targets[slot]]
+        state: dict[str, Any] = self.whole_optimizer.state[self.whole.targets[slot]]
         return state
 
     def state_at_first(self, group: int, target: torch.Tensor) -> dict[str, Any]:
         """State that the optimizer of a group has of a tensor before the first gradient: of most optimizers none."""
-        optimizer = self._groups.optimizer_of([(group, target)])
+        optimizer = self.groups.optimizer_of([(group, target)])
         assert optimizer is not None
         state: dict[str, Any] = optimizer.state.get(target, {})
         return state

@@ -7,7 +7,7 @@ import torch
 
 from zerotrain.device.device import lies_on_host
 from zerotrain.device.memory import set_heap
-from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
+from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, join_updates, require_unchanged
 from zerotrain.engine.buckets.gradient import Gradients, Segment
 from zerotrain.engine.buckets.life import Backward, Phase, WeightState
 from zerotrain.engine.model.live_parameter import ENGINE_IS_GONE, left_its_unit, settle
@@ -35,6 +35,8 @@ class Schedule:
         self.phase = Phase.IDLE
         self.trained = [bucket for bucket in buckets if isinstance(bucket, TrainedBucket)]
         """The buckets with a gradient and an update, in list order."""
+        self.updates = join_updates(self.trained)
+        """Those of all trained buckets, in list order."""
         self.gathers = Gathers(units, buckets, options)
         completing = {}
         if self.gathers.frees_after_use:

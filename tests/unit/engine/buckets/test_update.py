@@ -9,6 +9,8 @@ from torch import nn
 
 from tests.unit.engine.parts import SGD, alone, engine_on
 from zerotrain.comm.world import World
+from zerotrain.engine.buckets.update import step_on_lent
+from zerotrain.engine.buckets.whole_tensors import Updates
 from zerotrain.engine.model.live_parameter import UnreadyParameter
 from zerotrain.testing.fake_wire import run_threads
 
@@ -85,7 +87,86 @@ def test_an_update_multiplies_the_gradient_with_the_factor_and_sends_sharded_wei
     engine = engine_on(alone(), Given, zero=ONE_BUCKET | {"stage": stage})
     (bucket,) = engine.schedule.trained
     engine.backward(engine(8, 8, 8))
-    assert list(bucket.update.run(torch.tensor(0.25))) == []  # nothing travels, so it does not pause
+    (update,) = engine.schedule.updates
+    assert list(update.run(torch.tensor(0.25))) == []  # nothing travels, so it does not pause
     assert bucket.update.master_weight[:100].unique().tolist() == [-1.0]
     assert (not bucket.weights.is_full) == (stage > 0)
     assert isinstance(engine.module.matrix, UnreadyParameter) == (stage > 0)
+
+
+# One call of the optimizer for several buckets.
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """How many tensors each call of an optimizer has updated."""
+    numbers: list[int] = []
+
+    def step(optimizer: torch.optim.Optimizer, updates: Updates) -> None:
+        numbers.append(len(updates))
+        step_on_lent(optimizer, updates)
+
+    monkeypatch.setattr("zerotrain.engine.buckets.bucket.step_on_lent", step)
+    return numbers
+
+
+class Uneven(nn.Module):
+    """Vectors of these lengths, each a bucket where buckets are small."""
+
+    lengths = (64, 64, 64, 256, 64, 128)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList(torch.zeros(length) for length in self.lengths)
+
+    def forward(self, power: int) -> torch.Tensor:
+        return sum((vector.float() + 1).pow(power).sum() for vector in self.vectors)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": functools.partial(torch.optim.AdamW, lr=0.1, foreach=False),
+    "AdamW, fused": functools.partial(torch.optim.AdamW, lr=0.1, fused=True),
+    "AdamW, foreach": functools.partial(torch.optim.AdamW, lr=0.1, foreach=True),
+    "SGD": MOMENTUM,
+    "Adagrad, which has state before its first step": functools.partial(torch.optim.Adagrad, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_call_updates_the_spans_of_neighbouring_buckets_to_the_bits_of_plain_pytorch(name, calls):
+    make, plain = OPTIMIZERS[name], Uneven()
+    optimizer = make(plain.parameters())
+    engine = engine_on(alone(), Uneven, optimizer=make, zero={"stage": 1, "bucket_mb": 0.0001})
+    num_buckets = len(engine.schedule.trained)
+    assert num_buckets == len([*plain.parameters()])
+    for step in range(3):
+        calls.clear()
+        engine.train_step([(3,)])
+        assert calls == [num_buckets]
+        optimizer.zero_grad()
+        plain(3).backward()
+        optimizer.step()
+        if step == 1:  # each bucket has the state of its spans, whoever made it
+            engine.set_stage(3)
+    for parameter_name, value in engine.full_state_dict().items():
+        assert torch.equal(value, plain.state_dict()[parameter_name]), parameter_name
+    for bucket in engine.schedule.trained:
+        assert {span.target for span in bucket.update.spans} == set(bucket.update.optimizer.state)
+
+
+@pytest.mark.parametrize(
+    ("share", "joined"), [(8, [[64, 64, 64], [256], [64, 128]]), (2, [[64, 64, 64], [256, 64], [128]])]
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_call_takes_as_many_buckets_as_the_largest_one_or_a_share_of_all_allows(
+    precision, share, joined, calls, monkeypatch
+):
+    monkeypatch.setattr("zerotrain.engine.buckets.bucket.MIN_JOINT_NUMEL", 0)
+    monkeypatch.setattr("zerotrain.engine.buckets.bucket.JOINT_SHARE", share)
+    engine = engine_on(alone(), Uneven, optimizer=SGD, precision=precision, zero={"bucket_mb": 0.0001})
+    engine.train_step([(1,)])
+    assert [[bucket.layout.padded_numel for bucket in joint.buckets] for joint in engine.schedule.updates] == joined
+    assert calls == list(map(len, joined))
+    assert all(value.unique().tolist() == [-0.5] for value in engine.full_state_dict().values())
+    if precision == "bf16":  # one buffer for the fp32 gradients of a call
+        assert engine.held.pools.pool_of(torch.float32).held_nbytes == 4 * max(map(sum, joined))
