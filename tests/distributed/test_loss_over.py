@@ -8,23 +8,25 @@ import torch
 from cases import trainer_of
 
 import zerotrain
-from tests.unit.training.losses import KINDS, ROWS, Kind, Rows
+from tests.unit.training.losses import KINDS, Kind, Rows
 from zerotrain.testing import run_ranks
 from zerotrain.training.callbacks.evaluation import evaluate_all
 
-LR, NUM_STEPS = 0.5, 3
+LR, NUM_STEPS, ROWS = 0.5, 2, 12
+Trained = tuple[dict[str, torch.Tensor], list[float], str]
+"""Weights, validation losses by micro-batches of 5 and of all rows, and the hash of the weights."""
 
 
 def trained(
-    folder: Path, num_micro_batches: int, kinds: dict[str, Kind], **settings: object
-) -> dict[str, tuple[dict[str, torch.Tensor], list[float]]]:
-    """(weights, validation losses by micro-batches of 1, 3 and 8 rows) of each kind after some steps."""
+    folder: Path, stage: int, num_micro_batches: int, kinds: dict[str, Kind], **settings: object
+) -> dict[str, Trained]:
+    """Each kind after some steps."""
     world, found = zerotrain.World.current(torch.device("cpu")), {}
     for name, kind in kinds.items():
         engine = zerotrain.build_engine(
             kind.made(),
             optimizer=partial(torch.optim.SGD, lr=LR),
-            zero=zerotrain.ZeroConfig(stage=2),
+            zero=zerotrain.ZeroConfig(stage=stage),
             world=world,
             **settings,
         )
@@ -32,7 +34,7 @@ def trained(
         run_dir.mkdir(parents=True)
         trainer_of(
             engine,
-            Rows(name),
+            Rows(name, num_rows=ROWS),
             run_dir,
             max_steps=NUM_STEPS,
             micro_batch_size=ROWS // (len(engine.virtual_ranks) * world.size * num_micro_batches),
@@ -42,34 +44,76 @@ def trained(
         ).run()
         losses = [
             evaluate_all(
-                engine=engine, world=world, dataset=Rows(name).validation, num_sequences=ROWS, collate=kind.collate,
-                micro_batch_size=size, loss_over=kind.loss_over,
+                engine=engine, world=world, dataset=Rows(name, num_rows=ROWS).validation, num_sequences=ROWS,
+                collate=kind.collate, micro_batch_size=size, loss_over=kind.loss_over,
             )["val_loss"]
-            for size in (1, 3, 8)
+            for size in (5, ROWS)
         ]  # fmt: skip
-        found[name] = {key: value.clone() for key, value in engine.full_state_dict().items()}, losses
+        weights = {key: value.clone() for key, value in engine.full_state_dict().items()}
+        found[name] = weights, losses, engine.weights_sha256()
     return found
 
 
 @pytest.mark.case(
     "losses",
     "A loss that is the mean over labels, shifted labels, rows, weights of classes, labels but another ignored one; "
-    "targets of -100.0, bytes, bools, shares, CTC: accumulated, on 2 ranks, with virtual ranks",
+    "a sum; targets of -100.0, bytes, bools, shares, CTC: accumulated, on 2 and 3 ranks, with virtual ranks",
     "the updates of plain PyTorch on the whole batch to 1e-6; a validation loss that is the same at any size of "
-    "micro-batches",
+    "micro-batches; one sha256 with the same virtual ranks",
 )
-@pytest.mark.parametrize(
-    ("ranks", "micro_batches", "settings"),
-    [(1, 1, {}), (1, 8, {}), (2, 1, {}), (2, 2, {}), (2, 1, {"virtual_ranks": 4})],
-    ids=["1 x 8 rows", "8 micro-batches", "2 x 4 rows", "2 x 2 x 2 rows", "virtual ranks"],
-)
-def test_updates_and_losses_are_those_of_plain_pytorch_on_the_whole_batch(tmp_path, ranks, micro_batches, settings):
-    for first, *_ in [run_ranks(partial(trained, **settings), ranks, tmp_path, micro_batches, KINDS)]:
-        for name, kind in KINDS.items():
-            weights, loss = kind.trained(NUM_STEPS, LR)
-            begun = kind.made().state_dict()
-            assert first[name][0].keys() == weights.keys()
+def test_updates_and_losses_are_those_of_plain_pytorch_on_the_whole_batch(tmp_path, all_rows):
+    ways = {  # ranks, stage, micro-batches, virtual ranks; each with half of the kinds, without --all-rows
+        "1 x 12 rows": (1, 0, 1, None),
+        "6 micro-batches": (1, 1, 6, None),
+        "2 x 2 x 3 rows": (2, 3, 2, None),
+        "3 x 2 x 2 rows": (3, 2, 2, None),
+        "4 virtual ranks": (1, 0, 1, 4),
+        "4 virtual ranks, stage 1": (1, 1, 1, 4),
+        "4 virtual ranks on 2": (2, 3, 1, 4),
+        "4 virtual ranks on 2, stage 2": (2, 2, 1, 4),
+    }
+    hashes = {}
+    for place, (way, (ranks, stage, micro_batches, virtual_ranks)) in enumerate(ways.items()):
+        kinds = dict(list(KINDS.items())[None if all_rows else place % 2 :: 1 if all_rows else 2])
+        trains = partial(trained, virtual_ranks=virtual_ranks)
+        first = run_ranks(trains, ranks, tmp_path / way, stage, micro_batches, kinds)[0]
+        for name, kind in kinds.items():
+            weights, loss = kind.trained(NUM_STEPS, LR, ROWS)
+            begun, (found, losses, hashes[way, name]) = kind.made().state_dict(), first[name]
+            assert found.keys() == weights.keys()
             for key, value in weights.items():
-                update = first[name][0][key] - begun[key]
-                torch.testing.assert_close(update, value - begun[key], atol=1e-6, rtol=0)
-            assert first[name][1] == pytest.approx([loss] * 3, rel=1e-5), name
+                torch.testing.assert_close(
+                    found[key] - begun[key], value - begun[key], atol=1e-6, rtol=0, msg=f"{way}, {name}, {key}"
+                )
+            assert losses == pytest.approx([loss] * 2, rel=1e-5), (way, name)
+    of_virtual = [(name, hashed) for (way, name), hashed in hashes.items() if way.startswith("4 virtual ranks")]
+    assert len(set(of_virtual)) == len(KINDS)
+
+
+def own_loop(stage: int, virtual_ranks: int) -> dict[str, torch.Tensor]:
+    """A step over `ROWS` rows of a model that shifts its labels, as docs/guides/own_loop.md weighs micro-batches."""
+    kind = KINDS["shifted labels"]
+    with zerotrain.World.current(torch.device("cpu")) as world:
+        engine = zerotrain.build_engine(
+            kind.made(),
+            optimizer=partial(torch.optim.SGD, lr=LR),
+            zero=zerotrain.ZeroConfig(stage=stage),
+            world=world,
+            virtual_ranks=virtual_ranks,
+        )
+        size = ROWS // (2 * virtual_ranks)
+        starts = [(2 * number + part) * size for number in engine.virtual_ranks for part in range(2)]
+        micro_batches = [kind.batch(range(start, start + size)) for start in starts]
+        counts = torch.stack([(labels[:, 1:] != -100).sum() for _, labels in micro_batches])
+        total = world.sum(counts.sum().double())
+        engine.train_step(micro_batches, weights=list(counts * world.size * len(engine.virtual_ranks) / total))
+        return {key: value.clone() for key, value in engine.full_state_dict().items()}
+
+
+@pytest.mark.parametrize(("ranks", "stage", "virtual_ranks"), [(1, 0, 1), (2, 3, 2), (1, 1, 2)])
+def test_an_own_loop_weighs_shifted_labels_as_its_guide_says(ranks, stage, virtual_ranks):
+    kind = KINDS["shifted labels"]
+    weights, _ = kind.trained(1, LR, ROWS)
+    begun, found = kind.made().state_dict(), run_ranks(own_loop, ranks, stage, virtual_ranks)[0]
+    for key, value in weights.items():
+        torch.testing.assert_close(found[key] - begun[key], value - begun[key], atol=1e-6, rtol=0)

@@ -253,6 +253,8 @@ class DataSwitches:
     has a validation part of its own."""
 
 
+LOSS_OVER = ("auto", "labels", "shifted_labels", "rows", "model", "sum", "micro_batches")
+"""What the loss of a micro-batch can be the mean over."""
 LENGTHS = ("max_steps", "num_epochs", "max_tokens")
 """The `train` settings for the length of a run: one of them has a value."""
 SWITCHES = {"model": ModelSwitches, "data": DataSwitches, "optimizer": OptimizerSwitches}
@@ -276,12 +278,13 @@ class TrainConfig:
     virtual_ranks. auto: chosen as a run starts, with gradient_accumulation_steps; the global batch is as with 1."""
     gradient_accumulation_steps: int = setting(1, at_least(1, "micro-batches"))
     """Micro-batches per virtual rank in one optimizer step."""
-    loss_over: str = setting("auto", one_of("auto", "labels", "shifted_labels", "rows", "model", "micro_batches"))
+    loss_over: str = setting("auto", one_of(*LOSS_OVER))
     """The things that the model's loss is the mean over: a micro-batch weighs as many in a step and in an evaluation as
     it has. labels: those that are not -100, which means ignored in signed whole numbers alone. shifted_labels: likewise
-    from the second of each row on. model: the number that the model's method `loss_count` returns for a batch. auto:
-    that number where the model has the method, else labels that are signed whole numbers, else rows. micro_batches:
-    each counts alike, so that the run depends on their size. Parts of a batch are tried before any rank starts."""
+    from the second of each row on. model: the number that the model's method `loss_count` returns for a batch. sum: the
+    loss is no mean, and losses are added up. auto: what the model's attribute `loss_over` says, or its `loss_count`, or
+    `loss`; else labels that are signed whole numbers, else rows. micro_batches: each counts alike, so that the run
+    depends on their size. Parts of a batch are tried before any rank starts."""
     virtual_ranks: int | None = setting(None, settings.VIRTUAL_RANKS)
     """Shares of the global batch, a power of two times the number of ranks: each rank runs as many one after the other,
     and any number of ranks comes to the same weights. null: one for each rank."""

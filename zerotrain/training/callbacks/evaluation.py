@@ -197,9 +197,10 @@ def evaluate_all(
     """
     rows = validation_rows(len(dataset), num_sequences)
     num_rounds = max(1, math.ceil(len(rows) / (world.size * micro_batch_size)))
-    measured = MetricStates(metrics or {}, "val_", f"evaluation after step {step}", engine.module)
+    counted, weigh = fetch.weighing_of(loss_over, engine.module)
+    where, adds_up = f"evaluation after step {step}", counted == fetch.SUM
+    measured = MetricStates(metrics or {}, "val_", where, engine.module, adds_up=adds_up)
     targets = {metric.target for metric in (metrics or {}).values() if metric.needs_outputs}
-    _, weigh = fetch.weighing_of(loss_over, engine.module)
     vocab_size = fetch.tokens_known(engine.module)
     read_batch = partial(
         fetch.fetch_rows, dataset, seed=seed, step=step, collate=collate, name=name, vocab_size=vocab_size
