@@ -5,24 +5,29 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import trainer_of
 
 import zerotrain
-from tests.unit.training.losses import KINDS, Kind, Rows
+from tests.unit.training.losses import CONFIGURED, KINDS, Rows
 from zerotrain.testing import run_ranks
 from zerotrain.training.callbacks.evaluation import evaluate_all
+from zerotrain.training.losses import CrossEntropy, add_loss
 
 LR, NUM_STEPS, ROWS = 0.5, 2, 12
+ALL = KINDS | CONFIGURED
 Trained = tuple[dict[str, torch.Tensor], list[float], str]
 """Weights, validation losses by micro-batches of 5 and of all rows, and the hash of the weights."""
 
 
 def trained(
-    folder: Path, stage: int, num_micro_batches: int, kinds: dict[str, Kind], **settings: object
+    folder: Path, stage: int, num_micro_batches: int, names: list[str], **settings: object
 ) -> dict[str, Trained]:
     """Each kind after some steps."""
+    torch.set_num_threads(1)  # a tiny model waits for a second thread
     world, found = zerotrain.World.current(torch.device("cpu")), {}
-    for name, kind in kinds.items():
+    for name in names:
+        kind = ALL[name]
         engine = zerotrain.build_engine(
             kind.made(),
             optimizer=partial(torch.optim.SGD, lr=LR),
@@ -63,7 +68,6 @@ def trained(
 )
 def test_updates_and_losses_are_those_of_plain_pytorch_on_the_whole_batch(tmp_path, all_rows):
     ways = {  # ranks, stage, micro-batches, virtual ranks; each with half of the kinds, without --all-rows
-        "1 x 12 rows": (1, 0, 1, None),
         "6 micro-batches": (1, 1, 6, None),
         "2 x 2 x 3 rows": (2, 3, 2, None),
         "3 x 2 x 2 rows": (3, 2, 2, None),
@@ -74,10 +78,11 @@ def test_updates_and_losses_are_those_of_plain_pytorch_on_the_whole_batch(tmp_pa
     }
     hashes = {}
     for place, (way, (ranks, stage, micro_batches, virtual_ranks)) in enumerate(ways.items()):
-        kinds = dict(list(KINDS.items())[None if all_rows else place % 2 :: 1 if all_rows else 2])
+        names = list(ALL)[None if all_rows else place % 2 :: 1 if all_rows else 2]
         trains = partial(trained, virtual_ranks=virtual_ranks)
-        first = run_ranks(trains, ranks, tmp_path / way, stage, micro_batches, kinds)[0]
-        for name, kind in kinds.items():
+        first = run_ranks(trains, ranks, tmp_path / way, stage, micro_batches, names)[0]
+        for name in names:
+            kind = ALL[name]
             weights, loss = kind.trained(NUM_STEPS, LR, ROWS)
             begun, (found, losses, hashes[way, name]) = kind.made().state_dict(), first[name]
             assert found.keys() == weights.keys()
@@ -87,7 +92,7 @@ def test_updates_and_losses_are_those_of_plain_pytorch_on_the_whole_batch(tmp_pa
                 )
             assert losses == pytest.approx([loss] * 2, rel=1e-5), (way, name)
     of_virtual = [(name, hashed) for (way, name), hashed in hashes.items() if way.startswith("4 virtual ranks")]
-    assert len(set(of_virtual)) == len(KINDS)
+    assert len(set(of_virtual)) == len(ALL)
 
 
 def own_loop(stage: int, virtual_ranks: int) -> dict[str, torch.Tensor]:
@@ -117,3 +122,53 @@ def test_an_own_loop_weighs_shifted_labels_as_its_guide_says(ranks, stage, virtu
     begun, found = kind.made().state_dict(), run_ranks(own_loop, ranks, stage, virtual_ranks)[0]
     for key, value in weights.items():
         torch.testing.assert_close(found[key] - begun[key], value - begun[key], atol=1e-6, rtol=0)
+
+
+def images(rows: range) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = [torch.Generator().manual_seed(row) for row in rows]
+    return (
+        torch.stack([torch.randn(1, 6, 6, generator=each) for each in drawn]),
+        torch.tensor([row % 7 for row in rows]),
+    )
+
+
+def convolution() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = torch.nn.Conv2d(1, 5, 3), torch.nn.BatchNorm2d(5), torch.nn.ReLU(), torch.nn.Flatten()
+    return torch.nn.Sequential(*layers, torch.nn.Linear(80, 7))
+
+
+CLASS_WEIGHTS = [1.0, 0.5, 2.0, 1.5, 0.1, 3.0, 1.0]
+
+
+def trained_on_images(stage: int) -> dict[str, torch.Tensor]:
+    """Two micro-batches of 3 images on each rank, with a weight for each class."""
+    with zerotrain.World.current(torch.device("cpu")) as world:
+        model = convolution()
+        add_loss(model, CrossEntropy(weight=CLASS_WEIGHTS), None)
+        optimizer = partial(torch.optim.SGD, lr=LR)
+        engine = zerotrain.build_engine(
+            model, optimizer=optimizer, zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=1e-4), world=world
+        )
+        micro_batches = [images(range(start, start + 3)) for start in (6 * world.rank, 6 * world.rank + 3)]
+        counts = torch.tensor([model.loss_count(*batch) for batch in micro_batches])
+        total = world.sum(counts.sum())
+        engine.train_step(micro_batches, weights=list(counts * world.size / total))
+        return {key: value.clone() for key, value in engine.full_state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_images_with_batch_norm_train_as_in_plain_pytorch(stage):
+    # Statistics are those of each micro-batch in both, and the buffers those of rank 0.
+    plain, buffers = convolution(), {}
+    weight, labels = torch.tensor(CLASS_WEIGHTS), images(range(12))[1]
+    for start in (0, 3, 6, 9):
+        if start == 6:
+            buffers = {name: buffer.clone() for name, buffer in plain.named_buffers()}
+        inputs, targets = images(range(start, start + 3))
+        (F.cross_entropy(plain(inputs), targets, weight, reduction="sum") / weight[labels].sum()).backward()
+    found = run_ranks(trained_on_images, 2, stage)[0]
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[name], parameter - LR * parameter.grad, atol=1e-6, rtol=0)
+    for name, buffer in buffers.items():
+        torch.testing.assert_close(found[name], buffer)

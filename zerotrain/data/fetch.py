@@ -17,6 +17,7 @@ computes beside it, so:
 
 import dataclasses
 import hashlib
+import inspect
 import math
 import random
 import re
@@ -135,6 +136,19 @@ def names_in(value: Any) -> Mapping[str, Any]:
     if (fields := _fields(value)) is not None:
         return fields
     return value if isinstance(value, Mapping) else value._asdict() if hasattr(value, "_fields") else {}
+
+
+def names_of_tensors(batch: Any) -> Iterator[str]:
+    """The dotted path of names to each tensor of a batch that has one."""
+    for name, part in names_in(batch).items():
+        if isinstance(part, torch.Tensor):
+            yield str(name)
+        yield from (f"{name}.{inner}" for inner in names_of_tensors(part))
+
+
+def gives_outputs(model: Any) -> bool:
+    """Whether a model can return its outputs beside its loss."""
+    return WITH_OUTPUTS in inspect.signature(model.forward).parameters
 
 
 def without_targets(batch: Any, paths: Iterable[str | None]) -> Sequence[Any] | Mapping[str, Any]:

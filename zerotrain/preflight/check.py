@@ -3,7 +3,7 @@
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -29,7 +29,7 @@ from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.engine.step import call_model
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import MAX_INT, Natural, is_kind, printable
-from zerotrain.preflight.loss_trial import require_loss_over
+from zerotrain.preflight.loss_trial import require_config_loss, require_loss_over
 from zerotrain.preflight.rehearsal import Links, Rehearsal, Rehearsals
 from zerotrain.preflight.room import (
     SMALLER_BATCH,
@@ -167,7 +167,7 @@ def require_callbacks_fit(
 def require_outputs(model: nn.Module, of_training: Mapping[str, Metric]) -> None:
     """Check that the model gives its outputs beside its loss where a metric of training looks at them."""
     for name, metric in of_training.items():
-        if metric.needs_outputs and fetch.WITH_OUTPUTS not in inspect.signature(model.forward).parameters:
+        if metric.needs_outputs and not fetch.gives_outputs(model):
             raise ConfigError(
                 f"callbacks.{name}.of: has {OF_TRAINING}, for which {type(model).__name__}.forward must take "
                 f"{fetch.WITH_OUTPUTS}=True and return (loss, outputs); it has no such argument: give it one, or leave "
@@ -185,7 +185,7 @@ def require_measurable(metrics: Mapping[str, Metric], where: str, batch: Any, mo
     looking = {name: metric for name, metric in metrics.items() if metric.needs_outputs}
     for name, metric in looking.items():
         if fetch.target_of(batch, metric.target) is None and (metric.target is not None or metric.needs_labels):
-            missing, names = metric.target or "labels", ", ".join(_names_of_tensors(batch))
+            missing, names = metric.target or "labels", ", ".join(fetch.names_of_tensors(batch))
             advice = f"give callbacks.{name}.target=NAME one of these" if names else "give dicts, or pairs of tensors"
             raise ConfigError(
                 f"callbacks.{name}: compares outputs with {missing}, and a batch of {where} has "
@@ -195,7 +195,8 @@ def require_measurable(metrics: Mapping[str, Metric], where: str, batch: Any, mo
         return
     kind, inputs = type(model).__name__, fetch.without_targets(batch, {metric.target for metric in looking.values()})
     try:
-        call_model(inspect.signature(model.forward).bind, inputs)
+        if not fetch.gives_outputs(model):
+            call_model(inspect.signature(model.forward).bind, inputs)
     except TypeError as error:
         raise ConfigError(
             f"callbacks.{next(iter(looking))}: an evaluation calls {kind}.forward without labels for its outputs: "
@@ -217,13 +218,6 @@ def require_measurable(metrics: Mapping[str, Metric], where: str, batch: Any, mo
             class_dim_of(outputs, target, None)
         except ValueError as error:
             raise ConfigError(f"callbacks.{name}: {error}") from error
-
-
-def _names_of_tensors(batch: Any) -> Iterator[str]:
-    for name, part in fetch.names_in(batch).items():
-        if isinstance(part, torch.Tensor):
-            yield str(name)
-        yield from (f"{name}.{inner}" for inner in _names_of_tensors(part))
 
 
 def require_fit(model: nn.Module, data: Any, batches: Mapping[str, Sequence[Any]]) -> None:
@@ -460,11 +454,12 @@ def check(
             model = attempt("model", _require_module, config)
     sets = attempt("data", validation_sets_of, data, config)
     batches = attempt("data", first_batches_of, data, sets, config, ranks, room)
+    can_lose = attempt("loss", require_config_loss, config, model, batches)
     frozen = attempt("model", factory.freeze, config, model)
     attempt("checkpoint", require_weights_fit, model, config, goes_on_from=goes_on_from)
     if model is not None:
         attempt("optimizer", factory.require_groups, config, model_parameters(model))
-    attempt("data", require_fit, model, data, batches)
+    attempt("data", require_fit, None if batches and not can_lose else model, data, batches)
     fingerprint = row = None
     if batches is not None:
         fingerprint = attempt("data", fetch.fingerprint_of, data, config.seed, sets, like=like)
@@ -482,7 +477,7 @@ def check(
     start = Start(ranks, device, room, run_dir, goes_on_from)
     _rehearse(attempt, sound, None if frozen is None else model, row, start)
     if frozen is not None and not attempt.problems and not config.plan.only:
-        attempt("train", require_loss_over, model, data, row, config)
+        attempt("train", require_loss_over, model, data, row, config, device)
     if attempt.problems:
         raise ConfigError(*dict.fromkeys(attempt.problems))  # several parts may stumble over one pattern
     return fingerprint or {}

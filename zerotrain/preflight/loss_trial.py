@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 
 from zerotrain.config.schema import Config
 from zerotrain.data import fetch
+from zerotrain.device.kinds import device_of
 from zerotrain.engine.step import call_model, is_loss, require_loss
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import printable
@@ -27,7 +28,25 @@ TOLERANCE = 1e-5
 """By this part of the largest loss tried another may differ from what it should be: sums in fp32 round by a tenth."""
 
 
-def require_loss_over(model: nn.Module, data: Any, batch: Any, config: Config) -> None:
+def require_config_loss(config: Config, model: nn.Module, batches: Mapping[str, Sequence[Any]]) -> bool:
+    """Give the model the loss of the config. Returns True; a ValueError where a batch has not what both need.
+
+    Args:
+        model: without memory.
+        batches: some of each dataset, by its name.
+    """
+    factory.add_config_loss(config, model)
+    if config.target("loss"):
+        from zerotrain.training.losses import require_target
+
+        for name, [batch, *_] in batches.items():
+            require_target(model, batch, name)
+    return True
+
+
+def require_loss_over(
+    model: nn.Module, data: Any, batch: Any, config: Config, device: torch.device | None = None
+) -> None:
     """Check that a model's loss of a batch is the mean that `train.loss_over` says: that of its parts, each by its
     weight. Both are computed here, in evaluation mode, by the model with first weights.
 
@@ -37,7 +56,8 @@ def require_loss_over(model: nn.Module, data: Any, batch: Any, config: Config) -
 
     Args:
         model: without memory.
-        first: a batch of one row to train on.
+        batch: of one row to train on.
+        device: of the ranks; None: unknown.
 
     Raises:
         ConfigError: it is another mean, or none; the model gives no loss; or its own count is no number.
@@ -50,7 +70,19 @@ def require_loss_over(model: nn.Module, data: Any, batch: Any, config: Config) -
     except Exception as error:  # whatever the user's method raises
         raise ConfigError(f"train.loss_over: got {loss_over}; {printable(f'{error}', keep='')}") from error
     is_known = type(model).__module__.startswith("zerotrain.models.") and counted in (fetch.AUTO, "labels")
-    if is_known or counted == "micro_batches" or (tried := _try_loss(model, batch, config)) is None:
+    if is_known or (counted == "micro_batches" and not config.target("loss")):
+        return
+    tried = _try_loss(model, batch, config)
+    if config.target("loss"):
+        from zerotrain.training.losses import require_scalar
+
+        two = _read_rows(data, config, range(min(2, num_rows)))  # of one row, what is no mean has one number too
+        inputs = two if tried else fetch.to_device(two, torch.device("meta"))
+        try:
+            require_scalar(tried[0] if tried else model, inputs, sure=device is None or device_of(device).is_host)
+        except ValueError as error:
+            raise ConfigError(f"loss: {error}") from error
+    if tried is None or counted == "micro_batches":
         return
     built, num, output = tried
     if not hasattr(data.validation, "__len__") or len(data.validation):
@@ -104,8 +136,10 @@ def _try_loss(model: nn.Module, batch: Any, config: Config) -> tuple[nn.Module, 
         or numel * max((tensor.numel() for tensor in fetch.tensors_in(batch)), default=1) > MOST_PRODUCTS
     ):
         return None
+    built = None
     with suppress(Exception), fetch.seeded("loss tried", config.seed), torch.no_grad():
         built = factory.build("model", config.target("model")).eval()
+        factory.add_config_loss(config, built)
         for parameter in built.parameters():
             if not parameter.any():  # of zeros, such as those of the last layer, all losses may be the same
                 parameter.normal_(std=0.02)
