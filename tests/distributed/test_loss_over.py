@@ -172,3 +172,55 @@ def test_images_with_batch_norm_train_as_in_plain_pytorch(stage):
         torch.testing.assert_close(found[name], parameter - LR * parameter.grad, atol=1e-6, rtol=0)
     for name, buffer in buffers.items():
         torch.testing.assert_close(found[name], buffer)
+
+
+T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3}
+BERT |= {"intermediate_size": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def of_transformers(task: str) -> torch.nn.Module:
+    from zerotrain.models import HuggingFaceModel  # imports transformers, where it is installed
+
+    torch.manual_seed(0)
+    return HuggingFaceModel(task=task, config=dict(T5 if task == "seq2seq" else BERT), vocab_size=40)
+
+
+class Pairs:
+    """Sequences with answers of 1 to 6 tokens, or tags of as many."""
+
+    def __init__(self, num_classes: int) -> None:
+        drawn = torch.randint(1, 40, (2, ROWS, 6), generator=torch.Generator().manual_seed(1))
+        labels = torch.where(torch.arange(6) <= torch.arange(ROWS)[:, None] * 5 % 6, drawn[1] % num_classes, -100)
+        rows = zip(drawn[0], labels, strict=True)
+        self.train = self.validation = [{"input_ids": ids, "labels": label} for ids, label in rows]
+
+
+def trained_by_task(folder: Path, task: str, num_classes: int, stage: int) -> tuple[dict[str, torch.Tensor], float]:
+    world = zerotrain.World.current(torch.device("cpu"))
+    engine = zerotrain.build_engine(
+        of_transformers(task),
+        optimizer=partial(torch.optim.SGD, lr=LR),
+        zero=zerotrain.ZeroConfig(stage=stage),
+        world=world,
+    )
+    run_dir = folder / f"{world.rank}"
+    run_dir.mkdir(parents=True)
+    steps = {"max_steps": 1, "micro_batch_size": ROWS // 4, "gradient_accumulation_steps": 2}
+    result = trainer_of(engine, Pairs(num_classes), run_dir, eval_batches="all", **steps).run()
+    return engine.full_state_dict(), result["final_val_loss"]
+
+
+@pytest.mark.parametrize(("task", "num_classes", "stage"), [("seq2seq", 40, 3), ("token_classification", 3, 1)])
+def test_models_of_transformers_for_other_tasks_train_as_in_plain_pytorch(tmp_path, task, num_classes, stage):
+    pytest.importorskip("transformers")
+    plain = of_transformers(task).model.train()
+    batch = torch.utils.data.default_collate(Pairs(num_classes).train)
+    plain(**batch).loss.backward()
+    weights, loss = run_ranks(trained_by_task, 2, tmp_path, task, num_classes, stage)[0]
+    for name, parameter in plain.named_parameters():
+        begun = parameter.detach().clone()
+        with torch.no_grad():
+            parameter -= LR * parameter.grad
+        torch.testing.assert_close(weights[f"model.{name}"] - begun, parameter - begun, atol=1e-6, rtol=0)
+    assert loss == pytest.approx(plain.eval()(**batch).loss.item(), rel=1e-5)

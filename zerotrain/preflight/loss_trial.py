@@ -69,7 +69,8 @@ def require_loss_over(
         weighings[counted](batch, 1)
     except Exception as error:  # whatever the user's method raises
         raise ConfigError(f"train.loss_over: got {loss_over}; {printable(f'{error}', keep='')}") from error
-    is_known = type(model).__module__.startswith("zerotrain.models.") and counted in (fetch.AUTO, "labels")
+    is_ours = type(model).__module__.startswith("zerotrain.models.") and getattr(model, "next_token_labels", False)
+    is_known = is_ours and counted in (fetch.AUTO, "labels")
     if is_known or (counted == "micro_batches" and not config.target("loss")):
         return
     tried = _try_loss(model, batch, config)
