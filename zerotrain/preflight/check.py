@@ -252,7 +252,8 @@ def require_fit(model: nn.Module, data: Any, batches: Mapping[str, Sequence[Any]
         raise ConfigError(*dict.fromkeys(problems))
     for name, set_batches in batches.items():
         require_taken(set_batches, name, model)
-        if getattr(model, "next_token_labels", False):
+        loss = getattr(model, "config_loss", None)
+        if getattr(model, "next_token_labels", False) and (loss is None or loss.compares):
             require_next_tokens(set_batches, name, model=kind, vocab_size=getattr(model, "vocab_size", None))
 
 
