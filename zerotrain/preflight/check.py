@@ -478,7 +478,8 @@ def check(
     start = Start(ranks, device, room, run_dir, goes_on_from)
     _rehearse(attempt, sound, None if frozen is None else model, row, start)
     if frozen is not None and not attempt.problems and not config.plan.only:
-        attempt("train", require_loss_over, model, data, row, config, device)
+        on_host = device is None or device_of(device).is_host
+        attempt("train", partial(require_loss_over, on_host=on_host), model, data, row, config)
     if attempt.problems:
         raise ConfigError(*dict.fromkeys(attempt.problems))  # several parts may stumble over one pattern
     return fingerprint or {}

@@ -5,15 +5,12 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
 
 from zerotrain.config.schema import Config
 from zerotrain.data import fetch
-from zerotrain.device.kinds import device_of
 from zerotrain.engine.step import call_model, is_loss, require_loss
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import printable
@@ -28,7 +25,7 @@ TOLERANCE = 1e-5
 """By this part of the largest loss tried another may differ from what it should be: sums in fp32 round by a tenth."""
 
 
-def require_config_loss(config: Config, model: nn.Module, batches: Mapping[str, Sequence[Any]]) -> bool:
+def require_config_loss(config: Config, model: torch.nn.Module, batches: Mapping[str, Sequence[Any]]) -> bool:
     """Give the model the loss of the config. Returns True; a ValueError where a batch has not what both need.
 
     Args:
@@ -36,17 +33,13 @@ def require_config_loss(config: Config, model: nn.Module, batches: Mapping[str, 
         batches: some of each dataset, by its name.
     """
     factory.add_config_loss(config, model)
-    if config.target("loss"):
-        from zerotrain.training.losses import require_target
-
+    if (loss := getattr(model, "config_loss", None)) is not None:
         for name, [batch, *_] in batches.items():
-            require_target(model, batch, name)
+            loss.require_target(model, batch, name)
     return True
 
 
-def require_loss_over(
-    model: nn.Module, data: Any, batch: Any, config: Config, device: torch.device | None = None
-) -> None:
+def require_loss_over(model: torch.nn.Module, data: Any, batch: Any, config: Config, *, on_host: bool = True) -> None:
     """Check that a model's loss of a batch is the mean that `train.loss_over` says: that of its parts, each by its
     weight. Both are computed here, in evaluation mode, by the model with first weights.
 
@@ -57,7 +50,7 @@ def require_loss_over(
     Args:
         model: without memory.
         batch: of one row to train on.
-        device: of the ranks; None: unknown.
+        on_host: whether the ranks compute on the CPU too.
 
     Raises:
         ConfigError: it is another mean, or none; the model gives no loss; or its own count is no number.
@@ -75,12 +68,11 @@ def require_loss_over(
         return
     tried = _try_loss(model, batch, config)
     if config.target("loss"):
-        from zerotrain.training.losses import require_scalar
-
         two = _read_rows(data, config, range(min(2, num_rows)))  # of one row, what is no mean has one number too
         inputs = two if tried else fetch.to_device(two, torch.device("meta"))
+        computing: Any = tried[0] if tried else model
         try:
-            require_scalar(tried[0] if tried else model, inputs, sure=device is None or device_of(device).is_host)
+            computing.config_loss.require_scalar(computing, inputs, sure=on_host)
         except ValueError as error:
             raise ConfigError(f"loss: {error}") from error
     if tried is None or counted == "micro_batches":
@@ -127,7 +119,7 @@ def _read_rows(data: Any, config: Config, rows: Sequence[int]) -> Any:
     return fetch.fetch_rows(data.train, rows, **sampling, collate=factory.build_collate(config))
 
 
-def _try_loss(model: nn.Module, batch: Any, config: Config) -> tuple[nn.Module, int, Any] | None:
+def _try_loss(model: torch.nn.Module, batch: Any, config: Config) -> tuple[torch.nn.Module, int, Any] | None:
     """(the model with first weights, rows of which its loss can be tried, what it returns for the first batch); None
     where it cannot be called here."""
     numel = sum(parameter.numel() for parameter in model.parameters())
@@ -162,12 +154,15 @@ def _whole_and_parts(data: Any, config: Config, rows: Sequence[int]) -> tuple[An
     if config.switches("data")["collate_fn"] and all(
         tensor.shape[:1] == (len(rows),) for tensor in fetch.tensors_in(whole)
     ):
-        cut = [fetch.with_tensors(whole, itemgetter(part)) for part in (slice(num), slice(num, None))]
+        cut = [
+            fetch.with_tensors(whole, lambda tensor: tensor[:num]),
+            fetch.with_tensors(whole, lambda tensor: tensor[num:]),
+        ]
         ways.append(list(zip(cut, sizes, strict=True)))
     return whole, ways
 
 
-def _losses(model: nn.Module, config: Config, batches: Sequence[Any]) -> list[float] | None:
+def _losses(model: torch.nn.Module, config: Config, batches: Sequence[Any]) -> list[float] | None:
     """The loss of each batch; None where they cannot be computed here."""
     with suppress(Exception), fetch.seeded("loss tried", config.seed), torch.no_grad():
         losses = [float(call_model(model, fetch.as_inputs(batch))) for batch in batches]

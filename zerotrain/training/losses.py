@@ -124,6 +124,51 @@ class ConfigLoss:
         """Whether the loss of a batch can be computed, as far as can be told."""
         return (not self.compares and self.target is None) or fetch.target_of(batch, self.target) is not None
 
+    def require_target(self, model: Any, batch: Any, where: str) -> None:
+        """Check that a batch has what the loss of a config and its model get; a ValueError says what is missing.
+
+        Args:
+            where: the dataset that `batch` is of.
+        """
+        names = ", ".join(fetch.names_of_tensors(batch)) or f"{len(fetch.as_inputs(batch))} parts without names"
+        if not self.has_target(batch):
+            raise ValueError(
+                f"loss.target: {self.name} compares outputs with {self.target or fetch.LABELS}, and a batch of {where} "
+                f"has {names}; give loss.target=NAME one of its parts"
+            )
+        try:
+            call_model(self.signature.bind, self.inputs_of(batch))
+        except TypeError as error:
+            kind = type(model).__name__
+            raise ValueError(f"a batch of {where} has {names}, and {kind}.forward: {error}") from error
+
+    def require_scalar(self, model: Any, batch: Any, *, sure: bool) -> None:
+        """Check that the loss of a config can be computed; a ValueError says why not.
+
+        Args:
+            model: on the device of `batch`. One that cannot compute here says nothing of the loss.
+            sure: whether any error of a loss of one's own would come in the run too.
+        """
+        outputs = None
+        with suppress(Exception), torch.no_grad():
+            outputs = model.outputs_of(batch)
+        if outputs is None:
+            return
+        try:
+            with torch.no_grad():
+                value = self(outputs, batch, model)
+        except Exception as error:  # whatever a user's function raises
+            if "meta" in str(error) or not (sure or self.compares or isinstance(error, (TypeError, LookupError))):
+                return  # it needs values, or another device
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise ValueError(f"{self.name}: {kind}{printable(str(error), keep='')}") from error
+        if not is_loss(value):
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            raise ValueError(
+                f"{self.name} returns a {type(value).__name__}{shape} for a batch; it must return one number, such "
+                "as a mean"
+            )
+
 
 class _WithLoss:
     """What a model is beside its own class: its forward returns the loss, or its outputs for a batch without target."""
@@ -177,52 +222,3 @@ def _count(self: Any, *parts: Any, **named: Any) -> float:
 
 def _own_count(self: Any, *parts: Any, **named: Any) -> Any:
     return self.config_loss.function.loss_count(named or parts)
-
-
-def require_target(model: Any, batch: Any, where: str) -> None:
-    """Check that a batch has what the loss of a config and its model get; a ValueError says what is missing.
-
-    Args:
-        where: the dataset that `batch` is of.
-    """
-    loss: ConfigLoss = model.config_loss
-    names = ", ".join(fetch.names_of_tensors(batch)) or f"{len(fetch.as_inputs(batch))} parts without names"
-    if not loss.has_target(batch):
-        raise ValueError(
-            f"loss.target: {loss.name} compares outputs with {loss.target or fetch.LABELS}, and a batch of {where} has "
-            f"{names}; give loss.target=NAME one of its parts"
-        )
-    try:
-        call_model(loss.signature.bind, loss.inputs_of(batch))
-    except TypeError as error:
-        kind = type(model).__name__
-        raise ValueError(f"a batch of {where} has {names}, and {kind}.forward: {error}") from error
-
-
-def require_scalar(model: Any, batch: Any, *, sure: bool) -> None:
-    """Check that the loss of a config can be computed; a ValueError says why not.
-
-    Args:
-        model: on the device of `batch`. One that cannot compute here says nothing of the loss.
-        sure: whether any error of a loss of one's own would come in the run too.
-    """
-    loss: ConfigLoss = model.config_loss
-    outputs = None
-    with suppress(Exception), torch.no_grad():
-        outputs = model.outputs_of(batch)
-    if outputs is None:
-        return
-    try:
-        with torch.no_grad():
-            value = loss(outputs, batch, model)
-    except Exception as error:  # whatever a user's function raises
-        if "meta" in str(error) or not (sure or loss.compares or isinstance(error, (TypeError, LookupError))):
-            return  # it needs values, or another device
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{loss.name}: {kind}{printable(str(error), keep='')}") from error
-    if not is_loss(value):
-        shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-        raise ValueError(
-            f"{loss.name} returns a {type(value).__name__}{shape} for a batch; it must return one number, such "
-            "as a mean"
-        )
