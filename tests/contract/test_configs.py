@@ -28,6 +28,8 @@ NEEDED = {
     ],
     "data/own": ["data._target_=zerotrain.data.SyntheticTokens", "+data.seq_len=16", "+data.vocab_size=13"],
     "data/tokens": ["data.path=x"],
+    "loss/own": ["loss._target_=torch.nn.functional.mse_loss"],
+    "model/own": ["model._target_=torch.nn.Identity"],
     "data/tokenized": ["model=huggingface"],
     "data/chat": ["model=huggingface", "data.path=x"],
     "experiment/gpt2_bf16": ["data.path=x"],

@@ -52,7 +52,7 @@ from zerotrain.training.callbacks.stages import stage_at
 from zerotrain.training.metrics import Metric
 
 GROUPS = tuple(field.name for field in fields(Config) if field.name != "seed")
-OPEN_GROUPS = ("model", "data")
+OPEN_GROUPS = ("model", "loss", "data")
 """Groups with settings of any name, decided by their classes."""
 IDLE = ("zero.schedule", "data.num_workers")
 
@@ -76,7 +76,7 @@ EVALUATION = Use(
     name="an evaluation",
     built=(*checks.OPEN_GROUPS, "callbacks"),
     settings=(
-        *("seed", "zero.", "precision.", "model.", "data.", "train.eval_batches", "train.micro_batch_size"),
+        *("seed", "zero.", "precision.", "model.", "loss.", "data.", "train.eval_batches", "train.micro_batch_size"),
         *("train.deterministic", "train.loss_over", "launch.device", "launch.nproc_per_node"),
         *("launch.threads_per_rank", "launch.timeout_s"),
     ),

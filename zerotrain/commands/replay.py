@@ -47,7 +47,7 @@ from zerotrain.training.sameness import choose_kernels
 
 REPLAY = Use(
     name="a replay",
-    built=("model", "data", "optimizer", "scheduler"),
+    built=("model", "loss", "data", "optimizer", "scheduler"),
     settings=("zero.", "offload.", "data.", "launch.device", "launch.threads_per_rank", "launch.timeout_s"),
 )
 REPLAY_NAME = "replay.json"

@@ -204,7 +204,7 @@ def _nested_targets(value: Any, name: str) -> Iterator[tuple[str, dict[str, Any]
             yield from _nested_targets(item, f"{name}.{key}")
 
 
-OPEN_GROUPS = ("model", "data", "optimizer", "scheduler")
+OPEN_GROUPS = ("model", "loss", "data", "optimizer", "scheduler")
 CALLBACKS = "callbacks"
 COLLATE_FN = "data.collate_fn"
 SETS = "data.validation_sets"
@@ -237,6 +237,8 @@ def class_problems(config: Config) -> list[str]:
         values = config.target(group)
         if group == "model" and values.get("vocab_size", 0) is None:
             values = values | {"vocab_size": 1}  # until the data has said how many tokens it has
+        if group == "loss" and not values:  # the model returns its loss
+            continue
         problems += _open_group_problems(values, group)
     collate = config.switches("data")["collate_fn"]
     if isinstance(collate, dict) and "_target_" in collate:
@@ -338,6 +340,10 @@ def _open_group_problems(values: dict[str, Any], group: str) -> Iterator[str]:
     target = _named_by(values.get("_target_"))
     # A class whose objects can be called takes what comes later, without `_partial_`.
     is_callable = isinstance(target, type) and any("__call__" in vars(base) for base in target.__mro__)
+    if group == "loss" and isinstance(target, type) and not is_callable:
+        yield f"loss._target_: got {values['_target_']}, whose objects cannot be called; give a loss, or a function"
+    if group == "loss" and not isinstance(target, type):
+        values = values | {"_partial_": True}
     if group in PARTIAL_GROUPS and not is_callable and values.get("_partial_") is not True:
         yield f"{group}._partial_: got {word(values.get('_partial_'))}; it must be true"
         values = values | {"_partial_": True}  # what comes later is not missing now

@@ -225,6 +225,15 @@ class ModelSwitches:
 
 
 @dataclass
+class LossSwitches:
+    """Settings of every loss, also of the user's own: keys of the group `loss` that its class does not get."""
+
+    target: str | None = setting(None, or_null(Rule("the name of a part of a batch, such as y or features.y", bool)))
+    """The part of a batch that the loss compares the model's outputs with, and that the model does not get, with dots
+    where it lies within another. null: `labels`, or the second part of a batch without names."""
+
+
+@dataclass
 class OptimizerSwitches:
     """Settings of every optimizer, also of the user's own: keys of the group `optimizer` that its class does not
     get."""
@@ -253,9 +262,11 @@ class DataSwitches:
     has a validation part of its own."""
 
 
+LOSS_OVER = ("auto", "labels", "shifted_labels", "rows", "model", "sum", "micro_batches")
+"""What the loss of a micro-batch can be the mean over."""
 LENGTHS = ("max_steps", "num_epochs", "max_tokens")
 """The `train` settings for the length of a run: one of them has a value."""
-SWITCHES = {"model": ModelSwitches, "data": DataSwitches, "optimizer": OptimizerSwitches}
+SWITCHES = {"model": ModelSwitches, "loss": LossSwitches, "data": DataSwitches, "optimizer": OptimizerSwitches}
 """The settings that an open group has beside the arguments of its class."""
 SAMPLES = Effect(lambda run, _: run.train.sample_tokens > 0, "with train.sample_tokens=0")
 
@@ -276,12 +287,13 @@ class TrainConfig:
     virtual_ranks. auto: chosen as a run starts, with gradient_accumulation_steps; the global batch is as with 1."""
     gradient_accumulation_steps: int = setting(1, at_least(1, "micro-batches"))
     """Micro-batches per virtual rank in one optimizer step."""
-    loss_over: str = setting("auto", one_of("auto", "labels", "shifted_labels", "rows", "model", "micro_batches"))
+    loss_over: str = setting("auto", one_of(*LOSS_OVER))
     """The things that the model's loss is the mean over: a micro-batch weighs as many in a step and in an evaluation as
     it has. labels: those that are not -100, which means ignored in signed whole numbers alone. shifted_labels: likewise
-    from the second of each row on. model: the number that the model's method `loss_count` returns for a batch. auto:
-    that number where the model has the method, else labels that are signed whole numbers, else rows. micro_batches:
-    each counts alike, so that the run depends on their size. Parts of a batch are tried before any rank starts."""
+    from the second of each row on. model: the number that the model's method `loss_count` returns for a batch. sum: the
+    loss is no mean, and losses are added up. auto: what the model's attribute `loss_over` says, or its `loss_count`, or
+    `loss`; else labels that are signed whole numbers, else rows. micro_batches: each counts alike, so that the run
+    depends on their size. Parts of a batch are tried before any rank starts."""
     virtual_ranks: int | None = setting(None, settings.VIRTUAL_RANKS)
     """Shares of the global batch, a power of two times the number of ranks: each rank runs as many one after the other,
     and any number of ranks comes to the same weights. null: one for each rank."""
@@ -449,7 +461,7 @@ class SweepConfig:
 
 @dataclass
 class Config:
-    """One run. The open groups (model, data, optimizer, scheduler) name a class or function with `_target_`;
+    """One run. The open groups (model, loss, data, optimizer, scheduler) name a class or function with `_target_`;
     their other keys are its arguments. So does each entry of `callbacks`."""
 
     seed: int = setting(0, Rule("between 0 and 2**63 - 1", lambda seed: 0 <= seed < 2**63))
@@ -460,6 +472,10 @@ class Config:
     model: dict[str, Any] = field(default_factory=lambda: asdict(ModelSwitches()))
     """An nn.Module: forward(inputs, labels) returns the mean loss over labels != -100; forward(inputs) the logits.
     Beside the arguments of its class it has the `ModelSwitches`."""
+    loss: dict[str, Any] = field(default_factory=lambda: asdict(LossSwitches()))
+    """The loss of a model whose forward returns outputs: a loss of torch, called as loss(outputs, target), or a
+    function, called as loss(outputs, batch). Without a `_target_` the model returns its loss. Beside the arguments of
+    its class it has the `LossSwitches`."""
     data: dict[str, Any] = field(default_factory=lambda: asdict(DataSwitches()))
     """An object with map-style datasets `train` and `validation`, of whatever the model takes: see `zerotrain.data`.
     Beside the arguments of its class it has the `DataSwitches`."""

@@ -17,6 +17,7 @@ computes beside it, so:
 
 import dataclasses
 import hashlib
+import inspect
 import math
 import random
 import re
@@ -48,8 +49,10 @@ IDS = ("ids", "input_ids")
 """Names of a language model's inputs in a batch; without names they stand first."""
 LOSS_COUNT = "loss_count"
 """The method of a model for the divisor of its mean loss: it gets a batch as the forward does."""
-AUTO, MODEL = "auto", "model"
-"""`train.loss_over`: a model's own count where it has one, else `num_labels`; and that count alone."""
+LOSS_OVER = "loss_over"
+"""The attribute in which a model may say its `train.loss_over`."""
+AUTO, MODEL, SUM = "auto", "model", "sum"
+"""`train.loss_over`: what the model says, else `num_labels`; the model's own count; no mean at all."""
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 _GRID = 2**30
 """A weight that is no whole number is rounded to a part of 1 of this size: sums of such weights over the ranks of a run
@@ -135,6 +138,19 @@ def names_in(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else value._asdict() if hasattr(value, "_fields") else {}
 
 
+def names_of_tensors(batch: Any) -> Iterator[str]:
+    """The dotted path of names to each tensor of a batch that has one."""
+    for name, part in names_in(batch).items():
+        if isinstance(part, torch.Tensor):
+            yield str(name)
+        yield from (f"{name}.{inner}" for inner in names_of_tensors(part))
+
+
+def gives_outputs(model: Any) -> bool:
+    """Whether a model can return its outputs beside its loss."""
+    return WITH_OUTPUTS in inspect.signature(model.forward).parameters
+
+
 def without_targets(batch: Any, paths: Iterable[str | None]) -> Sequence[Any] | Mapping[str, Any]:
     """The model's arguments without the tensors of `target_of` for each path."""
     inputs, target_paths = as_inputs(batch), [path or LABELS for path in paths]
@@ -189,21 +205,25 @@ WEIGHTS: dict[str, Weigh] = {
     "shifted_labels": partial(_count_labels_from, 1),
     "rows": lambda _, num_rows: num_rows,
     "micro_batches": lambda *_: 1,
+    SUM: lambda *_: 1,
 }
-"""By `train.loss_over`. Call them before a batch is copied to a GPU."""
+"""By `train.loss_over`. Call them before a batch is copied to a GPU. The losses of `SUM` are added up as they are."""
 
 
 def weighing_of(loss_over: str, model: Any) -> tuple[str, Weigh]:
     """(name of the count, function for it) for a setting and a model.
 
     Raises:
-        ValueError: the model is to count, and cannot.
+        ValueError: the model is to count, and cannot, or says something that there is not.
     """
-    count = getattr(model, LOSS_COUNT, None)
-    if loss_over != MODEL and (loss_over != AUTO or not callable(count)):
+    count, kind = getattr(model, LOSS_COUNT, None), type(model).__name__
+    if loss_over == AUTO:
+        loss_over = getattr(model, LOSS_OVER, MODEL if callable(count) else AUTO)
+    if loss_over in WEIGHTS:
         return loss_over, WEIGHTS[loss_over]
+    if loss_over != MODEL:
+        raise ValueError(f"{kind}.{LOSS_OVER} is {loss_over!r}; it must be one of {', '.join([*WEIGHTS, MODEL])}")
     if not callable(count):
-        kind = type(model).__name__
         raise ValueError(
             f"{kind} has no method {LOSS_COUNT}, which gets a batch as {kind}.forward does and returns what the mean "
             f"loss divides by; the others are {', '.join(WEIGHTS)}"

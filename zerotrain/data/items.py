@@ -165,7 +165,10 @@ def require_taken(batches: Sequence[Any], name: str, model: torch.nn.Module) -> 
         try:
             bound = signature.bind(**inputs) if isinstance(inputs, Mapping) else signature.bind(*inputs)
         except TypeError as error:
-            raise ValueError(f"{item_name} gives {item_text}, but {signature_text}: {error}") from error
+            problem = f"{item_name} gives {item_text}, but {signature_text}: {error}"
+            if fetch.labels_of(batch) is not None and fetch.LABELS not in signature.parameters:
+                problem += "; a model that returns outputs needs a loss beside it, such as loss=cross_entropy"
+            raise ValueError(problem) from error
         if fetch.LABELS in signature.parameters and bound.arguments.get(fetch.LABELS) is None:
             raise ValueError(
                 f"{item_name} gives {item_text} and no labels, but {signature_text}: it returns the loss only with "

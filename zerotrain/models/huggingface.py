@@ -1,4 +1,4 @@
-"""HuggingFaceModel: a causal language model of Hugging Face's transformers, pretrained or from scratch."""
+"""HuggingFaceModel: a model of Hugging Face's transformers for one of several tasks, pretrained or from scratch."""
 
 import difflib
 import warnings
@@ -13,14 +13,27 @@ from zerotrain.models.gpt import MeanCrossEntropy, require_at_least, require_fra
 
 NO_ADAPTERS: dict[str, Any] = {"rank": 0, "alpha": 16, "dropout": 0.0, "targets": None}
 """The default of the argument `lora`."""
+CAUSAL = "causal"
+TASKS = {
+    CAUSAL: ("CausalLM", "CAUSAL_LM", "causal language model", "gpt2, llama"),
+    "seq2seq": ("Seq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM", "sequence to sequence model", "t5, bart"),
+    "sequence_classification": ("SequenceClassification", "SEQUENCE_CLASSIFICATION", "classifier of sequences", "bert"),
+    "token_classification": ("TokenClassification", "TOKEN_CLASSIFICATION", "classifier of tokens", "bert"),
+    "image_classification": ("ImageClassification", "IMAGE_CLASSIFICATION", "classifier of images", "vit, resnet"),
+}
+"""(end of the name of the class in transformers, beginning of that of its models' names, words, examples) by task."""
 BALANCING_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+START_TOKEN = "decoder_start_token_id"
+"""A field that configs of transformers need not have, and their decoders read."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class HuggingFaceModel(torch.nn.Module):
-    """One of the models of `transformers.AutoModelForCausalLM`.
+    """One of the models of `transformers.AutoModelForCausalLM`, or of the class of another task.
 
     Args:
+        task: causal, seq2seq, sequence_classification, token_classification or image_classification. Models of all but
+            the first get labels as transformers takes them, and return its loss.
         name_or_path: a folder with a model, or the name of one on the Hugging Face hub; None for one from scratch.
         config: fields of the model's config. From scratch: `model_type`, such as gpt2 or llama, and what shall differ
             from its defaults. Pretrained: what shall differ from the model's own config.
@@ -35,11 +48,12 @@ class HuggingFaceModel(torch.nn.Module):
     """
 
     next_token_labels = True
-    """labels[t] is the token after ids[t]; data whose labels equal its ids is refused."""
+    """For a causal model: labels[t] is the token after ids[t]; data whose labels equal its ids is refused."""
 
     def __init__(
         self,
         *,
+        task: str = CAUSAL,
         name_or_path: str | None = None,
         config: dict[str, Any] | None = None,
         vocab_size: int | None = None,
@@ -48,25 +62,35 @@ class HuggingFaceModel(torch.nn.Module):
         super().__init__()
         if not isinstance(config, dict | None):
             raise ValueError(f"model.config={config} is no group of fields; give each, such as +model.config.n_layer=2")
+        if task not in TASKS:
+            raise ValueError(f"model.task={task}: there is no such task; there are {', '.join(TASKS)}")
         adapters = NO_ADAPTERS | (lora or {})
         _require_adapters(adapters)
+        self.next_token_labels = task == CAUSAL
+        if adapters["rank"] and task != CAUSAL:
+            raise ValueError(
+                f"model.lora.rank={adapters['rank']}: with model.task={task} the head of the task would not train; "
+                "leave the adapters out, or freeze the rest with model.freeze"
+            )
         _transformers()
         from huggingface_hub.errors import StrictDataclassError
 
         try:
             if name_or_path is None:
-                model = _build_from_scratch(dict(config or {}), vocab_size)
+                model = _build_from_scratch(task, dict(config or {}), vocab_size)
             else:
-                model = _load_pretrained(name_or_path, dict(config or {}))
+                model = _load_pretrained(task, name_or_path, dict(config or {}))
         except StrictDataclassError as error:  # of a config, about the values of its fields
             raise ValueError(f"model.config: {error.__cause__ or error}") from error
         text_config = model.config.get_text_config()  # a model of text and images has one config for each
-        self.vocab_size = int(text_config.vocab_size)
+        self.vocab_size: int | None = getattr(text_config, "vocab_size", None)
+        self._main_input = "input_ids" if task == CAUSAL else model.main_input_name
         positions = getattr(text_config, "max_position_embeddings", None)
         self.max_seq_len: int | None = positions if isinstance(positions, int) and positions > 0 else None
         self.loss = MeanCrossEntropy()
         self._added_loss = _AddedLoss()
-        model.loss_function = self._added_loss
+        if task == CAUSAL:
+            model.loss_function = self._added_loss
         self.model = _with_adapters(model, **adapters) if adapters["rank"] else model
 
     def forward(
@@ -81,8 +105,9 @@ class HuggingFaceModel(torch.nn.Module):
         """Compute the loss, or the logits where no labels are given.
 
         Args:
-            ids: (B, T) int64 tokens.
-            labels: (B, T) int64, labels[:, t] the token after ids[:, t], or -100 where there is none to learn.
+            ids: (B, T) int64 tokens; of a classifier of images the pixels.
+            labels: (B, T) int64, labels[:, t] the token after ids[:, t], or -100 where there is none to learn; as
+                transformers takes them for another task.
             input_ids: another name for `ids`, that of transformers.
             with_outputs: give the logits beside the loss, detached.
             inputs: further arguments of the model, such as attention_mask (B, T).
@@ -97,6 +122,12 @@ class HuggingFaceModel(torch.nn.Module):
                 no ids, or two.
         """
         given_ids = [tensor for tensor in (ids, input_ids) if tensor is not None]
+        if not self.next_token_labels:
+            inputs |= dict(zip((self._main_input,), given_ids, strict=False))
+            outputs = self.model(**inputs, **({} if labels is None else {"labels": labels}))
+            if labels is None:
+                return outputs.logits
+            return (outputs.loss.float(), outputs.logits.detach()) if with_outputs else outputs.loss.float()
         if len(given_ids) != 1:
             raise ValueError(f"forward got {len(given_ids)} of ids and input_ids; give one of them")
         [ids] = given_ids
@@ -135,28 +166,31 @@ class _AddedLoss:
         return outputs.loss if self._is_called else 0.0
 
 
-def _build_from_scratch(fields: dict[str, Any], vocab_size: int | None) -> Any:
+def _build_from_scratch(task: str, fields: dict[str, Any], vocab_size: int | None) -> Any:
     transformers = _transformers()
     model_type = fields.pop("model_type", None)
-    model_types = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    _, group, words, examples = TASKS[task]
+    model_types = getattr(transformers.models.auto.modeling_auto, f"MODEL_FOR_{group}_MAPPING_NAMES")
     if model_type not in model_types:
         near = difflib.get_close_matches(str(model_type), model_types, n=3)
         raise ValueError(
-            f"model.config.model_type={'null' if model_type is None else model_type} is no causal language model of "
-            f"transformers; give one such as {', '.join(near or ['gpt2', 'llama'])}, or model.name_or_path"
+            f"model.config.model_type={'null' if model_type is None else model_type} is no {words} of "
+            f"transformers; give one such as {', '.join(near) or examples}, or model.name_or_path"
         )
-    if vocab_size is not None:
-        fields.setdefault("vocab_size", vocab_size)
     config = transformers.AutoConfig.for_model(model_type)
+    if vocab_size is not None and hasattr(config, "vocab_size"):
+        fields.setdefault("vocab_size", vocab_size)
     _require_effects(fields, config)
+    if task == "seq2seq" and getattr(config, START_TOKEN, None) is None:
+        fields.setdefault(START_TOKEN, config.pad_token_id)  # as T5 was trained
     for token in SPECIAL_TOKENS:  # of the tokenizer the type is known for, and unknown to a smaller vocabulary
         if fields.get("vocab_size") is not None and (getattr(config, token, None) or 0) >= fields["vocab_size"]:
             fields.setdefault(token, None)
     # Made anew: some fields follow from others in the constructor of a config.
-    return _build(transformers.AutoConfig.for_model(model_type, **fields))
+    return _build(task, transformers.AutoConfig.for_model(model_type, **fields))
 
 
-def _load_pretrained(name_or_path: str, fields: dict[str, Any]) -> Any:
+def _load_pretrained(task: str, name_or_path: str, fields: dict[str, Any]) -> Any:
     # Imported here: it needs the extra.
     from zerotrain.models.pretrained import find_weights, load_weights, require_shapes
 
@@ -173,28 +207,32 @@ def _load_pretrained(name_or_path: str, fields: dict[str, Any]) -> Any:
     _require_effects(fields, config)
     for name, value in fields.items():
         setattr(config, name, value)
-    model = _build(config)
+    model = _build(task, config)
     if fields and files is not None:
         require_shapes(model, files)
     if torch.get_default_device().type == "meta" or (files is not None and load_weights(model, files)):
         return model
     # Files in another form than the model's own: transformers knows how to convert them, holding the model whole.
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    return _auto_class(task).from_pretrained(
         name_or_path, config=config, dtype=torch.float32, trust_remote_code=False, weights_only=True
     )
 
 
-def _build(config: Any) -> Any:
+def _build(task: str, config: Any) -> Any:
     require_no_kernels(config, "model.config")
     config.use_cache = False  # of keys and values, for generation
-    return _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    return _auto_class(task).from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+
+def _auto_class(task: str) -> Any:
+    return getattr(_transformers(), f"AutoModelFor{TASKS[task][0]}")
 
 
 def _require_effects(fields: dict[str, Any], config: Any) -> None:
     """Refuse what transformers takes without a word: a field that there is not, and the coefficient of a loss without
     its computation."""
     for name in fields:
-        if not hasattr(config, name):
+        if not hasattr(config, name) and name != START_TOKEN:
             near = difflib.get_close_matches(name, config.to_dict(), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"model.config.{name}: a model of type {config.model_type} has no such field{hint}")

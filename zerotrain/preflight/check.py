@@ -1,17 +1,13 @@
-"""Checks before any rank starts: objects and length of a run, rows of its data, and the mean its loss takes."""
+"""Checks before any rank starts: objects and length of a run, and rows of its data."""
 
 import inspect
 import math
-import random
-import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +26,10 @@ from zerotrain.engine import ZeroEngine
 from zerotrain.engine.options import leaves_per_rank
 from zerotrain.engine.state.from_checkpoint import model_misfits
 from zerotrain.engine.state.from_weights import weight_misfits
-from zerotrain.engine.step import call_model, is_loss, require_loss
+from zerotrain.engine.step import call_model
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import MAX_INT, Natural, is_kind, printable
+from zerotrain.preflight.loss_trial import require_apart, require_config_loss, require_loss_over
 from zerotrain.preflight.rehearsal import Links, Rehearsal, Rehearsals
 from zerotrain.preflight.room import (
     SMALLER_BATCH,
@@ -55,22 +52,10 @@ NO_VALIDATION = "data.validation is empty; give data.validation_fraction=0.1, or
 NONE = "give null, or data of text"
 MIN_SEQUENCES = 1024
 """As many a rank may read in a step though the data has fewer, to learn a few by heart."""
-NUM_TRIED = 8
-"""Largest number of rows to try a loss on."""
-MOST_NUMEL, MOST_PRODUCTS, MOST_S = 2**25, 10**11, 0.2
-"""Limits for a model to try the loss of: its parameters, their product with the elements of a row, and the seconds of a
-core for the loss of all rows."""
 LARGE_NUMEL = 2**20
 """A step is rehearsed if a micro-batch has this many elements or more."""
 SURE = 0.8
 """A run is refused if so much of its rehearsed step has no room: a rehearsal has at most a fifth of bytes too many."""
-TOLERANCE = 1e-5
-"""By this part of the largest loss tried another may differ from what it should be: sums in fp32 round by a tenth."""
-
-TOLERANCE_IN_DOUBLE = 1e-6
-"""The same in double precision: some models compute parts in fp32 all the same."""
-SCALE = 4
-"""First weights are so small that a token hardly sees another; matrices are made larger by this."""
 
 
 def dataset_of(config: Config) -> Any:
@@ -182,7 +167,7 @@ def require_callbacks_fit(
 def require_outputs(model: nn.Module, of_training: Mapping[str, Metric]) -> None:
     """Check that the model gives its outputs beside its loss where a metric of training looks at them."""
     for name, metric in of_training.items():
-        if metric.needs_outputs and fetch.WITH_OUTPUTS not in inspect.signature(model.forward).parameters:
+        if metric.needs_outputs and not fetch.gives_outputs(model):
             raise ConfigError(
                 f"callbacks.{name}.of: has {OF_TRAINING}, for which {type(model).__name__}.forward must take "
                 f"{fetch.WITH_OUTPUTS}=True and return (loss, outputs); it has no such argument: give it one, or leave "
@@ -200,7 +185,7 @@ def require_measurable(metrics: Mapping[str, Metric], where: str, batch: Any, mo
     looking = {name: metric for name, metric in metrics.items() if metric.needs_outputs}
     for name, metric in looking.items():
         if fetch.target_of(batch, metric.target) is None and (metric.target is not None or metric.needs_labels):
-            missing, names = metric.target or "labels", ", ".join(_names_of_tensors(batch))
+            missing, names = metric.target or "labels", ", ".join(fetch.names_of_tensors(batch))
             advice = f"give callbacks.{name}.target=NAME one of these" if names else "give dicts, or pairs of tensors"
             raise ConfigError(
                 f"callbacks.{name}: compares outputs with {missing}, and a batch of {where} has "
@@ -210,7 +195,8 @@ def require_measurable(metrics: Mapping[str, Metric], where: str, batch: Any, mo
         return
     kind, inputs = type(model).__name__, fetch.without_targets(batch, {metric.target for metric in looking.values()})
     try:
-        call_model(inspect.signature(model.forward).bind, inputs)
+        if not fetch.gives_outputs(model):
+            call_model(inspect.signature(model.forward).bind, inputs)
     except TypeError as error:
         raise ConfigError(
             f"callbacks.{next(iter(looking))}: an evaluation calls {kind}.forward without labels for its outputs: "
@@ -232,161 +218,6 @@ def require_measurable(metrics: Mapping[str, Metric], where: str, batch: Any, mo
             class_dim_of(outputs, target, None)
         except ValueError as error:
             raise ConfigError(f"callbacks.{name}: {error}") from error
-
-
-def _names_of_tensors(batch: Any) -> Iterator[str]:
-    for name, part in fetch.names_in(batch).items():
-        if isinstance(part, torch.Tensor):
-            yield str(name)
-        yield from (f"{name}.{inner}" for inner in _names_of_tensors(part))
-
-
-def require_loss_over(model: nn.Module, data: Any, batch: Any, config: Config) -> None:
-    """Check that a model's loss of a batch is the mean that `train.loss_over` says: that of its parts, each by its
-    weight. Both are computed here, in evaluation mode, by the model with first weights.
-
-    It is not tried where each micro-batch is to count alike, with the models of zerotrain (their losses are known), and
-    where it cannot be: the model is large, fails on the CPU, or draws random numbers in evaluation mode. If none fits,
-    the one the user has named is taken: a small part of a loss may depend on all rows of a batch.
-
-    Args:
-        model: without memory.
-        first: a batch of one row to train on.
-
-    Raises:
-        ConfigError: it is another mean, or none; the model gives no loss; or its own count is no number.
-    """
-    loss_over, kind, num_rows = config.train.loss_over, type(model).__name__, len(data.train)
-    try:
-        counted, _ = fetch.weighing_of(loss_over, model)
-        weighings = fetch.WEIGHTS | dict([fetch.weighing_of(fetch.AUTO, model)])
-        weighings[counted](batch, 1)
-    except Exception as error:  # whatever the user's method raises
-        raise ConfigError(f"train.loss_over: got {loss_over}; {printable(f'{error}', keep='')}") from error
-    is_known = type(model).__module__.startswith("zerotrain.models.") and counted in (fetch.AUTO, "labels")
-    if is_known or counted == "micro_batches" or (tried := _try_loss(model, batch, config)) is None:
-        return
-    built, num, output = tried
-    if has_rows(data.validation):
-        require_loss(output, kind)
-    if not is_loss(output) or (num := min(num, num_rows)) < 2:
-        return
-    # Evenly spread rows could all be of one class.
-    rows = random.Random(config.seed).sample(range(num_rows), num)
-    rows.sort(key=lambda row: fetch.num_labels(_read_rows(data, config, [row]), 1))
-    whole, ways = _whole_and_parts(data, config, rows)
-    losses = _losses(built, config, [whole, whole, *(part for parts in ways for part, _ in parts)])
-    tolerance = max(TOLERANCE, torch.finfo(output.dtype).eps)
-    if losses is None or not abs(losses[0] - losses[1]) <= tolerance * abs(losses[0]):
-        return
-    of_whole, _, *of_parts = losses
-    near, problem = tolerance * max(map(abs, filter(math.isfinite, losses))), ""
-    for parts in ways:
-        of_two, of_parts = of_parts[:2], of_parts[2:]
-        means = {name: _mean(of_two, [weigh(*part) for part in parts]) for name, weigh in weighings.items()}
-        # A step leaves out what weighs nothing, so its loss may be anything.
-        if not any(weighings[counted](*part) for part in parts) or abs(means[counted] - of_whole) <= near:
-            return
-        problem = f"train.loss_over: got {loss_over}; of {len(rows)} rows the loss of {kind} is {of_whole:.7g}, but"
-        for fitting in (fetch.MODEL, "labels", "shifted_labels", "rows"):
-            if abs(means.get(fitting, math.nan) - of_whole) <= near:
-                raise ConfigError(
-                    f"{problem} {means[counted]:.7g} by two parts of them; train.loss_over={fitting} fits"
-                )
-        if abs(sum(of_two) - of_whole) <= near:
-            raise ConfigError(f"{problem} it is the sum of those of two parts; let the model return a mean")
-        problem += f" {means[counted]:.7g} by two parts of them"
-    if loss_over == fetch.AUTO:
-        raise ConfigError(
-            f"{problem}, and labels, shifted_labels and rows fit no better; give {kind} a method {fetch.LOSS_COUNT}, "
-            "which gets a batch as forward does and returns what the loss divides by, or, where rows act on each "
-            "other, train.loss_over=micro_batches, labels or rows, whichever is meant"
-        )
-
-
-def require_apart(model: nn.Module, data: Any, config: Config) -> None:
-    """Check that a model lets no example of a packed row see another: the loss of a row is the mean of those of its
-    examples, each alone. Both are computed here in double precision by the model with first weights. A line says where
-    that cannot be done. Raises a ConfigError where they differ.
-
-    Args:
-        model: without memory.
-    """
-    if (packed := getattr(data.train, "packed", lambda: None)()) is None:
-        return
-    (row, alone), kind = packed, type(model).__name__
-    losses = None
-    if (tried := _try_loss(model, row, config)) is not None:
-        for matrix in (parameter for parameter in tried[0].double().parameters() if parameter.dim() > 1):
-            matrix.data *= SCALE
-        losses = _losses(tried[0], config, [row, *alone])
-    if losses is None:
-        reason = "it is too large for that, or does not compute in double precision"
-        print(f"data.pack=true: whether packed examples stay apart in {kind} was not tried; {reason}", file=sys.stderr)
-        return
-    of_row, mean = losses[0], _mean(losses[1:], [fetch.num_labels(batch, 1) for batch in alone])
-    if not abs(of_row - mean) <= TOLERANCE_IN_DOUBLE * max(1, abs(mean)):
-        raise ConfigError(
-            f"data.pack: got true, but in {kind} packed examples see each other: the loss of a row is {of_row:.7g}, "
-            f"and {mean:.7g} by each example alone; give data.pack=false, or a model that reads position_ids so"
-        )
-
-
-def _read_rows(data: Any, config: Config, rows: Sequence[int]) -> Any:
-    sampling: Any = {"seed": config.seed, "epochs": [0] * len(rows), "step": 1}
-    return fetch.fetch_rows(data.train, rows, **sampling, collate=factory.build_collate(config))
-
-
-def _try_loss(model: nn.Module, batch: Any, config: Config) -> tuple[nn.Module, int, Any] | None:
-    """(the model with first weights, rows of which its loss can be tried, what it returns for the first batch); None
-    where it cannot be called here."""
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    # As if each element of a row met each parameter.
-    if (
-        numel > MOST_NUMEL
-        or numel * max((tensor.numel() for tensor in fetch.tensors_in(batch)), default=1) > MOST_PRODUCTS
-    ):
-        return None
-    with suppress(Exception), fetch.seeded("loss tried", config.seed), torch.no_grad():
-        built = factory.build("model", config.target("model")).eval()
-        for parameter in built.parameters():
-            if not parameter.any():  # of zeros, such as those of the last layer, all losses may be the same
-                parameter.normal_(std=0.02)
-        output = call_model(built, fetch.as_inputs(batch))  # the first call may import, and allocates
-        start_s = time.process_time()
-        call_model(built, fetch.as_inputs(batch))
-        return built, int(min(NUM_TRIED, MOST_S / max(time.process_time() - start_s, 1e-9))), output
-    return None
-
-
-def _whole_and_parts(data: Any, config: Config, rows: Sequence[int]) -> tuple[Any, list[list[tuple[Any, int]]]]:
-    """A batch, and (batch, number of rows) of each of its two parts, in one or two ways: read as micro-batches are,
-    each padded to its longest; and cut out of the whole, since a collate function may draw other numbers for a part and
-    the model may look at the padding."""
-    num = max(1, len(rows) * 3 // 8)
-    whole, sizes = _read_rows(data, config, rows), (num, len(rows) - num)
-    read = [_read_rows(data, config, part) for part in (rows[:num], rows[num:])]
-    ways = [list(zip(read, sizes, strict=True))]
-    if config.switches("data")["collate_fn"] and all(
-        tensor.shape[:1] == (len(rows),) for tensor in fetch.tensors_in(whole)
-    ):
-        cut = [fetch.with_tensors(whole, itemgetter(part)) for part in (slice(num), slice(num, None))]
-        ways.append(list(zip(cut, sizes, strict=True)))
-    return whole, ways
-
-
-def _losses(model: nn.Module, config: Config, batches: Sequence[Any]) -> list[float] | None:
-    """The loss of each batch; None where they cannot be computed here."""
-    with suppress(Exception), fetch.seeded("loss tried", config.seed), torch.no_grad():
-        losses = [float(call_model(model, fetch.as_inputs(batch))) for batch in batches]
-        return losses if math.isfinite(losses[0]) else None
-    return None
-
-
-def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
-    """The mean of losses by weights. A loss without weight does not count: it may be nan."""
-    weighed = (loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
-    return sum(weighed) / (sum(weights) or math.nan)
 
 
 def require_fit(model: nn.Module, data: Any, batches: Mapping[str, Sequence[Any]]) -> None:
@@ -421,7 +252,8 @@ def require_fit(model: nn.Module, data: Any, batches: Mapping[str, Sequence[Any]
         raise ConfigError(*dict.fromkeys(problems))
     for name, set_batches in batches.items():
         require_taken(set_batches, name, model)
-        if getattr(model, "next_token_labels", False):
+        loss = getattr(model, "config_loss", None)
+        if getattr(model, "next_token_labels", False) and (loss is None or loss.compares):
             require_next_tokens(set_batches, name, model=kind, vocab_size=getattr(model, "vocab_size", None))
 
 
@@ -623,11 +455,12 @@ def check(
             model = attempt("model", _require_module, config)
     sets = attempt("data", validation_sets_of, data, config)
     batches = attempt("data", first_batches_of, data, sets, config, ranks, room)
+    can_lose = attempt("loss", require_config_loss, config, model, batches)
     frozen = attempt("model", factory.freeze, config, model)
     attempt("checkpoint", require_weights_fit, model, config, goes_on_from=goes_on_from)
     if model is not None:
         attempt("optimizer", factory.require_groups, config, model_parameters(model))
-    attempt("data", require_fit, model, data, batches)
+    attempt("data", require_fit, None if batches and not can_lose else model, data, batches)
     fingerprint = row = None
     if batches is not None:
         fingerprint = attempt("data", fetch.fingerprint_of, data, config.seed, sets, like=like)
@@ -645,7 +478,8 @@ def check(
     start = Start(ranks, device, room, run_dir, goes_on_from)
     _rehearse(attempt, sound, None if frozen is None else model, row, start)
     if frozen is not None and not attempt.problems and not config.plan.only:
-        attempt("train", require_loss_over, model, data, row, config)
+        on_host = device is None or device_of(device).is_host
+        attempt("train", partial(require_loss_over, on_host=on_host), model, data, row, config)
         attempt("data", require_apart, model, data, config)
     if attempt.problems:
         raise ConfigError(*dict.fromkeys(attempt.problems))  # several parts may stumble over one pattern

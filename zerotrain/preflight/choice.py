@@ -39,7 +39,7 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 _ORDER = (*reversed(TIERS), "model.activation_checkpointing", MICRO_BATCH)
 """Settings: the last is the first to give way."""
-_OF_A_PLAN = ("zero", "precision", "offload", "model", "data", "optimizer")
+_OF_A_PLAN = ("zero", "precision", "offload", "model", "loss", "data", "optimizer")
 _OF_A_STEP = ("micro_batch_size", "gradient_accumulation_steps", "virtual_ranks")
 
 

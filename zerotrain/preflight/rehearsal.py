@@ -24,7 +24,7 @@ from zerotrain.engine.usage import moved_nbytes
 from zerotrain.errors import ConfigError
 from zerotrain.offload.tier import PAGE_NBYTES
 from zerotrain.preflight.unreal import MAX_KNOWN_NUMEL, OTHERS, SCRATCH, LiveMemory, Unreal, attention_of
-from zerotrain.run.factory import averages_in, build_engine_of, build_on_meta, freeze
+from zerotrain.run.factory import add_config_loss, averages_in, build_engine_of, build_on_meta, freeze
 
 # The step of an optimizer, rehearsed on small tensors: the bytes it keeps and takes for an element.
 
@@ -359,6 +359,7 @@ class Rehearsals:
                     f"model._target_: got {config.model.get('_target_')}, whose constructor computes with values; a "
                     "plan builds the model without memory"
                 )
+            add_config_loss(config, model)
             freeze(config, model)
 
         def scratch(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -38,7 +38,7 @@ class _StepLine(TypedDict):
 COMPARED = ("loss", "grad_norm", "update", "skipped")
 OF_ENVIRONMENT = ("torch", "zerotrain", "device", "machine", "kernels", "threads")
 """The names of whatever a step's bits depend on beside settings and data."""
-OF_BITS = ("seed", "model", "data", "optimizer", "scheduler", "precision", "train")
+OF_BITS = ("seed", "model", "loss", "data", "optimizer", "scheduler", "precision", "train")
 """The groups of settings they depend on."""
 
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.comm.ledger import Tell, tell_log
 from zerotrain.comm.world import World
-from zerotrain.config.checks import SETS, takes
+from zerotrain.config.checks import SETS, makes, takes
 from zerotrain.config.compose import checkpoint_settings, first_paragraph
 from zerotrain.config.schema import VALIDATION_FRACTION, Config, Rhythm, TrainConfig
 from zerotrain.config.words import find_references, word, words_of_config
@@ -27,7 +27,7 @@ from zerotrain.errors import ConfigError, noting, raise_noted
 from zerotrain.files.untrusted import printable
 from zerotrain.settings import EngineConfig, OffloadConfig, problems_in
 from zerotrain.sharding.units import ModelParameter, matching, model_parameters, no_match
-from zerotrain.training import Callback, Trainer
+from zerotrain.training import Callback, Metric, Trainer
 from zerotrain.training.callback import require_callbacks
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 from zerotrain.training.callbacks.ema import EMA
@@ -370,6 +370,7 @@ def build_engine_of(
 
     def build_model() -> torch.nn.Module:
         built: torch.nn.Module = build("model", config.target("model"))
+        add_config_loss(config, built)
         until = freeze(config, built)
         if frozen is not None:
             frozen.update(until)
@@ -385,6 +386,17 @@ def build_engine_of(
         compile=switches["compile"],
         activation_checkpointing=switches["activation_checkpointing"],
     )
+
+
+def add_config_loss(config: Config, model: torch.nn.Module) -> None:
+    """Let a model return the loss of the config, where it has one. Raises as `build`, and as `add_loss`."""
+    if values := config.target("loss"):
+        from zerotrain.training.losses import add_loss  # few runs need it
+
+        of_class = makes(values.get("_target_"), object)
+        with torch.device("cpu"):
+            function = build("loss", values if of_class else values | {"_partial_": True})
+        add_loss(model, function, config.switches("loss")["target"])
 
 
 def _policy(config: Config, resume_from: Sequence[str], every_steps: int | None) -> CheckpointPolicy:
@@ -437,6 +449,9 @@ def build_callbacks(config: Config) -> dict[str, Callback]:
     """The user's callbacks by name. Raises as `build`, and where one is none."""
     built = {name: build(f"callbacks.{name}", values) for name, values in config.callback_targets.items()}
     require_callbacks(built)
+    for metric in built.values():
+        if isinstance(metric, Metric) and metric.target is None:
+            metric.target = config.switches("loss")["target"]
     if len(averages := [name for name, callback in built.items() if isinstance(callback, EMA)]) > 1:
         names = " and ".join(f"callbacks.{name}" for name in averages)
         raise ConfigError(f"{names}: a run keeps one average of weights; leave out all but one")
@@ -572,6 +587,7 @@ def _model_flops(config: Config, engine: ZeroEngine, dataset: Any) -> ModelFlops
     peak = device_peak_flops(engine.world.device, engine.precision.compute)
     if peak is None or (model := build_on_meta(config)) is None:
         return None
+    add_config_loss(config, model)
     batch = fetch_rows(dataset.train, [0], seed=config.seed, epochs=[0], step=1, collate=build_collate(config))
     per_sequence = count_flops(model, batch)
     return None if per_sequence is None else ModelFlops(per_sequence, peak * engine.world.size)

@@ -18,6 +18,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 import zerotrain.data
 import zerotrain.models
+import zerotrain.training.losses
 import zerotrain.training.metrics
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.checkpoint.verification import CheckpointTensors, open_checkpoint
@@ -411,7 +412,7 @@ def _safe_objects() -> frozenset[Any]:
         for member in vars(package).values()
         if isinstance(member, type) and issubclass(member, kind) and member.__module__.startswith(home)
     ]
-    packages = (zerotrain.models, zerotrain.data, zerotrain.training.metrics)
+    packages = (zerotrain.models, zerotrain.data, zerotrain.training.metrics, zerotrain.training.losses)
     ours = [vars(package).get(name) for package in packages for name in package.__all__]
     schedules = (vars(zerotrain.training)[name] for name in zerotrain.training.__all__)
     return frozenset([*of_torch, *filter(inspect.isclass, ours), MuonWithAdamW, *filter(inspect.isfunction, schedules)])

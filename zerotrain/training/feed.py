@@ -38,11 +38,12 @@ class TrainingFeed:
     def __post_init__(self) -> None:
         train, self._world = self.dataset.train, self.engine.world
         self._vocab_size = fetch.tokens_known(self.engine.module)
-        counted, self._weigh = fetch.weighing_of(self.loss_over, self.engine.module)
+        self._counted, self._weigh = fetch.weighing_of(self.loss_over, self.engine.module)
         self.tokens_per_sequence: int | None = getattr(train, "tokens_per_sequence", None)
         """Labels that count in each sequence, where all have the same number."""
         # Rows weigh the same where they have the same number of labels, but by two ways to count.
-        self._weighs_alike = self.tokens_per_sequence is not None and counted not in ("model", "shifted_labels")
+        by_labels = self._counted not in (fetch.MODEL, fetch.SUM, "shifted_labels")
+        self._weighs_alike = self.tokens_per_sequence is not None and by_labels
         self.sampler = GlobalBatchSampler(
             num_sequences=len(train),
             micro_batch_size=self.micro_batch_size,
@@ -119,6 +120,7 @@ class TrainingFeed:
         are means over weighs n * num_virtual_ranks / total. If all sequences have the same number, that is 1 / len, the
         engine's default; else the ranks must add up their counts. That is not done needlessly: the sum would wait
         behind the parameters still being gathered after the last step, which the engine hides behind the forward.
+        Losses that are sums weigh num_virtual_ranks each: they are added up.
 
         A micro-batch of weight 0 says so as a number: the engine then lets nothing of it through, also where its loss
         is nan.
@@ -190,5 +192,6 @@ class TrainingFeed:
         )
 
     def _parts_of(self, weights: list[float], total: torch.Tensor) -> list[float | torch.Tensor]:
-        of_all, size = torch.where(total > 0, total, 1.0), self.sampler.num_virtual_ranks
+        of_all = torch.ones_like(total) if self._counted == fetch.SUM else torch.where(total > 0, total, 1.0)
+        size = self.sampler.num_virtual_ranks
         return [(weight * size / of_all).float() if weight else 0.0 for weight in weights]

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 from zerotrain.config.schema import Config  # noqa: E402
+from zerotrain.data import fetch  # noqa: E402
 from zerotrain.engine.model.deferred import MIN_NBYTES, deferred_init  # noqa: E402
 from zerotrain.errors import ConfigError  # noqa: E402
 from zerotrain.models import HuggingFaceModel  # noqa: E402
@@ -229,3 +230,85 @@ def test_code_of_the_hub_is_not_fetched_whether_a_field_or_a_file_names_it(tmp_p
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=r"its config asks for code of the hub \(laid/kernel\)"):
         HuggingFaceModel(name_or_path=str(tmp_path))
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+TOKENS = torch.randint(1, 60, (2, 4, 8), generator=torch.Generator().manual_seed(3))
+TAGS = torch.where(torch.arange(8) < torch.tensor([[8], [2], [5], [1]]), TOKENS[1] % 3, -100)
+BY_TASK: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
+    "seq2seq": (
+        {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2,
+         "dropout_rate": 0.0},
+        {"input_ids": TOKENS[0], "labels": TAGS},
+    ),
+    "sequence_classification": (
+        {"model_type": "bert", "num_labels": 3} | SMALL, {"input_ids": TOKENS[0], "labels": TOKENS[1, :, 0] % 3}
+    ),
+    "token_classification": (
+        {"model_type": "bert", "num_labels": 3} | SMALL, {"input_ids": TOKENS[0], "labels": TAGS}
+    ),
+    "image_classification": (
+        {"model_type": "vit", "num_labels": 3, "image_size": 8, "patch_size": 4, "num_channels": 1} | SMALL,
+        {"pixel_values": torch.randn(4, 1, 8, 8), "labels": TOKENS[1, :, 0] % 3},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", BY_TASK)
+def test_a_model_of_another_task_has_the_loss_of_transformers_which_parts_of_a_batch_have_by_their_weights(
+    task,
+) -> None:
+    fields, batch = BY_TASK[task]
+    model = HuggingFaceModel(task=task, config=dict(fields), vocab_size=60).eval()
+    assert not model.next_token_labels
+    whole = model(**batch)
+    torch.testing.assert_close(whole, model.model(**batch).loss)
+    loss, logits = model(**batch, with_outputs=True)
+    assert torch.equal(loss, whole)
+    assert len(logits) == 4
+    _, weigh = fetch.weighing_of("auto", model)
+    parts = [{name: part[rows] for name, part in batch.items()} for rows in (slice(1), slice(1, 4))]
+    weights = [weigh(part, len(part["labels"])) for part in parts]
+    mean = sum(weight * model(**part) for weight, part in zip(weights, parts, strict=True)) / sum(weights)
+    torch.testing.assert_close(mean, whole)
+    if task != "seq2seq":  # whose decoder reads labels
+        assert torch.equal(model(*[part for name, part in batch.items() if name != "labels"]), logits)
+
+
+def test_a_classifier_begins_with_the_weights_of_a_pretrained_model_and_a_head_of_its_own(tmp_path: Path) -> None:
+    batch = BY_TASK["sequence_classification"][1]
+    whole = transformers.BertModel(transformers.BertConfig(**SMALL, vocab_size=60))
+    whole.save_pretrained(tmp_path)
+    made = []
+    for _ in range(2):
+        torch.manual_seed(2)
+        made.append(
+            HuggingFaceModel(task="sequence_classification", name_or_path=str(tmp_path), config={"num_labels": 3})
+        )
+    model, again = made
+    assert torch.equal(model.model.bert.embeddings.word_embeddings.weight, whole.embeddings.word_embeddings.weight)
+    assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
+    assert model(**batch).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"task": "speech"}, r"^model\.task=speech: there is no such task; there are causal, seq2seq, sequence_class"),
+        (
+            {"task": "seq2seq", "config": dict(GPT2)},
+            r"model_type=gpt2 is no sequence to sequence model of transformers; ",
+        ),
+        (
+            {"task": "image_classification", "config": {"model_type": None}},
+            r"null is no classifier of images .* vit, resnet",
+        ),
+        (
+            {"task": "token_classification", "config": {"model_type": "bert"}, "lora": {"rank": 2}},
+            r"^model\.lora\.rank=2: with model\.task=token_classification the head of the task would not train; leave",
+        ),
+    ],
+)
+def test_a_task_that_there_is_not_or_a_model_of_another_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message), torch.device("meta"):
+        HuggingFaceModel(**arguments)

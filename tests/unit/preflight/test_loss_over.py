@@ -13,7 +13,7 @@ from tests.unit.training import losses
 from tests.unit.training.losses import KINDS, NO_FIT, Kind
 from zerotrain.config.schema import Config, TrainConfig
 from zerotrain.errors import ConfigError
-from zerotrain.preflight import check as preflight, check as preflight_data
+from zerotrain.preflight import check as preflight, loss_trial
 
 HERE = losses.__name__
 
@@ -127,14 +127,14 @@ def test_a_model_that_gives_an_evaluation_no_loss_is_refused(model, kind, monkey
     settings = config_of("labels", Kind(model, losses.ragged), "auto")
     with pytest.raises(ConfigError, match=f"^model: {model.__name__}.forward returns a {kind}.* the mean loss alone"):
         preflight.check(settings)
-    monkeypatch.setattr(preflight_data, "has_rows", lambda _: False)
+    monkeypatch.setitem(settings.data, "validates", False)
     preflight.check(settings)
 
 
 def test_a_model_of_zerotrain_or_a_large_one_is_not_built_for_it(monkeypatch) -> None:
-    monkeypatch.setattr(preflight_data, "_losses", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr(loss_trial, "_losses", lambda *_: pytest.fail("a model was built"))
     preflight.check(replace(config_of("labels", KINDS["labels"], "auto"), model=GPT))
-    monkeypatch.setattr(preflight_data, "MOST_NUMEL", 100)
+    monkeypatch.setattr(loss_trial, "MOST_NUMEL", 100)
     preflight.check(config_of("rows", KINDS["rows"], "auto"))
 
 

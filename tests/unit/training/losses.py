@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from zerotrain.training.losses import BinaryCrossEntropy, CrossEntropy, add_loss
+
 CLASSES, LENGTH, ROWS = 7, 6, 8
 
 
@@ -33,6 +35,10 @@ class Shifting(Tagger):
         return super().loss(logits[:, :-1], labels[:, 1:])
 
 
+class ShiftingSays(Shifting):
+    loss_over = "shifted_labels"
+
+
 class PerRow(Tagger):
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
@@ -41,7 +47,7 @@ class PerRow(Tagger):
 
 class Summing(Tagger):
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 32
 
 
 class Weighed(Tagger):
@@ -226,6 +232,63 @@ def padded(items: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
     )
 
 
+class Outputs(nn.Module):
+    """Returns its outputs: (B, LENGTH) features to (B, CLASSES)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(LENGTH, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.head(self.hidden(features).tanh())
+
+
+class Logits(Tagger):
+    """Returns (B, T, CLASSES) logits alone, and has a count of its own that is another's."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids)
+
+    def loss_count(self, ids: torch.Tensor) -> float:
+        return 17.0
+
+
+def per_row(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+    losses = F.cross_entropy(outputs.transpose(1, 2), batch[1], reduction="none")
+    return (losses.sum(dim=1) / (batch[1] != -100).sum(dim=1)).mean()
+
+
+class Sampled:
+    """A mean by the weights of samples, with its own count."""
+
+    def __call__(self, outputs: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+        losses = (outputs - batch["target"]).square().mean(dim=1)
+        return (losses * batch["weight"]).sum() / batch["weight"].sum()
+
+    def loss_count(self, batch: dict[str, Any]) -> torch.Tensor:
+        return batch["weight"].sum()
+
+
+def classes(row: int) -> tuple[torch.Tensor, ...]:
+    features = torch.randn(LENGTH, generator=_drawn(row))
+    return features, torch.tensor(row * 5 % CLASSES, dtype=torch.int32)
+
+
+def shares_of_classes(row: int) -> tuple[torch.Tensor, ...]:
+    features, target = torch.randn(2, CLASSES, generator=_drawn(row))
+    return features[:LENGTH], target.softmax(dim=0)
+
+
+def several(row: int) -> tuple[torch.Tensor, ...]:
+    features, target = shares_of_classes(row)
+    return features, target > 0.1
+
+
+def weighed_rows(row: int) -> dict[str, torch.Tensor]:
+    features, target = shares_of_classes(row)
+    return {"features": features, "target": target, "weight": torch.tensor(float(row % 3))}
+
+
 @dataclass(frozen=True)
 class Kind:
     """A model with rows for it."""
@@ -239,30 +302,47 @@ class Kind:
     instead: str = ""
     """What the refusal names."""
     collate: Any = None
+    loss: Callable[[], Any] | None = None
+    """Makes the loss beside a model that returns outputs."""
+    plain: Callable[[Any, Any], torch.Tensor] | None = None
+    """The loss of outputs and a batch in plain PyTorch."""
 
     def batch(self, rows: range = range(ROWS)) -> Any:
         return (self.collate or torch.utils.data.default_collate)([self.row(row) for row in rows])
 
     def made(self) -> nn.Module:
         torch.manual_seed(0)
-        return self.model()
+        model = self.model()
+        if self.loss is not None:
+            add_loss(model, self.loss(), None)
+        return model
 
-    def trained(self, num_steps: int, lr: float) -> tuple[dict[str, torch.Tensor], float]:
+    def trained(self, num_steps: int, lr: float, num_rows: int) -> tuple[dict[str, torch.Tensor], float]:
         """(weights, loss) after steps of plain PyTorch over all rows at once."""
-        model, batch = self.made(), self.batch()
+        torch.manual_seed(0)
+        model, batch = self.model(), self.batch(range(num_rows))
+
+        def loss() -> torch.Tensor:
+            if self.plain is None:
+                return model(*batch)
+            return self.plain(model(batch["features"] if isinstance(batch, dict) else batch[0]), batch)
+
         for _ in range(num_steps):
             model.zero_grad()
-            model(*batch).backward()
+            loss().backward()
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= lr * parameter.grad
-        return copy.deepcopy(model.state_dict()), model(*batch).item()
+        return copy.deepcopy(model.state_dict()), loss().item()
 
 
-ALONE = "labels, shifted_labels and rows fit no better; give"
+ALONE = "labels, shifted_labels, rows and sum fit no better; give"
 KINDS = {
     "labels": Kind(Tagger, ragged, refused="rows", instead="train.loss_over=labels fits"),
     "shifted labels": Kind(Shifting, ragged, "shifted_labels", "auto", "train.loss_over=shifted_labels fits"),
+    "shifted labels, as it says": Kind(ShiftingSays, ragged, "auto", "labels", "train.loss_over=shifted_labels fits"),
+    "a sum": Kind(Summing, ragged, "sum", "auto", "train.loss_over=sum fits"),
+    "no sum": Kind(Tagger, ragged, "labels", "sum", "train.loss_over=labels fits"),
     "rows": Kind(PerRow, ragged, "rows", "auto", "train.loss_over=rows fits"),
     "class weights": Kind(WeighedCounts, ragged, "auto", "labels", "train.loss_over=model fits"),
     "class weights of equal rows": Kind(WeighedCounts, equal, "auto", "rows", "train.loss_over=model fits"),
@@ -273,10 +353,42 @@ KINDS = {
     "soft labels": Kind(Choices, shares),
     "CTC": Kind(Lengths, spoken, "rows", "auto", "train.loss_over=rows fits", padded),
 }
+CLASS_WEIGHTS = [0.2, 1.0, 1.7, 3.0, 0.5, 2.0, 0.9]
+CONFIGURED = {
+    "classes": Kind(Outputs, classes, loss=CrossEntropy, plain=lambda out, rows: F.cross_entropy(out, rows[1].long())),
+    "weights of classes": Kind(
+        Logits,
+        with_zeros,
+        loss=lambda: CrossEntropy(weight=CLASS_WEIGHTS, ignore_index=0, label_smoothing=0.1),
+        plain=lambda out, rows: F.cross_entropy(
+            out.transpose(1, 2), rows[1], torch.tensor(CLASS_WEIGHTS), ignore_index=0, label_smoothing=0.1
+        ),
+    ),
+    "shares of classes": Kind(
+        Outputs, shares_of_classes, loss=CrossEntropy, plain=lambda out, rows: F.cross_entropy(out, rows[1])
+    ),
+    "squares": Kind(Outputs, shares_of_classes, loss=nn.MSELoss, plain=lambda out, rows: F.mse_loss(out, rows[1])),
+    "several classes": Kind(
+        Outputs,
+        several,
+        loss=lambda: BinaryCrossEntropy(pos_weight=CLASS_WEIGHTS),
+        plain=lambda out, rows: F.binary_cross_entropy_with_logits(
+            out, rows[1].float(), pos_weight=torch.tensor(CLASS_WEIGHTS)
+        ),
+    ),
+    "a sum of torch": Kind(
+        Outputs,
+        shares_of_classes,
+        loss=lambda: nn.HuberLoss(reduction="sum", delta=0.01),
+        plain=lambda out, rows: F.huber_loss(out, rows[1], reduction="sum", delta=0.01),
+    ),
+    "a function": Kind(Logits, ragged, "rows", loss=lambda: per_row, plain=per_row),
+    "a function's count": Kind(Outputs, weighed_rows, loss=Sampled, plain=Sampled()),
+}
+"""Losses beside a model that returns outputs."""
 NO_FIT = {
     "class weights": Kind(Weighed, ragged, refused="auto", instead=f"{ALONE} Weighed a method loss_count"),
     "another ignored label": Kind(OtherIgnored, with_zeros, refused="auto", instead=f"{ALONE} OtherIgnored a method"),
-    "a sum": Kind(Summing, ragged, refused="auto", instead="it is the sum of those of two parts; let the model return"),
     "a part of the batch": Kind(Balanced, ragged, refused="auto", instead="train.loss_over=micro_batches, labels or"),
     "rows that act on each other": Kind(Contrastive, ragged, refused="auto", instead="train.loss_over=micro_batches"),
 }
@@ -291,10 +403,12 @@ class Items(list[Any]):
 class Rows:
     """Data of the same rows to train and to validate, of one of `KINDS` or `NO_FIT`."""
 
-    def __init__(self, kind: str, fits: bool = True) -> None:
-        kinds = KINDS if fits else NO_FIT
-        self.train = self.validation = Items(kinds[kind].row(row) for row in range(ROWS))
+    def __init__(self, kind: str, fits: bool = True, num_rows: int | None = None, validates: bool = True) -> None:
+        kinds = KINDS | CONFIGURED if fits else NO_FIT
+        self.train = self.validation = Items(kinds[kind].row(row) for row in range(num_rows or ROWS))
         self.train.tokens_per_sequence = LENGTH if kinds[kind].row is equal else None
+        if not validates:
+            self.validation = Items()
 
 
 class Averaging(Tagger):

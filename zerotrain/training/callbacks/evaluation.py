@@ -197,9 +197,11 @@ def evaluate_all(
     """
     rows = validation_rows(len(dataset), num_sequences)
     num_rounds = max(1, math.ceil(len(rows) / (world.size * micro_batch_size)))
-    measured = MetricStates(metrics or {}, "val_", f"evaluation after step {step}", engine.module)
+    counted, weigh = fetch.weighing_of(loss_over, engine.module)
+    where, adds_up = f"evaluation after step {step}", counted == fetch.SUM
+    measured = MetricStates(metrics or {}, "val_", where, engine.module, adds_up=adds_up)
     targets = {metric.target for metric in (metrics or {}).values() if metric.needs_outputs}
-    _, weigh = fetch.weighing_of(loss_over, engine.module)
+    gives_both = measured.needs_outputs and fetch.gives_outputs(engine.module)
     vocab_size = fetch.tokens_known(engine.module)
     read_batch = partial(
         fetch.fetch_rows, dataset, seed=seed, step=step, collate=collate, name=name, vocab_size=vocab_size
@@ -220,9 +222,13 @@ def evaluate_all(
             if own_rows:
                 weight, num_counted = weigh(batch, len(own_rows)), fetch.num_labels(batch, len(own_rows))
             batch = fetch.to_device(batch, world.device)
-            loss = call_model(engine, fetch.as_inputs(batch))
+            if gives_both:
+                loss, outputs = call_model(engine, fetch.as_inputs(batch), with_outputs=True)
+            else:
+                loss, outputs = call_model(engine, fetch.as_inputs(batch)), None
             require_loss(loss, type(engine.module).__name__)
-            outputs = call_model(engine, fetch.without_targets(batch, targets)) if measured.needs_outputs else None
+            if measured.needs_outputs and not gives_both:
+                outputs = call_model(engine, fetch.without_targets(batch, targets))
             measured.add(number, loss, weight, outputs, batch, num_counted)
         return measured.values(engine.collectives)
 

@@ -235,10 +235,13 @@ class MetricStates:
         prefix: of their names, such as "val_".
         where: for messages: "evaluation after step 3".
         model: whose outputs they are; a language model has its classes in the last dimension.
+        adds_up: whether losses are sums, to be added up.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric], prefix: str, where: str, model: Any = None) -> None:
-        self._metrics, self._prefix, self.where = metrics, prefix, where
+    def __init__(
+        self, metrics: Mapping[str, Metric], prefix: str, where: str, model: Any = None, *, adds_up: bool = False
+    ) -> None:
+        self._metrics, self._prefix, self.where, self._adds_up = metrics, prefix, where, adds_up
         self._class_dim = -1 if getattr(model, "next_token_labels", False) else None
         names = [LOSS, *(name for name, metric in metrics.items() if metric.needs_outputs)]
         self._kept: dict[str, dict[int, States]] = {name: {} for name in names}
@@ -283,7 +286,7 @@ class MetricStates:
         loss_sum, total = 0.0, 0.0
         for [of_one] in states[LOSS]:
             loss_sum, total = loss_sum + of_one[0].item(), total + of_one[1].item()
-        mean = loss_sum / total if total else math.nan
+        mean = loss_sum / (1.0 if self._adds_up else total) if total else math.nan
         values = {f"{self._prefix}{LOSS}": mean}
         for name, metric in self._metrics.items():
             with self._errors_of(name):
