@@ -12,11 +12,16 @@ two attributes. More make it better served:
   how it begins, and `end_of_text`, a token, where it stops.
 """
 
-from zerotrain.data.batches import GlobalBatchSampler
-from zerotrain.data.chat import ChatDataset
-from zerotrain.data.datasets import SyntheticTokens, TextDataset, TokenFiles
-from zerotrain.data.huggingface import HuggingFaceDataset
-from zerotrain.data.mix import Mix
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zerotrain.data.batches import GlobalBatchSampler
+    from zerotrain.data.chat import ChatDataset
+    from zerotrain.data.datasets import TextDataset, TokenFiles
+    from zerotrain.data.huggingface import HuggingFaceDataset
+    from zerotrain.data.mix import Mix
+    from zerotrain.data.synthetic import SyntheticTokens
 
 __all__ = [
     "ChatDataset",
@@ -27,3 +32,19 @@ __all__ = [
     "TextDataset",
     "TokenFiles",
 ]
+_HOMES = {
+    "ChatDataset": "chat",
+    "GlobalBatchSampler": "batches",
+    "HuggingFaceDataset": "huggingface",
+    "Mix": "mix",
+    "SyntheticTokens": "synthetic",
+    "TextDataset": "datasets",
+    "TokenFiles": "datasets",
+}
+"""The modules of the names. A run imports the one of its dataset."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'zerotrain.data' has no attribute {name!r}")
+    return getattr(import_module(f"zerotrain.data.{_HOMES[name]}"), name)
