@@ -397,8 +397,9 @@ def _find_imported(target: str) -> Any:
         if not isinstance(value, ModuleType) or value.__name__.partition(".")[0] not in _PACKAGES:
             return None
         inside = sys.modules.get(f"{value.__name__}.{part}")
-        # Our own package takes its names from its modules at their first use.
-        value = getattr(value, part, inside) if value is zerotrain else vars(value).get(part, inside)
+        # Our own packages take their names from their modules at the first use.
+        is_lazy = value in (zerotrain, zerotrain.data)
+        value = getattr(value, part, inside) if is_lazy else vars(value).get(part, inside)
     return value
 
 
@@ -413,6 +414,6 @@ def _safe_objects() -> frozenset[Any]:
         if isinstance(member, type) and issubclass(member, kind) and member.__module__.startswith(home)
     ]
     packages = (zerotrain.models, zerotrain.data, zerotrain.training.metrics, zerotrain.training.losses)
-    ours = [vars(package).get(name) for package in packages for name in package.__all__]
+    ours = [getattr(package, name) for package in packages for name in package.__all__]
     schedules = (vars(zerotrain.training)[name] for name in zerotrain.training.__all__)
     return frozenset([*of_torch, *filter(inspect.isclass, ours), MuonWithAdamW, *filter(inspect.isfunction, schedules)])
