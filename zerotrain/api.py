@@ -22,6 +22,7 @@ def build_engine(
     max_grad_norm: float | None = None,
     max_skipped_steps: int = 20,
     virtual_ranks: int | None = None,
+    graphs: str = "off",
     decay_all: bool = True,
     param_groups: Sequence[dict[str, Any]] | None = None,
     compile: bool = False,
@@ -42,6 +43,8 @@ def build_engine(
         max_skipped_steps: so many in a row, skipped since their gradient is not finite, raise `TrainingError`.
         virtual_ranks: a power of two times the number of ranks, by default that number: any number of ranks that runs
             as many (`ZeroEngine.each_virtual_rank`) comes to the same bits.
+        graphs: auto: on a GPU `ZeroEngine.train_step` records steps as CUDA graphs and replays them, where it can: see
+            docs/guides/graphs.md. Not measured on a GPU yet.
         decay_all: weight decay is for every parameter; False: for matrices alone, as the launcher has it.
         param_groups: dicts of "params" (names, patterns such as "*.bias", parameters) and settings; see
             docs/reference/cases/parameters.md.
@@ -60,6 +63,7 @@ def build_engine(
         max_grad_norm=max_grad_norm,
         max_skipped_steps=max_skipped_steps,
         virtual_ranks=virtual_ranks,
+        graphs=graphs,
     )
     _require_allowed(model, optimizer, config)
     return assemble_engine(

@@ -143,6 +143,7 @@ UNITS = Rule(
 KEPT = Rule("a list of name patterns such as ['*norm*']", _are_patterns)
 LOSS_SCALE = Rule("a power of two from 1 to 2**32", lambda value: 1 <= value <= 2**32 and math.frexp(value)[0] == 0.5)
 TIER = one_of("device", "cpu", "disk")
+GRAPHS = one_of("auto", "off")
 FOLDER = or_null(Rule("the path of a folder", lambda value: isinstance(value, str) and bool(value)))
 
 # ---- when a setting has an effect
@@ -326,4 +327,6 @@ class EngineConfig:
     max_skipped_steps: int = setting(20, STEPS)
     """See `zerotrain.build_engine`."""
     virtual_ranks: int | None = setting(None, VIRTUAL_RANKS)
+    """See `zerotrain.build_engine`."""
+    graphs: str = setting("off", GRAPHS)
     """See `zerotrain.build_engine`."""

@@ -105,7 +105,7 @@ def build(case: Case, model: nn.Module | None = None) -> zerotrain.ZeroEngine:
 
 def be_late(engine: zerotrain.ZeroEngine, kinds: tuple[str, ...], delay_s: float) -> None:
     """Let this rank sleep before it issues a collective of these kinds: gather, reduction, exchange, comparison."""
-    journal = engine.collectives._journal
+    journal = engine.collectives.journal
     on_time = journal.note
 
     def late(kind: str, name: str) -> None:

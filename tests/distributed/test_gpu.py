@@ -309,3 +309,39 @@ def test_what_is_offloaded_has_the_bits_of_what_is_not_through_a_save_and_a_load
     atol = 2e-2 if device == "cuda" and OFFLOADS[name].update == "host" else 0.0
     for key, weight in wanted.items():
         torch.testing.assert_close(found[key], weight, rtol=0, atol=atol)
+
+
+GRAPHED = [("cpu", 2), *(pytest.param("cuda", stage, marks=pytest.mark.gpu) for stage in range(4))]
+
+
+@pytest.mark.parametrize(("device", "stage"), GRAPHED)
+def test_twenty_replayed_steps_have_the_bits_of_steps_without_graphs(device: str, stage: int) -> None:
+    """A CPU has no graphs, and says so. Rates are exact in fp32: an older torch computes with others in fp64."""
+
+    def trained(graphs: str) -> tuple[str, list[float], int, list[str]]:
+        torch.manual_seed(0)
+        engine = build_engine(
+            Layers().to(device),
+            optimizer=partial(torch.optim.AdamW, lr=2**-10, fused=True),
+            zero=ZeroConfig(stage=stage, bucket_mb=0.2),
+            precision="bf16",
+            max_grad_norm=0.1,
+            graphs=graphs,
+            world=World.current(torch.device(device)),
+        )
+        losses = []
+        for step in range(22 if device == "cuda" else 2):
+            engine.param_groups[0]["lr"] = 2**-10 * (1 + step / 32)
+            inputs = [(rows(step, index, engine.world.device),) for index in range(2)]
+            losses.append(engine.train_step(inputs).loss)
+        return engine.weights_sha256(), torch.stack(losses).tolist(), engine.num_replayed, engine.graph_reasons
+
+    wanted = trained("off")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = trained("auto")
+    assert found[:2] == wanted[:2]
+    reason = "graphs need a GPU"
+    assert found[2:] == ((20, []) if device == "cuda" else (0, [reason]))
+    said = [str(each.message) for each in caught if "graphs" in str(each.message)]
+    assert said == ([] if device == "cuda" else [f"graphs='auto': steps are computed without graphs: {reason}"])

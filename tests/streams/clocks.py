@@ -24,11 +24,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from tests.streams.recording import Recording, aliased, recompute
+
 Clock = dict[str, int]
 """Actor -> so many of its accesses have happened before."""
 
 _READS_OF_HOST = (torch.Tensor.tolist, torch.Tensor.numpy)
 """Bring values to Python without a kernel that is dispatched."""
+_OF_HOST = (torch.tensor, torch.as_tensor, torch.from_numpy, torch.frombuffer)
+"""Make a tensor of numbers of the host."""
 _HOST = "host"
 _NO_KERNELS = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "set_", "lift_fresh", "resize_", "is_set_to")
 
@@ -82,9 +86,16 @@ class Clocks:
         self.faults: list[str] = []
         """Each once, in words."""
         self.kernels: Counter[str] = Counter()
-        """Kernels by the operation's name."""
+        """Kernels that the host has told, by the operation's name; a graph counts as one."""
+        self.in_graphs: Counter[str] = Counter()
+        """Those of graphs."""
         self.syncs: Counter[str] = Counter()
         """Waits of the host for the device, by what waited."""
+        self.recording: Recording | None = None
+        """The graph being recorded."""
+        self.is_replaying = False
+        self.graphs: dict[int, Recording] = {}
+        """Those that were replayed."""
         self._clocks: dict[str, Clock] = {}
         self._memories: dict[int, Memory] = {}
         self._lock = threading.RLock()
@@ -122,6 +133,8 @@ class Clocks:
 
     def sync(self, clock: Clock, what: str) -> None:
         """The host waits in this thread until all that `clock` says has happened."""
+        if self.recording is not None:
+            self.recording.refuse(f"the host waits ({what})")
         self.syncs[what] += 1
         self.know(self.thread(), clock)
 
@@ -190,7 +203,7 @@ class Clocks:
                 join(known, clock)
         for each in (*memory.writes, *memory.reads):
             if not each.is_before(known) and each.actor not in memory.recorded:
-                self._say(f"memory of {memory.made_on} is freed while {each.actor} may use it in {each.what}")
+                self.say(f"memory of {memory.made_on} is freed while {each.actor} may use it in {each.what}")
 
     def access(self, tensor: torch.Tensor, place: tuple[str, int], what: str, *, writes: bool) -> None:
         """An actor reads or writes a tensor at a place of its own."""
@@ -206,7 +219,7 @@ class Clocks:
             for each in memory.writes + memory.reads if writes else memory.writes:
                 if each.overlaps(start, stop) and not each.is_before(clock):
                     did = "is written" if writes else "is read"
-                    self._say(f"what {each.actor} does in {each.what} {did} by {actor} in {what}, in no order")
+                    self.say(f"what {each.actor} does in {each.what} {did} by {actor} in {what}, in no order")
             mine = Access(start, stop, actor, count, what)
             if writes:
                 memory.writes = [each for each in memory.writes if not (start <= each.start and each.stop <= stop)]
@@ -228,7 +241,8 @@ class Clocks:
             clock[actor] = clock.get(actor, 0) + 1
             self.access(tensor, (actor, clock[actor]), what, writes=writes)
 
-    def _say(self, fault: str) -> None:
+    def say(self, fault: str) -> None:
+        """Note a fault."""
         if fault not in self.faults:
             self.faults.append(fault)
 
@@ -251,6 +265,8 @@ class Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._clocks.recording is not None and func.namespace == "aten":
+            return self._record(self._clocks.recording, func, args, kwargs)
         result = func(*args, **kwargs)
         if func.namespace != "aten":  # a range for the profiler
             return result
@@ -259,8 +275,8 @@ class Kernels(TorchDispatchMode):
             return result
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
         given, written = list(_tensors((args, kwargs))), list(_written(func._schema, args, kwargs))
-        for tensor in given:
-            clocks.memory(tensor.untyped_storage())
+        for tensor in given:  # of a tensor of the host's numbers its first kernel is seen before itself
+            clocks.memory(tensor.untyped_storage(), self._stream() if name == "lift_fresh" else None)
         made = [each for each in _tensors(result) if not is_view and not any(each is other for other in given)]
         on_host = [clocks.is_on_host(tensor) for tensor in given]
         if given and all(on_host) and not is_view:
@@ -275,13 +291,45 @@ class Kernels(TorchDispatchMode):
             return result
         clocks.kernels[name] += 1
         place = clocks.tell(self._stream())
-        for tensor in given:
-            clocks.access(tensor, place, name, writes=any(tensor is each for each in written))
-        for tensor in made:
-            clocks.access(tensor, place, name, writes=True)
+        self._note(name, place, given, written, made)
         is_read = isinstance(result, bool | int | float)
         if is_read or (any(on_host) and not (name == "copy_" and _is_non_blocking(args, kwargs))):
             clocks.sync(clocks.clock(self._stream()), name)
+        return result
+
+    def _note(self, name: str, place: Any, given: Any, written: Any, made: Any) -> None:
+        for tensor in given:
+            self._clocks.access(tensor, place, name, writes=any(tensor is each for each in written))
+        for tensor in made:
+            self._clocks.access(tensor, place, name, writes=True)
+
+    def _record(self, recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
+        """Keep a kernel for replays. It is carried out for what it makes; what it writes to is given back later."""
+        name, clocks, stream = func._schema.name.removeprefix("aten::"), self._clocks, self._stream()
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        given, written = list(_tensors((args, kwargs))), list(_written(func._schema, args, kwargs))
+        recording.keep_values(given if name == "native_batch_norm" else written)  # whose schema tells nothing
+        result = func(*args, **kwargs)
+        if isinstance(result, bool | int | float) and not name.startswith(_NO_KERNELS):
+            recording.refuse(name)
+        if is_view:
+            return result
+        made = [each for each in _tensors(result) if not any(each is other for other in given)]
+        recording.note_made(made)
+        if name.startswith(_NO_KERNELS):
+            return result
+        kept_args, kept_kwargs, kept = aliased(args), aliased(kwargs), aliased(made)
+        kept_given, kept_written = (
+            list(_tensors((kept_args, kept_kwargs))),
+            list(_written(func._schema, kept_args, kept_kwargs)),
+        )
+
+        def again() -> None:
+            recompute(func, kept_args, kept_kwargs, kept)
+            clocks.in_graphs[name] += 1
+            self._note(name, clocks.tell(stream), kept_given, kept_written, kept)
+
+        recording.add(name, again, *kept_given, *kept)
         return result
 
 
@@ -308,6 +356,8 @@ class HostReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _OF_HOST and self._clocks.recording is not None:
+            self._clocks.recording.refuse(f"{func.__name__} copies from the host's memory")
         if func in _READS_OF_HOST:
             clocks = self._clocks
             if clocks.is_on_host(args[0]):

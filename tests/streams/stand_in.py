@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tests.streams.clocks import Clock, Clocks, HostReads, Kernels, join
+from tests.streams.recording import Recording, values_of_the_generator
 from zerotrain.comm import wires as backend_handles
 from zerotrain.comm.handles import Wire
 from zerotrain.comm.wires import AllToAll, NativeGather, NativeReduction, OrderedReduction
@@ -60,10 +61,55 @@ class SimulatedStream:
         self.name, self.device = name or f"stream {SimulatedStream._number}", CPU
 
     def wait_event(self, event: "SimulatedEvent") -> None:
-        clocks().know(self.name, event.clock)
+        tell_or_record("wait", lambda: clocks().know(self.name, event.clock))
 
     def synchronize(self) -> None:
         clocks().sync(clocks().clock(self.name), "stream")
+
+
+def tell_or_record(what: str, call: Callable[[], None]) -> None:
+    """Do something to streams, or keep it for the graph that is recorded."""
+    if (recording := clocks().recording) is None:
+        call()
+    else:
+        recording.add(what, call)
+
+
+POLLED = 5
+"""Who asks an event so often waits for it."""
+
+
+class SimulatedGraph(Recording):
+    """In place of torch.cuda.CUDAGraph."""
+
+    def replay(self) -> None:
+        known = clocks()
+        assert known.recording is None
+        known.graphs[id(self)] = self
+        known.kernels["a graph"] += 1
+        known.is_replaying = True
+        try:
+            for entry in self.entries:
+                entry.again()
+        finally:
+            known.is_replaying = False
+
+
+@contextmanager
+def recording(graph: SimulatedGraph, pool: Any, stream: SimulatedStream, capture_error_mode: str) -> Iterator[None]:
+    """In place of torch.cuda.graph, which waits for the device first."""
+    known = clocks()
+    assert capture_error_mode == "thread_local"
+    for actor in list(known._clocks):
+        known.know(known.thread(), known.clock(actor))
+    with told_in(stream), values_of_the_generator():
+        known.recording = graph
+        try:
+            yield
+        finally:
+            known.recording = None
+            with unseen():
+                graph.end()
 
 
 class SimulatedEvent:
@@ -71,16 +117,26 @@ class SimulatedEvent:
 
     def __init__(self) -> None:
         self.clock: Clock = {}
+        self._num_queries = 0
 
     def record(self, stream: SimulatedStream) -> None:
-        clocks().tell(stream.name)
-        self.clock = clocks().known_by(stream.name)
+        def at_once() -> None:
+            clocks().tell(stream.name)
+            self.clock = clocks().known_by(stream.name)
+
+        tell_or_record("event", at_once)
 
     def synchronize(self) -> None:
         clocks().sync(self.clock, "event")
 
     def query(self) -> bool:
-        return False  # the host is ahead
+        if (recording := clocks().recording) is not None:
+            recording.refuse("an event is asked")
+        self._num_queries += 1
+        if self._num_queries < POLLED:
+            return False  # the host is ahead
+        clocks().know(clocks().thread(), self.clock)
+        return True
 
 
 def current_stream(_device: Any = None) -> SimulatedStream:
@@ -111,7 +167,15 @@ class SimulatedGpu(Cuda):
     def use(self) -> None:
         pass
 
+    @contextmanager
+    def noting_waits(self) -> Iterator[list[str]]:
+        before, waits = clocks().syncs.copy(), list[str]()
+        yield waits
+        waits += [f"in {what}" for what in clocks().syncs - before]
+
     def host_bytes(self, nbytes: int) -> torch.Tensor:
+        if (recording := clocks().recording) is not None:
+            recording.refuse("pinned memory is made")
         return clocks().put_on_host(torch.empty(nbytes, dtype=torch.uint8))
 
     def keep_generators(self) -> Any:
@@ -139,21 +203,35 @@ class Group:
     def exchanged(self, part: Any) -> list[Any]:
         """The parts of all ranks, in rank order."""
         self._number += 1
-        self._board.leave((self._name, self._number), self._rank, part)
-        return self._board.parts((self._name, self._number))
+        self._board.leave((self._name, self._number), self._rank, (clocks().is_replaying, part))
+        of_graphs, parts = zip(*self._board.parts((self._name, self._number)), strict=True)
+        if len(set(of_graphs)) > 1:
+            clocks().say(f"a collective of {self._name} is in a graph on some ranks, and on others not")
+        return list(parts)
 
     def collective(
         self, what: str, sent: torch.Tensor, received: torch.Tensor, fill: Callable[[list[Any]], None]
     ) -> "Work":
         """Issue one on NCCL's stream, behind what this thread's stream was told."""
+        work, stream = Work({}), current_stream().name
+        issue = functools.partial(self._issue, what, sent, received, fill, work, stream)
+        if (recording := clocks().recording) is not None:
+            recording.add(what, issue, sent, received)
+        else:
+            issue()
+        return work
+
+    def _issue(
+        self, what: str, sent: torch.Tensor, received: torch.Tensor, fill: Any, work: "Work", stream: str
+    ) -> None:
         known = clocks()
-        place = known.tell(self.stream, after=[known.clock(current_stream().name)])
-        known.kernels[what] += 1
+        place = known.tell(self.stream, after=[known.clock(stream)])
+        (known.in_graphs if known.is_replaying else known.kernels)[what] += 1
         known.access(sent, place, what, writes=False)
         known.access(received, place, what, writes=True)
         with unseen():
             fill(self.exchanged(sent.clone()))
-        return Work(known.known_by(self.stream))
+        work.clock = known.known_by(self.stream)
 
 
 @contextmanager
@@ -170,9 +248,12 @@ class Work:
     clock: Clock
 
     def wait(self) -> None:
-        clocks().know(current_stream().name, self.clock)
+        stream = current_stream().name
+        tell_or_record("wait", lambda: clocks().know(stream, self.clock))
 
     def is_completed(self) -> bool:
+        if (recording := clocks().recording) is not None:
+            recording.refuse("a collective is asked")
         return False
 
 
@@ -299,6 +380,9 @@ def stand_ins() -> Iterator[None]:
 
         put(torch.cuda, "Stream", SimulatedStream)
         put(torch.cuda, "Event", SimulatedEvent)
+        put(torch.cuda, "CUDAGraph", SimulatedGraph)
+        put(torch.cuda, "graph", recording)
+        put(torch.cuda, "graph_pool_handle", object)
         put(torch.cuda, "current_stream", current_stream)
         put(torch.cuda, "stream", told_in)
         put(kinds, "Device", SimulatedGpu)
@@ -328,6 +412,9 @@ def _lies_on_host(tensor: torch.Tensor) -> bool:
 def _resizing(resize: Any) -> Any:
     def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
         if here.clocks is None:
+            return resize(storage, nbytes)
+        if here.clocks.recording is not None:
+            here.clocks.recording.add(f"resize to {nbytes}", lambda: resized(storage, nbytes))
             return resize(storage, nbytes)
         if nbytes == 0:
             here.clocks.freed(storage)

@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +67,12 @@ def build(
     *,
     bucket_mb: float = 0.02,
     reduction: str = "auto",
+    sharding: Mapping[str, Any] | None = None,
     **given: Any,
 ) -> zerotrain.ZeroEngine:
     """By default a bucket for each block."""
     given = {"max_grad_norm": 0.1, "precision": "bf16", "optimizer": ADAMW} | given
-    zero = zerotrain.ZeroConfig(stage=stage, bucket_mb=bucket_mb, reduction=reduction)
+    zero = zerotrain.ZeroConfig(stage=stage, bucket_mb=bucket_mb, reduction=reduction, **(sharding or {}))
     return zerotrain.build_engine(model or net(), zero=zero, world=world, **given)
 
 

@@ -99,7 +99,8 @@ class Collectives:
         self.world = world
         self.shards = world.shards
         self.ledger = ledger
-        self._journal = Journal(ledger, world.whereabouts, overlap=overlap, overdue=world.overdue)
+        self.journal = Journal(ledger, world.whereabouts, overlap=overlap, overdue=world.overdue)
+        """The record of all collectives of this engine."""
         with world.whereabouts.blame_others("comparison of where ranks are"):
             if world.shards.make_wire is not None:
                 self._wire = world.shards.make_wire(ordered)
@@ -113,11 +114,11 @@ class Collectives:
     @property
     def order(self) -> int:
         """See `Journal.order`."""
-        return self._journal.order
+        return self.journal.order
 
     def gather(self, name: str, full: torch.Tensor, shard: torch.Tensor) -> Gather:
         """A handle on the all-gather of every rank's `shard` into `full`."""
-        return self._wire.gather(GatherSpec(name, self._journal, full, shard))
+        return self._wire.gather(GatherSpec(name, self.journal, full, shard))
 
     def gather_now(self, name: str, full: torch.Tensor, shard: torch.Tensor) -> None:
         """The same once, waited for."""
@@ -131,7 +132,7 @@ class Collectives:
     ) -> Reduction:
         """A handle on the mean over all leaves; `out` gets this rank's part. It is sent in the dtype of `pool`."""
         num_ranks = self.shards.size
-        spec = ReductionSpec(name, self._journal, out, pool, num_ranks, num_leaves=leaves_per_rank * num_ranks)
+        spec = ReductionSpec(name, self.journal, out, pool, num_ranks, num_leaves=leaves_per_rank * num_ranks)
         return self._wire.reduction(spec)
 
     def exchange(
@@ -139,7 +140,7 @@ class Collectives:
     ) -> Exchange:
         """Issue an all-to-all: `sent` and `received` hold one part for each rank, of so many elements, none for this
         one."""
-        exchange = self._wire.exchange(ExchangeSpec(name, self._journal, sent, received, sent_numels, received_numels))
+        exchange = self._wire.exchange(ExchangeSpec(name, self.journal, sent, received, sent_numels, received_numels))
         exchange.issue()
         return exchange
 
@@ -193,7 +194,7 @@ class Collectives:
             ) from None
         self.ledger.waited(time.monotonic() - started_s)
         if in_order:  # only now: of what ranks have not come to together none is made
-            self._journal.note(kind, name)
+            self.journal.note(kind, name)
         return result
 
 

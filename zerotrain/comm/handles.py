@@ -88,6 +88,11 @@ class ScratchPools:
         self.device, self._zeros = device, zeros
         self._pools: dict[torch.dtype, ScratchPool] = {}
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """Of the buffers that are not on loan."""
+        return [scratch.storage for pool in self._pools.values() for scratch in pool._free]
+
     def pool_of(self, dtype: torch.dtype) -> ScratchPool:
         """The pool of buffers of `dtype`."""
         return self._pools.setdefault(dtype, ScratchPool(dtype=dtype, device=self.device, zeros=self._zeros))
@@ -156,7 +161,7 @@ class Handle(ABC):
         if not self.is_local:
             self._journal.ledger.record(self.ledger_kind, self.sent_nbytes)
         self._call(self._issue)
-        if (overdue := self._journal.overdue) is not None and not self.is_local:
+        if (overdue := self._journal.overdue) is not None and not self.is_local and self._journal.recorded is None:
             overdue.watch(self._described, self._is_over())
         self.is_prepared, self.is_under_way, self._waited = False, True, self.is_local
         if not self._journal.overlap:
@@ -165,11 +170,12 @@ class Handle(ABC):
     def is_done(self) -> bool:
         """Whether `finish` would not have to wait for other ranks (on CUDA: whether the device has finished).
 
-        False also where nobody knows: gloo's sends and receives do not tell before they were waited for.
+        False also where nobody knows: gloo's sends and receives do not tell before they were waited for, and what is
+        recorded for a graph is not done yet.
         """
         if self._waited:
             return True
-        return self._call(self._is_done)
+        return self._journal.recorded is None and self._call(self._is_done)
 
     def finish(self) -> None:
         """Wait, and leave the result where it belongs."""

@@ -181,6 +181,7 @@ def _look_at(reference: "weakref.ref[Overdue]") -> None:
 
 ORDER_BITS = 52
 """Bits of the hash of the order of collectives: fp64 holds such an integer exactly."""
+_FACTOR = 1_000_003
 
 
 @dataclass
@@ -237,6 +238,20 @@ class Ledger:
         self.last_step, self._this_step = self._this_step, Traffic()
         self.in_step = False
 
+    @contextmanager
+    def recording(self) -> Iterator[Traffic]:
+        """In here collectives are recorded, and not made: their traffic is what is yielded, and of no step."""
+        former, self._this_step = self._this_step, Traffic()
+        try:
+            yield self._this_step
+        finally:
+            self._this_step = former
+
+    def repeat(self, recorded: Traffic) -> None:
+        """What was recorded is made, in the step under way."""
+        self._this_step.calls += recorded.calls
+        self._this_step.nbytes += recorded.nbytes
+
     def drop_step(self) -> None:
         """The step under way was given up: its traffic belongs to none."""
         self.outside_steps.calls += self._this_step.calls
@@ -260,6 +275,8 @@ class Journal:
         self.overlap = overlap
         self.overdue = overdue
         self.whereabouts = whereabouts
+        self.recorded: Recorded | None = None
+        """Gets what is issued, while a graph of it is recorded. Nobody may ask then whether it has ended."""
         self._orders: Counter[str] = Counter()
 
     @property
@@ -276,7 +293,38 @@ class Journal:
 
     def note(self, kind: str, name: str) -> None:
         """A collective is issued: let its place in the order count."""
-        self._orders[kind] = (self._orders[kind] * 1_000_003 + zlib.crc32(name.encode()) + 1) % 2**ORDER_BITS
+        into = self._orders if self.recorded is None else self.recorded.orders
+        into[kind] = (into[kind] * _FACTOR + zlib.crc32(name.encode()) + 1) % 2**ORDER_BITS
+        if self.recorded is not None:
+            self.recorded.numbers[kind] += 1
+
+    @contextmanager
+    def recording(self) -> Iterator["Recorded"]:
+        """In here collectives are issued for a graph of the device, to be made by `repeat` alone."""
+        with self.ledger.recording() as traffic:
+            self.recorded = Recorded(traffic)
+            try:
+                yield self.recorded
+            finally:
+                self.recorded = None
+
+    def repeat(self, recorded: "Recorded") -> None:
+        """A graph is replayed: note its collectives as if each were issued."""
+        self.ledger.repeat(recorded.traffic)
+        for kind, number in recorded.numbers.items():
+            moved = self._orders[kind] * pow(_FACTOR, number, 2**ORDER_BITS)
+            self._orders[kind] = (moved + recorded.orders[kind]) % 2**ORDER_BITS
+
+
+@dataclass
+class Recorded:
+    """The collectives of a graph: what each replay adds to the ledger and to the order."""
+
+    traffic: Traffic
+    orders: Counter[str] = field(default_factory=Counter)
+    """By kind, the hash of the names of its collectives as if none had come before."""
+    numbers: Counter[str] = field(default_factory=Counter)
+    """By kind, how many they are."""
 
 
 # Small texts from rank to rank in the store, apart from the collectives of the training.

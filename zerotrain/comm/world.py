@@ -73,6 +73,8 @@ class World:
     """Seconds that this rank waits for the others in each collective, and they for it."""
     overdue: Overdue | None = field(init=False, compare=False)
     """Watches collectives there."""
+    closing: list[Callable[[], object]] = field(init=False, default_factory=list, compare=False)
+    """Called by `close`, before the groups go: NCCL would wait for ever for the graphs that hold its collectives."""
 
     def __post_init__(self) -> None:
         group_name = "" if self.group is None else self.group.group_name
@@ -189,7 +191,7 @@ class World:
             started_here=started_here,
             hosts=hosts,
             tell=tell,
-            **({} if timeout is None else {"timeout_s": timeout.total_seconds()}),
+            timeout_s=cls.timeout_s if timeout is None else timeout.total_seconds(),
         )
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -216,6 +218,8 @@ class World:
 
     def close(self) -> None:
         """Leave the groups. Safe to call twice; a group the caller made is left to the caller."""
+        for call in self.closing:
+            call()
         if self.size == 1 or not dist.is_initialized():
             return
         if self.started_here:

@@ -392,6 +392,9 @@ class LaunchConfig:
     max_restarts: int = setting(0, between(0, 1000, "restarts"))
     """How often the ranks are started again after one has failed or died, each time from the newest checkpoint; after
     two in a row that brought no newer one there is no other. With torchrun: its own --max-restarts."""
+    graphs: str = setting("off", settings.GRAPHS)
+    """auto: on GPUs steps are recorded as CUDA graphs and replayed, so that no GPU waits for its host; where they
+    cannot be, the run says why. The weights keep their bits. off by default until it has been measured on GPUs."""
     overwrite: bool = setting(False, TRUE_OR_FALSE)
     """Run in a folder that holds a completed run, and erase that. One that did not complete needs no leave."""
     exit_code_when_stopped: int | None = setting(None, or_null(between(0, 125, "(an exit code)")))

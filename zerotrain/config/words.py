@@ -22,6 +22,7 @@ SETTINGS = {
     "build_engine(max_grad_norm)": "train.max_grad_norm",
     "max_skipped_steps": "train.max_skipped_steps",
     "virtual_ranks": "train.virtual_ranks",
+    "graphs": "launch.graphs",
     "param_groups": "optimizer.groups",
     "World.from_environment(device)": "launch.device",
     "World.from_environment(timeout_s)": "launch.timeout_s",

@@ -1,8 +1,9 @@
 """Questions to a device. Each kind of device answers them in its own way."""
 
 import mmap
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
 from typing import ClassVar
@@ -25,9 +26,10 @@ class Event:
         """Whether it is done now."""
         return True
 
-    def settle(self) -> None:
-        """Wait on the host until the work is done; its source may be used again."""
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Wait on the host until the work is done; its source may be used again. False: it was not done in time."""
         self.wait()
+        return True
 
 
 DONE = Event()
@@ -47,6 +49,19 @@ class Stream:
         """Begin to copy once the events are done."""
         target.copy_(source)
         return DONE
+
+
+class Graph(ABC):
+    """Work of a device, told once and recorded, then told as a whole: the same operations on the same memory."""
+
+    @abstractmethod
+    def recording(self) -> AbstractContextManager[object]:
+        """In here what this thread tells the graph's stream is recorded, and not done. The host must ask the device for
+        nothing meanwhile, and wait for nothing."""
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Tell the current stream all of it."""
 
 
 class MemoryHistory:
@@ -136,6 +151,20 @@ class Device:
         """(nbytes,) uint8 on the device, for the use of these streams from now on: when it is freed, nobody gets it
         before they have done what they were told."""
         return self.host_bytes(nbytes)
+
+    def graph(self, stream: Stream, beside: Graph | None = None) -> Graph | None:
+        """A new graph, to be recorded and replayed on a stream; None: this kind of device has none.
+
+        Args:
+            beside: another of the same stream, to share memory with: the two are replayed in the order they are
+                recorded in.
+        """
+        return None
+
+    @contextmanager
+    def noting_waits(self) -> Iterator[list[str]]:
+        """In here each wait of the host for this device is noted, in words."""
+        yield []
 
     @property
     def generator(self) -> torch.Generator:

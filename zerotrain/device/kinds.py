@@ -2,6 +2,8 @@
 
 import os
 import re
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -9,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerotrain.device.device import Device, Event, MemoryHistory, Stream
+from zerotrain.device.device import Device, Event, Graph, MemoryHistory, Stream
 
 # A GPU, in the calls of torch.cuda and nothing more.
 
@@ -17,6 +19,8 @@ from zerotrain.device.device import Device, Event, MemoryHistory, Stream
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _NBYTES_OF_HOPPER, _NBYTES = 32 * 2**20, 2 * 4096 * 1024 + 8 * 16 * 1024
 """Torch's defaults, of Hopper and later, and before."""
+_POLL_S = 1e-4
+"""Between two looks at an event that is waited for within a time limit."""
 
 
 class Cuda(Device):
@@ -63,6 +67,28 @@ class Cuda(Device):
     def stream(self) -> Stream:
         return _Stream(torch.cuda.Stream(self.device))
 
+    def graph(self, stream: Stream, beside: Graph | None = None) -> Graph:
+        assert isinstance(stream, _Stream)
+        assert beside is None or isinstance(beside, _Graph)
+        return _Graph(stream, beside)
+
+    @contextmanager
+    def noting_waits(self) -> Iterator[list[str]]:
+        waits: list[str] = []
+        former = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield waits
+            finally:
+                torch.cuda.set_sync_debug_mode(former)
+        for warning in caught:
+            if "synchronizing CUDA operation" in str(warning.message):
+                waits.append(f"at {warning.filename}:{warning.lineno}")
+            else:
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
     def host_bytes(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
@@ -100,8 +126,29 @@ class _Recorded(Event):
     def is_done(self) -> bool:
         return self.of_torch.query()
 
-    def settle(self) -> None:
+    def settle(self, timeout_s: float | None = None) -> bool:
+        until_s = time.monotonic() + (timeout_s or 0.0)
+        while timeout_s is not None and not self.of_torch.query():
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_POLL_S)
         self.of_torch.synchronize()
+        return True
+
+
+class _Graph(Graph):
+    """A CUDA graph. Other threads may use the GPU while it is recorded: they read batches, or write a checkpoint."""
+
+    def __init__(self, stream: "_Stream", beside: "_Graph | None") -> None:
+        self._stream, self._graph = stream, torch.cuda.CUDAGraph()
+        self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
+
+    def recording(self) -> AbstractContextManager[object]:
+        stream = self._stream.of_torch
+        return torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
+
+    def replay(self) -> None:
+        self._graph.replay()
 
 
 class _Stream(Stream):
@@ -201,11 +248,14 @@ def seed_torch(number: int) -> None:
 # Results of a device, read by the host.
 
 
-def reading(values: torch.Tensor) -> Callable[[], Any]:
+def reading(values: torch.Tensor, timeout_s: float | None = None) -> Callable[[], Any]:
     """Begin to bring small values to the host; the result waits until they are there and gives them as `tolist` does.
 
     It waits for what the device was told before, and for nothing that it was told since: `tolist` itself would wait for
     that too, and leave the device without work.
+
+    Args:
+        timeout_s: the result raises RuntimeError where they have not come by then; None: it waits for ever.
     """
     device = device_of(values.device)
     if device.is_host:
@@ -215,7 +265,8 @@ def reading(values: torch.Tensor) -> Callable[[], Any]:
     arrived = device.event()
 
     def read() -> Any:
-        arrived.settle()
+        if not arrived.settle(timeout_s):
+            raise RuntimeError(f"timed out: the device has not done its work within {timeout_s:g} s")
         return on_host.tolist()
 
     return read

@@ -29,6 +29,17 @@ HYPERPARAMETERS = STAMP.index("hyperparameters")
 """A hash, which tells nothing: what differs is asked for."""
 
 
+CANNOT_REPLAY = 1
+"""The wish of a rank with a step that its graph is not of."""
+_SIGNALS = 2**32
+"""More than any signal; times 2**20 it is still a whole number of fp64."""
+
+
+def parted(numbers: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The signals of all ranks and their wishes, which travel as one number each."""
+    return tuple(number % _SIGNALS for number in numbers), tuple(number // _SIGNALS for number in numbers)
+
+
 class Exchanged(NamedTuple):
     """Numbers of all ranks in a step, on the device."""
 
@@ -39,7 +50,7 @@ class Exchanged(NamedTuple):
     loss: torch.Tensor
     """0-dim fp64, the mean."""
     signals: torch.Tensor
-    """(ranks,)"""
+    """(ranks,) each with its rank's wish: see `parted`."""
     stamps: torch.Tensor
     """(ranks, len(STAMP))"""
 
@@ -56,6 +67,8 @@ class StepStamps:
     """Hash of writes to the weights by others than the engine since the last step; see `Writes`."""
     signal = 0
     """This rank's signal to the others in the step: see `ZeroEngine.signal`. Behind the stamp, and not compared."""
+    wish = 0
+    """This rank's word on graphs, from 0 to 2**20 - 1: see `zerotrain.engine.graphs`. It rides on the signal."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -70,7 +83,7 @@ class StepStamps:
         text, unread = plain_values(param_groups)
         hyperparameters = _hash(text, num_bytes=6)
         numbers = [self.num_steps + 1, self.num_backwards, hyperparameters, self._collectives.order, self.writes_digest]
-        numbers.append(self.signal)
+        numbers.append(self.signal + _SIGNALS * self.wish)
         # Made on the CPU and sent: a tensor made of Python numbers on a GPU waits for the device.
         stamp = torch.tensor(numbers, dtype=torch.float64).to(self._collectives.world.device, non_blocking=True)
         if unread:

@@ -156,6 +156,7 @@ class ZeroEngine(step.Steps, usage.Usage):
             return average, {"decay": average.decay, "every": average.every, "warmup": warmup}
 
         held.average = held.between_steps("engine.keep_average", "an average cannot begin", plan)
+        held.forget_graphs()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -482,4 +483,5 @@ def assemble_engine(
             param_groups=param_groups,
             initial=initial,
         )
+        held.recomputes = activation_checkpointing
     return ZeroEngine(held)

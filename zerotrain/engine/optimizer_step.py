@@ -4,12 +4,14 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.device.kinds import device_of, reading
-from zerotrain.engine.agreement import Exchanged, StepStamps
+from zerotrain.engine.agreement import CANNOT_REPLAY, Exchanged, StepStamps, parted
 from zerotrain.engine.buckets.bucket import Bucket, JointUpdate, TrainedBucket
 from zerotrain.engine.buckets.norm import StepSquares, clip_coefficient
 from zerotrain.engine.buckets.update import BucketUpdate
@@ -85,6 +87,21 @@ class UpdateAhead:
             bucket.gradient.drop()
 
 
+class HasGraphs(Protocol):
+    """Steps that may be graphs of the device: see `zerotrain.engine.graphs`."""
+
+    is_replaying: bool
+
+    def update(self, updates: Sequence[JointUpdate], factor: torch.Tensor | None, norm: torch.Tensor) -> UpdateAhead:
+        """As the constructor of `UpdateAhead`, in a step that is replayed."""
+
+    def begin_update(self) -> None:
+        """A step is about to be made."""
+
+    def hear(self, wishes: Sequence[int]) -> None:
+        """What each rank says of its graph in this step. Raises an error of its own where all compute it anew."""
+
+
 # The places where a gradient is not finite: told when so many steps were skipped that training stops.
 
 
@@ -149,6 +166,8 @@ class OptimizerStep:
         loss_scaler: LossScaler | None,
     ) -> None:
         self._model, self._collectives, self._stamps = model, collectives, stamps
+        self.graphs: HasGraphs | None = None
+        """Where steps may be graphs."""
         self.max_grad_norm = options.config.max_grad_norm
         """The L2 norm that the whole gradient is clipped to; None: it is not clipped."""
         self._loss_scaler = loss_scaler
@@ -177,17 +196,25 @@ class OptimizerStep:
             The result; and the reason why training must not go on after it, if any.
         """
         fetch_next(schedule.updates, 0)
+        if self.graphs is not None:
+            self.graphs.begin_update()
         schedule.reductions.finish()
         self._stamps.writes_digest = written_to(schedule.buckets)
         loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
         exchanged, factor, read = self._norm(schedule.reductions.squares, loss, param_groups, loss_scale)
         ahead = None
-        if refusal is None and average_share is None and all(can_go_ahead(each.update) for each in schedule.trained):
+        if self.graphs is not None and self.graphs.is_replaying and refusal is None:
+            ahead = self.graphs.update(schedule.updates, factor, exchanged.norm)
+        elif refusal is None and average_share is None and all(can_go_ahead(each.update) for each in schedule.trained):
             ahead = UpdateAhead(schedule.updates, factor, exchanged.norm)
         norm, coefficient, mean_loss, *rest = read()
         if ahead is not None and not math.isfinite(norm):
             ahead.take_back()
             ahead = None
+        signals = tuple(map(int, rest[len(exchanged.digit_sums) :]))
+        if self.graphs is not None:
+            signals, wishes = parted(signals)
+            self.graphs.hear(wishes)
         if not math.isfinite(norm) and not schedule.trained[0].gradient.reduction.has_exact_norm:
             # Taken in fp32. A gradient of 1e20 is finite, and its square is not.
             squares = StepSquares()
@@ -195,7 +222,7 @@ class OptimizerStep:
                 squares.add(trained.gradient.reduction.take_squares(loss_scale, exact=True))
             exchanged, factor, read = self._norm(squares, loss, param_groups, loss_scale)
             norm, coefficient, mean_loss, *rest = read()
-        digits, signals = rest[: len(exchanged.digit_sums)], rest[len(exchanged.digit_sums) :]
+        digits = rest[: len(exchanged.digit_sums)]
         skipped = not math.isfinite(norm)
         if skipped:
             self._stamps.require_same(exchanged.stamps, param_groups)
@@ -219,7 +246,7 @@ class OptimizerStep:
             clip_coefficient=coefficient,
             skipped=skipped,
             loss_scale=loss_scale,
-            signals=tuple(map(int, signals)),
+            signals=signals,
             mean_loss=mean_loss,
             update_hash=update_hash(digits, coefficient, loss_scale, param_groups),
         )
@@ -250,13 +277,23 @@ class OptimizerStep:
         """Numbers of all ranks, and what gradients are multiplied with (None for 1), on the device; and what waits for
         them, a step's one wait for the device: it gives the norm, its coefficient, the loss, the digit sums and the
         signals."""
+        sums = squares.digit_sums()
+        if self._stamps.wish == CANNOT_REPLAY:
+            sums = torch.full_like(sums, math.inf)  # no rank is to update with this gradient
         with named_range("norm of", "the gradient"):
-            exchanged = self._stamps.exchanged(squares.digit_sums(), loss, param_groups)
+            exchanged = self._stamps.exchanged(sums, loss, param_groups)
         coefficient = clip_coefficient(exchanged.norm, self.max_grad_norm)
         numbers = torch.stack([exchanged.norm, coefficient, exchanged.loss])
-        read = reading(torch.cat([numbers, exchanged.digit_sums, exchanged.signals]))
+        # No watchdog sees what a graph waits for.
+        timeout_s = None if self.graphs is None else self._collectives.world.timeout_s
+        read = reading(torch.cat([numbers, exchanged.digit_sums, exchanged.signals]), timeout_s)
         is_scaled = self.max_grad_norm is not None or self._loss_scaler is not None
-        return exchanged, coefficient / loss_scale if is_scaled else None, read
+        factor = coefficient / loss_scale if is_scaled else None
+        return exchanged, factor, read if timeout_s is None else partial(self._read_in_time, read)
+
+    def _read_in_time(self, read: Callable[[], list[float]]) -> list[float]:
+        with self._collectives.world.whereabouts.blame_others("norm of the gradient"):
+            return read()
 
 
 def update_hash(

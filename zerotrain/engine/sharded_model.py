@@ -148,6 +148,10 @@ class ShardedModel:
     """It may read what is held, beside the training."""
     average: Average | None = None
     """How the average of the weights follows them, if one is kept."""
+    recomputes = False
+    """Whether units compute their forwards again in the backward."""
+    graphs: Any = None
+    """`StepGraphs`, if steps may be graphs: of the memory that is held now."""
     half_loaded: HalfLoaded | None = None
     """Until another load succeeds nothing is trained or saved: some elements are of one training, and some of
     another."""
@@ -235,6 +239,11 @@ class ShardedModel:
         """No backward may come through a graph from before: it would compute with weights it was not made with."""
         self.first_node = next_node()
 
+    def forget_graphs(self) -> None:
+        """What steps compute with, or where it lies, is about to change."""
+        if self.graphs is not None:
+            self.graphs.forget()
+
     @property
     def holdings(self) -> Holdings:
         """The contents of a checkpoint. The buckets are new after each change of what trains."""
@@ -286,6 +295,7 @@ class ShardedModel:
                 self.last_save.wait_until_read()
         if is_change:
             with self.breaks_if_it_fails(call):
+                self.forget_graphs()
                 former = self.schedule.buckets
                 source = OtherBuckets(former, state, self.options.plan, self.collectives)
                 self._disconnect()
@@ -318,6 +328,7 @@ class ShardedModel:
     def move_to(self, options: EngineOptions) -> None:
         """Let everything lie where other options have it, between two steps. Collective."""
         with self.breaks_if_it_fails("engine.set_stage"):
+            self.forget_graphs()
             self._disconnect()
             self.pools.clear()
             if device_of(self.world.device).is_host:
@@ -339,6 +350,7 @@ class ShardedModel:
             mends: whether the engine is whole if that succeeds.
         """
         former, self.half_loaded = self.half_loaded, half_loaded
+        self.forget_graphs()
         self.weights_changed()
         yield
         self.schedule.end_update()

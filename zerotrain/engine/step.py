@@ -13,6 +13,7 @@ import torch
 from zerotrain.device.device import lies_on_host
 from zerotrain.engine.agreement import StepStamps
 from zerotrain.engine.buckets.life import Backward, Phase
+from zerotrain.engine.graphs import graphs_of, no_seed
 from zerotrain.engine.model.forward import makes_memory, outside_graphs
 from zerotrain.engine.model.live_parameter import left_its_unit, reads_freed_memory
 from zerotrain.engine.model.precision import LossScaler, WideArguments, require_one_dtype
@@ -191,10 +192,14 @@ class Steps:
         """Those that this rank runs."""
         self.optimizer_step = OptimizerStep(held.module, held.options, held.collectives, self.stamps, loss_scaler)
         self.held = held
+        self.graphs, self.graph_reasons = graphs_of(held)
+        """What records and replays steps, if anything does; and why steps are computed without, each reason once."""
+        self.optimizer_step.graphs = held.graphs = self.graphs
         self._wide_arguments = WideArguments(held.precision.compute)
         self._syncs = True
         self._in_last_leaf = leaves == 1
-        self._losses: list[torch.Tensor] = []
+        self.losses: list[torch.Tensor] = []
+        """Of the micro-batches since the last step, on this rank."""
         self._loss: torch.Tensor | None = None
         """0-dim fp64, the mean of this rank's virtual ranks in a `train_step`."""
         self._broken_off_by = ""
@@ -212,6 +217,11 @@ class Steps:
         if not isinstance(signal, Integral) or not 0 <= signal <= MAX_SIGNAL:
             raise ConfigError(f"engine.signal: got {signal!r}; it must be a whole number from 0 to {MAX_SIGNAL}")
         self.stamps.signal = int(signal)
+
+    @property
+    def num_replayed(self) -> int:
+        """Steps so far that were told to the device as graphs."""
+        return 0 if self.graphs is None else self.graphs.num_replayed
 
     @property
     def loss_scale(self) -> float:
@@ -242,9 +252,7 @@ class Steps:
     def forward_scope(self) -> Iterator[None]:
         """In here the model may be called by another name, such as `engine.module.encoder(inputs)`: on all ranks the
         same modules in the same order, with floats in the compute precision. A loss may use the outputs."""
-        self.held.newcomers.require_none()
-        self.held.require_whole()
-        self._require_unbroken()
+        self.require_ready()
         in_step, backward_follows = self.held.ledger.in_step, torch.is_grad_enabled()
         self.held.ledger.in_step = backward_follows
         returned = False
@@ -289,7 +297,7 @@ class Steps:
                 scaled = loss * torch.ones_like(loss).mul_(factor).detach()
         self.held.ledger.in_step = True
         if counts:
-            self._losses.append(loss.detach())
+            self.losses.append(loss.detach())
         self.stamps.num_backwards += 1
         with self._phase(Phase.BACKWARD), self._clean_after_error(), self._wide_arguments.around_backward():
             completes = self._syncs and self._in_last_leaf
@@ -351,7 +359,7 @@ class Steps:
         self._broken_off_by = ""
         self.stamps.num_backwards = 0
         self.held.ledger.drop_step()
-        self._losses.clear()
+        self.losses.clear()
         self._loss = None
 
     @contextmanager
@@ -409,9 +417,9 @@ class Steps:
             loss, self._loss = self._loss, None
             if loss is None:
                 loss = torch.full((), torch.nan, dtype=torch.float64, device=self.held.world.device)
-            result, reason = self.optimizer_step.run(self.held.schedule, groups, self._losses, loss, share, refusal)
+            result, reason = self.optimizer_step.run(self.held.schedule, groups, self.losses, loss, share, refusal)
         self._warn_of_overflow()
-        self._losses.clear()
+        self.losses.clear()
         self._in_last_leaf = self.held.options.leaves_per_rank == 1
         if not result.skipped:
             self.held.weights_changed()
@@ -434,7 +442,7 @@ class Steps:
         micro_batches: Sequence[MicroBatch],
         *,
         weights: Sequence[Weight] | None = None,
-        before_each: BeforeEach = lambda virtual_rank, micro_batch: None,
+        before_each: BeforeEach = no_seed,
         after_each: AfterEach | None = None,
         with_outputs: bool = False,
     ) -> TrainStepResult:
@@ -444,7 +452,8 @@ class Steps:
             micro_batches: the model's inputs, one sequence for each, or a dict of named ones; it returns the loss.
             weights: factor on the loss of each, as for `backward`; default 1 / number of those of a virtual rank.
             before_each: called before each forward with the number of the virtual rank, and that of the micro-batch in
-                it: the place to seed what the model draws.
+                it: the place to seed what the model draws. With graphs it must do no more, and say so by an attribute
+                `only_seeds = True`; otherwise steps are computed without.
             after_each: called after each forward with the same numbers, the loss, and the model's outputs or None. It
                 must not wait for other ranks.
             with_outputs: call the model with `with_outputs=True`, for which it returns (loss, outputs).
@@ -455,12 +464,31 @@ class Steps:
             EngineStateError: the virtual ranks of this rank cannot share the micro-batches evenly.
         """
         leaves = shared_out(micro_batches, weights, len(self.virtual_ranks))
+        if self.graphs is None:
+            self._loss = self.run_leaves(leaves, before_each, after_each, with_outputs)
+            return TrainStepResult(loss=self._loss, **vars(self.step()))
+        looks: dict[str, Any] = {"after_each": after_each, "with_outputs": with_outputs}
+        loss, result = self.graphs.train_step(self, list(leaves), before_each, **looks)
+        return TrainStepResult(loss=loss, **vars(result))
+
+    def run_leaves(
+        self,
+        leaves: Iterable[Sequence[tuple[MicroBatch, Weight]]],
+        before_each: BeforeEach,
+        after_each: AfterEach | None,
+        with_outputs: bool,
+    ) -> torch.Tensor:
+        """Forward and backward of the micro-batches of each virtual rank. Returns the mean loss, 0-dim fp64."""
         total = torch.zeros((), dtype=torch.float64, device=self.held.world.device)
         with self._clean_after_error():
             for number, weighted in zip(self.each_virtual_rank(), leaves, strict=True):
                 total += self._run_leaf(number, weighted, before_each, after_each, with_outputs)
-        self._loss = total / len(self.virtual_ranks)
-        return TrainStepResult(loss=self._loss, **vars(self.step()))
+        return total / len(self.virtual_ranks)
+
+    def finish_step(self, loss: torch.Tensor) -> StepResult:
+        """The step behind forwards and backwards of this loss."""
+        self._loss = loss
+        return self.step()
 
     @outside_graphs
     def leaf(
@@ -469,7 +497,7 @@ class Steps:
         micro_batches: Sequence[MicroBatch],
         *,
         weights: Sequence[Weight] | None = None,
-        before_each: BeforeEach = lambda virtual_rank, micro_batch: None,
+        before_each: BeforeEach = no_seed,
         after_each: AfterEach | None = None,
     ) -> dict[str, torch.Tensor]:
         """The gradient that a virtual rank puts into the sum over all, computed alone, whichever rank runs it in a
@@ -541,6 +569,13 @@ class Steps:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def require_ready(self) -> None:
+        """Refuse a forward of a model that is not whole, or that another has been put into."""
+        self.held.newcomers.require_none()
+        self.held.require_whole()
+        if self._broken_off_by:
+            self._require_unbroken()
 
     def _require_unbroken(self) -> None:
         if self._broken_off_by:

@@ -171,7 +171,8 @@ def leave_overdue(ranks_dir: Path, rank: int, error: CommError | None) -> None:
 def tell_torch_of_gpus(ranks_dir: Path) -> None:
     """Give collectives of GPUs the first free multiprocessors, since computation waits for them; let torch keep the
     last ones, and write them beside the logs when its watchdog ends the process; and let the memory that it reserves
-    grow, since units and activations of many sizes leave holes in memory of fixed sizes. Variables already set stay.
+    grow, since units and activations of many sizes leave holes in memory of fixed sizes. NCCL registers none of it for
+    graphs: with memory that grows that hung (pytorch#158029). Variables already set stay.
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
@@ -179,6 +180,7 @@ def tell_torch_of_gpus(ranks_dir: Path) -> None:
         "TORCH_NCCL_HIGH_PRIORITY": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "NCCL_GRAPH_REGISTER": "0",
         "TORCH_FR_DUMP_TEMP_FILE": str(ranks_dir / "collectives_of_rank_"),
     }.items():
         os.environ.setdefault(name, value)

@@ -341,8 +341,8 @@ class OnThreadAndStream(Event):
     def wait(self) -> None:
         self._copied.result().wait()
 
-    def settle(self) -> None:
-        self._copied.result().settle()
+    def settle(self, timeout_s: float | None = None) -> bool:
+        return self._copied.result().settle(timeout_s)
 
 
 # A few windows, used in turn: one is read into, one computed with, one written from.

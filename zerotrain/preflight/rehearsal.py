@@ -16,10 +16,11 @@ from zerotrain.comm.handles import Exchange, Gather, Reduction, ReductionSpec, W
 from zerotrain.comm.world import Shards, World
 from zerotrain.config.schema import Config
 from zerotrain.data.fetch import as_inputs, with_tensors
-from zerotrain.device.kinds import rehearsing
+from zerotrain.device.kinds import device_of, rehearsing
 from zerotrain.engine import SAMPLE_SHAPE, WHOLE, OptimizerFactory, ZeroEngine, build_optimizer, updates_whole
 from zerotrain.engine.buckets.home import OPTIMIZER_WINDOWS, Homes
 from zerotrain.engine.optimizer_step import update_all
+from zerotrain.engine.step import call_model
 from zerotrain.engine.usage import moved_nbytes
 from zerotrain.errors import ConfigError
 from zerotrain.offload.tier import PAGE_NBYTES
@@ -432,7 +433,7 @@ class Rehearsal:
             engine.train_step(rows)
         except Exception as error:  # a user's class may ask for anything
             failed = mode.failed or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        at_peak = {} if failed else mode.at_peak
+        at_peak, phase = ({}, None) if failed else (mode.at_peak, mode.peak_phase)
         moved = [moved_nbytes(engine.held, accumulated * leaves, where) for where in ("cpu", "disk")]
         sent = peak = None
         if not failed:
@@ -441,6 +442,8 @@ class Rehearsal:
             theory = engine.theoretical_sent_nbytes
             sent = engine.ledger.last_step.sent_nbytes + theory(leaves * accumulated) - theory(num)
             peak = mode.peak_nbytes + self._others_nbytes() + SMALL_NBYTES * min(engine.world.size, 2)
+            if self._config.launch.graphs != "off" and not device_of(engine.world.device).is_host:
+                peak += self._evaluation_nbytes(rows[0])
         placed, saved = self._placed_nbytes()
         largest_unit = 0
         for unit in engine.schedule.units:
@@ -455,7 +458,7 @@ class Rehearsal:
             sums=engine.sums_nbytes(accumulated),
             activations=None if failed else at_peak.get(OTHERS, 0),
             peak=peak,
-            peak_phase=None if failed else mode.peak_phase,
+            peak_phase=phase,
             host=placed["cpu"],
             disk=placed["disk"],
             saved=saved,
@@ -466,6 +469,13 @@ class Rehearsal:
             unknown_because=failed,
             recomputes=bool(self._config.switches("model")["activation_checkpointing"]),
         )
+
+    def _evaluation_nbytes(self, rows: Any) -> int:
+        """Bytes that an evaluation takes for a moment. Graphs keep the memory of a step for themselves."""
+        self._mode.begin(self.engine)
+        with torch.no_grad():
+            call_model(self.engine, rows)
+        return sum(self._mode.at_peak.get(kind, 0) for kind in (OTHERS, "gathered"))
 
     def _saved_moved(self) -> tuple[int, int]:
         """Bytes (fetched, stored) so far for the backwards, in each micro-batch as much."""

@@ -21,6 +21,8 @@ class _RecordStart(TypedDict, total=False):
     device: str
     machine: str
     kernels: str
+    attention: str
+    cudnn: int | None
     threads: int
     settings: dict[str, Any] | None
     data: dict[str, Any]
@@ -36,7 +38,7 @@ class _StepLine(TypedDict):
 
 
 COMPARED = ("loss", "grad_norm", "update", "skipped")
-OF_ENVIRONMENT = ("torch", "zerotrain", "device", "machine", "kernels", "threads")
+OF_ENVIRONMENT = ("torch", "zerotrain", "device", "machine", "kernels", "attention", "cudnn", "threads")
 """The names of whatever a step's bits depend on beside settings and data."""
 OF_BITS = ("seed", "model", "loss", "data", "optimizer", "scheduler", "precision", "train")
 """The groups of settings they depend on."""

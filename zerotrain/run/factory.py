@@ -366,6 +366,7 @@ def build_engine_of(
         max_grad_norm=train.max_grad_norm,
         max_skipped_steps=1 if train.on_nonfinite == "stop" else train.max_skipped_steps,
         virtual_ranks=train.virtual_ranks,
+        graphs=config.launch.graphs,
     )
 
     def build_model() -> torch.nn.Module:

@@ -102,6 +102,10 @@ class RunResult(Struct):
     mirror: dict[str, Any] | None = None
     """The copies of checkpoints under `checkpoint.mirror`: {url, newest: name of the last one, failures: tries that
     failed, problem: of the last try}; null without a mirror."""
+    environment: dict[str, Any] | None = None
+    """What the bits depend on beside settings and data: {torch, zerotrain, device, machine, kernels, attention, cudnn,
+    threads}, and {graphs}: how many steps of the last sitting were replayed, and why others were not."""
+
     stages: list[dict[str, Any]] = field(default_factory=list)
     """The stages that steps were trained at, in order: {stage, from_step: steps done before, sent_nbytes,
     theory_sent_nbytes: what rank 0 sent for the change in mid-run, ranks: `gather_usages` of all ranks at its end}."""

@@ -157,3 +157,6 @@ def seed_leaf(seed: int, step: int, virtual_rank: int, micro_batch: int) -> None
     seed_torch(number)
     random.seed(number)
     np.random.seed(number % (1 << 32))
+
+
+seed_leaf.only_seeds = True  # type: ignore[attr-defined]  # so that steps may be graphs

@@ -55,8 +55,9 @@ def test_outside_of_steps_every_rank_waits_for_its_device_once_a_bucket(call, mo
     settled: list[str] = []
 
     class OfDevice(Event):
-        def settle(self) -> None:
+        def settle(self, timeout_s: float | None = None) -> bool:
             settled.append(call)
+            return True
 
     monkeypatch.setattr(comm, "device_of", lambda _: SimpleNamespace(event=OfDevice))
 

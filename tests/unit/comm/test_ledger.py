@@ -223,6 +223,7 @@ def test_nccl_is_told_to_come_first_and_to_leave_its_record_beside_the_logs(tmp_
     told = {
         "TORCH_NCCL_HIGH_PRIORITY": "1",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "NCCL_GRAPH_REGISTER": "0",
         "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/collectives_of_rank_",
     }
     unset(monkeypatch, *told, *ALLOCATOR_VARIABLES)

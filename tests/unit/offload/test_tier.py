@@ -76,8 +76,9 @@ class Noted(Event):
     def __init__(self, notes: list[str], name: str) -> None:
         self._notes, self._name = notes, name
 
-    def settle(self) -> None:
+    def settle(self, timeout_s: float | None = None) -> bool:
         self._notes.append(self._name)
+        return True
 
 
 @pytest.mark.parametrize("is_disk", [False, True], ids=["host", "disk"])

@@ -337,6 +337,11 @@ class BucketGradient:
         self._end_filling()
         self.life.become(GradientState.REDUCED)
 
+    def follow_graph(self) -> None:
+        """A graph has filled and reduced it, as the last backward of a step."""
+        self.reduction.completes = True
+        self.life.become(GradientState.REDUCED)
+
     # ---- the end
 
     def drop(self) -> None:

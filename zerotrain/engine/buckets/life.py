@@ -57,6 +57,7 @@ GRADIENT_TRANSITIONS = {
     (GradientState.REDUCED, GradientState.FILLING),  # a second backward before the step adds to the first
     (GradientState.REDUCED, GradientState.EMPTY),
     (GradientState.FILLING, GradientState.EMPTY),  # dropped without a step
+    (GradientState.EMPTY, GradientState.REDUCED),  # by a graph, which fills and reduces in one
 }
 
 S = TypeVar("S", bound=Enum)

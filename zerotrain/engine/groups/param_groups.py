@@ -47,6 +47,10 @@ class ParamGroups:
     """One dict for each group, "params" left out. Read at every step: changing a value changes the next update."""
     defaults: dict[str, Any]
     """The optimizer's own settings."""
+    rates: dict[str, torch.Tensor] | None = None
+    """0-dim fp32 on the device by the group's name, where steps may be graphs; None: rates are numbers."""
+    is_recorded = False
+    """Whether a graph of the update is being recorded."""
 
     def __init__(
         self,
@@ -298,6 +302,20 @@ class ParamGroups:
         """Give one of those optimizers the hyperparameters as they are now."""
         for group in optimizer.param_groups:
             self._groups[group["name"]].show(group)
+            if self.rates is not None:
+                group["lr"] = self.rates[group["name"]]
+                if "capturable" in group:  # torch asks for it then, and tells of it otherwise
+                    group["capturable"] = self.is_recorded
+
+    def bring_rates(self, device: torch.device) -> None:
+        """From now on optimizers get their rates as tensors, which are brought up to date here: a graph reads them anew
+        in each replay, where a number would be the same for ever."""
+        self.rates = self.rates or {}
+        for name, group in self._groups.items():
+            if name not in self.rates:
+                self.rates[name] = torch.zeros((), dtype=torch.float32, device=device)
+            rate = group["lr"]
+            self.rates[name].copy_(rate) if isinstance(rate, torch.Tensor) else self.rates[name].fill_(rate)
 
     def require_usable(self) -> None:
         """Refuse `hyperparameters`, the user's to change, if they are the groups' no more.

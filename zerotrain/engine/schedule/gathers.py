@@ -27,7 +27,8 @@ class Gathers:
         self.frees_after_use = self.plan.shards_parameters and options.zero.reshard_after_forward
         """Whether a unit's parameters are freed behind its forward, and gathered anew for its backward."""
         self._units, self._buckets = units, buckets
-        self._gathers_updated = self.plan.shards_optimizer and not self.plan.shards_parameters
+        self.gathers_updated = self.plan.shards_optimizer and not self.plan.shards_parameters
+        """Whether the gathers for a forward are issued behind the update."""
         self._running: list[LiveUnit] = []
         """The units with their forward under way, outermost first."""
         self._in_backward: LiveUnit | None = None
@@ -144,13 +145,13 @@ class Gathers:
 
     def prepare_updated(self, buckets: Sequence[Bucket]) -> None:
         """These buckets are about to be updated: where their gathers follow at once, be ready to receive them."""
-        if self._gathers_updated:
+        if self.gathers_updated:
             for bucket in buckets:
                 bucket.weights.prepare_gather()
 
     def gather_updated(self, bucket: Bucket) -> None:
         """This bucket was updated: issue the gather for the next forward."""
-        if self._gathers_updated:
+        if self.gathers_updated:
             bucket.weights.start_gather()
 
     # ---- at any time
@@ -172,6 +173,12 @@ class Gathers:
         for bucket in buckets:
             if bucket.weights.life.state is WeightState.GATHERING:
                 bucket.weights.finish_gather()
+
+    def settle(self) -> None:
+        """A graph begins, which can wait for no gather from before it: have weights where a step begins with them."""
+        self.rest()
+        if not self.plan.shards_parameters:
+            self.complete(self._buckets)
 
     def rest(self) -> None:
         """The step is over: sharded parameters go to rest whatever was kept."""

@@ -10,6 +10,7 @@ from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.training.callback import Callback, Run
+from zerotrain.training.callbacks.record import environment
 from zerotrain.training.callbacks.stages import RunStages
 from zerotrain.training.clock import ModelFlops, StepClock
 from zerotrain.training.feed import TrainingFeed
@@ -41,6 +42,8 @@ class Measuring(Callback):
 
     def end(self, run: Run) -> None:
         """Note the speed and, after the last step, what is known then only: the weights, and what the ranks hold."""
+        graphs = {"replayed": run.engine.num_replayed, "reasons": run.engine.graph_reasons}
+        run.result.environment = environment(run.world.device) | {"graphs": graphs}
         if not run.stopped_by:
             self.usages = self.stages.note_usage(run)
             usage = self.usages[run.world.rank]

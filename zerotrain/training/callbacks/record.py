@@ -111,6 +111,7 @@ class StepRecord(Callback):
         """See `Callback.start`."""
         self._file = MetricsFile(run.folder / STEPS_NAME, append=run.step > 0)
         facts = environment(run.world.device) | {"ranks": run.world.size, "data": dict(self._sampler.fingerprint or {})}
+        facts["graphs"] = run.engine.options.config.graphs
         self._file.log({"start": facts | {"settings": run.settings}}, run.step)
 
     def after_step(self, run: Run, outcome: TrainStepResult) -> None:
@@ -151,8 +152,13 @@ def recorded(outcome: TrainStepResult) -> dict[str, Any]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The facts behind the bits of a step, beside its settings and data."""
+    """The facts behind the bits of a step, beside its settings and data. Attention is that which torch takes for heads
+    of 64 in bf16: another torch or cuDNN may take another, with other bits."""
+    heads = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
+    chosen = torch._fused_sdp_choice(heads, heads, heads, None, 0.0, True)
     return versions() | {
+        "attention": torch.nn.attention.SDPBackend(chosen).name.lower(),
+        "cudnn": torch.backends.cudnn.version(),
         "device": device_of(device).name.partition(",")[0],
         "machine": platform.machine(),
         "kernels": torch.backends.cpu.get_cpu_capability(),
