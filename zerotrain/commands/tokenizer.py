@@ -57,6 +57,8 @@ def train_tokenizer(data: dict[str, Any], out: Path, vocab_size: int, max_mb: fl
         ConfigError: a setting is wrong, the text cannot be read, or a package is missing.
     """
     from zerotrain.data import text_files
+    from zerotrain.data.tokenizer import cut_behind_word
+    from zerotrain.files.terminal import package
 
     if vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(f"--vocab-size: got {vocab_size}; it must be {MIN_VOCAB_SIZE} or more")
@@ -68,14 +70,14 @@ def train_tokenizer(data: dict[str, Any], out: Path, vocab_size: int, max_mb: fl
     def texts() -> Iterator[str]:
         share = min(1.0, max_mb * 1e6 / sum(file.stat().st_size for file in sources.files))
         for file in sources.files:
-            for piece in text_files.read_pieces(file, field=text_field, cut=_cut_behind_word):
+            for piece in text_files.read_pieces(file, field=text_field, cut=cut_behind_word):
                 yield piece.text.decode(errors="replace")
                 if piece.reached >= share * file.stat().st_size:
                     break
 
     try:
-        transformers = text_files.terminal.package("transformers", extra="hf", needed_by="zerotrain tokenizer")
-        tokenizers = text_files.terminal.package("tokenizers", extra="hf", needed_by="zerotrain tokenizer")
+        transformers = package("transformers", extra="hf", needed_by="zerotrain tokenizer")
+        tokenizers = package("tokenizers", extra="hf", needed_by="zerotrain tokenizer")
         text_field = data.get("text_field", "text")
         sources = text_files.find_sources(data.get("path"), text_field=text_field)
         print(sources, flush=True)
@@ -95,9 +97,3 @@ def train_tokenizer(data: dict[str, Any], out: Path, vocab_size: int, max_mb: fl
         raise ConfigError((str(error).splitlines() or [type(error).__name__])[0]) from error
     settings = (f"data.path={data.get('path') or 'null'}", f"data.tokenizer={out}", "data.vocab_size=null")
     return f"{model.get_vocab_size():,} tokens: {out}\ntrain with it: python launch.py {shlex.join(settings)}"
-
-
-def _cut_behind_word(text: bytes, low: int, high: int) -> tuple[int, int]:
-    """A cut before the last space or newline; anywhere in a text without them."""
-    place = max(text.rfind(b" ", low + 1, high), text.rfind(b"\n", low + 1, high))
-    return (high, high) if place < 0 else (place, place)

@@ -133,7 +133,13 @@ def read_rows(path: Path, *, start: int = 0, column: str | None = None) -> Itera
             return
         file, reached = _open_content(path, stack)
         if inner_suffix(path) == ".json":
-            for number, value in enumerate(_read_array(file, path)[start:], start=start + 1):
+            try:
+                rows = untrusted.parse_json(file.read(_ARRAY_NBYTES), Any)
+            except untrusted.UntrustedFileError as error:
+                problem = f"{error}; more than 1 GiB must be .jsonl"
+                raise ValueError(f"data.path: {path} cannot be read: {problem}") from error
+            rows = rows if isinstance(rows, list) else [rows]
+            for number, value in enumerate(rows[start:], start=start + 1):
                 yield FileRow(value, f"row {number}".format, number, reached())
         else:
             _go_to(file, start)
@@ -212,14 +218,6 @@ def _read_lines(file: BinaryIO, path: Path, start: int, reached: Callable[[], in
             with naming_row(path, place):
                 value = _parse_row(line_text)
             yield FileRow(value, place, position, reached())
-
-
-def _read_array(file: BinaryIO, path: Path) -> list[Any]:
-    try:
-        rows = untrusted.parse_json(file.read(_ARRAY_NBYTES), Any)
-    except untrusted.UntrustedFileError as error:
-        raise ValueError(f"data.path: {path} cannot be read: {error}; more than 1 GiB must be .jsonl") from error
-    return rows if isinstance(rows, list) else [rows]
 
 
 def _place_of_line(path: Path, offset: int) -> str:

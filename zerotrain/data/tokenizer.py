@@ -48,6 +48,12 @@ def cut_anywhere(text: bytes, low: int, high: int) -> tuple[int, int] | None:
     return high, high
 
 
+def cut_behind_word(text: bytes, low: int, high: int) -> tuple[int, int]:
+    """A cut before the last space or newline; anywhere in a text without them."""
+    place = max(text.rfind(b" ", low + 1, high), text.rfind(b"\n", low + 1, high))
+    return (high, high) if place < 0 else (place, place)
+
+
 class ExactPlace:
     """Cuts where a tokenizer gives the same tokens whole and cut.
 

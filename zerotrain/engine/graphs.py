@@ -447,7 +447,7 @@ class StepGraphs:
         return {
             "the shapes of micro-batches": (layout, shapes),
             "hyperparameters": hyperparameters,
-            "settings": (held.options.plan, torch.is_autocast_enabled(held.world.device.type)),
+            "settings": (held.options.plan, torch.is_autocast_enabled(str(held.world.device).partition(":")[0])),
             "attributes of the model": attributes,
             "buffers of the model": [buffer.data_ptr() for buffer in buffers],
         }, tensors

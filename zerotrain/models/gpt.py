@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from zerotrain.device.device import lies_on_host
 from zerotrain.device.kinds import device_of
 
 # Errors of models about wrong arguments: one sentence with the field, its value and the allowed ones.
@@ -263,7 +264,7 @@ class GPT(nn.Module):
         hidden = self.ln_f(hidden)
         multiple = self.vocab_multiple
         if isinstance(multiple, str):  # torch's compiler warns of the cache in device_of, which a plan alone needs
-            is_on_host = device_of(hidden.device).is_host if hidden.is_meta else hidden.is_cpu
+            is_on_host = device_of(hidden.device).is_host if hidden.is_meta else lies_on_host(hidden)
             multiple = 1 if is_on_host else MULTIPLE_ON_GPU
         weight, bias = with_whole_multiple(self.wte.weight, multiple)
         if labels is not None and self.loss_chunks > 1:

@@ -443,7 +443,11 @@ class Rehearsal:
             sent = engine.ledger.last_step.sent_nbytes + theory(leaves * accumulated) - theory(num)
             peak = mode.peak_nbytes + self._others_nbytes() + SMALL_NBYTES * min(engine.world.size, 2)
             if self._config.launch.graphs != "off" and not device_of(engine.world.device).is_host:
-                peak += self._evaluation_nbytes(rows[0])
+                # Graphs keep the memory of a step for themselves: an evaluation takes its own.
+                mode.begin(engine)
+                with torch.no_grad():
+                    call_model(engine, rows[0])
+                peak += sum(mode.at_peak.get(kind, 0) for kind in (OTHERS, "gathered"))
         placed, saved = self._placed_nbytes()
         largest_unit = 0
         for unit in engine.schedule.units:
@@ -469,13 +473,6 @@ class Rehearsal:
             unknown_because=failed,
             recomputes=bool(self._config.switches("model")["activation_checkpointing"]),
         )
-
-    def _evaluation_nbytes(self, rows: Any) -> int:
-        """Bytes that an evaluation takes for a moment. Graphs keep the memory of a step for themselves."""
-        self._mode.begin(self.engine)
-        with torch.no_grad():
-            call_model(self.engine, rows)
-        return sum(self._mode.at_peak.get(kind, 0) for kind in (OTHERS, "gathered"))
 
     def _saved_moved(self) -> tuple[int, int]:
         """Bytes (fetched, stored) so far for the backwards, in each micro-batch as much."""

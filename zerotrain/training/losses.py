@@ -206,19 +206,15 @@ def add_loss(model: nn.Module, function: Callable[..., Any], target: str | None)
             instead = "give a function of your own, called as loss(outputs, batch)"
             raise ValueError(f"{loss.name} takes more than outputs and a target; {instead}") from error
     reduction, count = getattr(function, "reduction", "mean"), None
-    if reduction == "mean" and isinstance(function, (*OF_CLASSES, *OF_ELEMENTS)):
+    is_known = reduction == "mean" and isinstance(function, (*OF_CLASSES, *OF_ELEMENTS))
+    if is_known or callable(getattr(function, fetch.LOSS_COUNT, None)):
         count = _count
-    elif callable(getattr(function, fetch.LOSS_COUNT, None)):
-        count = _own_count
     says = {fetch.LOSS_OVER: fetch.SUM if reduction == "sum" else fetch.MODEL if count else fetch.AUTO}
     body = {"__module__": kind.__module__, "__doc__": kind.__doc__, fetch.LOSS_COUNT: count}
     model.__class__ = type(kind.__name__, (_WithLoss, kind), body | says)
     vars(model)["config_loss"] = loss  # no module of the model: its names stay
 
 
-def _count(self: Any, *parts: Any, **named: Any) -> float:
-    return self.config_loss.count(named or parts)
-
-
-def _own_count(self: Any, *parts: Any, **named: Any) -> Any:
-    return self.config_loss.function.loss_count(named or parts)
+def _count(self: Any, *parts: Any, **named: Any) -> Any:
+    loss = self.config_loss
+    return getattr(loss.function, fetch.LOSS_COUNT, loss.count)(named or parts)

@@ -72,7 +72,7 @@ FAULTS = {
     ),
     "order-as-a-sum": Fault(
         "Journal.note",
-        Swap("self._orders[kind] * 1000003", "self._orders[kind]"),
+        Swap("into[kind] * _FACTOR", "into[kind]"),
         "another order is not told apart",
         "unit/comm/test_ledger.py::test_within_a_kind_names_order_and_number_tell_apart",
     ),

@@ -1,6 +1,6 @@
 """The lines of a run in a terminal: its description before the first step, and its progress."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,7 +226,15 @@ class ShowStart(Callback):
                 label = "" if number else name
                 run.console.print(Text.assemble((f"{label:<{INDENT}}", "bold"), part), soft_wrap=True)
         if callable(getattr(dataset, "example", None)):
-            run.console.print(_example(dataset.example(), in_colour=run.console.color_system is not None))
+            in_colour = run.console.color_system is not None
+            text = Text.assemble(
+                ("learns the green parts of\n" if in_colour else "learns the parts in >> << of\n", "bold")
+            )
+            for part, is_learnt in dataset.example():
+                shown = printable(part, MAX_PART, keep="\n")
+                marked = f">>{shown}<<" if is_learnt and not in_colour else shown
+                text.append(marked, "green" if is_learnt else "dim")
+            run.console.print(text)
 
     def _eval_rows(self, rows: Any) -> str:
         """How many rows an evaluation reads, and of how many."""
@@ -244,15 +252,6 @@ def _data(dataset: Any) -> str:
         count = f"{len(part):,} sequences" if tokens is None else f"{len(part) * tokens:,} tokens"
         pieces.append(f"{count} {purpose}")
     return ", ".join(pieces)
-
-
-def _example(parts: Sequence[tuple[str, bool]], *, in_colour: bool) -> Text:
-    """A text of which some parts are learnt: those are green, or between marks."""
-    text = Text.assemble(("learns the green parts of\n" if in_colour else "learns the parts in >> << of\n", "bold"))
-    for part, is_learnt in parts:
-        shown = printable(part, MAX_PART, keep="\n")
-        text.append(f">>{shown}<<" if is_learnt and not in_colour else shown, "green" if is_learnt else "dim")
-    return text
 
 
 def _warning(train: Any, num_rows: int) -> str:
