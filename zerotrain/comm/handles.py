@@ -127,10 +127,10 @@ class Handle(ABC):
 
     kind: ClassVar[str]
     """Its name in errors."""
-    ledger_kind: ClassVar[str]
+    ledger_kind: str
     """Its name in the ledger."""
     is_local: ClassVar[bool] = False
-    """Whether nothing is ever sent: the ledger does not count it, and nothing is waited for."""
+    """Whether it sends nothing itself: the ledger does not count it, and nothing of its own is waited for."""
 
     def __init__(self, spec: HandleSpec) -> None:
         self.name, self._journal, self.sent_nbytes = spec.name, spec.journal, spec.sent_nbytes
@@ -316,6 +316,97 @@ class Reduction(Handle):
 
     def _complete(self) -> None:
         self._full = None
+
+
+class Relayed(Handle):
+    """A collective along two axes of a mesh: two handles, the second of which sends what the first has brought.
+
+    The host issues the second, and waits for the first before. All ranks must do so in one order: by `pass_on`, at a
+    place that they all come to, or by a wait there.
+    """
+
+    is_local = True
+    _first: Handle
+    _second: Handle
+
+    def pass_on(self) -> None:
+        """Wait for the first, if it is under way, and issue the second."""
+        if self._first.is_under_way:
+            self._first.finish()
+            self._issue_second()
+
+    def is_done(self) -> bool:
+        """See `Handle.is_done`."""
+        return self._second.is_under_way and self._second.is_done()
+
+    def wait(self) -> None:
+        """See `Handle.wait`."""
+        self.pass_on()
+        self._second.wait()
+
+    def _prepare(self) -> None:
+        self._first.prepare()
+        self._second.prepare()
+
+    def _complete(self) -> None:
+        self.wait()
+        self._second.finish()
+        super()._complete()
+
+    def _withdraw(self) -> None:
+        self._first.withdraw()
+        self._second.withdraw()
+
+    @abstractmethod
+    def _issue_second(self) -> None:
+        """The first is finished."""
+
+
+class RelayedGather(Relayed, Gather):
+    """A gather across into this rank's part of `full`, then one inside of the parts."""
+
+    def __init__(self, spec: GatherSpec, first: Gather, second: Gather) -> None:
+        super().__init__(spec)
+        self._first: Gather = first
+        self._second: Gather = second
+
+    def _issue(self) -> None:
+        self._first.issue()
+
+    def _issue_second(self) -> None:
+        self._second.issue()
+
+
+class RelayedReduction(Relayed, Reduction):
+    """A reduction inside to the sum of this rank's part, then one across of these sums to the mean.
+
+    Args:
+        spec: with a pool of the dtype that sums are sent in. Where that is the dtype of what is reduced, the sum lies
+            in it at this rank's part.
+        part: of what is reduced.
+    """
+
+    def __init__(self, spec: ReductionSpec, first: Reduction, second: Reduction, part: slice) -> None:
+        super().__init__(spec)
+        self._first: Reduction = first
+        self._second: Reduction = second
+        self._part = part
+
+    def _issue(self) -> None:
+        assert self._full is not None
+        own = self._full[self._part]
+        if own.dtype != self._pool.dtype:
+            own = self._borrow(own.numel() // self.out.numel()).view(-1)
+        self._first.out = own
+        self._first.issue(self._full)
+
+    def _issue_second(self) -> None:
+        self._second.issue(self._first.out)
+
+    def _complete(self) -> None:
+        super()._complete()
+        if self._received is not None:
+            self._give_back()
 
 
 @dataclass(frozen=True)

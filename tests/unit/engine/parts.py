@@ -85,6 +85,7 @@ class OneBucket:
             collectives=self.collectives,
             pool=self.pool,
             wire_pool=self.pool,
+            sums_pool=ScratchPool(dtype=torch.float32, device=CPU),
         )
 
     def flat(self, values: Sequence[torch.Tensor | float | None]) -> torch.Tensor:

@@ -184,6 +184,7 @@ class BucketGradient:
         collectives: Collectives,
         pool: ScratchPool,
         wire_pool: ScratchPool,
+        sums_pool: ScratchPool,
     ) -> None:
         self.spec = spec
         self.layout = layout
@@ -217,6 +218,7 @@ class BucketGradient:
             options=options,
             collectives=collectives,
             wire_pool=wire_pool,
+            sums_pool=sums_pool,
         )
 
     @property

@@ -3,7 +3,7 @@
 import torch
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import Scratch, ScratchPool
+from zerotrain.comm.handles import Gather, Relayed, Scratch, ScratchPool
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.norm import block_squares
 from zerotrain.engine.model.forward import named_range
@@ -18,6 +18,7 @@ class BucketReduction:
         whole: (padded_numel,) around the shard, where gradients are replicated; None where they are sharded.
         master: the dtype that the parts of several backwards are added in.
         wire_pool: lends buffers of the dtype that is sent.
+        sums_pool: lends buffers of the master dtype, which sums of several ranks are sent in.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class BucketReduction:
         options: EngineOptions,
         collectives: Collectives,
         wire_pool: ScratchPool,
+        sums_pool: ScratchPool,
     ) -> None:
         self._name, self._master, self._wire_pool = name, master, wire_pool
         self.shard = shard
@@ -37,6 +39,8 @@ class BucketReduction:
         on_host, clips = device_of(shard.device).is_host, options.config.max_grad_norm is not None
         self.has_exact_norm = clips if on_host else options.ordered
         """Whether squares beyond fp32 are finite in the norm."""
+        self.sums_itemsize = (sums_pool if options.ordered else wire_pool).dtype.itemsize
+        """Bytes of an element of a sum of several ranks, on its way to their replicas."""
         self.completes = True
         """Whether the reduction under way, or the last, is of the step's last backward."""
         self._widened: Scratch | None = None
@@ -45,11 +49,12 @@ class BucketReduction:
         """(shard_numel,) master dtype: what the backwards of this step have reduced, from the second on."""
         self._squares: torch.Tensor | None = None
         """The result of `take_squares` to come, where a gather is under way."""
-        self.handle = collectives.reduction(name, shard, wire_pool, leaves_per_rank=options.leaves_per_rank)
+        leaves = options.leaves_per_rank
+        self.handle = collectives.reduction(name, shard, wire_pool, sums=sums_pool, leaves_per_rank=leaves)
         """To be prepared before anything of the other ranks may come: maybe before this rank's own part."""
         self._updated = shard if whole is None or options.plan.shards_optimizer else whole
         """The gradient for this rank's optimizer."""
-        self._gather = None
+        self._gather: Gather | None = None
         if whole is not None and not options.plan.shards_optimizer:
             self._gather = collectives.gather(f"the gradient of {name}", whole, shard)
 
@@ -62,6 +67,11 @@ class BucketReduction:
     def ends_with_gather(self) -> bool:
         """Whether the reduced shards are gathered at once, since the optimizer is replicated."""
         return self._gather is not None and self.completes
+
+    @property
+    def relayed_gather(self) -> Relayed | None:
+        """The gather of the reduced shards, if it goes along two axes."""
+        return self._gather if isinstance(self._gather, Relayed) else None
 
     def keep_sum(self) -> None:
         """Another backward will be reduced: keep what those before it came to."""

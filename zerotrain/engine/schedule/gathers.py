@@ -27,7 +27,9 @@ class Gathers:
         self.frees_after_use = self.plan.shards_parameters and options.zero.reshard_after_forward
         """Whether a unit's parameters are freed behind its forward, and gathered anew for its backward."""
         self._units, self._buckets = units, buckets
-        self._gathers_updated = self.plan.shards_optimizer and not self.plan.shards_parameters
+        self._has_refreshes = any(bucket.weights.refresh is not None for bucket in buckets)
+        self._gathers_updated = self._has_refreshes or (self.plan.shards_optimizer and not self.plan.shards_parameters)
+        self._are_relayed = any(bucket.weights.is_relayed for bucket in buckets)
         self._running: list[LiveUnit] = []
         """The units with their forward under way, outermost first."""
         self._in_backward: LiveUnit | None = None
@@ -150,8 +152,12 @@ class Gathers:
 
     def gather_updated(self, bucket: Bucket) -> None:
         """This bucket was updated: issue the gather for the next forward."""
-        if self._gathers_updated:
+        if not self._gathers_updated:
+            return
+        if (refresh := bucket.weights.refresh) is None:
             bucket.weights.start_gather()
+        elif not bucket.weights.home.moves:
+            refresh.issue()
 
     # ---- at any time
 
@@ -174,11 +180,15 @@ class Gathers:
                 bucket.weights.finish_gather()
 
     def rest(self) -> None:
-        """The step is over: sharded parameters go to rest whatever was kept."""
+        """The step is over: sharded parameters go to rest whatever was kept. Gathers of others along two axes begin
+        their second: a rank may wait for them alone, as where it reads a weight between two steps."""
         if self.plan.shards_parameters:
             for bucket in self._buckets:
                 bucket.awaits_backward = False
             _rest(self._buckets)
+        elif self._are_relayed:
+            for bucket in self._buckets:
+                bucket.weights.pass_on()
 
     def free(self) -> None:
         """The step is given up: as `rest`, but a forward before it may still have its backward. A loop for torch calls
