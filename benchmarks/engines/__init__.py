@@ -45,6 +45,8 @@ class EngineSpec:
     compiles: bool = True
     """Whether torch.compile works with it."""
     options: dict[str, Any] = field(default_factory=dict)
+    is_for_hosts: bool = False
+    """Whether it is another way only on several hosts; "all" leaves it out."""
 
     def load(self) -> None:
         """Import the library, so that its own memory and time are not counted as the engine's."""
@@ -93,6 +95,24 @@ ENGINES = {
     ),
     "fsdp2_kept": EngineSpec("FSDP2, not resharded", "benchmarks.engines.fsdp2", 2, options={"reshard": False}),
     "fsdp2": EngineSpec("FSDP2, resharded", "benchmarks.engines.fsdp2", 3, options={"reshard": True}),
+    "fsdp2_mesh": EngineSpec(
+        "FSDP2, resharded, hosts x ranks",
+        "benchmarks.engines.fsdp2",
+        3,
+        options={"reshard": True, "by_host": True},
+        is_for_hosts=True,
+    ),
+}
+ENGINES |= {
+    f"zero{stage}_mesh": EngineSpec(
+        f"zerotrain stage {stage}, hosts x ranks",
+        "benchmarks.engines.ours",
+        stage,
+        is_ours=True,
+        options={"stage": stage, "shard_size": "host"},
+        is_for_hosts=True,
+    )
+    for stage in (2, 3)
 }
 ENGINES |= {
     f"deepspeed{stage}": EngineSpec(
@@ -126,7 +146,8 @@ def choose_engines(wanted: str, precision: str, *, compiled: bool = False) -> tu
     """
     names = wanted.split(",")
     if wanted == "all":
-        fitting = {name: spec for name, spec in ENGINES.items() if precision in spec.precisions}
+        able = {name: spec for name, spec in ENGINES.items() if not spec.is_for_hosts}
+        fitting = {name: spec for name, spec in able.items() if precision in spec.precisions}
         names = [name for name, spec in fitting.items() if spec.compiles or not compiled]
     for name in names:
         if name not in ENGINES:
