@@ -146,8 +146,8 @@ def choose_engines(wanted: str, precision: str, *, compiled: bool = False) -> tu
     """
     names = wanted.split(",")
     if wanted == "all":
-        able = {name: spec for name, spec in ENGINES.items() if not spec.is_for_hosts}
-        fitting = {name: spec for name, spec in able.items() if precision in spec.precisions}
+        usual = {name: spec for name, spec in ENGINES.items() if not spec.is_for_hosts}
+        fitting = {name: spec for name, spec in usual.items() if precision in spec.precisions}
         names = [name for name, spec in fitting.items() if spec.compiles or not compiled]
     for name in names:
         if name not in ENGINES:

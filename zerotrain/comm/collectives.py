@@ -178,8 +178,8 @@ class Collectives:
         name: str,
         out: torch.Tensor,
         pool: handles.ScratchPool,
-        *,
         sums: handles.ScratchPool | None = None,
+        *,
         leaves_per_rank: int = 1,
     ) -> Reduction:
         """A handle on the mean over all leaves; `out` gets this rank's shard. It is sent in the dtype of `pool`, and

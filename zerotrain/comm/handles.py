@@ -326,40 +326,46 @@ class Relayed(Handle):
     """
 
     is_local = True
-    _first: Handle
-    _second: Handle
+    _first: Any
+    _second: Any
+    _sent: tuple[torch.Tensor, ...] = ()
+    """What the first is told to send."""
+    _passed_on: tuple[torch.Tensor, ...] = ()
+    """What the second is told to send."""
+
+    def prepare(self) -> None:
+        """See `Handle.prepare`."""
+        self._first.prepare()
+        self._second.prepare()
+
+    def _issue(self) -> None:
+        self._first.issue(*self._sent)
 
     def pass_on(self) -> None:
         """Wait for the first, if it is under way, and issue the second."""
         if self._first.is_under_way:
             self._first.finish()
-            self._issue_second()
+            self._second.issue(*self._passed_on)
 
     def is_done(self) -> bool:
         """See `Handle.is_done`."""
-        return self._second.is_under_way and self._second.is_done()
+        return bool(self._second.is_under_way and self._second.is_done())
 
     def wait(self) -> None:
         """See `Handle.wait`."""
         self.pass_on()
         self._second.wait()
 
-    def _prepare(self) -> None:
-        self._first.prepare()
-        self._second.prepare()
-
-    def _complete(self) -> None:
+    def finish(self) -> None:
+        """See `Handle.finish`."""
         self.wait()
         self._second.finish()
-        super()._complete()
+        self.is_under_way = False
 
-    def _withdraw(self) -> None:
+    def withdraw(self) -> None:
+        """See `Handle.withdraw`."""
         self._first.withdraw()
         self._second.withdraw()
-
-    @abstractmethod
-    def _issue_second(self) -> None:
-        """The first is finished."""
 
 
 class RelayedGather(Relayed, Gather):
@@ -367,14 +373,7 @@ class RelayedGather(Relayed, Gather):
 
     def __init__(self, spec: GatherSpec, first: Gather, second: Gather) -> None:
         super().__init__(spec)
-        self._first: Gather = first
-        self._second: Gather = second
-
-    def _issue(self) -> None:
-        self._first.issue()
-
-    def _issue_second(self) -> None:
-        self._second.issue()
+        self._first, self._second = first, second
 
 
 class RelayedReduction(Relayed, Reduction):
@@ -388,25 +387,25 @@ class RelayedReduction(Relayed, Reduction):
 
     def __init__(self, spec: ReductionSpec, first: Reduction, second: Reduction, part: slice) -> None:
         super().__init__(spec)
-        self._first: Reduction = first
-        self._second: Reduction = second
-        self._part = part
+        self._first, self._second, self._part = first, second, part
 
-    def _issue(self) -> None:
-        assert self._full is not None
-        own = self._full[self._part]
+    def issue(self, full: torch.Tensor) -> None:
+        """See `Reduction.issue`."""
+        own = full[self._part]
         if own.dtype != self._pool.dtype:
-            own = self._borrow(own.numel() // self.out.numel()).view(-1)
+            self._received = self._pool.take(own.numel())
+            own = self._received.storage[: own.numel()]
         self._first.out = own
-        self._first.issue(self._full)
+        self._sent, self._passed_on = (full,), (own,)
+        self._issue_noted()
 
-    def _issue_second(self) -> None:
-        self._second.issue(self._first.out)
-
-    def _complete(self) -> None:
-        super()._complete()
+    def finish(self) -> None:
+        """See `Handle.finish`."""
+        super().finish()
+        self._sent = self._passed_on = ()
         if self._received is not None:
-            self._give_back()
+            self._pool.give_back(self._received)
+            self._received = None
 
 
 @dataclass(frozen=True)

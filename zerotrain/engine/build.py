@@ -199,9 +199,7 @@ class Builder:
                 layout,
                 options=self._options,
                 collectives=self._collectives,
-                pool=self._pools.pool_of(spec.dtype),
-                wire_pool=self._pools.pool_of(precision.master if self._options.sends_masters else spec.dtype),
-                sums_pool=self._pools.pool_of(precision.master),
+                pools=self._pools,
             )
             update = BucketUpdate(
                 layout,

@@ -121,11 +121,18 @@ class BoardEnd:
 
     def shards(self) -> Shards:
         """The ranks of the board."""
-        return Shards(self.rank, self.board.size, make_wire=lambda _ordered: self.wire(), make_axis=self._axis)
 
-    def _axis(self, ranks: Sequence[int]) -> Shards:
-        board, place = self.board.axis(ranks), ranks.index(self.rank)
-        return BoardEnd(board, place, device=str(self.device), delay_s=self.delay_s, is_done=self.is_done).shards()
+        def axis(ranks: Sequence[int]) -> Shards:
+            end = BoardEnd(
+                self.board.axis(ranks),
+                ranks.index(self.rank),
+                device=str(self.device),
+                delay_s=self.delay_s,
+                is_done=self.is_done,
+            )
+            return end.shards()
+
+        return Shards(self.rank, self.board.size, make_wire=lambda _ordered: self.wire(), make_axis=axis)
 
     def wire(self) -> Wire:
         """The wire of this rank's engines."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import Gather, Relayed
+from zerotrain.comm.handles import Gather
 from zerotrain.engine.buckets.home import Homes
 from zerotrain.engine.buckets.life import WEIGHT_TRANSITIONS, Life, WeightState
 from zerotrain.engine.model.forward import named_range
@@ -71,15 +71,15 @@ class BucketWeights:
             self._part_range = layout.part(rank)
             self.part = self.shard = whole[self._part_range].clone()
             """Compute dtype, the parameters that this rank holds; `shard` is a view of it where it has replicas."""
-            self._gather = collectives.gather_inside(spec.name, whole, self.part)
+            self.gather = collectives.gather_inside(spec.name, whole, self.part)
             if collectives.across.size > 1:
                 self.shard = self.part[self._own_in_part]
                 self.refresh = collectives.gather_across(spec.name, self.part, self.shard)
         else:
-            self._gather = collectives.gather(spec.name, whole, self.shard)
+            self.gather = collectives.gather(spec.name, whole, self.shard)
         self.home = homes.of_shard(plan, self.part)
         if self.refresh is not None:
-            self.home.tell(self._follow_part)
+            self.home.tell(self.follow_part)
         self.home.put_away()
         self.home.forget()
 
@@ -88,7 +88,7 @@ class BucketWeights:
         start = self._part_range.start
         return slice(self.own.start - start, self.own.stop - start)
 
-    def _follow_part(self) -> None:
+    def follow_part(self) -> None:
         """The part has other memory under it: so has the shard in it."""
         self.shard.data = self.part[self._own_in_part]
 
@@ -112,20 +112,10 @@ class BucketWeights:
         # A unit without a call since the last step has not waited for that step's gather.
         self.finish_gather()
         if self.refresh is None:
-            self._gather.prepare()
+            self.gather.prepare()
         elif not self.home.moves:
             self.refresh.finish()
             self.refresh.prepare()
-
-    def pass_on(self) -> None:
-        """Let a gather along two axes begin its second; all ranks do it in the order of the buckets."""
-        if isinstance(self._gather, Relayed):
-            self._gather.pass_on()
-
-    @property
-    def is_relayed(self) -> bool:
-        """Whether its gather goes along two axes."""
-        return isinstance(self._gather, Relayed)
 
     def fetch_shard(self) -> None:
         """Begin to bring the shard to the device, for a gather to come soon."""
@@ -143,14 +133,14 @@ class BucketWeights:
         with named_range("gather", self.spec.name):
             if self.home.moves:
                 self.home.open()
-            self._gather.issue()
+            self.gather.issue()
 
     def finish_gather(self) -> None:
         """Wait for the gather under way, if any, and give the parameters their class back."""
         if self.life.state is not WeightState.GATHERING:
             return
         with named_range("wait for gather", self.spec.name):
-            self._gather.finish()
+            self.gather.finish()
             if self.home.moves:
                 self.home.close(changed=False)
         self.life.become(WeightState.FULL)
@@ -214,7 +204,7 @@ class BucketWeights:
 
     def drain(self) -> None:
         """Wait for the gather under way, or prepared in a failed update, on all ranks alike."""
-        if self._gather.is_prepared:
+        if self.gather.is_prepared:
             self.reshard()
             self.start_gather()
         if self.refresh is not None and self.refresh.is_prepared:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from zerotrain.comm.handles import Relayed
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.buckets.life import Phase, WeightState
 from zerotrain.engine.options import EngineOptions
@@ -29,7 +30,7 @@ class Gathers:
         self._units, self._buckets = units, buckets
         self._has_refreshes = any(bucket.weights.refresh is not None for bucket in buckets)
         self._gathers_updated = self._has_refreshes or (self.plan.shards_optimizer and not self.plan.shards_parameters)
-        self._are_relayed = any(bucket.weights.is_relayed for bucket in buckets)
+        self._relayed = [handle for bucket in buckets if isinstance(handle := bucket.weights.gather, Relayed)]
         self._running: list[LiveUnit] = []
         """The units with their forward under way, outermost first."""
         self._in_backward: LiveUnit | None = None
@@ -186,9 +187,8 @@ class Gathers:
             for bucket in self._buckets:
                 bucket.awaits_backward = False
             _rest(self._buckets)
-        elif self._are_relayed:
-            for bucket in self._buckets:
-                bucket.weights.pass_on()
+        for gather in self._relayed:
+            gather.pass_on()
 
     def free(self) -> None:
         """The step is given up: as `rest`, but a forward before it may still have its backward. A loop for torch calls

@@ -42,8 +42,10 @@ class Reductions:
         self.trained = trained
         self.squares = StepSquares()
         """Squares of the gradients reduced by the last completing backward: of every bucket, once it is finished."""
-        relayed = [bucket.gradient.reduction.relayed_gather for bucket in trained]
-        self._relayed_gathers = [gather for gather in relayed if gather is not None]
+        self._relayed_gathers: list[Relayed] = []
+        for bucket in trained:
+            if isinstance(gather := bucket.gradient.reduction.gather, Relayed):
+                self._relayed_gathers.append(gather)
         self._under_way = Backward()
         """The backward under way, or the last."""
         self._units_of = units_of
