@@ -140,6 +140,11 @@ UNITS = Rule(
     "auto or a list of module name patterns such as [blocks.*]",
     lambda value: value == "auto" or (_are_patterns(value) and bool(value)),
 )
+HOST = "host"
+SHARD_SIZE = Rule(
+    "a power of two of ranks, 2 or more, host, or null for all ranks",
+    lambda size: size in (None, HOST) or (type(size) is int and size > 1 and size & (size - 1) == 0),
+)
 KEPT = Rule("a list of name patterns such as ['*norm*']", _are_patterns)
 LOSS_SCALE = Rule("a power of two from 1 to 2**32", lambda value: 1 <= value <= 2**32 and math.frexp(value)[0] == 0.5)
 TIER = one_of("device", "cpu", "disk")
@@ -234,6 +239,10 @@ class ZeroConfig:
     """Update with AdamW in one compiled pass that widens the gradient, clips it, updates and rounds the weight: other
     bits than torch's AdamW, the same at every stage, and in 16 bits a third less memory traffic. Needs a C++ compiler;
     the first step takes longer."""
+    shard_size: Any = setting(None, SHARD_SIZE, SENT)
+    """So many neighbouring ranks hold sharded parameters once, a power of two that divides the ranks; host: those of
+    one host. Gradients are added among these ranks first, and only sums go to the others: as many times fewer bytes
+    between hosts, with the same bits. Gradients and optimizer state stay sharded over all ranks. null: all ranks."""
 
     @property
     def unit_patterns(self) -> list[str] | None:

@@ -49,6 +49,8 @@ class EngineSpec:
     """Steps before one is recorded as a CUDA graph; None: none is."""
     whole_step: bool = True
     """Whether the graph has the optimizer's step too."""
+    is_for_hosts: bool = False
+    """Whether it is another way only on several hosts; "all" leaves it out."""
 
     def load(self) -> None:
         """Import the library, so that its own memory and time are not counted as the engine's."""
@@ -103,6 +105,24 @@ ENGINES = {
     ),
     "fsdp2_kept": EngineSpec("FSDP2, not resharded", "benchmarks.engines.fsdp2", 2, options={"reshard": False}),
     "fsdp2": EngineSpec("FSDP2, resharded", "benchmarks.engines.fsdp2", 3, options={"reshard": True}),
+    "fsdp2_mesh": EngineSpec(
+        "FSDP2, resharded, hosts x ranks",
+        "benchmarks.engines.fsdp2",
+        3,
+        options={"reshard": True, "by_host": True},
+        is_for_hosts=True,
+    ),
+}
+ENGINES |= {
+    f"zero{stage}_mesh": EngineSpec(
+        f"zerotrain stage {stage}, hosts x ranks",
+        "benchmarks.engines.ours",
+        stage,
+        is_ours=True,
+        options={"stage": stage, "shard_size": "host"},
+        is_for_hosts=True,
+    )
+    for stage in (2, 3)
 }
 NUM_EAGER_STEPS, NUM_EAGER_STEPS_OF_DDP = 3, 11
 """DDP looks at its buckets in the first ones, say torch's notes on CUDA graphs."""
@@ -149,11 +169,8 @@ def choose_engines(wanted: str, precision: str, *, compiled: bool = False) -> tu
     """
     names = wanted.split(",")
     if wanted == "all":
-        fitting = {
-            name: spec
-            for name, spec in ENGINES.items()
-            if precision in spec.precisions and spec.num_eager_steps is None
-        }
+        usual = {name: spec for name, spec in ENGINES.items() if not spec.is_for_hosts and spec.num_eager_steps is None}
+        fitting = {name: spec for name, spec in usual.items() if precision in spec.precisions}
         names = [name for name, spec in fitting.items() if spec.compiles or not compiled]
     for name in names:
         if name not in ENGINES:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from benchmarks.engines.plain import TorchTraining, adamw
 from benchmarks.workload import Workload
+from zerotrain.comm.hosts import host_name
 from zerotrain.models import GPT
 
 
@@ -28,13 +29,19 @@ class FsdpTraining(TorchTraining):
         return nullcontext()
 
 
-def build(model: GPT, workload: Workload, *, reshard: bool) -> FsdpTraining:
+def build(model: GPT, workload: Workload, *, reshard: bool, by_host: bool = False) -> FsdpTraining:
     """Shard parameters, gradients and optimizer state.
 
     Args:
         reshard: free parameters between a block's forward and its backward (ZeRO stage 3).
+        by_host: shard over the ranks of a host, and replicate on each.
     """
     mesh = init_device_mesh(workload.device, (dist.get_world_size(),))
+    if by_host:
+        hosts: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(hosts, host_name())
+        shape = (len(set(hosts)), hosts.count(hosts[0]))
+        mesh = init_device_mesh(workload.device, shape, mesh_dim_names=("replicate", "shard"))
     # The tutorial reduces in fp32; in bf16, as our engine does, fewer bytes are sent.
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     policy = bf16 if workload.precision == "bf16" else MixedPrecisionPolicy()

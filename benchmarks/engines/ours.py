@@ -48,12 +48,12 @@ def current_world(device: torch.device) -> World:
     )
 
 
-def build(model: nn.Module, workload: Workload, *, stage: int) -> ZerotrainTraining:
+def build(model: nn.Module, workload: Workload, *, stage: int, shard_size: str | None = None) -> ZerotrainTraining:
     """Train by our engine at a ZeRO stage; weight decay on every parameter, as AdamW does by itself."""
     engine = build_engine(
         model,
         optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),
-        zero=ZeroConfig(stage=stage, bucket_mb=workload.bucket_mb),
+        zero=ZeroConfig(stage=stage, bucket_mb=workload.bucket_mb, shard_size=shard_size),
         precision=workload.precision,
         # What fake ranks gather may be no numbers: with torch 2.11 stage 3 in bf16 ended so, after 20 steps in a row.
         max_skipped_steps=1_000_000 if dist.get_backend() == "fake" else 20,

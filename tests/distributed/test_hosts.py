@@ -1,6 +1,7 @@
 """Ranks of several hosts, each in a network namespace of its own: the bytes from host to host, and the bits."""
 
 import ctypes
+import functools
 import os
 import time
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, place, reference_weights, sha256, train
 
+import zerotrain
 from benchmarks.errors import BenchmarkError
 from benchmarks.network import Host, Network, link, sent_nbytes
 from zerotrain import World
@@ -51,7 +53,26 @@ def in_a_namespace(network: Network, store: str) -> dict[str, Any]:
     return {
         "sent": bytes_sent(collectives, str(host.interface)),
         "weights": [train(case).weights_sha256() for case in IN_NAMESPACES],
+        "step": [bytes_of_step(stage, str(host.interface)) for stage in (2, 3)],
     }
+
+
+def bytes_of_step(stage: int, interface: str) -> tuple[int, int]:
+    """By this host, in a step of a model of NUMEL elements whose parameters each host holds once; and the formula."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(NUMEL // 512**2)))
+    engine = zerotrain.build_engine(
+        model,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        zero=ZeroConfig(stage, bucket_mb=1, shard_size="host"),
+    )
+    assert engine.collectives.inside.size == 2
+    before = once_quiet(interface)
+    engine.backward(engine(torch.ones(2, 512)).sum())
+    engine.step()
+    sent = once_quiet(interface) - before
+    assert engine.ledger.last_step.across_nbytes == engine.theoretical_across_nbytes(1)
+    return sent, 2 * engine.theoretical_across_nbytes(1)
 
 
 def bytes_sent(collectives: Collectives, interface: str) -> dict[str, int]:
@@ -84,7 +105,7 @@ def once_quiet(interface: str) -> int:
 
 @pytest.mark.case(
     "hosts: Ranks of several hosts",
-    "bytes from host to host",
+    "bytes from host to host, and of a step with `zero.shard_size=host`",
     "what theory says, read from the interface of two network namespaces, and the bits of plain PyTorch",
 )
 def test_between_hosts_that_are_namespaces_goes_what_theory_says_and_the_bits_are_those_of_plain_pytorch(
@@ -103,3 +124,6 @@ def test_between_hosts_that_are_namespaces_goes_what_theory_says_and_the_bits_ar
     for said in ranks:
         assert said["weights"] == [sha256(reference_weights(case, 4)) for case in IN_NAMESPACES]
         assert said["sent"] == pytest.approx(theory, rel=0.05)
+        for sent, theory_of_step in said["step"]:
+            assert theory_of_step == whole  # 2 ranks of 2 (P / 2) (1 - 2 / 4) each
+            assert whole <= sent <= 1.02 * whole

@@ -11,8 +11,17 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zerotrain.comm import handles, wires
-from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Reduction, ReductionSpec, Wire
-from zerotrain.comm.ledger import Journal, Ledger, Notes, OtherNamesError, gather_framed
+from zerotrain.comm.handles import (
+    Exchange,
+    ExchangeSpec,
+    Gather,
+    GatherSpec,
+    Reduction,
+    ReductionSpec,
+    Wire,
+)
+from zerotrain.comm.hosts import host_name
+from zerotrain.comm.ledger import ACROSS, Journal, Ledger, Notes, OtherNamesError, gather_framed
 from zerotrain.comm.whereabouts import by_rank
 from zerotrain.comm.world import Shards, World, backend_of
 from zerotrain.device.kinds import device_of
@@ -86,7 +95,9 @@ T = TypeVar("T")
 class Collectives:
     """The collectives of an engine over the shards of a `World`. Each collective has a `name`, the same on every rank.
 
-    Handles are made in the same order on every rank.
+    Handles are made in the same order on every rank. On a mesh of shards x replicas a gather goes across and then
+    inside, a reduction inside and then across: inside are neighbours, so a rank has the root of a whole subtree to send
+    across, and the bits are those of one axis.
 
     Args:
         ledger: counts calls and bytes.
@@ -101,15 +112,37 @@ class Collectives:
         self.ledger = ledger
         self.journal = Journal(ledger, world.whereabouts, overlap=overlap, overdue=world.overdue)
         """The record of all collectives of this engine."""
-        with world.whereabouts.blame_others("comparison of where ranks are"):
-            if world.shards.make_wire is not None:
-                self._wire = world.shards.make_wire(ordered)
-            elif world.shards.size == 1:
-                self._wire = _wire_of_one_rank()
-            else:
-                self._wire = process_groups(world.shards, world.device, ordered=ordered)
+        self._ordered = ordered
+        self._wire = self._inside = self._wire_of(world.shards)
+        self._across = _wire_of_one_rank()
+        self.inside, self.across = world.shards, Shards()
+        """The ranks that hold sharded parameters once, and the replicas of this one; see `split`."""
         self.zeros = self._wire.zeros or partial(torch.zeros, device=world.device)
         """(numel, dtype=dtype) -> (numel,) zeros for a part of a step; see `Wire.zeros`."""
+
+    def _wire_of(self, shards: Shards) -> Wire:
+        with self.world.whereabouts.blame_others("comparison of where ranks are"):
+            if shards.make_wire is not None:
+                return shards.make_wire(self._ordered)
+            if shards.size == 1:
+                return _wire_of_one_rank()
+            return process_groups(shards, self.world.device, ordered=self._ordered)
+
+    def split(self, shard_size: int) -> None:
+        """Make a mesh of the ranks, before any handle. Collective.
+
+        Args:
+            shard_size: ranks that hold sharded parameters once; a power of two that divides all.
+        """
+        if shard_size < self.shards.size:
+            with self.world.whereabouts.blame_others("making of the groups of a mesh"):
+                self.inside, self.across = self.shards.axes(shard_size, self.world.device)
+            self._inside, self._across = self._wire_of(self.inside), self._wire_of(self.across)
+
+    def ranks_of_hosts(self) -> list[int]:
+        """The number of the host that each rank is on, by rank. Collective."""
+        hosts = self.gather_objects(host_name(), name="hosts")
+        return [hosts.index(host) for host in hosts]
 
     @property
     def order(self) -> int:
@@ -118,7 +151,21 @@ class Collectives:
 
     def gather(self, name: str, full: torch.Tensor, shard: torch.Tensor) -> Gather:
         """A handle on the all-gather of every rank's `shard` into `full`."""
-        return self._wire.gather(GatherSpec(name, self.journal, full, shard))
+        if self.across.size == 1:
+            return self.gather_inside(name, full, shard)
+        part = full.view(self.inside.size, -1)[self.inside.rank]
+        first, second = self.gather_across(name, part, shard), self.gather_inside(name, full, part)
+        return handles.RelayedGather(GatherSpec(name, self.journal, full, shard), first, second)
+
+    def gather_inside(self, name: str, full: torch.Tensor, part: torch.Tensor) -> Gather:
+        """A handle on the gather of the parts inside; all there is to send without replicas."""
+        return self._inside.gather(GatherSpec(name, self.journal, full, part))
+
+    def gather_across(self, name: str, part: torch.Tensor, shard: torch.Tensor) -> Gather:
+        """A handle on the gather of the shards of this rank's part from its replicas."""
+        gather = self._across.gather(GatherSpec(name + ACROSS, self.journal, part, shard))
+        gather.ledger_kind += ACROSS
+        return gather
 
     def gather_now(self, name: str, full: torch.Tensor, shard: torch.Tensor) -> None:
         """The same once, waited for."""
@@ -128,12 +175,31 @@ class Collectives:
         self._settle()
 
     def reduction(
-        self, name: str, out: torch.Tensor, pool: handles.ScratchPool, *, leaves_per_rank: int = 1
+        self,
+        name: str,
+        out: torch.Tensor,
+        pool: handles.ScratchPool,
+        sums: handles.ScratchPool | None = None,
+        *,
+        leaves_per_rank: int = 1,
     ) -> Reduction:
-        """A handle on the mean over all leaves; `out` gets this rank's part. It is sent in the dtype of `pool`."""
-        num_ranks = self.shards.size
-        spec = ReductionSpec(name, self.journal, out, pool, num_ranks, num_leaves=leaves_per_rank * num_ranks)
-        return self._wire.reduction(spec)
+        """A handle on the mean over all leaves; `out` gets this rank's shard. It is sent in the dtype of `pool`, and
+        across in that of `sums`, if reductions are ordered."""
+        num_inside, num_across = self.inside.size, self.across.size
+        num_leaves = leaves_per_rank * self.shards.size
+        spec = ReductionSpec(name, self.journal, out, pool, num_inside, num_leaves)
+        if num_across == 1:
+            return self._inside.reduction(spec)
+        # Ordered, the sum is divided once, as along one axis; the backend's own reduction gives a mean of each axis.
+        leaves_inside, leaves_across = (1, num_leaves) if self._ordered else (num_leaves // num_across, num_across)
+        sums = sums if sums is not None and self._ordered else pool
+        own = out.new_empty((), dtype=sums.dtype).expand(num_across * out.numel())  # takes its place until there is one
+        first = self._inside.reduction(replace(spec, out=own, num_leaves=leaves_inside))
+        to_mean = replace(spec, name=name + ACROSS, pool=sums, num_ranks=num_across, num_leaves=leaves_across)
+        second = self._across.reduction(to_mean)
+        second.ledger_kind += ACROSS
+        start = self.inside.rank * own.numel()
+        return handles.RelayedReduction(replace(spec, pool=sums), first, second, slice(start, start + own.numel()))
 
     def exchange(
         self, name: str, sent: torch.Tensor, received: torch.Tensor, sent_numels: list[int], received_numels: list[int]
@@ -141,6 +207,11 @@ class Collectives:
         """Issue an all-to-all: `sent` and `received` hold one part for each rank, of so many elements, none for this
         one."""
         exchange = self._wire.exchange(ExchangeSpec(name, self.journal, sent, received, sent_numels, received_numels))
+        if self.across.size > 1:
+            start = self.shards.rank - self.inside.rank
+            nbytes_inside = sum(sent_numels[start : start + self.inside.size]) * sent.itemsize
+            self._record(exchange.ledger_kind + ACROSS, exchange.sent_nbytes - nbytes_inside)
+            exchange.sent_nbytes = nbytes_inside
         exchange.issue()
         return exchange
 

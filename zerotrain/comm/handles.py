@@ -132,10 +132,10 @@ class Handle(ABC):
 
     kind: ClassVar[str]
     """Its name in errors."""
-    ledger_kind: ClassVar[str]
+    ledger_kind: str
     """Its name in the ledger."""
     is_local: ClassVar[bool] = False
-    """Whether nothing is ever sent: the ledger does not count it, and nothing is waited for."""
+    """Whether it sends nothing itself: the ledger does not count it, and nothing of its own is waited for."""
 
     def __init__(self, spec: HandleSpec) -> None:
         self.name, self._journal, self.sent_nbytes = spec.name, spec.journal, spec.sent_nbytes
@@ -322,6 +322,96 @@ class Reduction(Handle):
 
     def _complete(self) -> None:
         self._full = None
+
+
+class Relayed(Handle):
+    """A collective along two axes of a mesh: two handles, the second of which sends what the first has brought.
+
+    The host issues the second, and waits for the first before. All ranks must do so in one order: by `pass_on`, at a
+    place that they all come to, or by a wait there.
+    """
+
+    is_local = True
+    _first: Any
+    _second: Any
+    _sent: tuple[torch.Tensor, ...] = ()
+    """What the first is told to send."""
+    _passed_on: tuple[torch.Tensor, ...] = ()
+    """What the second is told to send."""
+
+    def prepare(self) -> None:
+        """See `Handle.prepare`."""
+        self._first.prepare()
+        self._second.prepare()
+
+    def _issue(self) -> None:
+        self._first.issue(*self._sent)
+
+    def pass_on(self) -> None:
+        """Wait for the first, if it is under way, and issue the second."""
+        if self._first.is_under_way:
+            self._first.finish()
+            self._second.issue(*self._passed_on)
+
+    def is_done(self) -> bool:
+        """See `Handle.is_done`."""
+        return bool(self._second.is_under_way and self._second.is_done())
+
+    def wait(self) -> None:
+        """See `Handle.wait`."""
+        self.pass_on()
+        self._second.wait()
+
+    def finish(self) -> None:
+        """See `Handle.finish`."""
+        self.wait()
+        self._second.finish()
+        self.is_under_way = False
+
+    def withdraw(self) -> None:
+        """See `Handle.withdraw`."""
+        self._first.withdraw()
+        self._second.withdraw()
+
+
+class RelayedGather(Relayed, Gather):
+    """A gather across into this rank's part of `full`, then one inside of the parts."""
+
+    def __init__(self, spec: GatherSpec, first: Gather, second: Gather) -> None:
+        super().__init__(spec)
+        self._first, self._second = first, second
+
+
+class RelayedReduction(Relayed, Reduction):
+    """A reduction inside to the sum of this rank's part, then one across of these sums to the mean.
+
+    Args:
+        spec: with a pool of the dtype that sums are sent in. Where that is the dtype of what is reduced, the sum lies
+            in it at this rank's part.
+        part: of what is reduced.
+    """
+
+    def __init__(self, spec: ReductionSpec, first: Reduction, second: Reduction, part: slice) -> None:
+        super().__init__(spec)
+        self._first, self._second, self._part = first, second, part
+
+    def issue(self, full: torch.Tensor) -> None:
+        """See `Reduction.issue`."""
+        own = full[self._part]
+        if own.dtype != self._pool.dtype:
+            self._received = self._pool.take(own.numel())
+            own = self._received.storage[: own.numel()]
+        self._first.out = own
+        self._sent, self._passed_on = (full,), (own,)
+        self._issue_noted()
+
+    def finish(self) -> None:
+        """See `Handle.finish`."""
+        super().finish()
+        self._sent = self._passed_on = ()
+        if self._received is not None:
+            self._pool.give_back(self._received)
+            self._received = None
 
 
 @dataclass(frozen=True)

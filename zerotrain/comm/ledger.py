@@ -179,6 +179,8 @@ def _look_at(reference: "weakref.ref[Overdue]") -> None:
         time.sleep(POLL_S)
 
 
+ACROSS = " across"
+"""Behind the names and kinds of collectives along the second axis of a mesh."""
 ORDER_BITS = 52
 """Bits of the hash of the order of collectives: fp64 holds such an integer exactly."""
 _FACTOR = 1_000_003
@@ -201,6 +203,11 @@ class Traffic:
     def sent_nbytes(self) -> int:
         """Bytes this rank sent, all kinds together."""
         return self.nbytes.total()
+
+    @property
+    def across_nbytes(self) -> int:
+        """Those of them along the second axis of a mesh, but for small comparisons."""
+        return sum(nbytes for kind, nbytes in self.nbytes.items() if kind.endswith(ACROSS))
 
 
 class Ledger:

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -34,8 +34,8 @@ _JOIN_S_OF_A_RANK = 0.5
 
 @dataclass(frozen=True)
 class Shards:
-    """The ranks to cut parameters, gradients and optimizer state over, and this one's place among them. Today these are
-    all ranks of the world."""
+    """Ranks that send to each other, and this one's place among them: all of a world, over which state is cut, or those
+    along one axis of a mesh."""
 
     rank: int = 0
     size: int = 1
@@ -47,6 +47,35 @@ class Shards:
     """Numbers to keep sends and receives apart; taken in the same order on every rank."""
     make_wire: "Callable[[bool], Wire] | None" = field(default=None, compare=False)
     """Makes the wire of an engine (with an ordered reduction or not), in place of the groups."""
+    make_axis: "Callable[[Sequence[int]], Shards] | None" = field(default=None, compare=False)
+    """Makes the same of some of these ranks, in place of groups."""
+    _axes: "dict[int, tuple[Shards, Shards]]" = field(default_factory=dict, init=False, compare=False)
+    """By `shard_size`."""
+
+    def axes(self, shard_size: int, device: torch.device) -> "tuple[Shards, Shards]":
+        """This rank's axes in a mesh of shards x replicas: inside, its `shard_size` neighbours; across, the ranks with
+        its place among theirs. All ranks make the groups of all, in one order, when the mesh is first asked for."""
+        if shard_size not in self._axes:
+            starts = range(0, self.size, shard_size)
+            inside = [range(start, start + shard_size) for start in starts]
+            across = [range(place, self.size, shard_size) for place in range(shard_size)]
+            self._axes[shard_size] = self._axis(inside, device), self._axis(across, device)
+        return self._axes[shard_size]
+
+    def _axis(self, lines: Sequence[range], device: torch.device) -> "Shards":
+        own, timeout = next(line for line in lines if self.rank in line), timeout_of(self.gather_group, device)
+        if self.make_axis is not None:
+            return self.make_axis(own)
+        groups = {line: [dist.new_group(list(line), timeout=timeout) for _ in range(2)] for line in lines}
+        gathers, reductions = groups[own]
+        return Shards(own.index(self.rank), len(own), gathers, reductions)
+
+    def leave(self) -> None:
+        """Leave the groups that are not the caller's."""
+        axes = [axis for mesh in self._axes.values() for axis in mesh if axis.gather_group is not None]
+        for group in (self.reduce_group, *(group for axis in axes for group in (axis.gather_group, axis.reduce_group))):
+            with suppress(ValueError):  # what torch says of a group that is gone
+                dist.destroy_process_group(group)
 
 
 @dataclass(frozen=True)
@@ -226,8 +255,7 @@ class World:
             leave(_get_default_store(), self.size)
             dist.destroy_process_group()
         else:
-            with suppress(ValueError):  # what torch says of a group that is gone
-                dist.destroy_process_group(self.shards.reduce_group)
+            self.shards.leave()
 
     def __enter__(self) -> "World":
         return self

@@ -417,6 +417,8 @@ class PlanConfig:
     """Show the plan of a run under what is measured, in its table and result.json; a setting that is auto does too."""
     num_ranks: int | None = setting(None, or_null(between(1, 2**17, "ranks")), PLANNING)
     """Ranks that are planned for, on all machines; null: those that `launch` would start."""
+    num_hosts: int | None = setting(None, or_null(between(1, 2**17, "machines")), PLANNING)
+    """Machines that these ranks are on, as many on each; null: each has as many as `launch` starts on this one."""
     memory_gb: float | None = setting(None, or_null(positive("a number of GB (1e9 bytes) above 0")), settings.PLANNED)
     """Memory of a rank; null: nine tenths of its GPU, or on the CPU its share of what is free on this machine."""
 

@@ -74,7 +74,8 @@ class Builder:
         if not any(spec.trainable for spec in specs):
             kind = type(self._model).__name__
             raise ConfigError(f"model {kind} has no trainable floating-point parameter; nothing to train")
-        layouts = [spec.layout(self._collectives.shards.size) for spec in specs]
+        num_ranks, shard_size = self._collectives.shards.size, self._collectives.inside.size
+        layouts = [spec.layout(num_ranks, shard_size) for spec in specs]
         num_parameters, numel = sum(len(spec.tensors) for spec in specs), sum(layout.numel for layout in layouts)
         described = [f"{len(specs)} buckets, {num_parameters} parameters, {numel} elements"]
         for spec in specs:
@@ -201,8 +202,7 @@ class Builder:
                 layout,
                 options=self._options,
                 collectives=self._collectives,
-                pool=self._pools.pool_of(spec.dtype),
-                wire_pool=self._pools.pool_of(precision.master if self._options.sends_masters else spec.dtype),
+                pools=self._pools,
             )
             update = BucketUpdate(
                 layout,

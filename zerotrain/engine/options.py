@@ -1,6 +1,6 @@
 """The settings given to an engine when it is built, and their consequences in this world."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -9,7 +9,7 @@ from zerotrain.comm.world import World
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.model.precision import PRECISIONS, LossScaler, Precision
 from zerotrain.errors import ConfigError, argument
-from zerotrain.settings import AUTO, EngineConfig, OffloadConfig, ZeroConfig, problems_in
+from zerotrain.settings import AUTO, HOST, EngineConfig, OffloadConfig, ZeroConfig, problems_in
 from zerotrain.sharding.plan import STAGES, Plan
 from zerotrain.sharding.units import ManagedParameter, Unit
 
@@ -41,9 +41,11 @@ class EngineOptions:
         """Decide what a config, with values in range, leaves to the world. Later changes of it change nothing.
 
         Raises:
-            ConfigError: virtual ranks that the ranks cannot share, or whose micro-batches are to be reduced one by one.
+            ConfigError: virtual ranks that the ranks cannot share, or whose micro-batches are to be reduced one by one;
+                a mesh that they cannot form.
         """
         zero, precision, on_gloo = config.zero, config.precision, device_of(world.device).backend == "gloo"
+        shard_size_of(zero.shard_size, world.shards.size)
         return cls(
             config=deepcopy(config),
             plan=STAGES[zero.stage],
@@ -139,6 +141,37 @@ def leaves_per_rank(virtual_ranks: int | None, num_ranks: int, accumulate: str) 
             f"{argument('zero.accumulate', 'local')}, or as many ranks"
         )
     return leaves
+
+
+def shard_size_of(shard_size: int | str | None, num_ranks: int, hosts: Sequence[int] = ()) -> int:
+    """Ranks that hold sharded parameters once.
+
+    Args:
+        shard_size: `zero.shard_size`.
+        hosts: the number of each rank's host, by rank; none: they are not known yet, and "host" counts as all ranks.
+
+    Raises:
+        ConfigError: the ranks cannot be cut so.
+    """
+    if shard_size is None or num_ranks == 1:
+        return num_ranks
+    got, size = argument("zero.shard_size", shard_size), num_ranks
+    if shard_size != HOST:
+        size = int(shard_size)
+    elif hosts:
+        size = hosts.count(hosts[0])
+        if any(host != hosts[rank - rank % size] for rank, host in enumerate(hosts)) or num_ranks % size:
+            counts = [str(hosts.count(host)) for host in dict.fromkeys(hosts)]
+            raise ConfigError(
+                f"{got}: the hosts have {', '.join(counts)} ranks; all must have as many, numbered host by host"
+            )
+    sizes = [2**power for power in range(1, num_ranks.bit_length()) if num_ranks % 2**power == 0]
+    if size not in sizes and size != num_ranks:
+        what = f"a host has {size} of" if shard_size == HOST else "it must divide the"
+        raise ConfigError(
+            f"{got}: {what} {num_ranks} ranks; {', '.join(map(str, sizes)) or 'none'} can be, or null for all"
+        )
+    return size
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

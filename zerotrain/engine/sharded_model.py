@@ -25,7 +25,7 @@ from zerotrain.engine.model.deferred import InitialValues
 from zerotrain.engine.model.forward import offload_saved, round_at_entry
 from zerotrain.engine.model.live_parameter import LiveParameter, UnreadyParameter, settle
 from zerotrain.engine.model.precision import cast_around_kept, dtypes_of
-from zerotrain.engine.options import EngineOptions
+from zerotrain.engine.options import EngineOptions, shard_size_of
 from zerotrain.engine.schedule.hooks import complete_before_encoders, connect, next_node, require_no_engine
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.from_buckets import Described, OtherBuckets, described_state
@@ -33,6 +33,7 @@ from zerotrain.engine.state.named import Holdings
 from zerotrain.engine.state.save import SaveUnderWay
 from zerotrain.engine.state.together import agreed, shared_error
 from zerotrain.errors import ConfigError, EngineStateError, noting, raise_noted
+from zerotrain.settings import HOST
 from zerotrain.sharding.units import WalkedModel, cut_units, walk
 
 # How a moving average of weights follows them: its share, and its steps.
@@ -182,6 +183,8 @@ class ShardedModel:
         self.precision = options.precision
         self.collectives, self.ledger = collectives, collectives.ledger
         require_same(self.collectives, options.settings())
+        hosts = collectives.ranks_of_hosts() if options.zero.shard_size == HOST else ()
+        collectives.split(shard_size_of(options.zero.shard_size, world.shards.size, hosts))
         units = []
         with noting(errors):
             units = cut_units(walked, options.zero.unit_patterns, options.bucket_numel)

@@ -129,26 +129,43 @@ class Usage:
         where it is sharded. Sharded ones take one for each forward and one for each backward, or one a step where they
         are kept.
         """
-        options, num_ranks, trained = self.held.options, self.held.world.shards.size, self.held.schedule.trained
+        return sum(self._sent_nbytes(num_micro_batches)) + sum(
+            bucket.update.sent_nbytes for bucket in self.held.schedule.trained
+        )
+
+    def theoretical_across_nbytes(self, num_micro_batches: int) -> int:
+        """Those of them from one of its replicas to another, but for tensors that are updated whole: sums of gradients,
+        and one gather. With k ranks of N that hold the parameters once, and P bytes of these, that is 2 P/k (1 - k/N);
+        sums of gradients of 16 bits are sent in fp32."""
+        return self._sent_nbytes(num_micro_batches)[1]
+
+    def _sent_nbytes(self, num_micro_batches: int) -> tuple[int, int]:
+        """Bytes for gradients and weights (inside, across)."""
+        options, trained, collectives = self.held.options, self.held.schedule.trained, self.held.collectives
+        num_inside, num_across = collectives.inside.size, collectives.across.size
         gathered, frozen = self._parameter_nbytes()
-        num_gathers = 1
+        num_gathers, refreshed = 1, gathered
         if options.plan.shards_parameters:
             gathered += frozen
             num_gathers = 2 * num_micro_batches if options.zero.reshard_after_forward else 1
-        reduced = sum(bucket.layout.numel * bucket.gradient.reduction.wire_itemsize for bucket in trained)
         num_reductions = num_micro_batches if options.reduces_each else 1
-        sent = round((num_ranks - 1) / num_ranks * (reduced * num_reductions + gathered * num_gathers))
-        return sent + sum(bucket.update.sent_nbytes for bucket in trained)
+        reduced = added = 0
+        for bucket in trained:
+            reduced += num_reductions * bucket.layout.numel * bucket.gradient.reduction.wire_itemsize
+            added += num_reductions * bucket.layout.numel * bucket.gradient.reduction.sums_itemsize
+        inside = round((num_inside - 1) / num_inside * (reduced + gathered * num_gathers))
+        return inside, round((num_across - 1) / num_across * (added + refreshed) / num_inside)
 
     def _switch_nbytes(self, plan: Plan) -> int:
         """Bytes a rank sends so that everything lies as a plan has it: its share of what was sharded, and is held
         whole."""
-        old, num_ranks, gathered = self.held.schedule.plan, self.held.world.shards.size, 0
+        old, sent = self.held.schedule.plan, 0
+        num_ranks, num_inside = self.held.world.shards.size, self.held.collectives.inside.size
         if old.shards_parameters and not plan.shards_parameters:
-            gathered += sum(self._parameter_nbytes())
+            sent += sum(self._parameter_nbytes()) * (num_inside - 1) // num_inside
         if old.shards_optimizer and not plan.shards_optimizer:
-            gathered += self._optimizer_nbytes()
-        return gathered * (num_ranks - 1) // num_ranks
+            sent += self._optimizer_nbytes() * (num_ranks - 1) // num_ranks
+        return sent
 
     def _parameter_nbytes(self) -> tuple[int, int]:
         """Bytes of all parameters that train and of all frozen ones, in the dtypes they are held in, without padding.
@@ -180,16 +197,17 @@ class Usage:
 
     def _theory(self) -> dict[str, int]:
         """Bytes of a rank at rest by ZeRO's formulas (section 5), without padding: each kind of state whole, or a share
-        of it where the plan shards it."""
+        of it where the plan shards it: parameters over the ranks that hold them once, all else over all."""
         plan, trained = self.held.schedule.plan, self.held.schedule.trained
         trained_nbytes, frozen_nbytes = self._parameter_nbytes()
         theory = {}
-        for kind, is_sharded, nbytes in (
-            ("parameters", plan.shards_parameters, trained_nbytes + frozen_nbytes),
-            ("gradients", plan.shards_gradients, trained_nbytes),
-            ("optimizer", plan.shards_optimizer, self._optimizer_nbytes()),
+        num_ranks, num_inside = self.held.world.shards.size, self.held.collectives.inside.size
+        for kind, num_shards, nbytes in (
+            ("parameters", num_inside if plan.shards_parameters else 1, trained_nbytes + frozen_nbytes),
+            ("gradients", num_ranks if plan.shards_gradients else 1, trained_nbytes),
+            ("optimizer", num_ranks if plan.shards_optimizer else 1, self._optimizer_nbytes()),
         ):
-            theory[kind] = round(nbytes / self.held.world.shards.size) if is_sharded else nbytes
+            theory[kind] = round(nbytes / num_shards)
         moved = sum(bucket.layout.numel for bucket in trained if bucket.update.home.nbytes)
         offloaded = theory["optimizer"] * moved // max(self._num_trained, 1)
         theory["optimizer"] -= offloaded

@@ -67,6 +67,8 @@ def all_ranks(config: Config, ranks: RankEnvironment | None) -> room.Ranks:
         return room.Ranks(ranks.world_size, ranks.local_world_size)
     num_local = num_local_ranks(config)
     num_ranks = (config.plan.only and config.plan.num_ranks) or num_local
+    if config.plan.only and config.plan.num_hosts:
+        num_local = -(-num_ranks // config.plan.num_hosts)
     return room.Ranks(num_ranks, min(num_local, num_ranks))
 
 
@@ -264,6 +266,7 @@ def _usage(plan: rehearsal.StagePlan, stage: int, memory: Memory) -> report.Plan
         offloaded=plan.host + plan.disk,
         scratch=plan.scratch,
         sent=plan.sent,
+        across=plan.across,
         peak=None if plan.peak is None else memory.nbytes_of(plan),
     )
 

@@ -23,7 +23,7 @@ from zerotrain.data import fetch
 from zerotrain.data.items import first_batches, require_next_tokens, require_taken
 from zerotrain.device.kinds import device_of
 from zerotrain.engine import ZeroEngine
-from zerotrain.engine.options import leaves_per_rank
+from zerotrain.engine.options import leaves_per_rank, shard_size_of
 from zerotrain.engine.state.from_checkpoint import model_misfits
 from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.engine.step import call_model
@@ -443,6 +443,10 @@ def check(
     device = attempt("launch", choose_device, config.launch.device, num_local_ranks - 1)
     virtual_ranks = config.train.virtual_ranks
     leaves = attempt("train", partial(leaves_per_rank, virtual_ranks, num_ranks, config.zero.accumulate))
+    hosts = [rank // num_local_ranks for rank in range(num_ranks)]
+    shard_size = None
+    if not problems_in(config.zero):
+        shard_size = attempt("zero", partial(shard_size_of, config.zero.shard_size, num_ranks, hosts))
     data = attempt("data", dataset_of, config)
     # A plan tells itself what does not fit.
     room = Room(math.inf, math.inf) if config.plan.only else Room.of_machine(device, num_local_ranks)
@@ -475,6 +479,7 @@ def check(
     attempt("callbacks", partial(require_callbacks_fit, data, sets or {}, config, model, batches))
     # Virtual ranks that the ranks cannot share would hide what else is wrong with the engine.
     sound = replace(config, train=replace(config.train, virtual_ranks=virtual_ranks if leaves else None))
+    sound.zero = replace(config.zero, shard_size=shard_size if config.zero.shard_size else None)
     start = Start(ranks, device, room, run_dir, goes_on_from)
     _rehearse(attempt, sound, None if frozen is None else model, row, start)
     if frozen is not None and not attempt.problems and not config.plan.only:

@@ -186,7 +186,8 @@ class Planner:
         return RunPlan(stage=config.zero.stages[0], num_ranks=self.ranks.num_ranks, memory=self.memory, stages=stages)
 
     def _rehearsals(self, config: Config, num_ranks: int | None = None) -> Rehearsals:
-        links = Links.of_run(config, num_ranks or self.ranks.num_ranks, on_host=self.on_host)
+        num_ranks, num_local = num_ranks or self.ranks.num_ranks, self.ranks.num_local
+        links = Links.of_run(config, num_ranks, on_host=self.on_host, num_local=num_local)
         return Rehearsals(config, links, self._row, self._optimizer, self._footprint, self._run_dir)
 
 
@@ -264,6 +265,8 @@ def _lines(plan: RunPlan, config: Config) -> Iterator[str]:
         )
     if stage_plan.sums:
         yield f"scratch holds {in_unit(stage_plan.sums)} of sums of micro-batches and virtual ranks"
+    if stage_plan.across:
+        yield f"a step sends {in_unit(stage_plan.across)} of its bytes from one replica of the parameters to another"
     yield f"largest unit: {in_unit(stage_plan.largest_unit)}"
     if stage_plan.unknown_because is not None:
         yield f"warning: activations are unknown: {stage_plan.unknown_because} cannot be followed without values"

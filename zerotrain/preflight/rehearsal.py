@@ -1,7 +1,7 @@
 """The engine of a run at a stage, and a step of it, rehearsed: without memory, without values, without ranks."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from zerotrain.device.kinds import device_of, rehearsing
 from zerotrain.engine import SAMPLE_SHAPE, WHOLE, OptimizerFactory, ZeroEngine, build_optimizer, updates_whole
 from zerotrain.engine.buckets.home import OPTIMIZER_WINDOWS, Homes
 from zerotrain.engine.optimizer_step import update_all
+from zerotrain.engine.options import shard_size_of
 from zerotrain.engine.step import call_model
 from zerotrain.engine.usage import moved_nbytes
 from zerotrain.errors import ConfigError
@@ -154,12 +155,22 @@ class Links:
     on_host: bool
     ordered: bool
     """Reductions are added by one tree."""
+    shard_size: int | None = None
+    """Of `num_ranks`; None: all."""
 
     @classmethod
-    def of_run(cls, config: Config, num_ranks: int, *, on_host: bool) -> "Links":
-        """The links of a run's ranks, in the host's memory or on GPUs."""
-        reduction = config.zero.reduction
-        return cls(num_ranks, on_host, ordered=reduction in ("ordered", "fp32") or (reduction == "auto" and on_host))
+    def of_run(cls, config: Config, num_ranks: int, *, on_host: bool, num_local: int | None = None) -> "Links":
+        """The links of a run's ranks, in the host's memory or on GPUs.
+
+        Args:
+            num_local: ranks of a host; None: all.
+
+        Raises:
+            ConfigError: they cannot form the mesh of the run.
+        """
+        zero, hosts = config.zero, [rank // (num_local or num_ranks) for rank in range(num_ranks)]
+        ordered = zero.reduction in ("ordered", "fp32") or (zero.reduction == "auto" and on_host)
+        return cls(num_ranks, on_host, ordered, shard_size_of(zero.shard_size, num_ranks, hosts))
 
     @property
     def posts_receives(self) -> bool:
@@ -167,11 +178,7 @@ class Links:
         return self.on_host and self.ordered and self.num_ranks <= collectives.MAX_RANKS_OF_EXCHANGE
 
     def wire(self, zeros: Zeros) -> Wire:
-        """The wire of a rank.
-
-        Args:
-            zeros: makes the buffers of a step.
-        """
+        """The wire of a rank; `zeros` makes the buffers of a step."""
         return Wire(
             gather=_Gather,
             reduction=lambda spec: _Reduction(spec, self),
@@ -182,6 +189,14 @@ class Links:
             store=dist.HashStore,
             zeros=zeros,
         )
+
+    def shards(self, rank: int, zeros: Zeros) -> Shards:
+        """The ranks, seen from one of them; `zeros` makes the buffers of a step."""
+
+        def axis(ranks: Sequence[int]) -> Shards:
+            return replace(self, num_ranks=len(ranks)).shards(ranks.index(rank), zeros)
+
+        return Shards(rank, self.num_ranks, make_wire=lambda _: self.wire(zeros), make_axis=axis)
 
 
 class _SendsNothing:
@@ -228,7 +243,7 @@ class _Reduction(_SendsNothing, Reduction):
         return self._links.num_ranks == 1
 
     def _complete(self) -> None:
-        if self._links.ordered and self.num_leaves > 1:
+        if self._links.ordered and max(self._links.num_ranks, self.num_leaves) > 1:
             pairs, numel = (self._links.num_ranks + 1) // 2, self.out.numel()
             if self._links.on_host:  # where the mean is added in chunks
                 numel = min(numel, max(1, wires.CHUNK_NUMEL // pairs))
@@ -280,6 +295,8 @@ class StagePlan:
     """The part of `host` and `disk` saved by a forward for its backward, at its most."""
     sent: int | None
     """To other ranks, in a step."""
+    across: int | None = 0
+    """The part of `sent` from one replica of the parameters to another."""
     fetched: int
     """From host and disk, in a step."""
     stored: int
@@ -368,9 +385,8 @@ class Rehearsals:
             mode.name(SCRATCH, memory)
             return memory
 
-        wire = links.wire(scratch)
-        shards = Shards(rank, links.num_ranks, make_wire=lambda _: wire)
-        world = World(rank, links.num_ranks, rank, _META, shards=shards)
+        world = World(rank, links.num_ranks, rank, _META, shards=links.shards(rank, scratch))
+        config = replace(config, zero=replace(config.zero, shard_size=links.shard_size))  # "host" is known here
         factory = RehearsedFactory(self.optimizer, self.footprint)
         engine = build_engine_of(config, world, stage, self.run_dir, model=model, optimizer=factory)
         if averages_in(config):  # any settings make it as large
@@ -435,12 +451,14 @@ class Rehearsal:
             failed = mode.failed or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         at_peak, phase = ({}, None) if failed else (mode.at_peak, mode.peak_phase)
         moved = [moved_nbytes(engine.held, accumulated * leaves, where) for where in ("cpu", "disk")]
-        sent = peak = None
+        sent = across = peak = None
         if not failed:
             fetched, stored = (end - start for end, start in zip(self._saved_moved(), start_moved, strict=True))
             moved.append((fetched * leaves * accumulated // num, stored * leaves * accumulated // num))
             theory = engine.theoretical_sent_nbytes
             sent = engine.ledger.last_step.sent_nbytes + theory(leaves * accumulated) - theory(num)
+            theory_across = engine.theoretical_across_nbytes
+            across = engine.ledger.last_step.across_nbytes + theory_across(leaves * accumulated) - theory_across(num)
             peak = mode.peak_nbytes + self._others_nbytes() + SMALL_NBYTES * min(engine.world.size, 2)
             if self._config.launch.graphs != "off" and not device_of(engine.world.device).is_host:
                 # Graphs keep the memory of a step for themselves: an evaluation takes its own.
@@ -467,6 +485,7 @@ class Rehearsal:
             disk=placed["disk"],
             saved=saved,
             sent=sent,
+            across=across,
             fetched=sum(fetched for fetched, _ in moved),
             stored=sum(stored for _, stored in moved),
             largest_unit=largest_unit,

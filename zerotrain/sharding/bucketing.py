@@ -48,10 +48,11 @@ class BucketSpec:
         """How many of its parameters are updated whole. They come first."""
         return sum(managed.is_updated_whole for managed in self.parameters)
 
-    def layout(self, num_shards: int) -> BucketLayout:
+    def layout(self, num_shards: int, shard_size: int | None = None) -> BucketLayout:
         """The place of each parameter."""
         shapes = [managed.parameter.shape for managed in self.parameters]
-        return BucketLayout.pack(shapes, num_shards, [managed.stride for managed in self.parameters])
+        strides = [managed.stride for managed in self.parameters]
+        return BucketLayout.pack(shapes, num_shards, strides, shard_size=shard_size)
 
     def described(self) -> list[str]:
         """Texts, one for each parameter. They differ if anything about the bucket does."""

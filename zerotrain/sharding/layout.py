@@ -5,6 +5,12 @@
     rank 0   [ 0 ........................ 192 )
     rank 1                                 [ 192 ..................... 384 )
 
+Parameters may be sharded over `shard_size` neighbours alone, with a replica of them on each further such group. Ranks
+with the same part of the parameters update neighbouring ranges of it, so a part stays one range:
+
+    4 ranks, shard_size 2     |  part of ranks 0 and 2      |  part of ranks 1 and 3      |
+    updated by                |  rank 0      |  rank 2      |  rank 1      |  rank 3      |
+
 Every parameter and every rank's range starts on a multiple of `ALIGN_NUMEL` elements. That gives each
 shard 128-byte aligned borders in 16-bit types (a NCCL ring is 12 times slower when pointers are not 16-byte
 aligned), gives each weight the alignment of a tensor of its own (matrix kernels choose by alignment, and their bits
@@ -55,28 +61,36 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class BucketLayout:
-    """The integers of one bucket over `num_shards` ranks."""
+    """The integers of one bucket over `num_shards` ranks, of which `shard_size` hold sharded parameters once."""
 
     slots: tuple[Slot, ...]
     padded_numel: int
     """Elements with padding: a multiple of num_shards * ALIGN_NUMEL."""
     num_shards: int
+    shard_size: int
 
     @classmethod
     def pack(
-        cls, shapes: Sequence[tuple[int, ...]], num_shards: int, strides: Sequence[tuple[int, ...]] | None = None
+        cls,
+        shapes: Sequence[tuple[int, ...]],
+        num_shards: int,
+        strides: Sequence[tuple[int, ...]] | None = None,
+        *,
+        shard_size: int | None = None,
     ) -> "BucketLayout":
         """Lay parameters one behind the other, each on an aligned offset.
 
         Args:
             strides: one for each shape, without gaps or overlap; None: contiguous ones.
+            shard_size: a divisor of `num_shards`; None: all.
         """
         strides = strides or [contiguous_stride(shape) for shape in shapes]
         slots, offset = [], 0
         for shape, stride in zip(shapes, strides, strict=True):
             slots.append(Slot(tuple(shape), offset, tuple(stride)))
             offset = round_up(slots[-1].end, ALIGN_NUMEL)
-        return cls(tuple(slots), round_up(max(offset, 1), ALIGN_NUMEL * num_shards), num_shards)
+        padded_numel = round_up(max(offset, 1), ALIGN_NUMEL * num_shards)
+        return cls(tuple(slots), padded_numel, num_shards, shard_size or num_shards)
 
     @cached_property
     def numel(self) -> int:
@@ -95,7 +109,13 @@ class BucketLayout:
 
     def shard(self, rank: int) -> slice:
         """The range of one rank."""
-        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+        place = rank % self.shard_size * (self.num_shards // self.shard_size) + rank // self.shard_size
+        return slice(place * self.shard_numel, (place + 1) * self.shard_numel)
+
+    def part(self, rank: int) -> slice:
+        """The parameters of one rank where they are sharded: its range, and those of its replicas."""
+        numel, place = self.padded_numel // self.shard_size, rank % self.shard_size
+        return slice(place * numel, (place + 1) * numel)
 
     def spans(self, borders: Sequence[int], within: slice) -> list[slice]:
         """Cut `within` at slot borders: span i reaches from slot `borders[i]` to the next border (or the end).

@@ -16,7 +16,7 @@ import gc
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from zerotrain.comm import ledger, wires
-from zerotrain.comm.handles import Exchange, Gather, Handle, HandleSpec, Reduction, Wire
+from zerotrain.comm.handles import Exchange, Gather, Handle, HandleSpec, Reduction, ReductionSpec, Wire
 from zerotrain.comm.world import Shards, World
 from zerotrain.testing.ranks import HANG_S
 
@@ -66,14 +66,21 @@ class Turns:
 class Board:
     """A board for the messages of one run's ranks. A rank gives up its turn while it waits."""
 
-    def __init__(self, size: int, turns: Turns | None = None) -> None:
+    def __init__(self, size: int, turns: Turns | None = None, orders: list[list[str]] | None = None) -> None:
         self.size, self.turns = size, turns
-        self.orders: list[list[str]] = [[] for _ in range(size)]
+        self.orders = [[] for _ in range(size)] if orders is None else orders
         """By rank: "kind name" of each collective, in the order they were issued."""
+        self._axes: dict[Sequence[int], Board] = {}
         self._parts: dict[Any, dict[int, Any]] = defaultdict(dict)
         self._changed = threading.Condition()
         self.store = dist.HashStore()
         self.store.set_timeout(timedelta(seconds=TIMEOUT_S))
+
+    def axis(self, ranks: Sequence[int]) -> "Board":
+        """The board of some of the ranks, on which their collectives are noted in one order with those of all."""
+        with self._changed:
+            orders = [self.orders[rank] for rank in ranks]
+            return self._axes.setdefault(ranks, Board(len(ranks), self.turns, orders))
 
     def leave(self, key: Any, rank: int, part: Any) -> None:
         """Give the other ranks what this one sends in the collective `key`."""
@@ -111,6 +118,21 @@ class BoardEnd:
         self.board, self.rank, self.delay_s, self.is_done = board, rank, delay_s, is_done
         self.device = torch.device(device)
         self._uses: dict[str, int] = defaultdict(int)
+
+    def shards(self) -> Shards:
+        """The ranks of the board."""
+
+        def axis(ranks: Sequence[int]) -> Shards:
+            end = BoardEnd(
+                self.board.axis(ranks),
+                ranks.index(self.rank),
+                device=str(self.device),
+                delay_s=self.delay_s,
+                is_done=self.is_done,
+            )
+            return end.shards()
+
+        return Shards(self.rank, self.board.size, make_wire=lambda _ordered: self.wire(), make_axis=axis)
 
     def wire(self) -> Wire:
         """The wire of this rank's engines."""
@@ -189,6 +211,10 @@ class _FakeGather(_Fake, Gather):
 
 
 class _FakeReduction(_Fake, Reduction):
+    def __init__(self, end: BoardEnd, spec: ReductionSpec) -> None:
+        super().__init__(end, spec)
+        self._first_out = spec.out
+
     def _issue(self) -> None:
         assert self._full is not None
         assert not self._full.isnan().any(), f"{self.name} is reduced with values that were never filled"
@@ -198,7 +224,8 @@ class _FakeReduction(_Fake, Reduction):
     def _complete(self) -> None:
         assert self._full is not None
         assert _are_same(self._full, self._sent), f"{self.name} was changed while it was on the wire"
-        if self._full.untyped_storage().data_ptr() != self.out.untyped_storage().data_ptr():
+        is_last = self.out is self._first_out  # not so of the first along two axes
+        if is_last and self._full.untyped_storage().data_ptr() != self.out.untyped_storage().data_ptr():
             self._full.fill_(float("nan"))  # a buffer that is given back now
         start = self._end.rank * self.out.numel()
         parts = torch.stack([part[start : start + self.out.numel()] for part in self._arrived])
@@ -248,9 +275,8 @@ def run_threads(
     def run(rank: int) -> None:
         late_s = 0.001 if rank == late_rank else 0.0
         end = BoardEnd(board, rank, device=device, delay_s=late_s, is_done=rank == done_rank)
-        shards = Shards(rank, size, make_wire=lambda _ordered: end.wire())
         torch.set_num_threads(1)
-        world = World(rank, size, rank, torch.device(device), shards=shards)
+        world = World(rank, size, rank, torch.device(device), shards=end.shards())
         try:
             turn = nullcontext() if board.turns is None else board.turns.take_turn()
             with turn, torch.autograd.set_multithreading_enabled(False):

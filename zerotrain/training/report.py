@@ -56,6 +56,8 @@ class PlannedUsage:
     scratch: int
     sent: int | None
     """To other ranks, in a step."""
+    across: int | None = 0
+    """The part of it from one replica of sharded parameters to another."""
     peak: int | None
     """With the process itself, where the measured one has it too."""
     memory: int | None = None
@@ -73,15 +75,19 @@ def gather_usages(engine: ZeroEngine, gradient_accumulation_steps: int) -> list[
 
     Returns:
         By NAME_nbytes, and theory_NAME_nbytes: parameters, gradients and optimizer (held at rest on the device),
-        offloaded (held at rest elsewhere) and sent (in one optimizer step); peak_nbytes (at most held at once) and
-        reserved_nbytes (see `Device.reserved_nbytes`).
+        offloaded (held at rest elsewhere), sent (in one optimizer step) and across (the part of it from one replica of
+        sharded parameters to another); peak_nbytes (at most held at once) and reserved_nbytes (see
+        `Device.reserved_nbytes`).
     """
+    num_micro_batches = gradient_accumulation_steps * len(engine.virtual_ranks)
     memory, device = engine.memory_bytes(), device_of(engine.world.device)
     usage = {f"{kind}_nbytes": memory[kind] for kind in memory["theory"]}
     usage |= {f"theory_{kind}_nbytes": nbytes for kind, nbytes in memory["theory"].items()}
     usage |= {
         "sent_nbytes": engine.ledger.last_step.sent_nbytes,
-        "theory_sent_nbytes": engine.theoretical_sent_nbytes(gradient_accumulation_steps * len(engine.virtual_ranks)),
+        "theory_sent_nbytes": engine.theoretical_sent_nbytes(num_micro_batches),
+        "across_nbytes": engine.ledger.last_step.across_nbytes,
+        "theory_across_nbytes": engine.theoretical_across_nbytes(num_micro_batches),
         "peak_nbytes": device.peak_nbytes(),
         "reserved_nbytes": device.reserved_nbytes(),
     }
@@ -89,7 +95,9 @@ def gather_usages(engine: ZeroEngine, gradient_accumulation_steps: int) -> list[
 
 
 COLUMNS = {name: name for name in ("parameters", "gradients", "optimizer", "offloaded")} | {"sent/step": "sent"}
+COLUMNS["across/step"] = "across"
 """Columns of the table, and how the names of `gather_usages` begin that each has measured and in theory."""
+_OFTEN_EMPTY = ("offloaded", "across/step")
 
 
 def print_report(console: Console, *, result: RunResult, usages: list[dict[str, int]], device: torch.device) -> None:
@@ -111,17 +119,19 @@ def print_report(console: Console, *, result: RunResult, usages: list[dict[str, 
     for entry in stages:
         of_stage = f"{entry['stage']}, " if has_changed else ""
         for rank, usage in enumerate(entry["ranks"]):
-            pairs = {name: (usage[f"{kind}_nbytes"], usage[f"theory_{kind}_nbytes"]) for name, kind in COLUMNS.items()}
+            names = {name: (f"{kind}_nbytes", f"theory_{kind}_nbytes") for name, kind in COLUMNS.items()}
+            # A run that goes on may have a stage from before there was a mesh.
+            pairs = {name: (usage.get(measured, 0), usage.get(theory, 0)) for name, (measured, theory) in names.items()}
             rows.append((f"{of_stage}{rank}", {**pairs, "peak": (usage["peak_nbytes"],)}))
         if planned is not None and planned["stage"] == entry["stage"]:
-            nbytes = {name: planned[kind] for name, kind in COLUMNS.items()} | {"peak": planned["peak"]}
+            nbytes = {name: planned.get(kind, 0) for name, kind in COLUMNS.items()} | {"peak": planned["peak"]}
             rows.append((f"{of_stage}plan", {name: (number,) for name, number in nbytes.items()}))
     table = Table(title=_summary(result), caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("stage,\nrank" if has_changed else "rank", justify="right")
     measured = [cells for label, cells in rows if not label.endswith("plan")]
     most = {name: max(number or 0 for cells in measured for number in cells[name]) for name in (*COLUMNS, "peak")}
     # Most of the other columns are empty if something is offloaded.
-    columns = [name for name, number in most.items() if number or not (most["offloaded"] or name == "offloaded")]
+    columns = [name for name, number in most.items() if number or not (most["offloaded"] or name in _OFTEN_EMPTY)]
     for name in columns:
         table.add_column(f"{name}\n{unit_of(most[name])[0]}", justify="right")
     for label, cells in rows:

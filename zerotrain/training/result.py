@@ -94,7 +94,8 @@ class RunResult(Struct):
     weights_sha256: str | None = None
     """Hash of the full fp32 master weights in name order."""
     comm_bytes_per_step: dict[str, int] | None = None
-    """Bytes rank 0 sent in the last step, and what theory says: {sent, theory}."""
+    """Bytes rank 0 sent in the last step, and what theory says: {sent, theory}; with `zero.shard_size` also those
+    between replicas: {across, theory_across}."""
     memory_bytes: dict[str, Any] | None = None
     """Bytes rank 0 holds at rest {parameters, gradients, optimizer}, the same in theory {theory}, and its {peak}; where
     the run was planned, the `PlannedUsage` {planned}, from the run's begin on."""

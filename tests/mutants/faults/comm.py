@@ -88,4 +88,31 @@ FAULTS = {
         "an own error that surfaces in the sum of metrics or a barrier is told as the loss of other ranks",
         "unit/comm/test_whereabouts.py::test_an_error_is_told_as_a_loss_of_others_only_where_it_is_one",
     ),
+    "groups-in-another-order": Fault(
+        "Shards.axes",
+        Swap(
+            "(self._axis(inside, device), self._axis(across, device))",
+            "tuple(self._axis(lines, device) for lines in ((across, inside) if self.rank == 1 else (inside, across)))",
+        ),
+        "one rank makes the groups of a mesh in another order than the others",
+        "unit/comm/test_world.py::test_a_mesh_has_neighbours_inside_and_the_ranks_of_one_place_across",
+    ),
+    "across-before-inside": Fault(
+        "Relayed.pass_on",
+        Drop("finish"),
+        "a host sends its sums across before it has added them",
+        "bits/test_meshes.py::test_it_ends_with_the_weights_of_plain_pytorch",
+    ),
+    "mean-on-each-axis": Fault(
+        "Collectives.reduction",
+        Swap("(1, num_leaves)", "(num_inside, num_leaves)"),
+        "sums of a host are divided, and then the mean again",
+        "bits/test_meshes.py::test_it_ends_with_the_weights_of_plain_pytorch",
+    ),
+    "sums-rounded-on-the-way": Fault(
+        "Collectives.reduction",
+        Swap("sums if sums is not None and self._ordered else pool", "pool"),
+        "sums of a host are rounded to 16 bits before they go across",
+        "bits/test_meshes.py::test_it_ends_with_the_weights_of_plain_pytorch",
+    ),
 }

@@ -84,7 +84,7 @@ FAULTS = {
     ),
     "let-go-does-not-wait": Fault(
         "BucketWeights.let_go",
-        Drop("finish_gather"),
+        Drop("_finish_all"),
         "a gather writes into memory that has another owner",
         "unit/engine/buckets/test_weights.py::test_let_go_its_parameters_have_their_class_again",
     ),
@@ -240,5 +240,29 @@ FAULTS = {
         Swap(">=", ">"),
         "a unit counts as passed while its first node is still to run",
         "unit/engine/test_ranks_that_differ.py::test_ranks_that_differ_have_one_order_with_a_bucket_for_each_parameter",
+    ),
+    "owner-of-another-replica": Fault(
+        "BucketLayout.shard",
+        Swap("rank // self.shard_size", "(rank // self.shard_size + 1) % (self.num_shards // self.shard_size)"),
+        "on a mesh a rank updates the range of its replica",
+        "bits/test_meshes.py::test_it_ends_with_the_weights_of_plain_pytorch",
+    ),
+    "gathered-before-replicas-came": Fault(
+        "BucketWeights.start_gather",
+        Drop("finish"),
+        "a part is gathered inside before the shards of late replicas are in it",
+        "bits/test_meshes.py::test_it_ends_with_the_weights_of_plain_pytorch",
+    ),
+    "changed-while-it-is-sent": Fault(
+        "BucketWeights.about_to_change",
+        Drop("finish"),
+        "a load replaces the shard that a late replica is still to get",
+        "bits/test_meshes.py::test_weights_are_replaced_right_behind_a_step",
+    ),
+    "not-passed-on": Fault(
+        "Gathers.rest",
+        Drop("pass_on"),
+        "a rank that reads a weight alone between two steps waits for ranks that do not",
+        "bits/test_meshes.py::test_a_rank_reads_a_weight_alone_between_two_steps",
     ),
 }

@@ -24,7 +24,7 @@ FAULTS = {
     ),
     "cut-over-the-world": Fault(
         "Builder.schedule",
-        Swap("spec.layout(self._collectives.shards.size)", "spec.layout(self._collectives.world.size)"),
+        Swap("spec.layout(num_ranks, shard_size)", "spec.layout(self._collectives.world.size, shard_size)"),
         "where not all ranks share the shards, buckets are cut for too many",
         "unit/engine/test_build.py::test_a_layout_is_cut_over_the_ranks_that_share_the_shards_not_over_the_world",
     ),

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from zerotrain.comm import world as worlds
 from zerotrain.comm.world import World, choose_device, num_gpus_for
 from zerotrain.device.kinds import Cuda
 from zerotrain.errors import ConfigError
+from zerotrain.testing import run_ranks
 
 GPU = torch.device("cuda", 1)
 
@@ -73,3 +75,18 @@ def test_a_model_on_another_gpu_than_the_collectives_is_refused(current, two_ran
         return
     with pytest.raises(ConfigError, match=r"the model is on cuda:1, .*torch\.cuda\.set_device\(1\)"):
         World.current(GPU)
+
+
+def ranks_along_axes() -> list[list[int]]:
+    shards = World.current(torch.device("cpu")).shards
+    axes = shards.axes(2, torch.device("cpu"))
+    assert shards.axes(2, torch.device("cpu")) is axes
+    groups = [group for axis in axes for group in (axis.gather_group, axis.reduce_group)]
+    assert len(set(map(id, groups))) == 4
+    return [dist.get_process_group_ranks(group) for group in groups]
+
+
+def test_a_mesh_has_neighbours_inside_and_the_ranks_of_one_place_across():
+    expected = [[[0, 1]] * 2 + [[0, 2]] * 2, [[0, 1]] * 2 + [[1, 3]] * 2]
+    expected += [[[2, 3]] * 2 + [[0, 2]] * 2, [[2, 3]] * 2 + [[1, 3]] * 2]
+    assert run_ranks(ranks_along_axes, 4, timeout_s=20) == expected

@@ -13,7 +13,7 @@ from torch import nn
 
 import zerotrain
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import ScratchPool
+from zerotrain.comm.handles import ScratchPools
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
 from zerotrain.engine.buckets.gradient import BucketGradient
@@ -63,7 +63,8 @@ class OneBucket:
         unit = Unit("unit", [nn.Module()], managed)
         self.spec = BucketSpec("unit", [unit], managed, trainable=True)
         self.layout = BucketLayout.pack(self.shapes, self.world.shards.size)
-        self.pool = ScratchPool(dtype=wire, device=CPU)
+        self.pools = ScratchPools(CPU)
+        self.pool = self.pools.pool_of(wire)
 
     def weights(self) -> BucketWeights:
         values = FlatBuffer(self.layout, torch.zeros(self.layout.padded_numel))
@@ -83,8 +84,7 @@ class OneBucket:
             self.layout,
             options=self.options,
             collectives=self.collectives,
-            pool=self.pool,
-            wire_pool=self.pool,
+            pools=self.pools,
         )
 
     def flat(self, values: Sequence[torch.Tensor | float | None]) -> torch.Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import Scratch, ScratchPool, Zeros
+from zerotrain.comm.handles import Scratch, ScratchPools, Zeros
 from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, Backward, GradientState, Life
 from zerotrain.engine.buckets.reduction import BucketReduction
 from zerotrain.engine.model.forward import named_range
@@ -164,12 +164,11 @@ class BucketGradient:
     """Owns the gradient storage of a bucket.
 
     Unreduced gradients fill one flat buffer in the compute dtype: the bucket's own where gradients are replicated, one
-    on loan from `pool` where they are sharded. Over several micro-batches with a lower precision they are first summed
+    on loan where they are sharded. Over several micro-batches with a lower precision they are first summed
     in the master dtype; over several leaves the sums of those before the last lie in `Subtrees`.
 
     Args:
-        pool: lends buffers of the bucket's dtype.
-        wire_pool: of the dtype that is sent.
+        pools: lend buffers for a part of a step.
     """
 
     shard: torch.Tensor
@@ -182,15 +181,14 @@ class BucketGradient:
         *,
         options: EngineOptions,
         collectives: Collectives,
-        pool: ScratchPool,
-        wire_pool: ScratchPool,
+        pools: ScratchPools,
     ) -> None:
         self.spec = spec
         self.layout = layout
         self.precision = options.precision.of_bucket(spec.dtype)
         self.life = Life(f"gradient of {spec.name}", GradientState.EMPTY, GRADIENT_TRANSITIONS)
         self.segments = cut_segments(spec, layout)
-        self._pool = pool
+        self._pool, sums_pool = pools.pool_of(spec.dtype), pools.pool_of(self.precision.master)
         self._widens = options.widens
         self._own: Scratch | None = None
         """The bucket's own buffer, where gradients are replicated."""
@@ -213,10 +211,10 @@ class BucketGradient:
             spec.name,
             self.shard,
             None if self._own is None else self._own.storage,
-            master=self.precision.master,
             options=options,
             collectives=collectives,
-            wire_pool=wire_pool,
+            wire_pool=sums_pool if options.sends_masters else self._pool,
+            sums_pool=sums_pool,
         )
 
     @property

@@ -3,7 +3,7 @@
 import torch
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import Scratch, ScratchPool
+from zerotrain.comm.handles import Gather, Scratch, ScratchPool
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.norm import block_squares
 from zerotrain.engine.model.forward import named_range
@@ -16,8 +16,8 @@ class BucketReduction:
     Args:
         shard: (shard_numel,) compute dtype: gets this rank's part.
         whole: (padded_numel,) around the shard, where gradients are replicated; None where they are sharded.
-        master: the dtype that the parts of several backwards are added in.
         wire_pool: lends buffers of the dtype that is sent.
+        sums_pool: of the master dtype: parts of several backwards are added in it, and sums of several ranks sent.
     """
 
     def __init__(
@@ -26,17 +26,19 @@ class BucketReduction:
         shard: torch.Tensor,
         whole: torch.Tensor | None,
         *,
-        master: torch.dtype,
         options: EngineOptions,
         collectives: Collectives,
         wire_pool: ScratchPool,
+        sums_pool: ScratchPool,
     ) -> None:
-        self._name, self._master, self._wire_pool = name, master, wire_pool
+        self._name, self._master, self._wire_pool = name, sums_pool.dtype, wire_pool
         self.shard = shard
         # On a GPU an exact norm is of use where the gradients have fixed bits too.
         on_host, clips = device_of(shard.device).is_host, options.config.max_grad_norm is not None
         self.has_exact_norm = clips if on_host else options.ordered
         """Whether squares beyond fp32 are finite in the norm."""
+        self.sums_itemsize = (sums_pool if options.ordered else wire_pool).dtype.itemsize
+        """Bytes of an element of a sum of several ranks, on its way to their replicas."""
         self.completes = True
         """Whether the reduction under way, or the last, is of the step's last backward."""
         self._widened: Scratch | None = None
@@ -45,13 +47,13 @@ class BucketReduction:
         """(shard_numel,) master dtype: what the backwards of this step have reduced, from the second on."""
         self._squares: torch.Tensor | None = None
         """The result of `take_squares` to come, where a gather is under way."""
-        self.handle = collectives.reduction(name, shard, wire_pool, leaves_per_rank=options.leaves_per_rank)
+        self.handle = collectives.reduction(name, shard, wire_pool, sums_pool, leaves_per_rank=options.leaves_per_rank)
         """To be prepared before anything of the other ranks may come: maybe before this rank's own part."""
         self._updated = shard if whole is None or options.plan.shards_optimizer else whole
         """The gradient for this rank's optimizer."""
-        self._gather = None
+        self.gather: Gather | None = None
         if whole is not None and not options.plan.shards_optimizer:
-            self._gather = collectives.gather(f"the gradient of {name}", whole, shard)
+            self.gather = collectives.gather(f"the gradient of {name}", whole, shard)
 
     @property
     def wire_itemsize(self) -> int:
@@ -61,7 +63,7 @@ class BucketReduction:
     @property
     def ends_with_gather(self) -> bool:
         """Whether the reduced shards are gathered at once, since the optimizer is replicated."""
-        return self._gather is not None and self.completes
+        return self.gather is not None and self.completes
 
     def keep_sum(self) -> None:
         """Another backward will be reduced: keep what those before it came to."""
@@ -98,11 +100,11 @@ class BucketReduction:
                 self._sum = None
         if self._widened is not None:
             self.give_back()
-        if self._gather is not None and self.completes:
+        if self.gather is not None and self.completes:
             # Squared before others' shards arrive: on a GPU the gather writes to this memory on a stream of its own.
             self._squares = block_squares(self.shard, exact=self.has_exact_norm)
             with named_range("gather gradient", self._name):
-                self._gather.issue()
+                self.gather.issue()
 
     def take_squares(self, loss_scale: float, *, exact: bool = False) -> torch.Tensor:
         """(shard_numel / 64,) fp64: the sum of squares of each block of `shard`, for the norm; see `block_squares`.
@@ -136,6 +138,6 @@ class BucketReduction:
             self._widened = None
 
     def _finish_gather(self) -> None:
-        if self._gather is not None and self._gather.is_under_way:
+        if self.gather is not None and self.gather.is_under_way:
             with named_range("wait for gather gradient", self._name):
-                self._gather.finish()
+                self.gather.finish()

@@ -214,6 +214,9 @@ class BucketUpdate:
             self._weights.home.open(replaced=self.has_copy and not self._weights.writes.are_new)
             try:
                 yield
+                if self._weights.home.moves and self._weights.refresh is not None:
+                    self._weights.refresh.issue()
+                    self._weights.refresh.finish()
             finally:
                 self._weights.home.close()
         finally:

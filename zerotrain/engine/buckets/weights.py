@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.handles import Gather
 from zerotrain.engine.buckets.home import Homes
 from zerotrain.engine.buckets.life import WEIGHT_TRANSITIONS, Life, WeightState
 from zerotrain.engine.model.forward import named_range
@@ -59,16 +60,37 @@ class BucketWeights:
         self._become_live()
         settle(spec.tensors, None)
         self.writes = Writes(spec.tensors)
-        self.own = layout.shard(collectives.shards.rank)
+        whole, rank = self.model_weight.tensor, collectives.shards.rank
+        self.own = layout.shard(rank)
         """This rank's range of the bucket."""
-        self.shard = self.model_weight.tensor[self.own]
+        self.shard = self.part = whole[self.own]
         """(shard_numel,) compute dtype, this rank's range. Within model_weight where that is always held."""
+        self.refresh: Gather | None = None
+        """Where parameters are sharded and have replicas: brings the replicas' shards into `part`, after an update."""
         if plan.shards_parameters:
-            self.shard = self.shard.clone()
-        self.home = homes.of_shard(plan, self.shard)
+            self._part_range = layout.part(rank)
+            self.part = self.shard = whole[self._part_range].clone()
+            """Compute dtype, the parameters that this rank holds; `shard` is a view of it where it has replicas."""
+            self.gather = collectives.gather_inside(spec.name, whole, self.part)
+            if collectives.across.size > 1:
+                self.shard = self.part[self._own_in_part]
+                self.refresh = collectives.gather_across(spec.name, self.part, self.shard)
+        else:
+            self.gather = collectives.gather(spec.name, whole, self.shard)
+        self.home = homes.of_shard(plan, self.part)
+        if self.refresh is not None:
+            self.home.tell(self.follow_part)
         self.home.put_away()
         self.home.forget()
-        self._gather = collectives.gather(spec.name, self.model_weight.tensor, self.shard)
+
+    @property
+    def _own_in_part(self) -> slice:
+        start = self._part_range.start
+        return slice(self.own.start - start, self.own.stop - start)
+
+    def follow_part(self) -> None:
+        """The part has other memory under it: so has the shard in it."""
+        self.shard.data = self.part[self._own_in_part]
 
     @property
     def is_full(self) -> bool:
@@ -82,14 +104,18 @@ class BucketWeights:
     @property
     def held_nbytes(self) -> int:
         """Bytes of the model weight held now."""
-        keeps_shard = self.plan.shards_parameters and not self.home.nbytes
-        return self.model_weight.held_nbytes + (self.shard.nbytes if keeps_shard else 0)
+        keeps_part = self.plan.shards_parameters and not self.home.nbytes
+        return self.model_weight.held_nbytes + (self.part.nbytes if keeps_part else 0)
 
     def prepare_gather(self) -> None:
         """Be ready for the other ranks' parts: the model no longer reads them, and a gather comes."""
         # A unit without a call since the last step has not waited for that step's gather.
         self.finish_gather()
-        self._gather.prepare()
+        if self.refresh is None:
+            self.gather.prepare()
+        elif not self.home.moves:
+            self.refresh.finish()
+            self.refresh.prepare()
 
     def fetch_shard(self) -> None:
         """Begin to bring the shard to the device, for a gather to come soon."""
@@ -100,19 +126,21 @@ class BucketWeights:
         """Issue the all-gather of the model weight unless it is there or under way."""
         if self.life.state is not WeightState.SHARD:
             return
+        if self.refresh is not None:
+            self.refresh.finish()
         self.life.become(WeightState.GATHERING)
         self.model_weight.allocate()
         with named_range("gather", self.spec.name):
             if self.home.moves:
                 self.home.open()
-            self._gather.issue()
+            self.gather.issue()
 
     def finish_gather(self) -> None:
         """Wait for the gather under way, if any, and give the parameters their class back."""
         if self.life.state is not WeightState.GATHERING:
             return
         with named_range("wait for gather", self.spec.name):
-            self._gather.finish()
+            self.gather.finish()
             if self.home.moves:
                 self.home.close(changed=False)
         self.life.become(WeightState.FULL)
@@ -131,7 +159,10 @@ class BucketWeights:
             self.model_weight.release()
 
     def about_to_change(self) -> None:
-        """Call before the bucket's weights, master weights or optimizer state change: a save may be reading them."""
+        """Call before the bucket's weights, master weights or optimizer state change: a save may be reading them, and a
+        refresh sending them."""
+        if self.refresh is not None:
+            self.refresh.finish()
         # Read once: the thread that saves takes it away when it has all.
         if (announce := self.before_change) is not None:
             announce()
@@ -145,7 +176,7 @@ class BucketWeights:
         ):
             self.about_to_change()
             self.home.put_away()
-            self.shard.copy_(self.model_weight.tensor[self.own])
+            self.part.copy_(self.model_weight.tensor[self._part_range])
 
     def begin_refill(self) -> None:
         """`shard` is about to be replaced, or a part of it; between steps."""
@@ -164,19 +195,31 @@ class BucketWeights:
         if not self.plan.shards_parameters:
             self.start_gather()
             self.finish_gather()
+        elif self.refresh is not None:
+            self.home.open()
+            self.refresh.issue()
+            self.refresh.finish()
+            self.home.close()
         self.writes.start_anew()
 
     def drain(self) -> None:
         """Wait for the gather under way, or prepared in a failed update, on all ranks alike."""
-        if self._gather.is_prepared:
+        if self.gather.is_prepared:
             self.reshard()
             self.start_gather()
-        self.finish_gather()
+        if self.refresh is not None and self.refresh.is_prepared:
+            self.refresh.issue()
+        self._finish_all()
 
     def let_go(self) -> None:
         """Other buckets take the parameters over: give them their class back, complete or not."""
-        self.finish_gather()
+        self._finish_all()
         self._become_live()
+
+    def _finish_all(self) -> None:
+        self.finish_gather()
+        if self.refresh is not None:
+            self.refresh.finish()
 
     def _become_live(self) -> None:
         for parameter, kind in zip(self.spec.tensors, self._classes, strict=True):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from zerotrain.comm.handles import Relayed
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.buckets.life import Phase, WeightState
 from zerotrain.engine.options import EngineOptions
@@ -27,8 +28,10 @@ class Gathers:
         self.frees_after_use = self.plan.shards_parameters and options.zero.reshard_after_forward
         """Whether a unit's parameters are freed behind its forward, and gathered anew for its backward."""
         self._units, self._buckets = units, buckets
-        self.gathers_updated = self.plan.shards_optimizer and not self.plan.shards_parameters
+        self._has_refreshes = any(bucket.weights.refresh is not None for bucket in buckets)
+        self.gathers_updated = self._has_refreshes or (self.plan.shards_optimizer and not self.plan.shards_parameters)
         """Whether the gathers for a forward are issued behind the update."""
+        self._relayed = [handle for bucket in buckets if isinstance(handle := bucket.weights.gather, Relayed)]
         self._running: list[LiveUnit] = []
         """The units with their forward under way, outermost first."""
         self._in_backward: LiveUnit | None = None
@@ -151,8 +154,12 @@ class Gathers:
 
     def gather_updated(self, bucket: Bucket) -> None:
         """This bucket was updated: issue the gather for the next forward."""
-        if self.gathers_updated:
+        if not self.gathers_updated:
+            return
+        if (refresh := bucket.weights.refresh) is None:
             bucket.weights.start_gather()
+        elif not bucket.weights.home.moves:
+            refresh.issue()
 
     # ---- at any time
 
@@ -181,11 +188,14 @@ class Gathers:
             self.complete(self._buckets)
 
     def rest(self) -> None:
-        """The step is over: sharded parameters go to rest whatever was kept."""
+        """The step is over: sharded parameters go to rest whatever was kept. Gathers of others along two axes begin
+        their second: a rank may wait for them alone, as where it reads a weight between two steps."""
         if self.plan.shards_parameters:
             for bucket in self._buckets:
                 bucket.awaits_backward = False
             _rest(self._buckets)
+        for gather in self._relayed:
+            gather.pass_on()
 
     def free(self) -> None:
         """The step is given up: as `rest`, but a forward before it may still have its backward. A loop for torch calls

@@ -14,6 +14,7 @@ backward has passed: [Note: positions in a backward].)
 from collections import deque
 from collections.abc import Sequence
 
+from zerotrain.comm.handles import Relayed
 from zerotrain.engine.buckets.bucket import TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.gradient import Gradients, Segment
 from zerotrain.engine.buckets.life import Backward
@@ -41,6 +42,10 @@ class Reductions:
         self.trained = trained
         self.squares = StepSquares()
         """Squares of the gradients reduced by the last completing backward: of every bucket, once it is finished."""
+        self._relayed_gathers: list[Relayed] = []
+        for bucket in trained:
+            if isinstance(gather := bucket.gradient.reduction.gather, Relayed):
+                self._relayed_gathers.append(gather)
         self._under_way = Backward()
         """The backward under way, or the last."""
         self._units_of = units_of
@@ -175,6 +180,9 @@ class Reductions:
         """Finish the reductions under way, or as many of the oldest as are done."""
         while self._in_flight and (wait or self._in_flight[0].gradient.reduction.handle.is_done()):
             self._finish_oldest()
+        if wait:
+            for gather in self._relayed_gathers:  # a later wait may come in another order on another rank
+                gather.pass_on()
 
     # ---- the turn of a bucket
 
@@ -222,6 +230,8 @@ class Reductions:
         self._prepared_numel -= bucket.layout.padded_numel
         self._make_room(bucket)
         bucket.gradient.reduce(completes=self._under_way.completes)
+        if self._in_flight and isinstance(earlier := self._in_flight[-1].gradient.reduction.handle, Relayed):
+            earlier.pass_on()  # at this place all ranks have issued it, and its inner axis is fast
         self._in_flight.append(bucket)
         self._in_flight_numel += bucket.layout.padded_numel
         self._prepare()

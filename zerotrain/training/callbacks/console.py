@@ -272,6 +272,9 @@ def _ranks(engine: ZeroEngine) -> str:
         is_fast = torch.backends.cuda.matmul.allow_tf32
         matrices = ", matrices in TF32" if is_fast else " (faster: precision.tf32=true or precision=bf16)"
     line = f"{engine.world.size} on {device.name}; {engine.precision.name}{matrices}"
+    replicas = engine.collectives.across.size
+    if replicas > 1:
+        line += f"; {replicas} replicas of parameters, each on {engine.world.size // replicas} ranks"
     leaves = len(engine.virtual_ranks)
     if leaves > 1:
         line += f"; virtual ranks: {leaves * engine.world.size}, {leaves} on each"

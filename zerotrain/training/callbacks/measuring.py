@@ -48,7 +48,10 @@ class Measuring(Callback):
             self.usages = self.stages.note_usage(run)
             usage = self.usages[run.world.rank]
             run.result.weights_sha256 = run.engine.weights_sha256()
-            run.result.comm_bytes_per_step = {"sent": usage["sent_nbytes"], "theory": usage["theory_sent_nbytes"]}
+            sent = {"sent": usage["sent_nbytes"], "theory": usage["theory_sent_nbytes"]}
+            if usage["across_nbytes"]:
+                sent |= {"across": usage["across_nbytes"], "theory_across": usage["theory_across_nbytes"]}
+            run.result.comm_bytes_per_step = sent
             planned = run.result.memory_bytes or {}
             most = {"peak": usage["peak_nbytes"], "reserved": usage["reserved_nbytes"]}
             run.result.memory_bytes = run.engine.memory_bytes() | most | planned

@@ -20,6 +20,7 @@ class Weights:
     """Writes down what it is told, in one list for all buckets."""
 
     are_away = False
+    gather = refresh = None
 
     def __init__(self, name: str, told: list[str]) -> None:
         self.spec, self.layout, self.told = SimpleNamespace(name=name), None, told
