@@ -458,6 +458,8 @@ class StepGraphs:
             return "train_step(after_each=...) looks at each forward"
         if not getattr(getattr(before_each, "func", before_each), "only_seeds", False):
             return "train_step(before_each=...) is a function that does not say `only_seeds = True`"
+        if held.options.zero.compiled_update:
+            return f"{argument('zero.compiled_update', True)} compiles the update, which is not recorded"
         if held.average is not None:
             return "an average of the weights is kept"
         if held.recomputes:
