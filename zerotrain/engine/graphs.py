@@ -460,6 +460,8 @@ class StepGraphs:
             return "train_step(before_each=...) is a function that does not say `only_seeds = True`"
         if held.collectives.across.size > 1:
             return f"with {argument('zero.shard_size', held.options.zero.shard_size)} collectives go along two axes"
+        if held.options.zero.compiled_update:
+            return f"{argument('zero.compiled_update', True)} compiles the update, which is not recorded"
         if held.average is not None:
             return "an average of the weights is kept"
         if held.recomputes:

@@ -81,9 +81,9 @@ class TrainedBucket(Bucket):
 
 
 JOINT_SHARE, MIN_JOINT_NUMEL = 8, 2**20
-"""Buckets are updated together up to this share of what a rank updates, and in any case up to so many elements: a call
-takes a tenth of a millisecond of the host, and a GPU waits for it. Not all at once: their gradients are held in fp32
-together, and the gather of one is under way while the next are updated."""
+"""Buckets are updated together up to this share of what a rank updates, or up to so many elements if no gradient is
+widened for it: a call takes a tenth of a millisecond of the host, and a GPU waits for it. Not all at once: in 16 bits
+their gradients are held in fp32 together, and the gather of one is under way while the next are updated."""
 
 
 class JointUpdate:
@@ -249,7 +249,8 @@ def join_updates(trained: Sequence[TrainedBucket]) -> list[JointUpdate]:
     A bucket is alone that is updated in pauses: its tensors travel, or lie off the device.
     """
     numels = [bucket.update.master_weight.numel() for bucket in trained]
-    most = max(MIN_JOINT_NUMEL, sum(numels) // JOINT_SHARE, max(numels, default=0))
+    least = 0 if any(bucket.update.has_copy for bucket in trained) else MIN_JOINT_NUMEL
+    most = max(least, sum(numels) // JOINT_SHARE, max(numels, default=0))
     joined: list[list[TrainedBucket]] = []
     room = 0
     for bucket, numel in zip(trained, numels, strict=True):
