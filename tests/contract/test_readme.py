@@ -202,7 +202,7 @@ def test_the_column_has_a_command_in_every_row():
 @pytest.mark.parametrize("line", [line for line in COLUMN if line not in OF_A_RUN])
 @pytest.mark.thinned(2)
 def test_a_line_of_coming_from_runs(line: str, checkout: Path, zygote: Zygote):
-    small = SMALL if line in OF_TRANSFORMERS else CHEAP
+    small = SMALL if line in OF_TRANSFORMERS or "model=own" in line else CHEAP
     if line in OF_TRANSFORMERS and not (checkout / "path/to/model").exists():
         pretrained(checkout / "path/to/model")
     if "wandb" in line:

@@ -90,7 +90,7 @@ class ScratchPools:
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """Of the buffers that are not on loan."""
+        """The storage of each buffer that is not on loan."""
         return [scratch.storage for pool in self._pools.values() for scratch in pool._free]
 
     def pool_of(self, dtype: torch.dtype) -> ScratchPool:

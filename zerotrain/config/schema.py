@@ -263,7 +263,7 @@ class DataSwitches:
 
 
 LOSS_OVER = ("auto", "labels", "shifted_labels", "rows", "model", "sum", "micro_batches")
-"""What the loss of a micro-batch can be the mean over."""
+"""The things over which the loss of a micro-batch can be the mean."""
 LENGTHS = ("max_steps", "num_epochs", "max_tokens")
 """The `train` settings for the length of a run: one of them has a value."""
 SWITCHES = {"model": ModelSwitches, "loss": LossSwitches, "data": DataSwitches, "optimizer": OptimizerSwitches}

@@ -152,6 +152,11 @@ class Device:
         before they have done what they were told."""
         return self.host_bytes(nbytes)
 
+    @property
+    def is_autocast(self) -> bool:
+        """Whether torch's autocast is on for this kind of device."""
+        return torch.is_autocast_enabled(self.device.type)
+
     def graph(self, stream: Stream, beside: Graph | None = None) -> Graph | None:
         """A new graph, to be recorded and replayed on a stream; None: this kind of device has none.
 

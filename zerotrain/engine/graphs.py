@@ -47,7 +47,7 @@ from zerotrain.errors import EngineStateError, argument
 from zerotrain.settings import AUTO
 
 Key = dict[str, Any]
-"""What a graph is of, by part, in words for the user. Of two that are equal one graph computes both."""
+"""The parts that make a step another, by their names for the user. One graph computes all steps with equal keys."""
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NUM_WISHES = 2**20
@@ -143,7 +143,7 @@ class StepGraphs:
     """
 
     key: Key | None = None
-    """Of the graphs, also before they are recorded; None: the ranks have not agreed on one."""
+    """The key of the graphs, also before they are recorded; None: the ranks have not agreed on one."""
     is_replaying = False
     """Whether the step under way is a replay."""
     num_replayed = 0
@@ -171,7 +171,7 @@ class StepGraphs:
         held.world.closing.append(lambda: forget() if (forget := method()) is not None else None)
 
     def forget(self) -> None:
-        """What is computed, or where it lies, has changed: the graphs go, with their memory."""
+        """Drop the graphs and their memory: other things are computed now, or they lie elsewhere."""
         self._drop()
         self._num_recordings, self._is_off = 0, False
         self._modules: list[torch.nn.Module] = []
@@ -189,7 +189,7 @@ class StepGraphs:
         self._buffers: list[torch.Tensor] = []
         """Those that a step writes to."""
         self._after: dict[str, Any] = {}
-        """What the step's graph leaves in its memory, and on the host."""
+        """Results that the step's graph leaves in its memory, and on the host."""
 
     def _tell_once(self, reason: str) -> None:
         if reason not in self.reasons:
@@ -447,7 +447,7 @@ class StepGraphs:
         return {
             "the shapes of micro-batches": (layout, shapes),
             "hyperparameters": hyperparameters,
-            "settings": (held.options.plan, torch.is_autocast_enabled(str(held.world.device).partition(":")[0])),
+            "settings": (held.options.plan, self._device.is_autocast),
             "attributes of the model": attributes,
             "buffers of the model": [buffer.data_ptr() for buffer in buffers],
         }, tensors

@@ -167,7 +167,7 @@ class OptimizerStep:
     ) -> None:
         self._model, self._collectives, self._stamps = model, collectives, stamps
         self.graphs: HasGraphs | None = None
-        """Where steps may be graphs."""
+        """The graphs of steps; None: no step is one."""
         self.max_grad_norm = options.config.max_grad_norm
         """The L2 norm that the whole gradient is clipped to; None: it is not clipped."""
         self._loss_scaler = loss_scaler

@@ -193,7 +193,7 @@ class Steps:
         self.optimizer_step = OptimizerStep(held.module, held.options, held.collectives, self.stamps, loss_scaler)
         self.held = held
         self.graphs, self.graph_reasons = graphs_of(held)
-        """What records and replays steps, if anything does; and why steps are computed without, each reason once."""
+        """The graphs that steps are replayed from, if any; and the reasons for steps without, each once."""
         self.optimizer_step.graphs = held.graphs = self.graphs
         self._wide_arguments = WideArguments(held.precision.compute)
         self._syncs = True

@@ -290,11 +290,11 @@ def checkpoints_to_try(config: Config, run_dir: Path) -> list[Path]:
     Raises:
         ConfigError: the checkpoint of the setting is not there.
     """
-    resume, own = config.checkpoint.resume, folder.newest_first(run_dir / folder.CHECKPOINTS)
+    resume = config.checkpoint.resume
     if resume is None:
         to_try = []
     elif resume == AUTO:
-        to_try = own
+        to_try = folder.newest_first(run_dir / folder.CHECKPOINTS)
     else:
         try:
             to_try = folder.candidates(Path(resume).absolute())

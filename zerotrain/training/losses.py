@@ -83,7 +83,7 @@ class ConfigLoss:
         return fetch.without_targets(inputs, [self.target])
 
     def count(self, batch: Any) -> float:
-        """What the mean of a batch divides by, for a loss of `OF_CLASSES` or `OF_ELEMENTS`."""
+        """The divisor of a batch's mean, for a loss of `OF_CLASSES` or `OF_ELEMENTS`."""
         target = fetch.target_of(batch, self.target)
         assert target is not None
         if not isinstance(self.function, OF_CLASSES) or target.is_floating_point():

@@ -104,7 +104,7 @@ class RunResult(Struct):
     """The copies of checkpoints under `checkpoint.mirror`: {url, newest: name of the last one, failures: tries that
     failed, problem: of the last try}; null without a mirror."""
     environment: dict[str, Any] | None = None
-    """What the bits depend on beside settings and data: {torch, zerotrain, device, machine, kernels, attention, cudnn,
+    """The machine and software that the bits depend on: {torch, zerotrain, device, machine, kernels, attention, cudnn,
     threads}, and {graphs}: how many steps of the last sitting were replayed, and why others were not."""
 
     stages: list[dict[str, Any]] = field(default_factory=list)

@@ -27,6 +27,7 @@ CHANGED = {
     "offload.parameters": "disk",
     "offload.activations": "cpu",
     "offload.update": "host",
+    "graphs": "auto",
 }
 """Where 1 cannot be added to a value."""
 

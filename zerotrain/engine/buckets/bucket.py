@@ -158,18 +158,18 @@ class JointUpdate:
             on_host: waits for the gradient, scaled, to have come to the host, and gives it; None: it is the device's.
         """
         rest: Iterator[None] = iter(())
-        with named_range("optimizer", self._updates[0].spec.name):
+        first, lent = self._updates[0], None
+        with named_range("optimizer", first.spec.name):
             for update in self._updates:
                 update.take_writes()
-            if self._updates[0].is_compiled:
-                self._run_compiled(factor, average_share, is_off)
-                return
-            gradients, lent = self._scaled(factor) if on_host is None else ([on_host()], None)
             try:
-                self._step_spans(gradients, is_off)
-                if (whole := self._updates[0].whole) is not None:
-                    step = partial(self._step, self._updates[0].whole_optimizer, is_off=is_off)
-                    rest = whole.update(gradients[0], step)
+                if first.is_compiled:
+                    self._run_compiled(factor, is_off)
+                else:
+                    gradients, lent = self._scaled(factor) if on_host is None else ([on_host()], None)
+                    self._step_spans(gradients, is_off)
+                    if (whole := first.whole) is not None:
+                        rest = whole.update(gradients[0], partial(self._step, first.whole_optimizer, is_off=is_off))
             finally:
                 if lent is not None:
                     self._pool.give_back(lent)
@@ -177,20 +177,14 @@ class JointUpdate:
         for update in self._updates:
             if average_share is not None:
                 update.state.update_average(average_share)
-            update.refilled()
+            if not update.is_compiled:  # which renews the model weight in its pass
+                update.refilled()
 
-    def _run_compiled(
-        self, factor: torch.Tensor | None, average_share: float | None, is_off: torch.Tensor | None
-    ) -> None:
-        device = self._updates[0].device
-        numbers = (
-            number_on(device, 1.0 if factor is None else factor),
-            number_on(device, 0.0 if is_off is None else is_off),
-        )
+    def _run_compiled(self, factor: torch.Tensor | None, is_off: torch.Tensor | None) -> None:
+        factor = number_on(self._updates[0].device, 1.0 if factor is None else factor)
+        is_off = number_on(self._updates[0].device, 0.0 if is_off is None else is_off)
         for update in self._updates:
-            update.run_compiled(*numbers)
-            if average_share is not None:
-                update.state.update_average(average_share)
+            update.run_compiled(factor, is_off)
 
     def changed(self) -> None:
         """See `BucketUpdate.changed`."""

@@ -99,8 +99,8 @@ def update_span(
 def _compiled(
     beta1: float, beta2: float, eps: float, weight_decay: float
 ) -> tuple[Callable[..., tuple[torch.Tensor, ...]], Callable[..., None]]:
-    """What is computed once for a span, and for each of its elements. In one function the powers would be taken for
-    each element."""
+    """Two compiled functions: one computes the numbers of a span, the other its elements. In one function the powers
+    would be taken for each element."""
 
     def count(step: torch.Tensor, lr: torch.Tensor, is_off: torch.Tensor) -> tuple[torch.Tensor, ...]:
         num_steps = step.double() + 1  # 1 - 0.999 has few digits in fp32

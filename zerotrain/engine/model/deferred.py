@@ -196,8 +196,14 @@ class InitialValues:
         steps = [step for storage in self._storages.values() for step in storage.steps]
         ours = {id(leaf) for step in steps for leaf in (*step.call.leaves(), step.into)}
         ours |= {id(parameter) for parameter in parameters.values()}
-        for tensor in [thing for thing in gc.get_objects() if type(thing) in _PLAIN and id(thing) not in ours]:
-            self.hold(tensor)
+        objects = gc.get_objects() if self._storages else []
+        for tensor in [thing for thing in objects if type(thing) in _PLAIN and id(thing) not in ours]:
+            try:
+                storage = self._find(tensor)
+            except RuntimeError:
+                continue  # garbage that the collector of another thread has cleared
+            if storage is not None:
+                storage.hold()
         self.release()
         storages = {name: self._find(parameter) for name, parameter in parameters.items()}
         whole = [name for name, storage in storages.items() if storage is not None and storage.held]

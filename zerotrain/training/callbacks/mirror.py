@@ -9,7 +9,7 @@ from typing import Any
 from zerotrain.checkpoint.folder import CHECKPOINTS, newest_first
 from zerotrain.checkpoint.mirror import Mirror
 from zerotrain.errors import CheckpointError
-from zerotrain.training.callback import Closing, Run
+from zerotrain.training.callback import Callback, Run
 from zerotrain.training.report import say
 
 LONGEST_PAUSE_S = 60.0
@@ -19,8 +19,9 @@ LAST_TRIES_S = 30.0
 
 
 @dataclass(eq=False)
-class RunMirror(Closing):
-    """The mirror of a run, fed by a thread of rank 0. Of several checkpoints that wait it copies the newest.
+class RunMirror(Callback):
+    """The mirror of a run, fed by a thread of rank 0. If several checkpoints wait, it copies the newest. A run that
+    fails does not wait for it.
 
     Args:
         keep: as many of the newest stay there; None: all.
@@ -31,8 +32,6 @@ class RunMirror(Closing):
     keep: int | None
     _waiting: Path | None = None
     """The checkpoint to copy next."""
-    _newest: Path | None = None
-    """The last one that was copied."""
     _failures: int = 0
     _problem: str | None = None
     _deadline_s: float | None = None
@@ -42,6 +41,7 @@ class RunMirror(Closing):
 
     def start(self, run: Run) -> None:
         """Copy what an earlier start has saved and not copied."""
+        run.result.mirror = {"url": self.mirror.url, "newest": None, "failures": 0, "problem": None}
         self._thread = threading.Thread(target=self._copy_all, args=[run], name="mirror-checkpoints", daemon=True)
         self._thread.start()
         for path in newest_first(run.folder / CHECKPOINTS)[:1]:
@@ -54,15 +54,12 @@ class RunMirror(Closing):
             self._changed.notify()
 
     def end(self, run: Run) -> None:
-        """Wait for the newest copy, or until the mirror has failed for a while; note what came of all."""
+        """Wait for the newest copy, or until the mirror has failed for a while."""
         with self._changed:
             self._deadline_s = time.monotonic() + LAST_TRIES_S
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
-        newest = None if self._newest is None else self._newest.name
-        facts: dict[str, Any] = {"newest": newest, "failures": self._failures, "problem": self._problem}
-        run.result.mirror = {"url": self.mirror.url, **facts}
 
     def _copy_all(self, run: Run) -> None:
         while (path := self._next()) is not None:
@@ -73,10 +70,12 @@ class RunMirror(Closing):
             except CheckpointError as error:
                 problem = str(error)
                 self._failures += 1
-            with self._changed:
-                if problem is None:
-                    self._newest = path
+            facts: dict[str, Any] = {"failures": self._failures, "problem": problem}
+            if problem is None:
+                facts["newest"] = path.name
+                with self._changed:
                     self._waiting = None if self._waiting == path else self._waiting
+            run.result.mirror = (run.result.mirror or {}) | facts
             if problem is not None and problem != self._problem:
                 say(run.console, f"warning: {problem}; the run goes on, and tries again")
             elif problem is None and self._problem is not None:

@@ -3,6 +3,7 @@
 import io
 import time
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,3 +69,18 @@ def test_a_run_ends_though_its_mirror_never_takes_a_thing(tmp_path: Path, monkey
     assert run.result.mirror == {"url": mirror.url, "newest": None, "failures": mirror.num_tries, "problem": problem}
     assert mirror.num_tries >= 2
     assert len(screen.getvalue().splitlines()) == 1
+
+
+def test_a_run_that_fails_does_not_wait_for_a_copy_that_hangs(tmp_path: Path) -> None:
+    run, _ = run_of(tmp_path)
+    mirror: Any = Flaky(0)
+    hanging = Event()
+    mirror.push = lambda path: hanging.wait()
+    copies = RunMirror(mirror, 2)
+    copies.start(run)
+    copies.after_save(run, Path("step-00000002"))
+    copies.failure(run, RuntimeError("a rank is gone"))
+    assert run.result.mirror == {"url": mirror.url, "newest": None, "failures": 0, "problem": None}
+    hanging.set()
+    copies.end(run)
+    assert run.result.mirror["newest"] == "step-00000002"
