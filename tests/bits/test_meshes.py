@@ -54,6 +54,11 @@ def test_it_ends_with_the_weights_of_plain_pytorch(
     )
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_by_two_ranks_in_bf16_with_a_late_one(stage: int) -> None:
+    assert_same(Training(virtual_ranks=4, precision="bf16"), Setup(4, stage, is_late=True, more=on_mesh(2)))
+
+
 ROUND = {1: 3, 2: 0, 3: 2, 4: 3, 5: 1}
 STARTS = [(stage, size) for stage in (1, 2, 3) for size in (None, 2)]
 

@@ -181,6 +181,7 @@ class _Fake(Handle):
         self._arrived: list[Any] = []
 
     def _send(self, part: Any) -> None:
+        assert not self.is_under_way, f"{self.name} is issued while it is on the wire"
         self._key = self._end.issued(f"{self.kind} {self.name}", part)
 
     def _wait(self) -> None:

@@ -101,18 +101,18 @@ FAULTS = {
         "Relayed.pass_on",
         Drop("finish"),
         "a host sends its sums across before it has added them",
-        "bits/test_meshes.py::test_it_ends_with_the_weights_of_plain_pytorch",
+        "bits/test_meshes.py::test_two_by_two_ranks_in_bf16_with_a_late_one",
     ),
     "mean-on-each-axis": Fault(
         "Collectives.reduction",
         Swap("(1, num_leaves)", "(num_inside, num_leaves)"),
         "sums of a host are divided, and then the mean again",
-        "bits/test_meshes.py::test_it_ends_with_the_weights_of_plain_pytorch",
+        "bits/test_meshes.py::test_two_by_two_ranks_in_bf16_with_a_late_one",
     ),
     "sums-rounded-on-the-way": Fault(
         "Collectives.reduction",
         Swap("sums if sums is not None and self._ordered else pool", "pool"),
         "sums of a host are rounded to 16 bits before they go across",
-        "bits/test_meshes.py::test_it_ends_with_the_weights_of_plain_pytorch",
+        "bits/test_meshes.py::test_two_by_two_ranks_in_bf16_with_a_late_one",
     ),
 }

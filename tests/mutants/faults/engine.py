@@ -245,13 +245,13 @@ FAULTS = {
         "BucketLayout.shard",
         Swap("rank // self.shard_size", "(rank // self.shard_size + 1) % (self.num_shards // self.shard_size)"),
         "on a mesh a rank updates the range of its replica",
-        "bits/test_meshes.py::test_it_ends_with_the_weights_of_plain_pytorch",
+        "bits/test_meshes.py::test_two_by_two_ranks_in_bf16_with_a_late_one",
     ),
     "gathered-before-replicas-came": Fault(
         "BucketWeights.start_gather",
         Drop("finish"),
         "a part is gathered inside before the shards of late replicas are in it",
-        "bits/test_meshes.py::test_it_ends_with_the_weights_of_plain_pytorch",
+        "bits/test_meshes.py::test_two_by_two_ranks_in_bf16_with_a_late_one",
     ),
     "changed-while-it-is-sent": Fault(
         "BucketWeights.about_to_change",
