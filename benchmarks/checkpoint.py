@@ -36,10 +36,10 @@ from torch.distributed.tensor import DTensor, Shard
 import zerotrain
 from benchmarks.report import markdown
 from benchmarks.rounds import machine
+from tests.ranks.processes import run_ranks
 from zerotrain.checkpoint.manifest import BLOCK_NBYTES
 from zerotrain.device.memory import most_nbytes
 from zerotrain.files.lock import sync
-from zerotrain.testing.ranks import run_ranks
 
 WIDTH = 1024
 OURS, OURS_BESIDE, DCP, DCP_BESIDE = "ours", "ours, beside training", "DCP", "DCP, async_save"

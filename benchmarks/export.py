@@ -36,7 +36,7 @@ from benchmarks.export_saved import DCP, DEEPSPEED, OURS, WEIGHTS, save
 from benchmarks.report import markdown
 from benchmarks.rounds import machine
 from benchmarks.workload import SIZES, Workload
-from zerotrain.testing.ranks import run_ranks
+from tests.ranks.processes import run_ranks
 
 BARE = "bare copy"
 TOLERANCE = 1e-4

@@ -31,9 +31,9 @@ import zerotrain
 from benchmarks.checkpoint import WIDTH, Layers
 from benchmarks.report import markdown
 from benchmarks.rounds import machine
+from tests.ranks.processes import RankError, run_ranks
 from zerotrain.device.memory import own_nbytes
 from zerotrain.errors import ConfigError
-from zerotrain.testing.ranks import RankError, run_ranks
 
 PIECE_NBYTES = 4 * 2**20
 NUM_THREADS = 4

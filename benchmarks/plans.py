@@ -33,11 +33,11 @@ from benchmarks.engines.plain import adamw
 from benchmarks.errors import BenchmarkError
 from benchmarks.report import markdown
 from benchmarks.rounds import REPOSITORY, machine
+from tests.ranks.processes import RankError, run_ranks
 from zerotrain.comm.world import World
 from zerotrain.config.schema import Config, ModelSwitches
 from zerotrain.preflight.rehearsal import Links, Rehearsals, look_at
 from zerotrain.run.factory import build, build_engine_of
-from zerotrain.testing.ranks import RankError, run_ranks
 
 NUM_STEPS = 2
 ROWS, TOKENS, VOCAB = 4, 128, 8192

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import zerotrain
 from benchmarks.report import markdown
 from benchmarks.rounds import machine
+from tests.ranks.processes import run_ranks
 from zerotrain.models import GPT
-from zerotrain.testing.ranks import run_ranks
 
 VOCAB, SEQ_LEN, SEQUENCES = 512, 128, 2
 ADAMW: Any = functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)

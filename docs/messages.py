@@ -42,7 +42,7 @@ TOPICS = {
     "engine_groups": ("Optimizers and parameter groups", ("engine/groups", "engine/optimizer_step.py", "engine/model")),
     "engine_state": ("Saving and loading", ("engine/state", "engine/engine.py")),
     "checkpoint": ("Checkpoints and other files with weights", ("checkpoint",)),
-    "comm": ("Communication between ranks", ("comm", "testing")),
+    "comm": ("Communication between ranks", ("comm",)),
     "machine": ("Files, devices and memory", ("files", "device", "offload", "sharding")),
 }
 """Page -> (title, folders and files of the package)."""

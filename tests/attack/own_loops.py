@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest.mock import patch
 
-from zerotrain.testing import ranks
-from zerotrain.testing.ranks import HANG_S
+from tests.ranks import ranks
+from tests.ranks.processes import HANG_S
 
 KILLED, MET = "killed", "met"
 

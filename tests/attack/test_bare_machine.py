@@ -9,7 +9,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from zerotrain.testing.ranks import HANG_S
+from tests.ranks.processes import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ABSENT = ("hydra", "omegaconf", "antlr4", "deepspeed", "matplotlib", "transformers", "peft", "xdist", "pytest_timeout")

@@ -11,8 +11,8 @@ from cases import place
 from torch import nn
 
 import zerotrain
+from tests.ranks import run_ranks
 from zerotrain.device import memory as heap
-from zerotrain.testing import run_ranks
 
 WIDTH, ROWS = 128, 1024
 SAVED_NBYTES = 2 * ROWS * WIDTH * 4

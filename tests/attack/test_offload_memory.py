@@ -14,8 +14,8 @@ from commands import REPOSITORY, TINY, Command, result_of
 from torch import nn
 
 import zerotrain
+from tests.ranks import run_ranks
 from zerotrain.device import memory as heap
-from zerotrain.testing import run_ranks
 
 WIDTH = 512
 UNIT_NBYTES = 4 * WIDTH * WIDTH

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from commands import REPOSITORY
 
+from tests.ranks.processes import HANG_S
 from tests.unit.data.tokenizers_made import END, sample, saved
 from tests.zygote.client import Forked, Zygote
-from zerotrain.testing.ranks import HANG_S
 
 Begin = Callable[..., Forked]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from commands import MISBEHAVING, PATIENT, TINY, TWO_RANKS, Command, by_hand, result_of
 
-from zerotrain.testing.ranks import HANG_S
+from tests.ranks.processes import HANG_S
 
 RUN = (*TINY, "hydra.run.dir=run", PATIENT)
 ENDLESS = (*RUN, "train.max_steps=10000000")

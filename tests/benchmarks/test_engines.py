@@ -11,7 +11,7 @@ from benchmarks.engines import ENGINES
 from benchmarks.rank import Prepared, RankResult
 from benchmarks.standing import LOSS_TOLERANCE
 from benchmarks.workload import Workload
-from zerotrain.testing import run_ranks
+from tests.ranks import run_ranks
 
 SHARING = [name for name, spec in ENGINES.items() if spec.stage is not None]
 WORKLOADS = [

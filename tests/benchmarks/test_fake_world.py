@@ -11,8 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.fake_world import main as fake_world
 from benchmarks.small_parameters import FAKE_RANKS, Blocks, bare_step, engine_step, python_calls
+from tests.ranks import run_ranks
 from zerotrain.device import memory as heap
-from zerotrain.testing import run_ranks
 
 
 def test_an_engine_runs_in_worlds_of_any_size(tmp_path: Path) -> None:

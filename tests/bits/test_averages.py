@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.checkpoint.runs import KINDS, build, train
 from tests.unit.engine.test_average import DECAY, Plain, assert_average, followed
-from zerotrain.testing.fake_wire import run_threads
 
 
 @pytest.mark.case(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.bits.training import FINE_MB, Block, Net, Setup, Training, assert_same
+from tests.ranks.fake_wire import run_threads
 from tests.unit.training.callbacks.test_stages import HELD, KINDS, lines_of, tied_model, trainer_of, without_changes
-from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 
 ROUND = {0: 0, 5: 1, 10: 2, 15: 3, 20: 1, 25: 0}

@@ -22,7 +22,7 @@ from tests.bits.training import (
     build,
     in_plain_pytorch,
 )
-from zerotrain.testing.fake_wire import run_threads
+from tests.ranks.fake_wire import run_threads
 
 CASE_ROWS = (
     "ranks",

@@ -21,8 +21,8 @@ from tests.bits.training import (
     in_plain_pytorch,
     on_ranks,
 )
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.test_average import DECAY
-from zerotrain.testing.fake_wire import run_threads
 
 MESHES = [(4, 2), (8, 4), (8, 2), (6, 2)]
 """(ranks, of which hold sharded parameters once); six are three hosts of two."""

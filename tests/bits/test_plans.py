@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.bits.test_compiled import needs_compiler
+from tests.ranks.processes import run_ranks
 from tests.unit.preflight.rows import Held, Row, busiest, held, misfits, planned, rows
 from zerotrain.comm.world import World
-from zerotrain.testing.ranks import run_ranks
 
 COMPILED = "model.compile=true"
 ROWS = rows()

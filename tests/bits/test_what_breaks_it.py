@@ -16,10 +16,10 @@ from cases import Case, run_over, train_and_hash
 
 import zerotrain
 from tests.bits.training import Net, Place, Setup, Training, batch, build, in_plain_pytorch, on_ranks
+from tests.ranks.fake_wire import run_threads
 from tests.unit.training.runs import SEQ_LEN, VOCAB_SIZE, trainer_of
 from zerotrain.data import SyntheticTokens
 from zerotrain.models import GPT
-from zerotrain.testing.fake_wire import run_threads
 
 SHAPE = {"vocab_size": VOCAB_SIZE, "max_seq_len": SEQ_LEN, "num_layers": 2, "num_heads": 2, "hidden_size": 32}
 MODEL = functools.partial(GPT, **SHAPE)

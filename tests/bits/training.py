@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import sum_by_tree
-from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training.sameness import seed_leaf
 
 SEED, NUM_STEPS = 5, 3

@@ -25,7 +25,7 @@ import psutil
 
 from tests.chaos.cases import SETTINGS
 from tests.distributed.commands import Command, by_hand, result_of
-from zerotrain.testing.ranks import HANG_S
+from tests.ranks.processes import HANG_S
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 VICTIMS = ("launcher", "group", "newest")

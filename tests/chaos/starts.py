@@ -12,8 +12,8 @@ import psutil
 
 from tests.chaos import places
 from tests.chaos.strike import FOLDER_VARIABLE
+from tests.ranks.processes import HANG_S
 from tests.zygote import server as zygote
-from zerotrain.testing.ranks import HANG_S
 
 _CHILDREN_COME_HERE = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2): processes whose parent was killed become children of this one."""

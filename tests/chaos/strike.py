@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from zerotrain.testing.ranks import HANG_S
+from tests.ranks.processes import HANG_S
 
 FOLDER_VARIABLE = "ZEROTRAIN_CHAOS"
 """Where the kills of a run are planned; not set: none are."""

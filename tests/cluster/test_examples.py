@@ -14,7 +14,7 @@ from commands import REPOSITORY, TINY, result_of
 from tests.cluster.conftest import Undisturbed
 from tests.cluster.hosts import Hosts
 from tests.cluster.jobs import num_steps
-from zerotrain.testing.ranks import HANG_S
+from tests.ranks.processes import HANG_S
 
 RUN = (*TINY, "train.max_steps=150", "checkpoint.every=null")
 NAMES = """\

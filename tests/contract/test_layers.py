@@ -28,7 +28,6 @@ MAY_IMPORT = {
     "data": set(),
     "training": {"errors", "comm", "checkpoint", "engine", "data"},
     "report": {"errors", "training"},
-    "testing": {"comm"},
 }
 """What each part of the package may import of it. Left out are `TOGETHER`, which put all together."""
 
@@ -43,8 +42,8 @@ CONFIG_NAMES = re.compile(
     r"\b(train|launch)\.[a-z_]+|\bmodel\.(compile|activation)|\boptimizer\.[a-z]|=(true|false|null)\b"
 )
 
-MAY_TALK_TO_OTHER_RANKS = {"comm", "launching", "preflight", "testing"}
-"""The collectives, the launcher's start of ranks, the wire to nobody of a plan, and the ranks of tests."""
+MAY_TALK_TO_OTHER_RANKS = {"comm", "launching", "preflight"}
+"""The collectives, the launcher's start of ranks, the wire to nobody of a plan."""
 
 WRITES_ITS_FORMAT = {"commands"}
 """Folders of torch.distributed.checkpoint, in one process."""

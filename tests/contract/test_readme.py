@@ -19,9 +19,9 @@ from commands import SHOWN_BY_HAND, SHOWN_SWEEP
 from omegaconf import OmegaConf
 
 from tests.contract.test_docs import blocks_of, files_of
+from tests.ranks.processes import HANG_S
 from tests.zygote.client import Zygote
 from zerotrain.config.compose import register_schema
-from zerotrain.testing.ranks import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COPIED = ("launch.py", "Makefile", "setup.py", "pyproject.toml", "constraints.txt", "conf", "docs")

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zerotrain
+from tests.ranks import run_ranks
 from tests.unit.engine.parts import sum_by_tree
 from zerotrain.comm import collectives as process_groups
 from zerotrain.device.memory import give_back_freed
 from zerotrain.models import GPT
-from zerotrain.testing import run_ranks
 
 VOCAB, SEQ_LEN, SEQUENCES = 256, 32, 2
 OPTIMIZERS: dict[str, Any] = {

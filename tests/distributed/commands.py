@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import torch
 
+from tests.ranks.processes import HANG_S
 from tests.zygote.client import Forked, Zygote
 from tests.zygote.server import MARK
-from zerotrain.testing.ranks import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 USER_CODE = Path(__file__).resolve().parent / "user_code"

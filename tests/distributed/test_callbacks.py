@@ -10,8 +10,8 @@ from cases import OPTIMIZERS, make_model, trainer_of
 from commands import TINY, result_of
 
 import zerotrain
+from tests.ranks import run_ranks
 from zerotrain.data import SyntheticTokens
-from zerotrain.testing import run_ranks
 from zerotrain.training import Callback, Request
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 

@@ -16,12 +16,12 @@ from commands import REPOSITORY, result_of
 
 import zerotrain
 from tests.contract.test_docs import blocks_of
+from tests.ranks import run_ranks
 from tests.unit.data.chat_templates import chat_tokenizer
 from tests.unit.data.tokenizers_made import saved
 from tests.zygote.client import Zygote
 from zerotrain.data import ChatDataset, GlobalBatchSampler
 from zerotrain.models import GPT
-from zerotrain.testing import run_ranks
 
 NUM_STEPS, ROWS, LR = 3, 8, 0.5
 WAYS: dict[str, dict[str, Any]] = {"padded": {}, "grouped": {"group_by_length": True}, "packed": {"pack": True}}

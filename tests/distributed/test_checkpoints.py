@@ -12,8 +12,8 @@ from cases import memory_nbytes, reset_peak
 from safetensors.torch import save_file
 
 import zerotrain
+from tests.ranks.processes import run_ranks
 from zerotrain.checkpoint.manifest import read_manifest
-from zerotrain.testing.ranks import run_ranks
 
 MIB = 2**20
 M_MMAP_THRESHOLD = -3

@@ -19,6 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.rank import Prepared, RankResult, own_device
 from benchmarks.workload import Workload
+from tests.ranks import run_ranks
+from tests.ranks.fake_wire import run_threads
 from zerotrain import OffloadConfig, World, build_engine
 from zerotrain.comm import collectives as process_groups
 from zerotrain.comm.world import Shards, choose_device
@@ -27,8 +29,6 @@ from zerotrain.data.loader import StepLoader
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.update import scaled
 from zerotrain.settings import ZeroConfig
-from zerotrain.testing import run_ranks
-from zerotrain.testing.fake_wire import run_threads
 
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 

@@ -18,12 +18,12 @@ from commands import TINY, Command, result_of
 from torch import nn
 
 import zerotrain
+from tests.ranks import run_ranks
 from zerotrain import ZeroEngine
 from zerotrain.comm import whereabouts
 from zerotrain.comm.world import Shards
 from zerotrain.errors import CommError, ZeroTrainError
 from zerotrain.settings import ZeroConfig
-from zerotrain.testing import run_ranks
 
 TIMEOUT_S = 5.0
 Launch = Callable[..., Command]

@@ -16,12 +16,12 @@ from cases import Case, place, reference_weights, sha256, train
 import zerotrain
 from benchmarks.errors import BenchmarkError
 from benchmarks.network import Host, Network, link, sent_nbytes
+from tests.ranks import run_ranks
 from zerotrain import World
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import ScratchPool
 from zerotrain.comm.ledger import Ledger
 from zerotrain.settings import ZeroConfig
-from zerotrain.testing import run_ranks
 
 CPU = torch.device("cpu")
 CLONE_NEWNET = 0x40000000

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from cases import trainer_of
 
 import zerotrain
+from tests.ranks import run_ranks
 from tests.unit.training.losses import CONFIGURED, KINDS, Rows
-from zerotrain.testing import run_ranks
 from zerotrain.training.callbacks.evaluation import evaluate_all
 from zerotrain.training.losses import CrossEntropy, add_loss
 

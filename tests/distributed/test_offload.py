@@ -7,7 +7,7 @@ import torch
 from cases import OPTIMIZERS, batch, make_model, micro_batches, place
 
 import zerotrain
-from zerotrain.testing import run_ranks
+from tests.ranks import run_ranks
 
 VIRTUAL_RANKS, NUM_STEPS, SAVED_AT = 2, 4, 2
 DEVICE = zerotrain.OffloadConfig()

@@ -7,8 +7,8 @@ from pathlib import Path
 from cases import OPTIMIZERS, make_model, trainer_of
 
 import zerotrain
+from tests.ranks import run_ranks
 from zerotrain.data import SyntheticTokens
-from zerotrain.testing import run_ranks
 from zerotrain.training.callbacks.profile import NUM_STEPS_BEFORE, NUM_TRACED_STEPS
 
 NUM_STEPS = NUM_STEPS_BEFORE + NUM_TRACED_STEPS

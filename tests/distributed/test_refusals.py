@@ -11,9 +11,9 @@ import torch
 from cases import place
 
 import zerotrain
+from tests.ranks.processes import run_ranks
 from zerotrain.checkpoint.manifest import read_manifest
 from zerotrain.checkpoint.verification import differences
-from zerotrain.testing.ranks import run_ranks
 
 NUM_STEPS_BEHIND = 10
 

@@ -11,7 +11,7 @@ from cases import trainer_of
 from test_training import TEXT, on_ragged_text
 
 import zerotrain
-from zerotrain.testing import run_ranks
+from tests.ranks import run_ranks
 from zerotrain.training import warmup_cosine
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 

@@ -16,9 +16,9 @@ from rich.console import Console
 from torch.utils.data import Dataset
 
 import zerotrain
+from tests.ranks import run_ranks
 from zerotrain.data import TextDataset
 from zerotrain.models import GPT
-from zerotrain.testing import run_ranks
 from zerotrain.training import clock as metrics, warmup_cosine
 
 GLOBAL_BATCH_SIZE = 12

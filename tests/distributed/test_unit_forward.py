@@ -10,8 +10,8 @@ from cases import OPTIMIZERS, SEQ_LEN, VOCAB, batch, micro_batches, over, place
 from torch._dynamo.utils import counters
 
 import zerotrain
+from tests.ranks import run_ranks
 from zerotrain.models import GPT
-from zerotrain.testing import run_ranks
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 
 from tests.mutants.fault import REPOSITORY
 from tests.mutants.faults import FAULTS
-from zerotrain.testing.ranks import HANG_S
+from tests.ranks.processes import HANG_S
 
 NUM_AT_ONCE = os.cpu_count() or 1
 NOT_COPIED = (".*", "__pycache__", "*.egg-info", "outputs", "build", "images")

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from tests.ranks.fake_wire import Board
 from tests.streams.clocks import Clock, Clocks, HostReads, Kernels, join
 from tests.streams.recording import Recording, values_of_the_generator
 from zerotrain.comm import wires as backend_handles
@@ -30,7 +31,6 @@ from zerotrain.device import kinds
 from zerotrain.device.device import lies_on_host
 from zerotrain.device.kinds import Cuda
 from zerotrain.engine.buckets.weights import BucketWeights
-from zerotrain.testing.fake_wire import Board
 
 CPU = torch.device("cpu")
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.streams.faults import FAULTS
 from tests.streams.stand_in import run_on_streams
 from tests.streams.trainings import ADAMW, build, net, rows, saved_beside, train
 from tests.unit.checkpoint.slow_disk import SlowDisk
 from zerotrain.comm.world import World
 from zerotrain.settings import OffloadConfig
-from zerotrain.testing.fake_wire import run_threads
 
 OFF = OffloadConfig(optimizer="cpu", parameters="cpu")
 BY_HOST: dict[str, Any] = {

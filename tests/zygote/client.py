@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from tests.ranks.processes import HANG_S
 from tests.zygote.server import MARK, NO_MARK, REPOSITORY
-from zerotrain.testing.ranks import HANG_S
 
 POLL_S = 0.01
 SOCKET = "socket"

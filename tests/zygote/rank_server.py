@@ -1,11 +1,11 @@
-"""The fork server of `zerotrain.testing.ranks`, forked from the process of the tests: its ranks have imported what the
+"""The fork server of `tests.ranks.processes`, forked from the process of the tests: its ranks have imported what the
 tests have."""
 
 import os
 import socket
 from multiprocessing import connection, forkserver
 
-from zerotrain.testing.ranks import PRELOADED
+from tests.ranks.processes import PRELOADED
 
 
 def fork_rank_server() -> None:

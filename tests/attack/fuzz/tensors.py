@@ -14,6 +14,7 @@ from torch import nn
 
 import zerotrain
 from tests.attack.fuzz.common import hashed, require_printable
+from tests.ranks.fake_wire import run_threads
 from tests.unit.checkpoint.runs import KINDS, build, counted, held, train
 from zerotrain.checkpoint.manifest import hash_of
 from zerotrain.checkpoint.others.weights import find_weights
@@ -22,7 +23,6 @@ from zerotrain.config.schema import Config
 from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.saved.saved import ABOUT, opened_or_exported, opened_run
-from zerotrain.testing.fake_wire import run_threads
 
 CONFIG = asdict(Config(model={"_target_": "zerotrain.models.MLP"}, data={"_target_": "zerotrain.data.SyntheticTokens"}))
 KIND = KINDS["hard parameters, bf16, momentum"]

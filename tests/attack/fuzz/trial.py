@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.attack.fuzz.cases import Target
-from zerotrain.testing.ranks import HANG_S
+from tests.ranks.processes import HANG_S
 
 MEMORY_NBYTES = 1 << 30
 """More than a child has when it begins."""

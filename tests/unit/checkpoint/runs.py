@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from zerotrain.engine.state.named import buffers, counts, pieces, roles
-from zerotrain.testing.fake_wire import run_threads
 
 _ONE_SEED_AT_A_TIME = threading.Lock()
 State = dict[tuple[str, str], torch.Tensor]

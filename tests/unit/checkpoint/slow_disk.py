@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from zerotrain.testing.ranks import HANG_S
+from tests.ranks.processes import HANG_S
 
 
 class SlowDisk:

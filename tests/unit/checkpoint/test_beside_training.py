@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
+from tests.ranks.processes import HANG_S
 from tests.unit.checkpoint.runs import (
     KINDS,
     MOMENTUM,
@@ -36,8 +38,6 @@ from zerotrain.checkpoint.tensor_file import Entry
 from zerotrain.engine.state import save as snapshot
 from zerotrain.engine.state.named import owned_pieces
 from zerotrain.errors import CheckpointError, ConfigError
-from zerotrain.testing.fake_wire import run_threads
-from zerotrain.testing.ranks import HANG_S
 
 PLACES = [(kind, stage, 2 + (index // 2 + stage) % 2) for index, kind in enumerate(KINDS) for stage in (index % 3, 3)]
 """Kinds have stages 0 to 2 in turns; tests/bits has the others."""

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.checkpoint.runs import KINDS, Kind, build, saved_by_two_ranks, train
 from zerotrain.checkpoint import verify
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
 from zerotrain.engine.state import from_checkpoint as checkpoint
 from zerotrain.errors import CheckpointError
-from zerotrain.testing.fake_wire import run_threads
 
 KIND = KINDS["hard parameters, bf16, momentum"]
 MANIFEST, FIRST, SECOND = "manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"

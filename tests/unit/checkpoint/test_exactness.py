@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.checkpoint.runs import ADAMW, KINDS, MOMENTUM, Kind, Matrices, build, counted, held, joined, train
 from zerotrain.checkpoint.manifest import read_manifest
 from zerotrain.errors import CheckpointError, ConfigError, EngineStateError
-from zerotrain.testing.fake_wire import run_threads
 
 SHARED = [((stage, size), (3 - stage, other)) for stage in range(4) for size, other in ((1, 4), (4, 2), (2, 1))]
 

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.checkpoint.runs import KINDS, Kind, build, held, saved_by_two_ranks, train
 from zerotrain.checkpoint import verify
 from zerotrain.checkpoint.manifest import DTYPES, hash_of
 from zerotrain.commands import inspection as inspect
 from zerotrain.commands.export import main as export
 from zerotrain.errors import CheckpointError, ZeroTrainError
-from zerotrain.testing.fake_wire import run_threads
 
 KIND = KINDS["hard parameters, AdamW"]
 Edit = Callable[[dict[str, Any]], Any]

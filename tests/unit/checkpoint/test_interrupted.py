@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.checkpoint.runs import KINDS, build, train
 from tests.unit.checkpoint.slow_disk import fail, interrupt, kill, killed_in
 from tests.unit.engine.parts import alone
@@ -18,7 +19,6 @@ from zerotrain.checkpoint import verify
 from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.errors import CheckpointError
-from zerotrain.testing.fake_wire import run_threads
 
 KIND = KINDS["Muon and AdamW"]
 CALLS = ("mkdir", "open", "write", "fsync", "rename", "unlink")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.checkpoint.runs import KINDS, build, held, joined, train
-from zerotrain.testing.fake_wire import run_threads
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "reference" / "checkpoint_format.md"
 RECIPE = re.search(r"```python\n# read_checkpoint\.py\n(.*?)```", DOCS.read_text(), re.DOTALL)

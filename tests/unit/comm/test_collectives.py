@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.ranks import fake_wire, run_ranks
+from tests.ranks.fake_wire import run_threads
 from zerotrain.comm import collectives as comm, collectives as process_groups
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import ScratchPool
@@ -17,8 +19,6 @@ from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
 from zerotrain.device.device import Event
 from zerotrain.errors import CommError, DisagreementError, EngineStateError
-from zerotrain.testing import fake_wire, run_ranks
-from zerotrain.testing.fake_wire import run_threads
 
 
 def collectives(world: World) -> Collectives:

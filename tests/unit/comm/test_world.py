@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.ranks import run_ranks
 from zerotrain.comm import world as worlds
 from zerotrain.comm.world import World, choose_device, num_gpus_for
 from zerotrain.device.kinds import Cuda
 from zerotrain.errors import ConfigError
-from zerotrain.testing import run_ranks
 
 GPU = torch.device("cuda", 1)
 

@@ -23,14 +23,14 @@ import torch.distributed.checkpoint as dcp
 
 import zerotrain
 from tests.cases import EXPORT
+from tests.ranks.fake_wire import run_threads
+from tests.ranks.processes import HANG_S
 from tests.unit.checkpoint.runs import KINDS, build, train
 from tests.unit.commands.my_model import loss_of, make_model
 from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.verification import CheckpointTensors
 from zerotrain.commands.export import FILES, main, require_apart
 from zerotrain.saved.saved import ABOUT
-from zerotrain.testing.fake_wire import run_threads
-from zerotrain.testing.ranks import HANG_S
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 

@@ -12,6 +12,7 @@ import torch
 
 import zerotrain
 from tests.cases import EVALUATION, EXPORT, GENERATION, WRONG_RUN
+from tests.ranks.fake_wire import run_threads
 from tests.unit.commands.test_export import ONE_SEED_AT_A_TIME, exported, refused, tensors_in, told_of_small_files
 from tests.unit.data.tokenizers_made import END, saved
 from zerotrain.commands import evaluate, generate
@@ -19,7 +20,6 @@ from zerotrain.commands.export_formats import merged
 from zerotrain.config.compose import from_values
 from zerotrain.models import HuggingFaceModel
 from zerotrain.models.gpt import MeanCrossEntropy
-from zerotrain.testing.fake_wire import run_threads
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 
 import zerotrain
 from tests.cases import EXPORT, WEIGHTS
+from tests.ranks.fake_wire import run_threads
 from tests.unit.commands.my_model import loss_of, make_model, tokens_of
 from tests.unit.commands.test_export import ONE_SEED_AT_A_TIME, exported
-from zerotrain.testing.fake_wire import run_threads
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "guides" / "fsdp2.md"
 SCRIPT = re.search(r"```python\n# fsdp2\.py\n(.*?)```", DOCS.read_text(), re.DOTALL)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.checkpoint.runs import KINDS, build, train
 from zerotrain.checkpoint import verification as compare
 from zerotrain.checkpoint.folder import PartialFolder, set_aside, set_best, step_name
 from zerotrain.commands.inspection import main
-from zerotrain.testing.fake_wire import run_threads
 
 
 @pytest.fixture(scope="module")

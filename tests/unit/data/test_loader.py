@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ranks.processes import HANG_S
 from tests.unit.data.test_batches import rank_rows
 from zerotrain.data.batches import GlobalBatchSampler
 from zerotrain.data.fetch import RowError
 from zerotrain.data.loader import NUM_STEPS_AHEAD, StepLoader, read_in_workers
-from zerotrain.testing.ranks import HANG_S
 
 CPU = torch.device("cpu")
 READERS: dict[str, dict[str, Any]] = {

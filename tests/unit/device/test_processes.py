@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.testing.ranks import HANG_S
+from tests.ranks.processes import HANG_S
 
 BEGIN = """
 import os, signal, sys, threading, time

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import DTYPES, Losses, Plain, seeded
-from zerotrain.testing.fake_wire import run_threads
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 LOSS_SCALE = 256.0

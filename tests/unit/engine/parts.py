@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import ScratchPools
 from zerotrain.comm.ledger import Ledger
@@ -24,7 +25,6 @@ from zerotrain.settings import EngineConfig, PrecisionConfig, ZeroConfig
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout, FlatBuffer
 from zerotrain.sharding.units import ManagedParameter, Unit
-from zerotrain.testing.fake_wire import run_threads
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

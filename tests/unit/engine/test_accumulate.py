@@ -9,10 +9,10 @@ import torch
 
 import zerotrain
 from tests.bits.training import DTYPES
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import Linears, engine_on, on_ranks, seeded, sum_by_tree
 from tests.unit.engine.test_virtual_ranks import ADAMW, PartlyUnused, batch, train
 from zerotrain.comm.world import World
-from zerotrain.testing.fake_wire import run_threads
 
 NUM_STEPS, NUM_MICRO_BATCHES, MAX_NORM, SCALE = 3, 3, 0.1, 1024.0
 

@@ -8,10 +8,10 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.checkpoint.runs import KINDS, Kind, build, train
 from tests.unit.engine.parts import alone, on_ranks
 from zerotrain.errors import ConfigError, EngineStateError
-from zerotrain.testing.fake_wire import run_threads
 
 State = dict[str, Any]
 ROUND = (0, 1, 2, 3, 1, 0, 3, 0, 2, 0)

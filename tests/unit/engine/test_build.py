@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import SGD, Linears, Plain, alone, assert_same, engine_on, inputs, seeded, train
 from zerotrain.comm.world import Shards, World
 from zerotrain.engine.model.checks import require_values
 from zerotrain.errors import ConfigError
 from zerotrain.sharding.units import walk
-from zerotrain.testing.fake_wire import run_threads
 
 
 class Apart(Linears):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import Counted, Linears, Plain, assert_same, engine_on, inputs, train
 from zerotrain.comm.world import World
-from zerotrain.testing.fake_wire import run_threads
 
 STAGES = [0, 1, 2, 3]
 

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.habits import build
 from tests.unit.engine.parts import Counted, Linears, alone, assert_same, engine_on, inputs, on_ranks, seeded, train
 from zerotrain.comm.world import World
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import DisagreementError, EngineStateError
 from zerotrain.settings import OffloadConfig, ZeroConfig
-from zerotrain.testing.fake_wire import run_threads
 
 STAGES = [0, 1, 2, 3]
 

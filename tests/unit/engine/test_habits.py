@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.habits import EVERYWHERE, SGD, Net, build
 from tests.unit.engine.parts import DTYPES, seeded
-from zerotrain.testing.fake_wire import run_threads
 
 
 def inputs(rank: int) -> torch.Tensor:

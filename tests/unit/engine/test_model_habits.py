@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.habits import EVERYWHERE, SGD, assert_same, build, in_our_engine, in_plain_pytorch
 from tests.unit.engine.parts import DTYPES, copy_into, seeded
-from zerotrain.testing.fake_wire import run_threads
 
 # ---- batch norms
 

@@ -16,10 +16,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.habits import EVERYWHERE, SGD, Net, build
 from tests.unit.engine.parts import DTYPES, Losses, Plain, alone, assert_same, on_ranks, seeded
 from tests.unit.engine.test_habits import inputs
-from zerotrain.testing.fake_wire import run_threads
 
 
 def one_step(engine: zerotrain.ZeroEngine) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.checkpoint.runs import (
     ADAMW,
     KINDS,
@@ -33,7 +34,6 @@ from tests.unit.engine.parts import on_ranks
 from zerotrain import OffloadConfig
 from zerotrain.errors import CheckpointError, OffloadError
 from zerotrain.offload.tier import Window, Windows
-from zerotrain.testing.fake_wire import run_threads
 
 TIERS = ("cpu", "disk")
 NUM_STEPS = 2

@@ -17,12 +17,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.habits import assert_same
 from tests.unit.engine.parts import Losses, Plain, alone, engine_on, inputs, train
 from zerotrain import OffloadConfig
 from zerotrain.errors import OffloadError
 from zerotrain.offload import saved, tier as rates
-from zerotrain.testing.fake_wire import run_threads
 
 TIERS = ("cpu", "disk")
 PAGE = 4096

@@ -10,12 +10,12 @@ import torch
 from torch.optim import lr_scheduler as schedulers
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.groups.test_optimizers import model
 from tests.unit.engine.habits import EVERYWHERE
 from tests.unit.engine.parts import Plain, alone, assert_same, engine_on, inputs, train
 from zerotrain.comm.world import World
 from zerotrain.errors import DisagreementError, EngineStateError
-from zerotrain.testing.fake_wire import run_threads
 
 STAGES = pytest.mark.parametrize("stage", range(4))
 DECAYING: Any = functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from uneven import WIDTH, EveryBlockOnAnotherRank, ExpertsAlone, Mixture, SkippedBlocks, Uneven
 
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import Losses, Plain, assert_same, engine_on
 from zerotrain.comm.world import World
-from zerotrain.testing.fake_wire import run_threads
 
 NUM_STEPS = 2
 

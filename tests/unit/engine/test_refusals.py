@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import alone, engine_on, inputs, on_ranks, train
 from zerotrain.errors import CommError, ConfigError, DisagreementError, EngineStateError
-from zerotrain.testing.fake_wire import run_threads
 
 
 @pytest.mark.parametrize("stage", [0, 3])

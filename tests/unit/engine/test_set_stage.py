@@ -13,6 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.checkpoint.runs import (
     ADAMW,
     KINDS,
@@ -30,7 +31,6 @@ from tests.unit.engine.groups.own_optimizers import Momentum
 from tests.unit.engine.habits import SGD, Net
 from tests.unit.engine.parts import on_ranks, seeded
 from zerotrain.errors import ConfigError, EngineStateError
-from zerotrain.testing.fake_wire import run_threads
 
 ROUND = (0, 1, 2, 3, 1, 0, 3, 0, 2, 0)
 """Every stage, from and to every other that makes a difference."""

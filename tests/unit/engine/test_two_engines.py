@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import assert_same, on_ranks, seeded
 from zerotrain.comm.world import World
 from zerotrain.errors import EngineStateError
-from zerotrain.testing.fake_wire import run_threads
 
 MOMENTUM: Any = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 NUM_STEPS = 3

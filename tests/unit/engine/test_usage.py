@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import zerotrain
-from zerotrain.testing.fake_wire import run_threads
+from tests.ranks.fake_wire import run_threads
 
 ADAM: Any = functools.partial(torch.optim.Adam, lr=0.1)
 FROZEN, TRAINED = 128 * 64, 64 * 64

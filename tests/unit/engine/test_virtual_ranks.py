@@ -9,9 +9,9 @@ import torch
 
 import zerotrain
 from tests.bits.training import ADAMW, RANKS, Block, Net, Setup, Training, assert_same
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import Linears, engine_on, inputs, on_ranks, seeded
 from zerotrain.comm.world import World
-from zerotrain.testing.fake_wire import run_threads
 
 NUM_STEPS, NUM_MICRO_BATCHES = 3, 2
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.habits import EVERYWHERE, Net, build
 from tests.unit.engine.parts import DTYPES, alone, assert_same, on_ranks, seeded
 from tests.unit.engine.test_habits import inputs
-from zerotrain.testing.fake_wire import run_threads
 
 NUM_STEPS = 3
 

@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.training.runs import Changed, lines_in, result_in, tiny_gpt, trainer_of
 from zerotrain import ConfigError
 from zerotrain.comm.world import World
 from zerotrain.data import Mix, SyntheticTokens
 from zerotrain.data.fetch import RowError, fingerprint_of, num_tokens_of
 from zerotrain.models import GPT
-from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training.sameness import require_same_data
 
 

@@ -9,10 +9,10 @@ from torch import nn
 
 import zerotrain
 from tests.bits.test_compiled import needs_compiler
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import Linears, alone, engine_on, inputs
 from zerotrain.comm.world import World
 from zerotrain.engine.buckets.compiled_update import update_span
-from zerotrain.testing.fake_wire import run_threads
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 GROUP |= {"amsgrad": False, "maximize": False, "differentiable": False}

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import OneBucket, alone
 from zerotrain.comm.world import World
 from zerotrain.engine.buckets.gradient import LARGE_NUMEL, BucketGradient, cut_segments
 from zerotrain.engine.buckets.life import Backward
 from zerotrain.engine.buckets.norm import digit_sums, norm_of_digit_sums
-from zerotrain.testing.fake_wire import run_threads
 
 
 def give(bucket: OneBucket, *values: float | None) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.groups.own_optimizers import Own, count
 from tests.unit.engine.parts import Plain, alone, assert_same, engine_on, inputs
 from zerotrain.comm.world import World
 from zerotrain.engine.buckets.update import step_on_lent
 from zerotrain.errors import ConfigError, EngineStateError
-from zerotrain.testing.fake_wire import run_threads
 
 
 class Habit(Own):

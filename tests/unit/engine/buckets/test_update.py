@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import SGD, alone, engine_on
 from zerotrain.comm.world import World
 from zerotrain.engine.buckets.update import step_on_lent
 from zerotrain.engine.buckets.whole_tensors import Updates
 from zerotrain.engine.model.live_parameter import UnreadyParameter
-from zerotrain.testing.fake_wire import run_threads
 
 
 class Given(nn.Module):

@@ -5,12 +5,12 @@ import gc
 import pytest
 from torch import nn
 
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import CPU, OneBucket, alone
 from zerotrain.comm.world import Shards, World
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.model.live_parameter import Owner, live_class, settle
 from zerotrain.errors import EngineStateError
-from zerotrain.testing.fake_wire import run_threads
 
 
 class Marked(nn.Parameter):

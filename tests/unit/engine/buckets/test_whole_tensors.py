@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import CPU
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import ScratchPool
@@ -12,7 +13,6 @@ from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
 from zerotrain.engine.buckets.whole_tensors import Updates, WholeTensors
 from zerotrain.sharding.layout import BucketLayout
-from zerotrain.testing.fake_wire import run_threads
 
 SHAPES = [(10, 20), (20, 10), (7, 3), (16, 16), (5,)]
 """Four that are updated whole, and one that is not."""

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import Linears, Plain, alone, assert_same, engine_on, train
 from zerotrain.comm.world import World
 from zerotrain.errors import ConfigError
-from zerotrain.testing.fake_wire import run_threads
 
 FROZEN = ("input.weight", "blocks.0.weight", "blocks.2.*")
 """They begin to train after two steps."""

@@ -10,9 +10,9 @@ from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import Plain, assert_same, assert_weights, engine_on, on_ranks, seeded, train
 from zerotrain.engine.model.forward import require_compiler
-from zerotrain.testing.fake_wire import run_threads
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 

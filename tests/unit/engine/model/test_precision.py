@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.habits import EVERYWHERE, assert_same, build, in_plain_pytorch
 from tests.unit.engine.parts import DTYPES, seeded
 from zerotrain.engine.model.precision import MAX_SCALE, PRECISIONS, LossScaler, cast_floating, dtypes_of
 from zerotrain.sharding.units import model_parameters
-from zerotrain.testing.fake_wire import run_threads
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 

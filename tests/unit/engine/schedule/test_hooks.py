@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import Linears, assert_same, engine_on, inputs, seeded, train
 from zerotrain.comm.world import World
 from zerotrain.engine.schedule.hooks import LastGradientHook, connect, next_node, require_graph, require_no_engine
 from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.units import walk
-from zerotrain.testing.fake_wire import run_threads
 
 # ---- the last gradient
 

@@ -11,8 +11,8 @@ from uneven import WIDTH, EveryBlockOnAnotherRank, Mixture, OneLinearOfOneRank, 
 
 import zerotrain
 from tests.bits.training import Net, Setup, Training, assert_same
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import seeded
-from zerotrain.testing.fake_wire import run_threads
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 ONE_EACH = 0.009

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import (
     Linears,
     Plain,
@@ -26,7 +27,6 @@ from tests.unit.engine.parts import (
 )
 from zerotrain.comm.world import World
 from zerotrain.errors import EngineStateError
-from zerotrain.testing.fake_wire import run_threads
 
 MOMENTUM: Any = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 

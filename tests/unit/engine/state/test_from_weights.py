@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.checkpoint.runs import KINDS, Kind, Matrices, build, counted, held, train
 from tests.unit.engine.parts import Linears, alone, assert_same, engine_on, seeded, train as train_engine
 from tests.unit.engine.state.weight_files import (
@@ -30,7 +31,6 @@ from zerotrain.comm.world import World
 from zerotrain.engine.state.from_weights import match_weights
 from zerotrain.errors import CheckpointError
 from zerotrain.files.match import ModelTensor, StoredTensor
-from zerotrain.testing.fake_wire import run_threads
 
 
 @pytest.mark.case(

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.ranks.fake_wire import run_threads
 from tests.unit.checkpoint.runs import Kind, build, train
 from tests.unit.engine.parts import alone
 from tests.unit.engine.state.weight_files import (
@@ -30,7 +31,6 @@ from zerotrain.checkpoint.manifest import read_manifest
 from zerotrain.comm.world import World
 from zerotrain.engine.state import from_weights as files
 from zerotrain.errors import CheckpointError, EngineStateError
-from zerotrain.testing.fake_wire import run_threads
 
 
 def changed(tensors: Tensors, changes: Mapping[str, torch.Tensor | None]) -> Tensors:

@@ -17,6 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.ranks.fake_wire import run_threads
+from tests.ranks.processes import run_ranks
 from tests.unit.checkpoint.runs import Kind, Matrices, build, train
 from tests.unit.engine.parts import alone
 from tests.unit.engine.state.weight_files import (
@@ -36,8 +38,6 @@ from zerotrain.checkpoint import tensor_file
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.comm.world import World
 from zerotrain.errors import CheckpointError
-from zerotrain.testing.fake_wire import run_threads
-from zerotrain.testing.ranks import run_ranks
 
 MATRICES = Kind(Matrices)
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ranks.fake_wire import run_threads
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
 from zerotrain.engine.state.together import agreed
 from zerotrain.errors import CheckpointError, ConfigError, DisagreementError, EngineStateError
-from zerotrain.testing.fake_wire import run_threads
 
 LONG = "/a/long/way" * 40
 

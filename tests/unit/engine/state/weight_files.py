@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.checkpoint.runs import KINDS, SCALED, Kind, Matrices, build, train
 from tests.unit.engine.parts import alone
 from zerotrain.checkpoint.folder import step_name
 from zerotrain.comm.world import World
 from zerotrain.errors import CheckpointError
-from zerotrain.testing.fake_wire import run_threads
 
 HARD = KINDS["hard parameters, bf16, momentum"]
 MODELS: dict[str, Kind] = {

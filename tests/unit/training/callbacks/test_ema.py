@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.ranks.fake_wire import run_threads
 from tests.unit.training.callbacks.test_stages import tied_model, trainer_of
 from tests.unit.training.runs import lines_in
 from zerotrain.checkpoint.folder import checkpoints_in
-from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training import constant
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 from zerotrain.training.callbacks.early_stopping import EarlyStopping

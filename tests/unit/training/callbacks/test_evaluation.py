@@ -6,12 +6,12 @@ import torch
 from torch.utils.data import Dataset
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.training import losses
 from zerotrain.data import Mix, SyntheticTokens
 from zerotrain.data.fetch import RowError
 from zerotrain.errors import ConfigError
 from zerotrain.models import GPT
-from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training import Accuracy
 from zerotrain.training.callbacks.evaluation import (
     evaluate_all,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerotrain
-from zerotrain.testing.ranks import run_ranks
+from tests.ranks.processes import run_ranks
 from zerotrain.training.callbacks.measuring import Measuring, rates_of
 from zerotrain.training.clock import StepClock
 from zerotrain.training.metrics.metric import TrainingMetrics

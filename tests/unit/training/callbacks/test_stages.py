@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import nn
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.training import runs
 from tests.unit.training.runs import lines_without_times as lines_of
 from zerotrain.checkpoint.manifest import read_manifest
@@ -24,7 +25,6 @@ from zerotrain.data import SyntheticTokens
 from zerotrain.launching.job import Job
 from zerotrain.launching.resuming import going_on
 from zerotrain.models import GPT
-from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training import Trainer, warmup_cosine
 from zerotrain.training.callbacks import stages as control_module
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy

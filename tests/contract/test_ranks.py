@@ -5,7 +5,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from zerotrain.testing import RankError, run_ranks
+from tests.ranks import RankError, run_ranks
 
 
 def raise_on_rank_1() -> None:
@@ -19,7 +19,7 @@ def sleep() -> None:
 
 
 class CommError(Exception):
-    """Named as the one of zerotrain, of which `zerotrain.testing` imports nothing."""
+    """Named as the one of zerotrain, of which `tests.ranks` imports nothing."""
 
 
 LOSSES = {

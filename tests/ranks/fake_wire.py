@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from tests.ranks.processes import HANG_S
 from zerotrain.comm import ledger, wires
 from zerotrain.comm.handles import Exchange, Gather, Handle, HandleSpec, Reduction, ReductionSpec, Wire
 from zerotrain.comm.world import Shards, World
-from zerotrain.testing.ranks import HANG_S
 
 T = TypeVar("T")
 TIMEOUT_S = HANG_S / 10

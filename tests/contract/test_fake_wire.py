@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from tests.ranks import fake_wire
+from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.parts import on_ranks
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import Exchange, Gather, ScratchPool
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
-from zerotrain.testing import fake_wire
-from zerotrain.testing.fake_wire import run_threads
 
 POOL = ScratchPool(dtype=torch.float32, device=torch.device("cpu"))
 
