@@ -1,4 +1,4 @@
-"""A mirror of a run's checkpoints, in a folder that fsspec opens by its URL, such as one of an object store.
+"""A folder that fsspec opens by its URL, such as one of an object store: the mirror of a run's checkpoints.
 
     s3://bucket/run/step-00000100/rank-0.safetensors
     s3://bucket/run/step-00000100/manifest.json       written last, removed first
@@ -9,14 +9,14 @@ hash in the manifest while it is copied, so nothing damaged is copied and called
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from zerotrain.checkpoint import folder as folders, manifest as manifests
 from zerotrain.checkpoint.tensor_file import write_file
-from zerotrain.errors import CheckpointError
+from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.terminal import package
 from zerotrain.files.untrusted import printable
 
@@ -36,9 +36,22 @@ class Mirror:
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url
-        fsspec = package("fsspec", extra="mirror", needed_by="checkpoint.mirror")
+        self.url = CREDENTIALS.sub("://***@", url)
+        """For messages."""
+        fsspec = package("fsspec", extra="mirror", needed_by="a URL")
         self._files, self._root = fsspec.url_to_fs(url, use_listings_cache=False)
+
+    def names(self) -> list[str]:
+        """The names of all that is there.
+
+        Raises:
+            CheckpointError: the mirror cannot be reached.
+        """
+        with self._raising("cannot be listed"):
+            self._files.invalidate_cache()
+            with suppress(FileNotFoundError):
+                return [path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
+        return []
 
     def steps(self) -> list[int]:
         """The steps with a folder there, the newest first. The manifest tells which are whole.
@@ -46,12 +59,8 @@ class Mirror:
         Raises:
             CheckpointError: the mirror cannot be reached.
         """
-        with self._raising("cannot be listed"):
-            self._files.invalidate_cache()
-            names = []
-            with suppress(FileNotFoundError):
-                names = [path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
-        return sorted((int(name.removeprefix("step-")) for name in names if folders.STEP.fullmatch(name)), reverse=True)
+        steps = (int(name.removeprefix("step-")) for name in self.names() if folders.STEP.fullmatch(name))
+        return sorted(steps, reverse=True)
 
     def manifest(self, step: int) -> manifests.Manifest | None:
         """The manifest of a step; None where there is none, so that its copy was cut off.
@@ -118,6 +127,22 @@ class Mirror:
                 raise
         return folder / name
 
+    def push_files(self, folder: Path, names: Sequence[str]) -> None:
+        """Copy files of a folder there, in their order: of a whole the last tells that it is whole.
+
+        Raises:
+            CheckpointError: they are not taken.
+        """
+        with self._raising("does not take what is written"):
+            for name in names:
+                place = self._path(name)
+                if "file" in self._files.protocol:
+                    self._files.makedirs(place.rpartition("/")[0], exist_ok=True)
+                self._files.put_file(str(folder / name), place)
+                nbytes, written = self._files.info(place)["size"], (folder / name).stat().st_size
+                if nbytes != written:
+                    raise CheckpointError(f"{name} has {nbytes} bytes there, and must have {written}")
+
     def remove_old(self, keep: int | None) -> None:
         """Remove all but the newest whole checkpoints, and what copies that were cut off have left.
 
@@ -153,11 +178,30 @@ class Mirror:
             raise CheckpointError(f"{self.url} {outcome}: {reason}") from None
 
 
-def fetch_newest(mirror: Mirror, folder: Path, newest: int | None) -> tuple[Path | None, list[str]]:
+def open_mirror(url: str, setting: str) -> Mirror:
+    """The folder behind a URL.
+
+    Args:
+        setting: that has it, for messages.
+
+    Raises:
+        ConfigError: fsspec does not open it.
+    """
+    try:
+        return Mirror(url)
+    except (ImportError, ValueError) as error:
+        problem = str(error).splitlines()[0]
+        raise ConfigError(f"{setting}: got {CREDENTIALS.sub('://***@', url)}; {problem}") from error
+
+
+def fetch_newest(
+    mirror: Mirror, folder: Path, newest: int | None, say: Callable[[str], object] = print
+) -> tuple[Path | None, list[str]]:
     """Fetch the newest whole checkpoint of a mirror into a folder of checkpoints, if it is newer than the newest there.
 
     Args:
         newest: its step; None: there is none.
+        say: prints a line.
 
     Returns:
         Its path, or None; and a line for each that was newer, and is not whole.
@@ -176,7 +220,7 @@ def fetch_newest(mirror: Mirror, folder: Path, newest: int | None) -> tuple[Path
             problems.append(str(error))
             continue
         nbytes = sum(file.stat().st_size for file in path.iterdir())
-        print(f"fetched {path.name} from {mirror.url}: {nbytes / 1e6:.1f} MB in {time.monotonic() - begun_s:.2f} s")
+        say(f"fetched {path.name} from {mirror.url}: {nbytes / 1e6:.1f} MB in {time.monotonic() - begun_s:.2f} s")
         return path, problems
     return None, problems
 

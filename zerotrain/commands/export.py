@@ -2,7 +2,7 @@
 
 By default DIR gets model.safetensors, in parts if it is large. For model=huggingface, from_pretrained opens DIR; for
 adapters, peft opens it, and with --merge it holds the merged model. RUN is a run (its newest checkpoint is read) or a
-checkpoint. The export is verified, and DIR appears when it is complete.
+checkpoint, or the URL of a mirror. The export is verified, and DIR appears when it is complete; it may be a URL, too.
 
   python -m zerotrain export outputs/2026-11-22/10-00-00 --out exported --dtype bf16
   python -m zerotrain export outputs/2026-11-22/10-00-00/checkpoints/step-00000100 --out exported --optimizer
@@ -31,10 +31,11 @@ from typing import Any, TypedDict
 import torch
 
 from zerotrain.checkpoint.folder import CHECKPOINTS, LOCK, PartialFolder
+from zerotrain.checkpoint.mirror import open_mirror
 from zerotrain.checkpoint.others.safetensors_and_torch import write_safetensors
 from zerotrain.checkpoint.tensor_file import write_file
 from zerotrain.commands import export_formats as formats
-from zerotrain.commands.frame import WEIGHTS, add_run, exit_code, is_averaged, parser_of
+from zerotrain.commands.frame import WEIGHTS, add_run, exit_code, is_averaged, local_folder, local_run, parser_of
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files import kept_out, lock, terminal, untrusted
 from zerotrain.launching import exits
@@ -238,7 +239,7 @@ MB = 10**6
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     parser = parser_of("export", __doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make, or its URL")
     parser.add_argument("--dtype", metavar="NAME", help="dtype of all floating-point weights: fp32, bf16 or fp16")
     parser.add_argument("--merge", action="store_true", help="add the adapters to the weights")
     parser.add_argument("--optimizer", action="store_true", help="optimizer.pt too, for torch.optim")
@@ -248,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--shard-mb", type=float, default=5000.0, metavar="MB", help="largest size of a file, default 5000"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
-    add_run(parser, metavar="RUN_OR_CHECKPOINT", help=None)
+    add_run(parser, type=str, metavar="RUN_OR_CHECKPOINT", help=None)
     options = parser.parse_args(arguments)
 
     def work() -> int:
@@ -284,11 +285,16 @@ def export(options: Namespace) -> Iterator[str]:
     if (averaged := is_averaged(options.weights)) and (options.dcp or options.optimizer):
         other = "--dcp" if options.dcp else "--optimizer"
         raise ConfigError(f"{other}: the optimizer's state is that of the trained weights; leave out --weights ema")
-    out = Path(os.path.realpath(options.out)) if options.out.name in ("", "..") else options.out.absolute()
+    place = open_mirror(options.out, "--out") if "://" in options.out else None
+    if place is not None and place.names():
+        raise ConfigError(f"--out: got {place.url}, where something is already; give a new name")
+    out = Path(options.out) if place is None else local_folder() / "export"
+    out = Path(os.path.realpath(out)) if out.name in ("", "..") else out.absolute()
     require_free(out, overwrite=options.overwrite)
+    path = local_run(options.path)
     with (
-        kept_out.nothing_imported_from(options.path),
-        opened_run(options.path, trust_code=options.trust_code, averaged=averaged) as run,
+        kept_out.nothing_imported_from(path),
+        opened_run(path, trust_code=options.trust_code, averaged=averaged) as run,
     ):
         of_model = run.require_config().model.get("name_or_path") if run.is_hugging_face else None
         sources = [name for name in (of_model, run.tokenizer_name) if name is not None and Path(name).is_dir()]
@@ -314,9 +320,12 @@ def export(options: Namespace) -> Iterator[str]:
             if options.optimizer:
                 name_of = str if model is None else formats.name_of_hugging_face
                 formats.write_optimizer(folder / "optimizer.pt", run.saved, name_of)
-    nbytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    files = sorted((file for file in out.rglob("*") if file.is_file()), key=lambda file: (file.name == ABOUT, file))
+    nbytes = sum(file.stat().st_size for file in files)
+    if place is not None:
+        place.push_files(out, [file.relative_to(out).as_posix() for file in files])
     what = "the average of weights of " if averaged else ""
-    yield f"{out}: {what}step {run.step} of {run.path}, {nbytes / MB:.1f} MB"
+    yield f"{out if place is None else place.url}: {what}step {run.step} of {run.path}, {nbytes / MB:.1f} MB"
 
 
 def _write_weights(

@@ -1,7 +1,7 @@
 """`python -m zerotrain generate RUN --prompt "def main"`: text from a checkpoint or an exported folder.
 
-RUN is a run, a checkpoint, an export or a folder of Hugging Face. One process starts, on a GPU if there is one. Without
---prompt it continues each line of the input, until Ctrl-D.
+RUN is a run, a checkpoint, an export, a folder of Hugging Face or the URL of a mirror. One process starts, on a GPU if
+there is one. Without --prompt it continues each line of the input, until Ctrl-D.
 
   python -m zerotrain generate outputs/2026-11-22/10-00-00 --prompt "def main" --max-tokens 200
   python -m zerotrain generate exported --temperature 0 < prompts.txt
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerotrain.commands.frame import add_run, exit_code, is_averaged, parser_of
+from zerotrain.commands.frame import add_run, exit_code, is_averaged, local_run, parser_of
 from zerotrain.errors import ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.saved.text_model import TextModel, text_model
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="default 0.8; 0: the likeliest token")
     parser.add_argument("--top-k", type=int, default=50, help="choose among the likeliest K tokens, default 50")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text, default 0")
-    add_run(parser, has_weights=True)
+    add_run(parser, has_weights=True, type=str, help="a run, a checkpoint, an export, or the URL of a mirror")
     options = vars(parser.parse_args(arguments))
     path, prompt, trust_code = options.pop("path"), options.pop("prompt"), options.pop("trust_code")
     weights = options.pop("weights")
@@ -59,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
 
     def generate() -> None:
-        sampling, averaged = Sampling(**options), is_averaged(weights)
-        with nothing_imported_from(path):
-            model = text_model(path, trust_code=trust_code, averaged=averaged)
+        sampling, averaged, folder = Sampling(**options), is_averaged(weights), local_run(path)
+        with nothing_imported_from(folder):
+            model = text_model(folder, trust_code=trust_code, averaged=averaged)
             for line in _lines() if prompt is None else [prompt]:
                 print(line, end="", flush=True)
                 try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from zerotrain.checkpoint import folder as folders
 from zerotrain.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from zerotrain.checkpoint.verification import differences, problems_in
-from zerotrain.commands.frame import exit_code, parser_of
+from zerotrain.commands.frame import exit_code, local_run, parser_of
 from zerotrain.errors import CheckpointError
 from zerotrain.files.untrusted import printable, shown
 
@@ -27,16 +27,16 @@ FILES_OF_RUNS = ("config.yaml", "result.json")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what was asked for; returns the exit code."""
     parser = parser_of("inspect", "Show what is in checkpoints of zerotrain.")
-    parser.add_argument("path", nargs="*", metavar="PATH", help="the folder of a checkpoint, or of a run")
+    parser.add_argument("path", nargs="*", metavar="PATH", help="a checkpoint, a run, or the URL of a mirror")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="which tensors differ between two of them")
     options = parser.parse_args(arguments)
     if not options.path and options.diff is None:
         parser.error("give the PATH of a checkpoint or of a run, or --diff A B")
 
     def inspect() -> int:
-        codes = [show_run(path) if _is_run(path) else show(path) for path in map(Path, options.path)]
+        codes = [show_run(path) if _is_run(path) else show(path) for path in map(local_run, options.path)]
         if options.diff is not None:
-            codes.append(compare(*(folders.candidates(Path(path))[0] for path in options.diff)))
+            codes.append(compare(*(folders.candidates(local_run(path))[0] for path in options.diff)))
         return max(codes)
 
     return exit_code(inspect)

@@ -17,7 +17,7 @@ from typing import Any
 
 from zerotrain.checkpoint import folder
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
-from zerotrain.checkpoint.mirror import CREDENTIALS, Mirror, fetch_newest
+from zerotrain.checkpoint.mirror import CREDENTIALS, fetch_newest, open_mirror
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.comm.environment import RankEnvironment, num_restarts
 from zerotrain.config.compose import config_hash, slurm_job
@@ -322,10 +322,7 @@ def _fetched(config: Config, run_dir: Path, newest: int | None) -> list[Path]:
             "checkpoint.mirror: got a URL with a password, which would stand in files of the run; leave it out, and "
             "set it where fsspec finds it, such as in the environment"
         )
-    try:
-        mirror = Mirror(url)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"checkpoint.mirror: got {url}; {str(error).splitlines()[0]}") from error
+    mirror = open_mirror(url, "checkpoint.mirror")
     try:
         steps = mirror.steps()
         if resume == AUTO:
