@@ -97,7 +97,7 @@ AUTO = "auto"
 def one_of(*values: Any) -> Rule:
     """One of a few values."""
     *leading, final = [str(value).lower() for value in values]
-    return Rule(f"{', '.join(leading)} or {final}", lambda value: value in values)
+    return Rule(" or ".join(filter(None, [", ".join(leading), final])), lambda value: value in values)
 
 
 def at_least(minimum: int, what: str) -> Rule:
@@ -177,6 +177,7 @@ IN_FP32 = Effect(
     lambda run, _: run.precision.name == "fp32" and not run.train.deterministic,
     "with precision={precision.name}, or with train.deterministic=true; it has one with fp32 and without",
 )
+IN_FP8 = Effect(lambda run, _: run.precision.matmul == "fp8", "without precision.matmul=fp8")
 IN_FP16 = Effect(lambda run, _: run.precision.name == "fp16", "with precision={precision.name}; it has one with fp16")
 
 OFFLOADS_OPTIMIZER = Effect(
@@ -265,6 +266,13 @@ class PrecisionConfig:
     """fp16: what the loss is multiplied with at first, a power of two. Each overflow halves it and skips the step."""
     growth_interval: int = setting(2000, STEPS, IN_FP16)
     """fp16: steps in a row without overflow after which the scale is doubled."""
+    matmul: str | None = setting(None, or_null(one_of("fp8")), IN_16_BITS)
+    """fp8: linear layers in the units multiply matrices in fp8, with a scale of each matrix; weights, gradients and
+    what is sent stay as they are. Needs torchao, and Ada, Hopper or later GPUs; a CPU emulates it, slowly."""
+    fp8_modules: list[str] = setting(["*"], KEPT, IN_FP8)
+    """Name patterns of the layers that do, such as ["*.mlp.*"]. Sizes must be multiples of 16."""
+    fp8_min_features: int = setting(16, at_least(1, "features"), IN_FP8)
+    """The smaller size of a layer that does: below some thousands a GPU takes longer to scale than it gains."""
 
 
 @dataclass

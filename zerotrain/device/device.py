@@ -105,6 +105,11 @@ class Device:
         return f"CPU, threads of each: {torch.get_num_threads()}"
 
     @property
+    def multiplies_fp8(self) -> bool:
+        """Whether it multiplies matrices in 8 bits, or emulates that."""
+        return True
+
+    @property
     def own_nbytes(self) -> int:
         """Size of its memory beside the host's."""
         return 0

@@ -36,6 +36,10 @@ class Cuda(Device):
         return torch.cuda.get_device_name(self.device)
 
     @property
+    def multiplies_fp8(self) -> bool:
+        return torch.cuda.get_device_capability(self.device) >= (8, 9)
+
+    @property
     def own_nbytes(self) -> int:
         nbytes: int = torch.cuda.get_device_properties(self.device).total_memory
         return nbytes

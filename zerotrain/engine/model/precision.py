@@ -191,6 +191,8 @@ class Precision:
     """Master weights, optimizer state, and sums of gradients over micro-batches and ranks."""
     keep_fp32: tuple[str, ...] = ()
     """Name patterns of parameters held, computed with and sent in the master dtype; see `kept_fp32`."""
+    matmul: str | None = None
+    """fp8, where layers multiply in it; see `fp8`."""
 
     @property
     def separate_master(self) -> bool:

@@ -43,7 +43,8 @@ class Measuring(Callback):
     def end(self, run: Run) -> None:
         """Note the speed and, after the last step, what is known then only: the weights, and what the ranks hold."""
         graphs = {"replayed": run.engine.num_replayed, "reasons": run.engine.graph_reasons}
-        run.result.environment = environment(run.world.device) | {"graphs": graphs}
+        facts = {"graphs": graphs, "matmul": run.engine.precision.matmul}
+        run.result.environment = environment(run.world.device) | facts
         if not run.stopped_by:
             self.usages = self.stages.note_usage(run)
             usage = self.usages[run.world.rank]
