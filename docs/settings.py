@@ -21,6 +21,7 @@ HEAD = """# Which settings are there, and what does each mean?
 settings. They go on the command line (`zero.stage=3`) or into a yaml; `null` is none. One without an effect in a run
 gets a warning. Models, data, optimizers, schedules, callbacks, metrics and loggers are [choices](choices.md).
 """
+HEAD_OF_TABLE = "| setting | default | it must be | meaning |\n|---|---|---|---|"
 HEAD_OF_CHOICES = """# Which models, data, optimizers, schedules, callbacks, metrics and loggers can I choose?
 
 `python docs/settings.py` writes this page from `conf/`. Do not edit it. A choice (`data=tokens`) names a class with
@@ -97,10 +98,14 @@ def settings_page() -> str:
     seed = next(each for each in fields(schema.Config) if each.name == "seed").metadata["setting"]
     parts = [HEAD + f"`seed` (default `{seed.default}`, {seed.rule.allowed}): {meanings['Config', 'seed']}\n"]
     for group, config in groups().items():
+        if group in schema.SWITCHES:
+            continue
         title = " ".join(re.split(r"\.(?:\s|$)", config.__mro__[-2].__doc__ or "")[0].split())
-        parts.append(f"## `{group}`: {title}\n\n| setting | default | it must be | meaning |\n|---|---|---|---|")
+        parts.append(f"## `{group}`: {title}\n\n{HEAD_OF_TABLE}")
         parts.append("\n".join(rows_of(group, config, meanings)) + "\n")
-    return "\n".join(parts)
+    parts.append(f"## Of every model, loss, dataset and optimizer, also of your own\n\n{HEAD_OF_TABLE}")
+    parts += [row for group, config in schema.SWITCHES.items() for row in rows_of(group, config, meanings)]
+    return "\n".join(parts) + "\n"
 
 
 def choices_page() -> str:
