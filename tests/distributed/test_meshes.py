@@ -59,7 +59,7 @@ def train_with_a_late_rank(case: Case) -> str:
     engine = build(case)
     rank, size = place()
     if rank in (1, 2):
-        journal, is_across = engine.collectives._journal, rank == 2
+        journal, is_across = engine.collectives.journal, rank == 2
         on_time = journal.note
         delay = functools.partial(be_late, engine, ("gather", "reduction"), 0.02)
         delay()
