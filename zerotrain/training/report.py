@@ -94,10 +94,10 @@ def gather_usages(engine: ZeroEngine, gradient_accumulation_steps: int) -> list[
     return engine.collectives.gather_objects(usage, name="usage")
 
 
-COLUMNS = {name: name for name in ("parameters", "gradients", "optimizer", "offloaded")} | {"sent/step": "sent"}
-COLUMNS["across/step"] = "across"
+COLUMNS = {name: name for name in ("parameters", "gradients", "optimizer", "offloaded")}
+COLUMNS |= {"sent/step": "sent", "across": "across"}
 """Columns of the table, and how the names of `gather_usages` begin that each has measured and in theory."""
-_OFTEN_EMPTY = ("offloaded", "across/step")
+_OFTEN_EMPTY = ("offloaded", "across")
 
 
 def print_report(console: Console, *, result: RunResult, usages: list[dict[str, int]], device: torch.device) -> None:
@@ -132,11 +132,14 @@ def print_report(console: Console, *, result: RunResult, usages: list[dict[str, 
     most = {name: max(number or 0 for cells in measured for number in cells[name]) for name in (*COLUMNS, "peak")}
     # Most of the other columns are empty if something is offloaded.
     columns = [name for name, number in most.items() if number or not (most["offloaded"] or name in _OFTEN_EMPTY)]
+    table.collapse_padding = is_wide = len(columns) > 5
     for name in columns:
         table.add_column(f"{name}\n{unit_of(most[name])[0]}", justify="right")
     for label, cells in rows:
         texts = [
-            " / ".join("?" if number is None else f"{number / unit_of(most[name])[1]:.4g}" for number in cells[name])
+            " / ".join(
+                "?" if number is None else f"{number / unit_of(most[name])[1]:.{3 if is_wide else 4}g}" for number in cells[name]
+            )
             for name in columns
         ]
         table.add_row(label, *texts)
