@@ -7,10 +7,15 @@ Object stores have no rename: the manifest says that a checkpoint is whole. Both
 hash in the manifest while it is copied, so nothing damaged is copied and called whole.
 """
 
+import atexit
 import re
+import shutil
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -223,6 +228,32 @@ def fetch_newest(
         say(f"fetched {path.name} from {mirror.url}: {nbytes / 1e6:.1f} MB in {time.monotonic() - begun_s:.2f} s")
         return path, problems
     return None, problems
+
+
+def local_folder() -> Path:
+    """A new folder, which is gone when this process has ended."""
+    folder = Path(tempfile.mkdtemp(prefix="zerotrain-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def local_run(path: str) -> Path:
+    """The folder of a run. Of the URL of a mirror the newest whole checkpoint is fetched, or the one that it names.
+
+    Raises:
+        ConfigError: fsspec does not open the URL.
+        CheckpointError: the mirror cannot be reached, or has no whole checkpoint.
+    """
+    if "://" not in path:
+        return Path(path)
+    above, _, name = path.rstrip("/").rpartition("/")
+    if folders.STEP.fullmatch(name):
+        return open_mirror(above, "RUN").fetch(int(name.removeprefix("step-")), local_folder())
+    mirror = open_mirror(path, "RUN")
+    checkpoint, problems = fetch_newest(mirror, local_folder(), None, partial(print, file=sys.stderr))
+    if checkpoint is None:
+        raise CheckpointError("\n".join(problems) or f"{mirror.url} has no checkpoint")
+    return checkpoint
 
 
 def _blocks(source: BinaryIO | Any, file: manifests.SavedFile) -> Iterator[bytes]:

@@ -31,11 +31,11 @@ from typing import Any, TypedDict
 import torch
 
 from zerotrain.checkpoint.folder import CHECKPOINTS, LOCK, PartialFolder
-from zerotrain.checkpoint.mirror import open_mirror
+from zerotrain.checkpoint.mirror import local_folder, local_run, open_mirror
 from zerotrain.checkpoint.others.safetensors_and_torch import write_safetensors
 from zerotrain.checkpoint.tensor_file import write_file
 from zerotrain.commands import export_formats as formats
-from zerotrain.commands.frame import WEIGHTS, add_run, exit_code, is_averaged, local_folder, local_run, parser_of
+from zerotrain.commands.frame import WEIGHTS, add_run, exit_code, is_averaged, parser_of
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files import kept_out, lock, terminal, untrusted
 from zerotrain.launching import exits

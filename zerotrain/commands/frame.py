@@ -1,17 +1,11 @@
 """The frame of a command: what it is called with, the words it fails in, and its exit code."""
 
-import atexit
-import shutil
 import sys
-import tempfile
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zerotrain.checkpoint.folder import STEP
-from zerotrain.checkpoint.mirror import fetch_newest, open_mirror
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.untrusted import printable
 from zerotrain.launching import exits
@@ -65,32 +59,6 @@ def add_run(parser: ArgumentParser, *, has_settings: bool = False, has_weights: 
         action="store_true",
         help="also build classes that are not of zerotrain or torch: their code runs",
     )
-
-
-def local_folder() -> Path:
-    """A new folder, which is gone when this process has ended."""
-    folder = Path(tempfile.mkdtemp(prefix="zerotrain-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-def local_run(path: str) -> Path:
-    """The folder of a run. Of the URL of a mirror the newest whole checkpoint is fetched, or the one that it names.
-
-    Raises:
-        ConfigError: fsspec does not open the URL.
-        CheckpointError: the mirror cannot be reached, or has no whole checkpoint.
-    """
-    if "://" not in path:
-        return Path(path)
-    above, _, name = path.rstrip("/").rpartition("/")
-    if STEP.fullmatch(name):
-        return open_mirror(above, "RUN").fetch(int(name.removeprefix("step-")), local_folder())
-    mirror = open_mirror(path, "RUN")
-    checkpoint, problems = fetch_newest(mirror, local_folder(), None, partial(print, file=sys.stderr))
-    if checkpoint is None:
-        raise CheckpointError("\n".join(problems) or f"{mirror.url} has no checkpoint")
-    return checkpoint
 
 
 def exit_code(work: Callable[[], int | None], *, when_stopped: str | None = None) -> int:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zerotrain.commands.frame import add_run, exit_code, is_averaged, local_run, parser_of
+from zerotrain.checkpoint.mirror import local_run
+from zerotrain.commands.frame import add_run, exit_code, is_averaged, parser_of
 from zerotrain.errors import ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.saved.text_model import TextModel, text_model

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from zerotrain.checkpoint import folder as folders
 from zerotrain.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from zerotrain.checkpoint.mirror import local_run
 from zerotrain.checkpoint.verification import differences, problems_in
-from zerotrain.commands.frame import exit_code, local_run, parser_of
+from zerotrain.commands.frame import exit_code, parser_of
 from zerotrain.errors import CheckpointError
 from zerotrain.files.untrusted import printable, shown
 

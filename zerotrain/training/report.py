@@ -132,13 +132,14 @@ def print_report(console: Console, *, result: RunResult, usages: list[dict[str, 
     most = {name: max(number or 0 for cells in measured for number in cells[name]) for name in (*COLUMNS, "peak")}
     # Most of the other columns are empty if something is offloaded.
     columns = [name for name, number in most.items() if number or not (most["offloaded"] or name in _OFTEN_EMPTY)]
-    table.collapse_padding = is_wide = len(columns) > 5
+    table.collapse_padding = is_wide = "across" in columns
     for name in columns:
         table.add_column(f"{name}\n{unit_of(most[name])[0]}", justify="right")
     for label, cells in rows:
         texts = [
             " / ".join(
-                "?" if number is None else f"{number / unit_of(most[name])[1]:.{3 if is_wide else 4}g}" for number in cells[name]
+                "?" if number is None else f"{number / unit_of(most[name])[1]:.{3 if is_wide else 4}g}"
+                for number in cells[name]
             )
             for name in columns
         ]
