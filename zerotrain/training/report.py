@@ -132,17 +132,15 @@ def print_report(console: Console, *, result: RunResult, usages: list[dict[str, 
     most = {name: max(number or 0 for cells in measured for number in cells[name]) for name in (*COLUMNS, "peak")}
     # Most of the other columns are empty if something is offloaded.
     columns = [name for name, number in most.items() if number or not (most["offloaded"] or name in _OFTEN_EMPTY)]
-    table.collapse_padding = is_wide = "across" in columns
+    digits, table.collapse_padding = (3, True) if "across" in columns else (4, False)
     for name in columns:
         table.add_column(f"{name}\n{unit_of(most[name])[0]}", justify="right")
     for label, cells in rows:
-        texts = [
-            " / ".join(
-                "?" if number is None else f"{number / unit_of(most[name])[1]:.{3 if is_wide else 4}g}"
-                for number in cells[name]
-            )
-            for name in columns
-        ]
+        texts = []
+        for name in columns:
+            nbytes = unit_of(most[name])[1]
+            numbers = ["?" if number is None else f"{number / nbytes:.{digits}g}" for number in cells[name]]
+            texts.append(" / ".join(numbers))
         table.add_row(label, *texts)
     console.print(table)
 
