@@ -50,6 +50,11 @@ class EngineSpec:
     whole_step: bool = True
     """Whether the graph has the optimizer's step too."""
 
+    @property
+    def has_graph(self) -> bool:
+        """Whether its steps are replayed as CUDA graphs: by the library itself, or by the benchmark."""
+        return self.num_eager_steps is not None or "graphs" in self.options
+
     def load(self) -> None:
         """Import the library, so that its own memory and time are not counted as the engine's."""
         import_module(self.module)
@@ -116,6 +121,7 @@ ENGINES |= {
         num_eager_steps=NUM_EAGER_STEPS,
         whole_step=False,  # the optimizer's runs eagerly
     ),
+    "zero0_graph": replace(ENGINES["zero0"], label="zerotrain stage 0, graphs", options={"stage": 0, "graphs": "auto"}),
 }
 ENGINES |= {
     f"deepspeed{stage}": EngineSpec(
@@ -132,7 +138,7 @@ ENGINES |= {
 PEERS: dict[int, list[str]] = {}
 """Engines of other libraries by ZeRO stage."""
 for _name, _spec in ENGINES.items():
-    if _spec.stage is not None and not _spec.is_ours and _spec.num_eager_steps is None:
+    if _spec.stage is not None and not _spec.is_ours and not _spec.has_graph:
         PEERS.setdefault(_spec.stage, []).append(_name)
 
 DDP_WAYS = ("ddp", "ddp_bf16")
@@ -149,11 +155,7 @@ def choose_engines(wanted: str, precision: str, *, compiled: bool = False) -> tu
     """
     names = wanted.split(",")
     if wanted == "all":
-        fitting = {
-            name: spec
-            for name, spec in ENGINES.items()
-            if precision in spec.precisions and spec.num_eager_steps is None
-        }
+        fitting = {name: spec for name, spec in ENGINES.items() if precision in spec.precisions and not spec.has_graph}
         names = [name for name, spec in fitting.items() if spec.compiles or not compiled]
     for name in names:
         if name not in ENGINES:
