@@ -47,7 +47,11 @@ class EngineOptions:
         return cls(
             config=deepcopy(config),
             plan=STAGES[zero.stage],
-            precision=replace(PRECISIONS[precision.name], keep_fp32=tuple(precision.keep_fp32)),
+            precision=replace(
+                PRECISIONS[precision.name],
+                state=PRECISIONS[precision.state].compute,
+                keep_fp32=tuple(precision.keep_fp32),
+            ),
             ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and on_gloo),
             leaves_per_rank=leaves_per_rank(config.virtual_ranks, world.shards.size, zero.accumulate),
             holds_units=zero.bucket_mb == AUTO and not device_of(world.device).is_host,
