@@ -81,7 +81,7 @@ bench-gpu: ## GPT-2 in bf16 on one GPU: eager, compiled, one rank of 8; SIZES, E
 	        $(if $(ENGINES),--engines $(ENGINES)) $(OPTIONS) || code=$$?; \
 	done; exit $$code
 
-GRAPHS := zero0,alone_graph,fsdp2_graph,ddp_graph,alone_bf16,ddp_bf16,fsdp2
+GRAPHS := zero0_graph,alone_graph,zero0,fsdp2_graph,ddp_graph,alone_bf16,ddp_bf16,fsdp2
 bench-graphs: ## GPT-2 in bf16 on one GPU, compiled, beside peers that replay a CUDA graph: under 8 minutes; as bench-gpu
 	$(MAKE) bench-gpu ENGINES=$(or $(ENGINES),$(GRAPHS)) OPTIONS="--part compiled $(OPTIONS)"
 

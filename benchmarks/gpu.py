@@ -29,7 +29,7 @@ from benchmarks.workload import SIZES, Workload
 from zerotrain.comm.world import choose_device
 from zerotrain.errors import ConfigError
 
-ENGINES = "zero0,alone_graph,ddp_graph,fsdp2_graph,alone_bf16,ddp_bf16,fsdp2,deepspeed0,alone,ddp"
+ENGINES = "zero0,zero0_graph,alone_graph,ddp_graph,fsdp2_graph,alone_bf16,ddp_bf16,fsdp2,deepspeed0,alone,ddp"
 """What differs on one rank, where every stage of ours is stage 0. What matters most comes first."""
 ENGINES_AMONG_FAKE = "zero3,fsdp2,zero2,zero1,zero0,fsdp2_kept"
 T = TypeVar("T")

@@ -266,6 +266,9 @@ class PrecisionConfig:
     """fp16: what the loss is multiplied with at first, a power of two. Each overflow halves it and skips the step."""
     growth_interval: int = setting(2000, STEPS, IN_FP16)
     """fp16: steps in a row without overflow after which the scale is doubled."""
+    state: str = setting("fp32", one_of("fp32", "bf16"))
+    """The optimizer's state between updates: fp32; or bf16, in half of the memory. Updates compute in fp32, and round
+    the state up or down by chance, in the same way on every rank and at every stage."""
     matmul: str | None = setting(None, or_null(one_of("fp8")), IN_16_BITS)
     """fp8: linear layers in the units multiply matrices in fp8, with a scale of each matrix; weights, gradients and
     what is sent stay as they are. Needs torchao, and Ada, Hopper or later GPUs; a CPU emulates it, slowly."""

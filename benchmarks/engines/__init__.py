@@ -52,6 +52,11 @@ class EngineSpec:
     is_for_hosts: bool = False
     """Whether it is another way only on several hosts; "all" leaves it out."""
 
+    @property
+    def has_graph(self) -> bool:
+        """Whether its steps are replayed as CUDA graphs: by the library itself, or by the benchmark."""
+        return self.num_eager_steps is not None or "graphs" in self.options
+
     def load(self) -> None:
         """Import the library, so that its own memory and time are not counted as the engine's."""
         import_module(self.module)
@@ -136,6 +141,7 @@ ENGINES |= {
         num_eager_steps=NUM_EAGER_STEPS,
         whole_step=False,  # the optimizer's runs eagerly
     ),
+    "zero0_graph": replace(ENGINES["zero0"], label="zerotrain stage 0, graphs", options={"stage": 0, "graphs": "auto"}),
 }
 ENGINES |= {
     f"deepspeed{stage}": EngineSpec(
@@ -152,7 +158,7 @@ ENGINES |= {
 PEERS: dict[int, list[str]] = {}
 """Engines of other libraries by ZeRO stage."""
 for _name, _spec in ENGINES.items():
-    if _spec.stage is not None and not _spec.is_ours and _spec.num_eager_steps is None:
+    if _spec.stage is not None and not _spec.is_ours and not _spec.has_graph:
         PEERS.setdefault(_spec.stage, []).append(_name)
 
 DDP_WAYS = ("ddp", "ddp_bf16")
@@ -169,7 +175,7 @@ def choose_engines(wanted: str, precision: str, *, compiled: bool = False) -> tu
     """
     names = wanted.split(",")
     if wanted == "all":
-        usual = {name: spec for name, spec in ENGINES.items() if not spec.is_for_hosts and spec.num_eager_steps is None}
+        usual = {name: spec for name, spec in ENGINES.items() if not (spec.is_for_hosts or spec.has_graph)}
         fitting = {name: spec for name, spec in usual.items() if precision in spec.precisions}
         names = [name for name, spec in fitting.items() if spec.compiles or not compiled]
     for name in names:

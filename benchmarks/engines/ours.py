@@ -1,6 +1,7 @@
 """zerotrain's own engine."""
 
 import os
+import warnings
 from functools import partial
 
 import torch
@@ -48,8 +49,16 @@ def current_world(device: torch.device) -> World:
     )
 
 
-def build(model: nn.Module, workload: Workload, *, stage: int, shard_size: str | None = None) -> ZerotrainTraining:
-    """Train by our engine at a ZeRO stage; weight decay on every parameter, as AdamW does by itself."""
+def build(
+    model: nn.Module, workload: Workload, *, stage: int, graphs: str = "off", shard_size: str | None = None
+) -> ZerotrainTraining:
+    """Train by our engine at a ZeRO stage; weight decay on every parameter, as AdamW does by itself.
+
+    Args:
+        graphs: "auto" replays steps as CUDA graphs. On a GPU a step without is an error then, with the reason.
+    """
+    if graphs == "auto" and workload.device == "cuda":
+        warnings.filterwarnings("error", message=".*steps are computed without graphs", category=RuntimeWarning)
     engine = build_engine(
         model,
         optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),
@@ -60,6 +69,7 @@ def build(model: nn.Module, workload: Workload, *, stage: int, shard_size: str |
         decay_all=True,
         max_grad_norm=workload.max_grad_norm,
         compile=workload.compiled,
+        graphs=graphs,
         world=current_world(next(model.parameters()).device),
     )
     return ZerotrainTraining(engine, workload.num_micro_batches)

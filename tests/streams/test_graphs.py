@@ -125,6 +125,7 @@ MORE: dict[str, dict[str, Any]] = {
     "no overlap": {"stage": 3, "sharding": {"overlap": False}},
     "no clipping": {"stage": 1, "max_grad_norm": None},
     "one rank, dropout and batch norm": {"stage": 2, "model": drawing, "calls": seeded, "size": 1},
+    "state in bf16": {"stage": 2, "precision": zerotrain.PrecisionConfig("bf16", state="bf16")},
     "SGD": {"stage": 0, "optimizer": functools.partial(torch.optim.SGD, lr=RATE, momentum=0.5, fused=True)},
 }
 

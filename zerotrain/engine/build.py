@@ -69,6 +69,8 @@ class Builder:
         """
         if self._options.zero.compiled_update:
             require_compilable(self._groups, on_host=self._homes.update_on_host)
+        if self._options.precision.state != torch.float32:
+            self._groups.require_narrowed()
         units = self._groups.classified(self._dtypes)
         specs = cut_buckets(units, self._options.bucket_numel_for(units))
         if not any(spec.trainable for spec in specs):

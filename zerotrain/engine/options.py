@@ -50,7 +50,10 @@ class EngineOptions:
             config=deepcopy(config),
             plan=STAGES[zero.stage],
             precision=replace(
-                PRECISIONS[precision.name], keep_fp32=tuple(precision.keep_fp32), matmul=precision.matmul
+                PRECISIONS[precision.name],
+                state=PRECISIONS[precision.state].compute,
+                keep_fp32=tuple(precision.keep_fp32),
+                matmul=precision.matmul,
             ),
             ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and on_gloo),
             leaves_per_rank=leaves_per_rank(config.virtual_ranks, world.shards.size, zero.accumulate),

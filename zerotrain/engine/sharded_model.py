@@ -197,6 +197,7 @@ class ShardedModel:
                 optimizer,
                 param_groups,
                 decay_all=decay_all,
+                state_dtype=self.precision.state,
                 device=world.device,
                 warns=world.rank == 0 and device_of(world.device).holds_values,
             )

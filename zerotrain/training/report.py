@@ -138,8 +138,8 @@ def print_report(console: Console, *, result: RunResult, usages: list[dict[str, 
     for label, cells in rows:
         texts = []
         for name in columns:
-            nbytes = unit_of(most[name])[1]
-            numbers = ["?" if number is None else f"{number / nbytes:.{digits}g}" for number in cells[name]]
+            _, unit_nbytes = unit_of(most[name])
+            numbers = ["?" if number is None else f"{number / unit_nbytes:.{digits}g}" for number in cells[name]]
             texts.append(" / ".join(numbers))
         table.add_row(label, *texts)
     console.print(table)

@@ -16,6 +16,7 @@ from zerotrain.engine.buckets.home import Home
 from zerotrain.engine.buckets.update import BucketUpdate, step_on_lent
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.buckets.whole_tensors import Updates
+from zerotrain.engine.groups.optimizers import widened_state
 from zerotrain.engine.model.forward import named_range
 from zerotrain.errors import EngineStateError
 from zerotrain.offload.tier import Crossing
@@ -230,7 +231,8 @@ class JointUpdate:
         if is_off is not None:  # torch.amp.GradScaler turns a step off by these attributes
             untyped.grad_scale, untyped.found_inf = None, is_off
         try:
-            step_on_lent(optimizer, updates)
+            with widened_state(optimizer, (target for target, _ in updates), self._groups.state_dtype):
+                step_on_lent(optimizer, updates)
         finally:
             if is_off is not None:
                 del untyped.grad_scale, untyped.found_inf

@@ -41,6 +41,11 @@ def require_compilable(groups: ParamGroups, *, on_host: bool) -> None:
             f"{name}: compiles the update of torch.optim.AdamW, and the optimizer is "
             f"{' and '.join(dict.fromkeys(groups.kinds))}; use AdamW, or leave {name} out"
         )
+    if groups.state_dtype != torch.float32:
+        raise ConfigError(
+            f"{name}: its state is in fp32, and {argument('precision.state', 'bf16')} keeps it in bf16; leave one of "
+            "the two out"
+        )
     if on_host:
         raise ConfigError(f"{name}: the update runs on the host with offload.update=host; leave one of the two out")
     for group in groups.hyperparameters:

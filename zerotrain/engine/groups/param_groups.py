@@ -1,6 +1,7 @@
 """Parameter groups: the hyperparameters of each parameter's update, and whether it trains at all."""
 
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ class ParamGroups:
         decay_all: False: weight decay is for parameters of two or more dimensions, unless a group sets it: a group NAME
             has those of fewer in "NAME others", whose weight decay is 0, and what no group names is in "matrices" and
             "others".
+        state_dtype: of the optimizer's state between updates, where that has a number for each element.
         device: of the master weights, on which optimizers are probed; None: they are not.
         warns: whether a group without parameters is to be told of.
 
@@ -60,6 +62,7 @@ class ParamGroups:
         param_groups: Sequence[dict[str, Any]] | None,
         *,
         decay_all: bool = True,
+        state_dtype: torch.dtype = torch.float32,
         device: torch.device | None,
         warns: bool = True,
     ) -> None:
@@ -69,7 +72,9 @@ class ParamGroups:
         """The results of `probe`, by hyperparameters as text."""
         self._groups: dict[str, Hyperparameters] = {}
         """Those of `hyperparameters`, the user's list, by name."""
-        self._state_nbytes: dict[bool, int] = {}
+        self.state_dtype = state_dtype
+        self._sampled: dict[bool, list[tuple[torch.dtype, int]]] = {}
+        """The (dtype, bytes) of each tensor that the optimizer has made for a sample."""
         self._all_whole = optimizers.updates_whole(factory) and not hasattr(factory, "needs_whole")
         self.hyperparameters = []
         self._units, self._decay_all, self._warns = units, decay_all, warns
@@ -342,14 +347,41 @@ class ParamGroups:
         """Bytes that the optimizer keeps of so many elements, as measured on a sample."""
         if numel == 0:
             return 0
-        sample = torch.zeros(optimizers.SAMPLE_SHAPE)
-        if is_whole not in self._state_nbytes:
+        state = self._sampled_state(is_whole=is_whole)
+        return numel * sum(nbytes for _, nbytes in state) // math.prod(optimizers.SAMPLE_SHAPE)
+
+    def held_dtype(self, dtype: torch.dtype, *, is_whole: bool) -> torch.dtype:
+        """The dtype to hold state in that has a number for each element, and that a checkpoint has in `dtype`. State in
+        bf16 is widened, unless the optimizer itself makes such."""
+        if dtype not in optimizers.NARROWED or self.state_dtype != torch.float32:
+            return self.state_dtype if dtype in optimizers.NARROWED else dtype
+        makes_narrow = dtype in [made for made, _ in self._sampled_state(is_whole=is_whole)]
+        return dtype if makes_narrow else torch.float32
+
+    def require_narrowed(self) -> None:
+        """Refuse bf16 for the optimizer's state if none of it could be in that.
+
+        Raises:
+            ConfigError: none could.
+        """
+        kinds = {group["name"].startswith(optimizers.WHOLE) for group in self.hyperparameters}
+        made = [dtype for is_whole in kinds for dtype, _ in self._sampled_state(is_whole=is_whole)]
+        if self.state_dtype not in made:
+            raise ConfigError(
+                f"{argument('precision.state', 'bf16')} has no effect with {' and '.join(dict.fromkeys(self.kinds))}, "
+                "which keeps no number in fp32 for each element; it has one with AdamW, or SGD with momentum"
+            )
+
+    def _sampled_state(self, *, is_whole: bool) -> list[tuple[torch.dtype, int]]:
+        if is_whole not in self._sampled:
+            sample = torch.zeros(optimizers.SAMPLE_SHAPE)
             tensor = sample if is_whole else sample.view(-1)  # flat, as ranks hold what they update by elements
             optimizer = self._sample("whole matrices" if is_whole else "matrices", tensor=tensor)
             tensor.grad = torch.ones_like(tensor)
-            optimizer.step()
-            self._state_nbytes[is_whole] = sum(state.nbytes for state in optimizers.tensors_of_state(optimizer))
-        return numel * self._state_nbytes[is_whole] // sample.numel()
+            with optimizers.widened_state(optimizer, [tensor], self.state_dtype):
+                optimizer.step()
+            self._sampled[is_whole] = [(state.dtype, state.nbytes) for state in optimizers.tensors_of_state(optimizer)]
+        return self._sampled[is_whole]
 
     # ---- changes of what trains
 

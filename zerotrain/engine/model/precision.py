@@ -188,7 +188,9 @@ class Precision:
     compute: torch.dtype
     """Weights the model sees, activations, gradients and everything on the wire."""
     master: torch.dtype = torch.float32
-    """Master weights, optimizer state, and sums of gradients over micro-batches and ranks."""
+    """Master weights, updates of the optimizer's state, and sums of gradients over micro-batches and ranks."""
+    state: torch.dtype = torch.float32
+    """The optimizer's state between updates."""
     keep_fp32: tuple[str, ...] = ()
     """Name patterns of parameters held, computed with and sent in the master dtype; see `kept_fp32`."""
     matmul: str | None = None

@@ -141,7 +141,11 @@ def fill_state(source: Source, bucket: Bucket) -> None:
         source.begin(bucket, role)
         for state, keeps in states:
             if isinstance(tensor := keeps.get(role), KeptTensor):
-                state.values[role] = _values(source, bucket, role, state, tensor)
+                values = _values(source, bucket, role, state, tensor)
+                if values.shape == state.target.shape:
+                    is_whole = isinstance(state.where, int)
+                    values = values.to(bucket.update.groups.held_dtype(values.dtype, is_whole=is_whole))
+                state.values[role] = values
         bucket.update.home.put_away()
     bucket.update.state.average = None
     if source.has_average:
