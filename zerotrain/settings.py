@@ -132,7 +132,7 @@ def _are_patterns(value: Any) -> bool:
 TRUE_OR_FALSE = one_of(True, False)
 STAGE = Rule("0, 1, 2 or 3", lambda value: type(value) is int and value in range(4))
 STEPS = at_least(1, "steps")
-SEQUENCES = Rule("1 or more sequences", lambda value: type(value) is int and value >= 1)
+SEQUENCES = Rule("1 or more rows", lambda value: type(value) is int and value >= 1)
 VIRTUAL_RANKS = or_null(at_least(1, "virtual ranks"), " for as many as ranks")
 CLIPPING = or_null(positive("a number above 0"), " for no clipping")
 MIB = positive("a number of MiB above 0")

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from zerotrain.testing.fake_wire import run_threads
 
 import zerotrain
+from tests.ranks.fake_wire import run_threads
 from tests.unit.checkpoint.runs import MUON, Kind, Matrices, Overflowing, build, train
 from tests.unit.engine.parts import alone
 from zerotrain.engine.groups.optimizers import _rounded_by_chance

@@ -140,20 +140,87 @@ def test_the_repeated_blocks_are_found_to_be_the_units(name: str) -> None:
     assert list(find_units(walk(make_model(name)), None)) == MODELS[name][1]
 
 
+ADAPTERS: dict[str, Any] = {"use_dora": True, "use_rslora": True, "modules_to_save": ["lm_head"]}
+ADAPTED_STEPS = 4
+
+
+def batch_of(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = inputs_of("Llama", step, rank)["input_ids"]
+    return ids, ids.roll(-1)
+
+
+def train_adapted(setting: tuple[int, str]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """On each rank: the losses of some steps of a Llama with adapters, half of them after a resume at another stage;
+    what has become of it."""
+    stage, folder = setting
+    losses = []
+    for start, at_stage in ((0, stage), (ADAPTED_STEPS // 2, 3 - stage)):
+        torch.manual_seed(start)
+        fields = {"model_type": "llama", **DECODER}
+        model = zerotrain.models.HuggingFaceModel(config=fields, lora={"rank": 2, "alpha": 3} | ADAPTERS)
+        zero = zerotrain.ZeroConfig(stage=at_stage, bucket_mb=0.002)
+        engine = zerotrain.build_engine(model, optimizer=ADAMW, zero=zero)
+        if start:
+            engine.load(folder)
+        for step in range(start, start + ADAPTED_STEPS // 2):
+            loss = engine(*batch_of(step, place()[0]))
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        if not start:
+            engine.save(folder)
+    return losses, engine.full_state_dict()
+
+
+def adapted_by_peft() -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """The same in plain PyTorch and peft, in one process."""
+    import peft
+
+    torch.manual_seed(0)
+    model = hugging_face("LlamaForCausalLM", **DECODER)()
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules="all-linear", **ADAPTERS)
+    model = peft.get_peft_model(model, config)
+    optimizer = ADAMW([parameter for parameter in model.parameters() if parameter.requires_grad])
+    losses: list[list[float]] = [[], []]
+    for step in range(ADAPTED_STEPS):
+        for rank in range(NUM_RANKS):
+            ids, labels = batch_of(step, rank)
+            loss = nn.functional.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten())
+            losses[rank].append(loss.item())
+            (loss / NUM_RANKS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model.state_dict()
+
+
+def job_of(job: tuple[str, Any]) -> Any:
+    return globals()[job[0]](job[1])
+
+
 @pytest.mark.case(
     "models: Models and optimizers",
     "GPT-2, GPT-NeoX, Llama, Qwen, Mistral, Mixtral, T5, BERT, ViT",
     "same bits in fp32, on 2 ranks; units found by themselves",
 )
-def test_every_model_trains_at_every_stage_as_in_plain_pytorch() -> None:
+def test_every_model_trains_at_every_stage_as_in_plain_pytorch(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
     settings = [(name, stage) for number, name in enumerate(MODELS) for stage in three_stages(number)]
+    adapted = [(stage, str(tmp_path / f"step-{stage}")) for stage in range(4)]
+    jobs = [("train", setting) for setting in settings] + [("train_adapted", setting) for setting in adapted]
+    answers = run_over(jobs, job_of, NUM_RANKS)
     expected = {name: reference(name) for name in MODELS}
     wrong = []
-    for (name, stage), (got, _) in zip(settings, run_over(settings, train, NUM_RANKS), strict=True):
+    for (name, stage), (got, _) in zip(settings, answers[: len(settings)], strict=True):
         assert list(got) == list(expected[name])
         differing = [key for key, value in expected[name].items() if not torch.equal(got[key], value)]
         wrong += [(name, stage, differing)] if differing else []
     assert wrong == []
+    losses, weights = adapted_by_peft()
+    for (first, got), (second, _) in answers[len(settings) :]:
+        torch.testing.assert_close(torch.tensor([first, second]), torch.tensor(losses), rtol=0, atol=1e-6)
+        assert [name.removeprefix("model.") for name in got] == list(weights)
+        for name, value in weights.items():
+            torch.testing.assert_close(got[f"model.{name}"], value, rtol=0, atol=1e-6)
 
 
 def save_pretrained(folder: Path) -> None:

@@ -31,9 +31,7 @@ def test_a_run_of_epochs_ends_goes_on_and_is_left_alone_as_one_of_steps(zygote: 
     assert "holds a completed run with other settings (optimizer.lr: 0.003 there, 0.0001 here)" in other.err
     shorter = run("train.num_epochs=0.1")
     assert shorter.code == 2
-    assert (
-        "train.num_epochs=0.1: is 7 sequences, and the checkpoint to go on from has been trained on 16" in shorter.err
-    )
+    assert "train.num_epochs=0.1: is 7 rows, and the checkpoint to go on from has been trained on 16" in shorter.err
     longer = run("train.max_tokens=384")  # 24 sequences of 16 tokens
     assert longer.code == 0, longer.err
     result = result_of(tmp_path / "run")

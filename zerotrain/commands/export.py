@@ -310,7 +310,7 @@ def export(options: Namespace) -> Iterator[str]:
             raise ConfigError(
                 "--optimizer: its state is that of the adapters, which a merged model does not have; leave it out"
             )
-        with new_folder(out, _about(run, options), overwrite=options.overwrite) as folder:
+        with new_folder(out, _about(run, options, model), overwrite=options.overwrite) as folder:
             if options.dcp:
                 from zerotrain.commands.export_dcp import write_dcp
 
@@ -338,11 +338,13 @@ def _write_weights(
         if lora is None:
             tensors = formats.plain(run.saved, dtype, formats.name_of_hugging_face)
         elif options.merge:
-            scaled = {"scaling": lora.lora_alpha / lora.r, "fan_in_fan_out": lora.fan_in_fan_out}
-            tensors = formats.merged(run.saved, dtype, scaled)
+            tensors = formats.merged(run.saved, dtype, model)
             model = model.get_base_model()
+            head = model.get_output_embeddings()
+            if any(f"{name}.weight" in tensors for name, module in model.named_modules() if module is head):
+                model.config.tie_word_embeddings = False  # the adapters have parted them
         else:
-            tensors, stem = formats.adapters(run.saved, dtype), "adapter_model"
+            tensors, stem = formats.adapters(run.saved, dtype, model), "adapter_model"
             formats.write_adapter_config(folder, run, lora)
         if stem == "model":
             # transformers is to open the model in the widest dtype of its weights.
@@ -354,14 +356,14 @@ def _write_weights(
     write_safetensors(folder, tensors, max_nbytes=int(options.shard_mb * MB), stem=stem)
 
 
-def _about(run: SavedRun, options: Namespace) -> dict[str, Any]:
+def _about(run: SavedRun, options: Namespace, model: Any) -> dict[str, Any]:
     form = MODEL
     if options.dcp:
         form = DCP
     elif options.merge:
         form = MERGED
     elif run.is_hugging_face:
-        form = ADAPTERS if any(map(formats.is_of_adapter, run.saved.names)) else EXPORTED_MODEL
+        form = EXPORTED_MODEL if formats.lora_of(model) is None else ADAPTERS
     return {
         "checkpoint": str(run.path),
         "step": run.step,

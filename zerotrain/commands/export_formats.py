@@ -1,6 +1,8 @@
 """The parts of an export in the forms of others: weights by name, the optimizer's state, files of Hugging Face."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +131,7 @@ def write_adapter_config(folder: Path, run: SavedRun, lora: Any) -> None:
             "on; give --merge"
         )
     lora.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
-    lora.task_type, lora.inference_mode = "CAUSAL_LM", True
+    lora.inference_mode = True
     lora.save_pretrained(folder)
 
 
@@ -158,12 +160,6 @@ IN_MODEL = "model."
 """`HuggingFaceModel` puts this before the names of transformers."""
 IN_PEFT = "base_model.model."
 """Peft puts this before them, in its files too."""
-ADAPTER = ".default."
-
-
-def is_of_adapter(name: str) -> bool:
-    """Whether a parameter is one of an adapter."""
-    return ".lora_" in name
 
 
 def name_of_hugging_face(name: str) -> str:
@@ -178,42 +174,79 @@ def plain(
     return {name_of(name): _tensor(saved, name, dtype) for name in saved.names}
 
 
-def adapters(saved: CheckpointTensors, dtype: torch.dtype | None) -> dict[str, OutTensor]:
-    """The matrices of the adapters alone, as peft's files have them."""
-    names = [name for name in saved.names if is_of_adapter(name)]
-    return {".".join(name_of_hugging_face(name).rsplit(ADAPTER, 1)): _tensor(saved, name, dtype) for name in names}
+def adapters(saved: CheckpointTensors, dtype: torch.dtype | None, model: Any) -> dict[str, OutTensor]:
+    """What peft's model trains, as its files have it."""
+    from zerotrain.models.pretrained import adapter_tensors  # it needs the extra
+
+    own = _saved_names(model)
+    return {name: _tensor(saved, own[tensor], dtype) for name, tensor in adapter_tensors(model).items()}
 
 
-def merged(saved: CheckpointTensors, dtype: torch.dtype | None, lora: Mapping[str, Any]) -> dict[str, OutTensor]:
-    """The weights with what the adapters add to them, by the names of transformers without peft.
+def merged(saved: CheckpointTensors, dtype: torch.dtype | None, model: Any) -> dict[str, OutTensor]:
+    """The weights with what peft's model adds to them, by the names of transformers without peft.
 
     Args:
-        lora: `scaling` of what they add, and `fan_in_fan_out`: whether weights lie the other way round, as GPT-2's.
+        model: on the meta device. Its layers get memory one at a time, in which peft merges them.
+
+    Raises:
+        ConfigError: peft cannot merge one.
     """
-    tensors = {}
-    for name in saved.names:
-        if is_of_adapter(name):
-            continue
-        layer, is_layer, rest = name.partition(".base_layer.")
-        plain_name = f"{layer}.{rest}" if is_layer else name
-        pair = [f"{layer}.lora_{which}{ADAPTER}weight" for which in "AB"]
-        has_adapter = bool(is_layer) and rest == "weight" and pair[0] in saved.names
-        tensor = _merged(saved, name, pair, dtype, lora) if has_adapter else _tensor(saved, name, dtype)
-        tensors[name_of_hugging_face(plain_name).removeprefix(IN_PEFT)] = tensor
+    own, wrappers, tensors = _saved_names(model), dict[str, Any](), dict[str, OutTensor]()
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{wrapper}.") for wrapper in wrappers)
+        if _is_wrapper(module) and not is_inside:
+            wrappers[name] = module
+    prefixes = tuple(f"{name}." for name in wrappers)
+    has_repeated_layers = model.peft_config["default"].layer_replication is not None
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first = own[tensor].removeprefix(IN_MODEL)
+        # Another name of a tied tensor is one more tensor where its first is merged, and the other is not.
+        is_own = name == first or first.startswith(prefixes) or has_repeated_layers
+        if is_own and not name.startswith(prefixes):
+            tensors[name.removeprefix(IN_PEFT)] = _tensor(saved, own[tensor], dtype)
+    for name, wrapper in wrappers.items():
+
+        def read(part: str, wrapper: Any = wrapper) -> torch.Tensor:
+            values = {name: saved.read(own[tensor]) for name, tensor in wrapper.state_dict(keep_vars=True).items()}
+            layer = deepcopy(wrapper).to_empty(device="cpu")
+            layer.load_state_dict(values)
+            return _unloaded(layer, merge=True).state_dict()[part]
+
+        try:  # without memory
+            _unloaded(deepcopy(wrapper), merge=True)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            line = printable(str(error).splitlines()[0], keep="")
+            raise ConfigError(f"--merge: {line.removesuffix('.')}; leave it out") from error
+        for part, tensor in _unloaded(wrapper, merge=False).state_dict(keep_vars=True).items():
+            kind = dtype if dtype is not None and tensor.is_floating_point() else saved.names[own[tensor]][0]
+            read_part = partial(read, part)
+            tensors[f"{name}.{part}".removeprefix(IN_PEFT)] = OutTensor(kind, tuple(tensor.shape), read_part)
     return tensors
 
 
-def _merged(
-    saved: CheckpointTensors, name: str, pair: list[str], dtype: torch.dtype | None, lora: Mapping[str, Any]
-) -> OutTensor:
-    own, shape = saved.names[name]
+def _is_wrapper(module: Any) -> bool:
+    return hasattr(module, "base_layer") or hasattr(module, "unload_and_optionally_merge_module")
 
-    def read() -> torch.Tensor:
-        down, up = (saved.read(matrix).float() for matrix in pair)  # (rank, in), (out, rank)
-        added = up @ down * lora["scaling"]  # (out, in)
-        return saved.read(name).float() + (added.t() if lora["fan_in_fan_out"] else added)
 
-    return OutTensor(dtype or own, shape, read)
+def _unloaded(wrapper: Any, *, merge: bool) -> torch.nn.Module:
+    """The layer inside of one of peft's; ValueError where that is another of peft's."""
+    if hasattr(wrapper, "unload_and_optionally_merge_module"):
+        layer = wrapper.unload_and_optionally_merge_module(merge=merge, safe_merge=False, adapter_names=None)
+    else:
+        if merge:
+            wrapper.merge()
+        layer = wrapper.get_base_layer()
+    if _is_wrapper(layer):
+        raise ValueError("a layer has adapters and trained tokens at once, which peft does not merge")
+    return layer
+
+
+def _saved_names(model: Any) -> dict[torch.Tensor, str]:
+    """The name of each tensor in a checkpoint: of a tied one the first."""
+    names: dict[torch.Tensor, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(tensor, f"{IN_MODEL}{name}")
+    return names
 
 
 def _tensor(saved: CheckpointTensors, name: str, dtype: torch.dtype | None) -> OutTensor:

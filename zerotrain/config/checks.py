@@ -227,7 +227,8 @@ def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
     problems += value_problems(config) + length_problems(config)
     if config.train.num_epochs is not None or config.train.max_tokens is not None:
         config.train.max_steps = None  # until the data has told it, see `zerotrain.preflight.check`
-    return config, problems + class_problems(config)
+    named = {line.partition(":")[0] for line in problems}
+    return config, problems + [line for line in class_problems(config) if line.partition(":")[0] not in named]
 
 
 def class_problems(config: Config) -> list[str]:

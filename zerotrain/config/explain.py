@@ -45,11 +45,13 @@ def with_place(problem: str, choices: Mapping[str, Any], folders: Sequence[Path]
     names = [override.lstrip("+").partition("=")[0] for override in overrides]
     if any(key == name or ("." in name and key.startswith(f"{name}.")) for name in names):
         return problem
-    paths = (find_yaml(f"{group}/{choice}", folders) for group, choice in choices.items() if choice is not None)
-    files = [(path, path.read_text(encoding="utf-8").lstrip()) for path in paths if path is not None]
-    # An experiment counts more than the group it changes.
-    files.sort(key=lambda file: not file[1].startswith("# @package _global_"))
-    places = (place_of(key, path) for path, _ in files)
+    found = (
+        (group, find_yaml(f"{group}/{choice}", folders)) for group, choice in choices.items() if choice is not None
+    )
+    files = [(group, path, path.read_text(encoding="utf-8").lstrip()) for group, path in found if path is not None]
+    # An experiment counts more than the group it changes, and that more than others.
+    files.sort(key=lambda file: (not file[2].startswith("# @package _global_"), file[0] != key.partition(".")[0]))
+    places = (place_of(key, path) for _, path, _ in files)
     place = next((place for place in places if place is not None), None)
     return problem if place is None else f"{problem} ({place})"
 

@@ -281,9 +281,9 @@ class TrainConfig:
     """Length of the run in passes over the training data, in place of `max_steps`; rounded up to whole steps."""
     max_tokens: float | None = setting(None, or_null(positive("a number of tokens above 0")))
     """Length of the run in tokens, such as 1e9, in place of `max_steps`; rounded up to whole steps. Needs data whose
-    sequences have as many tokens each."""
+    rows have as many tokens each."""
     micro_batch_size: Any = setting(8, settings.or_auto(settings.SEQUENCES))
-    """Sequences of one forward and backward; the global batch has micro_batch_size x gradient_accumulation_steps x
+    """Rows of one forward and backward; the global batch has micro_batch_size x gradient_accumulation_steps x
     virtual_ranks. auto: chosen as a run starts, with gradient_accumulation_steps; the global batch is as with 1."""
     gradient_accumulation_steps: int = setting(1, at_least(1, "micro-batches"))
     """Micro-batches per virtual rank in one optimizer step."""
@@ -307,7 +307,7 @@ class TrainConfig:
     """Optimizer steps between evaluations, or tokens or epochs, which become whole steps; there is one before the first
     step and after the last. 0: only the last."""
     eval_batches: Any = setting(16, EVAL_BATCHES, EVALUATES)
-    """Batches of 8 sequences, or fewer if validation has no more, read in one evaluation: the same sequences at any
+    """Batches of 8 rows, or fewer if validation has no more, read in one evaluation: the same rows at any
     batch size and number of ranks. all: the whole validation."""
     log_every: Any = setting(10, rhythm_rule())
     """Optimizer steps between lines of metrics.jsonl, or tokens or epochs, which become whole steps."""

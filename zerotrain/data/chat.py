@@ -110,7 +110,7 @@ def _read_turn(value: Any, number: int) -> Turn:
     if content is None and turn.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
-        raise ValueError(f"turn {number} has a {type(content).__name__} for content; give a text")
+        raise ValueError(f"turn {number} has content of type {type(content).__name__}; give a text")
     if turn.get("weight", 1) != 1:
         raise ValueError(
             f"turn {number} has a weight, which data=chat does not know; data.train_on=last learns the last"
@@ -535,7 +535,8 @@ class ChatDataset:
                 f"data.validation_fraction={validation_fraction} is out of range; it must be 0 or between 0 and 1"
             )
         if not isinstance(tokenizer, str):
-            raise ValueError(f"data.tokenizer={'null' if tokenizer is None else tokenizer}; give a folder with one")
+            name = "null" if tokenizer is None else tokenizer
+            raise ValueError(f"data.tokenizer={name}: chats need one; give a folder with it, or its name on the hub")
         self._template = ChatTemplate(TextTokenizer(tokenizer), template)
         self.vocab_size = self._template.tokenizer.require_known(vocab_size)
         self.encode, self.decode = self._template.encode, self._template.decode

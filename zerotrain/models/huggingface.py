@@ -1,8 +1,6 @@
 """HuggingFaceModel: a model of Hugging Face's transformers for one of several tasks, pretrained or from scratch."""
 
 import difflib
-import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +9,7 @@ from zerotrain.files.kept_out import refusal, require_no_kernels
 from zerotrain.files.terminal import package
 from zerotrain.models.gpt import MeanCrossEntropy, require_at_least, require_fraction
 
-NO_ADAPTERS: dict[str, Any] = {"rank": 0, "alpha": 16, "dropout": 0.0, "targets": None}
+NO_ADAPTERS: dict[str, Any] = {"rank": 0, "alpha": 16, "dropout": 0.0, "targets": None, "name_or_path": None}
 """The default of the argument `lora`."""
 CAUSAL = "causal"
 TASKS = {
@@ -22,6 +20,9 @@ TASKS = {
     "image_classification": ("ImageClassification", "IMAGE_CLASSIFICATION", "classifier of images", "vit, resnet"),
 }
 """(end of the name of the class in transformers, beginning of that of its models' names, words, examples) by task."""
+_TASK_TYPES = {CAUSAL: "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
+_TASK_TYPES |= {"sequence_classification": "SEQ_CLS", "token_classification": "TOKEN_CLS"}
+"""What peft calls a task, as far as it does."""
 BALANCING_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 START_TOKEN = "decoder_start_token_id"
 """A field that configs of transformers need not have, and their decoders read."""
@@ -39,8 +40,9 @@ class HuggingFaceModel(torch.nn.Module):
             from its defaults. Pretrained: what shall differ from the model's own config.
         vocab_size: tokens that a model from scratch knows, unless `config` says so; a pretrained one has its own.
         lora: low-rank adapters (LoRA, arXiv 2106.09685), which alone are trained: `rank` (0: none), `alpha` (their
-            output is scaled by alpha / rank), `dropout`, and `targets`, the last parts of the names of the layers that
-            get one (None: all linear layers but the head). None: no adapters.
+            output is scaled by alpha / rank), `dropout`, `targets`, the last parts of the names of the layers that
+            get one (None: all linear layers but the head), and all other fields of peft's LoraConfig; or
+            `name_or_path`, a folder of adapters to go on from. None: no adapters. A classifier's head trains too.
 
     Raises:
         ImportError: transformers, or for adapters peft, is not installed.
@@ -67,11 +69,6 @@ class HuggingFaceModel(torch.nn.Module):
         adapters = NO_ADAPTERS | (lora or {})
         _require_adapters(adapters)
         self.next_token_labels = task == CAUSAL
-        if adapters["rank"] and task != CAUSAL:
-            raise ValueError(
-                f"model.lora.rank={adapters['rank']}: with model.task={task} the head of the task would not train; "
-                "leave the adapters out, or freeze the rest with model.freeze"
-            )
         _transformers()
         from huggingface_hub.errors import StrictDataclassError
 
@@ -91,7 +88,13 @@ class HuggingFaceModel(torch.nn.Module):
         self._added_loss = _AddedLoss()
         if task == CAUSAL:
             model.loss_function = self._added_loss
-        self.model = _with_adapters(model, **adapters) if adapters["rank"] else model
+        if adapters["rank"] or adapters["name_or_path"] is not None:
+            from zerotrain.models.pretrained import add_adapters  # it needs the extra
+
+            parts = {name for name, part in model.named_children() if part.state_dict()}
+            heads = sorted(parts - {model.base_model_prefix}) if task.endswith("classification") else ()
+            model = add_adapters(model, adapters, _TASK_TYPES.get(task), heads)
+        self.model = model
 
     def forward(
         self,
@@ -246,43 +249,22 @@ def _require_effects(fields: dict[str, Any], config: Any) -> None:
 
 
 def _require_adapters(adapters: dict[str, Any]) -> None:
-    for name in adapters.keys() - NO_ADAPTERS.keys():
-        raise ValueError(
-            f"model.lora.{name}: there is no such setting; there are {', '.join(NO_ADAPTERS)}; for other settings of "
-            "peft, give build_engine a model that peft has made"
-        )
     require_at_least(0, **{"lora.rank": adapters["rank"]})
+    folder = adapters["name_or_path"]
     for name, value in adapters.items():
-        if not adapters["rank"] and value != NO_ADAPTERS.get(name):
+        is_set = value != NO_ADAPTERS.get(name) and name != "name_or_path"
+        if is_set and folder is not None:
+            raise ValueError(
+                f"model.lora.{name}={value} has no effect beside model.lora.name_or_path={folder}: leave it out"
+            )
+        if is_set and not adapters["rank"]:
             raise ValueError(f"model.lora.{name}={value} has no effect without adapters; model.lora.rank=8 adds them")
+    targets = adapters["targets"]
+    if isinstance(targets, str) and targets.isidentifier():  # peft takes it for a pattern of whole names
+        raise ValueError(f"model.lora.targets={targets} is no list of names; give model.lora.targets=[{targets}]")
     if not adapters["alpha"] > 0:
         raise ValueError(f"model.lora.alpha={adapters['alpha']} is out of range; it must be above 0")
     require_fraction(**{"lora.dropout": adapters["dropout"]})
-    targets = adapters["targets"] or []
-    if isinstance(targets, str) or not all(isinstance(item, str) for item in targets):  # a string is a list of letters
-        raise ValueError(
-            f"model.lora.targets={targets} is no list of names; give one such as model.lora.targets=[{targets}]"
-        )
-
-
-def _with_adapters(
-    model: torch.nn.Module, *, rank: int, alpha: int, dropout: float, targets: Sequence[str] | None
-) -> torch.nn.Module:
-    peft = package("peft", extra="hf", needed_by="model.lora")
-    is_transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())  # GPT-2's linear layers
-    config = peft.LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        target_modules="all-linear" if targets is None else list(targets),
-        fan_in_fan_out=is_transposed,
-    )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft still calls what transformers has renamed
-            return peft.get_peft_model(model, config)
-    except ValueError as error:
-        raise ValueError(f"model.lora.targets={targets}: {str(error).splitlines()[0]}") from error
 
 
 def _transformers() -> Any:

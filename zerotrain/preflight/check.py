@@ -299,7 +299,7 @@ def require_enough(data: Any, config: Config) -> None:
     if per_rank > most:
         name = "micro_batch_size" if train.micro_batch_size > most else "gradient_accumulation_steps"
         raise ConfigError(
-            f"train.{name}: got {getattr(train, name)}; a rank would read {per_rank} sequences in a step, and the data "
+            f"train.{name}: got {getattr(train, name)}; a rank would read {per_rank} rows in a step, and the data "
             f"has {len(data.train)}; train.micro_batch_size x train.gradient_accumulation_steps must be {most} or less"
         )
 
@@ -343,7 +343,7 @@ def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Mani
     num_steps = math.ceil((num_sequences - num_read) / batch_size)
     if num_steps < 0:
         raise ConfigError(
-            f"{length_given(config)}: is {math.ceil(num_sequences):,} sequences, and the checkpoint to go on from has "
+            f"{length_given(config)}: is {math.ceil(num_sequences):,} rows, and the checkpoint to go on from has "
             f"been trained on {num_read:,}; give more"
         )
     if step + num_steps > MAX_INT:

@@ -95,7 +95,7 @@ def tokens_per_sequence(setting: str, train: Sized, otherwise: str) -> int:
     """Tokens of each row; a ConfigError that begins with the setting where the data does not say."""
     num_tokens = getattr(train, "tokens_per_sequence", None)
     if not isinstance(num_tokens, int) or num_tokens < 1:
-        problem = "the data does not tell how many tokens each of its sequences has"
+        problem = "the data does not tell how many tokens each of its rows has"
         raise ConfigError(f"{setting}: {problem}; give {otherwise}")
     return num_tokens
 

@@ -4,7 +4,6 @@ import functools
 from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tests.ranks.fake_wire import run_threads
 from tests.unit.commands.test_export import ONE_SEED_AT_A_TIME, exported, refused, tensors_in, told_of_small_files
 from tests.unit.data.tokenizers_made import END, saved
 from zerotrain.commands import evaluate, generate
-from zerotrain.commands.export_formats import merged
 from zerotrain.config.compose import from_values
 from zerotrain.models import HuggingFaceModel
 from zerotrain.models.gpt import MeanCrossEntropy
@@ -142,15 +140,60 @@ def test_a_llama_of_others_goes_in_and_out_unchanged(tmp_path: Path) -> None:
     assert torch.equal(logits_of(opened), logits_of(theirs))
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "DoRA": {"use_dora": True, "use_rslora": True, "rank_pattern": {"c_fc": 3}, "bias": "lora_only"},
+    "PiSSA": {"init_lora_weights": "pissa", "alpha": 3, "targets": r".*\.1\..*c_attn"},
+    "saved": {"modules_to_save": ["wte", "ln_f"], "targets": "all-linear"},
+    "tokens": {"trainable_token_indices": [7, 14], "targets": ["c_attn"]},
+    "repeated": {"layer_replication": [[0, 2], [1, 2]], "targets": ["q_proj"]},
+}
+
+
+@pytest.fixture(params=KINDS)
+def adapters(request, tmp_path: Path) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
+    torch.manual_seed(5)
+    fields = GPT2 | {"bos_token_id": None, "eos_token_id": None} if request.param != "repeated" else LLAMA
+    config = transformers.AutoConfig.for_model(**fields | {"vocab_size": 300})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    arguments = {"name_or_path": str(tmp_path / "base"), "lora": {"rank": 2} | KINDS[request.param]}
+    return tmp_path / "run", arguments, run_of(tmp_path / "run", arguments, {"tokenizer": None})
+
+
 @pytest.mark.case("checkpoints", "of a model of Hugging Face, with or without adapters, merged or not", under=EXPORT)
-def test_adapters_are_opened_by_peft(trained_adapters, tmp_path: Path) -> None:
-    run, arguments, weights = trained_adapters
+def test_adapters_of_each_kind_go_to_peft_and_come_back_and_merge_to_a_model(adapters, tmp_path: Path) -> None:
+    run, arguments, weights = adapters
     out = exported(run, tmp_path / "out")
-    assert all(".lora_" in name for name in tensors_in(out))
     base = transformers.AutoModelForCausalLM.from_pretrained(arguments["name_or_path"])
-    wanted = logits_of(trained(arguments, weights))
+    before, wanted = logits_of(base), logits_of(trained(arguments, weights))
+    assert not torch.equal(wanted, before)
     assert torch.equal(logits_of(peft.PeftModel.from_pretrained(base, out)), wanted)
     assert torch.equal(logits_of(peft.AutoPeftModelForCausalLM.from_pretrained(out)), wanted)
+    trained(arguments, weights).save_pretrained(tmp_path / "of_peft")
+    for folder in (out, tmp_path / "of_peft"):
+        again = HuggingFaceModel(name_or_path=arguments["name_or_path"], lora={"name_or_path": str(folder)})
+        assert torch.equal(logits_of(again.model), wanted)
+        assert trained_names(again) == trained_names(HuggingFaceModel(**arguments))
+    merged = transformers.AutoModelForCausalLM.from_pretrained(exported(run, tmp_path / "merged", "--merge"))
+    torch.testing.assert_close(logits_of(merged), wanted, rtol=0, atol=1e-6)
+
+
+def trained_names(model: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_adapters_of_another_model_are_refused(trained_adapters, tmp_path: Path) -> None:
+    run, arguments, _ = trained_adapters
+    out = exported(run, tmp_path / "out")
+    config = transformers.AutoConfig.for_model(**LLAMA | {"hidden_size": 64}, vocab_size=300)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"^model\.lora(: Target modules|\.name_or_path=\S* does not fit the model: )"):
+        HuggingFaceModel(name_or_path=str(tmp_path / "other"), lora={"name_or_path": str(out)})
+    (out / "adapter_config.json").write_text('{"peft_type": "LORA", "use_dorra": true}')
+    with pytest.raises(
+        ValueError, match=r"^model\.lora\.use_dorra: LoraConfig of peft has no such field; did you mean"
+    ):
+        HuggingFaceModel(name_or_path=arguments["name_or_path"], lora={"name_or_path": str(out)})
 
 
 @pytest.mark.case("checkpoints", "of a model of Hugging Face, with or without adapters, merged or not", under=EXPORT)
@@ -160,6 +203,23 @@ def test_adapters_are_merged_as_by_peft(trained_adapters, tmp_path: Path) -> Non
     merged = trained(arguments, weights).merge_and_unload().state_dict()
     assert opened.state_dict().keys() == merged.keys()
     assert [name for name, value in opened.state_dict().items() if not torch.equal(value, merged[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (
+            {"lora_bias": True},
+            "--merge: Impossible to merge LoRA with `lora_bias=True` because the base layer has no bias",
+        ),
+        ({"trainable_token_indices": [7], "targets": ["lm_head"]}, "--merge: a layer has adapters and trained tokens"),
+    ],
+)
+def test_adapters_that_peft_cannot_merge_are_refused(fields, reason: str, tmp_path: Path, capsys) -> None:
+    arguments = {"config": LLAMA, "vocab_size": 300, "lora": {"rank": 2} | fields}
+    run_of(tmp_path / "run", arguments, {"vocab_size": 300})
+    assert refused([str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--merge"], capsys).startswith(reason)
+    assert not (tmp_path / "out").exists()
 
 
 def test_adapters_of_a_model_from_scratch_need_merging(tmp_path: Path, capsys) -> None:
@@ -286,38 +346,3 @@ def test_a_disk_that_takes_a_part_of_a_tokenizer_is_one_line(llama, tmp_path: Pa
     told = told_of_small_files([str(llama[0])], tmp_path, capsys)
     assert len([1 for said in told.values() if said]) > 4
     assert "warning" not in "".join(told.values())
-
-
-# Weights with what adapters add to them, under the names that others know.
-
-
-def saved_of(tensors: dict[str, torch.Tensor]) -> SimpleNamespace:
-    """A checkpoint of these."""
-    names = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()}
-    return SimpleNamespace(names=names, read=lambda name: tensors[name])
-
-
-def adapted() -> dict[str, torch.Tensor]:
-    """Square ones: a matrix that lies the other way round has the same shape."""
-    torch.manual_seed(0)
-    layer = "model.base_model.model.h.0.default.attn"
-    return {
-        f"{layer}.base_layer.weight": torch.randn(4, 4).bfloat16(),
-        f"{layer}.base_layer.bias": torch.randn(4),
-        f"{layer}.lora_A.default.weight": torch.randn(2, 4),
-        f"{layer}.lora_B.default.weight": torch.randn(4, 2),
-        "model.base_model.model.ids": torch.arange(3),
-    }
-
-
-def test_adapters_are_added_as_the_layer_holds_its_weights() -> None:
-    tensors = adapted()
-    base, _, down, up, _ = tensors.values()
-    for turned in (False, True):
-        found = merged(saved_of(tensors), None, {"scaling": 0.5, "fan_in_fan_out": turned})
-        assert list(found) == ["h.0.default.attn.weight", "h.0.default.attn.bias", "ids"]
-        weight = found["h.0.default.attn.weight"]
-        added = 0.5 * (up @ down)
-        assert torch.equal(weight.read(), base.float() + (added.t() if turned else added))
-        assert weight.dtype == torch.bfloat16
-        assert torch.equal(found["h.0.default.attn.bias"].read(), tensors[f"{next(iter(tensors))[:-6]}bias"])

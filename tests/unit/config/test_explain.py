@@ -218,3 +218,8 @@ def test_a_value_of_a_yaml_is_told_with_its_place(tmp_path: Path) -> None:
     problem = "model.num_layers: got 0; it must be 1 or more"
     said = f"{problem} ({tmp_path / 'model/mine.yaml'}, line 1)"
     assert with_place(problem, {"model": "mine"}, [tmp_path], []) == said
+    (tmp_path / "loss").mkdir()
+    for group in ("model", "loss"):
+        (tmp_path / f"{group}/mine.yaml").write_text("_target_: ???\n")
+    said = f"loss._target_: got null ({tmp_path / 'loss/mine.yaml'}, line 1)"
+    assert with_place("loss._target_: got null", {"model": "mine", "loss": "mine"}, [tmp_path], []) == said

@@ -134,7 +134,7 @@ def test_an_optimizer_that_looks_at_its_tensors_gets_some_with_values(look, num_
         ),
         (
             {"train": TrainConfig(micro_batch_size=10**9)},
-            "train.micro_batch_size: got 1000000000; a rank would read 1000000000 sequences in a step, and the data",
+            "train.micro_batch_size: got 1000000000; a rank would read 1000000000 rows in a step, and the data",
         ),
         (
             {"train": TrainConfig(gradient_accumulation_steps=10**9)},
@@ -722,7 +722,7 @@ def test_a_run_that_goes_on_reads_the_sequences_that_are_left(num_epochs, num_ra
 def test_a_checkpoint_beyond_the_end_of_the_run_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         steps_of(config_with(num_epochs=0.5), 1, saved(200, 800))
-    told = "train.num_epochs=0.5: is 500 sequences, and the checkpoint to go on from has been trained on 800; give more"
+    told = "train.num_epochs=0.5: is 500 rows, and the checkpoint to go on from has been trained on 800; give more"
     assert refused.value.problems == (told,)
 
 

@@ -266,7 +266,7 @@ def test_tokens_need_data_that_tells_them_and_each_setting_has_its_line() -> Non
     config.checkpoint.every = "5tokens"
     with pytest.raises(ConfigError) as refused:
         require_rhythms(config, range(1000), 1)
-    why = "the data does not tell how many tokens each of its sequences has; give a number of epochs or of steps"
+    why = "the data does not tell how many tokens each of its rows has; give a number of epochs or of steps"
     assert refused.value.problems == (f"train.eval_every=5e6tokens: {why}", f"checkpoint.every=5tokens: {why}")
     config.train.log_every = "never"  # which is told where settings are checked
     require_rhythms(config, range(1000), 1)

@@ -249,7 +249,7 @@ def _data(dataset: Any) -> str:
     pieces = [name]
     for part, purpose in ((dataset.train, "to train on"), (dataset.validation, "to validate")):
         tokens = getattr(part, "tokens_per_sequence", None)
-        count = f"{len(part):,} sequences" if tokens is None else f"{len(part) * tokens:,} tokens"
+        count = f"{len(part):,} rows" if tokens is None else f"{len(part) * tokens:,} tokens"
         pieces.append(f"{count} {purpose}")
     return ", ".join(pieces)
 
@@ -317,10 +317,10 @@ def _offloaded(engine: ZeroEngine, num_micro_batches: int) -> Iterator[str]:
 
 
 def _steps(sampler: GlobalBatchSampler, dataset: Any, num_steps: int) -> str:
-    sequences, tokens = sampler.global_batch_size, getattr(dataset.train, "tokens_per_sequence", None)
-    per_epoch = sampler.num_sequences / sequences
+    rows, tokens = sampler.global_batch_size, getattr(dataset.train, "tokens_per_sequence", None)
+    per_epoch = sampler.num_sequences / rows
     epoch = f"an epoch is {per_epoch:,.{0 if per_epoch >= 10 else 1}f} steps"
     if tokens is None:
-        return f"{num_steps:,} of {sequences:,} sequences; {epoch}"
-    per_step = sequences * tokens
+        return f"{num_steps:,} of {rows:,} rows; {epoch}"
+    per_step = rows * tokens
     return f"{num_steps:,} of {per_step:,} tokens, {num_steps * per_step:,} tokens to go; {epoch}"

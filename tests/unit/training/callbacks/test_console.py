@@ -221,8 +221,8 @@ def test_frozen_parameters_are_counted_apart(make_trainer, model):
 def test_sequences_are_counted_where_nobody_knows_the_tokens(make_trainer, dataset):
     del dataset.train.tokens_per_sequence
     text = shown(make_trainer(), width=80)
-    assert "200 sequences to train on" in text
-    assert "4 of 4 sequences; an epoch is 50 steps" in text
+    assert "200 rows to train on" in text
+    assert "4 of 4 rows; an epoch is 50 steps" in text
 
 
 def test_a_dataset_tells_of_itself_where_it_can(make_trainer, dataset):
