@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 INSTALLED_BENCH := $(VENV)/.installed-bench
 
-.PHONY: help train test thorough bits attack chaos cluster test-gpu check format sweep bench bench-link bench-gpu bench-graphs install clean
+.PHONY: help train test thorough bits attack chaos cluster test-gpu test-fp8 check format sweep bench bench-link bench-gpu bench-graphs install clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -88,6 +88,10 @@ bench-graphs: ## GPT-2 in bf16 on one GPU, compiled, beside peers that replay a 
 test-gpu: ## the tests for a GPU; PYTHON has torch and pytest, WHEELS is a folder with wheels of what else it lacks
 	$(WITH_WHEELS) $(PYTHON) -m pytest -m gpu -rs tests/distributed/test_gpu.py tests/unit/device/test_cuda.py
 
+# transformers and peft import torchao where it is installed, and it prints lines of its own: it has a folder of its own.
+test-fp8: $(INSTALLED_DEV) $(VENV)/fp8 ## matrices in fp8, emulated on the CPU, beside torchao in plain PyTorch
+	PYTHONPATH=$(VENV)/fp8 $(BIN)/python -m pytest tests/unit/engine/model/test_fp8.py
+
 install: $(INSTALLED_DEV) ## install only, into .venv: what training, tests and checks need
 
 # Python compiles what a command imports when it does; pip would compile ten times as much.
@@ -105,6 +109,10 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/pip
 $(INSTALLED_DEV): pyproject.toml setup.py constraints.txt | $(BIN)/pip
 	$(PIP) -e '.[dev]'
 	@touch $(INSTALLED) $@
+
+$(VENV)/fp8: constraints.txt | $(INSTALLED_DEV)
+	$(PIP) --no-deps --target $@ torchao
+	@touch $@
 
 $(INSTALLED_BENCH): $(INSTALLED_DEV)
 	$(PIP) -e '.[bench]'

@@ -116,9 +116,7 @@ def test_a_yaml_is_taken_and_an_unknown_key_anywhere_in_it_is_refused(name: str,
             check(changed)
 
 
-@pytest.mark.parametrize(
-    "name", sorted(path.name for path in EXAMPLES.iterdir() if path.is_file() and path.suffix != ".py")
-)
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.[ys]*")))
 def test_the_settings_of_an_example_are_settings_and_its_shell_can_be_read(name: str):
     text = (EXAMPLES / name).read_text()
     settings = SETTING.findall(text)
