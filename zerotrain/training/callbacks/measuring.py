@@ -43,7 +43,8 @@ class Measuring(Callback):
     def end(self, run: Run) -> None:
         """Note the speed and, after the last step, what is known then only: the weights, and what the ranks hold."""
         graphs = {"replayed": run.engine.num_replayed, "reasons": run.engine.graph_reasons}
-        facts = {"graphs": graphs, "matmul": run.engine.precision.matmul}
+        precision = run.engine.options.config.precision
+        facts = {"graphs": graphs, "matmul": precision.matmul, "state": precision.state}
         run.result.environment = environment(run.world.device) | facts
         if not run.stopped_by:
             self.usages = self.stages.note_usage(run)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from zerotrain.data.fetch import ids_of, tokens_known
+from zerotrain.data.fetch import ids_of, is_counted, labels_of, tokens_known
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import CommError
 from zerotrain.files.untrusted import printable
@@ -83,6 +83,7 @@ def stop_token_of(text: Any) -> int | None:
 
 
 NUM_PROMPT_TOKENS = 32
+"""Of a row all of whose tokens are learnt; of another, such as a chat, all before the first that is."""
 MAX_SHOWN = 400
 """Characters of a prompt in its title."""
 
@@ -110,21 +111,24 @@ class Sample(Callback):
             return
         has_validation = len(run.dataset.validation) > 0
         name, rows = ("validation", run.dataset.validation) if has_validation else ("training", run.dataset.train)
-        row_ids = ids_of(rows[0])
+        row_ids, labels = ids_of(rows[0]), labels_of(rows[0])
         if row_ids is None:
             run.console.print("No sample of text: the items have no token ids to continue.")
             return
         try:
-            self._show_samples(run, name, row_ids)
+            num_tokens = NUM_PROMPT_TOKENS
+            if labels is not None and labels.shape == row_ids.shape and not is_counted(labels)[0]:
+                num_tokens = int(is_counted(labels).int().argmax()) + 1
+            self._show_samples(run, name, row_ids[:num_tokens], len(row_ids))
         except CommError:
             raise
         except Exception as error:  # of the user's model or dataset: the training is done, and its report is due
             why = printable(f"{type(error).__name__}: {error}", keep="")
             run.console.print(f"No sample of text: {why}", markup=False, highlight=False)
 
-    def _show_samples(self, run: Run, name: str, row_ids: torch.Tensor) -> None:
-        """Continue each prompt, or else the first row of the text of this name. Collective."""
-        start, stop_token = row_ids[:NUM_PROMPT_TOKENS], stop_token_of(run.dataset)
+    def _show_samples(self, run: Run, name: str, start: torch.Tensor, max_seq_len: int) -> None:
+        """Continue each prompt, or else the start of the text of this name. Collective."""
+        stop_token = stop_token_of(run.dataset)
         texts = {f"{len(start)} of the {name} text": start}
         if self._prompts is not None:
             texts = prompts_of(run.dataset, self._prompts)
@@ -133,7 +137,7 @@ class Sample(Callback):
                 engine=run.engine,
                 prompt=prompt.to(run.world.device),
                 num_tokens=self._num_tokens,
-                max_seq_len=len(row_ids),
+                max_seq_len=max_seq_len,
                 seed=self._seed,
                 stop_token=stop_token,
             )

@@ -64,6 +64,13 @@ def test_without_prompts_the_validation_text_is_continued() -> None:
     assert sample(letters()) == ["5 tokens after 8 of the validation text", "ABCDEFGHIJKLM", ""]
 
 
+def test_without_prompts_a_question_is_continued_where_its_answer_begins() -> None:
+    ids, labels = torch.arange(65, 65 + SEQ_LEN), torch.arange(66, 66 + SEQ_LEN)
+    labels[:3] = -100
+    [title, text, _] = sample(letters(validation=[(ids, labels)]))
+    assert (title, text) == ("5 tokens after 4 of the validation text", "ABCDEFGHI")
+
+
 def test_a_sample_stops_at_the_end_of_text_which_is_not_shown() -> None:
     assert sample(letters(end_of_text=ord("E")), ["AB"]) == ["3 tokens after 'AB'", "ABCD", ""]
     assert sample(letters(end_of_text=ord("B")), ["AB"]) == ["5 tokens after 'AB'", "ABCDEFG", ""]
