@@ -68,6 +68,7 @@ FORMS = [
 ]
 
 INTERPOLATIONS = [
+    Attack(["data=own"], "data._target_: has no value and needs one; give data._target_=..."),
     Attack(["seed=${nowhere}"], "seed: got ${nowhere}; Interpolation key 'nowhere' not found; give seed=..."),
     Attack(["seed=${oc.env:SET}"], "seed: got ${oc.env:SET}; ", environment={"SET": "text"}),
     Attack(["seed=${data.path}"], "seed: got ${data.path}; "),

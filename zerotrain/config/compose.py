@@ -82,6 +82,9 @@ def slurm_job(environment: Mapping[str, str]) -> str | None:
     return "_".join(parts) if all(re.fullmatch("[0-9]{1,19}", part, re.ASCII) for part in parts) else None
 
 
+NEEDS_VALUE = "{0}: has no value and needs one; give {0}=..."
+
+
 def to_config(composed: DictConfig) -> tuple[Config, list[str]]:
     """Resolve what Hydra composed and type it.
 
@@ -93,9 +96,11 @@ def to_config(composed: DictConfig) -> tuple[Config, list[str]]:
         ConfigError: an interpolation leads nowhere.
     """
     if leading_nowhere := list(interpolation_problems(composed)):
+        if OmegaConf.is_missing(composed.data, "_target_"):  # what leads to the arguments of this class leads nowhere
+            raise ConfigError(NEEDS_VALUE.format("data._target_"))
         raise ConfigError(*leading_nowhere)
     missing = sorted(OmegaConf.missing_keys(composed))
-    problems = [f"{key}: has no value and needs one; give {key}=..." for key in missing]
+    problems = [NEEDS_VALUE.format(key) for key in missing]
     nulls = (OmegaConf.from_dotlist([f"{key}=null"]) for key in missing)
     values = OmegaConf.to_container(OmegaConf.merge(composed, *nulls) if missing else composed, resolve=True)
     unknown: list[str] = []
