@@ -274,7 +274,7 @@ class PrecisionConfig:
     what is sent stay as they are. Needs torchao, and Ada, Hopper or later GPUs; a CPU emulates it, slowly."""
     fp8_modules: list[str] = setting(["*"], KEPT, IN_FP8)
     """Name patterns of the layers that do, such as ["*.mlp.*"]. Sizes must be multiples of 16."""
-    fp8_min_features: int = setting(16, at_least(1, "features"), IN_FP8)
+    fp8_min_size: int = setting(16, at_least(1, "rows and columns"), IN_FP8)
     """The smaller size of a layer that does: below some thousands a GPU takes longer to scale than it gains."""
 
 

@@ -136,9 +136,9 @@ def measure_house() -> dict[str, float]:
 
 
 LIMITS = {
-    "code lines": 31_402,  # aim: 28,000
+    "code lines": 31_409,  # aim: 28,000
     "code lines of the engine wing": 12_973,  # aim: 11,500
-    "code lines of the run wing": 12_211,  # aim: 11,500
+    "code lines of the run wing": 12_218,  # aim: 11,500
     "code lines of the desk wing": 6_218,  # aim: 5,000
     "files": 220,
     f"files under {SHORT_FILE} code lines": 25,

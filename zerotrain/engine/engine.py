@@ -19,7 +19,6 @@ from zerotrain.engine import optimizer_step, results, step, usage
 from zerotrain.engine.groups.optimizers import OptimizerFactory
 from zerotrain.engine.model.deferred import InitialValues, deferred_init
 from zerotrain.engine.model.forward import makes_memory, outside_graphs, replace_forwards
-from zerotrain.engine.model.fp8 import multiply_in_fp8
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.sharded_model import Average, HalfLoaded, ShardedModel
@@ -469,6 +468,8 @@ def assemble_engine(
             with world.device:  # where parameters are sharded, built without their memory
                 model, initial = deferred_init(model) if options.plan.shards_parameters else (model(), initial)
         if options.config.precision.matmul is not None:
+            from zerotrain.engine.model.fp8 import multiply_in_fp8  # few runs need it
+
             multiply_in_fp8(model, options.config.precision, units=options.zero.unit_patterns, device=world.device)
         replace_forwards(
             model,

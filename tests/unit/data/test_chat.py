@@ -247,7 +247,7 @@ WRONG_SETTINGS = {
     "a small vocabulary": ({"vocab_size": 9}, "data.vocab_size=9 is too small"),
     "a large fraction": ({"validation_fraction": 1}, "data.validation_fraction=1 is out of range"),
     "nothing left to train on": ({"validation_fraction": 0.5, "path": "one.jsonl"}, "one.jsonl has 1 chat; give"),
-    "no tokenizer": ({"tokenizer": None}, "data.tokenizer=null; give a folder"),
+    "no tokenizer": ({"tokenizer": None}, "data.tokenizer=null: chats need one; give a folder"),
     "an answer longer than a row": ({"seq_len": 16}, r"no chat has room in data.seq_len=16; .*c.jsonl, line 1, "),
 }  # fmt: skip
 

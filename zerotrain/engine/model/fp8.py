@@ -51,13 +51,13 @@ def multiply_in_fp8(
     for unit_name, unit in require_units(walk(model), units, got).items():
         for name, layer in unit.named_modules(prefix=unit_name):
             is_matched = any(fnmatchcase(name, pattern) for pattern in precision.fp8_modules)
-            if type(layer) is nn.Linear and is_matched and _fits(layer, precision.fp8_min_features):
+            if type(layer) is nn.Linear and is_matched and _fits(layer, precision.fp8_min_size):
                 chosen.add(layer)
     if not chosen:
-        patterns, smallest = precision.fp8_modules, precision.fp8_min_features
+        patterns, smallest = precision.fp8_modules, precision.fp8_min_size
         raise ConfigError(
             f"{got}: no nn.Linear in the units has a name of precision.fp8_modules={patterns}, and two sizes of "
-            f"precision.fp8_min_features={smallest} or more that are multiples of {MULTIPLE}"
+            f"precision.fp8_min_size={smallest} or more that are multiples of {MULTIPLE}"
         )
     config = float8.Float8LinearConfig(emulate=kind.is_host)
     float8.convert_to_float8_training(model, module_filter_fn=lambda layer, _: layer in chosen, config=config)

@@ -114,9 +114,9 @@ def test_names_and_sizes_choose_the_layers_and_the_names_of_parameters_stay():
     assert layers() == [f"parts.blocks.{number}.{name}" for number in range(2) for name in ("wide", "narrow")]
     assert layers(fp8_modules=["*.1.wide"]) == ["parts.blocks.1.wide"]
     with pytest.raises(
-        zerotrain.ConfigError, match=r"no nn.Linear in the units has a name of .*fp8_min_features=33 or more"
+        zerotrain.ConfigError, match=r"no nn.Linear in the units has a name of .*fp8_min_size=33 or more"
     ):
-        layers(fp8_min_features=33)
+        layers(fp8_min_size=33)
 
 
 def test_what_cannot_multiply_in_fp8_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch):
@@ -134,8 +134,8 @@ def test_what_cannot_multiply_in_fp8_is_refused_with_a_sentence(monkeypatch: pyt
         zerotrain.ConfigError, match=r"needs torchao, which is not installed; pip install 'zerotrain\[fp8\]'"
     ):
         build()
-    assert problems_in(precision(matmul="int8", fp8_modules="*", fp8_min_features=0)) == [
+    assert problems_in(precision(matmul="int8", fp8_modules="*", fp8_min_size=0)) == [
         "matmul: got int8; it must be fp8, or None; the default is None",
         "fp8_modules: got *; it must be a list of name patterns such as ['*norm*']; the default is ['*']",
-        "fp8_min_features: got 0; it must be 1 or more features; the default is 16",
+        "fp8_min_size: got 0; it must be 1 or more rows and columns; the default is 16",
     ]
