@@ -15,8 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest.mock import patch
 
-from tests.ranks import ranks
-from tests.ranks.processes import HANG_S
+from tests.ranks.processes import HANG_S, PRELOADED
 
 KILLED, MET = "killed", "met"
 
@@ -45,7 +44,7 @@ def run_loop(size: int, disturbance: Disturbance, kill: tuple[int, float] | None
         AssertionError: one does not end.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(list(ranks.PRELOADED))
+    context.set_forkserver_preload(list(PRELOADED))
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     with patch.dict(os.environ, PYTHONPATH=path, PYTHONSAFEPATH="1"):  # as `run_ranks` starts it
         forkserver.ensure_running()
