@@ -83,11 +83,12 @@ def test_ranks_that_would_listen_where_no_other_host_reaches_them_are_refused_in
         assert line.endswith(f"{said}{remedy}")
 
 
+@pytest.mark.parametrize("axes", [(), ("zero.stage=3", "zero.shard_size=host")], ids=["flat", "mesh"])
 def test_a_pulled_cable_ends_all_hosts_in_time_with_one_ending_and_the_run_goes_on_to_the_same_bits(
-    hosts: Hosts, undisturbed: Undisturbed, tmp_path: Path
+    hosts: Hosts, undisturbed: Undisturbed, tmp_path: Path, axes: tuple[str, ...]
 ) -> None:
     """The host without the store waited for it for a quarter of an hour, and wrote over the ending (2026-11-24)."""
-    commands = hosts.start(2, 2, *RUN, f"launch.timeout_s={TIMEOUT_S}", folder=tmp_path)
+    commands = hosts.start(2, 2, *RUN, *axes, f"launch.timeout_s={TIMEOUT_S}", folder=tmp_path)
     wait_for_step(20, tmp_path, commands)
     hosts.cut(1)
     cut_s = time.monotonic()
