@@ -136,8 +136,8 @@ def measure_house() -> dict[str, float]:
 
 
 LIMITS = {
-    "code lines": 31_409,  # aim: 28,000
-    "code lines of the engine wing": 12_973,  # aim: 11,500
+    "code lines": 31_408,  # aim: 28,000
+    "code lines of the engine wing": 12_972,  # aim: 11,500
     "code lines of the run wing": 12_218,  # aim: 11,500
     "code lines of the desk wing": 6_218,  # aim: 5,000
     "files": 220,

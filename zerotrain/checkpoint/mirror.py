@@ -100,15 +100,12 @@ class Mirror:
                         return
                 with suppress(FileNotFoundError):  # of another run: its files would count as this one's
                     self._files.rm_file(self._path(target, manifests.MANIFEST))
-                if "file" in self._files.protocol:
-                    self._files.makedirs(self._path(target), exist_ok=True)
                 for file in manifest.files:
-                    place = self._path(target, file.name)
+                    place = self._new_place(target, file.name)
                     with (path / file.name).open("rb") as source, self._files.open(place, "wb") as sink:
                         for block in _blocks(source, file):
                             sink.write(block)
-                    if (nbytes := self._files.info(place)["size"]) != file.nbytes:
-                        raise CheckpointError(f"{file.name} has {nbytes} bytes there, and must have {file.nbytes}")
+                    self._require_size(place, file.name, file.nbytes)
                 self._files.pipe_file(self._path(target, manifests.MANIFEST), text)
 
     def fetch(self, step: int, folder: Path) -> Path:
@@ -140,13 +137,9 @@ class Mirror:
         """
         with self._raising("does not take what is written"):
             for name in names:
-                place = self._path(name)
-                if "file" in self._files.protocol:
-                    self._files.makedirs(place.rpartition("/")[0], exist_ok=True)
+                place = self._new_place(name)
                 self._files.put_file(str(folder / name), place)
-                nbytes, written = self._files.info(place)["size"], (folder / name).stat().st_size
-                if nbytes != written:
-                    raise CheckpointError(f"{name} has {nbytes} bytes there, and must have {written}")
+                self._require_size(place, name, (folder / name).stat().st_size)
 
     def remove_old(self, keep: int | None) -> None:
         """Remove all but the newest whole checkpoints, and what copies that were cut off have left.
@@ -171,6 +164,18 @@ class Mirror:
 
     def _path(self, *names: str) -> str:
         return "/".join([self._root.rstrip("/"), *names])
+
+    def _new_place(self, *names: str) -> str:
+        """The path of a file to write, in a folder that is there. Object stores have no folders."""
+        place = self._path(*names)
+        if "file" in self._files.protocol:
+            self._files.makedirs(place.rpartition("/")[0], exist_ok=True)
+        return place
+
+    def _require_size(self, place: str, name: str, written: int) -> None:
+        nbytes = self._files.info(place)["size"]
+        if nbytes != written:
+            raise CheckpointError(f"{name} has {nbytes} bytes there, and must have {written}")
 
     @contextmanager
     def _raising(self, outcome: str) -> Iterator[None]:
@@ -238,7 +243,7 @@ def local_folder() -> Path:
 
 
 def local_run(path: str) -> Path:
-    """The folder of a run. Of the URL of a mirror the newest whole checkpoint is fetched, or the one that it names.
+    """The folder of a run. The URL of a mirror gives its newest whole checkpoint, or the one that it names.
 
     Raises:
         ConfigError: fsspec does not open the URL.

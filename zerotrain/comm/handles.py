@@ -335,9 +335,9 @@ class Relayed(Handle):
     _first: Any
     _second: Any
     _sent: tuple[torch.Tensor, ...] = ()
-    """What the first is told to send."""
+    """The arguments of the first's `issue`."""
     _passed_on: tuple[torch.Tensor, ...] = ()
-    """What the second is told to send."""
+    """The arguments of the second's `issue`."""
 
     def prepare(self) -> None:
         """See `Handle.prepare`."""

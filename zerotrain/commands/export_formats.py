@@ -175,7 +175,7 @@ def plain(
 
 
 def adapters(saved: CheckpointTensors, dtype: torch.dtype | None, model: Any) -> dict[str, OutTensor]:
-    """What peft's model trains, as its files have it."""
+    """The tensors that peft's model trains, by the names in its files."""
     from zerotrain.models.pretrained import adapter_tensors  # it needs the extra
 
     own = _saved_names(model)

@@ -53,7 +53,6 @@ class EngineOptions:
                 PRECISIONS[precision.name],
                 state=PRECISIONS[precision.state].compute,
                 keep_fp32=tuple(precision.keep_fp32),
-                matmul=precision.matmul,
             ),
             ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and on_gloo),
             leaves_per_rank=leaves_per_rank(config.virtual_ranks, world.shards.size, zero.accumulate),

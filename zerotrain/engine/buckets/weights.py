@@ -66,7 +66,7 @@ class BucketWeights:
         self.shard = self.part = whole[self.own]
         """(shard_numel,) compute dtype, this rank's range. Within model_weight where that is always held."""
         self.refresh: Gather | None = None
-        """Where parameters are sharded and have replicas: brings the replicas' shards into `part`, after an update."""
+        """Brings the replicas' shards into `part` after an update. None: nothing is sharded, or has replicas."""
         if plan.shards_parameters:
             self._part_range = layout.part(rank)
             self.part = self.shard = whole[self._part_range].clone()

@@ -2,8 +2,8 @@
 
 A product divides each of its two inputs by its largest value, rounds it to fp8 (e4m3, a gradient e5m2), and gives 16
 bits (Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv 2209.05433). Weights, gradients, and all that is
-sent or kept, stay as they are without it. Where a layer computes, its weight is whole and its input is of one
-micro-batch. So no scale depends on the stage, the bucket or the number of ranks, and no bit does.
+sent or kept, stay as they are without it. A layer computes with its whole weight and the rows of one micro-batch.
+So no scale depends on the stage, the bucket or the number of ranks, and no bit does.
 """
 
 import logging
@@ -51,8 +51,10 @@ def multiply_in_fp8(
     for unit_name, unit in require_units(walk(model), units, got).items():
         for name, layer in unit.named_modules(prefix=unit_name):
             is_matched = any(fnmatchcase(name, pattern) for pattern in precision.fp8_modules)
-            if type(layer) is nn.Linear and is_matched and _fits(layer, precision.fp8_min_size):
-                chosen.add(layer)
+            if type(layer) is nn.Linear and is_matched:
+                sizes = layer.in_features, layer.out_features
+                if min(sizes) >= precision.fp8_min_size and all(size % MULTIPLE == 0 for size in sizes):
+                    chosen.add(layer)
     if not chosen:
         patterns, smallest = precision.fp8_modules, precision.fp8_min_size
         raise ConfigError(
@@ -61,8 +63,3 @@ def multiply_in_fp8(
         )
     config = float8.Float8LinearConfig(emulate=kind.is_host)
     float8.convert_to_float8_training(model, module_filter_fn=lambda layer, _: layer in chosen, config=config)
-
-
-def _fits(layer: nn.Linear, min_features: int) -> bool:
-    sizes = layer.in_features, layer.out_features
-    return min(sizes) >= min_features and all(size % MULTIPLE == 0 for size in sizes)

@@ -193,8 +193,6 @@ class Precision:
     """The optimizer's state between updates."""
     keep_fp32: tuple[str, ...] = ()
     """Name patterns of parameters held, computed with and sent in the master dtype; see `kept_fp32`."""
-    matmul: str | None = None
-    """fp8, where layers multiply in it; see `fp8`."""
 
     @property
     def separate_master(self) -> bool:

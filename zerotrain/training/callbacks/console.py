@@ -271,8 +271,8 @@ def _ranks(engine: ZeroEngine) -> str:
     if not device.is_host and not engine.precision.separate_master:
         is_fast = torch.backends.cuda.matmul.allow_tf32
         matrices = ", matrices in TF32" if is_fast else " (faster: precision.tf32=true or precision=bf16)"
-    elif engine.precision.matmul is not None:
-        matrices = f", matrices in {engine.precision.matmul}{', emulated' if device.is_host else ''}"
+    elif (matmul := engine.options.config.precision.matmul) is not None:
+        matrices = f", matrices in {matmul}{', emulated' if device.is_host else ''}"
     line = f"{engine.world.size} on {device.name}; {engine.precision.name}{matrices}"
     replicas = engine.collectives.across.size
     if replicas > 1:

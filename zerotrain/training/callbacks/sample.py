@@ -83,7 +83,7 @@ def stop_token_of(text: Any) -> int | None:
 
 
 NUM_PROMPT_TOKENS = 32
-"""Of a row all of whose tokens are learnt; of another, such as a chat, all before the first that is."""
+"""A sample takes as many tokens of a text; it takes a chat up to where the first answer begins."""
 MAX_SHOWN = 400
 """Characters of a prompt in its title."""
 
