@@ -105,6 +105,19 @@ class TrainingError(ZeroTrainError):
     """Training cannot go on: the numbers, not a setting or a rank, are at fault. Every rank raises it alike."""
 
 
+class CorruptionError(TrainingError):
+    """Ranks disagree about bits that they must have alike: one of them computes or remembers wrongly. Raised on every
+    rank before the step in which it was found changes anything.
+
+    Args:
+        facts: of the disagreement, as values that JSON can hold: see `zerotrain.engine.verification.Corruption`.
+    """
+
+    def __init__(self, message: str, facts: Mapping[str, Any]) -> None:
+        self.facts = facts
+        super().__init__(message)
+
+
 class CallbackError(ZeroTrainError):
     """A callback of the user has raised in one of its moments; the cause is its exception."""
 

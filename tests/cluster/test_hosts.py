@@ -164,3 +164,29 @@ def test_hosts_that_go_and_come_change_the_number_of_ranks_and_no_bit(hosts, und
     saved_by = [json.loads(path.read_text())["ranks"] for path in manifests]
     assert [ranks for ranks, _ in groupby(saved_by)] == [2, 1, 2]  # each attempt has left some
     assert result["weights_sha256"] == undisturbed(*SHARED, "launch.nproc_per_node=2")
+
+
+@pytest.mark.slow
+@pytest.mark.case(
+    "hosts: Ranks that compute wrongly",
+    "`train.on_corruption=drop` on two hosts of two ranks, one of which computes wrongly",
+    "its host leaves the run, and the other goes on to the weights of an undisturbed run",
+)
+def test_a_host_that_computes_wrongly_is_dropped_and_the_others_come_to_the_undisturbed_bits(
+    hosts: Hosts, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    elastic = ("--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3")
+    options = [(*elastic, *meeting) for meeting in hosts.meeting("c10d")]
+    run = (*RUN, "train.virtual_ranks=4", "train.verify_every=7", "checkpoint.every=5")
+    run = (*run, "model._target_=misbehaving.MiscomputingMLP", "+model.where='n1 0'", "+model.at=40")
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    drops = (*run, "train.on_corruption=drop", "checkpoint.resume=auto")
+    commands = [hosts.by_torchrun(host, options[host], *drops, folder=tmp_path, **variables) for host in range(2)]
+    codes = ended(commands)
+    assert codes[0] == 0, commands[0].stderr
+    assert codes[1] != 0
+    assert "train.on_corruption=drop: this host leaves the run" in commands[1].stderr
+    assert re.search(r"rank [0-3] on n1 \(CPU\) computes or remembers wrongly", commands[1].stderr)
+    result = result_of(tmp_path / "run")
+    assert (result["world_size"], result["status"]) == (2, "completed")
+    assert result["weights_sha256"] == undisturbed(*run, "launch.nproc_per_node=2")

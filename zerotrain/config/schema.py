@@ -173,6 +173,7 @@ EVALUATES = Effect(
     ),
     "with data.validation_fraction=0, which leaves nothing to evaluate on",
 )
+VERIFIES = Effect(lambda run, _: run.train.verify_every > 0, "with train.verify_every=0")
 SKIPPING = Effect(lambda run, _: run.train.on_nonfinite == "skip", "with train.on_nonfinite=stop; it has one with skip")
 
 
@@ -320,6 +321,13 @@ class TrainConfig:
     deterministic: bool = setting(False, TRUE_OR_FALSE)
     """Let torch use deterministic kernels only, without TF32; slower on GPUs. An operation without one stops the run,
     by name."""
+    verify_every: int = setting(0, at_least(0, "steps"))
+    """Steps from one verified step to the next; 0: none. There each rank computes the gradient of another rank's rows
+    again, and ranks compare the bits of it and of weights that several hold. The run stops before the update if a rank
+    computes or remembers wrongly, and names it. On GPUs with `deterministic`."""
+    on_corruption: str = setting("stop", one_of("stop", "drop"), VERIFIES)
+    """When a rank computes or remembers wrongly: stop the run, which is not started again by itself; or drop the rank's
+    host, under `torchrun --nnodes=MIN:MAX`: the other hosts go on from the last checkpoint before it."""
     profile: bool = setting(False, TRUE_OR_FALSE)
     """Write a chrome trace of three steps, after three others, to profile/rank<r>.json of the run folder."""
     memory_snapshot: bool = setting(False, TRUE_OR_FALSE)

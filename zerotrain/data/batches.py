@@ -178,15 +178,19 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """Virtual ranks of all ranks together."""
         return self.num_ranks * self.leaves_per_rank
 
+    @property
+    def virtual_ranks(self) -> range:
+        """Those of this rank."""
+        return range(self.rank * self.leaves_per_rank, (self.rank + 1) * self.leaves_per_rank)
+
     def micro_batches(self, position: int, virtual_ranks: Sequence[int] | None = None) -> list[RowsToRead]:
         """The rows of one step, before which all ranks have read `position` sequences: the micro-batches of some
         virtual ranks, by default those of this rank, in that order.
 
         Only these are computed: a thousand ranks would each list the rows of all thousand.
         """
-        if virtual_ranks is None:
-            virtual_ranks = range(self.rank * self.leaves_per_rank, (self.rank + 1) * self.leaves_per_rank)
-        blocks = np.arange(self.num_micro_batches) * self.num_virtual_ranks + np.array(virtual_ranks)[:, None]
+        numbers = np.array(self.virtual_ranks if virtual_ranks is None else virtual_ranks)
+        blocks = np.arange(self.num_micro_batches) * self.num_virtual_ranks + numbers[:, None]
         positions = position + blocks.reshape(-1, 1) * self.micro_batch_size + np.arange(self.micro_batch_size)
         if self.order is None:
             rows = rows_at(positions, seed=self.seed, num_rows=self.num_sequences)

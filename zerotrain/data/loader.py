@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import cycle, islice
@@ -285,6 +285,7 @@ class StepLoader:
         vocab_size: tokens that the model knows, see `fetch_rows`.
         timeout_s: seconds that the other ranks wait for this one; a row must take less.
         weigh: of a micro-batch in the host's memory.
+        further: the virtual ranks of others whose micro-batches come behind this rank's own, by step, from 1.
     """
 
     def __init__(
@@ -301,34 +302,42 @@ class StepLoader:
         vocab_size: int | None = None,
         timeout_s: float = 300.0,
         weigh: fetch.Weigh = fetch.num_labels,
+        further: Callable[[int], Sequence[int]] = lambda step: (),
     ) -> None:
         self.wait_s = 0.0
         """How long the last step was waited for."""
         self.reads_ahead = num_steps_ahead > 0 and (num_workers > 0 or not fetch.draws(dataset, collate))
         self._copies, self._weigh = DeviceCopies(device), weigh
         self._open = ExitStack()
-        self._num_micro_batches = sampler.num_micro_batches * sampler.leaves_per_rank
         reader = reader_of(dataset, sampler.seed, collate, vocab_size)
         size, start = sampler.global_batch_size, sampler.rows_consumed
+        self._sampler, self._further = sampler, further
+        steps = range(first_step + 1, first_step + num_steps + 1)
         requests = (
-            ReadRequest(rows, first_step + step + 1)
-            for step in range(num_steps)
-            for rows in sampler.micro_batches(start + step * size)
+            ReadRequest(rows, step)
+            for place, step in enumerate(steps)
+            for rows in sampler.micro_batches(start + place * size, self._virtual_ranks(step))
         )
         if num_workers > 0:
-            num_ahead = max(num_steps_ahead, 1) * self._num_micro_batches
+            num_ahead = max(num_steps_ahead, 1) * sampler.num_micro_batches * sampler.leaves_per_rank
             read = self._open.enter_context(
                 read_in_workers(reader, requests, num_workers, num_ahead, timeout_s=timeout_s)
             )
         else:
             read = map(reader, requests)
-        self._steps = self._copy_steps(read)
+        self._steps = self._copy_steps(read, steps)
         self._in_time = nullcontext if self.reads_ahead or num_workers > 0 else partial(fetch.in_time, timeout_s)
         if self.reads_ahead:
             self._steps = self._open.enter_context(ReadAhead(self._steps, num_steps_ahead, timeout_s))
 
-    def _copy_steps(self, read: Iterator[tuple[Any, int]]) -> Iterator[tuple[Copied, list[float], list[int]]]:
-        while step := list(islice(read, self._num_micro_batches)):
+    def _virtual_ranks(self, step: int) -> list[int]:
+        return [*self._sampler.virtual_ranks, *self._further(step)]
+
+    def _copy_steps(
+        self, read: Iterator[tuple[Any, int]], numbers: Iterable[int]
+    ) -> Iterator[tuple[Copied, list[float], list[int]]]:
+        for number in numbers:
+            step = list(islice(read, self._sampler.num_micro_batches * len(self._virtual_ranks(number))))
             counts = [self._weigh(*pair) for pair in step], [fetch.num_labels(*pair) for pair in step]
             yield self._copies.start([batch for batch, _ in step]), *counts
 

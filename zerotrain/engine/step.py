@@ -198,6 +198,8 @@ class Steps:
         self._wide_arguments = WideArguments(held.precision.compute)
         self._syncs = True
         self._in_last_leaf = leaves == 1
+        self._discards = False
+        """Whether gradients are discarded: a leaf is computed again for its digest."""
         self.losses: list[torch.Tensor] = []
         """Of the micro-batches since the last step, on this rank."""
         self._loss: torch.Tensor | None = None
@@ -309,6 +311,7 @@ class Steps:
                     counts=counts,
                     frees_graph=not retain_graph,
                     loss_scale=self.loss_scale,
+                    discards=self._discards,
                 )
             )
             at_root = loss.register_hook(self.held.schedule.root_reached)
@@ -445,6 +448,7 @@ class Steps:
         before_each: BeforeEach = no_seed,
         after_each: AfterEach | None = None,
         with_outputs: bool = False,
+        before_update: Callable[[], object] | None = None,
     ) -> TrainStepResult:
         """Forward and backward of each micro-batch, then one step.
 
@@ -457,6 +461,8 @@ class Steps:
             after_each: called after each forward with the same numbers, the loss, and the model's outputs or None. It
                 must not wait for other ranks.
             with_outputs: call the model with `with_outputs=True`, for which it returns (loss, outputs).
+            before_update: called between the last backward and the update, on all ranks or on none; the step is then
+                computed without graphs. If it raises an exception, nothing is updated.
 
         An exception in the data, the model or a backward forgets the gradients of all micro-batches.
 
@@ -464,8 +470,11 @@ class Steps:
             EngineStateError: the virtual ranks of this rank cannot share the micro-batches evenly.
         """
         leaves = shared_out(micro_batches, weights, len(self.virtual_ranks))
-        if self.graphs is None:
+        if self.graphs is None or before_update is not None:
             self._loss = self.run_leaves(leaves, before_each, after_each, with_outputs)
+            if before_update is not None:
+                with self._clean_after_error():
+                    before_update()
             return TrainStepResult(loss=self._loss, **vars(self.step()))
         looks: dict[str, Any] = {"after_each": after_each, "with_outputs": with_outputs}
         loss, result = self.graphs.train_step(self, list(leaves), before_each, **looks)
@@ -528,6 +537,35 @@ class Steps:
                 }
         finally:
             self.zero_grad()
+
+    def run_discarded(
+        self,
+        virtual_rank: int,
+        micro_batches: Sequence[MicroBatch],
+        weights: Sequence[Weight] | None,
+        before_each: BeforeEach = no_seed,
+        with_outputs: bool = False,
+    ) -> None:
+        """Compute the leaf of any virtual rank as a step does, in the same memory, and discard it where it would be
+        added to others. Arguments are those of `leaf` and `train_step`. All ranks call it together, each for a leaf at
+        the same place among those of its rank. It changes neither weights nor the model's buffers."""
+        (weighted,) = shared_out(micro_batches, weights, 1)
+        self.held.require_no_gradient("a leaf cannot be computed")
+        leaves = len(self.virtual_ranks)
+        buffers = [(buffer, buffer.clone()) for buffer in self.held.module.buffers()]
+        self._in_last_leaf, self._discards = virtual_rank % leaves == leaves - 1, True
+        try:
+            with self._clean_after_error():
+                self._run_leaf(virtual_rank, weighted, before_each, with_outputs=with_outputs)
+                if not self._in_last_leaf:
+                    self.held.schedule.reductions.close_leaf(discards=True)
+        finally:
+            self._discards = False
+            self.zero_grad()
+            self.held.schedule.end_update()  # no backward will come through the forwards of this
+            with torch.no_grad():
+                for buffer, former in buffers:
+                    buffer.copy_(former)
 
     def _run_leaf(
         self,

@@ -17,7 +17,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from zerotrain.comm.whereabouts import is_of_others, name_ranks, shortage
-from zerotrain.errors import CallbackError, CommError, ConfigError, DisagreementError, ZeroTrainError
+from zerotrain.errors import CallbackError, CommError, ConfigError, CorruptionError, DisagreementError, ZeroTrainError
 from zerotrain.files.lock import whole
 from zerotrain.files.terminal import say_at_once
 from zerotrain.files.untrusted import Natural, printable, read_json
@@ -89,9 +89,12 @@ class Failure:
             message = f"SystemExit: the process tried to exit with code {error.code or 0} before its work was done"
         if lacking := shortage(error):
             message = f"{message}; {lacking}"
+        what = f"{'lost another rank' if from_peers else 'failed'}: {message}"
+        if isinstance(error, CorruptionError):
+            what = f"found that {error}"
         return cls(
             rank=rank,
-            cause=f"{'lost another rank' if from_peers else 'failed'}: {printable(message)}",
+            cause=printable(what),
             from_peers=from_peers,
             problems=error.problems if isinstance(error, ConfigError) else None,
             time_s=time.time(),

@@ -230,13 +230,17 @@ def elastic_hosts(ranks: RankEnvironment | None) -> str | None:
     return hosts[1] if hosts and hosts[2] != hosts[3] else None
 
 
-def start_problems(resume: str | None, ranks: RankEnvironment | None) -> list[str]:
-    """A line where torchrun may start the ranks again on other hosts, and each start would begin the run anew.
-
-    Args:
-        resume: `checkpoint.resume`.
-    """
-    if (hosts := elastic_hosts(ranks)) is None or resume == AUTO:
+def start_problems(config: Config, run_dir: Path, ranks: RankEnvironment | None) -> list[str]:
+    """A line where torchrun may start the ranks again on other hosts, and each start would begin the run anew; where
+    there is no other host to go on with; and where torchrun has started ranks again that compute wrongly."""
+    hosts, resume, drops = elastic_hosts(ranks), config.checkpoint.resume, config.train.on_corruption == "drop"
+    starts_again = ranks is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if drops and not starts_again:
+        needed = "torchrun --nnodes=MIN:MAX --max-restarts=NUMBER, which goes on without a host"
+        return [f"train.on_corruption: got drop; it must be stop without {needed}"]
+    if not drops and num_restarts() and (corruption := corruption_in(run_dir)) is not None:
+        return [f"train.on_corruption: got stop; {corruption['error']}; start the run without that device"]
+    if hosts is None or resume == AUTO:
         return []
     return [
         f"checkpoint.resume: got {word(resume)}; under torchrun --nnodes={hosts} it must be auto, with a hydra.run.dir "
@@ -263,6 +267,26 @@ def doubtful_start(max_restarts: int, ranks: RankEnvironment | None) -> list[str
 
 
 # The checkpoints for a run to resume from, and the settings decided by them.
+
+
+def corruption_in(run_dir: Path) -> dict[str, Any] | None:
+    """{last_step: the last verified one, error} if a run has ended because a rank computed wrongly; else None."""
+    try:
+        result = RunResult.read(run_dir / RESULT_NAME)
+    except (OSError, UntrustedFileError):
+        return None
+    facts = result.verification or {}
+    last_step = facts.get("last_step")
+    if facts.get("corruption") is None or type(last_step) is not int:
+        return None
+    return {"last_step": last_step, "error": (result.error or "").splitlines()[0]}
+
+
+def newest_trusted(run_dir: Path) -> list[Path]:
+    """The checkpoints in a run's folder, the newest first. If a rank has computed wrongly, those alone that were made
+    before: at the last verified step, or earlier."""
+    paths, corruption = folder.newest_first(run_dir / folder.CHECKPOINTS), corruption_in(run_dir)
+    return paths if corruption is None else [path for path in paths if folder.step_of(path) <= corruption["last_step"]]
 
 
 MAX_THREADS = 10_000
@@ -294,7 +318,12 @@ def checkpoints_to_try(config: Config, run_dir: Path) -> list[Path]:
     if resume is None:
         to_try = []
     elif resume == AUTO:
-        to_try = folder.newest_first(run_dir / folder.CHECKPOINTS)
+        to_try = newest_trusted(run_dir)
+        if not to_try and folder.newest_first(run_dir / folder.CHECKPOINTS):
+            raise ConfigError(
+                "checkpoint.resume: got auto; a rank has computed wrongly, and each checkpoint is later than the last "
+                "verified step; name the checkpoint to go on from, or give another hydra.run.dir"
+            )
     else:
         try:
             to_try = folder.candidates(Path(resume).absolute())
@@ -484,6 +513,8 @@ class Attempts:
         self._newest = newest
         if not allowed or not self.job.ranks_dir.is_dir():
             raise error
+        if corruption_in(self.job.run_dir) is not None:
+            raise RunError(f"{error}\n  not started again: the same device would compute wrongly again")
         if self._in_vain >= MAX_IN_VAIN:
             raise RunError(f"{error}\n  gave up: the last {MAX_IN_VAIN} restarts wrote no newer checkpoint")
         if self.job.restarts >= allowed:
@@ -496,8 +527,8 @@ class Attempts:
 
 
 def newest_step(run_dir: Path) -> int | None:
-    """The step of the newest checkpoint in a run's folder; None if there is none."""
-    checkpoints = folder.newest_first(run_dir / folder.CHECKPOINTS)
+    """The step of the newest checkpoint in a run's folder to go on from; None if there is none."""
+    checkpoints = newest_trusted(run_dir)
     return folder.step_of(checkpoints[0]) if checkpoints else None
 
 
@@ -510,7 +541,7 @@ def place_of_restart(run_dir: Path) -> str:
 def going_on(job: Job) -> Job:
     """The job as it goes on after a restart: from the newest checkpoint of its own folder, where there is one; if not,
     as it began the first time."""
-    checkpoints = folder.newest_first(job.run_dir / folder.CHECKPOINTS)
+    checkpoints = newest_trusted(job.run_dir)
     if not checkpoints:
         return job
     stage = stage_at(*stages_to_come(job.config, checkpoints))

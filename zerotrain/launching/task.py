@@ -133,7 +133,11 @@ def settings_of(read: ReadConfig, run_dir: Path, ranks: RankEnvironment | None) 
     # An impossible number of ranks has no files to count, and a plan opens none.
     if not problems and room.is_on_host(config) and not config.plan.only:
         problems += room.file_problems(started.num_ranks)
-    problems += resuming.start_problems(config.checkpoint.resume, ranks)
+    if not problems and config.train.verify_every and not config.train.deterministic and not room.is_on_host(config):
+        problems.append(
+            "train.deterministic: got false; it must be true with train.verify_every on GPUs, since ranks compare bits"
+        )
+    problems += resuming.start_problems(config, run_dir, ranks)
     return config, problems + _folder_problems(config, run_dir, ranks)
 
 

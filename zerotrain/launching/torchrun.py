@@ -22,7 +22,7 @@ from zerotrain.comm.environment import RankEnvironment, num_restarts
 from zerotrain.comm.meeting import await_ranks, open_store
 from zerotrain.config.schema import LaunchConfig
 from zerotrain.config.words import words_of_config
-from zerotrain.errors import CommError, ConfigError
+from zerotrain.errors import CommError, ConfigError, CorruptionError
 from zerotrain.files.lock import lock, open_lock
 from zerotrain.files.terminal import LastingStream
 from zerotrain.files.untrusted import only_regular
@@ -296,6 +296,12 @@ def run_here(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
     except (Exception, SystemExit) as error:  # its traceback is in the log
         if ranks.local_rank == 0:
             _let_torchrun_end(ranks, terminal)
+            if isinstance(error, CorruptionError) and job.config.train.on_corruption == "drop":
+                own = range(ranks.rank, ranks.rank + ranks.local_world_size)
+                if any(rank in own for rank in error.facts["ranks"]):
+                    settle()
+                    print("train.on_corruption=drop: this host leaves the run", file=terminal, flush=True)
+                    os.kill(os.getppid(), signal.SIGTERM)  # torchrun, which would start its ranks again
         # Torchrun takes the first process to end for the root cause: let the rank of the cause go first.
         wait_s = _PEER_HEAD_START_S if Failure.from_error(error, ranks.rank).from_peers else 0.0
         _end(settle, wait_s, exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED)

@@ -218,7 +218,7 @@ def _require_same(manifest: Manifest, groups: ParamGroups) -> None:
 
 ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps", "virtual_ranks")
 """The `train` settings that the engine gets."""
-_OF_NEITHER = ("num_epochs", "max_tokens", "deterministic")
+_OF_NEITHER = ("num_epochs", "max_tokens", "deterministic", "on_corruption")
 LOOP_SETTINGS = tuple(field.name for field in fields(TrainConfig) if field.name not in (*ENGINE_SETTINGS, *_OF_NEITHER))
 """Those that the Trainer gets."""
 _OF_DATA = re.compile(r"(?<![\w.])data\.(?!validation_sets\.)")

@@ -1,6 +1,6 @@
 """Feeds a rank: the run's place in the data, the next micro-batches, and their weights in the loss."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ class TrainingFeed:
     """Whether the rows of the last step were of tokens."""
     counts: tuple[list[float], list[int]] = ([], [])
     """(weights in the mean loss, labels that count) of the micro-batches of the last step."""
+    further: tuple[list[Any], Sequence[float | torch.Tensor] | None] = ([], None)
+    """(inputs of each micro-batch, weight of each) of virtual ranks of others in the last step."""
 
     def __post_init__(self) -> None:
         train, self._world = self.dataset.train, self.engine.world
@@ -97,8 +99,12 @@ class TrainingFeed:
         with fetch.in_time(self._world.timeout_s):
             return fetch.fingerprint_of(self.dataset, self.sampler.seed, self.validation_sets, like)
 
-    def loader(self, num_steps: int) -> StepLoader:
-        """Reads the next so many steps."""
+    def loader(self, num_steps: int, further: Callable[[int], Sequence[int]] = lambda step: ()) -> StepLoader:
+        """Reads the next so many steps.
+
+        Args:
+            further: see `StepLoader`.
+        """
         return StepLoader(
             self.dataset.train,
             self.sampler,
@@ -110,6 +116,7 @@ class TrainingFeed:
             vocab_size=self._vocab_size,
             timeout_s=self._world.timeout_s,
             weigh=self._weigh,
+            further=further,
         )
 
     def next_step(self, loader: StepLoader) -> tuple[list[Any], Sequence[float | torch.Tensor] | None, torch.Tensor]:
@@ -126,16 +133,21 @@ class TrainingFeed:
         is nan.
         """
         micro_batches, weights, num_labels = loader.next_step()
-        self.counts = weights, num_labels
-        num_tokens = sum(map(fetch.num_tokens_of, micro_batches))
+        num_own = self.num_micro_batches * self.sampler.leaves_per_rank
+        self.counts = weights[:num_own], num_labels[:num_own]
+        num_tokens = sum(map(fetch.num_tokens_of, micro_batches[:num_own]))
         self.reads_tokens = num_tokens > 0
         inputs = [fetch.as_inputs(batch) for batch in micro_batches]
+        inputs, further = inputs[:num_own], inputs[num_own:]
+        self.further = further, None
         if self._weighs_alike and self.tokens_per_sequence is not None:
             of_all = (self.sampler.global_batch_size * self.tokens_per_sequence, num_tokens * self._world.size)
             return inputs, None, torch.tensor(of_all, dtype=torch.float64)
-        sums = torch.tensor((sum(weights), sum(num_labels), num_tokens), dtype=torch.float64)
+        own_weights, own_labels = self.counts
+        sums = torch.tensor((sum(own_weights), sum(own_labels), num_tokens), dtype=torch.float64)
         total = self._world.sum(sums.to(self._world.device, non_blocking=True))
-        return inputs, self._parts_of(weights, total[0]), total[1:]
+        self.further = further, self._parts_of(weights[num_own:], total[0])
+        return inputs, self._parts_of(own_weights, total[0]), total[1:]
 
     def leaf(self, virtual_rank: int) -> tuple[list[Any], list[float | torch.Tensor] | None]:
         """(inputs of each micro-batch, weight of each) of one virtual rank in the next step, read here and alone. If

@@ -103,6 +103,10 @@ class RunResult(Struct):
     mirror: dict[str, Any] | None = None
     """The copies of checkpoints under `checkpoint.mirror`: {url, newest: name of the last one, failures: tries that
     failed, problem: of the last try}; null without a mirror."""
+    verification: dict[str, Any] | None = None
+    """Verified steps under `train.verify_every`: {every, steps: of the last sitting, without a difference, last_step:
+    the last of them, or the sitting's first step, corruption: the `Corruption` that ended the run, or null}; null where
+    no step is verified."""
     environment: dict[str, Any] | None = None
     """The machine and software that the bits depend on: {torch, zerotrain, device, machine, kernels, attention, cudnn,
     threads}, and {graphs}: how many steps of the last sitting were replayed, and why others were not."""

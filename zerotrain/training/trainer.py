@@ -17,12 +17,14 @@ from zerotrain.comm.world import World
 from zerotrain.data.fetch import AUTO, Collate, RowError, RowPlace, StopTimeoutError
 from zerotrain.device.kinds import reading
 from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.verification import Leaf, Verification
 from zerotrain.errors import CommError, ConfigError
 from zerotrain.files.untrusted import printable
 from zerotrain.training import clock, feed, report, result, sameness
 from zerotrain.training.callback import Callback, CallbackList, Run
 from zerotrain.training.callbacks import checkpoints, console, evaluation, loggers, measuring, profile, record, sample
 from zerotrain.training.callbacks.stages import Control, RunFreezing, RunStages
+from zerotrain.training.callbacks.verification import RunVerification
 from zerotrain.training.metrics.metric import OF_VALIDATION, TrainingMetrics, metrics_in, rising_metrics
 from zerotrain.training.request import ASKED, Request, StopRequest, decoded, stop_requests
 from zerotrain.training.schedule import set_rates
@@ -56,6 +58,7 @@ class Trainer:
     """Seed of the data's order and of the sample of text."""
     max_steps: int
     """Global batches to train on, those of skipped steps and of steps before `first_step` included."""
+    verify_every: int = 0
     micro_batch_size: int
     gradient_accumulation_steps: int
     eval_every: int
@@ -131,6 +134,7 @@ class Trainer:
         )
         if self.world.rank > 0:
             self.console, self.sinks = Console(quiet=True), ()
+        self.verification = Verification(self.engine, self.verify_every)
         self.clock = clock.StepClock()
         self.checkpoints = checkpoints.RunCheckpoints(
             self.engine, self.run_dir, policy=self.checkpoint, console=self.console, settings=self.settings
@@ -176,9 +180,10 @@ class Trainer:
             profile.Recording(trace=self.profile, memory=self.memory_snapshot),
         ]
         pruning = [] if self.pruning is None else [self.pruning]
+        verifying = RunVerification(self.verification, self.verify_every)
         control = Control(self.run_dir / ASKED, self.world, self.console)
         mirror = [] if self.mirror is None else [self.mirror]
-        tail = [run_evaluation, *pruning, *mirror, self.checkpoints.best, self.checkpoints, control]
+        tail = [verifying, run_evaluation, *pruning, *mirror, self.checkpoints.best, self.checkpoints, control]
         return CallbackList(head, self.callbacks, tail, world=self.world, console=self.console)
 
     def run(self) -> dict[str, Any]:
@@ -274,7 +279,7 @@ class Trainer:
 
     def _train(self, run: Run, stop: StopRequest) -> None:
         """Train to the last step, or to a stop. Collective."""
-        with self.feed.loader(self.max_steps - self.first_step) as loader:
+        with self.feed.loader(self.max_steps - self.first_step, self.verification.virtual_ranks) as loader:
             for step in range(self.first_step, self.max_steps):
                 self.begin(step + 1)
                 set_rates(self.engine.param_groups, self.schedule(step - self.result.skipped_steps, self.max_steps))
@@ -287,9 +292,12 @@ class Trainer:
                         wishes = Request(signal=stop.signum) | self._callbacks.ask(run)
                         self.engine.signal = wishes.encoded(self._callbacks.names)
                         measuring = self._metrics.of_step(step + 1, micro_batches, self.feed.counts)
-                        outcome = self.engine.train_step(
-                            micro_batches, weights=weights, before_each=seed_each, **measuring
-                        )
+                        step_arguments = {"weights": weights, "before_each": seed_each, **measuring}
+                        for virtual_rank in self.verification.virtual_ranks(step + 1):
+                            leaf = Leaf(virtual_rank, *self.feed.further)
+                            compare = self.verification.begin(step + 1, leaf, micro_batches, step_arguments)
+                            step_arguments["before_update"] = compare
+                        outcome = self.engine.train_step(micro_batches, **step_arguments)
                 except RowError as error:
                     if isinstance(error.__cause__, StopTimeoutError) and step > self.first_step:
                         run.asked = self._stop_of_all(stop.signum)

@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 import signal
+import socket
 import sys
 import time
 from typing import Any
@@ -62,6 +63,21 @@ class MisbehavingMLP(MLP):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.action == "poison":
             self.is_poisoned = True
+
+
+class MiscomputingMLP(MLP):
+    """An MLP whose loss is too large on one rank, such as "2", or "n1 0" for rank 0 of host n1, from a training forward
+    on."""
+
+    def __init__(self, *, where: str, at: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.where, self.at, self.num_forwards = str(where), at, 0
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        self.num_forwards += self.training
+        output = super().forward(ids, labels)
+        is_there = self.where in (os.environ.get("RANK"), f"{socket.gethostname()} {os.environ.get('LOCAL_RANK')}")
+        return output * 1.0001 if self.training and self.num_forwards >= self.at and is_there else output
 
 
 class EndingMLP(MLP):

@@ -60,7 +60,7 @@ FAULTS = {
     ),
     "loader-begins-anew": Fault(
         "StepLoader.__init__",
-        Swap("start + step * size", "step * size"),
+        Swap("start + place * size", "place * size"),
         "a run that goes on reads the first rows again",
         "unit/data/test_loader.py::test_the_rows_are_those_of_the_sampler_from_its_position_on",
     ),

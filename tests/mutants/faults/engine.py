@@ -265,4 +265,29 @@ FAULTS = {
         "a rank that reads a weight alone between two steps waits for ranks that do not",
         "bits/test_meshes.py::test_a_rank_reads_a_weight_alone_between_two_steps",
     ),
+    "statistics-counted-twice": Fault(
+        "Steps.run_discarded",
+        Drop("copy_"),
+        "a verified step counts its batch in the statistics of a batch norm twice",
+        "distributed/test_verification.py::test_statistics_of_batches_are_counted_once_in_a_verified_step",
+    ),
+    "a-rank-verifies-itself": Fault(
+        "Verification._distance",
+        Swap("1 + step // self._every % (size - 1) if size > 1 else 0", "0"),
+        "a rank that is wrong in the same way each time finds itself right",
+        "distributed/test_verification.py::"
+        "test_a_run_names_the_wrong_rank_stops_and_goes_on_without_it_to_the_undisturbed_weights",
+    ),
+    "places-not-in-the-digest": Fault(
+        "digest",
+        Swap("chunk * places[: len(chunk)]", "chunk"),
+        "two exchanged elements are no difference",
+        "unit/engine/buckets/test_digest.py::test_zeros_of_another_sign_and_exchanged_elements_are_differences",
+    ),
+    "discarded-leaf-is-reduced": Fault(
+        "Reductions._reduce_next",
+        Swap("self._under_way.discards", "False"),
+        "a leaf that is computed again is added to the step's gradient",
+        "distributed/test_verification.py::test_verified_steps_change_no_bit_and_raise_no_false_alarm",
+    ),
 }

@@ -404,3 +404,19 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_rows_of_another_rank_come_behind_those_of_this_one_where_they_are_due(reader: str) -> None:
+    samplers = [sampler(rank=rank, num_ranks=3) for rank in range(3)]
+
+    def further(step: int) -> list[int]:
+        return [2] if step % 2 == 0 else []
+
+    with loader(Items(), num_steps=4, sampler=samplers[0], further=further, **READERS[reader]) as steps:
+        read = [[batch[0][:, 0].tolist() for batch in steps.next_step().micro_batches] for _ in range(4)]
+    for step, batches in enumerate(read, 1):
+        position = (step - 1) * samplers[0].global_batch_size
+        ranks = [0, *further(step)]
+        rows = [micro_batch.rows for rank in ranks for micro_batch in samplers[rank].micro_batches(position)]
+        assert batches == rows

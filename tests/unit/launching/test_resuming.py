@@ -24,6 +24,7 @@ from zerotrain.launching.failures import RunError
 from zerotrain.launching.job import Job, write_refusal
 from zerotrain.launching.resuming import (
     Attempts,
+    checkpoints_to_try,
     completed_already,
     doubtful_start,
     elastic_hosts,
@@ -639,10 +640,12 @@ def test_a_range_of_hosts_is_elastic(torchrun_with, options: list[str], hosts: s
     assert elastic_hosts(RANKS) == hosts
 
 
-def test_on_hosts_that_come_and_go_a_run_goes_on_by_itself_and_hosts_can_join(torchrun_with, monkeypatch) -> None:
+def test_on_hosts_that_come_and_go_a_run_goes_on_by_itself_and_hosts_can_join(
+    torchrun_with, monkeypatch, tmp_path
+) -> None:
     torchrun_with("--nnodes=1:2")
-    assert start_problems("auto", RANKS) == []
-    [problem] = start_problems(None, RANKS)
+    assert start_problems(config_with("auto"), tmp_path, RANKS) == []
+    [problem] = start_problems(config_with(None), tmp_path, RANKS)
     assert problem.startswith(
         "checkpoint.resume: got null; under torchrun --nnodes=1:2 it must be auto, with a hydra.run"
     )
@@ -653,6 +656,45 @@ def test_on_hosts_that_come_and_go_a_run_goes_on_by_itself_and_hosts_can_join(to
     assert doubtful_start(2, RANKS) == ["launch.max_restarts has no effect under torchrun; give it --max-restarts"]
 
 
-def test_a_start_by_hand_or_by_srun_is_neither_refused_nor_doubted() -> None:
+def test_a_start_by_hand_or_by_srun_is_neither_refused_nor_doubted(tmp_path: Path) -> None:
     for ranks in (None, RankEnvironment(0, 2, 0, 1, starter="srun")):
-        assert (start_problems(None, ranks), doubtful_start(0, ranks)) == ([], [])
+        assert (start_problems(config_with(None), tmp_path, ranks), doubtful_start(0, ranks)) == ([], [])
+
+
+# A run that has ended because a rank computed wrongly.
+
+
+def corrupted(tmp_path: Path, last_step: int) -> None:
+    verification = {"every": 10, "steps": 2, "last_step": last_step, "corruption": {"ranks": [1]}}
+    RunResult(4, status="failed", error="rank 1 on n1 computes wrongly\n  its log", verification=verification).write(
+        tmp_path
+    )
+
+
+def test_after_a_wrong_rank_a_run_goes_on_from_what_was_verified(tmp_path: Path) -> None:
+    for step in (10, 20, 25, 30):
+        checkpoint(tmp_path, step)
+    config = config_with("auto")
+    assert checkpoints_to_try(config, tmp_path)[0].name == "step-00000030"
+    corrupted(tmp_path, 20)
+    names = [path.name for path in checkpoints_to_try(config, tmp_path)]
+    assert names == ["step-00000020", "step-00000010"]
+    corrupted(tmp_path, 5)
+    with pytest.raises(ConfigError, match=r"each checkpoint is later than the last verified step; name the checkpoint"):
+        checkpoints_to_try(config, tmp_path)
+
+
+def test_a_wrong_rank_is_not_started_again_unless_its_host_is_dropped(attempts, tmp_path: Path, monkeypatch) -> None:
+    tried = attempts(3)
+    corrupted(tmp_path, 20)
+    with pytest.raises(RunError, match="not started again: the same device would compute wrongly again"):
+        tried.begin_next(FAILED)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    config = config_with("auto")
+    [problem] = start_problems(config, tmp_path, RANKS)
+    assert problem.startswith("train.on_corruption: got stop; rank 1 on n1 computes wrongly; start the run without")
+    config.train.on_corruption = "drop"
+    assert start_problems(config, tmp_path, RANKS) == []
+    [problem] = start_problems(config, tmp_path, None)
+    assert problem.startswith("train.on_corruption: got drop; it must be stop without torchrun --nnodes=MIN:MAX")

@@ -6,6 +6,7 @@ import torch
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import Scratch, ScratchPools, Zeros
+from zerotrain.engine.buckets.digest import digest
 from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, Backward, GradientState, Life
 from zerotrain.engine.buckets.reduction import BucketReduction
 from zerotrain.engine.model.forward import named_range
@@ -171,6 +172,10 @@ class BucketGradient:
         pools: lend buffers for a part of a step.
     """
 
+    digests: list[torch.Tensor] | None = None
+    """Those of this rank's leaves, (parameters, 2) of each, while a step is verified: see `engine.verification`."""
+    leaf_itemsize = 0
+    """Bytes of an element of the last of these leaves."""
     shard: torch.Tensor
     """(shard_numel,) compute dtype: this rank's part of the reduced gradient. See `reduction`."""
 
@@ -305,24 +310,39 @@ class BucketGradient:
         self.life.become(GradientState.EMPTY)
         return leaf
 
-    def add_leaf(self) -> None:
-        """The same, added to the leaves before it."""
-        self._subtrees.add(self.close_leaf())
+    def add_leaf(self, *, discards: bool = False) -> None:
+        """The same, added to the leaves before it, or discarded."""
+        leaf = self.close_leaf()
+        self._note_digest(leaf.storage)
+        if discards:
+            self._subtrees.give_back(leaf)
+        else:
+            self._subtrees.add(leaf)
 
     def leaf_alone(self) -> list[torch.Tensor]:
         """The same for its own sake, a tensor for each parameter."""
         return _cut(self.close_leaf(), self.layout)[1]
 
+    def _note_digest(self, flat: torch.Tensor) -> None:
+        if self.digests is not None:
+            self.leaf_itemsize = flat.itemsize
+            self.digests.append(torch.stack([digest(flat[slot.offset : slot.end]) for slot in self.layout.slots]))
+
     # ---- the reduction
 
-    def reduce(self, *, completes: bool = True) -> None:
-        """Issue the reduction, and say whether it is the step's last. Every segment has been filled."""
+    def reduce(self, *, completes: bool = True, discards: bool = False) -> None:
+        """Issue the reduction, and say whether it is the step's last; or discard what has been filled. Every segment
+        has been filled."""
         if self._accumulates and not self._widens:
             summed, _ = _begun(self._filled)
             self._unreduced = self._own or self._pool.take(self.layout.padded_numel, self.layout)
             self._filled = _cut(self._unreduced, self.layout)
             self._filled[0].copy_(summed)
         leaf, _ = _begun(self._filled)
+        self._note_digest(leaf)
+        if discards:
+            self.drop()
+            return
         self.reduction.issue(self._subtrees.add_last(leaf), completes=completes)
         # Behind the call: where it failed, nothing is under way that a clean-up could wait for.
         self.life.become(GradientState.REDUCING)

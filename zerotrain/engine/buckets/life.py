@@ -97,3 +97,5 @@ class Backward:
     """No other backward can come through the same graph."""
     loss_scale: float = 1.0
     """Factor of the loss."""
+    discards: bool = False
+    """Gradients are not reduced but discarded where they would be: a leaf is computed again for its digest."""

@@ -84,7 +84,8 @@ class Reductions:
         self._reached = None
         if backward.reduces:
             self._waiting = deque(reversed(self.trained))
-            self._prepare()
+            if not backward.discards:
+                self._prepare()
         return self._number
 
     def arrived(self, bucket: TrainedBucket, segment: Segment, gradients: Gradients) -> bool:
@@ -157,10 +158,10 @@ class Reductions:
             self._close(self._waiting[0])
             self._reduce_next()
 
-    def close_leaf(self) -> None:
+    def close_leaf(self, *, discards: bool = False) -> None:
         """A leaf of this rank before the last is complete."""
         for bucket in self.trained:
-            bucket.gradient.add_leaf()
+            bucket.gradient.add_leaf(discards=discards)
 
     def drop(self) -> None:
         """Forget the gradients since the last step, also those of a broken backward.
@@ -225,8 +226,11 @@ class Reductions:
     # ---- room on the wire
 
     def _reduce_next(self) -> None:
-        bucket = self._waiting.popleft()  # which is prepared
-        self._num_prepared -= 1
+        bucket = self._waiting.popleft()
+        if self._under_way.discards:
+            bucket.gradient.reduce(discards=True)
+            return
+        self._num_prepared -= 1  # it is prepared
         self._prepared_numel -= bucket.layout.padded_numel
         self._make_room(bucket)
         bucket.gradient.reduce(completes=self._under_way.completes)

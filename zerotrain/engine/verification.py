@@ -1,0 +1,315 @@
+"""Finds a rank that computes wrongly: ranks compute leaves of each other again, and compare digests.
+
+[Note: verification] A leaf is a function of weights, rows, seed and virtual rank ([Note: leaves] in
+`buckets/gradient.py`), so another rank comes to the same bits. Before a verified step each rank computes a leaf of
+another rank, as a step does, and discards it. In the step each rank notes digests of its own leaves. Before the update
+all ranks exchange digests in one message: of these leaves, of all weights and optimizer state with replicas, and of
+what gathers have brought, beside the shards of the owners. If leaves differ, all ranks compute the one in doubt again,
+twice. A rank with several results is wrong, and so is one with another result than most of those with one.
+"""
+
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zerotrain.device.kinds import device_of
+from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
+from zerotrain.engine.buckets.digest import Digest, digest, sum_of, wrong_element
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.step import MicroBatch, Weight
+from zerotrain.errors import CorruptionError
+
+_NUM_MORE = 2
+"""Computations by each rank of a leaf in doubt."""
+
+
+class Leaf(NamedTuple):
+    """All that a virtual rank's gradient follows from, beside weights and seed."""
+
+    virtual_rank: int
+    micro_batches: Sequence[MicroBatch]
+    weights: Sequence[Weight] | None
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """A disagreement of ranks about bits that they must have alike."""
+
+    step: int
+    """The step in which it was found. Nothing of it was kept."""
+    what: str
+    """Such as gradient, or weights."""
+    parameter: str
+    element: int | None
+    """Place in the parameter's memory; None: several elements differ."""
+    ranks: tuple[int, ...]
+    """The ranks in the wrong; none if two disagree and nothing tells which."""
+    places: tuple[str, ...]
+    """The same with host and device, for people."""
+    evidence: str
+
+    def describe(self) -> str:
+        """One sentence for the user."""
+        element = "several elements" if self.element is None else f"element {self.element}"
+        place = f"{self.what} of {self.parameter}, {element}, in step {self.step}"
+        named = " and ".join(self.places)
+        who = f"{named} computes or remembers wrongly" if named else "the ranks do not compute the same"
+        return f"{who}: {place}: {self.evidence}; the step was dropped"
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A tensor along a bucket that several ranks hold alike."""
+
+    what: str
+    bucket: Bucket
+    itemsize: int
+    sums: torch.Tensor
+    """Its digest, from the bucket's start."""
+    owned: torch.Tensor | None = None
+    """Digest of what this rank's own range of it must be. None: no rank owns a range."""
+    stride: int = 1
+    """The ranks with the same have so many from one to the next."""
+
+    @property
+    def digests(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both, for the message."""
+        return self.sums, torch.zeros_like(self.sums) if self.owned is None else self.owned
+
+
+class Verification:
+    """Compares the ranks of an engine in some of its steps.
+
+    Args:
+        every: steps from one verified step to the next; 0: none is verified.
+    """
+
+    num_steps = 0
+    """Verified so far, without a difference."""
+    last_step = 0
+    """The last of them, or the step that the training began at."""
+
+    def __init__(self, engine: ZeroEngine, every: int) -> None:
+        self._engine, self._every = engine, every
+        self._world, self._leaves = engine.world, len(engine.virtual_ranks)
+
+    def virtual_ranks(self, step: int) -> list[int]:
+        """The leaf of another rank that this one computes in a step, from 1; [] if the step is not verified."""
+        if not self._every or step % self._every:
+            return []
+        rank = (self._world.rank + self._distance(step)) % self._world.size
+        return [rank * self._leaves + step // self._every % self._leaves]
+
+    def _distance(self, step: int) -> int:
+        """Ranks from one to the rank whose leaf it computes. A single rank computes its own."""
+        size = self._world.size
+        return 1 + step // self._every % (size - 1) if size > 1 else 0
+
+    def begin(
+        self, step: int, leaf: Leaf, micro_batches: Sequence[MicroBatch], arguments: Mapping[str, Any]
+    ) -> Callable[[], None]:
+        """Compute a leaf of another rank, before the step; collective.
+
+        Args:
+            leaf: of `virtual_ranks`.
+            micro_batches, arguments: of the `train_step` to come.
+
+        Returns:
+            For `train_step(before_update=...)`. It raises a CorruptionError on all ranks if they differ.
+        """
+        replicas, number = list(self._replicas()), leaf.virtual_rank % self._leaves
+        looks = {name: arguments[name] for name in ("before_each", "with_outputs") if name in arguments}
+        again = self._compute(leaf, looks, replicas)
+        for bucket in self._engine.schedule.trained:
+            bucket.gradient.digests = []
+        per_leaf = len(leaf.micro_batches)
+        where, weights = slice(number * per_leaf, (number + 1) * per_leaf), arguments.get("weights")
+        own = micro_batches[where], None if weights is None else weights[where]
+
+        def compare() -> None:
+            computed = self._take_digests(slice(number, number + 1 if number < self._leaves - 1 else None))
+            digests = [digest(computed), digest(again), *(sums for one in replicas for sums in one.digests)]
+            rows = self._exchange(digests)
+            corruption = self._compare_replicas(step, replicas, rows)
+            distance, size = self._distance(step), self._world.size
+            doubts = [rank for rank in range(size) if rows[rank][1] != rows[(rank + distance) % size][0]]
+            if corruption is None and doubts:
+                facts = {"computed": computed, "again": again, "leaf": tuple(leaf), "own": _bits(own)}
+                on_host = tree_map_only(torch.Tensor, torch.Tensor.cpu, facts)
+                everyone = self._engine.collectives.gather_objects(on_host, name="leaves in doubt")
+                checker, owner = doubts[0], (doubts[0] + distance) % size
+                results = {owner: [rows[owner][0]]}
+                results.setdefault(checker, []).append(rows[checker][1])
+                corruption = self._arbitrate(step, everyone[checker], everyone[owner], results, looks)
+            if corruption is not None:
+                raise CorruptionError(corruption.describe(), asdict(corruption))
+            self.num_steps, self.last_step = self.num_steps + 1, step
+
+        return compare
+
+    # ---- the digests of this rank
+
+    def _compute(self, leaf: Leaf, looks: Mapping[str, Any], replicas: list[Replica] | None = None) -> torch.Tensor:
+        """(parameters, 2) the digests of a leaf, computed now.
+
+        Args:
+            looks: further arguments of `run_discarded`.
+            replicas: gets what gathers have brought meanwhile.
+        """
+        buckets, watches = self._engine.schedule.buckets, replicas is not None and self._engine.plan.shards_parameters
+        for trained in self._engine.schedule.trained:
+            trained.gradient.digests = []
+        for bucket in buckets:
+            bucket.weights.digests = [] if watches else None
+        try:
+            self._engine.run_discarded(*leaf, **looks)
+            for bucket in buckets:
+                weights = bucket.weights
+                if replicas is not None and weights.digests:
+                    sums, count = torch.stack(weights.digests).sum(0), len(weights.digests)
+                    owned = None if weights.home.moves else digest(weights.shard, weights.own.start) * count
+                    replicas.append(Replica("gathered weights", bucket, weights.shard.itemsize, sums, owned))
+            return self._take_digests(slice(None))
+        finally:
+            for bucket in buckets:
+                bucket.weights.digests = None
+
+    def _take_digests(self, where: slice) -> torch.Tensor:
+        """(parameters, 2) of the leaf that is there among those noted. The last of a rank may come in several parts."""
+        digests = []
+        for bucket in self._engine.schedule.trained:
+            noted, bucket.gradient.digests = bucket.gradient.digests, None
+            assert noted is not None
+            digests.append(torch.stack(noted[where]).sum(0))
+        return torch.cat(digests)
+
+    def _replicas(self) -> Iterator[Replica]:
+        """All that lies at other ranks as at this one, between two steps."""
+        plan, inside = self._engine.plan, self._engine.collectives.inside
+        for bucket in self._engine.schedule.buckets:
+            weights, itemsize = bucket.weights, bucket.weights.shard.itemsize
+            update = bucket.update if isinstance(bucket, TrainedBucket) and not bucket.update.is_away else None
+            if not plan.shards_parameters:
+                weights.finish_gather()
+                owned = None
+                if update is not None and update.has_copy and plan.shards_optimizer:
+                    owned = digest(update.current_weight().to(weights.shard.dtype), weights.own.start)
+                yield Replica("weights", bucket, itemsize, digest(weights.model_weight.tensor), owned)
+            elif weights.refresh is not None and not weights.home.moves:
+                weights.refresh.finish()
+                sums = digest(weights.part, bucket.layout.part(self._world.rank).start)
+                yield Replica("weights", bucket, itemsize, sums, stride=inside.size)
+            if update is None or plan.shards_optimizer:
+                continue
+            if update.has_copy:
+                master = update.current_weight()
+                yield Replica("master weights", bucket, master.itemsize, digest(master))
+            states = [(span.where.start, update.span_state(span)) for span in update.spans]
+            if update.whole is not None:
+                states += [
+                    (bucket.layout.slots[slot].offset, update.whole_state(slot)) for slot in update.whole.targets
+                ]
+            for start, state in states:
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.ndim:
+                        yield Replica(name, bucket, value.itemsize, digest(value, start))
+
+    # ---- the comparison, the same on all ranks
+
+    def _exchange(self, digests: Sequence[torch.Tensor]) -> list[list[Digest]]:
+        """The digests of all ranks, a row for each."""
+        rows = self._engine.collectives.gather_small(torch.stack(list(digests)).view(-1), name="verification")
+        return [[(first, second) for first, second in row] for row in rows.view(self._world.size, -1, 2).tolist()]
+
+    def _compare_replicas(
+        self, step: int, replicas: Sequence[Replica], rows: Sequence[Sequence[Digest]]
+    ) -> Corruption | None:
+        """The first of the replicas that the ranks do not hold alike."""
+        for number, replica in enumerate(replicas):
+            place = 2 + 2 * number
+            owned = None if replica.owned is None else sum_of(row[place + 1] for row in rows)
+            for first in range(replica.stride):
+                values = {rank: rows[rank][place] for rank in range(first, self._world.size, replica.stride)}
+                if len({*values.values(), owned} - {None}) > 1:
+                    return self._judge(step, replica, values, owned)
+        return None
+
+    def _judge(self, step: int, replica: Replica, values: Mapping[int, Digest], owned: Digest | None) -> Corruption:
+        """Which ranks hold a replica wrongly: those that differ from more than half of them, or from its owners."""
+        (common, votes), size, layout = Counter(values.values()).most_common(1)[0], len(values), replica.bucket.layout
+        right: Digest | None = common
+        evidence = f"{votes} of {size} ranks have the same"
+        if 2 * votes <= size:
+            right = owned if owned in values.values() else None
+            evidence = "its owners have what the other rank has"
+        if right is None:
+            evidence = "two ranks differ, and no third one tells which is right"
+        reference = right or common
+        other = next((value for value in values.values() if value != reference), owned)
+        assert other is not None
+        place = wrong_element(other, reference, replica.itemsize)
+        wrong = [rank for rank, value in values.items() if value != (right or value)]
+        if len({*values.values()}) == 1 and place is not None:
+            wrong = [rank for rank in range(size) if layout.shard(rank).start <= place < layout.shard(rank).stop]
+            evidence = "all ranks have the same, and its owner has kept something else"
+        slots = list(zip(replica.bucket.spec.parameters, layout.slots, strict=True))
+        managed, slot = next((pair for pair in slots if place is not None and place < pair[1].end), slots[0])
+        element = None if place is None else place - slot.offset
+        name = managed.names[0] if place is not None or len(slots) == 1 else replica.bucket.spec.name
+        return self._corruption(step, replica.what, name, element, wrong, evidence)
+
+    def _arbitrate(
+        self,
+        step: int,
+        checker: Mapping[str, Any],
+        owner: Mapping[str, Any],
+        results: dict[int, list[Digest]],
+        looks: Mapping[str, Any],
+    ) -> Corruption:
+        """Let all ranks compute a leaf in doubt again, and say which are wrong about it. Collective."""
+        self._engine.zero_grad()
+        move = partial(torch.Tensor.to, device=self._world.device)
+        leaf, trained = Leaf(*tree_map_only(torch.Tensor, move, checker["leaf"])), self._engine.schedule.trained
+        unlike = int((checker["again"] != owner["computed"]).any(dim=1).nonzero()[0])
+        places = [(managed.names[0], bucket.gradient) for bucket in trained for managed in bucket.spec.parameters]
+        name, gradient = places[unlike]
+        first, second = (facts[unlike].tolist() for facts in (owner["computed"], checker["again"]))
+        place = wrong_element(first, second, gradient.leaf_itemsize)
+        if _bits(leaf[1:]) != owner["own"]:
+            evidence = f"ranks {sorted(results)} have read other rows for virtual rank {leaf.virtual_rank}"
+            return self._corruption(step, "gradient", name, place, [], evidence)
+        for _ in range(_NUM_MORE):
+            for rank, (value,) in enumerate(self._exchange([digest(self._compute(leaf, looks))])):
+                results.setdefault(rank, []).append(value)
+        steady = [values[0] for values in results.values() if len(set(values)) == 1]
+        common, votes = Counter(steady).most_common(1)[0] if steady else (None, 0)
+        right = common if 2 * votes > len(steady) else None
+        wrong = [rank for rank, values in sorted(results.items()) if set(values) != {right or values[0]}]
+        evidence = f"computed again, {votes} of {self._world.size} ranks agree"
+        for rank in wrong:
+            how = "another result each time" if len(set(results[rank])) == 1 else "several results"
+            evidence += f", rank {rank} comes to {how}"
+        if not wrong:
+            evidence = "computed again, each rank comes to its own result, and none has most ranks for it"
+        return self._corruption(step, "gradient", name, place, wrong, evidence)
+
+    def _corruption(
+        self, step: int, what: str, parameter: str, element: int | None, wrong: Sequence[int], evidence: str
+    ) -> Corruption:
+        """With the places of the ranks. Collective."""
+        device = device_of(self._world.device).name.partition(",")[0]
+        place = f"rank {self._world.rank} on {socket.gethostname()} ({device})"
+        places = self._engine.collectives.gather_objects(place, name="places of the ranks")
+        return Corruption(step, what, parameter, element, tuple(wrong), tuple(map(places.__getitem__, wrong)), evidence)
+
+
+def _bits(values: Any) -> list[Any]:
+    """All of the bits in rows and their weights, to be compared."""
+    leaves = tree_leaves(values)
+    return [digest(leaf).tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

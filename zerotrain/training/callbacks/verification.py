@@ -1,0 +1,56 @@
+"""A run's part in verification: what is computed again, what it costs, and what was found."""
+
+from dataclasses import dataclass
+
+from zerotrain.engine.agreement import require_same
+from zerotrain.engine.results import TrainStepResult
+from zerotrain.engine.verification import Verification
+from zerotrain.errors import CorruptionError
+from zerotrain.training.callback import Callback, Run
+from zerotrain.training.callbacks.record import environment
+from zerotrain.training.report import say
+
+
+@dataclass(eq=False)
+class RunVerification(Callback):
+    """Tells of `train.verify_every`. All ranks have one."""
+
+    verification: Verification
+    every: int
+
+    def start(self, run: Run) -> None:
+        """Refuse ranks whose devices may round in different ways, and say what verification costs."""
+        if not self.every:
+            return
+        facts = environment(run.world.device)
+        require_same(run.engine.collectives, {f"train.verify_every: {name}": fact for name, fact in facts.items()})
+        leaves = len(run.engine.virtual_ranks)
+        share = 1 / (leaves * self.every)
+        whose = "a virtual rank of another" if run.world.size > 1 else "a virtual rank of its own"
+        say(
+            run.console,
+            f"verify: every {self.every} steps each rank computes {whose} again, {share:.2g} of all compute, and "
+            "ranks compare digests in one message",
+        )
+        self.verification.last_step = run.step
+        self._note(run)
+
+    def after_step(self, run: Run, outcome: TrainStepResult) -> None:
+        """See `Callback.after_step`."""
+        if self.every and run.step % self.every == 0:
+            self._note(run)
+            run.log({"verified_steps": self.verification.num_steps})
+
+    def failure(self, run: Run, error: BaseException) -> None:
+        """See `Callback.failure`."""
+        if isinstance(error, CorruptionError):
+            self._note(run)
+            assert run.result.verification is not None
+            run.result.verification["corruption"] = dict(error.facts)
+            ranks = error.facts["ranks"]
+            run.log({"verified_steps": self.verification.num_steps, "corrupted_rank": ranks[0] if ranks else None})
+
+    def _note(self, run: Run) -> None:
+        verification = self.verification
+        facts = {"every": self.every, "steps": verification.num_steps, "last_step": verification.last_step}
+        run.result.verification = facts | {"corruption": None}
