@@ -256,7 +256,7 @@ def run(
         stage: to build the engine at, which the first of `resume_from` is due to go on at; None: the run's first.
         tell: see `World.from_environment`.
         trial: arguments of `zerotrain.training.callbacks.early_stopping.Trial`; None: nobody prunes this run.
-        planned: see `zerotrain.training.report.PlannedUsage`; None: nobody has planned this run.
+        planned: what a plan of this run said, see `RunResult.memory_bytes`; None: nobody has planned this run.
     """
     stage = config.zero.stages[0] if stage is None else stage
     facts = {"stage": stage, "overrides": overrides, "config_hash": config_hash, "restarts": restarts}
