@@ -28,7 +28,7 @@ from zerotrain.engine.state.from_checkpoint import model_misfits
 from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.engine.step import call_model
 from zerotrain.errors import ConfigError
-from zerotrain.files.untrusted import MAX_INT, Natural, is_kind, printable
+from zerotrain.files.untrusted import MAX_INT, Natural, is_kind, printable, value_at
 from zerotrain.preflight.loss_trial import require_apart, require_config_loss, require_loss_over
 from zerotrain.preflight.rehearsal import Links, Rehearsal, Rehearsals
 from zerotrain.preflight.room import (
@@ -336,9 +336,7 @@ def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Mani
     if goes_on_from is not None:
         step = goes_on_from.step
         # The extra of a user's own loop may be anything; the ranks refuse to go on from it.
-        entry: Any = goes_on_from.content["extra"]
-        for name in (checkpoints.OF_TRAINER, "run", "data", "rows_consumed"):
-            entry = entry.get(name) if isinstance(entry, dict) else None
+        entry = value_at(goes_on_from.content["extra"], checkpoints.OF_TRAINER, "run", "data", "rows_consumed")
         num_read = int(entry) if is_kind(entry, Natural) else step * batch_size
     num_steps = math.ceil((num_sequences - num_read) / batch_size)
     if num_steps < 0:

@@ -17,9 +17,10 @@ from typing import Any, TypeAlias, TypedDict
 import numpy as np
 
 from zerotrain.files.lock import LOCK_NAME, is_held
+from zerotrain.files import untrusted
 from zerotrain.files.untrusted import UntrustedFileError, only_regular, parse_json, parse_yaml, printable, read_regular
 from zerotrain.report.journal import DIVERGED, FAILED, REFUSED, RUNNING, JobEvent, SweepJournal, outcome
-from zerotrain.report.values import at, cell, first_line, in_bytes, in_order, number, short_names, shortened, value_text
+from zerotrain.report.values import cell, first_line, in_bytes, in_order, number, short_names, shortened, value_text
 from zerotrain.training.result import METRICS_NAME, RESULT_NAME, RunResult, read_result, value_in
 
 # The losses of a run over its steps, out of metrics.jsonl: some hundred points, however long the file is.
@@ -493,7 +494,7 @@ def _row(job: JobFiles, names: Sequence[str], objective: str | None) -> Row:
 
 def _figures(result: dict[str, Any], objective: str | None) -> dict[str, float | None]:
     """The numbers of `FIGURES`, and the objective."""
-    figures = {name: number(at(result, *figure.keys)) for name, figure in FIGURES.items()}
+    figures = {name: number(untrusted.value_at(result, *figure.keys)) for name, figure in FIGURES.items()}
     for name, value in figures.items():
         if name.endswith("nbytes") and value is not None and value < 0:
             figures[name] = None

@@ -18,13 +18,6 @@ def number(value: Any) -> float | None:
     return value if is_one else None
 
 
-def at(value: Any, *names: str) -> Any:
-    """An inner value of dicts within each other; None where there is none."""
-    for name in names:
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
 def cell(value: Any) -> str:
     """The value of a setting, short and printable: true, 0.003, [0.9, 0.95], GPT for a class."""
     if value is None:

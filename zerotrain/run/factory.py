@@ -24,7 +24,7 @@ from zerotrain.config.words import find_references, word, words_of_config
 from zerotrain.data.fetch import fetch_rows, seeded
 from zerotrain.engine import WHOLE, OptimizerFactory, ParamGroups, ZeroEngine, assemble_engine
 from zerotrain.errors import ConfigError, noting, raise_noted
-from zerotrain.files.untrusted import printable
+from zerotrain.files.untrusted import printable, value_at
 from zerotrain.settings import EngineConfig, OffloadConfig, problems_in
 from zerotrain.sharding.units import ModelParameter, matching, model_parameters, no_match
 from zerotrain.training import Callback, Metric, Trainer
@@ -199,9 +199,7 @@ def _require_same(manifest: Manifest, groups: ParamGroups) -> None:
     """Groups that a run's own code has added stay as they are in its checkpoint."""
     names = [group["name"].removeprefix(WHOLE) for group in groups.hyperparameters]
     saved = [str(group["hyperparameters"]["name"]).removeprefix(WHOLE) for group in manifest.content.get("groups", ())]
-    settings: Any = manifest.content.get("config")
-    for key in ("optimizer", "groups"):
-        settings = settings.get(key) if isinstance(settings, dict) else None
+    settings = value_at(manifest.content.get("config"), "optimizer", "groups")
     of_settings = set(settings) if isinstance(settings, dict) else set[str]()
     for name, (trains, number, _) in groups.places.items():
         was = manifest.parameters[name].group if name in manifest.parameters else None
