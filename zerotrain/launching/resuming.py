@@ -23,7 +23,7 @@ from zerotrain.config.compose import config_hash, slurm_job
 from zerotrain.config.schema import LENGTHS, Config
 from zerotrain.config.words import quote, word
 from zerotrain.device.kinds import num_gpus
-from zerotrain.engine.options import dotted, leaves_per_rank
+from zerotrain.engine.options import leaves_per_rank
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.untrusted import UntrustedFileError, kind_of, parse_yaml, printable, read_regular, shown, value_at
 from zerotrain.launching import exits
@@ -31,7 +31,7 @@ from zerotrain.launching.failures import RunError
 from zerotrain.launching.job import COMPOSITION, CONFIG_NAME, RANKS, Job, num_threads_per_rank
 from zerotrain.preflight.choice import as_chosen
 from zerotrain.preflight.plan import PLAN_NAME
-from zerotrain.settings import problems_in
+from zerotrain.settings import dotted, problems_in
 from zerotrain.training.callbacks.stages import stage_at, stages_from
 from zerotrain.training.result import METRICS_NAME, RESULT_NAME, STEPS_NAME, RunResult
 

@@ -22,7 +22,7 @@ from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import UntrustedFileError, read_json
 from zerotrain.preflight.plan import PLAN_NAME, Planner, RunPlan
 from zerotrain.preflight.rehearsal import StagePlan
-from zerotrain.settings import AUTO, autos_of
+from zerotrain.settings import AUTO, autos_of, value_of
 from zerotrain.sharding.plan import STAGES
 from zerotrain.training.report import in_unit
 
@@ -66,12 +66,7 @@ def _rows_of_a_step(config: Config) -> int:
 
 def values_in(config: Config, names: Iterable[str]) -> dict[str, Any]:
     """The values of some settings in a config."""
-    values = {}
-    for name in names:
-        group, _, field = name.partition(".")
-        held: Any = getattr(config, group)
-        values[name] = held.get(field) if isinstance(held, dict) else getattr(held, field)
-    return values
+    return {name: value_of(config, name) for name in names}
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:

@@ -25,7 +25,7 @@ from zerotrain.data.fetch import fetch_rows, seeded
 from zerotrain.engine import WHOLE, OptimizerFactory, ParamGroups, ZeroEngine, assemble_engine
 from zerotrain.errors import ConfigError, noting, raise_noted
 from zerotrain.files.untrusted import printable, value_at
-from zerotrain.settings import EngineConfig, OffloadConfig, problems_in
+from zerotrain.settings import EngineConfig, OffloadConfig, problems_in, value_of
 from zerotrain.sharding.units import ModelParameter, matching, model_parameters, no_match
 from zerotrain.training import Callback, Metric, Trainer
 from zerotrain.training.callback import require_callbacks
@@ -50,8 +50,7 @@ def rhythms_in_steps(config: Config, train: Sized, num_ranks: int) -> dict[str, 
     steps: dict[str, int | None] = {}
     errors: list[ConfigError] = []
     for name in RHYTHMS:
-        group, _, field = name.partition(".")
-        rhythm = getattr(getattr(config, group), field)
+        rhythm = value_of(config, name)
         with noting(errors):
             steps[name] = steps_of(f"{name}={rhythm}", rhythm, train, config, num_ranks)
     raise_noted(errors)

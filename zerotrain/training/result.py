@@ -14,7 +14,7 @@ from typing import Annotated, Any, Protocol, TypedDict
 
 from msgspec import Meta, Struct, field, structs
 
-from zerotrain.engine.options import dotted
+from zerotrain.settings import dotted
 from zerotrain.files import untrusted
 from zerotrain.files.lock import whole
 

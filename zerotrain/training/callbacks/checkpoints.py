@@ -19,7 +19,7 @@ from zerotrain.checkpoint import folder as folders
 from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
 from zerotrain.engine import OF_THIS_MACHINE, Hyperparameters, restored, saved_group
 from zerotrain.engine.engine import ZeroEngine, take_up
-from zerotrain.engine.options import dotted
+from zerotrain.settings import dotted
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.engine.state.save import SaveUnderWay
 from zerotrain.errors import CheckpointError, ConfigError, TrainingError
