@@ -115,6 +115,7 @@ class _PlanFile(TypedDict):
     """The part of plan.json that a later run in the folder reads."""
 
     num_ranks: int
+    stages: dict[int, StagePlan]
     asked: NotRequired[str]
     """Hash of the settings with `auto`, see `asked_hash`."""
     chosen: NotRequired[dict[str, Any] | None]
