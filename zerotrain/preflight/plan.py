@@ -23,7 +23,7 @@ from zerotrain.preflight.rehearsal import Links, Rehearsals, StagePlan, look_at
 from zerotrain.preflight.room import Ranks, Room
 from zerotrain.run.factory import build_collate, build_data, build_optimizer_factory
 from zerotrain.sharding.plan import STAGES
-from zerotrain.training.report import UNITS, in_unit
+from zerotrain.training.report import in_unit, unit_of
 
 PLAN_NAME = "plan.json"
 OF_A_GPU = 0.9
@@ -210,7 +210,7 @@ def print_plan(console: Console, plan: RunPlan, config: Config) -> None:
         config: of the plan.
     """
     most = max(max(getattr(stage_plan, name) or 0 for name in COLUMNS) for stage_plan in plan.stages.values())
-    unit, unit_nbytes = next((unit for unit in UNITS if most >= unit[1]), UNITS[-1])
+    unit, unit_nbytes = unit_of(most)
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
     table = Table(title=f"{unit} of a rank, {ranks}", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("stage", justify="right")

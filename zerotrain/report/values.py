@@ -73,14 +73,6 @@ def in_bytes(nbytes: float | None) -> str:
     return "\N{EN DASH}" if nbytes is None else in_unit(nbytes)
 
 
-def in_short(value: float) -> str:
-    """A number beside an axis: 0.25, 20k, 1.5M."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.4g}{unit}"
-    return f"{value:.4g}"
-
-
 def in_order(name: str) -> list[tuple[int, int, str]]:
     """A key to sort names as people do: 2 before 10."""
     parts = re.split(r"([0-9]{1,18})", name, flags=re.ASCII)

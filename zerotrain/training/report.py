@@ -28,6 +28,13 @@ def in_unit(nbytes: float) -> str:
     return f"{nbytes / unit_nbytes:.4g} {unit}"
 
 
+def short(number: float, digits: int = 3) -> str:
+    """A number in at most so many digits, such as 950, 0.25, 1.2k or 34M."""
+    units = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
+    unit, size = next((unit for unit in units if abs(number) >= unit[1]), units[-1])
+    return f"{number / size:.{digits}g}{unit}"
+
+
 def say(console: Console, *lines: str) -> None:
     """Print lines with their [brackets]: in a terminal broken between words, elsewhere whole."""
     for line in lines:
