@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
 
 from zerotrain.comm.world import World
 from zerotrain.device.kinds import device_of

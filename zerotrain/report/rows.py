@@ -16,8 +16,8 @@ from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
-from zerotrain.files.lock import LOCK_NAME, is_held
 from zerotrain.files import untrusted
+from zerotrain.files.lock import LOCK_NAME, is_held
 from zerotrain.files.untrusted import UntrustedFileError, only_regular, parse_json, parse_yaml, printable, read_regular
 from zerotrain.report.journal import DIVERGED, FAILED, REFUSED, RUNNING, JobEvent, SweepJournal, outcome
 from zerotrain.report.values import cell, first_line, in_bytes, in_order, number, short_names, shortened, value_text

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Protocol, TypedDict
 
 from msgspec import Meta, Struct, field, structs
 
-from zerotrain.settings import dotted
 from zerotrain.files import untrusted
 from zerotrain.files.lock import whole
+from zerotrain.settings import dotted
 
 RESULT_NAME = "result.json"
 KEPT = ("skipped_steps", "final_train_loss", "final_val_loss", "val_loss_by_source", "val_metrics", "stages")
