@@ -9,7 +9,7 @@ needs no config, and tab completion no torch.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -71,6 +71,27 @@ def settings_in(group: Any, prefix: str = "") -> Iterator[tuple[str, Setting, An
             yield name, entry.metadata["setting"], value
         elif is_dataclass(value):
             yield from settings_in(value, f"{name}.")
+
+
+def dotted(values: Mapping[Any, Any], prefix: str = "", *, with_empty: bool = False) -> dict[str, Any]:
+    """Nested values by dotted names.
+
+    Args:
+        with_empty: whether a mapping without entries is a value.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        is_group = isinstance(value, Mapping) and (len(value) > 0 or not with_empty)
+        path = f"{prefix}{name}"
+        flat |= dotted(value, f"{path}.", with_empty=with_empty) if is_group else {path: value}
+    return flat
+
+
+def value_of(run: Any, name: str) -> Any:
+    """The value of a setting in a `Config`, by its dotted name; None of one that an open group does not have."""
+    group, _, field_name = name.partition(".")
+    values = getattr(run, group)
+    return values.get(field_name) if isinstance(values, dict) else getattr(values, field_name)
 
 
 def problems_in(group: Any) -> list[str]:
@@ -191,15 +212,9 @@ OFFLOADS_TO_DISK = Effect(
 
 def autos_of(run: Any) -> list[str]:
     """The settings of a `Config` that are `auto`, and are chosen as its run starts."""
-    values = {
-        "zero.stage": run.zero.stage,
-        "train.micro_batch_size": run.train.micro_batch_size,
-        "model.activation_checkpointing": run.model.get("activation_checkpointing"),
-        "offload.optimizer": run.offload.optimizer,
-        "offload.parameters": run.offload.parameters,
-        "offload.activations": run.offload.activations,
-    }
-    return [name for name, value in values.items() if value == AUTO]
+    of_steps = ("zero.stage", "train.micro_batch_size", "model.activation_checkpointing")
+    of_tiers = ("offload.optimizer", "offload.parameters", "offload.activations")
+    return [name for name in (*of_steps, *of_tiers) if value_of(run, name) == AUTO]
 
 
 PLANNED = Effect(

@@ -39,11 +39,10 @@ from zerotrain.launching import exits, job, resuming
 from zerotrain.replay.record import Record, read_record
 from zerotrain.replay.report import batch_of, print_around, print_report, report_of
 from zerotrain.replay.steps import ReplayedSteps, of_replay, opened_steps
-from zerotrain.run.factory import join_ranks
+from zerotrain.run.factory import joined_ranks
 from zerotrain.saved.saved import NO_CONFIG, config_from
 from zerotrain.training.callbacks.record import environment
 from zerotrain.training.result import without_non_finite
-from zerotrain.training.sameness import choose_kernels
 
 REPLAY = Use(
     name="a replay",
@@ -125,8 +124,7 @@ def replay(
         config = of_replay(config)
         config = with_settings(config, options.settings, folder, REPLAY, trust_code=options.trust_code)
         torch.set_num_threads(job.num_threads_per_rank(config, 1))
-        choose_kernels(deterministic=config.train.deterministic, tf32=config.precision.tf32)
-        with tempfile.TemporaryDirectory() as scratch, join_ranks(config) as world:
+        with tempfile.TemporaryDirectory() as scratch, joined_ranks(config) as world:
             console.print(f"step {step}, on one rank with {virtual_ranks} virtual ranks", highlight=False)
             steps = opened_steps(config, world, checkpoints, Path(scratch), console, start.get("data"))
             if step > steps.max_steps:

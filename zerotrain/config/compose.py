@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
@@ -19,6 +19,7 @@ from zerotrain.config.schema import Config
 from zerotrain.config.words import did_you_mean, interpolation_problems, we_call_it
 from zerotrain.errors import ConfigError
 from zerotrain.files.lock import whole
+from zerotrain.settings import dotted
 
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 """With the backslashes before it: each would be taken for an escape."""
@@ -178,7 +179,8 @@ def known_keys(values: Any = None) -> list[str]:
     """The names of all groups and settings: those of the schema, and those of `values` in open groups."""
     schema = asdict(Config())
     present = {} if values is None else OmegaConf.to_container(values, resolve=False)
-    return sorted({*schema, *_keys(schema), *_keys(_known_part(present, Config(), []))})
+    known = _known_part(present, Config(), [])
+    return sorted({*schema, *dotted(schema, with_empty=True), *dotted(known, with_empty=True)})
 
 
 def first_paragraph(error: Exception) -> str:
@@ -187,14 +189,6 @@ def first_paragraph(error: Exception) -> str:
     lines = (line.strip() for line in str(error).strip().split("\n\n")[0].splitlines())
     internal = ("full_key:", "object_type=", "reference_type=")
     return " ".join(line for line in lines if not line.startswith(internal)).rstrip(".")
-
-
-def _keys(values: Any, prefix: str = "") -> Iterator[str]:
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _keys(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
 
 
 def _known_part(values: Any, schema: Any, unknown: list[str], prefix: str = "") -> Any:
@@ -206,5 +200,5 @@ def _known_part(values: Any, schema: Any, unknown: list[str], prefix: str = "") 
         if name in names:
             known[name] = _known_part(value, getattr(schema, name), unknown, f"{prefix}{name}.")
         else:
-            unknown += _keys({name: value}, prefix)
+            unknown += dotted({name: value}, prefix, with_empty=True)
     return known

@@ -298,22 +298,16 @@ class ChatRecipe(Recipe):
         """See `Recipe.facts`."""
         return "chat", self.template.text, self.template.tokenizer.special_tokens
 
-    def pieces(self, file: int, offset: int) -> Iterator[tuple[int, text_files.TextPiece]]:
-        """See `Recipe.pieces`; a piece is a chat."""
-        for number in range(file, len(self.sources.files)):
-            path = self.sources.files[number]
-            for row in text_files.read_rows(path, start=offset if number == file else 0):
-                with text_files.naming_row(path, row.place):
-                    chat = turns_of(row.value)
-                    text, spans = ("", []) if chat is None else self.template.render_answers(*chat)
-                is_chat = chat is not None
-                text_bytes = text.encode(errors="replace")  # JSON can hold half a character
-                yield (
-                    number,
-                    text_files.TextPiece(
-                        text_bytes, is_chat, is_chat, row.resume_at, row.reached, not is_chat, tuple(spans)
-                    ),
-                )
+    def pieces_of(self, path: Path, start: int) -> Iterator[text_files.TextPiece]:
+        """See `Recipe.pieces_of`; a piece is a chat."""
+        for row in text_files.read_rows(path, start=start):
+            with text_files.naming_row(path, row.place):
+                chat = turns_of(row.value)
+                text, spans = ("", []) if chat is None else self.template.render_answers(*chat)
+            is_chat, encoded = chat is not None, text.encode(errors="replace")  # JSON can hold half a character
+            yield text_files.TextPiece(
+                encoded, is_chat, is_chat, row.resume_at, row.reached, not is_chat, spans=tuple(spans)
+            )
 
     def tokens_of(self, pieces: list[text_files.TextPiece]) -> list[np.ndarray]:
         """The tokens of each chat, those of answers with the bit."""

@@ -20,7 +20,7 @@ from itertools import cycle, islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -372,51 +372,44 @@ class ReadAhead(Iterator[Any]):
     """
 
     def __init__(self, values: Iterator[Any], num_ahead: int, timeout_s: float = 300.0) -> None:
-        self._values, self._num_ahead, self._place = values, num_ahead, fetch.RowPlace(timeout_s)
-        self._ready: deque[Any] = deque()
-        self._error: BaseException | None = None
-        """The error raised in place of a value; StopIteration behind the last."""
-        self._closed = False
-        self._changed = threading.Condition()
+        self._values, self._place = values, fetch.RowPlace(timeout_s)
+        self._ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        """(value, error raised in its place); StopIteration behind the last value."""
+        self._room, self._closed = threading.Semaphore(num_ahead), False
         self._thread = threading.Thread(target=self._run, name="zerotrain-data", daemon=True)
         self._thread.start()
 
     def __next__(self) -> Any:
-        with self._changed:
-            # Signals are handled while this waits: the main thread may be told to stop.
-            while not self._changed.wait_for(lambda: self._ready or self._error, self._place.look_s):
+        while True:
+            try:  # signals are handled while this waits: the main thread may be told to stop
+                value, error = self._ready.get(timeout=self._place.look_s)
+                break
+            except Empty:
                 if reason := self._place.overdue():
                     raise fetch.RowError(f"{self._place} cannot be read: {reason}") from reason
-            if not self._ready and self._error is not None:
-                raise self._error
-            value = self._ready.popleft()
-            self._changed.notify_all()
-            return value
+        if error is not None:
+            self._ready.put((None, error))  # again, whenever a value is asked for
+            raise error
+        self._room.release()
+        return value
 
     def __enter__(self) -> "ReadAhead":
         return self
 
     def __exit__(self, *_: object) -> None:
         """Stop reading. It waits for the read under way, unless that takes long."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self._room.release()
         self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
         fetch.PLACE.set(self._place)
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or len(self._ready) < self._num_ahead)
-                if self._closed:
-                    return
-            try:
-                value = next(self._values)
-            except BaseException as error:  # raised where the value is asked for
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
+            self._room.acquire()
+            if self._closed:
                 return
-            with self._changed:
-                self._ready.append(value)
-                self._changed.notify_all()
+            try:
+                self._ready.put((next(self._values), None))
+            except BaseException as error:  # raised where the value is asked for
+                self._ready.put((None, error))
+                return

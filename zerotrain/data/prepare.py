@@ -515,12 +515,14 @@ class Recipe:
 
     def pieces(self, file: int, offset: int) -> Iterator[tuple[int, TextPiece]]:
         """The pieces of all documents from a place on, each with the number of its file."""
-        cut: Cut = cut_anywhere if self.tokenizer is None else ExactPlace(self.tokenizer.tokens_of)
         for number in range(file, len(self.sources.files)):
-            start = offset if number == file else 0
-            path = self.sources.files[number]
-            for piece in read_pieces(path, field=self.text_field, start=start, cut=cut):
+            for piece in self.pieces_of(self.sources.files[number], offset if number == file else 0):
                 yield number, piece
+
+    def pieces_of(self, path: Path, start: int) -> Iterator[TextPiece]:
+        """The pieces of the documents of a file from a place on."""
+        cut: Cut = cut_anywhere if self.tokenizer is None else ExactPlace(self.tokenizer.tokens_of)
+        return read_pieces(path, field=self.text_field, start=start, cut=cut)
 
     def tokens_of(self, pieces: list[TextPiece]) -> list[np.ndarray]:
         """The tokens of each piece, with the marks between documents."""

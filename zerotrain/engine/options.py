@@ -1,15 +1,14 @@
 """The settings given to an engine when it is built, and their consequences in this world."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
 
 from zerotrain.comm.world import World
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.model.precision import PRECISIONS, LossScaler, Precision
 from zerotrain.errors import ConfigError, argument
-from zerotrain.settings import AUTO, HOST, EngineConfig, OffloadConfig, ZeroConfig, problems_in
+from zerotrain.settings import AUTO, HOST, EngineConfig, OffloadConfig, ZeroConfig, dotted, problems_in
 from zerotrain.sharding.plan import STAGES, Plan
 from zerotrain.sharding.units import ManagedParameter, Unit
 
@@ -175,11 +174,3 @@ def shard_size_of(shard_size: int | str | None, num_ranks: int, hosts: Sequence[
         allowed = ", ".join(map(str, sizes)) + " or null" if sizes else "null"
         raise ConfigError(f"{got}: {what} {num_ranks} ranks; give {allowed}, for all of them")
     return size
-
-
-def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= dotted(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat

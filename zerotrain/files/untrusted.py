@@ -242,6 +242,13 @@ def _value_at(place: str, value: Any) -> Any:
     return value
 
 
+def value_at(value: Any, *names: str) -> Any:
+    """An inner value of dicts within each other, as anybody may have written them; None where there is none."""
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
 def is_kind(value: Any, kind: Any) -> bool:
     """Whether a value is of a kind."""
     try:

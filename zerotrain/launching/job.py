@@ -125,7 +125,7 @@ class Job:
     trial: dict[str, Any] | None = None
     """The arguments of `early_stopping.Trial`, for a pruner; None: there is no pruner."""
     planned: dict[str, Any] | None = None
-    """The `PlannedUsage` of the run; None: it was not planned."""
+    """The `Memory.usage_of` of the run's plan; None: it was not planned."""
 
     @cached_property
     def config_hash(self) -> str:

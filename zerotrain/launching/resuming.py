@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from zerotrain.checkpoint import folder
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
@@ -24,15 +23,15 @@ from zerotrain.config.compose import config_hash, slurm_job
 from zerotrain.config.schema import LENGTHS, Config
 from zerotrain.config.words import quote, word
 from zerotrain.device.kinds import num_gpus
-from zerotrain.engine.options import dotted, leaves_per_rank
+from zerotrain.engine.options import leaves_per_rank
 from zerotrain.errors import CheckpointError, ConfigError
-from zerotrain.files.untrusted import UntrustedFileError, kind_of, parse_yaml, printable, read_regular, shown
+from zerotrain.files.untrusted import UntrustedFileError, kind_of, parse_yaml, printable, read_regular, shown, value_at
 from zerotrain.launching import exits
 from zerotrain.launching.failures import RunError
 from zerotrain.launching.job import COMPOSITION, CONFIG_NAME, RANKS, Job, num_threads_per_rank
 from zerotrain.preflight.choice import as_chosen
 from zerotrain.preflight.plan import PLAN_NAME
-from zerotrain.settings import problems_in
+from zerotrain.settings import dotted, problems_in
 from zerotrain.training.callbacks.stages import stage_at, stages_from
 from zerotrain.training.result import METRICS_NAME, RESULT_NAME, STEPS_NAME, RunResult
 
@@ -424,9 +423,7 @@ def take_from(manifest: Manifest, config: Config, num_ranks: int, num_local_rank
                 f"warning: the checkpoint was trained with {num_virtual} virtual ranks, which {num_ranks} ranks cannot "
                 "share evenly: the batch size changes from here on"
             )
-    saved: Any = manifest.content["config"]
-    for name in ("launch", "threads_per_rank"):
-        saved = saved.get(name) if isinstance(saved, dict) else None
+    saved = value_at(manifest.content["config"], "launch", "threads_per_rank")
     is_on_cpu = config.launch.device == "cpu" or not num_gpus()
     if is_on_cpu and config.launch.threads_per_rank is None and type(saved) is int and 0 < saved <= MAX_THREADS:
         own = num_threads_per_rank(config, num_local_ranks)

@@ -31,12 +31,13 @@ from zerotrain.launching.failures import RunError, name_full_disk
 from zerotrain.launching.job import Job, locked, write_ending, write_refusal
 from zerotrain.launching.spawn import open_fork_server, run_ranks
 from zerotrain.launching.sweep.telling import join_sweep
-from zerotrain.preflight import choice, rehearsal, room
+from zerotrain.preflight import choice, room
 from zerotrain.preflight.check import check, length_given
 from zerotrain.preflight.plan import PLAN_NAME, Memory, Planner, print_plan
+from zerotrain.preflight.rehearsal import StagePlan
 from zerotrain.report.journal import JournalError
 from zerotrain.settings import autos_of
-from zerotrain.training import report, request
+from zerotrain.training import request
 from zerotrain.training.callbacks.stages import stage_at, stages_named
 from zerotrain.training.result import RESULT_NAME, RunResult, code_of_stop
 
@@ -209,8 +210,8 @@ def require_alone(config: Config | None) -> None:
 
 
 def choose_autos(raw: Config, config: Config, ranks: room.Ranks, run_dir: Path) -> tuple[Config, dict[str, Any] | None]:
-    """The config that a run has, and its `PlannedUsage`; None: nobody has asked for a plan. Each `auto` becomes what an
-    earlier run in the folder had; without one it is chosen: the plans and the choice are printed and written there.
+    """The config that a run has, and its `Memory.usage_of`; None: nobody has asked for a plan. Each `auto` becomes what
+    an earlier run in the folder had; without one it is chosen: the plans and the choice are printed and written there.
 
     Args:
         raw: the config with its `auto`.
@@ -224,30 +225,20 @@ def choose_autos(raw: Config, config: Config, ranks: room.Ranks, run_dir: Path) 
         return config, None
     memory = _memory(config, ranks)
     if autos_of(choice.as_chosen(raw, run_dir, ranks.num_ranks)):
-        return _choose_now(raw, config, ranks, memory, run_dir)
+        fields = _in_a_child(lambda: asdict(choice.choose(raw, config, Planner(config, ranks, memory, run_dir))))
+        chosen = msgspec.convert(fields, choice.Choice, str_keys=True)
+        if not chosen.plan.fits:
+            raise ConfigError(chosen.why)
+        print_plan(Console(), chosen.plan, config)
+        print(chosen.why, flush=True)
+        chosen.write(run_dir, raw)
+        return choice.with_values(config, chosen.values), chosen.usage()
     if names:
         values = choice.chosen_named(choice.values_in(config, names))
         print(f"auto: {values}, as {PLAN_NAME} of the run's folder has it", flush=True)
     stage = config.zero.stages[0]
     plan = _in_a_child(lambda: asdict(Planner(config, ranks, memory, run_dir).stage(config, stage)))
-    return config, asdict(_usage(rehearsal.StagePlan(**plan), stage, memory))
-
-
-def _choose_now(
-    raw: Config, config: Config, ranks: room.Ranks, memory: Memory, run_dir: Path
-) -> tuple[Config, dict[str, Any]]:
-    """`choose_autos`, where no earlier run in the folder has chosen."""
-    fields = _in_a_child(lambda: asdict(choice.choose(raw, config, Planner(config, ranks, memory, run_dir))))
-    chosen = msgspec.convert(fields, choice.Choice, str_keys=True)
-    if not chosen.plan.fits:
-        raise ConfigError(chosen.why)
-    print_plan(Console(), chosen.plan, config)
-    print(chosen.why, flush=True)
-    chosen.write(run_dir, raw)
-    config, plan = choice.with_values(config, chosen.values), chosen.plan.stages[chosen.plan.stage]
-    alternatives = {str(stage): nbytes for stage, nbytes in chosen.alternatives.items()}
-    of_choice = {"memory": round(memory.device), "alternatives": alternatives}
-    return config, asdict(_usage(plan, config.zero.stages[0], memory)) | of_choice
+    return config, memory.usage_of(StagePlan(**plan), stage)
 
 
 def _in_a_child(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -258,21 +249,6 @@ def _in_a_child(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def _memory(config: Config, ranks: room.Ranks) -> Memory:
     return Memory.of_run(config, choose_device(config.launch.device, 0), ranks.num_local)
-
-
-def _usage(plan: rehearsal.StagePlan, stage: int, memory: Memory) -> report.PlannedUsage:
-    """A plan as the report of a run has it."""
-    return report.PlannedUsage(
-        stage=stage,
-        parameters=plan.parameters,
-        gradients=plan.gradients,
-        optimizer=plan.optimizer,
-        offloaded=plan.host + plan.disk,
-        scratch=plan.scratch,
-        sent=plan.sent,
-        across=plan.across,
-        peak=None if plan.peak is None else memory.nbytes_of(plan),
-    )
 
 
 MAX_TRACEBACK = 20_000

@@ -5,7 +5,7 @@ import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from zerotrain.engine.state.from_checkpoint import model_misfits
 from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.engine.step import call_model
 from zerotrain.errors import ConfigError
-from zerotrain.files.untrusted import MAX_INT, Natural, is_kind, printable
+from zerotrain.files.untrusted import MAX_INT, Natural, is_kind, printable, value_at
 from zerotrain.preflight.loss_trial import require_apart, require_config_loss, require_loss_over
 from zerotrain.preflight.rehearsal import Links, Rehearsal, Rehearsals
 from zerotrain.preflight.room import (
@@ -336,9 +336,7 @@ def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Mani
     if goes_on_from is not None:
         step = goes_on_from.step
         # The extra of a user's own loop may be anything; the ranks refuse to go on from it.
-        entry: Any = goes_on_from.content["extra"]
-        for name in (checkpoints.OF_TRAINER, "run", "data", "rows_consumed"):
-            entry = entry.get(name) if isinstance(entry, dict) else None
+        entry = value_at(goes_on_from.content["extra"], checkpoints.OF_TRAINER, "run", "data", "rows_consumed")
         num_read = int(entry) if is_kind(entry, Natural) else step * batch_size
     num_steps = math.ceil((num_sequences - num_read) / batch_size)
     if num_steps < 0:
@@ -360,12 +358,19 @@ def length_given(config: Config) -> str:
 # A config, tried as far as one process can before any rank starts.
 
 
+@dataclass
 class ConfigTrial:
-    """Tries parts of a config one after the other, and notes what is wrong with each."""
+    """Tries parts of a config one after the other, and notes what is wrong with each. It knows the machine, the folder
+    and the checkpoint that the run starts with."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self.problems: list[str] = []
+    config: Config
+    ranks: Ranks
+    run_dir: Path | None
+    goes_on_from: Manifest | None
+    device: torch.device | None = None
+    """The device of the ranks; None: there is none, or it is not known yet."""
+    room: Room = field(default_factory=lambda: Room(math.inf, math.inf))
+    problems: list[str] = field(default_factory=list)
 
     def __call__(self, group: str, attempted: Callable[..., Any], *needed: Any, **options: Any) -> Any:
         """The result of a call; None after a problem, or where something that it needs is None.
@@ -375,7 +380,7 @@ class ConfigTrial:
         """
         if any(argument is None for argument in needed):
             return None
-        values = getattr(self._config, group)
+        values = getattr(self.config, group)
         try:
             with words.words_of_config():
                 return attempted(*needed, **options)
@@ -399,18 +404,6 @@ class ConfigTrial:
         except SystemExit as ending:
             self.problems.append(factory.ended_in(group, ending, values))
         return None
-
-
-@dataclass(frozen=True)
-class Start:
-    """The machine, the folder and the checkpoint that a run starts with."""
-
-    ranks: Ranks
-    device: torch.device | None
-    """The device of the ranks; None: there is none."""
-    room: Room
-    run_dir: Path | None
-    goes_on_from: Manifest | None
 
 
 def check(
@@ -439,8 +432,9 @@ def check(
     Raises:
         ConfigError: with every problem found.
     """
-    attempt, ranks = ConfigTrial(config), Ranks(num_ranks, num_local_ranks)
-    device = attempt("launch", choose_device, config.launch.device, num_local_ranks - 1)
+    ranks = Ranks(num_ranks, num_local_ranks)
+    attempt = ConfigTrial(config, ranks, run_dir, goes_on_from)
+    attempt.device = device = attempt("launch", choose_device, config.launch.device, num_local_ranks - 1)
     virtual_ranks = config.train.virtual_ranks
     leaves = attempt("train", partial(leaves_per_rank, virtual_ranks, num_ranks, config.zero.accumulate))
     hosts = [rank // num_local_ranks for rank in range(num_ranks)]
@@ -448,17 +442,17 @@ def check(
     if not problems_in(config.zero):
         shard_size = attempt("zero", partial(shard_size_of, config.zero.shard_size, num_ranks, hosts))
     data = attempt("data", dataset_of, config)
-    # A plan tells itself what does not fit.
-    room = Room(math.inf, math.inf) if config.plan.only else Room.of_machine(device, num_local_ranks)
+    if not config.plan.only:  # a plan tells itself what does not fit
+        attempt.room = Room.of_machine(device, num_local_ranks)
     if config.model.get("vocab_size", 0) is None and isinstance(size := getattr(data, "vocab_size", None), int):
         config.model["vocab_size"] = size
     model = None
     # Without the data nobody knows how many tokens the model is to have.
     if data is not None or config.model.get("vocab_size", 0) is not None:
-        with refusing_too_large(config, ranks, room):
+        with refusing_too_large(config, ranks, attempt.room):
             model = attempt("model", _require_module, config)
     sets = attempt("data", validation_sets_of, data, config)
-    batches = attempt("data", first_batches_of, data, sets, config, ranks, room)
+    batches = attempt("data", first_batches_of, data, sets, config, ranks, attempt.room)
     can_lose = attempt("loss", require_config_loss, config, model, batches)
     frozen = attempt("model", factory.freeze, config, model)
     attempt("checkpoint", require_weights_fit, model, config, goes_on_from=goes_on_from)
@@ -480,8 +474,7 @@ def check(
     # Virtual ranks that the ranks cannot share would hide what else is wrong with the engine.
     sound = replace(config, train=replace(config.train, virtual_ranks=virtual_ranks if leaves else None))
     sound.zero = replace(config.zero, shard_size=shard_size if config.zero.shard_size else None)
-    start = Start(ranks, device, room, run_dir, goes_on_from)
-    _rehearse(attempt, sound, None if frozen is None else model, row, start)
+    _rehearse(attempt, sound, None if frozen is None else model, row)
     if frozen is not None and not attempt.problems and not config.plan.only:
         on_host = device is None or device_of(device).is_host
         attempt("train", partial(require_loss_over, on_host=on_host), model, data, row, config)
@@ -491,14 +484,14 @@ def check(
     return fingerprint or {}
 
 
-def _rehearse(attempt: ConfigTrial, config: Config, model: nn.Module | None, row: Any, start: Start) -> None:
+def _rehearse(attempt: ConfigTrial, config: Config, model: nn.Module | None, row: Any) -> None:
     """Build the run's engine without memory, which says what it cannot train, and look whether it has room.
 
     Args:
         model: without memory, frozen in part; None: there is none.
         row: a batch of one; None: there is none.
     """
-    ranks, device, run_dir, goes_on_from = start.ranks, start.device, start.run_dir, start.goes_on_from
+    ranks, device, run_dir = attempt.ranks, attempt.device, attempt.run_dir
     on_host = device is None or device_of(device).is_host
     tried_on = device if on_host else None  # on a GPU the ranks try it: this process leaves none of its memory there
 
@@ -511,7 +504,7 @@ def _rehearse(attempt: ConfigTrial, config: Config, model: nn.Module | None, row
         try_optimizer(tried_on)
         return
     rehearsals = Rehearsals.of_run(config, Links.of_run(config, ranks.num_ranks, on_host=on_host), row, maker, run_dir)
-    stages_by_step, step = stages.stages_from(goes_on_from, config.zero.stages)
+    stages_by_step, step = stages.stages_from(attempt.goes_on_from, config.zero.stages)
     later = [stage for start, stage in stages_by_step.items() if step < start < (config.train.max_steps or 0)]
     first, *others = dict.fromkeys([stages.stage_at(stages_by_step, step), *later])
     largest = min([first, *others])  # a step is rehearsed at this stage: it shards least
@@ -524,7 +517,7 @@ def _rehearse(attempt: ConfigTrial, config: Config, model: nn.Module | None, row
                     at_rest = rehearsal.at_rest_nbytes()
                 if at_rest and not attempt.problems and not config.plan.only:
                     require_disk(config, run_dir, at_rest["disk"], ranks)
-                    require_memory(rehearsal, at_rest, config, row if stage == largest else None, ranks, start.room)
+                    require_memory(rehearsal, at_rest, config, row if stage == largest else None, ranks, attempt.room)
                 return rehearsal.engine
         except RuntimeError as error:
             if _lacks_memory(error):
@@ -536,7 +529,7 @@ def _rehearse(attempt: ConfigTrial, config: Config, model: nn.Module | None, row
         try_optimizer(tried_on)
         return
     if maker is not None:
-        attempt("optimizer", partial(factory.require_optimizer, engine, tried_on, goes_on_from))
+        attempt("optimizer", partial(factory.require_optimizer, engine, tried_on, attempt.goes_on_from))
     for stage in others if not attempt.problems and not config.plan.only else ():
         attempt("model", rehearse, stage)
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import isqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from zerotrain.config.compose import checkpoint_settings, digest
 from zerotrain.config.schema import Config
 from zerotrain.config.words import word
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import UntrustedFileError, read_json
-from zerotrain.preflight.plan import PLAN_NAME, PlanFile, Planner, RunPlan
+from zerotrain.preflight.plan import PLAN_NAME, Planner, RunPlan
 from zerotrain.preflight.rehearsal import StagePlan
-from zerotrain.settings import AUTO, autos_of
+from zerotrain.settings import AUTO, autos_of, value_of
 from zerotrain.sharding.plan import STAGES
 from zerotrain.training.report import in_unit
 
@@ -66,12 +66,7 @@ def _rows_of_a_step(config: Config) -> int:
 
 def values_in(config: Config, names: Iterable[str]) -> dict[str, Any]:
     """The values of some settings in a config."""
-    values = {}
-    for name in names:
-        group, _, field = name.partition(".")
-        held: Any = getattr(config, group)
-        values[name] = held.get(field) if isinstance(held, dict) else getattr(held, field)
-    return values
+    return {name: value_of(config, name) for name in names}
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
@@ -116,6 +111,17 @@ def asked_hash(config: Config) -> str:
     return digest(settings)
 
 
+class _PlanFile(TypedDict):
+    """The part of plan.json that a later run in the folder reads."""
+
+    num_ranks: int
+    stages: dict[int, StagePlan]
+    asked: NotRequired[str]
+    """Hash of the settings with `auto`, see `asked_hash`."""
+    chosen: NotRequired[dict[str, Any] | None]
+    """The values for `auto`, by setting; None: nothing fits."""
+
+
 _MAX_NBYTES = 2**20
 MORE_RANKS = (2, 4, 8, 16)
 """Times the ranks of the run, to try whether it fits then."""
@@ -135,6 +141,12 @@ class Choice:
     """Those lines of ways."""
     alternatives: dict[int, int]
     """The bytes of a rank at each other stage, the best first; none unless the stage was chosen."""
+
+    def usage(self) -> dict[str, Any]:
+        """See `Memory.usage_of`."""
+        plan, memory = self.plan, self.plan.memory
+        budget, alternatives = round(memory.device), self.alternatives
+        return memory.usage_of(plan.stages[plan.stage], plan.stage, budget=budget, alternatives=alternatives)
 
     def write(self, run_dir: Path, auto_config: Config) -> None:
         """Write plan.json for `as_chosen`. It has no choice if nothing fits."""
@@ -210,12 +222,12 @@ def as_chosen(config: Config, run_dir: Path, num_ranks: int | None = None) -> Co
     if not autos:
         return config
     try:
-        plan_file: PlanFile = read_json(run_dir / PLAN_NAME, PlanFile, max_nbytes=_MAX_NBYTES)
+        plan_file: _PlanFile = read_json(run_dir / PLAN_NAME, _PlanFile, max_nbytes=_MAX_NBYTES)
     except (OSError, UntrustedFileError):
         return config
-    if plan_file.asked != asked_hash(config) or num_ranks not in (None, plan_file.num_ranks):
+    if plan_file.get("asked") != asked_hash(config) or num_ranks not in (None, plan_file["num_ranks"]):
         return config
-    values = plan_file.chosen or {}
+    values = plan_file.get("chosen") or {}
     for name in autos:
         choices = [(type(choice), choice) for choice in allowed(config, name)]
         if (type(values.get(name)), values.get(name)) not in choices:  # True is not 1

@@ -1,13 +1,13 @@
 """The plan of a run at each stage: the bytes it holds and sends, whether they fit, and a table of them."""
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from rich import box
 from rich.console import Console
@@ -23,7 +23,7 @@ from zerotrain.preflight.rehearsal import Links, Rehearsals, StagePlan, look_at
 from zerotrain.preflight.room import Ranks, Room
 from zerotrain.run.factory import build_collate, build_data, build_optimizer_factory
 from zerotrain.sharding.plan import STAGES
-from zerotrain.training.report import UNITS, in_unit
+from zerotrain.training.report import in_unit, unit_of
 
 PLAN_NAME = "plan.json"
 OF_A_GPU = 0.9
@@ -66,6 +66,26 @@ class Memory:
         """Bytes a plan takes of the memory a rank computes in."""
         return plan.at_least + self.overhead + (plan.host if self.on_host else 0)
 
+    def usage_of(
+        self, plan: StagePlan, stage: int, *, budget: int | None = None, alternatives: Mapping[int, int] | None = None
+    ) -> dict[str, Any]:
+        """A plan as result.json has it, in bytes of the rank that holds most: {stage, parameters, gradients, optimizer,
+        offloaded, scratch}; {sent} to other ranks in a step, and the part of it from one replica of sharded parameters
+        to another {across}; {peak}, with the process itself; {memory} and {alternatives}. None: not known.
+
+        Args:
+            budget: bytes that a rank may hold, where the stage was chosen by it.
+            alternatives: the peak that was planned for each other stage, the best first, where the stage was chosen.
+        """
+        names = ("parameters", "gradients", "optimizer", "scratch", "sent", "across")
+        return {name: getattr(plan, name) for name in names} | {
+            "stage": stage,
+            "offloaded": plan.host + plan.disk,
+            "peak": None if plan.peak is None else self.nbytes_of(plan),
+            "memory": budget,
+            "alternatives": {str(other): nbytes for other, nbytes in (alternatives or {}).items()},
+        }
+
     def fits(self, plan: StagePlan) -> bool:
         """Whether a rank has memory for a plan, as far as its bytes are known."""
         return self.nbytes_of(plan) <= self.device and (self.on_host or plan.host <= self.host)
@@ -100,44 +120,19 @@ class RunPlan:
         """Write plan.json.
 
         Args:
-            choice: `asked`, `chosen` and `ways` of a `PlanFile`.
+            choice: what of a `Choice` is written too.
         """
-        stages = {}
-        for stage, plan in sorted(self.stages.items()):
-            stages[stage] = _StageInFile(**asdict(plan), fits=self.memory.fits(plan))
-        body = PlanFile(
-            stage=self.stage,
-            num_ranks=self.num_ranks,
-            memory=round(self.memory.device),
-            process=self.memory.process,
-            kept=self.memory.cache,
-            stages=stages,
-            **choice,
-        )
+        memory = self.memory
+        body = {
+            "stage": self.stage,
+            "num_ranks": self.num_ranks,
+            "memory": round(memory.device),
+            "process": memory.process,
+            "kept": memory.cache,
+            "stages": {n: asdict(plan) | {"fits": memory.fits(plan)} for n, plan in sorted(self.stages.items())},
+        }
         with whole(run_dir / PLAN_NAME) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _StageInFile(StagePlan):
-    fits: bool
-
-
-class PlanFile(msgspec.Struct, kw_only=True):
-    """The content of plan.json."""
-
-    stage: int
-    num_ranks: int
-    memory: int
-    process: int
-    kept: int
-    stages: dict[int, _StageInFile]
-    asked: str | msgspec.UnsetType = msgspec.UNSET
-    """Hash of the settings with `auto`, see `asked_hash`."""
-    chosen: dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
-    """The values for `auto`, by setting; None: nothing fits."""
-    ways: list[str] | msgspec.UnsetType = msgspec.UNSET
-    """A line for each planned way, if more than the stage was chosen."""
+            file.write(json.dumps(body | choice, indent=2).encode() + b"\n")
 
 
 class Planner:
@@ -215,7 +210,7 @@ def print_plan(console: Console, plan: RunPlan, config: Config) -> None:
         config: of the plan.
     """
     most = max(max(getattr(stage_plan, name) or 0 for name in COLUMNS) for stage_plan in plan.stages.values())
-    unit, unit_nbytes = next((unit for unit in UNITS if most >= unit[1]), UNITS[-1])
+    unit, unit_nbytes = unit_of(most)
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
     table = Table(title=f"{unit} of a rank, {ranks}", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("stage", justify="right")

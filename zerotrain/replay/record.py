@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from zerotrain.engine.options import dotted
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, read_regular
+from zerotrain.settings import dotted
 from zerotrain.training.callbacks.record import Spikes, recorded
 from zerotrain.training.result import STEPS_NAME, without_non_finite
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerotrain.report.rows import KINDS, Curve, Report, Row, jobs_named, names_of, points_over
-from zerotrain.report.values import in_bytes, in_short, is_number, shortened, value_text
+from zerotrain.report.values import in_bytes, is_number, shortened, value_text
+from zerotrain.training.report import short
 
 # From numbers to places on a picture: round ticks, and a range that a few outliers do not widen.
 
@@ -45,7 +46,7 @@ class Axis:
         step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough * 0.9)
         lowest, highest = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         values = [step * number for number in range(lowest, min(highest, lowest + 2 * NUM_TICKS) + 1)]
-        return [(self.part(value), in_short(value)) for value in values]
+        return [(self.part(value), short(value, 4)) for value in values]
 
 
 def axis_of(values: Iterable[float], *, from_zero: bool = False, usual: Iterable[float] = ()) -> Axis:

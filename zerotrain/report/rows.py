@@ -16,10 +16,12 @@ from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
+from zerotrain.files import untrusted
 from zerotrain.files.lock import LOCK_NAME, is_held
 from zerotrain.files.untrusted import UntrustedFileError, only_regular, parse_json, parse_yaml, printable, read_regular
 from zerotrain.report.journal import DIVERGED, FAILED, REFUSED, RUNNING, JobEvent, SweepJournal, outcome
-from zerotrain.report.values import at, cell, first_line, in_bytes, in_order, number, short_names, shortened, value_text
+from zerotrain.report.values import cell, first_line, in_bytes, in_order, number, short_names, shortened, value_text
+from zerotrain.settings import dotted
 from zerotrain.training.result import METRICS_NAME, RESULT_NAME, RunResult, read_result, value_in
 
 # The losses of a run over its steps, out of metrics.jsonl: some hundred points, however long the file is.
@@ -234,20 +236,11 @@ def _settings(path: Path) -> dict[str, Any]:
 def _section(content: bytes) -> dict[str, Any]:
     """The settings of a group, as it stands in a config.yaml: jobs of a sweep have most of them in common."""
     try:
-        return _flat(parse_yaml(content))
+        values = parse_yaml(content)
     except UntrustedFileError:
         return {}
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for name, value in values.items() if isinstance(values, dict) else ():
-        path = prefix + shortened(str(name), MAX_NAME)
-        if isinstance(value, dict) and value:
-            settings |= _flat(value, f"{path}.")
-        else:
-            settings[path] = value
-    return settings
+    settings = dotted(values, with_empty=True) if isinstance(values, dict) else {}
+    return {shortened(name, MAX_NAME): value for name, value in settings.items()}
 
 
 KINDS = ("parameters", "gradients", "optimizer", "offloaded")
@@ -493,7 +486,7 @@ def _row(job: JobFiles, names: Sequence[str], objective: str | None) -> Row:
 
 def _figures(result: dict[str, Any], objective: str | None) -> dict[str, float | None]:
     """The numbers of `FIGURES`, and the objective."""
-    figures = {name: number(at(result, *figure.keys)) for name, figure in FIGURES.items()}
+    figures = {name: number(untrusted.value_at(result, *figure.keys)) for name, figure in FIGURES.items()}
     for name, value in figures.items():
         if name.endswith("nbytes") and value is not None and value < 0:
             figures[name] = None

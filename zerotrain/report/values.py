@@ -18,13 +18,6 @@ def number(value: Any) -> float | None:
     return value if is_one else None
 
 
-def at(value: Any, *names: str) -> Any:
-    """An inner value of dicts within each other; None where there is none."""
-    for name in names:
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
 def cell(value: Any) -> str:
     """The value of a setting, short and printable: true, 0.003, [0.9, 0.95], GPT for a class."""
     if value is None:
@@ -78,14 +71,6 @@ def first_line(text: str | None, most: int = 500) -> str | None:
 def in_bytes(nbytes: float | None) -> str:
     """Such as 10.2 MB; a dash for what is not known."""
     return "\N{EN DASH}" if nbytes is None else in_unit(nbytes)
-
-
-def in_short(value: float) -> str:
-    """A number beside an axis: 0.25, 20k, 1.5M."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.4g}{unit}"
-    return f"{value:.4g}"
 
 
 def in_order(name: str) -> list[tuple[int, int, str]]:

@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence, Sized
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,8 @@ from zerotrain.config.words import find_references, word, words_of_config
 from zerotrain.data.fetch import fetch_rows, seeded
 from zerotrain.engine import WHOLE, OptimizerFactory, ParamGroups, ZeroEngine, assemble_engine
 from zerotrain.errors import ConfigError, noting, raise_noted
-from zerotrain.files.untrusted import printable
-from zerotrain.settings import EngineConfig, OffloadConfig, problems_in
+from zerotrain.files.untrusted import printable, value_at
+from zerotrain.settings import EngineConfig, OffloadConfig, problems_in, value_of
 from zerotrain.sharding.units import ModelParameter, matching, model_parameters, no_match
 from zerotrain.training import Callback, Metric, Trainer
 from zerotrain.training.callback import require_callbacks
@@ -50,8 +50,7 @@ def rhythms_in_steps(config: Config, train: Sized, num_ranks: int) -> dict[str, 
     steps: dict[str, int | None] = {}
     errors: list[ConfigError] = []
     for name in RHYTHMS:
-        group, _, field = name.partition(".")
-        rhythm = getattr(getattr(config, group), field)
+        rhythm = value_of(config, name)
         with noting(errors):
             steps[name] = steps_of(f"{name}={rhythm}", rhythm, train, config, num_ranks)
     raise_noted(errors)
@@ -199,9 +198,7 @@ def _require_same(manifest: Manifest, groups: ParamGroups) -> None:
     """Groups that a run's own code has added stay as they are in its checkpoint."""
     names = [group["name"].removeprefix(WHOLE) for group in groups.hyperparameters]
     saved = [str(group["hyperparameters"]["name"]).removeprefix(WHOLE) for group in manifest.content.get("groups", ())]
-    settings: Any = manifest.content.get("config")
-    for key in ("optimizer", "groups"):
-        settings = settings.get(key) if isinstance(settings, dict) else None
+    settings = value_at(manifest.content.get("config"), "optimizer", "groups")
     of_settings = set(settings) if isinstance(settings, dict) else set[str]()
     for name, (trains, number, _) in groups.places.items():
         was = manifest.parameters[name].group if name in manifest.parameters else None
@@ -256,39 +253,40 @@ def run(
         stage: to build the engine at, which the first of `resume_from` is due to go on at; None: the run's first.
         tell: see `World.from_environment`.
         trial: arguments of `zerotrain.training.callbacks.early_stopping.Trial`; None: nobody prunes this run.
-        planned: see `zerotrain.training.report.PlannedUsage`; None: nobody has planned this run.
+        planned: what a plan of this run said, see `RunResult.memory_bytes`; None: nobody has planned this run.
     """
-    choose_kernels(deterministic=config.train.deterministic, tf32=config.precision.tf32)
-    enter("joining the other ranks")
     stage = config.zero.stages[0] if stage is None else stage
     facts = {"stage": stage, "overrides": overrides, "config_hash": config_hash, "restarts": restarts}
     facts |= {} if planned is None else {"memory_bytes": {"planned": planned}}
-    with words_of_config(), join_ranks(config, tell) as world:
-        enter(f"building {config.model.get('_target_')}")
-        pruning = None
+    with joined_ranks(config, enter, tell) as world:
+        parts: dict[str, Any] = {"run_facts": facts, "begin": begin, "data_checked": data_checked}
         if trial is not None and world.rank == 0:  # rank 0 alone has the pruner
             from zerotrain.training.callbacks.early_stopping import Pruning, Trial
 
             job = Trial(**trial)
-            pruning = Pruning(job, build("sweep.pruner", job.pruner))
-        mirror = None
+            parts["pruning"] = Pruning(job, build("sweep.pruner", job.pruner))
         if config.checkpoint.mirror is not None and world.rank == 0:
             from zerotrain.training.callbacks.mirror import Mirror, RunMirror
 
-            mirror = RunMirror(Mirror(config.checkpoint.mirror), config.checkpoint.mirror_keep)
-        arguments = {"run_facts": facts, "begin": begin, "data_checked": data_checked, "pruning": pruning}
-        arguments["mirror"] = mirror
-        trainer = _trainer(config, world, run_dir, stage, resume_from, **arguments)
+            parts["mirror"] = RunMirror(Mirror(config.checkpoint.mirror), config.checkpoint.mirror_keep)
+        trainer = _trainer(config, world, run_dir, stage, resume_from, **parts)
         enter(f"training {config.model.get('_target_')}")
         return trainer.run()
 
 
-def join_ranks(config: Config, tell: Tell = tell_log) -> World:
-    """See `World.from_environment`."""
+@contextmanager
+def joined_ranks(
+    config: Config, enter: Callable[[str], None] = lambda phase: None, tell: Tell = tell_log
+) -> Iterator[World]:
+    """Inside, this process is a rank among the others, about to build the model, with the kernels and in the words of
+    the config. Arguments are those of `run`; raises as `World.from_environment`."""
     launch = config.launch
-    return World.from_environment(
-        launch.device, launch.timeout_s, start_timeout_s=launch.start_timeout_s, interface=launch.interface, tell=tell
-    )
+    choose_kernels(deterministic=config.train.deterministic, tf32=config.precision.tf32)
+    enter("joining the other ranks")
+    options: dict[str, Any] = {"start_timeout_s": launch.start_timeout_s, "interface": launch.interface, "tell": tell}
+    with words_of_config(), World.from_environment(launch.device, launch.timeout_s, **options) as world:
+        enter(f"building {config.model.get('_target_')}")
+        yield world
 
 
 def _trainer(

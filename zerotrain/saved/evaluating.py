@@ -10,13 +10,11 @@ from rich.console import Console
 
 from zerotrain.comm.ledger import Tell, tell_log
 from zerotrain.config.schema import Config
-from zerotrain.config.words import words_of_config
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.run import factory
 from zerotrain.training.callbacks.evaluation import RunEvaluation
 from zerotrain.training.metrics.metric import OF_VALIDATION, metrics_in
-from zerotrain.training.sameness import choose_kernels
 
 LOSS_NAME = "loss.json"
 
@@ -49,10 +47,7 @@ def run(
         ConfigError: the config does not make a run, or the weights are not what was written, or do not fit.
         CommError: another rank is gone.
     """
-    choose_kernels(deterministic=config.train.deterministic, tf32=config.precision.tf32)
-    enter("joining the other ranks")
-    with words_of_config(), nothing_imported_from(weights), factory.join_ranks(config, tell) as world:
-        enter(f"building {config.model.get('_target_')}")
+    with nothing_imported_from(weights), factory.joined_ranks(config, enter, tell) as world:
         torch.manual_seed(config.seed)  # for buffers that the model draws and no checkpoint has
         engine = factory.build_engine_of(config, world)
         enter(f"loading {weights}")

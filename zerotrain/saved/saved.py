@@ -209,9 +209,8 @@ def _refusal_line(values: Any, error: OmegaConfBaseException) -> str:
         if not groups:
             return compose.first_paragraph(error)
         name = groups[0]
-    for part in name.split("."):
-        values = values.get(part) if isinstance(values, dict) else None
-    return checks.must_be(name, values) or f"{name}: got {words.word(values)}; it must be a group of settings"
+    value = untrusted.value_at(values, *name.split("."))
+    return checks.must_be(name, value) or f"{name}: got {words.word(value)}; it must be a group of settings"
 
 
 @contextmanager
@@ -228,9 +227,7 @@ def opened_run(path: str | os.PathLike[str], *, trust_code: bool = False, averag
     """
     with open_checkpoint(Path(path).absolute(), averaged=averaged) as saved:
         content = saved.manifest.content
-        fingerprint: Any = content["extra"]
-        for name in (OF_TRAINER, "run", "data", "fingerprint"):
-            fingerprint = fingerprint.get(name) if isinstance(fingerprint, dict) else None
+        fingerprint = untrusted.value_at(content["extra"], OF_TRAINER, "run", "data", "fingerprint")
         yield SavedRun(
             path=saved.path,
             step=saved.manifest.step,

@@ -28,29 +28,26 @@ class _Adapters(Struct):
     base_model_name_or_path: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextModel:
-    """A model and its tokens."""
-
-    logits: Callable[[torch.Tensor], torch.Tensor]
-    """(1, T) int64 -> (1, T, vocab_size)."""
-    encode: Callable[[str], list[int]]
-    decode: Callable[[list[int]], str]
-    vocab_size: int
-    max_seq_len: int
-    """Tokens it can look back on."""
-    stop_token: int | None
-    """Ends a text."""
-    device: torch.device
-
-
 @dataclass(frozen=True)
 class _Tokens:
-    """The fields of a `TextModel` from a tokenizer."""
+    """The tokens of a text and back."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     stop_token: int | None = None
+    """Ends a text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextModel(_Tokens):
+    """A model and its tokens."""
+
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    """(1, T) int64 -> (1, T, vocab_size)."""
+    vocab_size: int
+    max_seq_len: int
+    """Tokens it can look back on."""
+    device: torch.device
 
 
 def text_model(path: Path, *, trust_code: bool = False, averaged: bool = False) -> TextModel:
@@ -95,7 +92,8 @@ def _hugging_face_model(path: Path, device: torch.device) -> TextModel:
     base = str(path)
     tokens = _byte_tokens() if reads_bytes else _tokenizer_tokens(base, base)
     try:
-        base = _base_of(path)
+        if not (path / "config.json").is_file():  # adapters alone name the model that they are for
+            base = read_json(path / "adapter_config.json", _Adapters, max_nbytes=MAX_NBYTES).base_model_name_or_path
         require_no_kernels(AutoConfig.from_pretrained(base, trust_remote_code=False), f"the config of {base}")
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype="auto", trust_remote_code=False, weights_only=True
@@ -112,14 +110,6 @@ def _hugging_face_model(path: Path, device: torch.device) -> TextModel:
         max_seq_len=positions if isinstance(positions, int) and positions > 0 else NO_LIMIT,
         device=device,
     )
-
-
-def _base_of(path: Path) -> str:
-    """The folder, or the name on the hub, of the config of a model: adapters alone name the model they are for."""
-    if (path / "config.json").is_file():
-        return str(path)
-    adapters: _Adapters = read_json(path / "adapter_config.json", _Adapters, max_nbytes=MAX_NBYTES)
-    return adapters.base_model_name_or_path
 
 
 def _run_tokens(run: OfRun) -> _Tokens:

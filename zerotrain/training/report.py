@@ -1,7 +1,6 @@
 """A run's output: lines, and at its end the table of bytes that each rank holds and sends, beside the theory."""
 
 import textwrap
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +28,13 @@ def in_unit(nbytes: float) -> str:
     return f"{nbytes / unit_nbytes:.4g} {unit}"
 
 
+def short(number: float, digits: int = 3) -> str:
+    """A number in at most so many digits, such as 950, 0.25, 1.2k or 34M."""
+    units = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
+    unit, size = next((unit for unit in units if abs(number) >= unit[1]), units[-1])
+    return f"{number / size:.{digits}g}{unit}"
+
+
 def say(console: Console, *lines: str) -> None:
     """Print lines with their [brackets]: in a terminal broken between words, elsewhere whole."""
     for line in lines:
@@ -41,29 +47,6 @@ def wrap_text(text: str, width: int) -> list[str]:
     """The lines of a text in a terminal of this width. A word, such as a long path, is never broken."""
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     return [part for line in text.split("\n") for part in wrapper.wrap(line) or [""]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedUsage:
-    """The bytes of the rank that holds most, as they were planned before the run; None: not known."""
-
-    stage: int
-    """The stage of these bytes."""
-    parameters: int
-    gradients: int
-    optimizer: int
-    offloaded: int
-    scratch: int
-    sent: int | None
-    """To other ranks, in a step."""
-    across: int | None = 0
-    """The part of it from one replica of sharded parameters to another."""
-    peak: int | None
-    """With the process itself, where the measured one has it too."""
-    memory: int | None = None
-    """That a rank may hold, where the stage was chosen by it."""
-    alternatives: dict[str, int] = field(default_factory=dict)
-    """The peak that was planned for each other stage, the best first; none unless the stage was chosen."""
 
 
 def gather_usages(engine: ZeroEngine, gradient_accumulation_steps: int) -> list[dict[str, int]]:

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Protocol, TypedDict
 
 from msgspec import Meta, Struct, field, structs
 
-from zerotrain.engine.options import dotted
 from zerotrain.files import untrusted
 from zerotrain.files.lock import whole
+from zerotrain.settings import dotted
 
 RESULT_NAME = "result.json"
 KEPT = ("skipped_steps", "final_train_loss", "final_val_loss", "val_loss_by_source", "val_metrics", "stages")
@@ -98,7 +98,7 @@ class RunResult(Struct):
     between replicas: {across, theory_across}."""
     memory_bytes: dict[str, Any] | None = None
     """Bytes rank 0 holds at rest {parameters, gradients, optimizer}, the same in theory {theory}, and its {peak}; where
-    the run was planned, the `PlannedUsage` {planned}, from the run's begin on."""
+    the run was planned, its `Memory.usage_of` in zerotrain.preflight.plan {planned}, from the run's begin on."""
 
     mirror: dict[str, Any] | None = None
     """The copies of checkpoints under `checkpoint.mirror`: {url, newest: name of the last one, failures: tries that

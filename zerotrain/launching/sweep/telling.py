@@ -44,14 +44,6 @@ class _ProgressLine(TypedDict):
     train_loss: float | None
 
 
-class _Train(TypedDict):
-    max_steps: untrusted.Natural
-
-
-class _Config(TypedDict):
-    train: _Train
-
-
 class StatusLine:
     """One line, drawn again in its place.
 
@@ -121,8 +113,8 @@ def _max_steps(path: Path) -> int | None:
     """The steps of a run by its config.yaml; None if they are not there."""
     with suppress(OSError, untrusted.UntrustedFileError):
         content = untrusted.read_regular(path, max_nbytes=_MAX_CONFIG_NBYTES)
-        config = untrusted.require_kind(untrusted.parse_yaml(content), _Config)
-        return int(config["train"]["max_steps"])
+        steps = untrusted.value_at(untrusted.parse_yaml(content), "train", "max_steps")
+        return steps if untrusted.is_kind(steps, untrusted.Natural) else None
     return None
 
 

@@ -18,7 +18,7 @@ from zerotrain.files.untrusted import duration, printable
 from zerotrain.training.callback import Callback, Closing, Run
 from zerotrain.training.callbacks.evaluation import rows_of_set
 from zerotrain.training.callbacks.stages import RunStages
-from zerotrain.training.report import in_unit, unit_of, wrap_text
+from zerotrain.training.report import in_unit, short, unit_of, wrap_text
 
 # Progress for the user: one changing line in a terminal, a few plain lines anywhere else.
 
@@ -78,14 +78,6 @@ class Measurements:
         if metrics["mfu"] is not None:
             parts.append(f"mfu {metrics['mfu']:.0%}")
         return [*parts, f"grad {metrics['grad_norm']:.2f}>{metrics['grad_norm_clipped']:.2f}"]
-
-
-def short(number: float) -> str:
-    """A number in at most three digits, such as 950, 1.2k or 34M."""
-    unit, size = next(
-        (unit for unit in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)) if number >= unit[1]), ("", 1)
-    )
-    return f"{number / size:.3g}{unit}"
 
 
 def _at(measured_at: int, step: int) -> str:

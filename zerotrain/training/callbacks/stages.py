@@ -12,7 +12,7 @@ from zerotrain.comm.world import World
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import StageSwitch, TrainStepResult
 from zerotrain.files.lock import whole
-from zerotrain.files.untrusted import UntrustedFileError, is_kind, parse_yaml, printable, read_regular, shown
+from zerotrain.files.untrusted import UntrustedFileError, is_kind, parse_yaml, printable, read_regular, shown, value_at
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.checkpoints import OF_TRAINER, AskedStages
 from zerotrain.training.report import gather_usages, in_unit, say
@@ -43,9 +43,7 @@ def stages_from(manifest: Manifest | None, schedule: Mapping[int, int]) -> tuple
     if manifest is None:
         return dict(schedule), 0
     # The extra of another loop than ours may be anything; the ranks say that it is none to go on from.
-    stages: Any = manifest.content["extra"]
-    for name in (OF_TRAINER, "run", "asked_stages"):
-        stages = stages.get(name) if isinstance(stages, dict) else None
+    stages = value_at(manifest.content["extra"], OF_TRAINER, "run", "asked_stages")
     return _with_asked(schedule, stages if is_kind(stages, AskedStages) else {}), manifest.step
 
 
