@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,8 +43,19 @@ class Mirror:
     def __init__(self, url: str) -> None:
         self.url = CREDENTIALS.sub("://***@", url)
         """For messages."""
-        fsspec = package("fsspec", extra="mirror", needed_by="a URL")
-        self._files, self._root = fsspec.url_to_fs(url, use_listings_cache=False)
+        self._url = url
+        self._fsspec = package("fsspec", extra="mirror", needed_by="a URL")
+        self._fsspec.get_filesystem_class(url.partition("://")[0].rpartition("::")[2])
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        """The file system of fsspec, and the path in it. Some, such as ftp, connect when they are made."""
+        files, root = self._fsspec.url_to_fs(self._url, use_listings_cache=False)
+        return files, root.rstrip("/")
+
+    @cached_property
+    def _files(self) -> Any:
+        return self._opened[0]
 
     def names(self) -> list[str]:
         """The names of all that is there.
@@ -55,7 +66,7 @@ class Mirror:
         with self._raising("cannot be listed"):
             self._files.invalidate_cache()
             with suppress(FileNotFoundError):
-                return [path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
+                return [path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._path(), detail=False)]
         return []
 
     def steps(self) -> list[int]:
@@ -73,8 +84,8 @@ class Mirror:
         Raises:
             CheckpointError: it is not what was written, or cannot be read.
         """
-        path = self._path(folders.step_name(step), manifests.MANIFEST)
         with self._raising(f"has a {folders.step_name(step)} that cannot be read"):
+            path = self._path(folders.step_name(step), manifests.MANIFEST)
             try:
                 if self._files.info(path)["size"] > manifests.MAX_NBYTES:
                     raise CheckpointError(f"{manifests.MANIFEST} is larger than {manifests.MAX_NBYTES} bytes")
@@ -129,6 +140,15 @@ class Mirror:
                 raise
         return folder / name
 
+    def head(self, name: str, nbytes: int) -> bytes:
+        """The first bytes of a file there.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        with self._raising(f"has a {name} that cannot be read"):
+            return bytes(self._files.cat_file(self._path(name), end=nbytes))
+
     def push_files(self, folder: Path, names: Sequence[str]) -> None:
         """Copy files of a folder there, in their order: of a whole the last tells that it is whole.
 
@@ -163,7 +183,7 @@ class Mirror:
                     self._files.rm(self._path(name), recursive=True)
 
     def _path(self, *names: str) -> str:
-        return "/".join([self._root.rstrip("/"), *names])
+        return "/".join([self._opened[1], *names])
 
     def _new_place(self, *names: str) -> str:
         """The path of a file to write, in a folder that is there. Object stores have no folders."""
