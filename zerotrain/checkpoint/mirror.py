@@ -29,6 +29,10 @@ CREDENTIALS = re.compile(r"://[^/@]*@")
 """A user and a password in a URL."""
 
 
+class _CutOffError(CheckpointError):
+    """A copy has no manifest, so it was cut off and counts for nothing."""
+
+
 class Mirror:
     """The checkpoints under a URL. fsspec finds the credentials, in the environment or in files of the provider.
 
@@ -127,7 +131,7 @@ class Mirror:
         """
         name = folders.step_name(step)
         if (manifest := self.manifest(step)) is None:
-            raise CheckpointError(f"{self.url} has no whole {name}: its copy was cut off")
+            raise _CutOffError(f"{self.url} has no whole {name}: its copy was cut off")
         with self._raising(f"has a {name} that cannot be fetched"):
             partial = folders.PartialFolder(folder / name)
             try:
@@ -234,7 +238,7 @@ def fetch_newest(
         say: prints a line.
 
     Returns:
-        Its path, or None; and a line for each that was newer, and is not whole.
+        Its path, or None; and a line for each that was newer, and is damaged. A copy that was cut off is none.
 
     Raises:
         CheckpointError: the mirror cannot be reached.
@@ -246,6 +250,9 @@ def fetch_newest(
         begun_s = time.monotonic()
         try:
             path = mirror.fetch(step, folder)
+        except _CutOffError as error:
+            say(str(error))
+            continue
         except CheckpointError as error:
             problems.append(str(error))
             continue

@@ -33,7 +33,8 @@ class RunMirror(Callback):
     _waiting: Path | None = None
     """The checkpoint to copy next."""
     _failures: int = 0
-    _problem: str | None = None
+    _reason: str | None = None
+    """The problem of the last try without the checkpoint's name: it is said once, not for each checkpoint."""
     _deadline_s: float | None = None
     """The end of the tries, once the run has ended."""
     _thread: threading.Thread | None = None
@@ -76,15 +77,16 @@ class RunMirror(Callback):
                 with self._changed:
                     self._waiting = None if self._waiting == path else self._waiting
             run.result.mirror = (run.result.mirror or {}) | facts
-            if problem is not None and problem != self._problem:
+            reason = None if problem is None else problem.replace(path.name, "")
+            if reason is not None and reason != self._reason:
                 say(run.console, f"warning: {problem}; the run goes on, and tries again")
-            elif problem is None and self._problem is not None:
+            elif reason is None and self._reason is not None:
                 say(run.console, f"{path.name} is at {self.mirror.url} now")
-            self._problem = problem
+            self._reason = reason
 
     def _next(self) -> Path | None:
         """The next checkpoint to copy, after a pause if the last try has failed; None at the end of the run."""
-        num_tries, begun_s = 0 if self._problem is None else min(self._failures, 10), time.monotonic()
+        num_tries, begun_s = 0 if self._reason is None else min(self._failures, 10), time.monotonic()
         pause_s = min(LONGEST_PAUSE_S, 2.0 ** (num_tries - 1)) if num_tries else 0.0
         with self._changed:
             while True:

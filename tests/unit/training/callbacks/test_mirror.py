@@ -63,6 +63,9 @@ def test_a_run_ends_though_its_mirror_never_takes_a_thing(tmp_path: Path, monkey
     mirror: Any = Flaky(10**6)
     copies = RunMirror(mirror, 2)
     copies.start(run)
+    copies.after_save(run, Path("step-00000001"))
+    while not copies._failures:
+        time.sleep(0.01)
     copies.after_save(run, Path("step-00000002"))
     copies.end(run)
     problem = "s3://bucket/run does not take step-00000002: 403"
