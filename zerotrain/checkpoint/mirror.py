@@ -47,6 +47,8 @@ class Mirror:
     def __init__(self, url: str) -> None:
         self.url = CREDENTIALS.sub("://***@", url)
         """For messages."""
+        self.moved_s = time.monotonic()
+        """When the last block of a copy was taken there, by the clock of `time.monotonic`."""
         self._url = url
         self._fsspec = package("fsspec", extra="mirror", needed_by="a URL")
         self._fsspec.get_filesystem_class(url.partition("://")[0].rpartition("::")[2])
@@ -120,6 +122,7 @@ class Mirror:
                     with (path / file.name).open("rb") as source, self._files.open(place, "wb") as sink:
                         for block in _blocks(source, file):
                             sink.write(block)
+                            self.moved_s = time.monotonic()
                     self._require_size(place, file.name, file.nbytes)
                 self._files.pipe_file(self._path(target, manifests.MANIFEST), text)
 
@@ -208,6 +211,8 @@ class Mirror:
             yield
         except Exception as error:
             text = (str(error).splitlines() or [type(error).__name__])[0]
+            if isinstance(error, FileNotFoundError) and error.errno is None:  # its text is the path alone
+                text += " is not there"
             reason = CREDENTIALS.sub("://***@", printable(text, 300, keep=""))
             raise CheckpointError(f"{self.url} {outcome}: {reason}") from None
 

@@ -253,17 +253,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     left = f"files may be at --out, all of them if {ABOUT} is there" if "://" in options.out else "nothing is left"
 
-    def work() -> int:
-        try:
-            with exits.ended_in_order():
-                for line in export(options):
-                    print(line, flush=True)
-        except SystemExit as ending:
-            print(f"stopped by a signal; {left}", file=sys.stderr)
-            return terminal.code_of(ending)
-        return exits.COMPLETED
+    def work() -> None:
+        with exits.ended_in_order():
+            for line in export(options):
+                print(line, flush=True)
 
-    return exit_code(work, when_stopped=f"stopped by Ctrl-C; {left}")
+    try:
+        return exit_code(work, when_stopped=f"stopped by Ctrl-C; {left}")
+    except SystemExit as ending:
+        print(f"stopped by a signal; {left}", file=sys.stderr)
+        return terminal.code_of(ending)
 
 
 def export(options: Namespace) -> Iterator[str]:

@@ -98,13 +98,9 @@ def row_body(row: Row, report: Report) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, str):
         return f"'{value}" if value.startswith(_STARTS_A_FORMULA) else value
-    return repr(value)
+    return "" if value is None else json.dumps(value)
 
 
 def require_ours(place: object, start: bytes, head: bytes) -> None:
