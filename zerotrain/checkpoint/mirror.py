@@ -69,10 +69,9 @@ class Mirror:
         Raises:
             CheckpointError: the mirror cannot be reached.
         """
-        with self._raising("cannot be listed"):
+        with self._raising("cannot be listed"), suppress(FileNotFoundError):
             self._files.invalidate_cache()
-            with suppress(FileNotFoundError):
-                return [path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._path(), detail=False)]
+            return [path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._path(), detail=False)]
         return []
 
     def steps(self) -> list[int]:
@@ -102,7 +101,7 @@ class Mirror:
 
     def push(self, path: Path) -> None:
         """Copy a whole checkpoint there. It is not removed here meanwhile, and a manifest that is there is the last
-        thing written.
+        thing written. Of a checkpoint that is there the sizes are compared, and what was lost is copied again.
 
         Raises:
             CheckpointError: the mirror does not take it, or it is damaged here.
@@ -111,9 +110,11 @@ class Mirror:
             manifest, target = manifests.read_manifest(path), path.name
             text = manifest.text().encode()
             with self._raising(f"does not take {path.name}"):
-                with suppress(CheckpointError):
+                with suppress(CheckpointError, FileNotFoundError):
                     there = self.manifest(int(path.name.removeprefix("step-")))
                     if there is not None and there.text().encode() == text:
+                        for file in manifest.files:
+                            self._require_size(file.nbytes, target, file.name)
                         return
                 with suppress(FileNotFoundError):  # of another run: its files would count as this one's
                     self._files.rm_file(self._path(target, manifests.MANIFEST))
@@ -123,8 +124,9 @@ class Mirror:
                         for block in _blocks(source, file):
                             sink.write(block)
                             self.moved_s = time.monotonic()
-                    self._require_size(place, file.name, file.nbytes)
+                    self._require_size(file.nbytes, target, file.name)
                 self._files.pipe_file(self._path(target, manifests.MANIFEST), text)
+                self._require_size(len(text), target, manifests.MANIFEST)
 
     def fetch(self, step: int, folder: Path) -> Path:
         """Copy a checkpoint into a folder of checkpoints here, where it appears when it is whole.
@@ -164,9 +166,8 @@ class Mirror:
         """
         with self._raising("does not take what is written"):
             for name in names:
-                place = self._new_place(name)
-                self._files.put_file(str(folder / name), place)
-                self._require_size(place, name, (folder / name).stat().st_size)
+                self._files.put_file(str(folder / name), self._new_place(name))
+                self._require_size((folder / name).stat().st_size, name)
 
     def remove_old(self, keep: int | None) -> None:
         """Remove all but the newest whole checkpoints, and what copies that were cut off have left.
@@ -199,10 +200,9 @@ class Mirror:
             self._files.makedirs(place.rpartition("/")[0], exist_ok=True)
         return place
 
-    def _require_size(self, place: str, name: str, written: int) -> None:
-        nbytes = self._files.info(place)["size"]
-        if nbytes != written:
-            raise CheckpointError(f"{name} has {nbytes} bytes there, and must have {written}")
+    def _require_size(self, written: int, *names: str) -> None:
+        if (nbytes := self._files.info(self._path(*names))["size"]) != written:
+            raise CheckpointError(f"{names[-1]} has {nbytes} bytes there, and must have {written}")
 
     @contextmanager
     def _raising(self, outcome: str) -> Iterator[None]:
