@@ -3,6 +3,9 @@
 bars                       ms a step beside the peers, from the table of results/summary.md; a test says when it is old
 timeline STAGE_1 STAGE_3   a step of each stage, from profile/rank0.json of two runs with train.profile=true
 terminal OUTPUT            a run in a terminal, from what FORCE_COLOR=1 made it print
+loss_fp8, loss_state_in_bf16 NAME=RUN,RUN,... NAME=RUN,RUN,...
+                           validation losses of runs from their metrics.jsonl, and how much those of the second name lie
+                           above those of the first: the runs of both have the same seeds, in the same order
 report FOLDER              images/report.png: the report of a sweep, one half light and one dark, by chromium; shown is
                            python launch.py -m optimizer.lr=3e-4,1e-3,3e-3,1e-2 zero.stage=1,3 train.max_steps=120
                            train.eval_every=20 train.log_every=5 launch.nproc_per_node=2
@@ -16,6 +19,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -208,6 +212,65 @@ def terminal(output: str) -> str:
     return console.export_svg(title="zerotrain", unique_id="zerotrain")
 
 
+# ---- losses
+
+STROKES = """<style>
+.curve { fill: none; stroke-width: 1.5 } .peer.curve { stroke: #6e7781 } .ours.curve { stroke: #1f6feb }
+.zero { stroke-dasharray: 4 3 }
+@media (prefers-color-scheme: dark) { .peer.curve { stroke: #afb8c1 } .ours.curve { stroke: #58a6ff } }
+</style>"""
+
+
+def losses(title: str, base: str, other: str) -> str:
+    """Two panels over the steps: the losses of each run, and the other's minus the base's of the same seed."""
+    names, runs = zip(*(each.split("=") for each in (base, other)), strict=True)
+    curves = [[losses_of(Path(run)) for run in each.split(",")] for each in runs]
+    above = [
+        [(step, loss - before) for (step, loss), (_, before) in zip(*pair, strict=False)]  # as far as both are
+        for pair in zip(curves[1], curves[0], strict=True)
+    ]
+    parts = [STROKES, label(16, 26, title, "bold")]
+    parts += panel(60, "validation loss", {"peer": curves[0], "ours": curves[1]})
+    parts += panel(545, f"{names[1]} minus {names[0]}, each of the same seed", {"ours": above})
+    for name, kind, x in zip(names, ("peer", "ours"), (300, 390), strict=True):
+        parts += [f'<path class="{kind} curve" d="M{x} 49h18"/>', label(x + 24, 53, name, "small")]
+    return svg(960, 330, title, parts)
+
+
+def losses_of(run: Path) -> list[tuple[int, float]]:
+    """(step, validation loss) of a run, without the evaluation before its first step."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["val_loss"]) for line in lines if line["step"] and "val_loss" in line]
+
+
+def panel(left: int, title: str, curves: dict[str, list[list[tuple[int, float]]]]) -> list[str]:
+    """Axes, and the curves of each kind."""
+    points = [point for group in curves.values() for curve in group for point in curve]
+    last, low, high = max(step for step, _ in points), min(y for _, y in points), max(y for _, y in points)
+    tick = next(tick for tick in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1) if (high - low) / tick <= 6)
+    low, high = tick * (low // tick), tick * -(-high // tick)
+    width, height, top = 385, 215, 65
+
+    def place(step: float, y: float) -> tuple[float, float]:
+        return left + width * step / last, top + height * (high - y) / (high - low)
+
+    parts = [label(left, 53, title, "small")]
+    for number in range(round((high - low) / tick) + 1):
+        x, y = place(0, low + number * tick)
+        kind = "line zero" if abs(low + number * tick) < tick / 2 else "paper"
+        parts.append(f'<path class="{kind}" d="M{x:.1f} {y:.1f}h{width}"/>')
+        parts.append(label(x - 6, y + 4, f"{low + number * tick:.{2 if tick > 0.005 else 3}f}", "small", "end"))
+    for number in range(5):
+        x, y = place(last * number / 4, low)
+        parts.append(label(x, y + 18, f"{last * number // 4:,}", "small", "middle"))
+    parts.append(label(left + width / 2, top + height + 36, "steps", "small", "middle"))
+    for kind, group in curves.items():
+        for curve in group:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in curve))
+            parts.append(f'<polyline class="{kind} curve" points="{path}"/>')
+    return parts
+
+
 # ---- report
 
 WIDTH, HEIGHT = 1280, 1140
@@ -234,7 +297,14 @@ def report(folder: str) -> bytes:
         return Path(place, "report.png").read_bytes()
 
 
-PICTURES: dict[str, Any] = {"bars": bars, "timeline": timeline, "terminal": terminal, "report": report}
+PICTURES: dict[str, Any] = {
+    "bars": bars,
+    "timeline": timeline,
+    "terminal": terminal,
+    "report": report,
+    "loss_fp8": partial(losses, "Products in fp8 beside bf16"),
+    "loss_state_in_bf16": partial(losses, "AdamW's state in bf16 beside fp32"),
+}
 
 if __name__ == "__main__":
     name, *arguments = sys.argv[1:]

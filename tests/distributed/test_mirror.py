@@ -47,6 +47,10 @@ def test_an_empty_machine_goes_on_from_the_mirror_at_another_stage_and_number_of
     assert ended.code == 0, ended.err
     assert "fetched step-00000004 from file://" in ended.out
     assert "has a step-00000005 that cannot be fetched" in ended.out
+    (tmp_path / "half" / "step-00000002").mkdir(parents=True)  # the machine was lost during its first copy
+    half = start("half_run", f"checkpoint.mirror=file://{tmp_path}/half", "train.max_steps=1", "checkpoint.resume=auto")
+    assert (half.code, result_of(tmp_path / "half_run")["mirror"]["newest"]) == (0, "step-00000001")
+    assert "has no whole step-00000002: its copy was cut off" in half.out
     assert start("undisturbed", "train.max_steps=8", "zero.stage=0").code == 0
     on, undisturbed = result_of(tmp_path / "on"), result_of(tmp_path / "undisturbed")
     assert on["weights_sha256"] == undisturbed["weights_sha256"]

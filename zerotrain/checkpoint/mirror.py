@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +27,10 @@ from zerotrain.files.untrusted import printable
 
 CREDENTIALS = re.compile(r"://[^/@]*@")
 """A user and a password in a URL."""
+
+
+class _CutOffError(CheckpointError):
+    """A copy has no manifest, so it was cut off and counts for nothing."""
 
 
 class Mirror:
@@ -43,8 +47,21 @@ class Mirror:
     def __init__(self, url: str) -> None:
         self.url = CREDENTIALS.sub("://***@", url)
         """For messages."""
-        fsspec = package("fsspec", extra="mirror", needed_by="a URL")
-        self._files, self._root = fsspec.url_to_fs(url, use_listings_cache=False)
+        self.moved_s = time.monotonic()
+        """When the last block of a copy was taken there, by the clock of `time.monotonic`."""
+        self._url = url
+        self._fsspec = package("fsspec", extra="mirror", needed_by="a URL")
+        self._fsspec.get_filesystem_class(url.partition("://")[0].rpartition("::")[2])
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        """The file system of fsspec, and the path in it. Some, such as ftp, connect when they are made."""
+        files, root = self._fsspec.url_to_fs(self._url, use_listings_cache=False)
+        return files, root.rstrip("/")
+
+    @cached_property
+    def _files(self) -> Any:
+        return self._opened[0]
 
     def names(self) -> list[str]:
         """The names of all that is there.
@@ -52,10 +69,9 @@ class Mirror:
         Raises:
             CheckpointError: the mirror cannot be reached.
         """
-        with self._raising("cannot be listed"):
+        with self._raising("cannot be listed"), suppress(FileNotFoundError):
             self._files.invalidate_cache()
-            with suppress(FileNotFoundError):
-                return [path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
+            return [path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._path(), detail=False)]
         return []
 
     def steps(self) -> list[int]:
@@ -73,8 +89,8 @@ class Mirror:
         Raises:
             CheckpointError: it is not what was written, or cannot be read.
         """
-        path = self._path(folders.step_name(step), manifests.MANIFEST)
         with self._raising(f"has a {folders.step_name(step)} that cannot be read"):
+            path = self._path(folders.step_name(step), manifests.MANIFEST)
             try:
                 if self._files.info(path)["size"] > manifests.MAX_NBYTES:
                     raise CheckpointError(f"{manifests.MANIFEST} is larger than {manifests.MAX_NBYTES} bytes")
@@ -85,7 +101,7 @@ class Mirror:
 
     def push(self, path: Path) -> None:
         """Copy a whole checkpoint there. It is not removed here meanwhile, and a manifest that is there is the last
-        thing written.
+        thing written. Of a checkpoint that is there the sizes are compared, and what was lost is copied again.
 
         Raises:
             CheckpointError: the mirror does not take it, or it is damaged here.
@@ -94,9 +110,11 @@ class Mirror:
             manifest, target = manifests.read_manifest(path), path.name
             text = manifest.text().encode()
             with self._raising(f"does not take {path.name}"):
-                with suppress(CheckpointError):
+                with suppress(CheckpointError, FileNotFoundError):
                     there = self.manifest(int(path.name.removeprefix("step-")))
                     if there is not None and there.text().encode() == text:
+                        for file in manifest.files:
+                            self._require_size(file.nbytes, target, file.name)
                         return
                 with suppress(FileNotFoundError):  # of another run: its files would count as this one's
                     self._files.rm_file(self._path(target, manifests.MANIFEST))
@@ -105,8 +123,10 @@ class Mirror:
                     with (path / file.name).open("rb") as source, self._files.open(place, "wb") as sink:
                         for block in _blocks(source, file):
                             sink.write(block)
-                    self._require_size(place, file.name, file.nbytes)
+                            self.moved_s = time.monotonic()
+                    self._require_size(file.nbytes, target, file.name)
                 self._files.pipe_file(self._path(target, manifests.MANIFEST), text)
+                self._require_size(len(text), target, manifests.MANIFEST)
 
     def fetch(self, step: int, folder: Path) -> Path:
         """Copy a checkpoint into a folder of checkpoints here, where it appears when it is whole.
@@ -116,7 +136,7 @@ class Mirror:
         """
         name = folders.step_name(step)
         if (manifest := self.manifest(step)) is None:
-            raise CheckpointError(f"{self.url} has no whole {name}: its copy was cut off")
+            raise _CutOffError(f"{self.url} has no whole {name}: its copy was cut off")
         with self._raising(f"has a {name} that cannot be fetched"):
             partial = folders.PartialFolder(folder / name)
             try:
@@ -129,6 +149,15 @@ class Mirror:
                 raise
         return folder / name
 
+    def head(self, name: str, nbytes: int) -> bytes:
+        """The first bytes of a file there.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        with self._raising(f"has a {name} that cannot be read"):
+            return bytes(self._files.cat_file(self._path(name), end=nbytes))
+
     def push_files(self, folder: Path, names: Sequence[str]) -> None:
         """Copy files of a folder there, in their order: of a whole the last tells that it is whole.
 
@@ -137,9 +166,8 @@ class Mirror:
         """
         with self._raising("does not take what is written"):
             for name in names:
-                place = self._new_place(name)
-                self._files.put_file(str(folder / name), place)
-                self._require_size(place, name, (folder / name).stat().st_size)
+                self._files.put_file(str(folder / name), self._new_place(name))
+                self._require_size((folder / name).stat().st_size, name)
 
     def remove_old(self, keep: int | None) -> None:
         """Remove all but the newest whole checkpoints, and what copies that were cut off have left.
@@ -163,7 +191,7 @@ class Mirror:
                     self._files.rm(self._path(name), recursive=True)
 
     def _path(self, *names: str) -> str:
-        return "/".join([self._root.rstrip("/"), *names])
+        return "/".join([self._opened[1], *names])
 
     def _new_place(self, *names: str) -> str:
         """The path of a file to write, in a folder that is there. Object stores have no folders."""
@@ -172,10 +200,9 @@ class Mirror:
             self._files.makedirs(place.rpartition("/")[0], exist_ok=True)
         return place
 
-    def _require_size(self, place: str, name: str, written: int) -> None:
-        nbytes = self._files.info(place)["size"]
-        if nbytes != written:
-            raise CheckpointError(f"{name} has {nbytes} bytes there, and must have {written}")
+    def _require_size(self, written: int, *names: str) -> None:
+        if (nbytes := self._files.info(self._path(*names))["size"]) != written:
+            raise CheckpointError(f"{names[-1]} has {nbytes} bytes there, and must have {written}")
 
     @contextmanager
     def _raising(self, outcome: str) -> Iterator[None]:
@@ -184,6 +211,8 @@ class Mirror:
             yield
         except Exception as error:
             text = (str(error).splitlines() or [type(error).__name__])[0]
+            if isinstance(error, FileNotFoundError) and error.errno is None:  # its text is the path alone
+                text += " is not there"
             reason = CREDENTIALS.sub("://***@", printable(text, 300, keep=""))
             raise CheckpointError(f"{self.url} {outcome}: {reason}") from None
 
@@ -214,7 +243,7 @@ def fetch_newest(
         say: prints a line.
 
     Returns:
-        Its path, or None; and a line for each that was newer, and is not whole.
+        Its path, or None; and a line for each that was newer, and is damaged. A copy that was cut off is none.
 
     Raises:
         CheckpointError: the mirror cannot be reached.
@@ -226,6 +255,9 @@ def fetch_newest(
         begun_s = time.monotonic()
         try:
             path = mirror.fetch(step, folder)
+        except _CutOffError as error:
+            say(str(error))
+            continue
         except CheckpointError as error:
             problems.append(str(error))
             continue

@@ -11,7 +11,7 @@ checkpoint, or the URL of a mirror. The export is verified, and DIR appears when
 
 Exit code 0: it is there; 1: a disk is full or broken; 2: an argument is wrong, --out cannot be written or the
 checkpoint is damaged, one line;
-130, 143, 129: a signal, and nothing is left.
+130, 143, 129: a signal, and nothing is left in DIR; a URL may have files, all if zerotrain_export.json is there.
 """
 
 import errno
@@ -251,18 +251,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     add_run(parser, type=str, metavar="RUN_OR_CHECKPOINT", help=None)
     options = parser.parse_args(arguments)
+    left = f"files may be at --out, all of them if {ABOUT} is there" if "://" in options.out else "nothing is left"
 
-    def work() -> int:
-        try:
-            with exits.ended_in_order():
-                for line in export(options):
-                    print(line, flush=True)
-        except SystemExit as ending:
-            print("stopped by a signal; nothing is left", file=sys.stderr)
-            return terminal.code_of(ending)
-        return exits.COMPLETED
+    def work() -> None:
+        with exits.ended_in_order():
+            for line in export(options):
+                print(line, flush=True)
 
-    return exit_code(work, when_stopped="stopped by Ctrl-C; nothing is left")
+    try:
+        return exit_code(work, when_stopped=f"stopped by Ctrl-C; {left}")
+    except SystemExit as ending:
+        print(f"stopped by a signal; {left}", file=sys.stderr)
+        return terminal.code_of(ending)
 
 
 def export(options: Namespace) -> Iterator[str]:

@@ -32,7 +32,14 @@ def write_files(report: Report, out: Path) -> None:
         OSError: a file cannot be written.
     """
     for name, head in HEADS.items():
-        _require_ours(out / name, head)
+        try:
+            with open(out / name, "rb", opener=only_regular) as file:
+                start = file.read(len(head))
+        except FileNotFoundError:
+            continue
+        except OSError:  # a folder, a FIFO, or a file that nobody may read
+            start = b""
+        require_ours(out / name, start, head)
     for name, content_of in zip(HEADS, (csv_of, json_of, page_of), strict=True):
         content = content_of(report)
         with whole(out / name) as file:
@@ -91,27 +98,25 @@ def row_body(row: Row, report: Report) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, str):
         return f"'{value}" if value.startswith(_STARTS_A_FORMULA) else value
-    return repr(value)
+    return "" if value is None else json.dumps(value)
 
 
-def _require_ours(path: Path, head: bytes) -> None:
-    """A ConfigError where the name of a file of ours belongs to something else; nothing of a user's is erased."""
-    try:
-        with open(path, "rb", opener=only_regular) as file:
-            is_ours = file.read(len(head)) == head
-    except FileNotFoundError:
-        return
-    except OSError:  # a folder, a FIFO, or a file that nobody may read
-        is_ours = False
-    if not is_ours:
+def require_ours(place: object, start: bytes, head: bytes) -> None:
+    """Make sure that a file that a report replaces is one of a report; nothing of a user's is erased.
+
+    Args:
+        place: its path or URL.
+        start: its first bytes.
+        head: the first bytes of a file of this name in a report.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if start != head:
         raise ConfigError(
-            f"{path} is no report of zerotrain, and stays as it is; rename it, or give --out another folder"
+            f"{place} is no report of zerotrain, and stays as it is; rename it, or give --out another folder"
         )
 
 

@@ -95,7 +95,7 @@ def test_a_copy_cut_off_at_any_call_is_none_and_the_next_one_makes_it_whole(
         path, problems = fetch_newest(mirror, tmp_path / f"here {number}", None)
         assert path is not None
         assert verify(path).text() == read_manifest(new if path.name == new.name else old).text()
-        assert all("was cut off" in problem or "is damaged" in problem for problem in problems)
+        assert all("is damaged" in problem for problem in problems)
         shutil.rmtree(tmp_path / "there" / new.name, ignore_errors=True)
     mirror.push(new)
     assert fetch_newest(mirror, tmp_path / "last", 1)[0] == tmp_path / "last" / new.name
@@ -151,9 +151,13 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(
     for step in (1, 2):
         mirror.push(named(saved[0], step, tmp_path / "own"))
     damage(tmp_path / "there" / step_name(2))
-    path, [problem] = fetch_newest(mirror, tmp_path / "here", None)
+    lines: list[str] = []
+    path, problems = fetch_newest(mirror, tmp_path / "here", None, lines.append)
     assert path == tmp_path / "here" / step_name(1)
-    assert line in problem
+    assert line in [*problems, *lines][0]
+    assert (problems == []) == ("cut off" in line)  # it was never whole, so it is no problem
+    mirror.push(tmp_path / "own" / step_name(2))  # what was lost is copied again
+    assert fetch_newest(mirror, tmp_path / "here", 1) == (tmp_path / "here" / step_name(2), [])
 
 
 def test_a_checkpoint_damaged_here_is_not_copied(saved: list[Path], mirror: Mirror, tmp_path: Path) -> None:
@@ -165,6 +169,21 @@ def test_a_checkpoint_damaged_here_is_not_copied(saved: list[Path], mirror: Mirr
     with pytest.raises(CheckpointError, match=r"does not take step-00000001: rank-00000\.safetensors is not what was"):
         mirror.push(path)
     assert fetch_newest(mirror, tmp_path / "here", None)[0] is None
+
+
+@pytest.mark.parametrize(("call", "name"), [("open", "rank-00000.safetensors"), ("pipe_file", MANIFEST)])
+def test_a_server_that_takes_a_file_and_keeps_it_not_is_found_out(
+    call: str, name: str, saved: list[Path], mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, take = mirror._files, getattr(mirror._files, call)
+    monkeypatch.setattr(files, call, lambda place, *how: take(f"{tmp_path}/lost", *how))
+    path = named(saved[0], 1, tmp_path / "own")
+    with pytest.raises(CheckpointError, match=f"does not take step-00000001: .*{name}"):
+        mirror.push(path)
+    monkeypatch.undo()
+    assert fetch_newest(mirror, tmp_path / "here", None) == (None, [])
+    mirror.push(path)
+    assert fetch_newest(mirror, tmp_path / "here", None)[0] == tmp_path / "here" / step_name(1)
 
 
 def test_old_ones_and_cut_off_copies_go_and_other_entries_stay(

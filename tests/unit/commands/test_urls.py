@@ -1,8 +1,11 @@
-"""Runs that are read from a URL, and exports that are written to one, as `export` and `inspect` do it."""
+"""Runs that are read from a URL, and exports and reports that are written to one."""
 
+import os
 import secrets
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -10,8 +13,10 @@ import torch
 
 from tests.unit.checkpoint.runs import KINDS, build
 from tests.unit.engine.parts import alone
+from tests.unit.report.folders import write_job
 from zerotrain.checkpoint.mirror import Mirror
-from zerotrain.commands import export, inspection
+from zerotrain.commands import export, inspection, report
+from zerotrain.report.files import HEADS
 from zerotrain.saved.saved import ABOUT
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -70,6 +75,67 @@ def test_an_export_is_written_to_a_url_of_its_own_and_its_list_of_files_is_the_l
         assert capsys.readouterr().err == f"--out: got {there}, where something is already; give a new name\n"
 
 
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_an_export_to_a_url_that_a_signal_ends_says_that_files_may_be_there(
+    signum: int,
+    code: int,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    handlers: None,
+) -> None:
+    require_size = Mirror._require_size
+
+    def end(*arguments: Any) -> None:  # behind the first file
+        require_size(*arguments)
+        os.kill(os.getpid(), signum)
+
+    monkeypatch.setattr(Mirror, "_require_size", end)
+    assert export.main([str(checkpoints[NAMES[0]]), "--out", f"file://{tmp_path}/user:secret@there"]) == code
+    assert [path.name for path in (tmp_path / "user:secret@there").iterdir()] == ["model.safetensors"]
+    said = capsys.readouterr().err
+    assert said.endswith("; files may be at --out, all of them if zerotrain_export.json is there\n")
+    assert (said.count("\n"), "secret" in said) == (1, False)
+
+
+def test_a_report_is_written_to_a_url_and_replaces_only_a_report(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, root = fsspec.url_to_fs(url)
+    for seed in range(2):
+        write_job(tmp_path / "runs" / str(seed), [f"seed={seed}"])
+        assert report.main([str(tmp_path / "runs"), "--out", url]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == f"in {url}: report.html, sweep.csv, sweep.json"
+        assert report.main([str(tmp_path / "runs"), "--out", str(tmp_path / "here")]) == 0
+        for name in HEADS:
+            assert files.cat_file(f"{root}/{name}") == (tmp_path / "here" / name).read_bytes()
+    files.pipe_file(f"{root}/report.html", b"notes")
+    before = files.find(root, detail=True)
+    capsys.readouterr()
+    assert report.main([str(tmp_path / "runs"), "--out", url]) == 2
+    assert capsys.readouterr().err.startswith(f"{url}/report.html is no report of zerotrain, and stays as it is")
+    assert files.find(root, detail=True) == before
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("nope://user:secret@there", "--out: got nope://***@there; Protocol not known: nope"),
+        ("file:///dev/null/there", "file:///dev/null/there "),
+        ("ftp://user:secret@127.0.0.1:9/there", "ftp://***@127.0.0.1:9/there"),
+    ],
+)
+def test_a_report_that_a_url_does_not_take_is_one_line_without_a_password(
+    out: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_job(tmp_path / "0")
+    assert report.main([str(tmp_path), "--out", out]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(message)
+    assert (said.out, said.err.count("\n"), "secret" in said.err) == ("", 1, False)
+
+
 @pytest.mark.parametrize(
     ("source", "out", "message"),
     [
@@ -92,6 +158,15 @@ def test_what_cannot_be_read_or_written_is_one_line_without_a_password(
     assert export.main([source, "--out", out]) == 2
     assert capsys.readouterr().err == f"{message}\n"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Those of signals, which a command that a signal has ended ignores from there on."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 @pytest.fixture

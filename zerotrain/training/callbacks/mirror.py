@@ -16,6 +16,8 @@ LONGEST_PAUSE_S = 60.0
 """Between two tries at a mirror that cannot be reached. The first pause is a second, each other twice the last."""
 LAST_TRIES_S = 30.0
 """So long a run that ends goes on trying, behind the copy that is under way."""
+STALLED_S = 120.0
+"""A copy under way at the end of a run is left there once no block of it was taken for so long."""
 
 
 @dataclass(eq=False)
@@ -32,16 +34,19 @@ class RunMirror(Callback):
     keep: int | None
     _waiting: Path | None = None
     """The checkpoint to copy next."""
-    _failures: int = 0
-    _problem: str | None = None
+    _facts: dict[str, Any] = field(default_factory=dict)
+    """Those of `RunResult.mirror`."""
+    _reason: str | None = None
+    """The problem of the last try without the checkpoint's name: it is said once, not for each checkpoint."""
     _deadline_s: float | None = None
     """The end of the tries, once the run has ended."""
-    _thread: threading.Thread | None = None
+    _thread: threading.Thread = field(init=False)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def start(self, run: Run) -> None:
         """Copy what an earlier start has saved and not copied."""
-        run.result.mirror = {"url": self.mirror.url, "newest": None, "failures": 0, "problem": None}
+        self._facts = {"url": self.mirror.url, "newest": None, "failures": 0, "problem": None}
+        run.result.mirror = self._facts
         self._thread = threading.Thread(target=self._copy_all, args=[run], name="mirror-checkpoints", daemon=True)
         self._thread.start()
         for path in newest_first(run.folder / CHECKPOINTS)[:1]:
@@ -54,37 +59,42 @@ class RunMirror(Callback):
             self._changed.notify()
 
     def end(self, run: Run) -> None:
-        """Wait for the newest copy, or until the mirror has failed for a while."""
+        """Wait for the newest copy, or until the mirror has failed or taken nothing for a while."""
+        ended_s = time.monotonic()
         with self._changed:
-            self._deadline_s = time.monotonic() + LAST_TRIES_S
+            self._deadline_s = ended_s + LAST_TRIES_S
             self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
+        left_s = STALLED_S
+        while self._thread.is_alive() and left_s > 0:
+            self._thread.join(left_s)
+            left_s = max(ended_s, self.mirror.moved_s) + STALLED_S - time.monotonic()
+        if self._thread.is_alive():
+            problem = f"{self.mirror.url} has taken nothing for {STALLED_S:g} s"
+            self._facts |= {"failures": self._facts["failures"] + 1, "problem": problem}
+            say(run.console, f"warning: {problem}; the run ends without its last copy")
 
     def _copy_all(self, run: Run) -> None:
         while (path := self._next()) is not None:
             try:
                 self.mirror.push(path)
                 self.mirror.remove_old(self.keep)
-                problem = None
             except CheckpointError as error:
-                problem = str(error)
-                self._failures += 1
-            facts: dict[str, Any] = {"failures": self._failures, "problem": problem}
-            if problem is None:
-                facts["newest"] = path.name
-                with self._changed:
-                    self._waiting = None if self._waiting == path else self._waiting
-            run.result.mirror = (run.result.mirror or {}) | facts
-            if problem is not None and problem != self._problem:
-                say(run.console, f"warning: {problem}; the run goes on, and tries again")
-            elif problem is None and self._problem is not None:
+                self._facts |= {"failures": self._facts["failures"] + 1, "problem": str(error)}
+                reason = str(error).replace(path.name, "")
+                if reason != self._reason:
+                    say(run.console, f"warning: {error}; the run goes on, and tries again")
+                self._reason = reason
+                continue
+            self._facts |= {"newest": path.name, "problem": None}
+            if self._reason is not None:
                 say(run.console, f"{path.name} is at {self.mirror.url} now")
-            self._problem = problem
+            self._reason = None
+            with self._changed:
+                self._waiting = None if self._waiting == path else self._waiting
 
     def _next(self) -> Path | None:
         """The next checkpoint to copy, after a pause if the last try has failed; None at the end of the run."""
-        num_tries, begun_s = 0 if self._problem is None else min(self._failures, 10), time.monotonic()
+        num_tries, begun_s = 0 if self._reason is None else min(self._facts["failures"], 10), time.monotonic()
         pause_s = min(LONGEST_PAUSE_S, 2.0 ** (num_tries - 1)) if num_tries else 0.0
         with self._changed:
             while True:

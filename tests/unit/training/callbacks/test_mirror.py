@@ -19,6 +19,7 @@ class Flaky:
     """A mirror that takes nothing until it has been tried so often."""
 
     url = "s3://bucket/run"
+    moved_s = 0.0
 
     def __init__(self, failures: int) -> None:
         self.failures, self.pushed, self.num_tries = failures, list[str](), 0
@@ -63,6 +64,9 @@ def test_a_run_ends_though_its_mirror_never_takes_a_thing(tmp_path: Path, monkey
     mirror: Any = Flaky(10**6)
     copies = RunMirror(mirror, 2)
     copies.start(run)
+    copies.after_save(run, Path("step-00000001"))
+    while not run.result.mirror["failures"]:
+        time.sleep(0.01)
     copies.after_save(run, Path("step-00000002"))
     copies.end(run)
     problem = "s3://bucket/run does not take step-00000002: 403"
@@ -84,3 +88,28 @@ def test_a_run_that_fails_does_not_wait_for_a_copy_that_hangs(tmp_path: Path) ->
     hanging.set()
     copies.end(run)
     assert run.result.mirror["newest"] == "step-00000002"
+
+
+def test_a_run_ends_though_the_copy_under_way_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STALLED_S", 0.3)
+    run, screen = run_of(tmp_path)
+    mirror: Any = Flaky(0)
+    hanging = Event()
+
+    def push(path: Path) -> None:  # blocks for a second, and then none
+        for _ in range(10):
+            mirror.moved_s = time.monotonic()
+            time.sleep(0.1)
+        hanging.wait()
+
+    mirror.push = push
+    copies = RunMirror(mirror, 2)
+    copies.start(run)
+    copies.after_save(run, Path("step-00000002"))
+    began_s = time.monotonic()
+    copies.end(run)
+    assert time.monotonic() - began_s > 1
+    problem = "s3://bucket/run has taken nothing for 0.3 s"
+    assert run.result.mirror == {"url": mirror.url, "newest": None, "failures": 1, "problem": problem}
+    assert screen.getvalue() == f"warning: {problem}; the run ends without its last copy\n"
+    hanging.set()
