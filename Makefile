@@ -96,18 +96,20 @@ install: $(INSTALLED_DEV) ## install only, into .venv: what training, tests and 
 
 # Python compiles what a command imports when it does; pip would compile ten times as much.
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# A path, not setuptools' finder: with that, a script beside a clone called zerotrain would import the clone's folder.
+EDITABLE = $(PIP) --config-settings editable_mode=compat -e
 
 # What an interrupted command has left half made has no pip, and is made again.
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/pip
-	$(PIP) -e .
+	$(EDITABLE) .
 	@touch $@
 
 # In one go, not after what training needs alone: pip would resolve and build twice.
 $(INSTALLED_DEV): pyproject.toml setup.py constraints.txt | $(BIN)/pip
-	$(PIP) -e '.[dev]'
+	$(EDITABLE) '.[dev]'
 	@touch $(INSTALLED) $@
 
 $(VENV)/fp8: constraints.txt | $(INSTALLED_DEV)
@@ -115,7 +117,7 @@ $(VENV)/fp8: constraints.txt | $(INSTALLED_DEV)
 	@touch $@
 
 $(INSTALLED_BENCH): $(INSTALLED_DEV)
-	$(PIP) -e '.[bench]'
+	$(EDITABLE) '.[bench]'
 	@touch $@
 
 clean: ## remove the environment, builds and caches (not the runs' outputs)

@@ -62,7 +62,7 @@ def sample(engine: zerotrain.ZeroEngine, data: TextDataset, num_tokens: int, dev
     """A text that the model goes on with. All ranks compute it: at stage 3 each holds a part of the weights."""
     engine.eval()
     generator = torch.Generator().manual_seed(SEED)
-    ids = torch.tensor(data.encode("import "), dtype=torch.int64, device=device)
+    ids = torch.as_tensor(data.encode("import "), dtype=torch.int64, device=device)
     for _ in range(num_tokens):
         logits = engine(ids[None, -args.seq_len :])[0, -1].float().cpu()
         top = (logits / 0.8).topk(20)

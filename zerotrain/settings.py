@@ -163,7 +163,7 @@ UNITS = Rule(
 )
 HOST = "host"
 SHARD_SIZE = Rule(
-    "a power of two of ranks, 2 or more, host, or null for all ranks",
+    "a power of two from 2 to the number of ranks, host for those of a host, or null for all",
     lambda size: size in (None, HOST) or (type(size) is int and size > 1 and size & (size - 1) == 0),
 )
 KEPT = Rule("a list of name patterns such as ['*norm*']", _are_patterns)

@@ -1,7 +1,10 @@
 """The Makefile: what can be typed is listed, with a line that says what it does."""
 
+import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -19,3 +22,26 @@ def test_make_alone_lists_every_target_and_no_file_can_hide_one():
     assert listed.keys() == phony == targets
     assert {"train", "test", "check", "format", "sweep", "clean", "help"} <= targets
     assert said_by("make") == said_by("make", "help")
+
+
+def test_a_script_beside_a_clone_called_zerotrain_imports_the_package(tmp_path: Path) -> None:
+    """Built as `make install` does it: Python also finds the folder of the clone, since a script's own folder comes
+    first."""
+    clone, site = tmp_path / "zerotrain", tmp_path / "site"
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("zerotrain", "conf"):
+        shutil.copytree(REPOSITORY / name, clone / name, ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, clone)
+    [mode] = re.findall(r"editable_mode=(\w+)", MAKEFILE)
+    build = "import sys; from setuptools.build_meta import build_editable as build; build(sys.argv[1], "
+    build += f"{{'editable_mode': {mode!r}}})"
+    site.mkdir()
+    subprocess.run([sys.executable, "-c", build, site], cwd=clone, check=True, capture_output=True)
+    [wheel] = site.glob("*.whl")
+    shutil.unpack_archive(wheel, site, "zip")
+    script = tmp_path / "script.py"
+    script.write_text("import site, sys; site.addsitedir(sys.argv[1]); import zerotrain; print(zerotrain.__file__)")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = subprocess.run([sys.executable, script, site], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == str(clone / "zerotrain/__init__.py")

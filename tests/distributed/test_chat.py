@@ -112,7 +112,7 @@ def test_chats_give_the_losses_and_updates_of_plain_pytorch(tmp_path: Path, rank
 
 
 SMALL = (
-    "hydra.run.dir=outputs/run launch.nproc_per_node=2 launch.threads_per_rank=1 data.seq_len=64 train.max_steps=60 "
+    "launch.nproc_per_node=2 launch.threads_per_rank=1 data.seq_len=64 train.max_steps=60 "
     "train.micro_batch_size=4 train.eval_every=0 train.sample_tokens=8 optimizer.lr=0.05 data.validation_fraction=0.5 "
     "data.pack=true"
 )

@@ -21,7 +21,7 @@ def test_a_run_of_epochs_ends_goes_on_and_is_left_alone_as_one_of_steps(zygote: 
     assert "train.max_steps=4, from train.num_epochs=0.2" in first.out  # 12.8 sequences in batches of 4
     result = result_of(tmp_path / "run")
     assert (result["status"], result["steps"]) == ("completed", 4)
-    assert "train.max_steps=8 checkpoint.resume=auto" in first.out
+    assert "train.num_epochs=0.4 checkpoint.resume=auto" in first.out
     assert "train.num_epochs=0.2" not in first.out.split("to go on: ")[1]
     again = run("train.num_epochs=0.2")
     assert (again.code, result_of(tmp_path / "run")) == (0, result)

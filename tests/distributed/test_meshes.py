@@ -25,6 +25,7 @@ from test_traffic import NORM_NBYTES
 from zerotrain.comm import collectives
 from zerotrain.errors import ConfigError
 from zerotrain.settings import ZeroConfig
+from zerotrain.training.callbacks import console
 
 MESH = ZeroConfig(reduction="ordered", bucket_mb=0.05, shard_size=2)
 
@@ -121,21 +122,21 @@ def test_at_rest_a_rank_holds_its_part_of_the_parameters_and_its_shard_of_the_re
             assert held["theory"]["optimizer"] == round(numel * 12 / 4)
 
 
-def on_hosts(of_ranks: list[str]) -> tuple[int, str] | str:
+def on_hosts(of_ranks: list[str]) -> tuple[str, str] | str:
     """Build and train with shard_size=host on hosts of these names, by rank."""
     collectives.host_name = lambda: of_ranks[place()[0]]
     try:
         engine = train(Case(replace(MESH, shard_size="host", stage=3)))
     except ConfigError as error:
         return str(error)
-    return engine.collectives.inside.size, engine.weights_sha256()
+    return console._ranks(engine).rpartition("; ")[2], engine.weights_sha256()
 
 
 def test_a_host_is_a_shard() -> None:
     same, two, uneven, mixed = run_over([list("aaaa"), list("aabb"), list("aaab"), list("abab")], on_hosts, 4)
     expected = sha256(reference_weights(Case(MESH), 4))
-    assert same == [(4, expected)] * 4
-    assert two == [(2, expected)] * 4
+    assert same == [("zero.shard_size=host: all ranks", expected)] * 4
+    assert two == [("2 groups of 2 ranks, each with all parameters", expected)] * 4
     for refused, counts in ((uneven, "3, 1"), (mixed, "2, 2")):
         why = f"the hosts have {counts} ranks; all must have as many, numbered host by host"
         assert set(refused) == {f"zero.shard_size='host': {why}"}

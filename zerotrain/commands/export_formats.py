@@ -17,6 +17,7 @@ from zerotrain.errors import ConfigError
 from zerotrain.files.kept_out import refusal
 from zerotrain.files.untrusted import printable
 from zerotrain.saved.saved import SavedRun, has_tokenizer
+from zerotrain.saved.text_model import chat_template_of
 
 
 def trained(saved: CheckpointTensors) -> Iterator[tuple[str, SavedParameter]]:
@@ -136,8 +137,10 @@ def write_adapter_config(folder: Path, run: SavedRun, lora: Any) -> None:
 
 
 def write_tokenizer(folder: Path, run: SavedRun) -> str | None:
-    """The tokenizer's files; where it cannot be had, a line that says so."""
-    name = run.tokenizer_name or run.require_config().model.get("name_or_path")
+    """The tokenizer's files, with the template of the chats it was trained on; where these cannot be had, a line that
+    says so."""
+    config, warning = run.require_config(), None
+    name = run.tokenizer_name or config.model.get("name_or_path")
     if name is None:
         return None
     if not has_tokenizer(name):
@@ -148,8 +151,13 @@ def write_tokenizer(folder: Path, run: SavedRun) -> str | None:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers raises all kinds for files that it cannot read
         return printable(f"warning: without a tokenizer: {name} has none ({refusal(name, error)})", keep="")
+    try:
+        if config.data.get("template") is not None and (template := chat_template_of(run)) is not None:
+            tokenizer.chat_template = template.text
+    except ConfigError as error:
+        warning = f"warning: without the template of the chats: {error}"
     tokenizer.save_pretrained(folder)
-    return None
+    return warning
 
 
 # The weights under the names that others know, as tensors to be written.

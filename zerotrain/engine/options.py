@@ -171,6 +171,6 @@ def shard_size_of(shard_size: int | str | None, num_ranks: int, hosts: Sequence[
     sizes = [2**power for power in range(1, num_ranks.bit_length()) if num_ranks % 2**power == 0]
     if size not in sizes and size != num_ranks:
         what = f"a host has {size} of" if shard_size == HOST else "does not divide the"
-        allowed = ", ".join(map(str, sizes)) + " or null" if sizes else "null"
-        raise ConfigError(f"{got}: {what} {num_ranks} ranks; give {allowed}, for all of them")
+        allowed = " or ".join([*map(str, sizes), "null for all"])
+        raise ConfigError(f"{got}: {what} {num_ranks} ranks; give {allowed}")
     return size

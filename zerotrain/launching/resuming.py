@@ -20,7 +20,7 @@ from zerotrain.checkpoint.mirror import CREDENTIALS, fetch_newest, open_mirror
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.comm.environment import RankEnvironment, num_restarts
 from zerotrain.config.compose import config_hash, slurm_job
-from zerotrain.config.schema import LENGTHS, Config
+from zerotrain.config.schema import Config
 from zerotrain.config.words import quote, word
 from zerotrain.device.kinds import num_gpus
 from zerotrain.engine.options import leaves_per_rank
@@ -456,8 +456,6 @@ def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment
         starter = f"{ranks.starter} {f'{number} {ranks.world_size}' if is_one_machine else '...'}"
         starter += " python" if ranks.starter == "srun" else ""
     replaced = (*_OF_RESUMING, *(f"{change.partition('=')[0]}=" for change in changes))
-    if any(change.startswith("train.max_steps=") for change in changes):
-        replaced += tuple(f"train.{name}=" for name in LENGTHS)  # a run has one length
     unchanged = [override for override in overrides if not override.lstrip("+").startswith(replaced)]
     settings = with_run_dir([*unchanged, *changes, f"checkpoint.resume={AUTO}"], run_dir)
     return f"{starter} {shlex.join([*started, *settings, *_config_options(sys.argv[1:])])}"

@@ -291,7 +291,7 @@ def run_job(composed: DictConfig) -> float | list[float] | None:
         failure = failure_of(error, run_dir)
         print(failure, file=sys.stderr)
         raise SystemExit(_code_of(failure)) from error
-    print_ending(result, run_dir, Path.cwd(), RankEnvironment.read())
+    print_ending(result, run_dir, Path.cwd(), RankEnvironment.read(), read.config)
     _end_as_stopped(result, signum, read.config)
     return result.final_val_loss
 
@@ -536,12 +536,19 @@ def shown_from(cwd: Path, path: Path) -> Path:
     return path.relative_to(cwd) if path.is_relative_to(cwd) else path
 
 
-def print_ending(result: RunResult, run_dir: Path, cwd: Path, ranks: RankEnvironment | None) -> None:
-    """Say where a completed run lies, or one stopped in order, and how to go on with it."""
+def print_ending(
+    result: RunResult, run_dir: Path, cwd: Path, ranks: RankEnvironment | None, config: Config | None
+) -> None:
+    """Say where a completed run lies, or one stopped in order, and how to go on with it: for as long again."""
     folder = shown_from(cwd, run_dir)
     print_place(result, folder)
     if result.checkpoint is not None:
-        changes = [f"train.max_steps={2 * result.steps}"] if result.status == "completed" else []
+        lengths = {"max_steps": result.steps}
+        if config is not None:  # a run has one length, which may stand in a yaml
+            own = {name: getattr(config.train, name) for name in ("num_epochs", "max_tokens")}
+            lengths = {name: length for name, length in own.items() if length is not None} or lengths
+        is_completed = result.status == "completed"
+        changes = [f"train.{name}={2 * length:.15g}" for name, length in lengths.items() if is_completed]
         command = resuming.command_to_go_on(result.overrides or [], folder, ranks, *changes)
         print(f"to go on: {command}", flush=True)
     else:

@@ -475,10 +475,11 @@ def check(
     sound = replace(config, train=replace(config.train, virtual_ranks=virtual_ranks if leaves else None))
     sound.zero = replace(config.zero, shard_size=shard_size if config.zero.shard_size else None)
     _rehearse(attempt, sound, None if frozen is None else model, row)
-    if frozen is not None and not attempt.problems and not config.plan.only:
+    if frozen is not None and not attempt.problems:
         on_host = device is None or device_of(device).is_host
         attempt("train", partial(require_loss_over, on_host=on_host), model, data, row, config)
-        attempt("data", require_apart, model, data, config)
+        if not config.plan.only:
+            attempt("data", require_apart, model, data, config)
     if attempt.problems:
         raise ConfigError(*dict.fromkeys(attempt.problems))  # several parts may stumble over one pattern
     return fingerprint or {}

@@ -50,6 +50,8 @@ def require_loss_over(model: torch.nn.Module, data: Any, batch: Any, config: Con
     """Check that a model's loss of a batch is the mean that `train.loss_over` says: that of its parts, each by its
     weight. Both are computed here, in evaluation mode, by the model with first weights.
 
+    A plan has no memory for the model: it looks at the shapes of a loss of the config alone.
+
     It is not tried where each micro-batch is to count alike, with the models of zerotrain (their losses are known), and
     where it cannot be: the model is large, fails on the CPU, or draws random numbers in evaluation mode. If none fits,
     the one the user has named is taken: a small part of a loss may depend on all rows of a batch.
@@ -63,18 +65,8 @@ def require_loss_over(model: torch.nn.Module, data: Any, batch: Any, config: Con
         ConfigError: it is another mean, or none; the model gives no loss; or its own count is no number.
     """
     loss_over, kind, num_rows = config.train.loss_over, type(model).__name__, len(data.train)
-    try:
-        counted, _ = fetch.weighing_of(loss_over, model)
-        weighings = fetch.WEIGHTS | dict([fetch.weighing_of(fetch.AUTO, model)])
-        weighings[counted](batch, 1)
-    except Exception as error:  # whatever the user's method raises
-        raise ConfigError(f"train.loss_over: got {loss_over}; {printable(f'{error}', keep='')}") from error
-    is_ours = type(model).__module__.startswith("zerotrain.models.") and getattr(model, "next_token_labels", False)
-    is_known = is_ours and counted in (fetch.AUTO, "labels")
-    if is_known or (counted == "micro_batches" and not config.target("loss")):
-        return
-    tried = _try_loss(model, batch, config)
-    if config.target("loss"):
+    if has_config_loss := bool(config.target("loss")):
+        tried = None if config.plan.only else _try_loss(model, batch, config)
         two = _read_rows(data, config, range(min(2, num_rows)))  # of one row, what is no mean has one number too
         inputs = two if tried else fetch.to_device(two, torch.device("meta"))
         computing: Any = tried[0] if tried else model
@@ -82,6 +74,19 @@ def require_loss_over(model: torch.nn.Module, data: Any, batch: Any, config: Con
             computing.config_loss.require_scalar(computing, inputs, sure=on_host)
         except ValueError as error:
             raise ConfigError(f"loss: {error}") from error
+    if config.plan.only:
+        return
+    try:
+        counted, _ = fetch.weighing_of(loss_over, model)
+        weighings = fetch.WEIGHTS | dict([fetch.weighing_of(fetch.AUTO, model)])
+        weighings[counted](batch, 1)
+    except Exception as error:  # whatever the user's method raises
+        raise ConfigError(f"train.loss_over: got {loss_over}; {printable(f'{error}', keep='')}") from error
+    is_ours = type(model).__module__.startswith("zerotrain.models.") and getattr(model, "next_token_labels", False)
+    if is_ours and counted in (fetch.AUTO, "labels"):
+        return
+    if not has_config_loss:
+        tried = None if counted == "micro_batches" else _try_loss(model, batch, config)
     if tried is None or counted == "micro_batches":
         return
     built, num, output = tried

@@ -119,7 +119,10 @@ def _run_tokens(run: OfRun) -> _Tokens:
         return _byte_tokens()
     if run.tokenizer_name is not None:
         tokens = _tokenizer_tokens(run.tokenizer_name, str(run.path))
-        return _chat_tokens(run, tokens) if config.data.get("_target_") == CHAT else tokens
+        if (chat := chat_template_of(run)) is None:
+            return tokens
+        # A prompt is the question of a chat, and a text the answer.
+        return replace(tokens, encode=lambda text: chat.encode(text).tolist(), stop_token=chat.end_of_text)
     if run.is_hugging_face and config.model.get("name_or_path") is not None:
         return _tokenizer_tokens(config.model["name_or_path"], str(run.path))
     if not str(config.data.get("_target_")).startswith("zerotrain.data."):
@@ -143,13 +146,15 @@ def _byte_tokens() -> _Tokens:
     return _Tokens(lambda text: list(text.encode(errors="surrogateescape")), decode)
 
 
-def _chat_tokens(run: OfRun, tokens: _Tokens) -> _Tokens:
-    """A prompt is the question of a chat, and a text the answer."""
+def chat_template_of(run: OfRun) -> ChatTemplate | None:
+    """That of the chats that a run was trained on; None: it was trained on other data."""
+    data = run.require_config().data
+    if data.get("_target_") != CHAT:
+        return None
     try:
-        chat = ChatTemplate(TextTokenizer(str(run.tokenizer_name)), run.require_config().data.get("template"))
+        return ChatTemplate(TextTokenizer(str(run.tokenizer_name)), data.get("template"))
     except ValueError as error:
         raise ConfigError(f"{run.path}: {error}") from error
-    return replace(tokens, encode=lambda text: chat.encode(text).tolist(), stop_token=chat.end_of_text)
 
 
 def _tokenizer_tokens(name: str, source: str) -> _Tokens:

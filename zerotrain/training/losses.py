@@ -111,13 +111,17 @@ class ConfigLoss:
         if isinstance(self.function, OF_ELEMENTS):
             if outputs.shape != target.shape:
                 shapes = f"outputs of shape {tuple(outputs.shape)} with a target of shape {tuple(target.shape)}"
-                raise ValueError(f"it compares {shapes}; both must have one shape")
+                advice = "" if target.is_floating_point() else "; loss=cross_entropy takes numbers of classes"
+                raise ValueError(f"it compares {shapes}; both must have one shape{advice}")
             target = target.to(outputs.dtype)
         elif isinstance(self.function, OF_CLASSES) and not target.is_floating_point():
             target, class_dim = target.long(), getattr(self.function, "class_dim", None)
             class_dim = class_dim or (-1 if getattr(model, "next_token_labels", False) else None)
             if class_dim_of(outputs, target, class_dim) == outputs.dim() - 1:
                 outputs, target = outputs.flatten(0, -2), target.flatten()
+        if (weights := self._class_weights) is not None and len(weights) != outputs.shape[min(1, outputs.dim() - 1)]:
+            shape = f"outputs of shape {tuple(outputs.shape)}"
+            raise ValueError(f"loss.weight has {len(weights)} numbers for {shape}; give one for each class")
         return self.function(outputs, target)
 
     def has_target(self, batch: Any) -> bool:

@@ -16,6 +16,7 @@ from tests.unit.commands.test_export import ONE_SEED_AT_A_TIME, exported, refuse
 from tests.unit.data.tokenizers_made import END, saved
 from zerotrain.commands import evaluate, generate
 from zerotrain.config.compose import from_values
+from zerotrain.data.chat import CHATML
 from zerotrain.models import HuggingFaceModel
 from zerotrain.models.gpt import MeanCrossEntropy
 
@@ -113,6 +114,19 @@ def test_transformers_opens_what_was_exported_and_gives_equal_logits(llama, tmp_
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     own = transformers.AutoTokenizer.from_pretrained(run.parent / "tokenizer")
     assert tokenizer.encode("def main") == own.encode("def main") != []
+
+
+def test_a_template_of_the_settings_goes_with_the_tokenizer(llama, tmp_path: Path, capsys) -> None:
+    chats = {"_target_": "zerotrain.data.ChatDataset", "tokenizer": str(llama[0].parent / "tokenizer")}
+    written = tmp_path / "template.jinja"
+    written.write_text(CHATML)
+    for name, template in {"chatml": "chatml", "file": str(written)}.items():
+        run_of(tmp_path / name, llama[1], chats | {"template": template})
+        out = exported(tmp_path / name, tmp_path / f"{name}_out")
+        assert transformers.AutoTokenizer.from_pretrained(out).chat_template == CHATML
+    written.unlink()
+    exported(tmp_path / "file", tmp_path / "gone")
+    assert "warning: without the template of the chats: " in capsys.readouterr().out
 
 
 @pytest.mark.case("checkpoints", "an export loaded again; a Llama of transformers loaded and exported")

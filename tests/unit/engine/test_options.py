@@ -1,5 +1,6 @@
 """What ranks compare of what an engine is told: everything."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ from torch import nn
 
 from zerotrain.comm.world import World
 from zerotrain.device.kinds import rehearsing
-from zerotrain.engine.options import EngineOptions
+from zerotrain.engine.options import EngineOptions, shard_size_of
+from zerotrain.errors import ConfigError
 from zerotrain.settings import EngineConfig, PrecisionConfig, ZeroConfig, settings_in
 from zerotrain.sharding.bucketing import cut_buckets
 from zerotrain.sharding.units import ManagedParameter, cut_units, walk
@@ -92,3 +94,16 @@ def test_buckets_that_are_left_to_the_device_hold_a_unit_on_a_gpu_and_25_mib_on_
     assert sizes_of_buckets(given, huge, on_host=False)[:2] == [512, 512]
     small = sizes_of_buckets(given, lambda: nn.Linear(16, 16), on_host=False)
     assert small == [0]
+
+
+@pytest.mark.parametrize(
+    ("shard_size", "hosts", "problem"),
+    [
+        (8, [0] * 4, "zero.shard_size=8: does not divide the 4 ranks; give 2 or 4 or null for all"),
+        (2, [0] * 3, "zero.shard_size=2: does not divide the 3 ranks; give null for all"),
+        ("host", [0] * 3 + [1] * 3, "zero.shard_size='host': a host has 3 of 6 ranks; give 2 or null for all"),
+    ],
+)
+def test_ranks_that_cannot_be_cut_so_are_refused_with_what_can(shard_size, hosts, problem):
+    with pytest.raises(ConfigError, match=f"^{re.escape(problem)}$"):
+        shard_size_of(shard_size, len(hosts), hosts)

@@ -444,7 +444,7 @@ GOES_ON = "hydra.run.dir=out a=1 train.max_steps=8 checkpoint.resume=auto"
 )
 def test_the_command_to_go_on_is_that_of_the_run_and_says_where(monkeypatch, argv, ranks, command):
     monkeypatch.setattr(sys, "argv", argv)
-    overrides = ["a=1", "train.num_epochs=4", "++train.max_tokens=4", "train.max_steps=null"]
+    overrides = ["a=1", "++train.max_steps=null"]
     overrides += ["+checkpoint.resume=x", "hydra.run.dir=else", "launch.overwrite=true"]
     started = ranks and RankEnvironment(0, ranks[1], 0, ranks[0], starter=ranks[2] if ranks[2:] else "torchrun")
     assert resuming.command_to_go_on(overrides, Path("out"), started, "train.max_steps=8") == command

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.zygote.client import Ending, Zygote
-from zerotrain.config.schema import Config
+from zerotrain.config.schema import Config, TrainConfig
 from zerotrain.launching import task
 from zerotrain.launching.job import Job
 from zerotrain.launching.task import device_for, print_ending
@@ -158,10 +158,12 @@ def test_a_signal_behind_the_result_of_a_run_leaves_it_completed(tmp_path: Path,
     assert RunResult.read(tmp_path / "result.json") == result
 
 
-def ending(tmp_path: Path, capsys: pytest.CaptureFixture[str], **result: object) -> list[str]:
+def ending(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: Config | None = None, **result: object
+) -> list[str]:
     run_dir = tmp_path / "outputs/2026-11-21/23-04-45-123456"
     known = {"world_size": 2, "status": "completed", "steps": 400, "overrides": ["zero.stage=3"]}
-    print_ending(RunResult(**known | result), run_dir, tmp_path, None)
+    print_ending(RunResult(**known | result), run_dir, tmp_path, None, config)
     return capsys.readouterr().out.splitlines()
 
 
@@ -175,6 +177,19 @@ def test_the_end_says_where_things_are_and_how_to_go_on(tmp_path: Path, capsys, 
     )
     _, goes_on = ending(tmp_path, capsys, status="stopped", checkpoint="step-00000003")
     assert "train.max_steps" not in goes_on
+
+
+@pytest.mark.parametrize(("length", "doubled"), [("num_epochs=3.0", "6"), ("max_tokens=10000000000", "20000000000")])
+def test_a_run_in_epochs_or_tokens_goes_on_for_as_many_whoever_has_set_them(
+    length: str, doubled: str, tmp_path: Path, capsys, monkeypatch
+):
+    """In a yaml, where nothing on the command line replaces them."""
+    monkeypatch.setattr(sys, "argv", ["launch.py"])
+    name, _, value = length.partition("=")
+    config = Config(train=TrainConfig(max_steps=400, **{name: float(value)}))
+    for overrides in ([], [f"train.{length}"]):
+        _, goes_on = ending(tmp_path, capsys, config, checkpoint="step-00000400", overrides=overrides)
+        assert goes_on.endswith(f"123456 train.{name}={doubled} checkpoint.resume=auto")
 
 
 def test_without_a_checkpoint_the_end_says_how_to_get_one(tmp_path: Path, capsys):

@@ -11,7 +11,7 @@ import zerotrain.models
 from tests.unit.configs import ADAMW, CONSTANT, GPT
 from tests.unit.training import losses
 from zerotrain.config import checks
-from zerotrain.config.schema import Config, TrainConfig
+from zerotrain.config.schema import Config, PlanConfig, TrainConfig
 from zerotrain.errors import ConfigError
 from zerotrain.preflight import check as preflight, loss_trial
 from zerotrain.run.factory import add_config_loss, build
@@ -112,7 +112,10 @@ REFUSED = {
         {"loss": CROSS | {"weight": "heavy"}},
         f"loss.weight: got heavy; {CROSS['_target_']} takes a list",
     ),
-    "two weights of seven": ({"loss": CROSS | {"weight": [1.0, 2.0]}}, "loss: CrossEntropy: "),
+    "two weights of seven": (
+        {"loss": CROSS | {"weight": [1.0, 2.0]}},
+        "loss: CrossEntropy: loss.weight has 2 numbers for outputs of shape (2, 7); give one for each class",
+    ),
     "not reduced": (
         {"loss": CROSS | {"reduction": "none"}},
         "loss: CrossEntropy returns a Tensor of shape (2,) for a batch; it must return one ",
@@ -135,7 +138,8 @@ REFUSED = {
     ),
     "two shapes": (
         {"model": "Column", "loss": {"_target_": "torch.nn.MSELoss"}},
-        "loss: MSELoss: it compares outputs of shape (2, 1) with a target of shape (2,); both must",
+        "loss: MSELoss: it compares outputs of shape (2, 1) with a target of shape (2,); both must have one "
+        "shape; loss=cross_entropy takes numbers of classes",
     ),
     "none": (
         {"loss": {}},
@@ -164,6 +168,12 @@ def test_a_loss_that_cannot_be_trained_is_refused_in_one_line(name):
     refused = refusal(config_of(**settings))
     assert refused.startswith(line)
     assert "\n" not in refused
+
+
+@pytest.mark.parametrize("name", ["two weights of seven", "two shapes", "not reduced", "a function of each row"])
+def test_a_plan_refuses_a_loss_as_a_run_does(name):
+    config = config_of(**REFUSED[name][0], plan=PlanConfig(only=True))
+    assert refusal(config).startswith(REFUSED[name][1])
 
 
 def test_a_loss_is_tried_on_shapes_alone_where_the_model_is_large(monkeypatch):

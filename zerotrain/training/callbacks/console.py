@@ -266,9 +266,10 @@ def _ranks(engine: ZeroEngine) -> str:
     elif (matmul := engine.options.config.precision.matmul) is not None:
         matrices = f", matrices in {matmul}{', emulated' if device.is_host else ''}"
     line = f"{engine.world.size} on {device.name}; {engine.precision.name}{matrices}"
-    replicas = engine.collectives.across.size
-    if replicas > 1:
-        line += f"; {replicas} replicas of parameters, each on {engine.world.size // replicas} ranks"
+    if engine.options.zero.shard_size is not None and engine.world.size > 1:
+        groups, ranks = engine.collectives.across.size, engine.collectives.inside.size
+        is_mesh, got = groups > 1, f"zero.shard_size={engine.options.zero.shard_size}"
+        line += f"; {groups} groups of {ranks} ranks, each with all parameters" if is_mesh else f"; {got}: all ranks"
     leaves = len(engine.virtual_ranks)
     if leaves > 1:
         line += f"; virtual ranks: {leaves * engine.world.size}, {leaves} on each"
