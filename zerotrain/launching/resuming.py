@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from zerotrain.checkpoint import folder
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
