@@ -278,12 +278,6 @@ FAULTS = {
         "distributed/test_verification.py::"
         "test_a_run_names_the_wrong_rank_stops_and_goes_on_without_it_to_the_undisturbed_weights",
     ),
-    "places-not-in-the-digest": Fault(
-        "digest",
-        Swap("chunk * places[: len(chunk)]", "chunk"),
-        "two exchanged elements are no difference",
-        "unit/engine/buckets/test_digest.py::test_zeros_of_another_sign_and_exchanged_elements_are_differences",
-    ),
     "discarded-leaf-is-reduced": Fault(
         "Reductions._reduce_next",
         Swap("self._under_way.discards", "False"),
