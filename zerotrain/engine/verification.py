@@ -242,20 +242,18 @@ class Verification:
 
     def _judge(self, step: int, replica: Replica, values: Mapping[int, Digest], owned: Digest | None) -> Corruption:
         """Which ranks hold a replica wrongly: those that differ from more than half of them, or from its owners."""
-        (common, votes), size, layout = Counter(values.values()).most_common(1)[0], len(values), replica.bucket.layout
-        right: Digest | None = common
+        right, votes, wrong = _majority({rank: [value] for rank, value in values.items()}, owned)
+        size, layout = len(values), replica.bucket.layout
         evidence = f"{votes} of {size} ranks have the same"
-        if 2 * votes <= size:
-            right = owned if owned in values.values() else None
-            evidence = "its owners have what the other rank has"
         if right is None:
             evidence = "two ranks differ, and no third one tells which is right"
-        reference = right or common
+        elif 2 * votes <= size:
+            evidence = "its owners have what the other rank has"
+        reference = right or values[min(values)]
         other = next((value for value in values.values() if value != reference), owned)
         assert other is not None
         place = wrong_element(other, reference, replica.itemsize)
-        wrong = [rank for rank, value in values.items() if value != (right or value)]
-        if len({*values.values()}) == 1 and place is not None:
+        if not wrong and right is not None and place is not None:
             wrong = [rank for rank in range(size) if layout.shard(rank).start <= place < layout.shard(rank).stop]
             evidence = "all ranks have the same, and its owner has kept something else"
         slots = list(zip(replica.bucket.spec.parameters, layout.slots, strict=True))
@@ -287,10 +285,7 @@ class Verification:
         for _ in range(_NUM_MORE):
             for rank, (value,) in enumerate(self._exchange([digest(self._compute(leaf, looks))])):
                 results.setdefault(rank, []).append(value)
-        steady = [values[0] for values in results.values() if len(set(values)) == 1]
-        common, votes = Counter(steady).most_common(1)[0] if steady else (None, 0)
-        right = common if 2 * votes > len(steady) else None
-        wrong = [rank for rank, values in sorted(results.items()) if set(values) != {right or values[0]}]
+        _, votes, wrong = _majority(results)
         evidence = f"computed again, {votes} of {self._world.size} ranks agree"
         for rank in wrong:
             how = "another result each time" if len(set(results[rank])) == 1 else "several results"
@@ -313,3 +308,18 @@ def _bits(values: Any) -> list[Any]:
     """All of the bits in rows and their weights, to be compared."""
     leaves = tree_leaves(values)
     return [digest(leaf).tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def _majority(
+    results: Mapping[int, Sequence[Digest]], owned: Digest | None = None
+) -> tuple[Digest | None, int, list[int]]:
+    """(right result, ranks that have it, ranks in the wrong). A rank with several results is wrong. Right is the result
+    of more than half of the others, else the owners', if any has it; None: nothing tells.
+
+    Args:
+        results: of each rank.
+    """
+    steady = Counter(values[0] for values in results.values() if len(set(values)) == 1)
+    common, votes = steady.most_common(1)[0] if steady else (None, 0)
+    right = common if 2 * votes > steady.total() else owned if owned in steady else None
+    return right, votes, [rank for rank, values in sorted(results.items()) if set(values) != {right or values[0]}]
