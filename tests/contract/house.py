@@ -136,10 +136,10 @@ def measure_house() -> dict[str, float]:
 
 
 LIMITS = {
-    "code lines": 31_305,  # aim: 28,000
-    "code lines of the engine wing": 12_971,  # aim: 11,500
-    "code lines of the run wing": 12_154,  # aim: 11,500
-    "code lines of the desk wing": 6_180,  # aim: 5,000
+    "code lines": 31_303,  # aim: 28,000
+    "code lines of the engine wing": 12_965,  # aim: 11,500
+    "code lines of the run wing": 12_160,  # aim: 11,500
+    "code lines of the desk wing": 6_178,  # aim: 5,000
     "files": 220,
     f"files under {SHORT_FILE} code lines": 25,
     "largest file": 700,
