@@ -9,7 +9,7 @@ needs no config, and tab completion no torch.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -71,20 +71,6 @@ def settings_in(group: Any, prefix: str = "") -> Iterator[tuple[str, Setting, An
             yield name, entry.metadata["setting"], value
         elif is_dataclass(value):
             yield from settings_in(value, f"{name}.")
-
-
-def dotted(values: Mapping[Any, Any], prefix: str = "", *, with_empty: bool = False) -> dict[str, Any]:
-    """Nested values by dotted names.
-
-    Args:
-        with_empty: whether a mapping without entries is a value.
-    """
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        is_group = isinstance(value, Mapping) and (len(value) > 0 or not with_empty)
-        path = f"{prefix}{name}"
-        flat |= dotted(value, f"{path}.", with_empty=with_empty) if is_group else {path: value}
-    return flat
 
 
 def value_of(run: Any, name: str) -> Any:

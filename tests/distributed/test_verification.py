@@ -148,7 +148,8 @@ def train(fault: Fault) -> dict[str, Any]:
             outcome = {"found": dict(error.facts), "text": str(error)}
             break
     outcome = outcome or {"found": None, "hash": engine.weights_sha256()}
-    return outcome | {"place": planted.place, "steps": verification.num_steps}
+    sent_nbytes = engine.ledger.outside_steps.sent_nbytes
+    return outcome | {"place": planted.place, "steps": verification.num_steps, "sent_nbytes": sent_nbytes}
 
 
 def outcomes(faults: list[Fault], size: int) -> list[dict[str, Any]]:
@@ -183,6 +184,8 @@ def test_verified_steps_change_no_bit_and_raise_no_false_alarm(size: int) -> Non
     for fault, verified, other in zip(faults, outcomes(faults, size), plain, strict=True):
         assert (verified["steps"], verified["found"]) == (NUM_STEPS // EVERY, None), fault
         assert verified["hash"] == other["hash"], fault
+        if fault.stage < 3:  # at 3 parameters are gathered for it
+            assert verified["sent_nbytes"] == other["sent_nbytes"]
 
 
 WHERE_FOUND = [
@@ -246,6 +249,37 @@ def test_two_replicas_of_a_mesh_tell_where_they_differ() -> None:
 def test_one_rank_finds_a_result_that_does_not_come_again() -> None:
     [outcome] = outcomes([Fault("gradient", stage=2)], 1)
     assert outcome["found"]["ranks"] == (0,)
+
+
+WHATS = ("weight", "gradient", "reduced", "gathered", "state")
+
+
+def random_fault(what: str, stage: int, size: int, number: int) -> Fault:
+    """Any rank and element, in a verified step or in one beside it."""
+    draw = random.Random(f"{what} {stage} {size} {number}")
+    step, seed = draw.choice([3, 4, 4, 5]), draw.randrange(10**6)
+    return Fault(what, stage, seed, draw.randrange(size), step, precision=("fp32", "bf16")[number % 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_flipped_bit_lets_the_wrong_rank_be_named(size: int) -> None:
+    """With -s it prints what was found of each fault."""
+    faults = [random_fault(what, stage, size, number) for stage in range(4) for what in WHATS for number in range(2)]
+    clean = outcomes([Fault(precision=precision) for precision in ("fp32", "bf16")], size)
+    table = []
+    for number, (fault, outcome) in enumerate(zip(faults, outcomes(faults, size), strict=True)):
+        found = outcome["found"]
+        if found is None:
+            verdict = "no harm" if outcome["hash"] == clean[number % 2]["hash"] else "missed"
+        else:
+            assert set(found["ranks"]) <= {fault.rank}, (fault, outcome)
+            assert f"{found['parameter']} {found['element']}" == outcome["place"], (fault, outcome)
+            verdict = f"{'named' if found['ranks'] else 'found'} after {found['step'] - fault.step} by {found['what']}"
+        table.append((size, fault.stage, fault.what, fault.precision, fault.step % EVERY == 0, verdict))
+        is_seen = fault.what == "gradient" or (fault.what, fault.stage) in [("weight", 0), ("weight", 1), ("weight", 2)]
+        assert verdict != "missed" or fault.step % EVERY or not is_seen, fault
+    print(*table, sep="\n")
 
 
 class Normed(nn.Sequential):

@@ -19,7 +19,7 @@ from zerotrain.config.schema import Config
 from zerotrain.config.words import did_you_mean, interpolation_problems, we_call_it
 from zerotrain.errors import ConfigError
 from zerotrain.files.lock import whole
-from zerotrain.settings import dotted
+from zerotrain.files.untrusted import dotted
 
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 """With the backslashes before it: each would be taken for an escape."""

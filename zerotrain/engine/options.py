@@ -8,7 +8,8 @@ from zerotrain.comm.world import World
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.model.precision import PRECISIONS, LossScaler, Precision
 from zerotrain.errors import ConfigError, argument
-from zerotrain.settings import AUTO, HOST, EngineConfig, OffloadConfig, ZeroConfig, dotted, problems_in
+from zerotrain.files.untrusted import dotted
+from zerotrain.settings import AUTO, HOST, EngineConfig, OffloadConfig, ZeroConfig, problems_in
 from zerotrain.sharding.plan import STAGES, Plan
 from zerotrain.sharding.units import ManagedParameter, Unit
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from typing import Annotated, Any
@@ -247,6 +247,20 @@ def value_at(value: Any, *names: str) -> Any:
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     return value
+
+
+def dotted(values: Mapping[Any, Any], prefix: str = "", *, with_empty: bool = False) -> dict[str, Any]:
+    """Nested values by dotted names.
+
+    Args:
+        with_empty: whether a mapping without entries is a value.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        is_group = isinstance(value, Mapping) and (len(value) > 0 or not with_empty)
+        path = f"{prefix}{name}"
+        flat |= dotted(value, f"{path}.", with_empty=with_empty) if is_group else {path: value}
+    return flat
 
 
 def is_kind(value: Any, kind: Any) -> bool:

@@ -26,13 +26,14 @@ from zerotrain.config.words import quote, word
 from zerotrain.device.kinds import num_gpus
 from zerotrain.engine.options import leaves_per_rank
 from zerotrain.errors import CheckpointError, ConfigError
-from zerotrain.files.untrusted import UntrustedFileError, kind_of, parse_yaml, printable, read_regular, shown, value_at
+from zerotrain.files import untrusted
+from zerotrain.files.untrusted import UntrustedFileError, kind_of, parse_yaml, printable, read_regular, shown
 from zerotrain.launching import exits
 from zerotrain.launching.failures import RunError
 from zerotrain.launching.job import COMPOSITION, CONFIG_NAME, RANKS, Job, num_threads_per_rank
 from zerotrain.preflight.choice import as_chosen
 from zerotrain.preflight.plan import PLAN_NAME
-from zerotrain.settings import dotted, problems_in
+from zerotrain.settings import problems_in
 from zerotrain.training.callbacks.stages import stage_at, stages_from
 from zerotrain.training.result import METRICS_NAME, RESULT_NAME, STEPS_NAME, RunResult
 
@@ -167,7 +168,7 @@ def _differences(config: Config, run_hash: str | None, run_dir: Path) -> list[st
         return [f"its {CONFIG_NAME} has no settings"]
     # As JSON has them: numbers as keys become texts, and tuples lists.
     defaults, saved, current = (
-        dotted(json.loads(json.dumps(values))) for values in (asdict(Config()), content, asdict(config))
+        untrusted.dotted(json.loads(json.dumps(values))) for values in (asdict(Config()), content, asdict(config))
     )
     if config.train.virtual_ranks is None:  # as many as the checkpoint has that it went on from
         saved.pop("train.virtual_ranks", None)
@@ -424,7 +425,7 @@ def take_from(manifest: Manifest, config: Config, num_ranks: int, num_local_rank
                 f"warning: the checkpoint was trained with {num_virtual} virtual ranks, which {num_ranks} ranks cannot "
                 "share evenly: the batch size changes from here on"
             )
-    saved = value_at(manifest.content["config"], "launch", "threads_per_rank")
+    saved = untrusted.value_at(manifest.content["config"], "launch", "threads_per_rank")
     is_on_cpu = config.launch.device == "cpu" or not num_gpus()
     if is_on_cpu and config.launch.threads_per_rank is None and type(saved) is int and 0 < saved <= MAX_THREADS:
         own = num_threads_per_rank(config, num_local_ranks)

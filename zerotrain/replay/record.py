@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from zerotrain.errors import ConfigError
-from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, read_regular
-from zerotrain.settings import dotted
+from zerotrain.files.untrusted import Natural, UntrustedFileError, dotted, parse_json, read_regular
 from zerotrain.training.callbacks.record import Spikes, recorded
 from zerotrain.training.result import STEPS_NAME, without_non_finite
 

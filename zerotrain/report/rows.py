@@ -21,7 +21,6 @@ from zerotrain.files.lock import LOCK_NAME, is_held
 from zerotrain.files.untrusted import UntrustedFileError, only_regular, parse_json, parse_yaml, printable, read_regular
 from zerotrain.report.journal import DIVERGED, FAILED, REFUSED, RUNNING, JobEvent, SweepJournal, outcome
 from zerotrain.report.values import cell, first_line, in_bytes, in_order, number, short_names, shortened, value_text
-from zerotrain.settings import dotted
 from zerotrain.training.result import METRICS_NAME, RESULT_NAME, RunResult, read_result, value_in
 
 # The losses of a run over its steps, out of metrics.jsonl: some hundred points, however long the file is.
@@ -239,7 +238,7 @@ def _section(content: bytes) -> dict[str, Any]:
         values = parse_yaml(content)
     except UntrustedFileError:
         return {}
-    settings = dotted(values, with_empty=True) if isinstance(values, dict) else {}
+    settings = untrusted.dotted(values, with_empty=True) if isinstance(values, dict) else {}
     return {shortened(name, MAX_NAME): value for name, value in settings.items()}
 
 

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct, field, structs
 
 from zerotrain.files import untrusted
 from zerotrain.files.lock import whole
-from zerotrain.settings import dotted
+from zerotrain.files.untrusted import dotted
 
 RESULT_NAME = "result.json"
 KEPT = ("skipped_steps", "final_train_loss", "final_val_loss", "val_loss_by_source", "val_metrics", "stages")

@@ -22,8 +22,7 @@ from zerotrain.engine.engine import ZeroEngine, take_up
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.engine.state.save import SaveUnderWay
 from zerotrain.errors import CheckpointError, ConfigError, TrainingError
-from zerotrain.files.untrusted import Natural, UntrustedFileError, require_kind
-from zerotrain.settings import dotted
+from zerotrain.files.untrusted import Natural, UntrustedFileError, dotted, require_kind
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.clock import ClockState
 from zerotrain.training.metrics.metric import is_metrics_state

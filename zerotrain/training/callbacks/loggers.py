@@ -20,8 +20,7 @@ from msgspec import Meta, Struct, to_builtins
 from zerotrain.checkpoint.manifest import versions
 from zerotrain.device.kinds import device_of
 from zerotrain.files.lock import read_note, whole
-from zerotrain.files.untrusted import UntrustedFileError, parse_json, require_kind
-from zerotrain.settings import dotted
+from zerotrain.files.untrusted import UntrustedFileError, dotted, parse_json, require_kind
 from zerotrain.training.callback import Callback, Closing, Run
 from zerotrain.training.result import METRICS_NAME, MetricsFile, MetricSink, lines_of
 
