@@ -31,7 +31,8 @@ TOPICS = {
         "Checks before a run, and what a run has left",
         ("run", "preflight", "saved", "api.py", "errors.py", "__init__.py"),
     ),
-    "training": ("Training and its callbacks", ("training",)),
+    "training": ("Training", ("training",)),
+    "callbacks": ("The callbacks of a run", ("training/callbacks",)),
     "models": ("Models", ("models",)),
     "data": ("Data sets and their rows", ("data",)),
     "data_files": (

@@ -130,7 +130,7 @@ def train(fault: Fault) -> dict[str, Any]:
         precision=fault.precision,
         virtual_ranks=fault.virtual_ranks,
     )
-    verification = Verification(engine, EVERY if fault.verifies else 0)
+    verification = Verification(engine, EVERY if fault.verifies else 2 * NUM_STEPS)
     planted = Planted(fault, engine)
     planted.watch()
     num = fault.num_micro_batches
@@ -140,7 +140,7 @@ def train(fault: Fault) -> dict[str, Any]:
         own = [micro_batch for number in engine.virtual_ranks for micro_batch in rows(step, number, num)]
         arguments: dict[str, Any] = {}
         try:
-            for number in verification.virtual_ranks(step):
+            for number in verification.turns.virtual_ranks(step):
                 leaf = Leaf(number, rows(step, number, num), None)
                 arguments["before_update"] = verification.begin(step, leaf, own, arguments)
             engine.train_step(own, **arguments)
@@ -292,13 +292,13 @@ def statistics(verifies: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = Normed(nn.Linear(4, 4), nn.BatchNorm1d(4))
     engine = zerotrain.build_engine(model, optimizer=OPTIMIZERS["sgd"], zero=zerotrain.ZeroConfig(stage=3))
-    verification = Verification(engine, EVERY if verifies else 0)
+    verification = Verification(engine, EVERY if verifies else 2 * NUM_STEPS)
     for step in range(1, 5):
         inputs = [
             [(torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + rank)),)] for rank in range(2)
         ]
         arguments: dict[str, Any] = {}
-        for number in verification.virtual_ranks(step):
+        for number in verification.turns.virtual_ranks(step):
             leaf = Leaf(number, inputs[number], None)
             arguments["before_update"] = verification.begin(step, leaf, inputs[place()[0]], arguments)
         engine.train_step(inputs[place()[0]], **arguments)

@@ -83,11 +83,34 @@ class Replica:
         return self.sums, torch.zeros_like(self.sums) if self.owned is None else self.owned
 
 
+@dataclass(frozen=True)
+class Turns:
+    """Which leaf of another rank a rank computes in which step."""
+
+    every: int
+    """Steps from one verified step to the next."""
+    rank: int
+    size: int
+    leaves: int
+    """Virtual ranks of each rank."""
+
+    def distance(self, step: int) -> int:
+        """Ranks from one to the rank whose leaf it computes in a step, from 1. A single rank computes its own."""
+        return 1 + step // self.every % (self.size - 1) if self.size > 1 else 0
+
+    def virtual_ranks(self, step: int) -> list[int]:
+        """The leaf for this rank, one in a list; [] if the step is not verified."""
+        if step % self.every:
+            return []
+        rank = (self.rank + self.distance(step)) % self.size
+        return [rank * self.leaves + step // self.every % self.leaves]
+
+
 class Verification:
     """Compares the ranks of an engine in some of its steps.
 
     Args:
-        every: steps from one verified step to the next; 0: none is verified.
+        every: steps from one verified step to the next.
     """
 
     num_steps = 0
@@ -96,20 +119,12 @@ class Verification:
     """The last of them, or the step that the training began at."""
 
     def __init__(self, engine: ZeroEngine, every: int) -> None:
-        self._engine, self._every = engine, every
-        self._world, self._leaves = engine.world, len(engine.virtual_ranks)
-
-    def virtual_ranks(self, step: int) -> list[int]:
-        """The leaf of another rank that this one computes in a step, from 1; [] if the step is not verified."""
-        if not self._every or step % self._every:
-            return []
-        rank = (self._world.rank + self._distance(step)) % self._world.size
-        return [rank * self._leaves + step // self._every % self._leaves]
-
-    def _distance(self, step: int) -> int:
-        """Ranks from one to the rank whose leaf it computes. A single rank computes its own."""
-        size = self._world.size
-        return 1 + step // self._every % (size - 1) if size > 1 else 0
+        self._engine, self._world, self._leaves = engine, engine.world, len(engine.virtual_ranks)
+        self.turns = Turns(every, engine.world.rank, engine.world.size, self._leaves)
+        self._noted: dict[Bucket, list[torch.Tensor]] = {}
+        """(parameters, 2) of each leaf of a bucket."""
+        self._itemsizes: dict[Bucket, int] = {}
+        """Bytes of an element of the last of these leaves."""
 
     def begin(
         self, step: int, leaf: Leaf, micro_batches: Sequence[MicroBatch], arguments: Mapping[str, Any]
@@ -117,7 +132,7 @@ class Verification:
         """Compute a leaf of another rank, before the step; collective.
 
         Args:
-            leaf: of `virtual_ranks`.
+            leaf: of `turns`.
             micro_batches, arguments: of the `train_step` to come.
 
         Returns:
@@ -126,8 +141,7 @@ class Verification:
         replicas, number = list(self._replicas()), leaf.virtual_rank % self._leaves
         looks = {name: arguments[name] for name in ("before_each", "with_outputs") if name in arguments}
         again = self._compute(leaf, looks, replicas)
-        for bucket in self._engine.schedule.trained:
-            bucket.gradient.digests = []
+        self._watch()
         per_leaf = len(leaf.micro_batches)
         where, weights = slice(number * per_leaf, (number + 1) * per_leaf), arguments.get("weights")
         own = micro_batches[where], None if weights is None else weights[where]
@@ -137,7 +151,7 @@ class Verification:
             digests = [digest(computed), digest(again), *(sums for one in replicas for sums in one.digests)]
             rows = self._exchange(digests)
             corruption = self._compare_replicas(step, replicas, rows)
-            distance, size = self._distance(step), self._world.size
+            distance, size = self.turns.distance(step), self._world.size
             doubts = [rank for rank in range(size) if rows[rank][1] != rows[(rank + distance) % size][0]]
             if corruption is None and doubts:
                 facts = {"computed": computed, "again": again, "leaf": tuple(leaf), "own": _bits(own)}
@@ -162,32 +176,43 @@ class Verification:
             looks: further arguments of `run_discarded`.
             replicas: gets what gathers have brought meanwhile.
         """
-        buckets, watches = self._engine.schedule.buckets, replicas is not None and self._engine.plan.shards_parameters
-        for trained in self._engine.schedule.trained:
-            trained.gradient.digests = []
-        for bucket in buckets:
-            bucket.weights.digests = [] if watches else None
+        buckets, gathered = self._engine.schedule.buckets, dict[Bucket, list[torch.Tensor]]()
+        self._watch()
+        for bucket in buckets if replicas is not None and self._engine.plan.shards_parameters else ():
+            gathered[bucket] = []
+            bucket.weights.watch = partial(_append, gathered[bucket])
         try:
             self._engine.run_discarded(*leaf, **looks)
-            for bucket in buckets:
-                weights = bucket.weights
-                if replicas is not None and weights.digests:
-                    sums, count = torch.stack(weights.digests).sum(0), len(weights.digests)
-                    owned = None if weights.home.moves else digest(weights.shard, weights.own.start) * count
-                    replicas.append(Replica("gathered weights", bucket, weights.shard.itemsize, sums, owned))
-            return self._take_digests(slice(None))
         finally:
+            computed = self._take_digests(slice(None))
             for bucket in buckets:
-                bucket.weights.digests = None
+                bucket.weights.watch = None
+        for bucket, brought in gathered.items():
+            weights = bucket.weights
+            if replicas is not None and brought:
+                owned = None if weights.home.moves else digest(weights.shard, weights.own.start) * len(brought)
+                sums = torch.stack(brought).sum(0)
+                replicas.append(Replica("gathered weights", bucket, weights.shard.itemsize, sums, owned))
+        return computed
+
+    def _watch(self) -> None:
+        """Note digests of leaves from now on."""
+        for bucket in self._engine.schedule.trained:
+            self._noted[bucket] = []
+            bucket.gradient.watch = partial(self._note, bucket)
+
+    def _note(self, bucket: Bucket, leaf: torch.Tensor) -> None:
+        self._itemsizes[bucket] = leaf.itemsize
+        self._noted[bucket].append(torch.stack([digest(leaf[slot.offset : slot.end]) for slot in bucket.layout.slots]))
 
     def _take_digests(self, where: slice) -> torch.Tensor:
         """(parameters, 2) of the leaf that is there among those noted. The last of a rank may come in several parts."""
         digests = []
         for bucket in self._engine.schedule.trained:
-            noted, bucket.gradient.digests = bucket.gradient.digests, None
-            assert noted is not None
-            digests.append(torch.stack(noted[where]).sum(0))
-        return torch.cat(digests)
+            bucket.gradient.watch = None
+            if noted := self._noted.pop(bucket)[where]:
+                digests.append(torch.stack(noted).sum(0))
+        return torch.cat(digests) if digests else torch.empty(0, 2)
 
     def _replicas(self) -> Iterator[Replica]:
         """All that lies at other ranks as at this one, between two steps."""
@@ -275,10 +300,10 @@ class Verification:
         move = partial(torch.Tensor.to, device=self._world.device)
         leaf, trained = Leaf(*tree_map_only(torch.Tensor, move, checker["leaf"])), self._engine.schedule.trained
         unlike = int((checker["again"] != owner["computed"]).any(dim=1).nonzero()[0])
-        places = [(managed.names[0], bucket.gradient) for bucket in trained for managed in bucket.spec.parameters]
-        name, gradient = places[unlike]
+        places = [(managed.names[0], bucket) for bucket in trained for managed in bucket.spec.parameters]
+        name, bucket = places[unlike]
         first, second = (facts[unlike].tolist() for facts in (owner["computed"], checker["again"]))
-        place = wrong_element(first, second, gradient.leaf_itemsize)
+        place = wrong_element(first, second, self._itemsizes[bucket])
         if _bits(leaf[1:]) != owner["own"]:
             evidence = f"ranks {sorted(results)} have read other rows for virtual rank {leaf.virtual_rank}"
             return self._corruption(step, "gradient", name, place, [], evidence)
@@ -302,6 +327,10 @@ class Verification:
         place = f"rank {self._world.rank} on {socket.gethostname()} ({device})"
         places = self._engine.collectives.gather_objects(place, name="places of the ranks")
         return Corruption(step, what, parameter, element, tuple(wrong), tuple(map(places.__getitem__, wrong)), evidence)
+
+
+def _append(digests: list[torch.Tensor], values: torch.Tensor) -> None:
+    digests.append(digest(values))
 
 
 def _bits(values: Any) -> list[Any]:

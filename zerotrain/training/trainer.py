@@ -17,14 +17,12 @@ from zerotrain.comm.world import World
 from zerotrain.data.fetch import AUTO, Collate, RowError, RowPlace, StopTimeoutError
 from zerotrain.device.kinds import reading
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.engine.verification import Leaf, Verification
 from zerotrain.errors import CommError, ConfigError
 from zerotrain.files.untrusted import printable
 from zerotrain.training import clock, feed, report, result, sameness
 from zerotrain.training.callback import Callback, CallbackList, Run
 from zerotrain.training.callbacks import checkpoints, console, evaluation, loggers, measuring, profile, record, sample
 from zerotrain.training.callbacks.stages import Control, RunFreezing, RunStages
-from zerotrain.training.callbacks.verification import RunVerification
 from zerotrain.training.metrics.metric import OF_VALIDATION, TrainingMetrics, metrics_in, rising_metrics
 from zerotrain.training.request import ASKED, Request, StopRequest, decoded, stop_requests
 from zerotrain.training.schedule import set_rates
@@ -134,7 +132,11 @@ class Trainer:
         )
         if self.world.rank > 0:
             self.console, self.sinks = Console(quiet=True), ()
-        self.verification = Verification(self.engine, self.verify_every)
+        self._verifying: Any = None
+        if self.verify_every:
+            from zerotrain.training.callbacks.verification import RunVerification  # few runs need it
+
+            self._verifying = RunVerification(self.engine, self.verify_every)
         self.clock = clock.StepClock()
         self.checkpoints = checkpoints.RunCheckpoints(
             self.engine, self.run_dir, policy=self.checkpoint, console=self.console, settings=self.settings
@@ -180,10 +182,10 @@ class Trainer:
             profile.Recording(trace=self.profile, memory=self.memory_snapshot),
         ]
         pruning = [] if self.pruning is None else [self.pruning]
-        verifying = RunVerification(self.verification, self.verify_every)
+        verifying = [] if self._verifying is None else [self._verifying]
         control = Control(self.run_dir / ASKED, self.world, self.console)
         mirror = [] if self.mirror is None else [self.mirror]
-        tail = [verifying, run_evaluation, *pruning, *mirror, self.checkpoints.best, self.checkpoints, control]
+        tail = [*verifying, run_evaluation, *pruning, *mirror, self.checkpoints.best, self.checkpoints, control]
         return CallbackList(head, self.callbacks, tail, world=self.world, console=self.console)
 
     def run(self) -> dict[str, Any]:
@@ -279,7 +281,9 @@ class Trainer:
 
     def _train(self, run: Run, stop: StopRequest) -> None:
         """Train to the last step, or to a stop. Collective."""
-        with self.feed.loader(self.max_steps - self.first_step, self.verification.virtual_ranks) as loader:
+        verifying = self._verifying
+        further = {} if verifying is None else {"further": verifying.verification.turns.virtual_ranks}
+        with self.feed.loader(self.max_steps - self.first_step, **further) as loader:
             for step in range(self.first_step, self.max_steps):
                 self.begin(step + 1)
                 set_rates(self.engine.param_groups, self.schedule(step - self.result.skipped_steps, self.max_steps))
@@ -293,10 +297,9 @@ class Trainer:
                         self.engine.signal = wishes.encoded(self._callbacks.names)
                         measuring = self._metrics.of_step(step + 1, micro_batches, self.feed.counts)
                         step_arguments = {"weights": weights, "before_each": seed_each, **measuring}
-                        for virtual_rank in self.verification.virtual_ranks(step + 1):
-                            leaf = Leaf(virtual_rank, *self.feed.further)
-                            compare = self.verification.begin(step + 1, leaf, micro_batches, step_arguments)
-                            step_arguments["before_update"] = compare
+                        if verifying is not None:
+                            rows = self.feed.further
+                            step_arguments |= verifying.begin(step + 1, rows, micro_batches, step_arguments)
                         outcome = self.engine.train_step(micro_batches, **step_arguments)
                 except RowError as error:
                     if isinstance(error.__cause__, StopTimeoutError) and step > self.first_step:

@@ -272,8 +272,8 @@ FAULTS = {
         "distributed/test_verification.py::test_statistics_of_batches_are_counted_once_in_a_verified_step",
     ),
     "a-rank-verifies-itself": Fault(
-        "Verification._distance",
-        Swap("1 + step // self._every % (size - 1) if size > 1 else 0", "0"),
+        "Turns.distance",
+        Swap("1 + step // self.every % (self.size - 1) if self.size > 1 else 0", "0"),
         "a rank that is wrong in the same way each time finds itself right",
         "distributed/test_verification.py::"
         "test_a_run_names_the_wrong_rank_stops_and_goes_on_without_it_to_the_undisturbed_weights",

@@ -1,12 +1,12 @@
 """The gradient of one bucket: filled parameter by parameter, then reduced over the ranks (`BucketReduction`)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import Scratch, ScratchPools, Zeros
-from zerotrain.engine.buckets.digest import digest
 from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, Backward, GradientState, Life
 from zerotrain.engine.buckets.reduction import BucketReduction
 from zerotrain.engine.model.forward import named_range
@@ -172,10 +172,8 @@ class BucketGradient:
         pools: lend buffers for a part of a step.
     """
 
-    digests: list[torch.Tensor] | None = None
-    """Those of this rank's leaves, (parameters, 2) of each, while a step is verified: see `engine.verification`."""
-    leaf_itemsize = 0
-    """Bytes of an element of the last of these leaves."""
+    watch: Callable[[torch.Tensor], object] | None = None
+    """Called with each leaf of this rank, flat, while a step is verified: see `engine.verification`."""
     shard: torch.Tensor
     """(shard_numel,) compute dtype: this rank's part of the reduced gradient. See `reduction`."""
 
@@ -313,7 +311,8 @@ class BucketGradient:
     def add_leaf(self, *, discards: bool = False) -> None:
         """The same, added to the leaves before it, or discarded."""
         leaf = self.close_leaf()
-        self._note_digest(leaf.storage)
+        if self.watch is not None:
+            self.watch(leaf.storage)
         if discards:
             self._subtrees.give_back(leaf)
         else:
@@ -322,11 +321,6 @@ class BucketGradient:
     def leaf_alone(self) -> list[torch.Tensor]:
         """The same for its own sake, a tensor for each parameter."""
         return _cut(self.close_leaf(), self.layout)[1]
-
-    def _note_digest(self, flat: torch.Tensor) -> None:
-        if self.digests is not None:
-            self.leaf_itemsize = flat.itemsize
-            self.digests.append(torch.stack([digest(flat[slot.offset : slot.end]) for slot in self.layout.slots]))
 
     # ---- the reduction
 
@@ -339,7 +333,8 @@ class BucketGradient:
             self._filled = _cut(self._unreduced, self.layout)
             self._filled[0].copy_(summed)
         leaf, _ = _begun(self._filled)
-        self._note_digest(leaf)
+        if self.watch is not None:
+            self.watch(leaf)
         if discards:
             self.drop()
             return

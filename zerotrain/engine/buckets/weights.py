@@ -7,7 +7,6 @@ import torch
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import Gather
-from zerotrain.engine.buckets.digest import digest
 from zerotrain.engine.buckets.home import Homes
 from zerotrain.engine.buckets.life import WEIGHT_TRANSITIONS, Life, WeightState
 from zerotrain.engine.model.forward import named_range
@@ -31,8 +30,8 @@ class BucketWeights:
             becomes the model's.
     """
 
-    digests: list[torch.Tensor] | None = None
-    """Those of the weights that gathers have brought, while a step is verified: see `engine.verification`."""
+    watch: Callable[[torch.Tensor], object] | None = None
+    """Called with the weights that a gather has brought, while a step is verified: see `engine.verification`."""
     before_change: Callable[[], None] | None = None
     """Called by `about_to_change`, while a save reads the bucket beside the training."""
 
@@ -146,8 +145,8 @@ class BucketWeights:
             self.gather.finish()
             if self.home.moves:
                 self.home.close(changed=False)
-        if self.digests is not None:
-            self.digests.append(digest(self.model_weight.tensor))
+        if self.watch is not None:
+            self.watch(self.model_weight.tensor)
         self.life.become(WeightState.FULL)
         self._become_live()
 

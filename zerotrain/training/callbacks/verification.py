@@ -1,27 +1,49 @@
 """A run's part in verification: what is computed again, what it costs, and what was found."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from zerotrain.engine.agreement import require_same
+from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
-from zerotrain.engine.verification import Verification
+from zerotrain.engine.verification import Leaf, Verification
 from zerotrain.errors import CorruptionError
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.record import environment
 from zerotrain.training.report import say
 
 
-@dataclass(eq=False)
 class RunVerification(Callback):
-    """Tells of `train.verify_every`. All ranks have one."""
+    """Verifies steps of a run, and tells of it. All ranks have one.
 
-    verification: Verification
-    every: int
+    Args:
+        every: `train.verify_every`, above 0.
+    """
+
+    def __init__(self, engine: ZeroEngine, every: int) -> None:
+        self.verification, self.every = Verification(engine, every), every
+
+    def begin(
+        self,
+        step: int,
+        further: tuple[Sequence[Any], Any],
+        micro_batches: Sequence[Any],
+        arguments: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Arguments of a `train_step` that is verified; none for another.
+
+        Args:
+            further: (micro-batches, weights) of the leaf for this rank.
+            micro_batches, arguments: of the `train_step` to come.
+        """
+        virtual_ranks = self.verification.turns.virtual_ranks(step)
+        if not virtual_ranks:
+            return {}
+        leaf = Leaf(virtual_ranks[0], *further)
+        return {"before_update": self.verification.begin(step, leaf, micro_batches, arguments)}
 
     def start(self, run: Run) -> None:
         """Refuse ranks whose devices may round in different ways, and say what verification costs."""
-        if not self.every:
-            return
         facts = environment(run.world.device)
         require_same(run.engine.collectives, {f"train.verify_every: {name}": fact for name, fact in facts.items()})
         leaves = len(run.engine.virtual_ranks)
@@ -37,7 +59,7 @@ class RunVerification(Callback):
 
     def after_step(self, run: Run, outcome: TrainStepResult) -> None:
         """See `Callback.after_step`."""
-        if self.every and run.step % self.every == 0:
+        if run.step % self.every == 0:
             self._note(run)
             run.log({"verified_steps": self.verification.num_steps})
 
