@@ -16,6 +16,10 @@ LISTED = {
     "engine/buckets/home.py: OffloadedHome.tell keeps moved": (
         "the update is made of the weights, whose home moves the memory that the update's spans are parts of"
     ),
+    "engine/verification.py: bucket.gradient.watch = partial(self._note, bucket)": (
+        "a verified step begins and ends while the bucket trains, and a plain run imports nothing of it"
+    ),
+    "engine/verification.py: bucket.weights.watch = partial(note_weights, bucket)": "likewise",
     "launching/exits.py: os._exit = _exit": "the interpreter's own, so that no exit is missed",
     "engine/state/save.py: bucket.weights.before_change = partial(self.keep, bucket)": (
         "a save begins and ends while the bucket trains"

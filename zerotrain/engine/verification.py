@@ -177,10 +177,13 @@ class Verification:
             replicas: gets what gathers have brought meanwhile.
         """
         buckets, gathered = self._engine.schedule.buckets, dict[Bucket, list[torch.Tensor]]()
+
+        def note_weights(bucket: Bucket, weights: torch.Tensor) -> None:
+            gathered.setdefault(bucket, []).append(digest(weights))
+
         self._watch()
         for bucket in buckets if replicas is not None and self._engine.plan.shards_parameters else ():
-            gathered[bucket] = []
-            bucket.weights.watch = partial(_append, gathered[bucket])
+            bucket.weights.watch = partial(note_weights, bucket)
         try:
             self._engine.run_discarded(*leaf, **looks)
         finally:
@@ -189,7 +192,7 @@ class Verification:
                 bucket.weights.watch = None
         for bucket, brought in gathered.items():
             weights = bucket.weights
-            if replicas is not None and brought:
+            if replicas is not None:
                 owned = None if weights.home.moves else digest(weights.shard, weights.own.start) * len(brought)
                 sums = torch.stack(brought).sum(0)
                 replicas.append(Replica("gathered weights", bucket, weights.shard.itemsize, sums, owned))
@@ -327,10 +330,6 @@ class Verification:
         place = f"rank {self._world.rank} on {socket.gethostname()} ({device})"
         places = self._engine.collectives.gather_objects(place, name="places of the ranks")
         return Corruption(step, what, parameter, element, tuple(wrong), tuple(map(places.__getitem__, wrong)), evidence)
-
-
-def _append(digests: list[torch.Tensor], values: torch.Tensor) -> None:
-    digests.append(digest(values))
 
 
 def _bits(values: Any) -> list[Any]:
