@@ -281,7 +281,7 @@ FAULTS = {
     "discarded-leaf-is-reduced": Fault(
         "Reductions._reduce_next",
         Swap("self._under_way.discards", "False"),
-        "a leaf that is computed again is added to the step's gradient",
+        "a leaf that is computed again is sent to the other ranks",
         "distributed/test_verification.py::test_verified_steps_change_no_bit_and_raise_no_false_alarm",
     ),
 }
