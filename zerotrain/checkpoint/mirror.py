@@ -101,7 +101,7 @@ class Mirror:
 
     def push(self, path: Path) -> None:
         """Copy a whole checkpoint there. It is not removed here meanwhile, and a manifest that is there is the last
-        thing written. Of a checkpoint that is there the sizes are compared, and what was lost is copied again.
+        thing written. If it is there already, sizes are compared, and a file of another size is copied again.
 
         Raises:
             CheckpointError: the mirror does not take it, or it is damaged here.
@@ -234,13 +234,18 @@ def open_mirror(url: str, setting: str) -> Mirror:
 
 
 def fetch_newest(
-    mirror: Mirror, folder: Path, newest: int | None, say: Callable[[str], object] = print
+    mirror: Mirror,
+    folder: Path,
+    newest: int | None,
+    say: Callable[[str], object] = print,
+    latest: int | None = None,
 ) -> tuple[Path | None, list[str]]:
     """Fetch the newest whole checkpoint of a mirror into a folder of checkpoints, if it is newer than the newest there.
 
     Args:
         newest: its step; None: there is none.
         say: prints a line.
+        latest: the last step whose checkpoint may be taken; None: any may.
 
     Returns:
         Its path, or None; and a line for each that was newer, and is damaged. A copy that was cut off is none.
@@ -252,6 +257,8 @@ def fetch_newest(
     for step in mirror.steps():
         if newest is not None and step <= newest:
             break
+        if latest is not None and step > latest:
+            continue
         begun_s = time.monotonic()
         try:
             path = mirror.fetch(step, folder)

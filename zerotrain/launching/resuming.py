@@ -356,7 +356,8 @@ def _fetched(config: Config, run_dir: Path, newest: int | None) -> list[Path]:
     try:
         steps = mirror.steps()
         if resume == AUTO:
-            path, problems = fetch_newest(mirror, run_dir / folder.CHECKPOINTS, newest)
+            latest = (corruption_in(run_dir) or {}).get("last_step")
+            path, problems = fetch_newest(mirror, run_dir / folder.CHECKPOINTS, newest, latest=latest)
             if path is None and newest is None and problems:
                 raise ConfigError(*(f"checkpoint.mirror: {problem}" for problem in problems))
             for problem in problems:

@@ -3,6 +3,7 @@
 import builtins
 import io
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -14,7 +15,10 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from tests.unit.checkpoint.runs import KINDS, build
+from tests.unit.engine.parts import alone
 from zerotrain.checkpoint.manifest import MANIFEST
+from zerotrain.checkpoint.mirror import Mirror
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.compose import config_hash, register_schema, save_config
 from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, TrainConfig
@@ -682,6 +686,17 @@ def test_after_a_wrong_rank_a_run_goes_on_from_what_was_verified(tmp_path: Path)
     corrupted(tmp_path, 5)
     with pytest.raises(ConfigError, match=r"each checkpoint is later than the last verified step; name the checkpoint"):
         checkpoints_to_try(config, tmp_path)
+
+
+def test_after_a_wrong_rank_the_mirror_gives_no_later_checkpoint(tmp_path: Path) -> None:
+    own = build(alone(), KINDS["Muon and AdamW"], 0, seed=0).save(tmp_path / "own")
+    url = f"file://{tmp_path}/there"
+    for step in (10, 20):
+        Mirror(url).push(Path(shutil.copytree(own, tmp_path / "copies" / f"step-{step:08}")))
+    config = config_with("auto")
+    config.checkpoint.mirror = url
+    corrupted(tmp_path, 10)
+    assert [path.name for path in checkpoints_to_try(config, tmp_path)] == ["step-00000010"]
 
 
 def test_a_wrong_rank_is_not_started_again_unless_its_host_is_dropped(attempts, tmp_path: Path, monkeypatch) -> None:
