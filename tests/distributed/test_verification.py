@@ -301,11 +301,13 @@ def statistics(verifies: bool) -> list[torch.Tensor]:
         for number in verification.turns.virtual_ranks(step):
             leaf = Leaf(number, inputs[number], None)
             arguments["before_update"] = verification.begin(step, leaf, inputs[place()[0]], arguments)
+        if verifies:
+            engine.leaf(place()[0], inputs[place()[0]])
         engine.train_step(inputs[place()[0]], **arguments)
     return list(model.buffers())
 
 
-def test_statistics_of_batches_are_counted_once_in_a_verified_step() -> None:
+def test_statistics_of_batches_are_counted_once_also_where_leaves_are_computed_alone() -> None:
     plain, verified = run_over([False, True], statistics, 2)
     for buffers, others in zip(plain, verified, strict=True):
         assert all(map(torch.equal, buffers, others))
@@ -326,6 +328,7 @@ def test_a_run_names_the_wrong_rank_stops_and_goes_on_without_it_to_the_undistur
     assert wrong.wait() == 1
     found = result_of(tmp_path / "run")["verification"]["corruption"]
     assert (found["ranks"], found["step"]) == ([2], 12)
+    assert "verify  every 4 steps each rank computes a virtual rank of another" in wrong.stdout
     assert "found that rank 2 on " in wrong.stderr
     assert "not started again: the same device would compute wrongly again" in wrong.stderr
     last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])

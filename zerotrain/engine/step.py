@@ -201,7 +201,7 @@ class Steps:
         self._discards = False
         """Whether gradients are discarded: a leaf is computed again for its digest."""
         self.losses: list[torch.Tensor] = []
-        """Of the micro-batches since the last step, on this rank."""
+        """The losses of this rank's micro-batches since the last step."""
         self._loss: torch.Tensor | None = None
         """0-dim fp64, the mean of this rank's virtual ranks in a `train_step`."""
         self._broken_off_by = ""
@@ -525,18 +525,13 @@ class Steps:
             EngineStateError: gradients of a step are waiting.
         """
         (weighted,) = shared_out(micro_batches, weights, 1)
-        self.held.require_no_gradient("a leaf cannot be computed")
-        self._in_last_leaf = False
-        try:
-            with self._clean_after_error():
-                self._run_leaf(virtual_rank, weighted, before_each, after_each)
-                return {
-                    managed.names[0]: gradient
-                    for bucket in self.held.schedule.trained
-                    for managed, gradient in zip(bucket.spec.parameters, bucket.gradient.leaf_alone(), strict=True)
-                }
-        finally:
-            self.zero_grad()
+        with self._leaf_alone(in_last_leaf=False):
+            self._run_leaf(virtual_rank, weighted, before_each, after_each)
+            return {
+                managed.names[0]: gradient
+                for bucket in self.held.schedule.trained
+                for managed, gradient in zip(bucket.spec.parameters, bucket.gradient.leaf_alone(), strict=True)
+            }
 
     def run_discarded(
         self,
@@ -550,19 +545,26 @@ class Steps:
         added to others. Arguments are those of `leaf` and `train_step`. All ranks call it together, each for a leaf at
         the same place among those of its rank. It changes neither weights nor the model's buffers."""
         (weighted,) = shared_out(micro_batches, weights, 1)
+        is_last = (virtual_rank + 1) % len(self.virtual_ranks) == 0
+        with self._leaf_alone(in_last_leaf=is_last, discards=True):
+            self._run_leaf(virtual_rank, weighted, before_each, with_outputs=with_outputs)
+            if not is_last:
+                self.held.schedule.reductions.close_leaf(discards=True)
+        self.held.schedule.end_update()  # no backward will come through the forwards of this
+
+    @contextmanager
+    def _leaf_alone(self, *, in_last_leaf: bool, discards: bool = False) -> Iterator[None]:
+        """In here a leaf is computed for its own sake, between steps: neither its gradients nor what its forwards write
+        into the model's buffers stay."""
         self.held.require_no_gradient("a leaf cannot be computed")
-        leaves = len(self.virtual_ranks)
         buffers = [(buffer, buffer.clone()) for buffer in self.held.module.buffers()]
-        self._in_last_leaf, self._discards = virtual_rank % leaves == leaves - 1, True
+        self._in_last_leaf, self._discards = in_last_leaf, discards
         try:
             with self._clean_after_error():
-                self._run_leaf(virtual_rank, weighted, before_each, with_outputs=with_outputs)
-                if not self._in_last_leaf:
-                    self.held.schedule.reductions.close_leaf(discards=True)
+                yield
         finally:
             self._discards = False
             self.zero_grad()
-            self.held.schedule.end_update()  # no backward will come through the forwards of this
             with torch.no_grad():
                 for buffer, former in buffers:
                     buffer.copy_(former)

@@ -85,7 +85,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Turns:
-    """Which leaf of another rank a rank computes in which step."""
+    """The turns in which a rank computes leaves of the others: one of another rank in each verified step."""
 
     every: int
     """Steps from one verified step to the next."""
@@ -119,8 +119,8 @@ class Verification:
     """The last of them, or the step that the training began at."""
 
     def __init__(self, engine: ZeroEngine, every: int) -> None:
-        self._engine, self._world, self._leaves = engine, engine.world, len(engine.virtual_ranks)
-        self.turns = Turns(every, engine.world.rank, engine.world.size, self._leaves)
+        self._engine, self._world = engine, engine.world
+        self.turns = Turns(every, engine.world.rank, engine.world.size, len(engine.virtual_ranks))
         self._noted: dict[Bucket, list[torch.Tensor]] = {}
         """(parameters, 2) of each leaf of a bucket."""
         self._itemsizes: dict[Bucket, int] = {}
@@ -138,7 +138,7 @@ class Verification:
         Returns:
             For `train_step(before_update=...)`. It raises a CorruptionError on all ranks if they differ.
         """
-        replicas, number = list(self._replicas()), leaf.virtual_rank % self._leaves
+        replicas, number = list(self._replicas()), leaf.virtual_rank % self.turns.leaves
         looks = {name: arguments[name] for name in ("before_each", "with_outputs") if name in arguments}
         again = self._compute(leaf, looks, replicas)
         self._watch()
@@ -147,9 +147,9 @@ class Verification:
         own = micro_batches[where], None if weights is None else weights[where]
 
         def compare() -> None:
-            computed = self._take_digests(slice(number, number + 1 if number < self._leaves - 1 else None))
-            digests = [digest(computed), digest(again), *(sums for one in replicas for sums in one.digests)]
-            rows = self._exchange(digests)
+            computed = self._take_digests(slice(number, number + 1 if number < self.turns.leaves - 1 else None))
+            held = [sums for replica in replicas for sums in replica.digests]
+            rows = self._exchange([digest(computed), digest(again), *held])
             corruption = self._compare_replicas(step, replicas, rows)
             distance, size = self.turns.distance(step), self._world.size
             doubts = [rank for rank in range(size) if rows[rank][1] != rows[(rank + distance) % size][0]]
@@ -169,7 +169,7 @@ class Verification:
 
     # ---- the digests of this rank
 
-    def _compute(self, leaf: Leaf, looks: Mapping[str, Any], replicas: list[Replica] | None = None) -> torch.Tensor:
+    def _compute(self, leaf: Leaf, looks: Mapping[str, Any], replicas: list[Replica]) -> torch.Tensor:
         """(parameters, 2) the digests of a leaf, computed now.
 
         Args:
@@ -182,21 +182,18 @@ class Verification:
             gathered.setdefault(bucket, []).append(digest(weights))
 
         self._watch()
-        for bucket in buckets if replicas is not None and self._engine.plan.shards_parameters else ():
+        for bucket in buckets if self._engine.plan.shards_parameters else ():
             bucket.weights.watch = partial(note_weights, bucket)
         try:
             self._engine.run_discarded(*leaf, **looks)
         finally:
-            computed = self._take_digests(slice(None))
             for bucket in buckets:
                 bucket.weights.watch = None
         for bucket, brought in gathered.items():
-            weights = bucket.weights
-            if replicas is not None:
-                owned = None if weights.home.moves else digest(weights.shard, weights.own.start) * len(brought)
-                sums = torch.stack(brought).sum(0)
-                replicas.append(Replica("gathered weights", bucket, weights.shard.itemsize, sums, owned))
-        return computed
+            weights, sums = bucket.weights, torch.stack(brought).sum(0)
+            owned = None if weights.home.moves else digest(weights.shard, weights.own.start) * len(brought)
+            replicas.append(Replica("gathered weights", bucket, weights.shard.itemsize, sums, owned))
+        return self._take_digests(slice(None))
 
     def _watch(self) -> None:
         """Note digests of leaves from now on."""
@@ -213,9 +210,8 @@ class Verification:
         digests = []
         for bucket in self._engine.schedule.trained:
             bucket.gradient.watch = None
-            if noted := self._noted.pop(bucket)[where]:
-                digests.append(torch.stack(noted).sum(0))
-        return torch.cat(digests) if digests else torch.empty(0, 2)
+            digests.append(torch.stack(self._noted.pop(bucket)[where]).sum(0))
+        return torch.cat(digests)
 
     def _replicas(self) -> Iterator[Replica]:
         """All that lies at other ranks as at this one, between two steps."""
@@ -269,9 +265,9 @@ class Verification:
         return None
 
     def _judge(self, step: int, replica: Replica, values: Mapping[int, Digest], owned: Digest | None) -> Corruption:
-        """Which ranks hold a replica wrongly: those that differ from more than half of them, or from its owners."""
+        """Name the ranks that hold a replica wrongly: they differ from more than half of all, or from its owners."""
         right, votes, wrong = _majority({rank: [value] for rank, value in values.items()}, owned)
-        size, layout = len(values), replica.bucket.layout
+        size, layout, spec = len(values), replica.bucket.layout, replica.bucket.spec
         evidence = f"{votes} of {size} ranks have the same"
         if right is None:
             evidence = "two ranks differ, and no third one tells which is right"
@@ -284,10 +280,10 @@ class Verification:
         if not wrong and right is not None and place is not None:
             wrong = [rank for rank in range(size) if layout.shard(rank).start <= place < layout.shard(rank).stop]
             evidence = "all ranks have the same, and its owner has kept something else"
-        slots = list(zip(replica.bucket.spec.parameters, layout.slots, strict=True))
-        managed, slot = next((pair for pair in slots if place is not None and place < pair[1].end), slots[0])
-        element = None if place is None else place - slot.offset
-        name = managed.names[0] if place is not None or len(slots) == 1 else replica.bucket.spec.name
+        name, element = spec.parameters[0].names[0] if len(spec.parameters) == 1 else spec.name, None
+        for managed, slot in zip(spec.parameters, layout.slots, strict=True):
+            if place is not None and slot.offset <= place < slot.end:
+                name, element = managed.names[0], place - slot.offset
         return self._corruption(step, replica.what, name, element, wrong, evidence)
 
     def _arbitrate(
@@ -311,7 +307,7 @@ class Verification:
             evidence = f"ranks {sorted(results)} have read other rows for virtual rank {leaf.virtual_rank}"
             return self._corruption(step, "gradient", name, place, [], evidence)
         for _ in range(_NUM_MORE):
-            for rank, (value,) in enumerate(self._exchange([digest(self._compute(leaf, looks))])):
+            for rank, (value,) in enumerate(self._exchange([digest(self._compute(leaf, looks, []))])):
                 results.setdefault(rank, []).append(value)
         _, votes, wrong = _majority(results)
         evidence = f"computed again, {votes} of {self._world.size} ranks agree"

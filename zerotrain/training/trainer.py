@@ -167,6 +167,9 @@ class Trainer:
             loss_over=self.loss_over,
             metrics=metrics_in(self.callbacks, OF_VALIDATION),
         )
+        verifying = [] if self._verifying is None else [self._verifying]
+        verified = "" if self._verifying is None else self._verifying.describe()
+        num_eval_rows = evaluation.num_eval_rows(self.eval_batches)
         head: list[Callback] = [
             record.StepRecord(sampler),
             loggers.Sinks(self.sinks),
@@ -177,12 +180,11 @@ class Trainer:
             sample.Sample(num_tokens=self.sample_tokens, prompts=self.sample_prompts, seed=self.seed),
             stages,
             RunFreezing(self.engine, self.console, self.frozen),
-            console.ShowStart(stages, sampler, self.validation_sets, evaluation.num_eval_rows(self.eval_batches)),
+            console.ShowStart(stages, sampler, self.validation_sets, num_eval_rows, verified),
             console.ShowProgress(),
             profile.Recording(trace=self.profile, memory=self.memory_snapshot),
         ]
         pruning = [] if self.pruning is None else [self.pruning]
-        verifying = [] if self._verifying is None else [self._verifying]
         control = Control(self.run_dir / ASKED, self.world, self.console)
         mirror = [] if self.mirror is None else [self.mirror]
         tail = [*verifying, run_evaluation, *pruning, *mirror, self.checkpoints.best, self.checkpoints, control]

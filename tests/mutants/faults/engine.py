@@ -266,10 +266,10 @@ FAULTS = {
         "bits/test_meshes.py::test_a_rank_reads_a_weight_alone_between_two_steps",
     ),
     "statistics-counted-twice": Fault(
-        "Steps.run_discarded",
+        "Steps._leaf_alone",
         Drop("copy_"),
         "a verified step counts its batch in the statistics of a batch norm twice",
-        "distributed/test_verification.py::test_statistics_of_batches_are_counted_once_in_a_verified_step",
+        "distributed/test_verification.py::test_statistics_of_batches_are_counted_once_also_where_leaves_are_computed_alone",
     ),
     "a-rank-verifies-itself": Fault(
         "Turns.distance",

@@ -181,6 +181,8 @@ class ShowStart(Callback):
     validation_sets: Mapping[str, Any]
     num_eval_rows: int
     """Read by an evaluation of a large set."""
+    verification: str = ""
+    """What the run verifies, in words."""
 
     def start(self, run: Run) -> None:
         """See `Callback.start`."""
@@ -206,6 +208,7 @@ class ShowStart(Callback):
             "offload": "; ".join(_offloaded(engine, sampler.num_micro_batches)),
             "steps": _steps(sampler, dataset, num_steps),
             "decay": ", ".join(decays),
+            "verify": self.verification,
         }
         if engine.options.holds_units:  # the device has chosen their size
             sizes = [bucket.layout.padded_numel * bucket.spec.dtype.itemsize for bucket in engine.schedule.buckets]

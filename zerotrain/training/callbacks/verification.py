@@ -10,7 +10,6 @@ from zerotrain.engine.verification import Leaf, Verification
 from zerotrain.errors import CorruptionError
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.record import environment
-from zerotrain.training.report import say
 
 
 class RunVerification(Callback):
@@ -42,18 +41,17 @@ class RunVerification(Callback):
         leaf = Leaf(virtual_ranks[0], *further)
         return {"before_update": self.verification.begin(step, leaf, micro_batches, arguments)}
 
+    def describe(self) -> str:
+        """What it does and costs, for the start of a run."""
+        turns = self.verification.turns
+        whose = "another" if turns.size > 1 else "its own"
+        price = f"{1 / (turns.leaves * self.every):.2g} of all compute, and one message of digests"
+        return f"every {self.every} steps each rank computes a virtual rank of {whose} again: {price}"
+
     def start(self, run: Run) -> None:
-        """Refuse ranks whose devices may round in different ways, and say what verification costs."""
+        """Refuse ranks whose devices may round in different ways."""
         facts = environment(run.world.device)
         require_same(run.engine.collectives, {f"train.verify_every: {name}": fact for name, fact in facts.items()})
-        leaves = len(run.engine.virtual_ranks)
-        share = 1 / (leaves * self.every)
-        whose = "a virtual rank of another" if run.world.size > 1 else "a virtual rank of its own"
-        say(
-            run.console,
-            f"verify: every {self.every} steps each rank computes {whose} again, {share:.2g} of all compute, and "
-            "ranks compare digests in one message",
-        )
         self.verification.last_step = run.step
         self._note(run)
 
@@ -66,13 +64,11 @@ class RunVerification(Callback):
     def failure(self, run: Run, error: BaseException) -> None:
         """See `Callback.failure`."""
         if isinstance(error, CorruptionError):
-            self._note(run)
-            assert run.result.verification is not None
-            run.result.verification["corruption"] = dict(error.facts)
+            self._note(run, corruption=dict(error.facts))
             ranks = error.facts["ranks"]
             run.log({"verified_steps": self.verification.num_steps, "corrupted_rank": ranks[0] if ranks else None})
 
-    def _note(self, run: Run) -> None:
+    def _note(self, run: Run, corruption: dict[str, Any] | None = None) -> None:
         verification = self.verification
         facts = {"every": self.every, "steps": verification.num_steps, "last_step": verification.last_step}
-        run.result.verification = facts | {"corruption": None}
+        run.result.verification = facts | {"corruption": corruption}
