@@ -198,9 +198,9 @@ OFFLOADS_TO_DISK = Effect(
 
 def autos_of(run: Any) -> list[str]:
     """The settings of a `Config` that are `auto`, and are chosen as its run starts."""
-    of_steps = ("zero.stage", "train.micro_batch_size", "model.activation_checkpointing")
-    of_tiers = ("offload.optimizer", "offload.parameters", "offload.activations")
-    return [name for name in (*of_steps, *of_tiers) if value_of(run, name) == AUTO]
+    tiers = [f"offload.{kind}" for kind in ("optimizer", "parameters", "activations")]
+    names = ["zero.stage", "train.micro_batch_size", "model.activation_checkpointing", *tiers]
+    return [name for name in names if value_of(run, name) == AUTO]
 
 
 PLANNED = Effect(

@@ -255,7 +255,7 @@ class Ledger:
             self._this_step = former
 
     def repeat(self, recorded: Traffic) -> None:
-        """What was recorded is made, in the step under way."""
+        """Count recorded traffic once more, in the step under way."""
         self._this_step.calls += recorded.calls
         self._this_step.nbytes += recorded.nbytes
 

@@ -372,8 +372,8 @@ class CheckpointConfig:
     save_at_end: bool | None = setting(None, or_null(TRUE_OR_FALSE, " for true but in a sweep"))
     """Save when the last step is done. A run that is told to stop saves in any case."""
     mirror: str | None = setting(None, or_null(MIRROR))
-    """Where whole checkpoints are copied to beside the training, for a machine that may be lost: a folder that fsspec
-    opens, of this run alone. resume=auto takes the newest one, here or there. An unreachable mirror stops no run."""
+    """A folder that fsspec opens, of this run alone: whole checkpoints are copied there beside the training, for a
+    machine that may be lost. resume=auto takes the newest one, here or there. An unreachable mirror stops no run."""
     mirror_keep: int | None = setting(2, or_null(at_least(1, "checkpoints"), " for all"), MIRRORING)
     """As many of the newest stay there."""
 

@@ -2,8 +2,8 @@
 
 A step has three of them: forward, backward, reductions and digit sums; the update and the weights in 16 bits, told
 before the norm is read; and the gathers of stages 1 and 2, told behind it. The norm over ranks is exchanged between the
-first and the second, as in any step: ranks that differ must learn of it. What each leaves on the host (the life of each
-bucket, counts, the order of collectives) is brought about again behind each replay.
+first and the second, as in any step: ranks that differ must learn of it. Behind each replay the host brings its own
+state about again: the life of each bucket, counts, the order of collectives.
 
 [Note: one key on all ranks]
 A graph computes what was recorded. Another shape, hyperparameter or attribute of the model needs another graph, and so
@@ -151,7 +151,7 @@ class StepGraphs:
     _goes_ahead = False
     """Whether the optimizer's update can be told before the norm is read."""
     _candidate: Key | None = None
-    """Of the last step, if that was computed without graphs and updated the weights."""
+    """The key of the last step, if it was computed without graphs and updated the weights."""
     _num_anew = _num_changed = _num_recordings = 0
     """Steps in a row that were computed anew, or that had another key than the one before; recordings."""
 
@@ -183,7 +183,7 @@ class StepGraphs:
         self._num_anew = 0
         self._values: list[Any] = []
         self._inputs: list[torch.Tensor] = []
-        """What is in the micro-batches of a replay, and the tensors among it."""
+        """The values in the micro-batches of a replay, and the tensors among them."""
         self._memory: list[torch.Tensor] = []
         """Lent in a replay, and so not to be freed."""
         self._buffers: list[torch.Tensor] = []

@@ -99,7 +99,7 @@ class HasGraphs(Protocol):
         """A step is about to be made."""
 
     def hear(self, wishes: Sequence[int]) -> None:
-        """What each rank says of its graph in this step. Raises an error of its own where all compute it anew."""
+        """Take the word of each rank on its graph in this step. Raises an error of its own if all compute it anew."""
 
 
 # The places where a gradient is not finite: told when so many steps were skipped that training stops.

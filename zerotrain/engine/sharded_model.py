@@ -244,7 +244,7 @@ class ShardedModel:
         self.first_node = next_node()
 
     def forget_graphs(self) -> None:
-        """What steps compute with, or where it lies, is about to change."""
+        """Forget the graphs of steps: their tensors, or the places of these, are about to change."""
         if self.graphs is not None:
             self.graphs.forget()
 

@@ -22,7 +22,7 @@ TASKS = {
 """(end of the name of the class in transformers, beginning of that of its models' names, words, examples) by task."""
 _TASK_TYPES = {CAUSAL: "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 _TASK_TYPES |= {"sequence_classification": "SEQ_CLS", "token_classification": "TOKEN_CLS"}
-"""What peft calls a task, as far as it does."""
+"""The names of peft for these tasks; it has none for the others."""
 BALANCING_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 START_TOKEN = "decoder_start_token_id"
 """A field that configs of transformers need not have, and their decoders read."""

@@ -175,7 +175,7 @@ class ConfigLoss:
 
 
 class _WithLoss:
-    """What a model is beside its own class: its forward returns the loss, or its outputs for a batch without target."""
+    """A second class of a model: its forward returns the loss, or its outputs for a batch without target."""
 
     config_loss: ConfigLoss
 
@@ -188,7 +188,7 @@ class _WithLoss:
         return (value, fetch.with_tensors(outputs, torch.Tensor.detach)) if with_outputs else value
 
     def outputs_of(self, batch: Any) -> Any:
-        """What the loss compares."""
+        """The outputs that the loss compares with the target."""
         return call_model(super().forward, self.config_loss.inputs_of(batch))  # type: ignore[misc]
 
 

@@ -20,7 +20,7 @@ from zerotrain.settings import PrecisionConfig
 from zerotrain.sharding.units import walk
 
 MULTIPLE = 16
-"""Of both sizes of a matrix that is multiplied in fp8: what GPUs ask for."""
+"""GPUs multiply in fp8 only matrices whose two sizes are multiples of this."""
 
 
 def multiply_in_fp8(
