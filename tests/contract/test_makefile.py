@@ -41,7 +41,11 @@ def test_a_script_beside_a_clone_called_zerotrain_imports_the_package(tmp_path: 
     [wheel] = site.glob("*.whl")
     shutil.unpack_archive(wheel, site, "zip")
     script = tmp_path / "script.py"
-    script.write_text("import site, sys; site.addsitedir(sys.argv[1]); import zerotrain; print(zerotrain.__file__)")
+    script.write_text(
+        "import importlib.util, site, sys; site.addsitedir(sys.argv[1]); "
+        "print(importlib.util.find_spec('zerotrain').origin)"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    found = subprocess.run([sys.executable, script, site], env=environment, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-S", script, site]  # -S: the environment of the tests has a zerotrain of its own
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == str(clone / "zerotrain/__init__.py")
