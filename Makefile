@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 INSTALLED_BENCH := $(VENV)/.installed-bench
+INSTALLED_DOCS := $(VENV)/.installed-docs
 
-.PHONY: help train test thorough bits attack chaos cluster test-gpu test-fp8 check format sweep bench bench-link bench-gpu bench-graphs install clean
+.PHONY: help train test thorough bits attack chaos cluster test-gpu test-fp8 check format docs sweep bench bench-link bench-gpu bench-graphs install clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -47,6 +48,9 @@ check: $(INSTALLED_DEV) ## lint, types and import layers
 format: $(INSTALLED_DEV) ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(INSTALLED_DOCS) ## the site of docs/ into site/, each link of it followed; REPOSITORY_URL: where links to the code lead
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean
 
 sweep: $(INSTALLED) ## the parity sweep: all stages, two bucket sizes, one rank and two: 16 runs, one sha256
 	$(BIN)/python launch.py -m zero.stage=0,1,2,3 zero.bucket_mb=0.25,25 launch.nproc_per_node=1,2 \
@@ -120,6 +124,10 @@ $(INSTALLED_BENCH): $(INSTALLED_DEV)
 	$(EDITABLE) '.[bench]'
 	@touch $@
 
+$(INSTALLED_DOCS): $(INSTALLED_DEV)
+	$(EDITABLE) '.[docs]'
+	@touch $@
+
 clean: ## remove the environment, builds and caches (not the runs' outputs)
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
