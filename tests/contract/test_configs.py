@@ -3,6 +3,7 @@
 import ast
 import functools
 import inspect
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,7 +33,9 @@ NEEDED = {
     "model/own": ["model._target_=torch.nn.Identity"],
     "data/tokenized": ["model=huggingface"],
     "data/chat": ["model=huggingface", "data.path=x"],
+    "experiment/chat_lora": ["data.path=x", "model.name_or_path=x"],
     "experiment/gpt2_bf16": ["data.path=x"],
+    "experiment/llama_1b_bf16": ["data.path=x"],
 }
 """What a choice leaves to the user."""
 
@@ -74,6 +77,11 @@ def test_an_experiment_says_the_command_that_runs_it(path: Path):
     assert directive == "# @package _global_"
     assert "launch.py" in command
     assert f"{path.parent}={path.stem}" in command
+    settings = [word for word in shlex.split(command) if "=" in word]
+    composed = hydra.compose("train", settings, return_hydra_config=True)
+    sweep = [f"{name}={values.split(',')[-1]}" for name, values in (composed.hydra.sweeper.params or {}).items()]
+    assert ("-m" in command.split()) == bool(sweep)
+    assert checked_config(hydra.compose("train", settings + sweep))[1] == []
 
 
 def test_every_setting_of_the_schema_is_documented():
