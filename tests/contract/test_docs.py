@@ -16,7 +16,7 @@ import hydra
 import pytest
 import yaml
 
-from zerotrain.__main__ import MODULES
+from zerotrain.__main__ import VERBS
 from zerotrain.config.checks import value_problems
 from zerotrain.config.compose import register_schema, to_config
 
@@ -118,6 +118,8 @@ class Shown:
             assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
         elif "launch.py" in words:
             self.compose(words[words.index("launch.py") + 1 :])
+        elif words[0] == "zerotrain":
+            self.check_module("zerotrain", words[1:])
         elif "-m" in words:
             module, *arguments = words[words.index("-m") + 1 :]
             self.check_module(module, arguments)
@@ -127,11 +129,11 @@ class Shown:
 
     def check_module(self, module: str, arguments: list[str]) -> None:
         """Look for the flags of a module's command where they are declared, and compose its settings."""
-        if module == "zerotrain" and (not arguments or arguments[0] not in MODULES or arguments[0] == "train"):
+        if module == "zerotrain" and (not arguments or arguments[0] not in VERBS or arguments[0] == "train"):
             return self.compose(arguments)
         if module == "zerotrain" and arguments[0] == "slurm":  # before -- are options of sbatch
             return self.compose(arguments[arguments.index("--") + 1 :])
-        module = MODULES[arguments[0]] if module == "zerotrain" else module
+        module = VERBS[arguments[0]][0] if module == "zerotrain" else module
         found = REPOSITORY / module.replace(".", "/")
         sources = [*found.glob("*.py")] if found.is_dir() else [found.with_suffix(".py"), FRAME]
         text = "".join(path.read_text() for path in sources)
