@@ -119,7 +119,7 @@ def test_the_version_is_one_and_stands_in_one_place() -> None:
     assert read("--version").stdout.startswith(f"zerotrain {__version__}, torch {version('torch')}, Python 3.")
     assert versions()["zerotrain"] == __version__
     named = [path for path in PACKAGE.rglob("*.py") if f'"{__version__}"' in path.read_text()]
-    assert named == [PACKAGE / "__init__.py"]
+    assert named == [PACKAGE / "version.py"]
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
     assert (project["project"]["dynamic"], "version" in project["project"]) == (["version"], False)
     assert f"## [{__version__}]" in (PACKAGE.parent / "CHANGELOG.md").read_text()
