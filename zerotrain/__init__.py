@@ -6,7 +6,7 @@ Names are loaded when first used, so that `import zerotrain` costs no import of 
 
 from importlib import import_module
 
-from zerotrain.version import VERSION as __version__
+from zerotrain.version import __version__ as __version__
 
 TYPE_CHECKING = False  # typing's own would be imported from wherever the user is: see `zerotrain.files.here_last`
 if TYPE_CHECKING:

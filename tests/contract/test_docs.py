@@ -174,8 +174,8 @@ def test_a_command_that_the_code_does_not_know_is_found(tmp_path: Path):
     shown = Shown(PAGES[0], tmp_path)
     for command in (
         "python launch.py zero.stage=4",
-        "python -m zerotrain export RUN --ou DIR",
-        "python -m zerotrain evaluate RUN zero.stge=3",
+        "zerotrain export RUN --ou DIR",
+        "zerotrain evaluate RUN zero.stge=3",
     ):
         with pytest.raises(Exception):  # noqa: B017, PT011 each has another
             shown.check(shlex.split(command))
