@@ -227,8 +227,3 @@ def test_the_pages_of_messages_are_those_of_the_code():
     assert [str(path) for path, text in written.items() if path.read_text() != text] == [], (
         "run: python docs/messages.py"
     )
-
-
-def test_the_bars_are_those_of_the_table():
-    draw = script("draw")
-    assert (DOCS / "images/bars.svg").read_text() == draw.bars(), "run: python docs/draw.py bars"
