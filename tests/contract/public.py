@@ -1,6 +1,6 @@
 """All that a user's code, commands and tools stand on, one line each.
 
-`public.txt` keeps the lines; `test_public.py` compares.
+`public.txt` keeps the lines, `test_public.py` compares, and `python -m tests.contract.public` writes them anew.
 """
 
 import contextlib
@@ -19,10 +19,11 @@ from typing import Any
 
 import hydra
 
-from tests.zygote.client import Zygote
+from tests.zygote.client import Server, Zygote
 from zerotrain.config.compose import known_keys, register_schema
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PROMISED = Path(__file__).with_name("public.txt")
 PACKAGES = ("zerotrain", "zerotrain.checkpoint", "zerotrain.data", "zerotrain.models", "zerotrain.training")
 CLASSES = ("zerotrain.ZeroEngine", "zerotrain.World", "zerotrain.training.Trainer")
 RUN = (
@@ -59,6 +60,22 @@ def lines(zygote: Zygote) -> list[str]:
         "files of a run, and their fields": functools.partial(run, zygote),
     }
     return [line for title, part in given.items() for line in [f"== {title}", *part()]]
+
+
+def with_comments(lines: list[str], promised: list[str]) -> list[str]:
+    """The lines, each below the comments that it has among the promised ones. A line whose signature, value or options
+    are new keeps those of the line that it takes the place of."""
+    comments: dict[str, list[str]] = {}
+    above: list[str] = []
+    for line in promised:
+        if line.startswith("#"):
+            above.append(line)
+            continue
+        comments[line] = above
+        if line not in lines:
+            comments[_name(line)] = above
+        above = []
+    return [text for line in lines for text in [*comments.get(line, comments.get(_name(line), [])), line]]
 
 
 def names() -> Iterator[str]:
@@ -158,6 +175,11 @@ def _help(main: Callable[[list[str]], object]) -> str:
     return out.getvalue()
 
 
+def _name(line: str) -> str:
+    """A line without its signature, value or options."""
+    return re.split(r"[(\[]|: ", line.removeprefix("usage: "))[0]
+
+
 def _signature(value: Any) -> str:
     if isinstance(value, property):
         return f": {_named(inspect.signature(value.fget).return_annotation)}"
@@ -208,3 +230,14 @@ def _fields(value: Any, prefix: str = "") -> list[str]:
     names = ((f"{prefix}." if prefix else "") + ("*" if last in NAMED_BY_OTHERS else name) for name in value)
     found = [field for name, each in zip(names, value.values(), strict=True) for field in _fields(each, name)]
     return list(dict.fromkeys(found)) or [prefix]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(Path(folder))
+        server.wait_until_ready()
+        zygote = Zygote(Path(folder), Path(folder))
+        text = with_comments(lines(zygote), PROMISED.read_text().splitlines())
+        zygote.close()
+        server.close()
+    PROMISED.write_text("\n".join(text) + "\n")

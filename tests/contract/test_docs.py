@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FRAME = REPOSITORY / "zerotrain/commands/frame.py"
 """Declares the flags that several commands have."""
 DOCS = REPOSITORY / "docs"
-PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 NUM_LINES = 150
 STARTERS = ("python", "torchrun", "make")
 WITH_VALUE = ("--config-dir", "--cfg")
@@ -89,13 +89,13 @@ def test_every_link_leads_somewhere(page: Path):
 
 
 def test_every_page_and_picture_is_reached_from_readme():
+    everything = {*PAGES, *(DOCS / "images").iterdir()}
     reached, waiting = set(), [PAGES[0]]
     while waiting:
         page = waiting.pop()
         if page not in reached:
             reached.add(page)
-            waiting += [path for path, _ in links_of(page) if path.is_relative_to(DOCS)] if page.suffix == ".md" else []
-    everything = {*PAGES, *(DOCS / "images").iterdir()}
+            waiting += [path for path, _ in links_of(page) if path in everything] if page.suffix == ".md" else []
     assert {str(path) for path in everything - reached} == set()
 
 
@@ -128,7 +128,11 @@ class Shown:
             assert (REPOSITORY / script).exists() or (self.folder / script).exists()
 
     def check_module(self, module: str, arguments: list[str]) -> None:
-        """Look for the flags of a module's command where they are declared, and compose its settings."""
+        """Look for the flags of a module's command where they are declared, and compose its settings; for the files of
+        one that runs tests."""
+        if module == "pytest":
+            named = [each.partition("::")[0] for each in arguments if each.startswith("tests/")]
+            return self.require_files(named)
         if module == "zerotrain" and (not arguments or arguments[0] not in VERBS or arguments[0] == "train"):
             return self.compose(arguments)
         if module == "zerotrain" and arguments[0] == "slurm":  # before -- are options of sbatch
@@ -141,6 +145,9 @@ class Shown:
         if module.startswith("zerotrain"):
             self.compose([each for each in arguments if re.match(r"[a-z_.]+=", each)])
         return None
+
+    def require_files(self, names: list[str]) -> None:
+        assert [name for name in names if not (REPOSITORY / name).exists()] == []
 
     def compose(self, arguments: list[str]) -> None:
         """Compose a training command, of a sweep the job of the last values."""
