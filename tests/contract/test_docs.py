@@ -155,7 +155,7 @@ class Shown:
         values = [after for before, after in itertools.pairwise(arguments) if before in WITH_VALUE]
         overrides = [each for each in arguments if not each.startswith("-") and each not in values]
         if is_sweep:
-            overrides = [re.sub(r"=interval\((.*)\)$", r"=\1", each) for each in overrides]
+            overrides = [re.sub(r"=(?:tag\(log,)?interval\((.*?)\)+$", r"=\1", each) for each in overrides]
             overrides = [re.sub(r"=[^{\[]*,", "=", each) for each in overrides]
         folders = [f"file://{self.folder / name}" for name in ("conf", "my_conf") if (self.folder / name).exists()]
         register_schema()

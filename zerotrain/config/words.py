@@ -182,7 +182,7 @@ OURS = {word: ours for words, ours in _WORDS.items() for word in words.split()}
 has for it: choices and the name of a setting."""
 
 _OF_EXAMPLE = "examples/{0}_logger.py of the repository does it, from the folder that you start in: +callbacks.{0}={1}"
-_OF_SEARCH = "give each setting its values, such as 'optimizer.lr=interval(1e-4,1e-2)'"
+_OF_SEARCH = "give each setting its values, such as 'optimizer.lr=tag(log,interval(1e-4,1e-2))'"
 
 
 REMOVED = {
