@@ -61,7 +61,13 @@ def main(arguments: list[str]) -> None:
     if first in ("--help", "-h", "help", "--version"):
         return _tell(first)
     if first == "-sc" and arguments[1:2] == ["query=bash"]:
-        return _complete(os.environ.get("COMP_LINE", "").split(" ")[1:] or [""])
+        # What may stand for the last word of COMP_LINE: verbs; settings, by Hydra; paths are left to bash.
+        words = os.environ.get("COMP_LINE", "").split(" ")[1:] or [""]
+        if len(words) == 1:
+            print(*(verb for verb in VERBS if verb.startswith(words[0])), end=" ")
+        elif words[0] in VERBS and words[0] != "train":
+            return None
+        os.environ["COMP_LINE"] = " ".join(["zerotrain", *words[words[0] == "train" :]])
     if not first.isidentifier():
         return run("train", arguments)
     from zerotrain.config.words import did_you_mean
@@ -71,16 +77,6 @@ def main(arguments: list[str]) -> None:
     hint = "; zerotrain plan.only=true plans a run" if verb == "plan" else did_you_mean(verb, VERBS)
     print(f"{verb}: there is no such verb{hint}; there are {', '.join(VERBS)}", file=sys.stderr)
     sys.exit(2)
-
-
-def _complete(words: list[str]) -> None:
-    """Print what may stand for the last word of a command line: verbs; settings, by Hydra; paths are left to bash."""
-    if words[0] in VERBS and words[0] != "train" and len(words) > 1:
-        return
-    if len(words) == 1:
-        print(*(verb for verb in VERBS if verb.startswith(words[0])), end=" ")
-    os.environ["COMP_LINE"] = " ".join(["zerotrain", *words[words[0] == "train" :]])
-    run("train", ["-sc", "query=bash"])
 
 
 def _tell(question: str) -> None:
