@@ -1,4 +1,4 @@
-"""The command `zerotrain VERB`, also as `python -m zerotrain VERB`; without a verb it trains."""
+"""The command `zerotrain VERB`, also as `python -m zerotrain VERB`; settings without a verb train."""
 
 import importlib
 import os
@@ -54,8 +54,8 @@ def run(verb: str, arguments: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command that a command line names; without a verb it trains."""
-    first = arguments[0] if arguments else ""
+    """Run the command that a command line names; settings without a verb train, as no words do as a rank."""
+    first = arguments[0] if arguments else "" if {"RANK", "SLURM_PROCID"} & os.environ.keys() else "help"
     if first in VERBS:
         return run(first, arguments[1:])
     if first in ("--help", "-h", "help", "--version"):
