@@ -1,6 +1,16 @@
 # Two commands are all a newcomer needs: make train, make test. Each installs what it needs first.
 VENV ?= .venv
 PYTHON ?= python3
+CONSTRAINTS := constraints.txt
+
+# Another torch or Python has an environment of its own: make test TORCH=2.14.1 PYTHON=python3.13
+ifdef TORCH
+override VENV := $(VENV)/torch-$(TORCH)-python$(shell $(PYTHON) -c 'import platform; print(platform.python_version())')
+CONSTRAINTS := $(VENV)/constraints.txt
+$(CONSTRAINTS): constraints.txt | $(VENV)/bin/pip
+	sed 's/^torch==.*/torch==$(TORCH)/' $< > $@
+endif
+
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
@@ -18,7 +28,7 @@ train: $(INSTALLED) ## install, then train a small GPT on real text: 2 ranks, st
 
 # Each process that a test starts would compile zerotrain anew where nothing compiled may be written.
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(INSTALLED_DEV) ## install, then run the tests
+test: $(INSTALLED_DEV) ## install, then run the tests; TORCH=2.14.1, PYTHON=python3.13 for others, beside the usual environment
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 bits: $(INSTALLED_DEV) ## one sha256: ranks x stages x precisions x how to train, and each setting that breaks it; under 7 minutes
@@ -99,24 +109,25 @@ test-fp8: $(INSTALLED_DEV) $(VENV)/fp8 ## matrices in fp8, emulated on the CPU, 
 install: $(INSTALLED_DEV) ## install only, into .venv: what training, tests and checks need
 
 # Python compiles what a command imports when it does; pip would compile ten times as much.
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 # A path, not setuptools' finder: with that, a script beside a clone called zerotrain would import the clone's folder.
 EDITABLE = $(PIP) --config-settings editable_mode=compat -e
 
 # What an interrupted command has left half made has no pip, and is made again.
 $(BIN)/pip:
+	@PYTHONPATH=. $(PYTHON) -c 'import zerotrain' # says so if the version is too old
 	$(PYTHON) -m venv $(VENV)
 
-$(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/pip
+$(INSTALLED): pyproject.toml setup.py $(CONSTRAINTS) | $(BIN)/pip
 	$(EDITABLE) .
 	@touch $@
 
 # In one go, not after what training needs alone: pip would resolve and build twice.
-$(INSTALLED_DEV): pyproject.toml setup.py constraints.txt | $(BIN)/pip
+$(INSTALLED_DEV): pyproject.toml setup.py $(CONSTRAINTS) | $(BIN)/pip
 	$(EDITABLE) '.[dev]'
 	@touch $(INSTALLED) $@
 
-$(VENV)/fp8: constraints.txt | $(INSTALLED_DEV)
+$(VENV)/fp8: $(CONSTRAINTS) | $(INSTALLED_DEV)
 	$(PIP) --no-deps --target $@ torchao
 	@touch $@
 

@@ -3,7 +3,7 @@
 Two ranks train a GPT one step by AdamW in fp32 at stage 3, with our engine, by FSDP2 and by DeepSpeed, and each saves
 a checkpoint. Then each tool runs as its documentation has it, as a command of its own, one process:
 
-* ours: `python -m zerotrain export`, which verifies what it reads and waits for the disk;
+* ours: `zerotrain export`, which verifies what it reads and waits for the disk;
 * DCP: `python -m torch.distributed.checkpoint.format_utils dcp_to_torch`, of a folder with the weights alone and of one
   with the optimizer's state too;
 * DeepSpeed: the `zero_to_fp32.py` that it puts beside its checkpoint, with `--safe_serialization`;

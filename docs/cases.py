@@ -112,7 +112,7 @@ def all_cases() -> list[Case]:
         ValueError: a case has no promise, or two, or is under one that is not there.
     """
     markers = sorted(
-        (marker for path in (REPOSITORY / "tests").rglob("test_*.py") for marker in markers_in(path)),
+        (marker for path in sorted((REPOSITORY / "tests").rglob("test_*.py")) for marker in markers_in(path)),
         key=lambda marker: (marker.promise is None, marker.place),
     )
     found: dict[tuple[str, str | None, str], Case] = {}

@@ -2,21 +2,26 @@
 
 bars                       ms a step beside the peers, from the table of results/summary.md; a test says when it is old
 timeline STAGE_1 STAGE_3   a step of each stage, from profile/rank0.json of two runs with train.profile=true
-terminal OUTPUT            a run in a terminal, from what FORCE_COLOR=1 made it print
+terminal OUTPUT            a run in a terminal: make train > OUTPUT with FORCE_COLOR=1 COLUMNS=82; a test compares the
+                           words of a run
 loss_fp8, loss_state_in_bf16 NAME=RUN,RUN,... NAME=RUN,RUN,...
                            validation losses of runs from their metrics.jsonl, and how much those of the second name lie
                            above those of the first: the runs of both have the same seeds, in the same order
-report FOLDER              images/report.png: the report of a sweep, one half light and one dark, by chromium; shown is
+report FOLDER              images/report.png: the report of a sweep, one half light and one dark, by chromium; a test
+                           says when the page has changed since; shown is
                            python launch.py -m optimizer.lr=3e-4,1e-3,3e-3,1e-2 zero.stage=1,3 train.max_steps=120
                            train.eval_every=20 train.log_every=5 launch.nproc_per_node=2
 """
 
+import hashlib
 import json
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
@@ -24,6 +29,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
@@ -209,7 +215,8 @@ def terminal(output: str) -> str:
     console.print(Text("$ make train", style="bold"))
     for line in [*start, *progress, *saved, "", *table[:9]]:
         console.print(Text.from_ansi(line.rstrip()), overflow="crop", no_wrap=True)
-    return console.export_svg(title="zerotrain", unique_id="zerotrain")
+    without_fonts = re.sub(r" *@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # of other hosts
+    return console.export_svg(title="zerotrain", code_format=without_fonts, unique_id="zerotrain")
 
 
 # ---- losses
@@ -294,7 +301,17 @@ def report(folder: str) -> bytes:
         files = (f"--user-data-dir={place}/profile", f"--screenshot={place}/report.png", f"file://{place}/halves.html")
         command = [browser, *options.split(), f"--window-size={WIDTH},{HEIGHT}", *files]
         subprocess.run(command, check=True, capture_output=True)
-        return Path(place, "report.png").read_bytes()
+        png = Path(place, "report.png").read_bytes()
+    # A picture has its end in the last 12 bytes; before it, a text says what the page was made of.
+    chunk = b"tEXt" + b"page\0" + sources_of_report().encode()
+    return png[:-12] + struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + png[-12:]
+
+
+def sources_of_report() -> str:
+    """The hash of the files that say how the page of a report looks."""
+    folder = DOCS.parent / "zerotrain/report"
+    sources = [*sorted(folder.glob("page.*")), folder / "plots.py"]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
 PICTURES: dict[str, Any] = {

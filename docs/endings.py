@@ -13,7 +13,7 @@ HEAD = """# Which exit code does each ending have, and what is left?
 
 `python docs/endings.py` writes this page. Do not edit it. Each cell is a test of `make cluster`, with two ranks in a
 job of Slurm, unless the row says otherwise. torchrun ends with 1 where a rank has another code than 0, so a stop gives
-it 0. `ended` is `python -m zerotrain ended RUN`, which is the same however the run was started. What to do by the
+it 0. `ended` is `zerotrain ended RUN`, which is the same however the run was started. What to do by the
 code: [clusters](../guides/clusters.md).
 
 """

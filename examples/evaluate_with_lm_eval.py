@@ -1,6 +1,6 @@
 """Evaluate an export with lm-eval: the perplexity of a text of your own, or any of its tasks.
 
-    python -m zerotrain export RUN --out exported     # RUN with model=huggingface
+    zerotrain export RUN --out exported     # RUN with model=huggingface
     pip install lm-eval
     python examples/evaluate_with_lm_eval.py exported --text held_out.txt
     python examples/evaluate_with_lm_eval.py exported --tasks hellaswag,arc_easy

@@ -17,7 +17,7 @@ from zerotrain.models import GPT
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--text", help="a file, a folder or a pattern; by default the standard library of this Python")
-parser.add_argument("--tokenizer", help="a folder of `python -m zerotrain tokenizer`; by default bytes")
+parser.add_argument("--tokenizer", help="a folder of `zerotrain tokenizer`; by default bytes")
 parser.add_argument("--out", default="pretrained", help="the folder for checkpoints and weights")
 parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2, 3))
 parser.add_argument("--steps", type=int, default=400)

@@ -1,14 +1,12 @@
 """Names for long cases that several tests prove, in `@pytest.mark.case`; docs/cases.py reads them here."""
 
-EVALUATION = (
-    "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
-)
+EVALUATION = "`zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
 EXPORT = (
-    "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+    "`zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
     "integers, buffers; one file or several"
 )
 GENERATION = (
-    "`python -m zerotrain generate`, of bytes or a tokenizer, of a run, an interrupted one, an "
+    "`zerotrain generate`, of bytes or a tokenizer, of a run, an interrupted one, an "
     "exported folder of any form, adapters merged or not"
 )
 WEIGHTS = "weights out of a safetensors file"

@@ -4,7 +4,14 @@ Names are loaded when first used, so that `import zerotrain` costs no import of 
 """
 # ruff: noqa: I001 -- a line for each name of `errors` is too many
 
+import sys
 from importlib import import_module
+
+from zerotrain.version import __version__ as __version__
+
+if sys.version_info < (3, 11):  # noqa: UP036 -- a clone has no pip that would refuse
+    print(f"zerotrain needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}", file=sys.stderr)
+    sys.exit(2)
 
 TYPE_CHECKING = False  # typing's own would be imported from wherever the user is: see `zerotrain.files.here_last`
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`python -m zerotrain evaluate` of a run that is under way and is then killed, on as many ranks as one likes."""
+"""`zerotrain evaluate` of a run that is under way and is then killed, on as many ranks as one likes."""
 
 import json
 import shutil

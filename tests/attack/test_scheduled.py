@@ -53,7 +53,7 @@ def test_a_job_that_is_queued_again_is_the_run_that_never_stopped(launch, zygote
 @pytest.mark.case(
     "stopping",
     "a signal that torchrun does not handle, such as SIGUSR1, to it and its ranks at once",
-    "torchrun dies with its store; the ranks save all the same; `python -m zerotrain ended` tells 85",
+    "torchrun dies with its store; the ranks save all the same; `zerotrain ended` tells 85",
 )
 def test_ranks_whose_torchrun_dies_of_the_signal_that_stops_them_save(zygote: Zygote, tmp_path: Path):
     settings = ("hydra.run.dir=run", PATIENT, "train.max_steps=10000000", "launch.exit_code_when_stopped=85")

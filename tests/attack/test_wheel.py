@@ -7,9 +7,12 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from commands import REPOSITORY, TINY, result_of
+
+from zerotrain import __version__
 
 BUILT_FROM = ("constraints.txt", "setup.py", "pyproject.toml", "README.md", "LICENSE", "zerotrain", "conf")
 SHIMS = {"pip": "pip", "torchrun": "torch.distributed.run"}
@@ -79,3 +82,31 @@ def test_what_readme_says_of_the_wheel_runs_outside_the_clone_with_the_packaged_
         )
     assert hashes[0] == hashes[1]
     assert hashes[0][1] == 2
+
+    told = run("zerotrain --version && zerotrain --help", environment, tmp_path)
+    assert told.returncode == 0
+    assert told.stdout.startswith(f"zerotrain {__version__}, torch ")
+    swept = run(f"zerotrain -m zero.stage=0,3 {' '.join(TINY)} hydra.sweep.dir=sweep", environment, tmp_path)
+    assert swept.returncode == 0, swept.stdout
+    assert "weights: 2 of 2 jobs have the same sha256" in swept.stdout
+    after = "zerotrain report sweep --out page && zerotrain inspect run0"
+    used = run(after, environment, tmp_path)
+    assert used.returncode == 0, used.stdout
+    assert (tmp_path / "page/report.html").is_file()
+
+
+def test_a_wheel_of_the_source_distribution_is_that_of_the_clone(environment: Path, tmp_path: Path):
+    build = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+
+    def built(folder: Path, what: str, out: str) -> Path:
+        done = subprocess.run([sys.executable, "-c", build, what, tmp_path / out], cwd=folder, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        [path] = (tmp_path / out).iterdir()
+        return path
+
+    sources = built(environment, "build_sdist", "sdist")
+    shutil.unpack_archive(sources, tmp_path / "unpacked", filter="data")
+    [unpacked] = (tmp_path / "unpacked").iterdir()
+    assert unpacked.name == f"zerotrain-{__version__}"
+    names = [ZipFile(built(folder, "build_wheel", folder.name)).namelist() for folder in (environment, unpacked)]
+    assert sorted(names[0]) == sorted(names[1])

@@ -18,7 +18,7 @@ class Ending:
     status: str | None
     """In result.json; None where there is none."""
     ended: int
-    """The exit code of `python -m zerotrain ended`."""
+    """The exit code of `zerotrain ended`."""
     control: str | None = None
     """The content of control.yaml."""
     environment: dict[str, str] = field(default_factory=lambda: JOB)

@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "zerotrain"
 WINGS = {
     "engine": "sharding device comm offload engine checkpoint api settings errors",
-    "run": "files config data models training run launching __init__ __main__",
+    "run": "files config data models training run launching __init__ __main__ version",
     "desk": "preflight saved report replay commands sweep",
 }
 _WORDS = """

@@ -159,8 +159,8 @@ def run(zygote: Zygote) -> Iterator[str]:
 
 
 def _helps() -> dict[str, str]:
-    modules = importlib.import_module("zerotrain.__main__").MODULES
-    return {verb: _help(importlib.import_module(name).main) for verb, name in modules.items() if verb != "train"}
+    verbs = importlib.import_module("zerotrain.__main__").VERBS
+    return {verb: _help(importlib.import_module(name).main) for verb, (name, _) in verbs.items() if verb != "train"}
 
 
 def _help(main: Callable[[list[str]], object]) -> str:

@@ -16,7 +16,7 @@ import hydra
 import pytest
 import yaml
 
-from zerotrain.__main__ import MODULES
+from zerotrain.__main__ import VERBS
 from zerotrain.config.checks import value_problems
 from zerotrain.config.compose import register_schema, to_config
 
@@ -118,6 +118,8 @@ class Shown:
             assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
         elif "launch.py" in words:
             self.compose(words[words.index("launch.py") + 1 :])
+        elif words[0] == "zerotrain":
+            self.check_module("zerotrain", words[1:])
         elif "-m" in words:
             module, *arguments = words[words.index("-m") + 1 :]
             self.check_module(module, arguments)
@@ -131,11 +133,11 @@ class Shown:
         if module == "pytest":
             named = [each.partition("::")[0] for each in arguments if each.startswith("tests/")]
             return self.require_files(named)
-        if module == "zerotrain" and (not arguments or arguments[0] not in MODULES or arguments[0] == "train"):
+        if module == "zerotrain" and (not arguments or arguments[0] not in VERBS or arguments[0] == "train"):
             return self.compose(arguments)
         if module == "zerotrain" and arguments[0] == "slurm":  # before -- are options of sbatch
             return self.compose(arguments[arguments.index("--") + 1 :])
-        module = MODULES[arguments[0]] if module == "zerotrain" else module
+        module = VERBS[arguments[0]][0] if module == "zerotrain" else module
         found = REPOSITORY / module.replace(".", "/")
         sources = [*found.glob("*.py")] if found.is_dir() else [found.with_suffix(".py"), FRAME]
         text = "".join(path.read_text() for path in sources)
@@ -153,7 +155,7 @@ class Shown:
         values = [after for before, after in itertools.pairwise(arguments) if before in WITH_VALUE]
         overrides = [each for each in arguments if not each.startswith("-") and each not in values]
         if is_sweep:
-            overrides = [re.sub(r"=interval\((.*)\)$", r"=\1", each) for each in overrides]
+            overrides = [re.sub(r"=(?:tag\(log,)?interval\((.*?)\)+$", r"=\1", each) for each in overrides]
             overrides = [re.sub(r"=[^{\[]*,", "=", each) for each in overrides]
         folders = [f"file://{self.folder / name}" for name in ("conf", "my_conf") if (self.folder / name).exists()]
         register_schema()
@@ -179,8 +181,8 @@ def test_a_command_that_the_code_does_not_know_is_found(tmp_path: Path):
     shown = Shown(PAGES[0], tmp_path)
     for command in (
         "python launch.py zero.stage=4",
-        "python -m zerotrain export RUN --ou DIR",
-        "python -m zerotrain evaluate RUN zero.stge=3",
+        "zerotrain export RUN --ou DIR",
+        "zerotrain evaluate RUN zero.stge=3",
     ):
         with pytest.raises(Exception):  # noqa: B017, PT011 each has another
             shown.check(shlex.split(command))
@@ -232,8 +234,3 @@ def test_the_pages_of_messages_are_those_of_the_code():
     assert [str(path) for path, text in written.items() if path.read_text() != text] == [], (
         "run: python docs/messages.py"
     )
-
-
-def test_the_bars_are_those_of_the_table():
-    draw = script("draw")
-    assert (DOCS / "images/bars.svg").read_text() == draw.bars(), "run: python docs/draw.py bars"

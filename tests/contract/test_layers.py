@@ -15,6 +15,7 @@ PACKAGE = REPOSITORY / "zerotrain"
 MAY_IMPORT = {
     "files": set(),
     "device": set(),
+    "version": set(),
     "errors": set(),
     "settings": set(),
     "config": {"errors", "settings"},
@@ -31,7 +32,7 @@ MAY_IMPORT = {
 }
 """What each part of the package may import of it. Left out are `TOGETHER`, which put all together."""
 
-FROM_EVERYWHERE = {"files", "device"}
+FROM_EVERYWHERE = {"files", "device", "version"}
 """They import nothing of ours; the first no torch either."""
 
 TOGETHER = {"commands", "preflight", "replay", "run", "saved", "launching"}

@@ -1,6 +1,7 @@
 """The Makefile: what can be typed is listed, with a line that says what it does."""
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -22,6 +23,24 @@ def test_make_alone_lists_every_target_and_no_file_can_hide_one():
     assert listed.keys() == phony == targets
     assert {"train", "test", "check", "format", "sweep", "clean", "help"} <= targets
     assert said_by("make") == said_by("make", "help")
+
+
+def test_another_torch_has_an_environment_and_a_pin_of_its_own(tmp_path: Path) -> None:
+    usual = said_by("make", "-n", "test", f"VENV={tmp_path}")
+    assert "-c constraints.txt " in usual
+    assert "sed" not in usual
+    other = said_by("make", "-n", "test", f"VENV={tmp_path}", "TORCH=2.99.0", f"PYTHON={sys.executable}")
+    folder = tmp_path / f"torch-2.99.0-python{platform.python_version()}"
+    programs = set(re.findall(rf"{tmp_path}\S*/bin/python", other))
+    assert programs == {str(folder / "bin/python")}  # which installs and runs the tests
+    assert f"-c {folder}/constraints.txt " in other
+    [command] = re.findall(r"^sed .* > .*$", other, re.MULTILINE)
+    folder.mkdir()
+    subprocess.run(command, shell=True, cwd=REPOSITORY, check=True)
+    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    pinned = (folder / "constraints.txt").read_text().splitlines()
+    changed = [(ours, other) for ours, other in zip(lines, pinned, strict=True) if ours != other]
+    assert [(ours[:7], other) for ours, other in changed] == [("torch==", "torch==2.99.0")]
 
 
 def test_a_script_beside_a_clone_called_zerotrain_imports_the_package(tmp_path: Path) -> None:

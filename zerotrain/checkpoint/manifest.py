@@ -3,7 +3,6 @@
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -17,6 +16,7 @@ from zerotrain.errors import CheckpointError
 from zerotrain.files import untrusted
 from zerotrain.files.match import StoredTensor, row_by_row
 from zerotrain.files.untrusted import FileName, Name, Natural, Shape, UntrustedFileError, one_of, require_kind, shown
+from zerotrain.version import __version__
 
 # A file as blocks of 1 MiB, each with a hash: made while the file is written, compared while it is read.
 #
@@ -391,11 +391,7 @@ def _canonical(content: dict[str, Any]) -> bytes:
 
 def versions() -> dict[str, str]:
     """The versions of zerotrain, torch and Python, for a checkpoint."""
-    try:
-        ours = version("zerotrain")
-    except PackageNotFoundError:  # run from a clone
-        ours = "not installed"
-    return {"zerotrain": ours, "torch": torch.__version__, "python": platform.python_version()}
+    return {"zerotrain": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def head() -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""The commands of `python -m zerotrain`: a file each."""
+"""The commands of `zerotrain`: a file each."""

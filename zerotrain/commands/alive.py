@@ -1,9 +1,9 @@
-"""`python -m zerotrain alive RUN --within 300s`: whether a run has begun a step within this time.
+"""`zerotrain alive RUN --within 300s`: whether a run has begun a step within this time.
 
 For a probe of Kubernetes, or a line of cron. Rank 0 touches RUN/alive when the run enters a phase, such as building the
 model, and with each step, at most once a second. Give more time than the longest evaluation or compilation takes.
 
-  python -m zerotrain alive RUN --within 300s
+  zerotrain alive RUN --within 300s
 
 Exit code 0: it has; 1: it has not, or there is no such run; 2: an argument is wrong, one line.
 """

@@ -1,9 +1,9 @@
-"""`python -m zerotrain ended RUN`: how a run has ended, and its exit code as this command's own.
+"""`zerotrain ended RUN`: how a run has ended, and its exit code as this command's own.
 
 torchrun ends with exit code 1 whatever its ranks have ended with. A job's script says behind it how the run has ended:
 
   torchrun --nproc-per-node 8 launch.py hydra.run.dir=RUN checkpoint.resume=auto
-  python -m zerotrain ended RUN
+  zerotrain ended RUN
 
 Exit code 0: completed, or stopped by control.yaml or a callback; 1: failed, or no result is there, as after kill -9;
 2: a setting was refused, never try again; 85, or launch.exit_code_when_stopped: a signal has stopped it in order,

@@ -1,4 +1,4 @@
-"""`python -m zerotrain evaluate RUN [SETTING=VALUE ...]`: validation loss and metrics of a checkpoint, as the run had
+"""`zerotrain evaluate RUN [SETTING=VALUE ...]`: validation loss and metrics of a checkpoint, as the run had
 them.
 
 RUN is a run (its newest checkpoint is read), a checkpoint or an export. Settings and metrics are those of the run;
@@ -7,11 +7,11 @@ change only settings of zero and launch. One rank starts, unless launch.nproc_pe
 Nothing is written to the folder of the run, which may still train, nor to the paths in its settings: text is prepared
 in your own cache, unless you give data.cache_dir.
 
-  python -m zerotrain evaluate outputs/2026-11-22/10-00-00
-  python -m zerotrain evaluate outputs/2026-11-22/10-00-00 zero.stage=3 launch.nproc_per_node=4
-  python -m zerotrain evaluate outputs/2026-11-22/10-00-00 --weights ema
-  python -m zerotrain evaluate exported data.path=other_texts train.eval_batches=100
-  python -m zerotrain evaluate exported --metrics accuracy,perplexity 'data.validation_sets={docs: {path: docs}}'
+  zerotrain evaluate outputs/2026-11-22/10-00-00
+  zerotrain evaluate outputs/2026-11-22/10-00-00 zero.stage=3 launch.nproc_per_node=4
+  zerotrain evaluate outputs/2026-11-22/10-00-00 --weights ema
+  zerotrain evaluate exported data.path=other_texts train.eval_batches=100
+  zerotrain evaluate exported --metrics accuracy,perplexity 'data.validation_sets={docs: {path: docs}}'
 
 Exit code 0; 1: a rank failed; 2: an argument is wrong or the weights are damaged, one line a problem.
 """

@@ -1,13 +1,13 @@
-"""`python -m zerotrain export RUN_OR_CHECKPOINT --out DIR`: what is trained, in the forms of others.
+"""`zerotrain export RUN_OR_CHECKPOINT --out DIR`: what is trained, in the forms of others.
 
 By default DIR gets model.safetensors, in parts if it is large. For model=huggingface, from_pretrained opens DIR; for
 adapters, peft opens it, and with --merge it holds the merged model. RUN is a run (its newest checkpoint is read) or a
 checkpoint, or the URL of a mirror. The export is verified, and DIR appears when it is complete; it may be a URL, too.
 
-  python -m zerotrain export outputs/2026-11-22/10-00-00 --out exported --dtype bf16
-  python -m zerotrain export outputs/2026-11-22/10-00-00/checkpoints/step-00000100 --out exported --optimizer
-  python -m zerotrain export outputs/2026-11-22/10-00-00 --out averaged --weights ema
-  python -m zerotrain export outputs/2026-11-22/10-00-00 --out dcp --dcp
+  zerotrain export outputs/2026-11-22/10-00-00 --out exported --dtype bf16
+  zerotrain export outputs/2026-11-22/10-00-00/checkpoints/step-00000100 --out exported --optimizer
+  zerotrain export outputs/2026-11-22/10-00-00 --out averaged --weights ema
+  zerotrain export outputs/2026-11-22/10-00-00 --out dcp --dcp
 
 Exit code 0: it is there; 1: a disk is full or broken; 2: an argument is wrong, --out cannot be written or the
 checkpoint is damaged, one line;

@@ -4,8 +4,9 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from zerotrain.config.words import hint_for_option
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.untrusted import printable
 from zerotrain.launching import exits
@@ -29,12 +30,42 @@ def is_averaged(weights: str) -> bool:
     return weights == "ema"
 
 
+class Parser(ArgumentParser):
+    """Answers a wrong argument with one line, and an unknown option with ours of the same meaning."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As of ArgumentParser, which would complain of what lacks before it complains of what is unknown."""
+        options = self._option_string_actions
+        takes_settings = any(action.dest == "settings" for action in self._actions)
+        for argument in sys.argv[1:] if args is None else args:
+            name = argument.partition("=")[0]
+            if (
+                not name.startswith("--")
+                or name == "--"
+                or " " in name
+                or any(option.startswith(name) for option in options)
+            ):
+                continue
+            hint = hint_for_option(name, options, takes_settings=takes_settings)
+            self.error(f"{printable(name, keep='')}: there is no such option{hint}")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Print a line and end with exit code 2."""
+        self.exit(exits.CONFIG_PROBLEM, f"{self.prog}: {message}\n{self.prog} --help lists the options\n")
+
+
+def program() -> str:
+    """What the user has started: zerotrain, or python -m zerotrain."""
+    return "zerotrain" if Path(sys.argv[0]).name == "zerotrain" else "python -m zerotrain"
+
+
 def parser_of(verb: str, text: str | None) -> ArgumentParser:
     """The parser of a command, as yet without arguments; its help begins with the first paragraph of a text, and ends
     with the others."""
     description, _, examples = (text or "").partition("\n\n")
-    return ArgumentParser(
-        prog=f"python -m zerotrain {verb}",
+    return Parser(
+        prog=f"{program()} {verb}",
         description=description,
         epilog=examples,
         formatter_class=RawDescriptionHelpFormatter,

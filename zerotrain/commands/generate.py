@@ -1,10 +1,10 @@
-"""`python -m zerotrain generate RUN --prompt "def main"`: text from a checkpoint or an exported folder.
+"""`zerotrain generate RUN --prompt "def main"`: text from a checkpoint or an exported folder.
 
 RUN is a run, a checkpoint, an export, a folder of Hugging Face or the URL of a mirror. One process starts, on a GPU if
 there is one. Without --prompt it continues each line of the input, until Ctrl-D.
 
-  python -m zerotrain generate outputs/2026-11-22/10-00-00 --prompt "def main" --max-tokens 200
-  python -m zerotrain generate exported --temperature 0 < prompts.txt
+  zerotrain generate outputs/2026-11-22/10-00-00 --prompt "def main" --max-tokens 200
+  zerotrain generate exported --temperature 0 < prompts.txt
 
 Exit code 0; 2: an argument is wrong or RUN cannot be read, one line; 130: Ctrl-C.
 """

@@ -1,4 +1,4 @@
-"""`python -m zerotrain inspect PATH`: what a checkpoint holds, or which a run has, and whether they are what was
+"""`zerotrain inspect PATH`: what a checkpoint holds, or which a run has, and whether they are what was
 written; `--diff A B` compares two.
 
 One process, no ranks. Exit code 0; 1 for a checkpoint that is damaged or, with --diff, two that differ; 2 for none.

@@ -1,12 +1,12 @@
-"""Make the tokens of a text once, before a run or for many: `python -m zerotrain prepare`, settings as for a run.
+"""Make the tokens of a text once, before a run or for many: `zerotrain prepare`, settings as for a run.
 
 Settings are those of a run, `python launch.py ...`. These count: data.path, data.tokenizer, data.document_end,
 data.text_field and data.cache_dir. Without --out the tokens go into the cache, where a run with the same settings
 finds them. A run also makes missing tokens itself; this command makes them beforehand, on a machine without a GPU.
 
-  python -m zerotrain prepare data.path=texts data.tokenizer=path/to/tokenizer --out tokens
+  zerotrain prepare data.path=texts data.tokenizer=path/to/tokenizer --out tokens
   python launch.py data=tokens data.path=tokens ...
-  python -m zerotrain prepare data=tokenized model=huggingface model.name_or_path=path/to/model data.path=texts
+  zerotrain prepare data=tokenized model=huggingface model.name_or_path=path/to/model data.path=texts
 
 Reads plain text, .jsonl and .parquet, also as .gz and .zst. One process at a time prepares a text; the others wait.
 After an interruption or a full disk, the same command continues.

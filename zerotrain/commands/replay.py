@@ -1,4 +1,4 @@
-"""`python -m zerotrain replay RUN --step N [SETTING=VALUE ...]`: a step of a run again, compared with what the run
+"""`zerotrain replay RUN --step N [SETTING=VALUE ...]`: a step of a run again, compared with what the run
 recorded, and which virtual rank, micro-batch, parameter and row its loss and gradient came from.
 
 RUN is a run, or one of its checkpoints. The newest whole checkpoint before the step is taken, or the run's beginning;
@@ -6,10 +6,10 @@ each step from there on is computed on one rank, with the run's virtual ranks, a
 written to the folder of the run; replay.json is written here, or to --out. SETTING=VALUE changes a setting of zero,
 offload, data, or the threads.
 
-  python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812
-  python -m zerotrain replay outputs/2026-11-22/10-00-00 --worst --rows
-  python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812 zero.stage=3 offload.optimizer=cpu
-  python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812 data.path=moved --save-batch batch.safetensors
+  zerotrain replay outputs/2026-11-22/10-00-00 --step 812
+  zerotrain replay outputs/2026-11-22/10-00-00 --worst --rows
+  zerotrain replay outputs/2026-11-22/10-00-00 --step 812 zero.stage=3 offload.optimizer=cpu
+  zerotrain replay outputs/2026-11-22/10-00-00 --step 812 data.path=moved --save-batch batch.safetensors
 
 Exit code 0: all steps are as the run recorded them; 1: one differs, which is named; 2: an argument is wrong, or there
 is nothing to go on from, one line a problem; 130: Ctrl-C.

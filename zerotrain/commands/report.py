@@ -1,11 +1,11 @@
-"""`python -m zerotrain report FOLDER...`: one page, a csv and a json of any runs, and their table.
+"""`zerotrain report FOLDER...`: one page, a csv and a json of any runs, and their table.
 
 FOLDER is a run, a sweep, or any folder in which runs lie. A sweep writes these files itself; this command makes them
 anew, or of runs that belong to no sweep.
 
-  python -m zerotrain report multirun/2026-11-24/10-00-00
-  python -m zerotrain report outputs/first outputs/second --out compared
-  python -m zerotrain report outputs/first --out s3://bucket/first
+  zerotrain report multirun/2026-11-24/10-00-00
+  zerotrain report outputs/first outputs/second --out compared
+  zerotrain report outputs/first --out s3://bucket/first
 
 Exit code 0: they are written; 2: there is no run in a FOLDER, or they cannot be written, one line; 130: Ctrl-C.
 """

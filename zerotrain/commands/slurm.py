@@ -1,10 +1,10 @@
-"""`python -m zerotrain slurm [sbatch options] -- settings`: a file for sbatch, of a run that outlasts its limit.
+"""`zerotrain slurm [sbatch options] -- settings`: a file for sbatch, of a run that outlasts its limit.
 
 Prints the file; --submit hands it to sbatch. All options before -- are sbatch's own, whatever a cluster wants. Each
 task is a rank; with one task, launch.nproc_per_node has as many. The settings are checked before.
 
-  python -m zerotrain slurm --nodes=2 --ntasks-per-node=8 --gpus-per-task=1 --time=4:00:00 -- zero.stage=3
-  python -m zerotrain slurm --submit --ntasks=4 --time=30 -- data.path=docs train.max_steps=50
+  zerotrain slurm --nodes=2 --ntasks-per-node=8 --gpus-per-task=1 --time=4:00:00 -- zero.stage=3
+  zerotrain slurm --submit --ntasks=4 --time=30 -- data.path=docs train.max_steps=50
 
 The job runs in outputs/slurm-<job>. When its time is up, or it is preempted, it saves, is queued again and goes on.
 
@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from zerotrain.commands.frame import exit_code, parser_of
+from zerotrain.commands.frame import exit_code, parser_of, program
 from zerotrain.commands.train import composed_config
 from zerotrain.errors import ConfigError
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = parser_of("slurm", __doc__)
-    parser.usage = "python -m zerotrain slurm [--submit] [sbatch options] -- [settings]"
+    parser.usage = f"{program()} slurm [--submit] [sbatch options] -- [settings]"
     if not words or words[0] in ("-h", "--help"):
         parser.print_help()
         return 0

@@ -1,9 +1,9 @@
-"""Train a tokenizer on text of your own: `python -m zerotrain tokenizer`, with the text's settings as for a run.
+"""Train a tokenizer on text of your own: `zerotrain tokenizer`, with the text's settings as for a run.
 
 The tokenizer is a byte-level BPE as GPT-2's: it has a token for every byte, so no text is unknown to it.
 `<|endoftext|>` is its end of text. data.path and data.text_field name the text, as for data=text.
 
-  python -m zerotrain tokenizer data.path=texts --vocab-size 8192 --out tokenizer
+  zerotrain tokenizer data.path=texts --vocab-size 8192 --out tokenizer
   python launch.py data.path=texts data.tokenizer=tokenizer data.vocab_size=null
 
 Reads at most --max-mb of the text, the same share of each file from its beginning.

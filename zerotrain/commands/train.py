@@ -1,4 +1,4 @@
-"""launch.py without a clone: `python -m zerotrain zero.stage=3`, `torchrun -m zerotrain`; `--config-dir` adds yamls."""
+"""launch.py without a clone: `zerotrain zero.stage=3`, `torchrun -m zerotrain`; `--config-dir` adds yamls."""
 
 import sys
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ with importing():
     import hydra
     from omegaconf import DictConfig
 
+    from zerotrain.commands.frame import program
     from zerotrain.config.checks import checked_config
     from zerotrain.config.compose import register_schema
     from zerotrain.config.explain import composition_problems
@@ -53,5 +54,5 @@ def composed_config(settings: list[str], folders: Sequence[Path] = (CONF,)) -> C
 
 def main(arguments: Sequence[str]) -> None:
     """Run the command."""
-    sys.argv = ["python -m zerotrain", *arguments]  # usage and help show the first
+    sys.argv = [program(), *arguments]  # usage and help show the first
     dispatch(train, conf=CONF)

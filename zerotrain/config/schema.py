@@ -428,7 +428,7 @@ class PlanConfig:
     num_hosts: int | None = setting(None, or_null(between(1, 2**17, "machines")), PLANNING)
     """Machines that these ranks are on, as many on each; null: each has as many as `launch` starts on this one."""
     memory_gb: float | None = setting(None, or_null(positive("a number of GB (1e9 bytes) above 0")), settings.PLANNED)
-    """Memory of a rank; null: nine tenths of its GPU, or on the CPU its share of what is free on this machine."""
+    """Memory of a rank; null: that of its GPU, or on the CPU its share of what is free on this machine."""
 
 
 @dataclass

@@ -182,7 +182,7 @@ OURS = {word: ours for words, ours in _WORDS.items() for word in words.split()}
 has for it: choices and the name of a setting."""
 
 _OF_EXAMPLE = "examples/{0}_logger.py of the repository does it, from the folder that you start in: +callbacks.{0}={1}"
-_OF_SEARCH = "give each setting its values, such as 'optimizer.lr=interval(1e-4,1e-2)'"
+_OF_SEARCH = "give each setting its values, such as 'optimizer.lr=tag(log,interval(1e-4,1e-2))'"
 
 
 REMOVED = {
@@ -227,3 +227,35 @@ def we_call_it(name: str, value: str = "") -> str:
         if word in OURS:
             return f"; zerotrain calls it {OURS[word]}"
     return ""
+
+
+_OPTIONS = {
+    "max_length max_new_tokens num_tokens": "--max-tokens",
+    "do_sample greedy": "--temperature 0, the likeliest token, or above",
+    "temp": "--temperature",
+    "num_beams top_p": "--top-k",
+    "input input_text text": "--prompt",
+    "checkpoint ckpt ckpt_path model model_name_or_path model_path run": "RUN, a path without an option",
+    "o out_dir output output_dir output_path save_dir": "--out",
+    "precision torch_dtype": "--dtype",
+    "merge_and_unload merge_lora": "--merge",
+    "trust_remote_code": "--trust-code",
+}
+_OPTION = {word: ours for words, ours in _OPTIONS.items() for word in words.split()}
+"""Options of other programs, such as transformers' generate, and ours for them."""
+
+
+def hint_for_option(option: str, ours: Iterable[str], *, takes_settings: bool) -> str:
+    """What a user may have meant with an unknown option such as `--max-new-tokens=8`.
+
+    Args:
+        ours: the options that there are.
+        takes_settings: whether settings may be written, too.
+    """
+    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    meant = _OPTION.get(name, "")
+    if meant.split(" ")[0] in ours or meant.startswith("RUN"):
+        return f"; zerotrain calls it {meant}"
+    if takes_settings and (setting := we_call_it(name) or (f"; write {name}=VALUE" if "." in name else "")):
+        return f"{setting}, a setting without dashes"
+    return did_you_mean(option.partition("=")[0], ours)

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,7 +99,9 @@ def compute_in_child(compute: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    child = os.fork()
+    with warnings.catch_warnings():  # Python 3.12 warns of the store's thread
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if child == 0:
         _tell(compute, writer)
     os.close(writer)

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -81,6 +82,32 @@ class LastingStream(StandIn):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
+
+
+class StampedLines(StandIn):
+    """Passes lines on, each behind the time at which it begins: in UTC, so that the logs of several hosts compare. A
+    line that comes in pieces, or is drawn again behind a carriage return, has one."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._begins_line = True
+
+    def write(self, text: str) -> int:
+        """Write with a stamp before each new line."""
+        lines = text
+        if text and (self._begins_line or "\n" in text[:-1]):
+            stamp = f"{datetime.now(UTC).isoformat(timespec='milliseconds').removesuffix('+00:00')}Z "
+            lines = (stamp if self._begins_line else "") + text[:-1].replace("\n", f"\n{stamp}") + text[-1]
+        self._begins_line = text.endswith("\n") if text else self._begins_line
+        self._stream.write(lines)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def run_command(main: Callable[[], int], *, only_prints: bool = False) -> NoReturn:

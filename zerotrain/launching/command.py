@@ -35,7 +35,19 @@ def put_options_last(arguments: list[str]) -> None:
 
     Args:
         arguments: `sys.argv`, changed in place.
+
+    Raises:
+        ConfigError: there is no such option, such as a setting in the form of other programs.
     """
+    _, unknown = get_args_parser().parse_known_args(arguments[1:])
+    problems = []
+    for option in (word for word in unknown if word.startswith("-")):
+        name, _, value = option.lstrip("-").replace("-", "_").partition("=")
+        setting = f"{name}={value or 'VALUE'}" if "." in name else "settings, such as zero.stage=3,"
+        meant = words.we_call_it(name, value) or f"; write {setting}"
+        problems.append(untrusted.printable(f"{option}: there is no such option{meant} without dashes", keep=""))
+    if problems:
+        raise ConfigError(*problems)
     try:
         settings = get_args_parser().parse_intermixed_args(arguments[1:]).overrides
     except TypeError:  # of a parser that has learnt what cannot be intermixed
@@ -143,18 +155,20 @@ def _exit_code(main: Callable[[], None], conf: Path) -> int:
     sys.path.append(os.getcwd())
     # Hydra then passes its exceptions on instead of printing them in its own way.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    ranks = None
     try:
         ranks = RankEnvironment.read()
+        # On several machines a rank that ended of its command line would be waited for.
+        if ranks is not None and ranks.local_world_size == ranks.world_size:
+            put_options_last(sys.argv)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        if ranks is None or ranks.rank == 0:
+            print(error, file=sys.stderr)
         return exits.CONFIG_PROBLEM
     if ranks is None:
         return _run_hydra(main, conf)
     # Torchrun ends its ranks, but not when it is killed itself.
     end_with_parent(signal.SIGTERM)
-    # On several machines a rank that ended of its command line would be waited for.
-    if ranks.local_world_size == ranks.world_size:
-        put_options_last(sys.argv)
     if ranks.local_world_size < ranks.world_size or not is_sweep():
         return run_as_rank(lambda: _run_hydra_as_first(main, conf, ranks), ranks)
     if ranks.rank > 0:

@@ -26,8 +26,8 @@ _NO_COMPILER = SimpleNamespace(
 def importing() -> Iterator[None]:
     """Switches off the garbage collector, which scans all imports again and again and finds nothing: 0.7 of the 3.4 s
     that torch and its compiler take. It never scans objects that exist at the end. Ctrl-C ends the process with a line;
-    so does the lack of a package that zerotrain needs. No library leaves threads: a process with threads cannot be
-    forked.
+    so does the lack of a package that zerotrain needs, or of a part of torch. No library leaves threads: a process with
+    threads cannot be forked.
     """
     gc.disable()
     num_modules = len(sys.modules)
@@ -39,14 +39,22 @@ def importing() -> Iterator[None]:
     try:
         with no_threads_of_openblas():
             yield
-    except ModuleNotFoundError as error:
-        if error.name not in _NEEDED:
+    except (ImportError, AttributeError) as error:
+        module = error.name if isinstance(error, ImportError) else getattr(error.obj, "__name__", "")
+        if isinstance(error, ModuleNotFoundError) and module in _NEEDED:
+            print(
+                f"{sys.executable} has no package {module}; in a clone, `make install` makes one that has it: "
+                "`. .venv/bin/activate`; elsewhere, pip install zerotrain's wheel",
+                file=sys.stderr,
+            )
+        elif (torch := sys.modules.get("torch")) and f"{module}.".startswith("torch."):
+            print(
+                f"torch {torch.__version__} of {sys.executable} is not one of 2.11 to 2.15, or is damaged: {error}; in "
+                "a clone, `make install` makes a Python that has one: `. .venv/bin/activate`",
+                file=sys.stderr,
+            )
+        else:
             raise
-        print(
-            f"{sys.executable} has no package {error.name}; in a clone, `make install` makes one that has it: "
-            "`. .venv/bin/activate`; elsewhere, pip install zerotrain's wheel",
-            file=sys.stderr,
-        )
         sys.exit(2)
     finally:
         if heeds:

@@ -450,18 +450,20 @@ def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment
     if job is not None and not changes:
         settings = with_run_dir([f"checkpoint.resume={AUTO}"], run_dir)
         return f"scontrol requeue {job}; when Slurm has forgotten the job, its script with {shlex.join(settings)}"
-    program, _, of_module = sys.argv[0].rpartition("python ")
-    started = shlex.split(of_module) if program == "" and of_module.startswith("-m ") else [sys.argv[0]]
-    starter = "python"
-    if ranks is not None:
+    program = sys.argv[0]
+    is_module = program in ("zerotrain", "python -m zerotrain")
+    if ranks is None:
+        starter = program if is_module else f"python {shlex.quote(program)}"
+    else:
         is_one_machine = ranks.local_world_size == ranks.world_size and not elastic_hosts(ranks)
         number = {"torchrun": "--nproc-per-node", "srun": "--ntasks"}[ranks.starter]
         starter = f"{ranks.starter} {f'{number} {ranks.world_size}' if is_one_machine else '...'}"
         starter += " python" if ranks.starter == "srun" else ""
+        starter += " -m zerotrain" if is_module else f" {shlex.quote(program)}"
     replaced = (*_OF_RESUMING, *(f"{change.partition('=')[0]}=" for change in changes))
     unchanged = [override for override in overrides if not override.lstrip("+").startswith(replaced)]
     settings = with_run_dir([*unchanged, *changes, f"checkpoint.resume={AUTO}"], run_dir)
-    return f"{starter} {shlex.join([*started, *settings, *_config_options(sys.argv[1:])])}"
+    return f"{starter} {shlex.join([*settings, *_config_options(sys.argv[1:])])}"
 
 
 def with_run_dir(arguments: list[str], run_dir: Path) -> list[str]:

@@ -225,7 +225,9 @@ def choose_autos(raw: Config, config: Config, ranks: room.Ranks, run_dir: Path) 
         return config, None
     memory = _memory(config, ranks)
     if autos_of(choice.as_chosen(raw, run_dir, ranks.num_ranks)):
-        fields = _in_a_child(lambda: asdict(choice.choose(raw, config, Planner(config, ranks, memory, run_dir))))
+        fields = _in_a_child(
+            lambda: asdict(choice.choose(raw, config, Planner(config, ranks, memory.for_choice(), run_dir)))
+        )
         chosen = msgspec.convert(fields, choice.Choice, str_keys=True)
         if not chosen.plan.fits:
             raise ConfigError(chosen.why)
@@ -471,7 +473,8 @@ def _plan(read: ReadConfig, run_dir: Path) -> int:
     require_sound(raw, config, problems, run_dir, None)
     ranks = all_ranks(config, None)
     _warn(checks.without_effect(raw, ranks.num_ranks))
-    planner = Planner(config, ranks, _memory(config, ranks), run_dir)
+    memory = _memory(config, ranks)
+    planner = Planner(config, ranks, memory.for_choice() if autos_of(raw) else memory, run_dir)
     chosen = choice.choose(raw, config, planner) if autos_of(raw) else None
     plan = planner.run(config) if chosen is None else chosen.plan
     print_plan(Console(), plan, config)

@@ -19,7 +19,7 @@ from zerotrain.comm.environment import RankEnvironment
 from zerotrain.comm.ledger import tell_log
 from zerotrain.errors import CommError
 from zerotrain.files import suspension, untrusted
-from zerotrain.files.terminal import LastingStream, StandIn, escape_what_cannot_be_written
+from zerotrain.files.terminal import LastingStream, StampedLines, StandIn, escape_what_cannot_be_written
 from zerotrain.launching import exits, failures
 from zerotrain.launching.job import Job, num_threads_per_rank
 from zerotrain.launching.presence import Presence, continue_stopped, seen_alive
@@ -38,7 +38,7 @@ class TerminalAndFile(StandIn):
     The file gets whole lines, without colours, and nothing of a line drawn again and again.
     """
 
-    def __init__(self, terminal: TextIO | io.TextIOBase, file: TextIO) -> None:
+    def __init__(self, terminal: TextIO | io.TextIOBase, file: TextIO | io.TextIOBase) -> None:
         super().__init__(terminal)
         self._file = file
         self._unfinished_line = ""
@@ -60,17 +60,21 @@ class TerminalAndFile(StandIn):
         self._stream.flush()
 
 
-def open_rank_log(ranks_dir: Path, rank: int, append: bool = False) -> TextIO:
+def open_rank_log(ranks_dir: Path, rank: int, append: bool = False) -> StampedLines:
     """Send this process's output to its log from here on; return the log. Rank 0 keeps its terminal too.
+
+    Each line that Python prints begins with its time. Of what C++ prints none does: no process lies between it and the
+    file, which would be one more to outlive a rank that is killed.
 
     Args:
         append: keep what is there, of the same rank before its run was started again.
     """
     ranks_dir.mkdir(parents=True, exist_ok=True)
     path = ranks_dir / f"{rank}.log"
-    log = open(  # noqa: SIM115 - open until the process ends
+    file = open(  # noqa: SIM115 - open until the process ends
         path, "a" if append else "w", 1, encoding="utf-8", errors="backslashreplace", opener=untrusted.only_regular
     )
+    log = StampedLines(file)
     for stream in (sys.stdout, sys.stderr):
         escape_what_cannot_be_written(stream)
     if rank == 0:
@@ -80,6 +84,7 @@ def open_rank_log(ranks_dir: Path, rank: int, append: bool = False) -> TextIO:
         # By descriptor: the output of C++ goes there as well.
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
+        sys.stdout = sys.stderr = log
     return log
 
 

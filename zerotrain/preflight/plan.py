@@ -1,9 +1,10 @@
 """The plan of a run at each stage: the bytes it holds and sends, whether they fit, and a table of them."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from zerotrain.sharding.plan import STAGES
 from zerotrain.training.report import in_unit, unit_of
 
 PLAN_NAME = "plan.json"
-OF_A_GPU = 0.9
-"""So much of a GPU's memory is for tensors; the rest is for its context, communicators, and what allocators keep."""
+OF_A_CARD = 0.9
+"""From this part of a card's memory on a stage is tight: the rest is for what no plan counts."""
+NOT_COUNTED = ("CUDA context", "NCCL buffers", "allocator fragmentation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,26 +38,34 @@ class Memory:
 
     device: float
     host: float
+    is_card: bool
+    """Whether `device` is that of a card: of this machine's GPU, or as `plan.memory_gb` says."""
     on_host: bool
     """Whether both are the same memory."""
     process: int
     """Taken by a rank beside its tensors: on the CPU what its process has made of its imports, without their files
     (ranks share them, and the system may drop them); on a GPU what kernels keep."""
     cache: int
-    """Beside both on the CPU, see `KEPT_NBYTES`; none on a GPU, where `OF_A_GPU` leaves its allocator room."""
+    """Beside both on the CPU, see `KEPT_NBYTES`; none on a GPU, whose allocator is not counted."""
 
     @classmethod
     def of_run(cls, config: Config, device: torch.device, num_local: int) -> "Memory":
         """As `plan.memory_gb` says; else of this machine."""
         room, memory_gb, is_host = Room.of_machine(device, num_local), config.plan.memory_gb, device_of(device).is_host
-        available = room.host if is_host else room.gpu * OF_A_GPU
+        available = room.host if is_host else room.gpu
         return cls(
             device=available if memory_gb is None else memory_gb * 1e9,
             host=room.host,
+            is_card=memory_gb is not None or not is_host,
             on_host=is_host,
             process=own_nbytes() if is_host else device_of(device).kernels_nbytes,
             cache=KEPT_NBYTES if is_host else 0,
         )
+
+    def for_choice(self) -> "Memory":
+        """That of a run which chooses for itself: no stage that is tight on a GPU. On the CPU the process is counted,
+        and nothing more is left free."""
+        return self if self.on_host else replace(self, device=OF_A_CARD * self.device, is_card=False)
 
     @property
     def overhead(self) -> int:
@@ -89,6 +99,10 @@ class Memory:
     def fits(self, plan: StagePlan) -> bool:
         """Whether a rank has memory for a plan, as far as its bytes are known."""
         return self.nbytes_of(plan) <= self.device and (self.on_host or plan.host <= self.host)
+
+    def is_tight(self, plan: StagePlan) -> bool:
+        """Whether a plan that fits leaves less of a card than what is not counted may take."""
+        return self.is_card and self.fits(plan) and self.nbytes_of(plan) >= OF_A_CARD * self.device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +143,11 @@ class RunPlan:
             "memory": round(memory.device),
             "process": memory.process,
             "kept": memory.cache,
-            "stages": {n: asdict(plan) | {"fits": memory.fits(plan)} for n, plan in sorted(self.stages.items())},
+            "not_counted": NOT_COUNTED if memory.is_card or not memory.on_host else (),
+            "stages": {
+                stage: asdict(plan) | {"fits": memory.fits(plan), "tight": memory.is_tight(plan)}
+                for stage, plan in sorted(self.stages.items())
+            },
         }
         with whole(run_dir / PLAN_NAME) as file:
             file.write(json.dumps(body | choice, indent=2).encode() + b"\n")
@@ -217,15 +235,24 @@ def print_plan(console: Console, plan: RunPlan, config: Config) -> None:
     for name in COLUMNS:
         table.add_column(HEADS.get(name, name), justify="right")
     table.add_column("fits", justify="right")
-    for stage, stage_plan in sorted(plan.stages.items()):
-        amounts = [None if (n := getattr(stage_plan, name)) is None else n / unit_nbytes for name in COLUMNS]
-        # A cell has at most 6 characters: 80 columns have no more.
-        cells = ["?" if n is None else f"{n:.4g}" if n >= 0.1 else f"{n:.2g}" for n in amounts]
-        table.add_row(str(stage), *cells, "yes" if plan.memory.fits(stage_plan) else "no")
+    stages = sorted(plan.stages.items())
+    columns = [_cells([getattr(stage_plan, name) for _, stage_plan in stages], unit_nbytes) for name in COLUMNS]
+    for (stage, stage_plan), *cells in zip(stages, *columns, strict=True):
+        is_tight, fits = plan.memory.is_tight(stage_plan), plan.memory.fits(stage_plan)
+        table.add_row(str(stage), *cells, "tight" if is_tight else "yes" if fits else "no")
     console.print(table)
     bars = _bars(plan, MARKS[-1 if console.options.ascii_only else 0])
     for line in (*bars, *_lines(plan, config)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _cells(column: Sequence[int | None], unit_nbytes: float) -> list[str]:
+    """A column of bytes, each with as many digits behind the point: four of the largest. A cell has at most 6
+    characters, since 80 columns have no more."""
+    amounts = [None if nbytes is None else nbytes / unit_nbytes for nbytes in column]
+    most = max((amount for amount in amounts if amount), default=0.0)
+    num_digits = min(4, max(0, 3 - math.floor(math.log10(most)))) if most else 0
+    return ["?" if amount is None else f"{amount:.{num_digits}f}" for amount in amounts]
 
 
 def _bars(plan: RunPlan, marks: str) -> Iterator[str]:
@@ -272,9 +299,12 @@ def _lines(plan: RunPlan, config: Config) -> Iterator[str]:
     process = f" with {in_unit(overhead)} {owner}" if overhead else ""
     where = "" if stage_plan.peak_phase is None else f" in its {stage_plan.peak_phase}"
     least = "at least " if stage_plan.peak is None else ""
+    if memory.is_card or not memory.on_host:
+        yield f"not counted: {', '.join(NOT_COUNTED)}; from {OF_A_CARD:.0%} of a card a stage is tight"
+    is_tight = memory.is_tight(stage_plan)
     yield (
-        f"stage {plan.stage} {'fits' if plan.fits else 'does not fit'}: a rank holds {least}"
-        f"{in_unit(plan.nbytes)}{where}{process}, of {in_unit(memory.device)}"
+        f"stage {plan.stage} {'is tight' if is_tight else 'fits' if plan.fits else 'does not fit'}: a rank holds "
+        f"{least}{in_unit(plan.nbytes)}{where}{process}, of {in_unit(memory.device)}"
     )
     if not plan.fits:
         savings = ["train.micro_batch_size"]

@@ -3,11 +3,12 @@
 import csv
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +18,7 @@ from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import only_regular, printable
 from zerotrain.report.page import HEAD, page_of
 from zerotrain.report.rows import FIGURES, Report, Row, equal_weights, spreads
+from zerotrain.report.values import with_short_numbers
 
 CSV_NAME, JSON_NAME, PAGE_NAME = "sweep.csv", "sweep.json", "report.html"
 HEADS = {CSV_NAME: b"job,folder,status,", JSON_NAME: b'{"report": "zerotrain"', PAGE_NAME: HEAD}
@@ -133,16 +135,23 @@ def print_table(report: Report, console: Console) -> None:
     rows = report.rows
     shared = set.intersection(*(set(row.overrides) for row in rows)) if rows else set()
     ranks = ["-" if row["ranks"] is None else f"{row['ranks']:.0f}" for row in rows]
-    overrides = [[override for override in row.overrides if override not in shared] for row in rows]
-    columns: dict[str, Iterable[str]] = {"job": [row.job for row in rows], "overrides": map(" ".join, overrides)}
+    overrides = [[with_short_numbers(word) for word in row.overrides if word not in shared] for row in rows]
+    columns = {"job": [row.job for row in rows], "overrides": [" ".join(words) for words in overrides]}
     if len({*ranks} - {"-"}) > 1:
-        others = ([word for word in words if not word.startswith(OF_RANKS)] for words in overrides)
-        columns |= {"overrides": map(" ".join, others), "ranks": ranks}
+        others = [" ".join(word for word in words if not word.startswith(OF_RANKS)) for words in overrides]
+        columns |= {"overrides": others, "ranks": ranks}
     columns["status"] = [row.status for row in rows]
     for name in ("final_val_loss", "tokens_per_s", "step_ms_median"):
         figure = FIGURES[name]
         columns[figure.head] = ["-" if (value := row[name]) is None else figure.form(value) for row in rows]
     columns["weights"] = [(row.weights_sha256 or "-")[:SHORT_HASH] for row in rows]
+    # A word that is too long for its column is broken behind its name: no number lies on two lines.
+    widths = [max(map(cell_len, [head, *cells])) + 2 for head, cells in columns.items() if head != "overrides"]
+    room = console.width - sum(widths) - 1
+    columns["overrides"] = [
+        " ".join(word if cell_len(word) <= room else word.replace("=", "=\n", 1) for word in cells.split())
+        for cells in columns["overrides"]
+    ]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for head in columns:
         is_text = head in ("overrides", "status")

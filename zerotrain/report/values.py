@@ -10,6 +10,7 @@ from zerotrain.training.report import in_unit
 MAX_NUMBER = 1e18
 MAX_CELL = 60
 """Characters to show of a setting's value, or of its name in short."""
+_LONG_NUMBER = re.compile(r"(?<=[=\[,:])-?(?=[\d.e+-]{8})\d+\.\d+(e[+-]?\d+)?(?=[\],}]|$)")
 
 
 def number(value: Any) -> float | None:
@@ -28,6 +29,11 @@ def cell(value: Any) -> str:
         return f"{value:g}" if abs(value) < MAX_NUMBER else repr(value)
     text = value if isinstance(value, str) else str(value)[: 4 * MAX_CELL]
     return shortened(text, MAX_CELL)
+
+
+def with_short_numbers(override: str) -> str:
+    """An override for people: of a longer number four digits, as of the values that a sampler has chosen."""
+    return _LONG_NUMBER.sub(lambda match: f"{float(match[0]):.4g}", override)
 
 
 def value_text(name: str, value: Any) -> str:

@@ -38,7 +38,7 @@ SPARE_PARAMETERS = 2**20
 HUGGING_FACE = "zerotrain.models.HuggingFaceModel"
 NO_CONFIG = (
     "was not saved by a run of launch.py, and does not say what its model is; build the model in Python, and load "
-    "the weights that `python -m zerotrain export` writes"
+    "the weights that `zerotrain export` writes"
 )
 
 
@@ -239,7 +239,7 @@ def opened_run(path: str | os.PathLike[str], *, trust_code: bool = False, averag
         )
 
 
-# A folder that `python -m zerotrain export` has written: its description, and its weights.
+# A folder that `zerotrain export` has written: its description, and its weights.
 
 
 ABOUT = "zerotrain_export.json"

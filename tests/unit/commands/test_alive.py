@@ -1,4 +1,4 @@
-"""`python -m zerotrain alive RUN`: a sign of life that is young enough."""
+"""`zerotrain alive RUN`: a sign of life that is young enough."""
 
 import os
 import time

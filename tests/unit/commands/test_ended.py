@@ -1,4 +1,4 @@
-"""`python -m zerotrain ended RUN`: the exit code of a run, also where torchrun has hidden it."""
+"""`zerotrain ended RUN`: the exit code of a run, also where torchrun has hidden it."""
 
 import json
 from pathlib import Path

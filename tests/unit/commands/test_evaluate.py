@@ -1,4 +1,4 @@
-"""`python -m zerotrain evaluate`, its one rank in this process: what counts, and what is told."""
+"""`zerotrain evaluate`, its one rank in this process: what counts, and what is told."""
 
 import json
 import math

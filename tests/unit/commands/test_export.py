@@ -1,4 +1,4 @@
-"""`python -m zerotrain export`: what is trained leaves in the forms of others."""
+"""`zerotrain export`: what is trained leaves in the forms of others."""
 
 import ctypes
 import errno

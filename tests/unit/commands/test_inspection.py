@@ -1,4 +1,4 @@
-"""`python -m zerotrain inspect`."""
+"""`zerotrain inspect`."""
 
 import os
 import re
@@ -120,7 +120,7 @@ def test_what_is_neither_a_checkpoint_nor_a_run_is_told(tmp_path: Path, capsys: 
 
 @pytest.mark.case(
     "checkpoints",
-    "`python -m zerotrain inspect RUN`",
+    "`zerotrain inspect RUN`",
     "each checkpoint verified, saves under way or cut off, how to go on",
 )
 def test_a_run_is_listed_with_what_lies_beside_its_checkpoints(saved, tmp_path, capsys) -> None:

@@ -1,4 +1,4 @@
-"""`python -m zerotrain prepare`: a store of its own, or what a run will find in the cache."""
+"""`zerotrain prepare`: a store of its own, or what a run will find in the cache."""
 
 import re
 from pathlib import Path

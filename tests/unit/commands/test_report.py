@@ -1,4 +1,4 @@
-"""`python -m zerotrain report FOLDER...`: the files of any runs, and one line for what is none."""
+"""`zerotrain report FOLDER...`: the files of any runs, and one line for what is none."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`python -m zerotrain slurm`: a file that sbatch takes, and settings that are checked before a job waits."""
+"""`zerotrain slurm`: a file that sbatch takes, and settings that are checked before a job waits."""
 
 import shlex
 import sys

@@ -1,4 +1,4 @@
-"""`python -m zerotrain tokenizer`: a tokenizer of one's own text, that a run takes by its folder."""
+"""`zerotrain tokenizer`: a tokenizer of one's own text, that a run takes by its folder."""
 
 import json
 from pathlib import Path

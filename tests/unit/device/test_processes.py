@@ -82,12 +82,37 @@ with compute_in_child(os.getpid) as told:
 over.set()
 thread.join()
 """
+BESIDE_THE_STORE = """
+import warnings
+warnings.simplefilter("always")  # Python 3.12 warns of a fork beside a thread
+named, over = threading.Event(), threading.Event()
+
+def serve():
+    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_tcpstore_uv")
+    named.set()
+    over.wait()
+
+thread = threading.Thread(target=serve)
+thread.start()
+named.wait()
+with compute_in_child(os.getpid) as told:
+    assert len(children()) == 1
+    assert told() != here
+over.set()
+thread.join()
+"""
+CASES = {
+    "of a child": OF_A_CHILD,
+    "larger than a pipe": LARGER_THAN_A_PIPE,
+    "an error": AN_ERROR,
+    "a killed child": A_KILLED_CHILD,
+    "nobody waits": NOBODY_WAITS,
+    "a thread": A_THREAD,
+    "beside the store": BESIDE_THE_STORE,
+}
 
 
-@pytest.mark.parametrize(
-    "code", [OF_A_CHILD, LARGER_THAN_A_PIPE, AN_ERROR, A_KILLED_CHILD, NOBODY_WAITS, A_THREAD],
-    ids=["of a child", "larger than a pipe", "an error", "a killed child", "nobody waits", "a thread"],
-)  # fmt: skip
+@pytest.mark.parametrize("code", CASES.values(), ids=CASES)
 def test_what_is_computed_beside_is_told_and_no_child_and_no_file_is_left(code: str):
     started_s = time.monotonic()
     done = tried(code + END)

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -6,6 +7,7 @@ from typing import Any
 
 import pytest
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import sys
 from zerotrain.launching.imports import importing
@@ -128,8 +130,31 @@ def test_no_step_imports_what_symbolic_shapes_need() -> None:
 
 
 def test_a_python_without_what_zerotrain_needs_says_so_in_a_line() -> None:
-    launch = Path(__file__).resolve().parents[3] / "launch.py"
-    ending = subprocess.run([sys.executable, "-S", launch], capture_output=True, text=True)
+    ending = subprocess.run([sys.executable, "-S", REPOSITORY / "launch.py"], capture_output=True, text=True)
     assert ending.returncode == 2
     [line] = ending.stderr.splitlines()
     assert line.startswith(f"{sys.executable} has no package hydra; in a clone, `make install` makes one that has it")
+
+
+@pytest.mark.parametrize(
+    ("command", "lack"),
+    [
+        (["launch.py"], "No module named 'torch."),
+        (["-m", "zerotrain", "inspect", "a"], "module 'torch' has no attribute"),
+    ],
+    ids=["a module", "an attribute"],
+)
+def test_a_torch_that_lacks_a_part_is_named_in_a_line(command: list[str], lack: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("__version__ = '2.1.0'\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ending = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=REPOSITORY)
+    assert (ending.returncode, ending.stdout) == (2, "")
+    [line] = ending.stderr.splitlines()
+    assert line.startswith(f"torch 2.1.0 of {sys.executable} is not one of 2.11 to 2.15, or is damaged: {lack}")
+
+
+def test_a_python_that_is_too_old_is_named_in_a_line() -> None:
+    program = "import sys; sys.version_info = (3, 10, 9); import zerotrain"
+    ending = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ending.returncode, ending.stdout) == (2, "")
+    assert ending.stderr.startswith(f"zerotrain needs Python 3.11 or newer; {sys.executable} is ")

@@ -440,6 +440,9 @@ GOES_ON = "hydra.run.dir=out a=1 train.max_steps=8 checkpoint.resume=auto"
     ("argv", "ranks", "command"),
     [
         (["launch.py"], None, f"python launch.py {GOES_ON}"),
+        (OF_MODULE, None, f"python -m zerotrain {GOES_ON} --config-dir 'my conf'"),
+        (["zerotrain"], None, f"zerotrain {GOES_ON}"),
+        (["zerotrain"], (2, 2, "srun"), f"srun --ntasks 2 python -m zerotrain {GOES_ON}"),
         (OF_MODULE, (2, 2), f"torchrun --nproc-per-node 2 -m zerotrain {GOES_ON} --config-dir 'my conf'"),
         (["launch.py"], (2, 4), f"torchrun ... launch.py {GOES_ON}"),
         (["launch.py"], (2, 2, "srun"), f"srun --ntasks 2 python launch.py {GOES_ON}"),

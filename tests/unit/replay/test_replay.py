@@ -1,4 +1,4 @@
-"""`python -m zerotrain replay`: steps again, to the bit, and what a bad one came from. One run for each precision."""
+"""`zerotrain replay`: steps again, to the bit, and what a bad one came from. One run for each precision."""
 
 import json
 import math
@@ -168,7 +168,7 @@ def test_a_run_says_the_command_as_a_step_stands_out_and_the_command_finds_the_r
     assert 20 < step < again
     assert len(lines) == 1, "the second comes too soon after the first"
     assert lines[0].startswith(f"step {step}: ")
-    assert lines[0].endswith(f"which rows: python -m zerotrain replay {tmp_path / 'run'} --step {step}")
+    assert lines[0].endswith(f"which rows: zerotrain replay {tmp_path / 'run'} --step {step}")
     for asked, found in ((["--worst"], (step, again)), (["--step", step], (step,))):
         code, body = replayed(tmp_path, tmp_path / "run", *asked)
         assert (code, body["differs"]) == (0, None)

@@ -135,9 +135,9 @@ def test_what_has_changed_is_read_again(tmp_path: Path):
 # The table of jobs in a terminal, built from their folders.
 
 
-def table_of(folder: Path) -> str:
+def table_of(folder: Path, width: int = 80) -> str:
     stream = io.StringIO()
-    print_table(read_report(folder), Console(file=stream, width=80))
+    print_table(read_report(folder), Console(file=stream, width=width))
     return stream.getvalue()
 
 
@@ -157,6 +157,26 @@ def test_each_job_has_its_row_told_by_what_differs_whatever_became_of_it(tmp_pat
     assert "launch.nproc_per_node" not in table
     assert "checkpoint.resume" not in table
     assert "job 1 failed: zero.stage: got 5\njob 2 stopped: by a signal\n" in table
+
+
+def test_values_are_rounded_and_none_lies_on_two_lines_of_80_columns(tmp_path: Path):
+    names = "optimizer.lr", "model.attention_dropout_probability", "optimizer.betas"
+    values = "0.06774333298343773", "1.2345678901234567e-05", "[0.9123456789,0.95]"
+    for job in range(2):
+        overrides = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
+        write_result(tmp_path, job, overrides=[*overrides, f"seed={123456789012 + job}", "data.path=/a/0.123456789"])
+    write_result(tmp_path, 2)
+    write_reports(tmp_path)
+    table = table_of(tmp_path)
+    assert max(map(len, table.splitlines()[:-1])) <= 80
+    words = table.split()
+    assert [words.count(word) for word in ("optimizer.lr=0.06774", "1.235e-05", "seed=123456789012")] == [2, 2, 1]
+    assert [words.count(word) for word in ("optimizer.betas=[0.9123,0.95]", "[0.9123,0.95]")] in ([2, 0], [0, 2])
+    assert "/a/0.123456789" in "".join(words)  # a path is no number
+    assert values[0] in (tmp_path / "sweep.csv").read_text()
+    for width in range(70, 110):
+        words = table_of(tmp_path, width).split()
+        assert sum(words.count(word) for word in ("optimizer.lr=0.06774", "0.06774")) == 2, width
 
 
 def test_numbers_of_ranks_that_differ_are_a_column(tmp_path: Path):

@@ -40,7 +40,7 @@ MAX_CHANGES = 2**20
 def facts_of(run: Run) -> dict[str, str]:
     """The command, versions, device, host and git revision of a run, each a text."""
     overrides = run.result.overrides
-    command = sys.argv if overrides is None else ["python", "-m", "zerotrain", *overrides]
+    command = sys.argv if overrides is None else ["zerotrain", *overrides]
     facts = {
         "command": shlex.join(command),
         "folder": str(run.folder),

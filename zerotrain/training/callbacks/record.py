@@ -138,7 +138,7 @@ class StepRecord(Callback):
 
 def replay_command(run: Run, step: int) -> str:
     """The command to compute a step of a run again."""
-    return f"python -m zerotrain replay {shlex.quote(str(run.folder))} --step {step}"
+    return f"zerotrain replay {shlex.quote(str(run.folder))} --step {step}"
 
 
 def recorded(outcome: TrainStepResult) -> dict[str, Any]:

@@ -3,9 +3,12 @@
 import contextlib
 import copy
 import functools
+import math
 import os
 import pickle
 import sqlite3
+import statistics
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +57,21 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 
     yield begun
     telling._driven.clear()
+
+
+def test_values_of_an_interval_on_a_log_scale_lie_evenly_over_its_decades(begin: Begin):
+    swept = "hydra.sweeper.params={a:'tag(log,interval(1e-4,1e-1))',b:'interval(1e-4,1e-1)'}"
+    by_chance = "hydra.sweeper.sampler={_target_:optuna.samplers.RandomSampler,seed:5}"
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # a database on a disk takes half a second a trial
+        storage = f"hydra.sweeper.storage=sqlite:///{folder}/study.db"
+        study = begin(swept, by_chance, storage, "hydra.sweeper.n_trials=12")
+        jobs, trials = study.ask(12), study._study.get_trials()
+    for words, trial in zip(jobs.values(), trials, strict=True):
+        assert words[:2] == (f"a={trial.params['a']}", f"b={trial.params['b']}")
+    places = {name: [math.log10(trial.params[name]) for trial in trials] for name in "ab"}
+    assert {math.floor(place) for place in places["a"]} == {-4, -3, -2}
+    assert abs(statistics.fmean(places["a"]) + 2.5) < 0.5
+    assert statistics.fmean(places["b"]) > -1.7  # nine in ten are of the last decade
 
 
 def end_driver(study: Study) -> None:

@@ -232,9 +232,7 @@ class OfAllSizes(Dataset):
     "checkpoints",
     "of losses of all sizes, on 1 to 5 ranks at stages 0 and 3",
     "added up in the order of the micro-batches",
-    under=(
-        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
-    ),
+    under=("`zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"),
 )
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("micro_batch_size", [1, 3])

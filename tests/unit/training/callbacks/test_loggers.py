@@ -57,7 +57,7 @@ def test_the_settings_the_versions_and_the_result_are_there(make_trainer, tmp_pa
     assert json.loads(texts["settings/text_summary"]) == settings
     environment = json.loads(texts["environment/text_summary"])
     assert {"torch", "python", "device", "host", "ranks", "config_hash"} <= set(environment)
-    assert environment["command"] == "python -m zerotrain train.max_steps=4"
+    assert environment["command"] == "zerotrain train.max_steps=4"
     told = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
     assert environment["git_revision"] == told.strip()
     assert texts["status/text_summary"].strip() == "completed"

@@ -117,7 +117,5 @@ def test_a_run_that_its_numbers_end_says_the_command_that_explains_the_step(tmp_
     with pytest.raises(TrainingError):
         train(tmp_path / "run", 9, lr=1e30, on_nonfinite="stop")
     *_, last = (tmp_path / "run" / STEPS_NAME).read_text().splitlines()
-    command = (
-        f"which rows and module: python -m zerotrain replay {tmp_path / 'run'} --step {json.loads(last)['step'] + 1}"
-    )
+    command = f"which rows and module: zerotrain replay {tmp_path / 'run'} --step {json.loads(last)['step'] + 1}"
     assert command in capsys.readouterr().out.replace("\n", "")
