@@ -1,6 +1,5 @@
 """The page of a report: what the template page.html shows of the jobs."""
 
-import os
 import re
 import time
 from functools import cache
@@ -8,7 +7,6 @@ from itertools import product
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
-from urllib.parse import quote
 
 from zerotrain.files.untrusted import printable
 from zerotrain.report import plots
@@ -59,7 +57,6 @@ def page_of(report: Report) -> bytes:
         headlines=_headlines(report),
         losses=plots.loss_plots(report),
         curves=plots.curves_of(report),
-        links=[_link(row, report.place) for row in report.rows],
         written_ms=1000 * time.time(),
         plots=plots,
         jobs=_jobs_table(report),
@@ -75,13 +72,6 @@ def page_of(report: Report) -> bytes:
     )
     # No text out of a file has a line break: those between elements are the template's.
     return HEAD + b"\n" + re.sub(r">\s*\n\s*<", "><", html).encode() + b"\n"
-
-
-def _link(row: Row, place: Path | None) -> str:
-    """The folder of a job, from the page's on, as a link; empty for none."""
-    if place is None or not row.folder.is_dir():
-        return ""
-    return f"./{quote(os.fsencode(os.path.relpath(row.folder, place)))}/"
 
 
 def _headlines(report: Report) -> list[tuple[str, str, str]]:

@@ -284,15 +284,15 @@ def curves_of(report: Report) -> str:
     most = sorted(name for name, _ in counts.most_common(MAX_CURVES))
     names = [*(name for name in LOSS_NAMES if name in most), *(name for name in most if name not in LOSS_NAMES)]
     num_points = min(MOST_POINTS, MAX_NBYTES // (POINT_NBYTES * max(1, sum(counts[name] for name in names))))
-    content = "x" * (MAX_NBYTES + 1)
-    while len(content) > MAX_NBYTES:  # but for long names and many different steps the first is enough
-        content = json.dumps(_packed(report, names, max(2, num_points)), separators=(",", ":"))
+    content = _packed(report, names, max(2, num_points))
+    while len(content) > MAX_NBYTES and names:  # of long names, or of many different steps
         names = names if num_points > 2 else names[: len(names) // 2]
         num_points = min(num_points - 1, num_points * MAX_NBYTES // len(content))
+        content = _packed(report, names, max(2, num_points))
     return content.replace("<", "\\u003c")
 
 
-def _packed(report: Report, names: Sequence[str], num_points: int) -> dict[str, Any]:
+def _packed(report: Report, names: Sequence[str], num_points: int) -> str:
     steps: dict[tuple[int, ...], int] = {}
     curves = {}
     for name in names:
@@ -312,7 +312,8 @@ def _packed(report: Report, names: Sequence[str], num_points: int) -> dict[str, 
             number = steps.setdefault(tuple(int(step) for step, _ in job), len(steps))
             jobs[place] = [number, b64encode(codes.tobytes()).decode()]
         curves[shortened(name, MAX_TITLE)] = {"low": low, "high": high, "log": is_log, "jobs": jobs}
-    return {"names": [report.label(row) for row in report.rows], "steps": [*steps], "curves": curves}
+    body = {"names": [report.label(row) for row in report.rows], "steps": [*steps], "curves": curves}
+    return json.dumps(body, separators=(",", ":"))
 
 
 # Bars: the memory of a rank and the bytes that it sends, beside the theory, and the parts of a step's time.

@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.parse import quote
 
 import numpy as np
 
@@ -381,6 +382,12 @@ class Report:
             row = by_name.get((place, label)) or by_folder.get(place)  # another sweep may have met it since
             rows += [] if row is None else [replace(row, job=label)]
         return replace(self, rows=rows)
+
+    def link_to(self, row: Row) -> str:
+        """The folder of a job from the page's on, as a link; empty for none."""
+        if self.place is None or not row.folder.is_dir():
+            return ""
+        return f"./{quote(os.fsencode(os.path.relpath(row.folder, self.place)))}/"
 
     def label(self, *rows: Row) -> str:
         """The telling settings that jobs have in common, in short, such as `lr=0.003 stage=2`; empty for none. A job
