@@ -120,7 +120,7 @@ const ticks = (low, high) => {
     const factors = high / low > 1e3 ? [1] : high / low > 5 ? [1, 2, 5] : [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8];
     for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += 1) all.push(...factors.map((each) => each * 10 ** power));
     const within = all.filter((value) => value >= low && value <= high);
-    return within.filter((_, at) => at % Math.ceil(within.length / 8) === 0);
+    if (within.length > 1) return within.filter((_, at) => at % Math.ceil(within.length / 8) === 0);
   }
   const rough = (high - low) / 5;
   const unit = 10 ** Math.floor(Math.log10(rough));
@@ -165,7 +165,7 @@ const draw = () => {
   const best = body.querySelector("tr.best")?.dataset.j;
   const all = lines.flatMap((line) => line.points.filter(isShown));
   const values = all.map((point) => point[1]).sort((a, b) => a - b);
-  let [low, high] = [values[0] ?? 0, values.at(-1) ?? 1];
+  let [low, high] = values.length ? [values[0], values.at(-1)] : [1, 10];
   const right = all.reduce((most, point) => Math.max(most, point[0]), 0) || 1;
   const late = all.filter((point) => point[0] >= right / 4).map((point) => point[1]).sort((a, b) => a - b);
   const ninth = late[Math.ceil(0.9 * (late.length - 1))];
