@@ -144,9 +144,9 @@ const nameOf = (places) => {
   const jobs = places.map(jobOf);
   const heads = new Set(names.map((name) => name.split("=")[0]));
   const joined = heads.size === 1 && !names.some((name) => name.includes(" ")) ? names.map((name, at) => (at ? name.split("=")[1] : name)).join(", ") : names.join(", ");
-  if (names.every(Boolean) && joined.length <= 40) return joined;
   const common = names[0].split(" ").filter((word) => names.every((name) => name.split(" ").includes(word))).join(" ");
   if (common && common.length <= 30 && places.length > 1) return `${common}, ${places.length} jobs`;
+  if (names.every(Boolean) && joined.length <= 40) return joined;
   return places.length > 1 ? `${places.length} jobs: ${jobs.slice(0, 6).join(", ")}${places.length > 6 ? "\u2026" : ""}` : `job ${jobs[0]}`;
 };
 
