@@ -317,7 +317,7 @@ if (was) {
   scrolls().forEach((each, at) => each.scrollTo(...(was.inner[at] ?? [0, 0])));
   window.scrollTo({ top: was.y, behavior: "instant" });
 }
-window.addEventListener("pagehide", keep);
+window.addEventListener("beforeunload", keep);
 
 // While a sweep runs, its driver writes this page again. A page that nobody has written for minutes has no driver.
 const [EVERY_MS, STALE_MS] = [15000, 300000];
