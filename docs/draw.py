@@ -9,8 +9,9 @@ loss_fp8, loss_state_in_bf16 NAME=RUN,RUN,... NAME=RUN,RUN,...
                            above those of the first: the runs of both have the same seeds, in the same order
 report FOLDER              images/report.png: the report of a sweep, one half light and one dark, by chromium; a test
                            says when the page has changed since; shown is
-                           python launch.py -m optimizer.lr=3e-4,1e-3,3e-3,1e-2 zero.stage=1,3 train.max_steps=120
-                           train.eval_every=20 train.log_every=5 launch.nproc_per_node=2
+                           python launch.py -m optimizer.lr=3e-4,1e-3,3e-3,1e-2 zero.stage=1,3 train.max_steps=60
+                           train.eval_every=10 train.log_every=5 launch.nproc_per_node=2 model.num_layers=2
+                           model.hidden_size=64
 """
 
 import hashlib

@@ -61,7 +61,7 @@ def report(folders: Sequence[Path], out: str | None = None) -> None:
     folder = local_folder() if place is not None else folders[0] if out is None else Path(out)
     where = folder if place is None else place.url
     title = folders[0].absolute() if len(folders) == 1 else Path(where).absolute()
-    summary = report_of(jobs, title="/".join(title.parts[-2:]))
+    summary = report_of(jobs, title="/".join(title.parts[-2:]), place=folder if place is None else None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_files(summary, folder)

@@ -236,7 +236,13 @@ def print_plan(console: Console, plan: RunPlan, config: Config) -> None:
         table.add_column(HEADS.get(name, name), justify="right")
     table.add_column("fits", justify="right")
     stages = sorted(plan.stages.items())
-    columns = [_cells([getattr(stage_plan, name) for _, stage_plan in stages], unit_nbytes) for name in COLUMNS]
+    columns = []
+    for name in COLUMNS:
+        amounts = [None if (n := getattr(stage_plan, name)) is None else n / unit_nbytes for _, stage_plan in stages]
+        largest = max((amount for amount in amounts if amount), default=0.0)
+        # Four digits of the largest, and as many behind the point in each row: 80 columns have room for 6 characters.
+        num_digits = min(4, max(0, 3 - math.floor(math.log10(largest)))) if largest else 0
+        columns.append(["?" if amount is None else f"{amount:.{num_digits}f}" for amount in amounts])
     for (stage, stage_plan), *cells in zip(stages, *columns, strict=True):
         is_tight, fits = plan.memory.is_tight(stage_plan), plan.memory.fits(stage_plan)
         table.add_row(str(stage), *cells, "tight" if is_tight else "yes" if fits else "no")
@@ -244,15 +250,6 @@ def print_plan(console: Console, plan: RunPlan, config: Config) -> None:
     bars = _bars(plan, MARKS[-1 if console.options.ascii_only else 0])
     for line in (*bars, *_lines(plan, config)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _cells(column: Sequence[int | None], unit_nbytes: float) -> list[str]:
-    """A column of bytes, each with as many digits behind the point: four of the largest. A cell has at most 6
-    characters, since 80 columns have no more."""
-    amounts = [None if nbytes is None else nbytes / unit_nbytes for nbytes in column]
-    most = max((amount for amount in amounts if amount), default=0.0)
-    num_digits = min(4, max(0, 3 - math.floor(math.log10(most)))) if most else 0
-    return ["?" if amount is None else f"{amount:.{num_digits}f}" for amount in amounts]
 
 
 def _bars(plan: RunPlan, marks: str) -> Iterator[str]:

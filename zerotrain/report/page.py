@@ -56,6 +56,8 @@ def page_of(report: Report) -> bytes:
         short=short_names(report.settings),
         headlines=_headlines(report),
         losses=plots.loss_plots(report),
+        curves=plots.curves_of(report),
+        written_ms=1000 * time.time(),
         plots=plots,
         jobs=_jobs_table(report),
         causes=_causes(report),

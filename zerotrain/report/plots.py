@@ -1,13 +1,18 @@
 """The plots of a report, as places and paths for the page's template: losses over steps, tokens and time, bars, and
 settings beside losses."""
 
+import json
 import math
 import statistics
+from base64 import b64encode
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerotrain.report.rows import KINDS, Curve, Report, Row, jobs_named, names_of, points_over
+import numpy as np
+
+from zerotrain.report.rows import KINDS, NO_CURVE, Curve, Report, Row, jobs_named, names_of, points_over
 from zerotrain.report.values import in_bytes, is_number, shortened, value_text
 from zerotrain.training.report import short
 
@@ -136,6 +141,7 @@ LABEL_ROOM = 0.075
 """Part of a picture's height taken by a label."""
 AXES = {"step": "steps", "tokens": "tokens", "train_s": "seconds of training"}
 LOSSES = {"val": "validation", "train": "training"}
+LOSS_NAMES = ("val_loss", "train_loss")
 MAX_LABEL, MAX_TITLE = 34, 60
 FIRST_PART = 0.25
 """In this part of a picture losses fall from high above; the scale is made for the rest."""
@@ -164,7 +170,7 @@ def loss_plots(report: Report) -> list[LossPlot]:
     """A plot of each loss over each axis, as far as jobs have left curves."""
     plots: list[LossPlot] = []
     for kind in LOSSES:
-        curves = [row.val if kind == "val" else row.train for row in report.rows]
+        curves = [row.curves.get(f"{kind}_loss", NO_CURVE) for row in report.rows]
         if max(map(len, curves), default=0) < 2:
             continue
         by_paths: dict[tuple[str, ...], LossPlot] = {}
@@ -253,6 +259,61 @@ def _set_labels(labels: list[tuple[Line, str]], y: Axis) -> None:
     for line, _ in reversed(labels):
         line.label_top = min(line.label_top, highest)
         highest = line.label_top - LABEL_ROOM
+
+
+# All curves, for the page's script.
+
+
+MAX_CURVES, MAX_NBYTES = 40, 85_000
+"""Metrics to choose from, and the most bytes of their points: a page of 200 jobs stays under 300 kB."""
+POINT_NBYTES = 4
+"""Of a point of a curve, with its share of all else."""
+NO_VALUE = 2**16 - 1
+"""Stands for nan: the values of a metric are told in so many steps less one, from its least to its most."""
+
+
+def curves_of(report: Report) -> str:
+    """The curves of all jobs as JSON that no tag of a page can be closed with: {names: the telling settings of each
+    job, steps: lists of steps, curves: {metric: {low, high, log, jobs: {place: [number of its steps, values]}}}}.
+
+    Values are 16 bits each, little endian, in base64; over the logarithm where all of a metric are above 0.
+    """
+    counts = Counter(
+        name for row in report.rows for name, curve in row.curves.items() if np.isfinite(curve.value).sum() > 1
+    )
+    most = sorted(name for name, _ in counts.most_common(MAX_CURVES))
+    names = [*(name for name in LOSS_NAMES if name in most), *(name for name in most if name not in LOSS_NAMES)]
+    num_points = min(MOST_POINTS, MAX_NBYTES // (POINT_NBYTES * max(1, sum(counts[name] for name in names))))
+    content = _packed(report, names, max(2, num_points))
+    while len(content) > MAX_NBYTES and names:  # of long names, or of many different steps
+        names = names if num_points > 2 else names[: len(names) // 2]
+        num_points = min(num_points - 1, num_points * MAX_NBYTES // len(content))
+        content = _packed(report, names, max(2, num_points))
+    return content.replace("<", "\\u003c")
+
+
+def _packed(report: Report, names: Sequence[str], num_points: int) -> str:
+    steps: dict[tuple[int, ...], int] = {}
+    curves = {}
+    for name in names:
+        points = [points_over(row.curves.get(name, NO_CURVE), "step", num_points) for row in report.rows]
+        finite = [value for job in points for _, value in job if math.isfinite(value)]
+        if not finite:
+            continue
+        is_log = min(finite) > 0
+        low, high = (math.log(end) if is_log else end for end in (min(finite), max(finite)))
+        jobs = {}
+        for place, job in enumerate(points):
+            if len(job) < 2:
+                continue
+            values = np.array([value for _, value in job])
+            parts = ((np.log(values) if is_log else values) - low) / max(high - low, LEAST)
+            codes = np.where(np.isfinite(values), np.rint(parts * (NO_VALUE - 1)), NO_VALUE).astype("<u2")
+            number = steps.setdefault(tuple(int(step) for step, _ in job), len(steps))
+            jobs[place] = [number, b64encode(codes.tobytes()).decode()]
+        curves[shortened(name, MAX_TITLE)] = {"low": low, "high": high, "log": is_log, "jobs": jobs}
+    body = {"names": [report.label(row) for row in report.rows], "steps": [*steps], "curves": curves}
+    return json.dumps(body, separators=(",", ":"))
 
 
 # Bars: the memory of a rank and the bytes that it sends, beside the theory, and the parts of a step's time.

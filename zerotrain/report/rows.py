@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias
+from urllib.parse import quote
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from zerotrain.report.journal import DIVERGED, FAILED, REFUSED, RUNNING, JobEven
 from zerotrain.report.values import cell, first_line, in_bytes, in_order, number, short_names, shortened, value_text
 from zerotrain.training.result import METRICS_NAME, RESULT_NAME, RunResult, read_result, value_in
 
-# The losses of a run over its steps, out of metrics.jsonl: some hundred points, however long the file is.
+# The curves of a run over its steps, out of metrics.jsonl: some hundred points each, however long the file is.
 
 
 MAX_POINTS = 200
@@ -33,43 +34,39 @@ NUM_WINDOWS, WINDOW_NBYTES = 128, 2**14
 AXES = ("step", "tokens", "train_s")
 
 
-class _PlottedLine(TypedDict, total=False):
-    step: float | None
-    tokens: float | None
-    train_s: float | None
-    train_loss: float | None
-    val_loss: float | None
-
-
+MAX_CURVES = 60
+"""Curves of a run: those that are written first."""
 Curve: TypeAlias = "np.recarray[Any, Any]"
-"""A loss over the steps of a run: `step`, `tokens`, `train_s` and `loss` of each point. nan stands for an unknown
-number, and for a loss that is none."""
-_POINT = [(name, float) for name in (*AXES, "loss")]
+"""A metric over the steps of a run: `step`, `tokens`, `train_s` and `value` of each point. nan stands for an unknown
+number, and for a value that is none."""
+_POINT = [(name, float) for name in (*AXES, "value")]
 NO_CURVE: Curve = np.empty(0, _POINT).view(np.recarray)
 
 
 def points_over(curve: Curve, axis: str, max_points: int) -> list[tuple[float, float]]:
-    """(x, loss) of the points, or of as many at equal distances, over one of `AXES`."""
-    pairs = zip(curve[axis].tolist(), curve.loss.tolist(), strict=True)
+    """(x, value) of the points, or of as many at equal distances, over one of `AXES`."""
+    pairs = zip(curve[axis].tolist(), curve.value.tolist(), strict=True)
     return thinned([pair for pair in pairs if math.isfinite(pair[0])], max_points)
 
 
-def read_curves(path: Path) -> tuple[Curve, Curve]:
-    """The training loss and the validation loss of a metrics.jsonl; without points where it cannot be read."""
-    kinds: dict[str, list[bytes]] = {"train_loss": [], "val_loss": []}
-    try:
+def read_curves(path: Path) -> dict[str, Curve]:
+    """The curve of each metric in a metrics.jsonl; none where it cannot be read."""
+    kinds: dict[bytes, list[bytes]] = {b'"train_loss"': [], b'"val_loss"': [], b"": []}  # each thinned by itself
+    with suppress(OSError):
         for line in _lines(path):
-            for kind, lines in kinds.items():
-                if f'"{kind}"'.encode() in line:
-                    lines.append(line)
-    except OSError:
-        pass
-    points = [list(_points(thinned(lines, MAX_POINTS), kind)) for kind, lines in kinds.items()]
-    train, val = (np.array(pairs, _POINT).view(np.recarray) for pairs in points)
-    if len(train):  # an evaluation notes no tokens and no seconds: it has those of the training at its step
-        for axis in AXES[1:]:
-            val[axis] = np.interp(val.step, [0.0, *train.step], [0.0, *train[axis]])
-    return train, val
+            kinds[next(kind for kind in kinds if kind in line)].append(line)
+    points: dict[str, list[tuple[float, ...]]] = {}
+    for lines in kinds.values():
+        for name, point in _points(thinned(lines, MAX_POINTS)):
+            if name in points or len(points) < MAX_CURVES:
+                points.setdefault(name, []).append(point)
+    curves = {name: np.array(rows, _POINT).view(np.recarray) for name, rows in points.items()}
+    if (train := curves.get("train_loss")) is not None:
+        for curve in curves.values():  # an evaluation notes no tokens: it has those of the training at its step
+            for axis in AXES[1:]:
+                if np.isnan(curve[axis]).all():
+                    curve[axis] = np.interp(curve.step, [0.0, *train.step], [0.0, *train[axis]])
+    return curves
 
 
 def thinned(items: list[Any], most: int) -> list[Any]:
@@ -91,19 +88,22 @@ def _lines(path: Path) -> Iterator[bytes]:
             yield from file.read(WINDOW_NBYTES).split(b"\n")[1 if window else 0 : -1]
 
 
-def _points(lines: list[bytes], kind: str) -> Iterator[tuple[float, ...]]:
-    """(step, tokens, seconds, loss) of each line, in the order of steps: a resumed run has come back to some."""
+def _points(lines: list[bytes]) -> Iterator[tuple[str, tuple[float, ...]]]:
+    """(name, (step, tokens, seconds, value)) of each number of each line, in the order of steps: a resumed run has
+    come back to some."""
     last_step = -math.inf
     for line in lines:
         try:
-            entry = parse_json(line, _PlottedLine)
+            entry = parse_json(line, dict[str, Any])
         except UntrustedFileError:  # it is cut off, or of somebody else
             continue
-        values = [number(entry.get(name)) for name in (*AXES, kind)]
-        point = tuple(math.nan if value is None else float(value) for value in values)
-        if point[0] >= last_step:
-            last_step = point[0]
-            yield point
+        numbers = {name: math.nan if value is None else number(value) for name, value in entry.items()}
+        axes = [math.nan if (value := numbers.get(axis)) is None else float(value) for axis in AXES]
+        if axes[0] >= last_step:
+            last_step = axes[0]
+            for name, value in numbers.items():
+                if value is not None and name != "step":
+                    yield name, (*axes, float(value))
 
 
 # The folders of jobs, as they were left: each is read within limits, and what cannot be read is said in its place.
@@ -138,8 +138,7 @@ class JobFiles:
     """The body of result.json; where there is none, what the journal of the sweep says in its form."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Those of config.yaml by their dotted names; none where it cannot be read."""
-    train: Curve = field(default_factory=NO_CURVE.copy)
-    val: Curve = field(default_factory=NO_CURVE.copy)
+    curves: dict[str, Curve] = field(default_factory=dict)
 
 
 def run_dirs_in(folder: Path) -> list[Path]:
@@ -182,8 +181,8 @@ def _read_job(folder: Path, name: str, event: JobEvent | None) -> JobFiles:
     run_dir = folder / name
     own_name = name if name != "." else folder.absolute().name
     job = JobFiles(name=own_name, folder=run_dir) if event is None else _job_of_event(folder, event)
-    train, val = _read_if_changed(read_curves, run_dir / METRICS_NAME)
-    job = replace(job, settings=_settings(run_dir / CONFIG_NAME), train=train, val=val)
+    curves = _read_if_changed(read_curves, run_dir / METRICS_NAME)
+    job = replace(job, settings=_settings(run_dir / CONFIG_NAME), curves=curves)
     try:
         result = _read_if_changed(read_result, run_dir / RESULT_NAME)
     except FileNotFoundError:
@@ -194,7 +193,7 @@ def _read_job(folder: Path, name: str, event: JobEvent | None) -> JobFiles:
         problem = f"its {RESULT_NAME} cannot be read: {error}"
         return replace(job, status=FAILED, result=job.result | {"error": problem})
     has_diverged = event is not None and event.status == DIVERGED
-    return replace(job, status=outcome(result, was_evaluated=has_diverged or len(val) > 0), result=result)
+    return replace(job, status=outcome(result, was_evaluated=has_diverged or "val_loss" in curves), result=result)
 
 
 def _job_of_event(folder: Path, event: JobEvent) -> JobFiles:
@@ -203,9 +202,8 @@ def _job_of_event(folder: Path, event: JobEvent) -> JobFiles:
     result = RunResult(world_size=0, overrides=event.overrides, config_hash=event.hash)
     result.error = GONE if is_gone else event.error
     status = FAILED if is_gone else str(event.status)
-    return JobFiles(
-        name=label_of(event.job, event.folder), folder=folder / event.folder, status=status, result=result.body()
-    )
+    own_folder = folder / event.folder if event.is_within else folder  # a page links to no other folder
+    return JobFiles(name=label_of(event.job, event.folder), folder=own_folder, status=status, result=result.body())
 
 
 def _read_if_changed(read: Callable[[Path], Any], path: Path) -> Any:
@@ -317,8 +315,7 @@ class Row:
     config_hash: str | None
     but_for_seed: str | None
     """Equal where all settings but the seed are."""
-    train: Curve
-    val: Curve
+    curves: dict[str, Curve]
 
     def __getitem__(self, name: str) -> float | None:
         return self.figures[name]
@@ -336,6 +333,10 @@ class Report:
     """The column of `sweep.objective`; None where jobs have different ones."""
     rises: bool = False
     """Whether the most of it is the best."""
+    place: Path | None = None
+    """The folder of its files, from where the page links to the folders of jobs; None: it links to none."""
+    is_live: bool = False
+    """Whether it is written again while its jobs run."""
 
     @cached_property
     def loss(self) -> str:
@@ -382,6 +383,12 @@ class Report:
             rows += [] if row is None else [replace(row, job=label)]
         return replace(self, rows=rows)
 
+    def link_to(self, row: Row) -> str:
+        """The folder of a job from the page's on, as a link; empty for none."""
+        if self.place is None or not row.folder.is_dir():
+            return ""
+        return f"./{quote(os.fsencode(os.path.relpath(row.folder, self.place)))}/"
+
     def label(self, *rows: Row) -> str:
         """The telling settings that jobs have in common, in short, such as `lr=0.003 stage=2`; empty for none. A job
         that did not complete may have more of them."""
@@ -423,11 +430,11 @@ def names_of(rows: Sequence[Row]) -> str:
 
 def read_report(folder: Path) -> Report:
     """The report of a sweep's folder, or of a run's."""
-    return report_of(read_jobs(folder), title="/".join(folder.absolute().parts[-2:]))
+    return report_of(read_jobs(folder), title="/".join(folder.absolute().parts[-2:]), place=folder)
 
 
-def report_of(jobs: Sequence[JobFiles], title: str) -> Report:
-    """The report of some jobs."""
+def report_of(jobs: Sequence[JobFiles], title: str, place: Path | None = None) -> Report:
+    """The report of some jobs; see `Report.place`."""
     names = _differing(jobs)
     objective, rises = _objective(jobs)
     rows = [_row(job, names, objective) for job in jobs]
@@ -437,6 +444,7 @@ def report_of(jobs: Sequence[JobFiles], title: str) -> Report:
         settings=names,
         objective=objective,
         rises=rises,
+        place=place,
     )
 
 
@@ -478,8 +486,7 @@ def _row(job: JobFiles, names: Sequence[str], objective: str | None) -> Row:
         weights_sha256=None if result["weights_sha256"] is None else shortened(result["weights_sha256"], 64),
         config_hash=None if result["config_hash"] is None else shortened(result["config_hash"], 64),
         but_for_seed=but_for_seed,
-        train=job.train,
-        val=job.val,
+        curves=job.curves,
     )
 
 

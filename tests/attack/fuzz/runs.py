@@ -137,7 +137,7 @@ def make_metrics(folder: Path) -> None:
 
 def read_metrics(folder: Path) -> Any:
     """By a report, by a resume, by the line of a sweep, and by a tracker."""
-    for curve in read_curves(folder / "metrics.jsonl"):
+    for curve in read_curves(folder / "metrics.jsonl").values():
         for axis in AXES:
             points_over(curve, axis, 100)
     status_line._last_measured(folder / "metrics.jsonl")

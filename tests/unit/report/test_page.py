@@ -1,12 +1,19 @@
 """The page: well formed, without a request to anywhere, whatever lies in the folders, and small."""
 
+import json
+import math
 import re
+from base64 import b64decode
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
+import numpy as np
 import pytest
 
-from tests.unit.report.folders import refused, write_job
+from tests.unit.report.folders import journal, refused, write_job
 from zerotrain.report.page import page_of
 from zerotrain.report.rows import read_report
 
@@ -60,7 +67,8 @@ def require_sound(page: Page) -> None:
     for _, attributes in page.elements:
         assert not any(name.startswith("on") for name in attributes)
         for name in REFERENCES & attributes.keys():
-            assert str(attributes[name]).removeprefix("#") in ids
+            reference = str(attributes[name])
+            assert reference.removeprefix("#") in ids or re.fullmatch(r"\./[\w%./~-]+/", reference, re.ASCII)
     assert {tag for tag, _ in page.elements} & {"link", "iframe", "img", "object", "embed", "base", "form"} == set()
     own = "".join(data for tag, data in page.texts if tag in ("script", "style"))
     assert re.findall(r"url\(|@import|https?:|fetch|XMLHttp|eval|innerHTML|import\(", own) == []
@@ -114,14 +122,15 @@ def test_causes_and_commands_of_what_did_not_complete_and_groups_of_weights_are_
 def test_a_picture_for_each_loss_of_which_one_is_shown_and_for_each_axis_on_which_it_differs(
     eight: Page, tmp_path: Path
 ):
-    plots = [(each["data-kind"], each["data-x"]) for each in eight.all("figure")]
+    plots = [(each["data-kind"], each["data-x"]) for each in eight.all("figure") if "data-kind" in each]
     assert plots == [(kind, "step tokens train_s") for kind in ("val", "train")]
-    axes = [each["data-x"] for each in eight.all("div") if each.get("class") == "below"]
+    axes = [each["data-x"] for each in eight.all("div") if each.get("class") == "below" and "data-x" in each]
     assert axes == 2 * ["step", "tokens", "train_s"]
     for name, speed in (("0", "1"), ("1", "7")):
         path = write_job(tmp_path / name) / "metrics.jsonl"
         path.write_text(path.read_text().replace('"train_s": ', f'"train_s": {speed}'))
-    assert [each["data-x"] for each in read(tmp_path).all("figure")] == 2 * ["step tokens", "train_s"]
+    shown = [each["data-x"] for each in read(tmp_path).all("figure") if "data-x" in each]
+    assert shown == 2 * ["step tokens", "train_s"]
     switches = {each["value"] for each in eight.all("input") if each.get("name") in ("kind", "x") and "checked" in each}
     assert switches == {"val", "step"}
 
@@ -129,7 +138,7 @@ def test_a_picture_for_each_loss_of_which_one_is_shown_and_for_each_axis_on_whic
 def test_one_run_is_a_page_without_comparisons(tmp_path: Path):
     page = read(write_job(tmp_path / "run", ["seed=3"]))
     require_sound(page)
-    assert [each for each in page.all("input") if each["name"] == "reference"] == []
+    assert [each for each in page.all("input") if each.get("name") == "reference"] == []
     assert "python -m zerotrain seed=3" in page.text()
     assert [each["id"] for each in page.all("section")] == ["loss", "jobs", "memory", "sent", "time", "command"]
 
@@ -168,17 +177,90 @@ def test_nothing_out_of_files_is_html_and_all_of_it_can_be_printed(tmp_path: Pat
     name = NASTY.replace("/", "")
     write_job(tmp_path / "0", losses=[5, 4])
     path = write_job(tmp_path / name, [], losses=[5, 3], status="failed", error=NASTY * 3, given=[f"a={NASTY}", NASTY])
+    lines = [{"step": step, NASTY: step, "]]>": 1, "__proto__": step, "nan": None, "text": NASTY} for step in (0, 10)]
+    with (path / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
     config = path / "config.yaml"
     config.write_text(config.read_text().replace("num_layers: 4", '"<b>\\u202e": "</script><b>"\n  x: .nan'))
     write_job(tmp_path / "2", [], losses=[5, 2], weights_sha256=NASTY, config_hash=NASTY)
     content = page_of(read_report(tmp_path))
     page = Page(content)
     require_sound(page)
-    assert content.count(b"<script>") == content.count(b"</script>") == 1
-    assert page.all("b") == [] or all(each.keys() <= {"class", "style", "aria-hidden"} for each in page.all("b"))
+    assert (content.count(b"<script"), content.count(b"</script>")) == (2, 2)
+    assert {"train_loss", "val_loss", "]]>", "__proto__"} < data_of(page)["curves"].keys()
+    assert len(data_of(page)["curves"]) == 7  # with that of the nasty name, of tokens and of seconds
+    assert [place for place in links_of(page) if "/" in place.rstrip("/").removeprefix("./")] == []
+    assert {unquote(place) for place in links_of(page)} == {"./0/", "./2/", f"./{name}/"}
+    assert page.all("b") == [] or all(
+        each.keys() <= {"class", "style", "hidden", "aria-hidden"} for each in page.all("b")
+    )
     shown = content.decode().split("</style>", 1)[1].split("<script>")[0]
     assert [line for line in shown.split("\n") if not line.isprintable()] == []
     assert "\\u202e" in shown
+
+
+def data_of(page: Page) -> dict[str, Any]:
+    """The curves, as the page's own script reads them."""
+    [text] = [data for tag, data in page.texts if tag == "script" and data.startswith('{"names":')]
+    return dict(json.loads(text))
+
+
+def links_of(page: Page) -> list[str]:
+    """Where the page links to."""
+    return [place for each in page.all("a") if (place := str(each["href"])).startswith("./")]
+
+
+def values_of(page: Page, name: str, job: int) -> list[tuple[int, float]]:
+    """(step, value) of a curve."""
+    data = data_of(page)
+    curve = data["curves"][name]
+    number, text = curve["jobs"][str(job)]
+    parts = [code / 65534 if code < 65535 else math.nan for code in np.frombuffer(b64decode(text), "<u2").tolist()]
+    values = [curve["low"] + part * (curve["high"] - curve["low"]) for part in parts]
+    return list(
+        zip(data["steps"][number], [math.exp(value) if curve["log"] else value for value in values], strict=True)
+    )
+
+
+def test_each_metric_is_a_curve_with_its_steps_and_values(tmp_path: Path):
+    for job, scale in enumerate((1e-6, 1.0, 300.0)):
+        path = write_job(tmp_path / str(job), [f"seed={job}"], losses=[5.0, 4.0, None]) / "metrics.jsonl"
+        lines = [{"step": step, "grad_norm": scale * (step + 1), "score": step - 7.5, "one": 2} for step in range(9)]
+        path.write_text(path.read_text() + "".join(json.dumps(line) + "\n" for line in lines))
+    page = read(tmp_path)
+    assert [*data_of(page)["curves"]] == ["val_loss", "train_loss", "grad_norm", "one", "score", "tokens", "train_s"]
+    for job, scale in enumerate((1e-6, 1.0, 300.0)):
+        expected = [(step, pytest.approx(scale * (step + 1), rel=3e-4)) for step in range(9)]  # over nine decades
+        assert values_of(page, "grad_norm", job) == expected
+        assert values_of(page, "score", job) == [(step, pytest.approx(step - 7.5, abs=1e-3)) for step in range(9)]
+        assert values_of(page, "one", job) == [(step, pytest.approx(2)) for step in range(9)]
+        *steps, (last, value) = values_of(page, "train_loss", job)
+        assert (steps, last, math.isnan(value)) == ([(0, pytest.approx(5)), (10, pytest.approx(4))], 20, True)
+
+
+def test_only_a_report_that_is_written_again_follows_itself(tmp_path: Path):
+    write_job(tmp_path / "0")
+    report = read_report(tmp_path)
+    ended, live = (Page(page_of(replace(report, is_live=is_live))) for is_live in (False, True))
+    for page, num in ((ended, 0), (live, 1)):
+        assert len([each for each in page.all("meta") if each.get("http-equiv") == "refresh"]) == num
+        assert len([each for each in page.all("body") if "data-live" in each]) == num
+
+
+def test_links_lead_from_the_page_to_folders_of_jobs_and_nowhere_else(tmp_path: Path):
+    write_job(tmp_path / "sweep/0")
+    events = [
+        {"event": "ended", "job": job, "folder": folder, "status": "failed"}
+        for job, folder in enumerate(("0", "../o", "/"))
+    ]
+    journal(tmp_path / "sweep", *events)
+    write_job(tmp_path / "o")
+    assert set(links_of(read(tmp_path / "sweep"))) <= {"./0/", "././"}
+    report = read_report(tmp_path / "sweep")
+    (tmp_path / "compared").mkdir()
+    [link] = {*links_of(Page(page_of(replace(report, place=tmp_path / "compared"))))} - {"./../sweep/"}
+    assert (tmp_path / "compared" / link).samefile(tmp_path / "sweep/0")
+    assert links_of(Page(page_of(replace(report, place=None)))) == []  # at a URL
 
 
 def test_an_error_of_a_megabyte_and_numbers_beyond_all_measure_are_short(tmp_path: Path):
@@ -206,13 +288,13 @@ def test_an_error_of_a_megabyte_and_numbers_beyond_all_measure_are_short(tmp_pat
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The page of 200 jobs with long curves, of which no two are equal, and with groups of seeds."""
+    """The page of 200 jobs with eight long curves each, of which no two are equal, and with groups of seeds."""
     folder = tmp_path_factory.mktemp("many")
     for place in range(200):
         overrides = [f"optimizer.lr={place % 7 + 1}e-3", f"zero.stage={place % 4}", f"seed={place // 28}"]
         losses = [5 / (1 + step / 20) + 0.002 * ((37 * place + 11 * step * step) % 101) for step in range(60)]
         lost = {"status": "failed", "error": f"rank {place} failed: {'why ' * 90}"} if place % 9 == 0 else {}
-        write_job(
+        path = write_job(
             folder / f"{place}",
             overrides,
             losses=losses,
@@ -220,6 +302,10 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> bytes:
             weights_sha256=f"{place // 2:064}",
             **lost,
         )
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        for line in lines[::2]:  # those of the training
+            line |= {f"metric_{number}": (place + number + 7 * line["step"]) % 97 - number for number in range(4)}
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return page_of(read_report(folder))
 
 
@@ -228,6 +314,10 @@ def test_a_page_of_200_jobs_is_under_300_kilobytes_and_sound(many: bytes):
     page = Page(many)
     require_sound(page)
     assert len([each for each in page.all("tr") if "data-j" in each]) == 200
+    curves = data_of(page)["curves"]
+    assert (len(curves), {len(curve["jobs"]) for curve in curves.values()}) == (8, {200})
+    assert min(len(values_of(page, name, 7)) for name in curves) >= 10
+    assert len(links_of(page)) == 200
     assert [each["id"] for each in page.all("section")][:5] == ["loss", "jobs", "failed", "parallel", "seeds"]
     # The best comes first, and the head says so.
     assert next(each for each in page.all("tr") if "data-j" in each)["class"] == "best"

@@ -225,23 +225,24 @@ def written(folder: Path, *lines: dict) -> Path:
 def test_an_evaluation_lies_at_the_tokens_and_seconds_of_its_step(tmp_path: Path):
     trained = [{"step": step, "train_loss": 1.0, "tokens": 100 * step, "train_s": float(step)} for step in (10, 20)]
     evaluated = [{"step": step, "val_loss": 2.0} for step in (0, 15, 20, 25)]
-    _, val = read_curves(written(tmp_path, *trained, *evaluated))
+    val = read_curves(written(tmp_path, *trained, *evaluated))["val_loss"]
     assert list(val.step) == [0, 15, 20, 25]
     assert list(val.tokens) == [0, 1500, 2000, 2000]
     assert list(val.train_s) == [0, 15, 20, 20]
 
 
 def test_a_loss_that_is_no_number_is_nan_and_in_its_place(tmp_path: Path):
-    train, _ = read_curves(written(tmp_path, {"step": 1, "train_loss": 3.0}, {"step": 2, "train_loss": None}))
-    assert train.loss[0] == 3.0
-    assert math.isnan(train.loss[-1])
+    lines = [{"step": 1, "train_loss": 3.0}, {"step": 2, "train_loss": None}]
+    train = read_curves(written(tmp_path, *lines))["train_loss"]
+    assert train.value[0] == 3.0
+    assert math.isnan(train.value[-1])
     assert points_over(train, "tokens", 9) == []
     assert [step for step, _ in points_over(train, "step", 9)] == [1, 2]
 
 
 def test_steps_that_come_a_second_time_are_left_out(tmp_path: Path):
     lines = [{"step": step, "train_loss": float(step)} for step in (1, 2, 3, 2, 3, 4)]
-    train, _ = read_curves(written(tmp_path, *lines))
+    train = read_curves(written(tmp_path, *lines))["train_loss"]
     assert list(train.step) == [1, 2, 3, 3, 4]
 
 
@@ -249,8 +250,9 @@ def test_steps_that_come_a_second_time_are_left_out(tmp_path: Path):
 def test_lines_that_are_none_of_ours_are_passed_over(tmp_path: Path, content: str):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{content}\n{{"step": 3, "train_loss": 2.0}}\n{content}')
-    train, val = read_curves(path)
-    assert (list(train.step), list(train.loss), len(val.step)) == ([3], [2.0], 0)
+    curves_read = read_curves(path)
+    assert [*curves_read] == ["train_loss"]
+    assert (list(curves_read["train_loss"].step), list(curves_read["train_loss"].value)) == ([3], [2.0])
 
 
 def test_of_a_long_file_a_part_is_read_from_its_first_line_to_its_last(tmp_path: Path):
@@ -259,7 +261,7 @@ def test_of_a_long_file_a_part_is_read_from_its_first_line_to_its_last(tmp_path:
     with path.open("w") as file:
         for start in range(0, num, 1000):
             file.write("".join(line % (step, 100 * step) for step in range(start, start + 1000)))
-    train, _ = read_curves(path)
+    train = read_curves(path)["train_loss"]
     assert len(train.step) == curves.MAX_POINTS
     assert (train.step[0], train.step[-1]) == (0, num - 1)
     assert max(b - a for a, b in zip(train.step, train.step[1:])) < 2 * num / curves.NUM_WINDOWS  # noqa: B905

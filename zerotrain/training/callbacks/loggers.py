@@ -142,7 +142,24 @@ class Curves(Callback):
     def _write_new(self, metrics: dict[str, Any], step: int) -> None:
         until, numbers = self._written_until, numbers_of(metrics)
         if until is not None and step > until and numbers:
-            self._write(numbers, step)
+            self._write({tag_of(name): value for name, value in numbers.items()}, step)
+
+
+_OF_TRAINING = "lr grad_norm grad_norm_clipped skipped_steps loss_scale epoch samples tokens"
+_OF_SPEED = (
+    "tokens_per_s labels_per_s samples_per_s step_ms_median mfu data_wait_ms comm_wait_ms update_ms sent_nbytes "
+    "peak_nbytes train_s wall_time_s"
+)
+_GROUPS = dict.fromkeys(_OF_TRAINING.split(), "train") | dict.fromkeys(_OF_SPEED.split(), "perf")
+
+
+def tag_of(name: str) -> str:
+    """A metric as trackers name it, in its group: train/loss for train_loss, val/loss/docs, train/lr, perf/mfu. Those
+    of callbacks have their own names."""
+    if group := _GROUPS.get(name.partition("/")[0]):
+        return f"{group}/{name}"
+    group, _, rest = name.partition("_")
+    return f"{group}/{rest}" if group in ("train", "val") and rest else name
 
 
 def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
@@ -194,9 +211,13 @@ class Sinks(Closing):
 # Curves for TensorBoard.
 
 
+_FINAL = ("final_", "val_", "tokens_per_s", "samples_per_s", "step_ms_median", "train_s", "mfu", "memory_bytes.peak")
+"""How the numbers of a result begin that stand beside the settings."""
+
+
 class TensorBoard(Curves):
     """Writes each number of metrics.jsonl to `tensorboard` in the run's folder, and as texts the settings, the
-    environment and the status; a run that went on is one curve."""
+    environment and the status; at its end the settings and the result as hparams. A run that went on is one curve."""
 
     package = "tensorboard"
 
@@ -204,6 +225,7 @@ class TensorBoard(Curves):
         super().__init__()
         self._writer: SummaryWriter
         self._step = 0
+        self._hparams: dict[str, int | float | str] = {}
 
     def start(self, run: Run) -> None:
         """See `Callback.start`."""
@@ -221,6 +243,11 @@ class TensorBoard(Curves):
         return NO_POINTS if is_new else run.step
 
     def _describe_run(self, run: Run) -> None:
+        # The page shows the first five at once: those that the command line has come before the others.
+        of_command = [override.partition("=")[0].lstrip("+") for override in run.result.overrides or ()]
+        for name, value in sorted(dotted(run.settings or {}).items(), key=lambda setting: setting[0] not in of_command):
+            is_plain = isinstance(value, int | float | str) and not isinstance(value, bool)
+            self._hparams[name] = value if is_plain else json.dumps(value)
         self._write_text("settings", json.dumps(run.settings or {}, indent=2))
         self._write_text("environment", json.dumps(facts_of(run), indent=2))
 
@@ -230,7 +257,9 @@ class TensorBoard(Curves):
             self._writer.add_scalar(name, value, step)
 
     def _close_run(self, result: dict[str, float], status: str | None) -> None:
-        self._write(result, self._step)
+        final = {name: value for name, value in result.items() if name.removeprefix("result/").startswith(_FINAL)}
+        self._write({name: value for name, value in result.items() if name not in final}, self._step)
+        self._writer.add_hparams(self._hparams, final, run_name=".", global_step=self._step)  # in the same run
         self._write_text("status", str(status))
         self._writer.close()
 

@@ -17,6 +17,7 @@ from zerotrain.training.callbacks.loggers import (
     TensorBoard,
     WandB,
     ids_in,
+    tag_of,
 )
 
 # Curves of a run, also of one that went on, are those of metrics.jsonl.
@@ -30,6 +31,18 @@ def shown_in(run_dir):
     return accumulator.EventAccumulator(str(run_dir / "tensorboard")).Reload()
 
 
+NAMES = {
+    "train_loss": "train/loss", "val_loss": "val/loss", "val_loss/docs": "val/loss/docs", "val_score": "val/score",
+    "lr": "train/lr", "lr/head": "train/lr/head", "grad_norm": "train/grad_norm", "tokens": "train/tokens",
+    "tokens_per_s": "perf/tokens_per_s", "train_s": "perf/train_s", "peak_nbytes": "perf/peak_nbytes", "mine": "mine",
+    "train": "train", "value": "value", "": "",
+}  # fmt: skip
+
+
+def test_a_metric_has_its_group():
+    assert {name: tag_of(name) for name in NAMES} == NAMES
+
+
 def curves(run_dir):
     """{name: [(step, value)]} as TensorBoard shows them."""
     shown = shown_in(run_dir)
@@ -41,7 +54,7 @@ def curves(run_dir):
 def lines_of(curves_of):
     def read(run_dir):
         return {
-            name: [(step, pytest.approx(value, rel=1e-6)) for step, value in points]
+            tag_of(name): [(step, pytest.approx(value, rel=1e-6)) for step, value in points]
             for name, points in curves_of(run_dir).items()
         }
 
@@ -50,7 +63,7 @@ def lines_of(curves_of):
 
 def test_the_settings_the_versions_and_the_result_are_there(make_trainer, tmp_path, changed_code):
     pytest.importorskip("tensorboard")
-    settings = {"zero": {"stage": 2, "schedule": None}, "seed": 3}
+    settings = {"zero": {"stage": 2, "schedule": None}, "seed": 3, "train": {"max_steps": 4}}
     trainer = make_trainer(max_steps=3, eval_every=2, callbacks={"tensorboard": TensorBoard()}, settings=settings)
     body, shown = trainer.run(), shown_in(tmp_path)
     texts = {name: shown.Tensors(name)[-1].tensor_proto.string_val[0].decode() for name in shown.Tags()["tensors"]}
@@ -65,6 +78,19 @@ def test_the_settings_the_versions_and_the_result_are_there(make_trainer, tmp_pa
     assert (results["result/steps"].step, results["result/steps"].value) == (3, 3)
     assert results["result/final_val_loss"].value == pytest.approx(body["final_val_loss"], rel=1e-6)
     assert "result/memory_bytes.peak" in results
+    assert all(len(shown.Scalars(name)) == 1 for name in results)
+    groups = {name.partition("/")[0] for name in shown.Tags()["scalars"]}
+    assert groups == {"train", "val", "perf", "result"}
+    metadata = pytest.importorskip("tensorboard.plugins.hparams.metadata")
+    told = {tag: shown.SummaryMetadata(tag).plugin_data.content for tag in shown.PluginTagToContent("hparams")}
+    start = metadata.parse_session_start_info_plugin_data(told[metadata.SESSION_START_INFO_TAG])
+    assert (start.hparams["zero.stage"].number_value, start.hparams["seed"].number_value) == (2, 3)
+    assert start.hparams["zero.schedule"].string_value == "null"
+    experiment = metadata.parse_experiment_plugin_data(told[metadata.EXPERIMENT_TAG])
+    tags = {each.name.tag for each in experiment.metric_infos}
+    assert {"result/final_val_loss", "result/final_train_loss", "result/memory_bytes.peak"} <= tags <= results.keys()
+    names = [each.name for each in experiment.hparam_infos]
+    assert names == ["train.max_steps", "zero.stage", "zero.schedule", "seed"]  # of the command line, then the others
     assert "-old = 1\n+new = '\ufffd'\n" in (tmp_path / "git.diff").read_text()
 
 
@@ -79,9 +105,9 @@ def test_a_run_that_went_on_is_one_curve(make_trainer, tmp_path, lines_of, is_sa
     policy = CheckpointPolicy(resume=[taken], at_end=False)
     callbacks = {"tensorboard": TensorBoard()}
     make_trainer(engine=first.engine, max_steps=5, callbacks=callbacks, checkpoint=policy, run_dir=folder).run()
-    assert [step for step, _ in curves(folder)["train_loss"]] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in curves(folder)["train/loss"]] == [1, 2, 3, 4, 5]
     assert curves(folder) == lines_of(folder)
-    assert "val_loss" in curves(folder)
+    assert "val/loss" in curves(folder)
 
 
 def test_a_run_that_is_started_again_is_one_curve(make_trainer, tmp_path, lines_of):
@@ -89,7 +115,7 @@ def test_a_run_that_is_started_again_is_one_curve(make_trainer, tmp_path, lines_
     for max_steps in (3, 2):
         make_trainer(max_steps=max_steps, callbacks={"tensorboard": TensorBoard()}).run()
     assert curves(tmp_path) == lines_of(tmp_path)
-    assert [step for step, _ in curves(tmp_path)["train_loss"]] == [1, 2]
+    assert [step for step, _ in curves(tmp_path)["train/loss"]] == [1, 2]
 
 
 class Book(WandB):
@@ -172,7 +198,7 @@ IDS = ["00000000", "00000001", "00000002"]
 
 
 def steps_of(book, number=0):
-    return [step for step, _ in book.runs[IDS[number]]["train_loss"]]
+    return [step for step, _ in book.runs[IDS[number]]["train/loss"]]
 
 
 @pytest.mark.parametrize("other", ["run", "another"], ids=["the same folder", "another folder"])
@@ -185,7 +211,7 @@ def test_a_run_that_failed_and_went_on_is_one_run_there(train, curves_of, other)
     assert list(runs) == IDS[:1]
     assert steps_of(book) == [1, 2, 3, 4, 5]
     points = {name: [step for step, _ in each] for name, each in runs[IDS[0]].items()}
-    assert points == {name: [step for step, _ in each] for name, each in curves_of(folder).items()}
+    assert points == {tag_of(name): [step for step, _ in each] for name, each in curves_of(folder).items()}
     assert json.loads((folder / "json.json").read_text()) == {"id": IDS[0], "config_hash": "a"}
 
 
@@ -326,7 +352,7 @@ def test_each_number_the_settings_and_the_end_are_there(make_trainer, tmp_path, 
     logger = WandB(mode="offline", project="mine", name="first", tags=["a", "b"])
     settings = {"zero": {"stage": 2, "schedule": None}, "seed": 3}
     make_trainer(max_steps=3, eval_every=2, callbacks={"wandb": logger}, settings=settings).run()
-    assert curves_at(file_of(tmp_path)) == curves_of(tmp_path)
+    assert curves_at(file_of(tmp_path)) == {tag_of(name): points for name, points in curves_of(tmp_path).items()}
     said = json.loads(inspected(file_of(tmp_path), "--summary"))
     assert (said["project"], said["name"], said["tags"], said["exit_code"]) == ("mine", "first", ["a", "b"], 0)
     assert b"day/time" in file_of(tmp_path).read_bytes()
