@@ -37,6 +37,9 @@ class StandIn(io.TextIOBase):
     def writable(self) -> bool:
         return True
 
+    def close(self) -> None:
+        """Nothing: the stream is another's. Python calls this at the end, and tells of its errors since 3.13."""
+
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return self._stream.encoding

@@ -1,5 +1,6 @@
 """How a process of ours imports torch."""
 
+import atexit
 import functools
 import gc
 import os
@@ -61,10 +62,19 @@ def importing() -> Iterator[None]:
             signal.signal(signal.SIGINT, previous)
         if len(sys.modules) > num_modules:  # else garbage would stay: 0.8 MB of each job of a sweep
             gc.freeze()
+            atexit.register(release_triton, os.getpid())
         gc.enable()
     if "torch" in sys.modules:
         leave_compiler_out_of_optimizers()
         leave_compiler_out_of_checkpoints()
+
+
+def release_triton(owner: int) -> None:
+    """Collect what was frozen, if triton is in it: triton prints 27 lines about leaks at the end of the process
+    otherwise (that of torch 2.15, 2026-11-29). Takes 0.3 s of CPU. A fork ends without triton's clean-up."""
+    if "triton" in sys.modules and gc.get_freeze_count() and os.getpid() == owner:
+        gc.unfreeze()
+        gc.collect()
 
 
 def _end_at_once(signum: int, frame: FrameType | None) -> None:

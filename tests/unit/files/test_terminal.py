@@ -1,5 +1,6 @@
 """Output that cannot be written, in processes of their own: what they print goes where a shell sends it."""
 
+import io
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.files.terminal import package
+from zerotrain.files.terminal import LastingStream, package
 
 COMMAND = """
 import sys
@@ -64,6 +65,13 @@ def test_what_the_terminal_has_no_character_for_is_escaped(stream: str, tmp_path
         environment = os.environ | {"PYTHONIOENCODING": "ascii"}
         process = subprocess.run([sys.executable, "-c", command], env=environment, **{stream: file})
     assert (process.returncode, (tmp_path / "said").read_text()) == (0, "\\ud800 \\u20ac\n")
+
+
+def test_what_stands_for_a_stream_ends_quietly_after_the_stream() -> None:
+    stream = io.StringIO()
+    stand_in = LastingStream(stream)
+    stream.close()
+    stand_in.close()  # by Python, once nobody uses it
 
 
 # A package that is not installed is named, with what installs it.

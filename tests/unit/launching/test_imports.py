@@ -158,3 +158,14 @@ def test_a_python_that_is_too_old_is_named_in_a_line() -> None:
     ending = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ending.returncode, ending.stdout) == (2, "")
     assert ending.stderr.startswith(f"zerotrain needs Python 3.11 or newer; {sys.executable} is ")
+
+
+def test_what_the_imports_froze_is_collected_at_the_end_where_triton_is_loaded(tmp_path: Path) -> None:
+    circle = "kernel = Kernel()\nkernel.itself = kernel\ndel kernel\n"
+    (tmp_path / "triton.py").write_text(f"class Kernel:\n    def __del__(self): print('collected')\n\n{circle}")
+    program = "from zerotrain.launching.imports import importing\nwith importing(): import triton"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
+    ending = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
+    )
+    assert ending.stdout == "collected\n"
