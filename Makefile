@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 CONSTRAINTS := constraints.txt
 
-# Another torch or Python has an environment of its own: make test TORCH=2.14.1 PYTHON=python3.13
+# Another torch or Python has an environment of its own: make test TORCH=2.15.0 PYTHON=python3.13
 ifdef TORCH
 override VENV := $(VENV)/torch-$(TORCH)-python$(shell $(PYTHON) -c 'import platform; print(platform.python_version())')
 CONSTRAINTS := $(VENV)/constraints.txt
@@ -28,7 +28,7 @@ train: $(INSTALLED) ## install, then train a small GPT on real text: 2 ranks, st
 
 # Each process that a test starts would compile zerotrain anew where nothing compiled may be written.
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(INSTALLED_DEV) ## install, then run the tests; TORCH=2.14.1, PYTHON=python3.13 for others, beside the usual environment
+test: $(INSTALLED_DEV) ## install, then run the tests; TORCH=2.15.0, PYTHON=python3.13 for others, beside the usual environment
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 bits: $(INSTALLED_DEV) ## one sha256: ranks x stages x precisions x how to train, and each setting that breaks it; under 7 minutes
