@@ -51,7 +51,7 @@ def test_the_names_in_the_code_that_contributing_tells_to_change_are_there():
 def test_the_workflow_runs_the_pythons_and_the_oldest_torch_that_the_project_names():
     everything, torch = WORKFLOW["jobs"]["everything"], WORKFLOW["jobs"]["torch"]
     pythons = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if "Python :: 3." in each]
-    assert everything["strategy"]["matrix"]["python"] == pythons
+    assert everything["strategy"]["matrix"]["python"] == [pythons[0], pythons[-1]]
     assert PROJECT["requires-python"] == f">={pythons[0]}"
     [pinned] = re.findall(r"^torch==(.+)$", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
     releases = torch["strategy"]["matrix"]["torch"]
