@@ -21,7 +21,7 @@ INSTALLED_DOCS := $(VENV)/.installed-docs
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: $(INSTALLED) ## install, then train a small GPT on real text: 2 ranks, stage 2, under 3 minutes on 2 cores
 	$(BIN)/python launch.py launch.nproc_per_node=2

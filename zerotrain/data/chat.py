@@ -109,6 +109,9 @@ def _read_turn(value: Any, number: int) -> Turn:
         content = "".join(_require_text(part.get("text") if isinstance(part, dict) else part) for part in content)
     if content is None and turn.get("tool_calls"):
         content = ""
+    if content is None and not {"content", "value"} & value.keys():
+        names = printable(", ".join(map(str, value)), 60, keep="")
+        raise ValueError(f"turn {number} has no content; it has {names}")
     if not isinstance(content, str):
         raise ValueError(f"turn {number} has content of type {type(content).__name__}; give a text")
     if turn.get("weight", 1) != 1:

@@ -139,8 +139,8 @@ class TextTokenizer:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of tokenizers, in Rust
                 raise
             raise ValueError(
-                f"data.tokenizer={name_or_path} is neither a folder with a tokenizer nor one that the Hugging Face hub "
-                f"can give: {refusal(name_or_path, error)}; null reads the text as bytes"
+                f"data.tokenizer={name_or_path} (where unset, model.name_or_path) is neither a folder with a tokenizer "
+                f"nor one that the Hugging Face hub can give: {refusal(name_or_path, error)}; null reads bytes"
             ) from error
         self.name = name_or_path
         # Some leave numbers out, and have tokens beyond their count.

@@ -170,8 +170,10 @@ def _differences(config: Config, run_hash: str | None, run_dir: Path) -> list[st
     defaults, saved, current = (
         untrusted.dotted(json.loads(json.dumps(values))) for values in (asdict(Config()), content, asdict(config))
     )
-    if config.train.virtual_ranks is None:  # as many as the checkpoint has that it went on from
-        saved.pop("train.virtual_ranks", None)
+    for name in ("train.virtual_ranks", "model.vocab_size"):
+        if current.get(name) is None:  # the run took it from the checkpoint that it went on from, or from its data
+            saved.pop(name, None)
+            current.pop(name, None)
     if config.train.num_epochs is not None or config.train.max_tokens is not None:  # it follows from them
         saved.pop("train.max_steps", None)
         current.pop("train.max_steps")

@@ -180,7 +180,26 @@ def _try_loss(model: torch.nn.Module, batch: Any, config: Config) -> tuple[torch
         start_s = time.process_time()
         call_model(built, fetch.as_inputs(batch))
         return built, int(min(NUM_TRIED, MOST_S / max(time.process_time() - start_s, 1e-9))), output
+    if built is not None and config.precision.name == "fp32":
+        _require_single(built, batch)
     return None
+
+
+@torch.no_grad()
+def _require_single(model: torch.nn.Module, batch: Any) -> None:
+    """Refuse a batch with parts in float64, as numpy makes them, if the model takes it with these in float32 alone."""
+    inputs = fetch.as_inputs(batch)
+    parts = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
+    doubles = [str(name) for name, part in parts if getattr(part, "dtype", None) is torch.float64]
+    single = fetch.with_tensors(batch, lambda tensor: tensor.float() if tensor.dtype is torch.float64 else tensor)
+    try:
+        call_model(model, fetch.as_inputs(single))
+    except Exception:  # of the user's model: it is not for this
+        return
+    if doubles:
+        names = printable(", ".join(doubles), 200, keep="")
+        problem = f"data.train[0]: part {names} is float64, and {type(model).__name__} computes in float32"
+        raise ConfigError(f"{problem}; make it float32 in the dataset, such as by .float()")
 
 
 def _whole_and_parts(data: Any, config: Config, rows: Sequence[int]) -> tuple[Any, list[list[tuple[Any, int]]]]:

@@ -114,7 +114,11 @@ class ConfigLoss:
                 advice = "" if target.is_floating_point() else "; loss=cross_entropy takes numbers of classes"
                 raise ValueError(f"it compares {shapes}; both must have one shape{advice}")
             target = target.to(outputs.dtype)
-        elif isinstance(self.function, OF_CLASSES) and not target.is_floating_point():
+        elif isinstance(self.function, OF_CLASSES) and target.is_floating_point():
+            if target.shape != outputs.shape:
+                kind = str(target.dtype).removeprefix("torch.")
+                raise ValueError(f"its target is {kind}; give numbers of classes as integers, such as by .long()")
+        elif isinstance(self.function, OF_CLASSES):
             target, class_dim = target.long(), getattr(self.function, "class_dim", None)
             class_dim = class_dim or (-1 if getattr(model, "next_token_labels", False) else None)
             if class_dim_of(outputs, target, class_dim) == outputs.dim() - 1:

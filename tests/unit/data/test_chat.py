@@ -204,6 +204,10 @@ WRONG_ROWS = {
     "two answers in a row": ({"messages": [Q, A, A]}, "turn 3 is an answer .* right behind another"),
     "no answer": ({"messages": [Q]}, "has no answer, a turn of the role assistant"),
     "a turn of text": ({"messages": ["Hi", A]}, "has a str for turn 1"),
+    "text for content": (
+        {"messages": [Q, {"role": "assistant", "text": "x"}]},
+        "turn 2 has no content; it has role, text",
+    ),
     "content of a number": ({"messages": [Q, say("assistant", 1)]}, "turn 2 has content of type int; give a text"),
     "an image": ({"messages": [say("user", [{"type": "image"}]), A]}, "turn 1 holds a part of type image"),
     "a weight": ({"messages": [Q, {**A, "weight": 0}]}, "turn 2 has a weight, which data=chat does not know"),

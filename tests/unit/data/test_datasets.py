@@ -168,7 +168,10 @@ def test_bytes_and_each_tokenizer_have_a_store_of_their_own(folder, cache, token
 def test_a_tokenizer_that_is_not_there_or_too_large_is_refused(text_file, cache, tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"data\.vocab_size=5 is too small; the tokenizer of .* needs 9"):
         TextDataset(str(text_file), seq_len=8, vocab_size=5, tokenizer=tokenizer, cache_dir=str(cache))
-    with pytest.raises(ValueError, match=r"data\.tokenizer=.* is neither a folder with a tokenizer nor one that"):
+    with pytest.raises(
+        ValueError,
+        match=r"data\.tokenizer=.* \(where unset, model\.name_or_path\) is neither a folder with a tokenizer nor one",
+    ):
         TextDataset(str(text_file), seq_len=8, tokenizer=str(tmp_path / "nothing"), cache_dir=str(cache))
 
 

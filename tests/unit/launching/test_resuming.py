@@ -165,6 +165,14 @@ def test_virtual_ranks_that_were_those_of_a_checkpoint_make_no_other_run(tmp_pat
     assert "train.virtual_ranks: 4 there, 8 here" in folder_problems(other, tmp_path)[0]
 
 
+def test_tokens_that_were_counted_in_the_data_make_no_other_run(tmp_path: Path):
+    was, now, other = (replace(config_with("auto"), model={"vocab_size": size}) for size in (800, None, 900))
+    save_config(was, tmp_path / "config.yaml")
+    RunResult(world_size=2, status="completed", steps=STEPS, overrides=[], config_hash=config_hash(was)).write(tmp_path)
+    assert completed_already(now, tmp_path) is not None
+    assert "model.vocab_size: 800 there, 900 here" in folder_problems(other, tmp_path)[0]
+
+
 @pytest.mark.parametrize("content", [None, "[", "a: &x 1", "x"])
 def test_of_a_completed_run_without_its_config_nobody_says_that_it_is_this_one(tmp_path: Path, content: str | None):
     run_in(tmp_path, config_hash="0" * 16)

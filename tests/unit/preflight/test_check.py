@@ -123,7 +123,10 @@ def test_an_optimizer_that_looks_at_its_tensors_gets_some_with_values(look, num_
             "scheduler._target_: got builtins.divmod, which returns a tuple for (0, max_steps); "
             "it must return a number",
         ),
-        ({"model": GPT | {"vocab_size": 100}}, "data.vocab_size=256, but GPT knows 100 tokens"),
+        (
+            {"model": GPT | {"vocab_size": 100}},
+            "data.vocab_size=256 (where unset, data.tokenizer's), but GPT knows 100 tokens",
+        ),
         (
             {"model": {"_target_": "builtins.dict"}},
             "model._target_: got builtins.dict, which makes a dict; it must make a",

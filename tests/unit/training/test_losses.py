@@ -34,6 +34,14 @@ class Named:
         ]
 
 
+class OfAnotherType:
+    """Rows by name, a part of which has the type that numpy gives."""
+
+    def __init__(self, part: str) -> None:
+        rows = [dict(zip(("features", "labels"), losses.classes(row), strict=True)) for row in range(8)]
+        self.train = self.validation = [row | {part: row[part].double()} for row in rows]
+
+
 class Column(losses.Outputs):
     """Outputs of shape (B, 1)."""
 
@@ -135,6 +143,15 @@ REFUSED = {
     "three arguments": (
         {"loss": {"_target_": "torch.nn.TripletMarginLoss"}},
         "loss: TripletMarginLoss takes more than outputs and a target; give a function of your ",
+    ),
+    "features in double precision": (
+        {"data": {"_target_": f"{SELF}.OfAnotherType", "part": "features"}},
+        "data.train[0]: part features is float64, and Outputs computes in float32; make it float32 in the dataset, "
+        "such as by .float()",
+    ),
+    "classes in double precision": (
+        {"data": {"_target_": f"{SELF}.OfAnotherType", "part": "labels"}},
+        "loss: CrossEntropy: its target is float64; give numbers of classes as integers, such as by .long()",
     ),
     "two shapes": (
         {"model": "Column", "loss": {"_target_": "torch.nn.MSELoss"}},
