@@ -131,9 +131,8 @@ def test_the_commands_of_the_guide_train_a_llama_with_adapters_without_python(zy
     printed = []
     for command, changes in ((train, SMALL), (generate, "--max-tokens 8 --temperature 0"), (export, "")):
         words = shlex.split(f"{command.removeprefix('python ')} {changes}")
-        ending = zygote.run_python(
-            [str(REPOSITORY / "launch.py"), *words[1:]] if words[0] == "launch.py" else words, tmp_path
-        )
+        program = [str(REPOSITORY / "launch.py")] if words[0] == "launch.py" else ["-m", "zerotrain"]
+        ending = zygote.run_python([*program, *words[1:]], tmp_path)
         assert ending.code == 0, ending.out + ending.err
         printed.append(ending.out)
     assert "learns answers" in printed[0]

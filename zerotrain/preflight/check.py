@@ -235,8 +235,8 @@ def require_fit(model: nn.Module, data: Any, batches: Mapping[str, Sequence[Any]
     vocab_size, num_tokens = getattr(model, "vocab_size", None), getattr(data, "vocab_size", None)
     if isinstance(vocab_size, int) and isinstance(num_tokens, int) and num_tokens > vocab_size:
         problems.append(
-            f"data.vocab_size={num_tokens} (where unset, data.tokenizer's), but {kind} knows {vocab_size} tokens; "
-            "choose data in the model's own tokens, such as data=tokenized, or a model with as many"
+            f"data.vocab_size={num_tokens}, but {kind} knows {vocab_size} tokens; choose data in the model's own "
+            "tokens, such as data=tokenized, another data.tokenizer, or a model with as many"
         )
     max_seq_len = getattr(model, "max_seq_len", None)
     for name, set_batches in batches.items():

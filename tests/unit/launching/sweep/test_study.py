@@ -262,8 +262,8 @@ def test_the_choices_of_a_group_that_match_a_glob_are_values(begin: Begin):
     with hydra.initialize_config_dir(config_dir=str(train.CONF), version_base="1.3"):  # as within a command
         study = begin("hydra.sweeper.params={model:'glob(gpt2*)'}")
         begin("hydra.overrides.task=['model=glob(gpt2*)']", sweeper="basic")
-    assert study.space == {"model": CategoricalDistribution(["gpt2", "gpt2_large", "gpt2_medium"])}
-    assert telling.driven_sweep()[0].total == 3
+    assert study.space == {"model": CategoricalDistribution(["gpt2", "gpt2_large", "gpt2_medium", "gpt2_xl"])}
+    assert telling.driven_sweep()[0].total == 4
 
 
 def test_hydra_makes_the_sweeper_and_a_job_gets_the_study_without_its_database(begin: Begin, tmp_path: Path):
