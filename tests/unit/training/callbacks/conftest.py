@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.zygote.client import Zygote
+from zerotrain.training.callbacks.loggers import tag_of
 
 TINY = [
     "data=synthetic", "data.seq_len=16", "data.num_sequences=64", "model=mlp", "model.hidden_size=8",
@@ -67,10 +68,11 @@ def require_one_curve(curves_of) -> Callable[[Path, dict[str, Any]], None]:
     """Makes sure that the curves there are those of metrics.jsonl: no point doubled, lost or stray."""
 
     def require(folder: Path, there: dict[str, Any]) -> None:
-        here = curves_of(folder)
-        assert [step for step, _ in here["train_loss"]] == [1, 2, 3, 4, 5, 6]
+        here = {tag_of(name): points for name, points in curves_of(folder).items()}
+        assert [step for step, _ in here["train/loss"]] == [1, 2, 3, 4, 5, 6]
         steps = {name: [step for step, _ in points] for name, points in there.items()}
         assert {name: steps.get(name) for name in here} == {name: [step for step, _ in here[name]] for name in here}
-        assert {name: there[name] for name in SAME} == {name: here[name] for name in SAME}
+        same = [tag_of(name) for name in SAME]
+        assert {name: there[name] for name in same} == {name: here[name] for name in same}
 
     return require
