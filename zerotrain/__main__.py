@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> None:
     if first in ("--help", "-h", "help", "--version"):
         return _tell(first)
     if first == "-sc" and arguments[1:2] == ["query=bash"]:
-        # What may stand for the last word of COMP_LINE: verbs; settings, by Hydra; paths are left to bash.
+        # Verbs and settings may stand for the last word of COMP_LINE: Hydra prints settings, bash finds paths.
         words = os.environ.get("COMP_LINE", "").split(" ")[1:] or [""]
         if len(words) == 1:
             print(*(verb for verb in VERBS if verb.startswith(words[0])), end=" ")

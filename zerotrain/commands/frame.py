@@ -56,7 +56,7 @@ class Parser(ArgumentParser):
 
 
 def program() -> str:
-    """What the user has started: zerotrain, or python -m zerotrain."""
+    """The program that the user has started: zerotrain, or python -m zerotrain."""
     return "zerotrain" if Path(sys.argv[0]).name == "zerotrain" else "python -m zerotrain"
 
 

@@ -246,7 +246,7 @@ _OPTION = {word: ours for words, ours in _OPTIONS.items() for word in words.spli
 
 
 def hint_for_option(option: str, ours: Iterable[str], *, takes_settings: bool) -> str:
-    """What a user may have meant with an unknown option such as `--max-new-tokens=8`.
+    """The option or setting that a user may have meant with an unknown one such as `--max-new-tokens=8`.
 
     Args:
         ours: the options that there are.

@@ -171,9 +171,9 @@ def _differences(config: Config, run_hash: str | None, run_dir: Path) -> list[st
         untrusted.dotted(json.loads(json.dumps(values))) for values in (asdict(Config()), content, asdict(config))
     )
     for name in ("train.virtual_ranks", "model.vocab_size"):
-        if current.get(name) is None:  # the run took it from the checkpoint that it went on from, or from its data
+        if current.get(name, 0) is None:  # the run took it from the checkpoint that it went on from, or from its data
             saved.pop(name, None)
-            current.pop(name, None)
+            current.pop(name)
     if config.train.num_epochs is not None or config.train.max_tokens is not None:  # it follows from them
         saved.pop("train.max_steps", None)
         current.pop("train.max_steps")

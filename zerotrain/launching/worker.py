@@ -63,8 +63,8 @@ class TerminalAndFile(StandIn):
 def open_rank_log(ranks_dir: Path, rank: int, append: bool = False) -> StampedLines:
     """Send this process's output to its log from here on; return the log. Rank 0 keeps its terminal too.
 
-    Each line that Python prints begins with its time. Of what C++ prints none does: no process lies between it and the
-    file, which would be one more to outlive a rank that is killed.
+    Each line that Python prints begins with its time. Lines of C++ have none: a process between it and the file would
+    be one more to outlive a rank that is killed.
 
     Args:
         append: keep what is there, of the same rank before its run was started again.

@@ -171,6 +171,8 @@ def test_tokens_that_were_counted_in_the_data_make_no_other_run(tmp_path: Path):
     RunResult(world_size=2, status="completed", steps=STEPS, overrides=[], config_hash=config_hash(was)).write(tmp_path)
     assert completed_already(now, tmp_path) is not None
     assert "model.vocab_size: 800 there, 900 here" in folder_problems(other, tmp_path)[0]
+    left_out = replace(config_with("auto"), model={})
+    assert "model.vocab_size: 800 there, None here" in folder_problems(left_out, tmp_path)[0]
 
 
 @pytest.mark.parametrize("content", [None, "[", "a: &x 1", "x"])

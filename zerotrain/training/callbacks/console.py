@@ -182,7 +182,7 @@ class ShowStart(Callback):
     num_eval_rows: int
     """Read by an evaluation of a large set."""
     verification: str = ""
-    """What the run verifies, in words."""
+    """A sentence on the steps that the run verifies; empty where it verifies none."""
 
     def start(self, run: Run) -> None:
         """See `Callback.start`."""

@@ -42,7 +42,7 @@ class RunVerification(Callback):
         return {"before_update": self.verification.begin(step, leaf, micro_batches, arguments)}
 
     def describe(self) -> str:
-        """What it does and costs, for the start of a run."""
+        """A sentence on the verified steps and their cost, for the start of a run."""
         turns = self.verification.turns
         whose = "another" if turns.size > 1 else "its own"
         price = f"{1 / (turns.leaves * self.every):.2g} of all compute, and one message of digests"
