@@ -12,8 +12,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
 
 
+OF_MAKE = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "TORCH", "PYTHON", "VENV")
+"""Variables of a `make test` around this test, which a make inside would take over."""
+
+
 def said_by(*command: str) -> str:
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    environment = {name: value for name, value in os.environ.items() if name not in OF_MAKE}
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True).stdout
 
 
 def test_make_alone_lists_every_target_and_no_file_can_hide_one():
