@@ -5,13 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import Scratch, ScratchPools, Zeros
+from zerotrain.comm.handles import Scratch, Zeros
+from zerotrain.engine.buckets.home import EngineParts
 from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, Backward, GradientState, Life
 from zerotrain.engine.buckets.reduction import BucketReduction
 from zerotrain.engine.model.forward import named_range
 from zerotrain.engine.model.live_parameter import get_grad, set_grad
-from zerotrain.engine.options import EngineOptions
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout, slot_view
@@ -167,9 +166,6 @@ class BucketGradient:
     Unreduced gradients fill one flat buffer in the compute dtype: the bucket's own where gradients are replicated, one
     on loan where they are sharded. Over several micro-batches with a lower precision they are first summed
     in the master dtype; over several leaves the sums of those before the last lie in `Subtrees`.
-
-    Args:
-        pools: lend buffers for a part of a step.
     """
 
     watch: Callable[[torch.Tensor], object] | None = None
@@ -177,21 +173,13 @@ class BucketGradient:
     shard: torch.Tensor
     """(shard_numel,) compute dtype: this rank's part of the reduced gradient. See `reduction`."""
 
-    def __init__(
-        self,
-        spec: BucketSpec,
-        layout: BucketLayout,
-        *,
-        options: EngineOptions,
-        collectives: Collectives,
-        pools: ScratchPools,
-    ) -> None:
-        self.spec = spec
-        self.layout = layout
+    def __init__(self, spec: BucketSpec, layout: BucketLayout, parts: EngineParts) -> None:
+        options, collectives = parts.options, parts.collectives
+        self.spec, self.layout = spec, layout
         self.precision = options.precision.of_bucket(spec.dtype)
         self.life = Life(f"gradient of {spec.name}", GradientState.EMPTY, GRADIENT_TRANSITIONS)
         self.segments = cut_segments(spec, layout)
-        self._pool, sums_pool = pools.pool_of(spec.dtype), pools.pool_of(self.precision.master)
+        self._pool = parts.pools.pool_of(spec.dtype)
         self._widens = options.widens
         self._own: Scratch | None = None
         """The bucket's own buffer, where gradients are replicated."""
@@ -210,15 +198,8 @@ class BucketGradient:
             self._own = Scratch(whole)
             self.shard = self._own.storage[layout.shard(collectives.shards.rank)]
         self._subtrees = Subtrees(layout.padded_numel, dtype=self.precision.master, zeros=collectives.zeros)
-        self.reduction = BucketReduction(
-            spec.name,
-            self.shard,
-            None if self._own is None else self._own.storage,
-            options=options,
-            collectives=collectives,
-            wire_pool=sums_pool if options.sends_masters else self._pool,
-            sums_pool=sums_pool,
-        )
+        whole_gradient = None if self._own is None else self._own.storage
+        self.reduction = BucketReduction(spec.name, self.shard, whole_gradient, parts)
 
     @property
     def held_nbytes(self) -> int:

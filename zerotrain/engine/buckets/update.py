@@ -7,16 +7,13 @@ from typing import Any
 
 import torch
 
-from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import ScratchPool
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.compiled_update import update_span
 from zerotrain.engine.buckets.gradient import BucketGradient
-from zerotrain.engine.buckets.home import ALIGN_NBYTES, Home, Homes
+from zerotrain.engine.buckets.home import ALIGN_NBYTES, EngineParts, Home
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.buckets.whole_tensors import Updates, WholeTensors
 from zerotrain.engine.groups.optimizers import tensors_of_state
-from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout
@@ -124,30 +121,24 @@ class BucketUpdate:
     Args:
         master: over `where`, where a master weight is kept apart from the model's; None where they are one.
         owners: of each tensor that is updated whole (they come first in the bucket), the rank that updates it.
-        pool: lends buffers of the master dtype.
-        is_compiled: update by elements in one compiled pass, and not by torch's optimizer.
-        homes: where the optimizer's state lies between updates, the master weight among it if it is kept apart.
     """
 
     def __init__(
         self,
-        layout: BucketLayout,
         weights: BucketWeights,
         gradient: BucketGradient,
-        *,
         master: torch.Tensor | None,
-        groups: ParamGroups,
         owners: Sequence[int],
-        collectives: Collectives,
-        pool: ScratchPool,
-        is_compiled: bool,
-        homes: Homes,
+        parts: EngineParts,
     ) -> None:
+        groups, collectives, homes = parts.groups, parts.collectives, parts.homes
         self.spec: BucketSpec = weights.spec
-        self.layout = layout
+        self.layout = layout = weights.layout
         self.owners = owners
         self._weights, self._gradient = weights, gradient
-        self.groups, self.pool, self.is_compiled = groups, pool, is_compiled
+        self.groups, self.pool = groups, parts.pools.pool_of(parts.options.precision.master)
+        self.is_compiled = parts.options.zero.compiled_update
+        """Update by elements in one compiled pass, and not by torch's optimizer."""
         self._is_sharded = weights.plan.shards_optimizer
         self.where = update_range(layout, weights.plan, collectives.shards.rank)
         """The elements of the bucket that this rank updates: its own shard, or all."""
@@ -171,7 +162,7 @@ class BucketUpdate:
                 is_sharded=self._is_sharded,
                 owners=owners,
                 collectives=collectives,
-                pool=pool,
+                pool=self.pool,
             )
             members = self.spec.parameters
             self.whole_optimizer = groups.optimizer_of(
