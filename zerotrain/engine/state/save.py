@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from msgspec import to_builtins
 from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.manifest import BUFFER, EXTRA_STATE, MAX_NBYTES, DescribedFile, Manifest, hash_of, head
 from zerotrain.checkpoint.tensor_file import CHUNK_NBYTES, Entry, TensorFile, chunks, flat_bytes
-from zerotrain.comm.ledger import Notes
 from zerotrain.device.device import Event, lies_on_host
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.bucket import Bucket
@@ -263,26 +262,30 @@ class _EndedByOthersError(Exception):
     """Another rank has failed, and this one need not go on."""
 
 
-@dataclass(eq=False, kw_only=True)
 class Writing:
-    """One rank's part, for a thread of its own."""
+    """One rank's part, for a thread of its own.
 
-    path: Path
-    """Path of the checkpoint."""
-    folder: Path
-    """Its name while it is written."""
-    file: TensorFile
-    snapshot: Snapshot
-    notes: Notes
-    rank: int
-    num_ranks: int
-    partial: PartialFolder | None
-    """On rank 0: it gives the folder its name, or removes it."""
-    content: dict[str, Any]
-    """The manifest's content but for the entries of the ranks' files."""
-    process_ends: threading.Event = field(default_factory=threading.Event)
-    _heard: dict[int, tuple[Any, float]] = field(default_factory=dict)
-    """The last note of other ranks, and since when there is no newer one."""
+    Args:
+        messages: those of the plans of all ranks.
+    """
+
+    def __init__(self, plan: "_Plan", messages: Sequence[Mapping[str, Any]]) -> None:
+        collectives = plan.holdings.collectives
+        self.path = plan.arguments.target
+        """Path of the checkpoint."""
+        self.folder = Path(messages[0]["folder"])
+        """Its name while it is written."""
+        self.file = plan.file(messages)
+        self.snapshot = Snapshot(plan.own, plan.arguments.staging_nbytes, ChunkReader(collectives.world.device))
+        self.notes = collectives.notes(f"save/{messages[0]['token']}")
+        self.rank, self.num_ranks = plan.rank, len(messages)
+        self.partial = plan.partial
+        """On rank 0: it gives the folder its name, or removes it."""
+        self.content = {} if plan.partial is None else plan.content(messages)
+        """The manifest's content but for the entries of the ranks' files."""
+        self.process_ends = threading.Event()
+        self._heard: dict[int, tuple[Any, float]] = {}
+        """The last note of other ranks, and since when there is no newer one."""
 
     def run(self) -> tuple[SharedError | None, BaseException | None]:
         """Write and wait for the others. Returns why the save has failed, the same on all ranks, and the error of this
@@ -441,7 +444,7 @@ def prepare(arguments: SaveArguments, holdings: Holdings, settle_former: Callabl
     try:
         messages = exchange(collectives, None if plan is None else plan.message, error, doing=doing, outcome=LEFT)
         assert plan is not None
-        writing, error = attempt(lambda: plan.writing(messages))
+        writing, error = attempt(lambda: Writing(plan, messages))
         raise_first(collectives, error, doing=doing, outcome=LEFT)
         assert writing is not None
     except BaseException:
@@ -495,22 +498,7 @@ class _Plan:
         if self.partial is not None:
             self.message |= {"token": self.partial.token, "folder": str(self.partial.path)}
 
-    def writing(self, messages: list[dict[str, Any]]) -> Writing:
-        """The job of the writing thread, from here on."""
-        collectives = self.holdings.collectives
-        return Writing(
-            path=self.arguments.target,
-            folder=Path(messages[0]["folder"]),
-            file=self._file(messages),
-            snapshot=Snapshot(self.own, self.arguments.staging_nbytes, ChunkReader(collectives.world.device)),
-            notes=collectives.notes(f"save/{messages[0]['token']}"),
-            rank=self.rank,
-            num_ranks=len(messages),
-            partial=self.partial,
-            content=self._content(messages) if self.partial is not None else {},
-        )
-
-    def _file(self, messages: list[dict[str, Any]]) -> TensorFile:
+    def file(self, messages: Sequence[Mapping[str, Any]]) -> TensorFile:
         """This rank's file. Rank 0 saves all buffers, any other rank its different ones: batch norms of other data."""
         rank, own = self.rank, [entry for of_bucket in self.own.values() for entry in of_bucket]
         for name, values in self.buffers.items():
@@ -524,7 +512,7 @@ class _Plan:
         about = {"save": messages[0]["token"], "step": step, "rank": str(rank)}
         return TensorFile(f"rank-{rank:05d}.safetensors", own, about)
 
-    def _content(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    def content(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The manifest but for its files and where each tensor lies in them: as the state is now."""
         holdings, arguments = self.holdings, self.arguments
         options, config = holdings.options, arguments.config
