@@ -21,7 +21,10 @@ class BucketReduction:
         options, collectives, self.shard = parts.options, parts.collectives, shard
         self._name, self._master = name, options.precision.master
         sums_pool = parts.pools.pool_of(self._master)
-        wire_pool = self._wire_pool = sums_pool if options.sends_masters else parts.pools.pool_of(shard.dtype)
+        sends_masters = options.widens or options.leaves_per_rank > 1
+        wire_pool = self._wire_pool = sums_pool if sends_masters else parts.pools.pool_of(shard.dtype)
+        self.wire_itemsize = wire_pool.dtype.itemsize
+        """Bytes of an element while it is reduced."""
         # On a GPU an exact norm is of use where the gradients have fixed bits too.
         on_host, clips = device_of(shard.device).is_host, options.config.max_grad_norm is not None
         self.has_exact_norm = clips if on_host else options.ordered
@@ -43,11 +46,6 @@ class BucketReduction:
         self.gather: Gather | None = None
         if whole is not None and not options.plan.shards_optimizer:
             self.gather = collectives.gather(f"the gradient of {name}", whole, shard)
-
-    @property
-    def wire_itemsize(self) -> int:
-        """Bytes of an element while it is reduced."""
-        return self._wire_pool.dtype.itemsize
 
     @property
     def ends_with_gather(self) -> bool:
