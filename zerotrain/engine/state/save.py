@@ -27,7 +27,7 @@ from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.groups.hyperparameters import saved_group
 from zerotrain.engine.state import named
 from zerotrain.engine.state.named import Holdings
-from zerotrain.engine.state.together import SharedError, attempt, exchange, joint, raise_first, shared_error
+from zerotrain.engine.state.together import SharedError, attempt, exchange, joint, on_all, shared_error
 from zerotrain.errors import CheckpointError, CommError, ConfigError, ZeroTrainError
 from zerotrain.files.untrusted import MAX_DEPTH, UntrustedFileError, read_json
 
@@ -101,13 +101,16 @@ class Snapshot:
         self._error: ZeroTrainError | None = None
         self._is_closed = False
         self._changed = threading.Condition()
-        for bucket, own in entries.items():
+
+    # ---- on the training thread
+
+    def begin(self) -> None:
+        """From now on it is read: be asked before a bucket changes."""
+        for bucket, own in self._unread.items():
             open_to_all = bucket.weights.model_weight.tensor.untyped_storage().data_ptr()
             if any(entry.values.untyped_storage().data_ptr() == open_to_all for entry in own):
                 self._versions[bucket] = _versions(bucket)
             bucket.weights.before_change = partial(self.keep, bucket)
-
-    # ---- on the training thread
 
     def keep(self, bucket: Bucket) -> None:
         """The bucket is about to change: copy its unread bytes, as soon as there is room."""
@@ -439,21 +442,15 @@ def prepare(arguments: SaveArguments, holdings: Holdings, settle_former: Callabl
         settle_former: waits for the save before this one, and raises its error if nobody has read it.
     """
     collectives, doing = holdings.collectives, f"saving {arguments.target}"
-    writing: Writing | None = None
     plan, error = attempt(lambda: _Plan(arguments, holdings, settle_former))
     try:
         messages = exchange(collectives, None if plan is None else plan.message, error, doing=doing, outcome=LEFT)
         assert plan is not None
-        writing, error = attempt(lambda: Writing(plan, messages))
-        raise_first(collectives, error, doing=doing, outcome=LEFT)
-        assert writing is not None
+        return on_all(collectives, partial(Writing, plan, messages), doing=doing, outcome=LEFT)
     except BaseException:
-        if writing is not None:
-            writing.snapshot.close()
         if plan is not None and plan.partial is not None:
             plan.partial.remove()
         raise
-    return writing
 
 
 def facts_of(arguments: SaveArguments) -> dict[str, object]:
@@ -607,6 +604,7 @@ class SaveUnderWay:
         self._is_error_read = False
         # The thread alone has `writing`: when it is done, nothing of the engine's memory is kept.
         self._thread = threading.Thread(target=self._run, args=(writing,), name="zerotrain save", daemon=True)
+        self._snapshot.begin()
         _saves_under_way.add(self)
         self._thread.start()
 
