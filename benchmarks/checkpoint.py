@@ -92,7 +92,7 @@ def ways(engine: zerotrain.ZeroEngine) -> dict[str, Way]:
     shards = {}
     for index, bucket in enumerate(engine.schedule.trained):
         shards[f"{index}.weight"] = bucket.update.master_weight.clone()
-        for tensor_index, tensor in enumerate(bucket.update.state.state_tensors()):
+        for tensor_index, tensor in enumerate(bucket.update.state_tensors()):
             shards[f"{index}.{tensor_index}"] = tensor.clone()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sharded = {name: DTensor.from_local(values, mesh, [Shard(0)]) for name, values in shards.items()}

@@ -93,11 +93,10 @@ def _require_allowed(model: Any, optimizer: Any, config: EngineConfig) -> None:
         ("precision", precision, isinstance(precision, PrecisionConfig), "a name such as bf16, or a PrecisionConfig"),
         ("offload", offload, isinstance(offload, OffloadConfig), "a zerotrain.OffloadConfig"),
     )
-    wrong = [
-        f"{name}: got an object of type {type(value).__name__}; it must be {allowed}"
-        for name, value, is_right, allowed in kinds
-        if not is_right
-    ]
+    wrong = []
+    for name, value, is_right, allowed in kinds:
+        if not is_right:
+            wrong.append(f"{name}: got an object of type {type(value).__name__}; it must be {allowed}")
     if problems := wrong or problems_in(config):
         raise ConfigError(*problems)
 

@@ -96,7 +96,7 @@ def test_stages_buckets_offload_and_changes_of_the_stage_change_no_bit(kind: str
 
 
 def states(engine: zerotrain.ZeroEngine) -> set[torch.dtype]:
-    return {tensor.dtype for bucket in engine.schedule.trained for tensor in bucket.update.state.state_tensors()}
+    return {tensor.dtype for bucket in engine.schedule.trained for tensor in bucket.update.state_tensors()}
 
 
 @pytest.mark.parametrize(("kind", "stage"), list(product(["AdamW", "Muon and AdamW, bf16"], [0, 3])))

@@ -298,7 +298,7 @@ def after_an_engine(stage: int) -> tuple[list[str], str]:
     with torch.no_grad():
         expected = engine(calls.inputs(0, rank))
     bucket = engine.schedule.trained[0]
-    state = bucket.update.state.state_tensors()[0]
+    state = bucket.update.state_tensors()[0]
     of_engine = [weakref.ref(each) for each in (engine, engine.schedule, bucket.update, state, bucket.gradient)]
     of_model = [weakref.ref(each) for each in (bucket.weights.model_weight.tensor, model)]
     del engine, state, bucket

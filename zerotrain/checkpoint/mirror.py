@@ -234,11 +234,7 @@ def open_mirror(url: str, setting: str) -> Mirror:
 
 
 def fetch_newest(
-    mirror: Mirror,
-    folder: Path,
-    newest: int | None,
-    say: Callable[[str], object] = print,
-    latest: int | None = None,
+    mirror: Mirror, folder: Path, newest: int | None, say: Callable[[str], object] = print, latest: int | None = None
 ) -> tuple[Path | None, list[str]]:
     """Fetch the newest whole checkpoint of a mirror into a folder of checkpoints, if it is newer than the newest there.
 

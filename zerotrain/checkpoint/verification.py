@@ -35,11 +35,7 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
 
 
 def problems_in(
-    folder: Path,
-    manifest: Manifest,
-    part: int = 0,
-    num_parts: int = 1,
-    tensors: Collection[SavedTensor] | None = None,
+    folder: Path, manifest: Manifest, part: int = 0, num_parts: int = 1, tensors: Collection[SavedTensor] | None = None
 ) -> list[str]:
     """The problems of the files, at most `MAX_PROBLEMS_SHOWN` lines.
 

@@ -18,6 +18,7 @@ from zerotrain.comm.handles import (
     GatherSpec,
     Reduction,
     ReductionSpec,
+    ScratchPool,
     Wire,
 )
 from zerotrain.comm.hosts import host_name
@@ -69,24 +70,23 @@ def process_groups(shards: Shards, device: torch.device, *, ordered: bool) -> Wi
         with wires.unseen_by_profiler(is_gloo):
             dist.broadcast(values, group=gathers, group_src=source)
 
-    wire = Wire(
-        gather=partial(wires.NativeGather, group=gathers, is_gloo=is_gloo),
-        reduction=partial(wires.OrderedReduction, group=reductions, is_gloo=is_gloo),
+    gather: Callable[[GatherSpec], Gather] = partial(wires.NativeGather, group=gathers, is_gloo=is_gloo)
+    reduction: Callable[[ReductionSpec], Reduction]
+    reduction = partial(wires.OrderedReduction, group=reductions, is_gloo=is_gloo)
+    if is_gloo and shards.size <= MAX_RANKS_OF_EXCHANGE:
+        gather = partial(wires.PostedGather, group=gathers, tags=tags)
+        reduction = partial(wires.PostedReduction, group=reductions, tags=tags)
+    if not ordered:
+        reduction = partial(wires.NativeReduction, group=reductions, is_gloo=is_gloo)
+    return Wire(
+        gather=gather,
+        reduction=reduction,
         # The group of the reductions: they are over when weights are updated, while gathers may be under way.
         exchange=partial(wires.AllToAll, group=reductions, is_gloo=is_gloo),
         gather_small=partial(gather_framed, gather_small) if is_gloo_on_cpu else gather_small,
         broadcast=broadcast,
         store=_get_default_store,
     )
-    if is_gloo and shards.size <= MAX_RANKS_OF_EXCHANGE:
-        wire = replace(
-            wire,
-            gather=partial(wires.PostedGather, group=gathers, tags=tags),
-            reduction=partial(wires.PostedReduction, group=reductions, tags=tags),
-        )
-    if not ordered:
-        return replace(wire, reduction=partial(wires.NativeReduction, group=reductions, is_gloo=is_gloo))
-    return wire
 
 
 T = TypeVar("T")
@@ -144,11 +144,6 @@ class Collectives:
         hosts = self.gather_objects(host_name(), name="hosts")
         return [hosts.index(host) for host in hosts]
 
-    @property
-    def order(self) -> int:
-        """See `Journal.order`."""
-        return self.journal.order
-
     def gather(self, name: str, full: torch.Tensor, shard: torch.Tensor) -> Gather:
         """A handle on the all-gather of every rank's `shard` into `full`."""
         if self.across.size == 1:
@@ -175,13 +170,7 @@ class Collectives:
         self._settle()
 
     def reduction(
-        self,
-        name: str,
-        out: torch.Tensor,
-        pool: handles.ScratchPool,
-        sums: handles.ScratchPool | None = None,
-        *,
-        leaves_per_rank: int = 1,
+        self, name: str, out: torch.Tensor, pool: ScratchPool, sums: ScratchPool | None = None, leaves_per_rank: int = 1
     ) -> Reduction:
         """A handle on the mean over all leaves; `out` gets this rank's shard. It is sent in the dtype of `pool`, and
         across in that of `sums`, if reductions are ordered."""

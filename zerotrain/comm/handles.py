@@ -113,18 +113,13 @@ class ScratchPools:
 
 
 @dataclass(frozen=True)
-class HandleSpec(ABC):
+class HandleSpec:
     """Describes a collective, independent of the wire."""
 
     name: str
     """The same on every rank; errors and the order of collectives know it by this name."""
     journal: Journal
     """The record of each use."""
-
-    @property
-    @abstractmethod
-    def sent_nbytes(self) -> int:
-        """Bytes this rank sends each time, if each goes once to each rank that needs it."""
 
 
 class Handle(ABC):
@@ -134,11 +129,13 @@ class Handle(ABC):
     """Its name in errors."""
     ledger_kind: str
     """Its name in the ledger."""
+    sent_nbytes: int
+    """Bytes this rank sends each time, if each goes once to each rank that needs it."""
     is_local: ClassVar[bool] = False
     """Whether it sends nothing itself: the ledger does not count it, and nothing of its own is waited for."""
 
     def __init__(self, spec: HandleSpec) -> None:
-        self.name, self._journal, self.sent_nbytes = spec.name, spec.journal, spec.sent_nbytes
+        self.name, self._journal = spec.name, spec.journal
         self.is_prepared = False
         """Whether `prepare` was called, and `issue` not yet."""
         self.is_under_way = False
@@ -250,10 +247,6 @@ class GatherSpec(HandleSpec):
     shard: torch.Tensor
     """(numel / ranks,) this rank's part. It may lie inside `full`, at this rank's place."""
 
-    @property
-    def sent_nbytes(self) -> int:
-        return self.full.nbytes - self.shard.nbytes
-
 
 class Gather(Handle):
     """An all-gather: every rank's `shard` into `full`."""
@@ -263,7 +256,7 @@ class Gather(Handle):
 
     def __init__(self, spec: GatherSpec) -> None:
         super().__init__(spec)
-        self.full, self.shard = spec.full, spec.shard
+        self.full, self.shard, self.sent_nbytes = spec.full, spec.shard, spec.full.nbytes - spec.shard.nbytes
 
     issue = Handle._issue_noted
     """Start. `shard` holds this rank's part, `full` has memory."""
@@ -282,10 +275,6 @@ class ReductionSpec(HandleSpec):
     num_leaves: int
     """Leaves on all ranks together."""
 
-    @property
-    def sent_nbytes(self) -> int:
-        return self.out.numel() * self.pool.dtype.itemsize * (self.num_ranks - 1)
-
 
 class Reduction(Handle):
     """A reduce-scatter: the mean over all leaves into `out` (numel / ranks), this rank's part. Each rank's `full`
@@ -297,6 +286,7 @@ class Reduction(Handle):
     def __init__(self, spec: ReductionSpec) -> None:
         super().__init__(spec)
         self.out, self.num_leaves = spec.out, spec.num_leaves
+        self.sent_nbytes = spec.out.numel() * spec.pool.dtype.itemsize * (spec.num_ranks - 1)
         self._full: torch.Tensor | None = None
         self._pool = spec.pool
         self._received: Scratch | None = None
@@ -424,10 +414,6 @@ class ExchangeSpec(HandleSpec):
     """Elements of each part; 0 is allowed."""
     received_numels: list[int]
 
-    @property
-    def sent_nbytes(self) -> int:
-        return self.sent.nbytes
-
 
 class Exchange(Handle):
     """An all-to-all of parts of any size, made once."""
@@ -437,7 +423,7 @@ class Exchange(Handle):
 
     def __init__(self, spec: ExchangeSpec) -> None:
         super().__init__(spec)
-        self._spec = spec
+        self._spec, self.sent_nbytes = spec, spec.sent.nbytes
 
     issue = Handle._issue_noted
     """Start."""

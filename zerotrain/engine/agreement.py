@@ -82,8 +82,8 @@ class StepStamps:
         """(len(STAMP) + 1,) fp64 on the device: the numbers of `STAMP`, as this rank has them, and its signal."""
         text, unread = plain_values(param_groups)
         hyperparameters = _hash(text, num_bytes=6)
-        numbers = [self.num_steps + 1, self.num_backwards, hyperparameters, self._collectives.order, self.writes_digest]
-        numbers.append(self.signal + _SIGNALS * self.wish)
+        numbers = [self.num_steps + 1, self.num_backwards, hyperparameters, self._collectives.journal.order]
+        numbers += [self.writes_digest, self.signal + _SIGNALS * self.wish]
         # Made on the CPU and sent: a tensor made of Python numbers on a GPU waits for the device.
         stamp = torch.tensor(numbers, dtype=torch.float64).to(self._collectives.world.device, non_blocking=True)
         if unread:

@@ -1,21 +1,20 @@
 """From a model and options to live buckets, units and a schedule."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import ScratchPools
 from zerotrain.device.memory import give_back_freed
 from zerotrain.engine.agreement import require_same
-from zerotrain.engine.buckets import home
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.compiled_update import require_compilable
 from zerotrain.engine.buckets.gradient import BucketGradient
+from zerotrain.engine.buckets.home import EngineParts
 from zerotrain.engine.buckets.update import BucketUpdate, update_range
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.groups.hyperparameters import shown_groups
-from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.model.checks import model_error
 from zerotrain.engine.model.deferred import InitialValues
 from zerotrain.engine.options import EngineOptions
@@ -38,24 +37,12 @@ class Builder:
 
     Args:
         dtypes: what each parameter is held in.
-        pools: lend what gradients and updates need for a part of a step.
-        homes: where what buckets keep lies between uses.
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        dtypes: Mapping[torch.nn.Parameter, torch.dtype],
-        *,
-        options: EngineOptions,
-        groups: ParamGroups,
-        collectives: Collectives,
-        pools: ScratchPools,
-        homes: home.Homes,
+        self, model: torch.nn.Module, dtypes: Mapping[torch.nn.Parameter, torch.dtype], parts: EngineParts
     ) -> None:
-        self._homes = homes
-        self._model, self._dtypes, self._options = model, dtypes, options
-        self._groups, self._collectives, self._pools = groups, collectives, pools
+        self._model, self._dtypes, self._parts = model, dtypes, parts
 
     def schedule(self, initial: InitialValues, source: Source | None = None) -> Schedule:
         """Cut the model into buckets, move its parameters into them and order them.
@@ -67,16 +54,16 @@ class Builder:
         Raises:
             ConfigError: ranks with different models, or no trainable parameter.
         """
-        if self._options.zero.compiled_update:
-            require_compilable(self._groups, on_host=self._homes.update_on_host)
-        if self._options.precision.state != torch.float32:
-            self._groups.require_narrowed()
-        units = self._groups.classified(self._dtypes)
-        specs = cut_buckets(units, self._options.bucket_numel_for(units))
+        if self._parts.options.zero.compiled_update:
+            require_compilable(self._parts.groups, on_host=self._parts.homes.update_on_host)
+        if self._parts.options.precision.state != torch.float32:
+            self._parts.groups.require_narrowed()
+        units = self._parts.groups.classified(self._dtypes)
+        specs = cut_buckets(units, self._parts.options.bucket_numel_for(units))
         if not any(spec.trainable for spec in specs):
             kind = type(self._model).__name__
             raise ConfigError(f"model {kind} has no trainable floating-point parameter; nothing to train")
-        num_ranks, shard_size = self._collectives.shards.size, self._collectives.inside.size
+        num_ranks, shard_size = self._parts.collectives.shards.size, self._parts.collectives.inside.size
         layouts = [spec.layout(num_ranks, shard_size) for spec in specs]
         num_parameters, numel = sum(len(spec.tensors) for spec in specs), sum(layout.numel for layout in layouts)
         described = [f"{len(specs)} buckets, {num_parameters} parameters, {numel} elements"]
@@ -85,16 +72,16 @@ class Builder:
         facts = {
             "the model (buckets and their parameters)": described,
             "the optimizer (its parameter groups)": [
-                f"{name} {value}" for name, value in shown_groups(self._groups.hyperparameters).items()
+                f"{name} {value}" for name, value in shown_groups(self._parts.groups.hyperparameters).items()
             ],
         }
-        require_same(self._collectives, facts)
+        require_same(self._parts.collectives, facts)
         whole = [
             [slot.shape for slot in layout.slots[: spec.num_whole]] for spec, layout in zip(specs, layouts, strict=True)
         ]
-        owners = assign_owners(whole, self._collectives.shards.size)
+        owners = assign_owners(whole, self._parts.collectives.shards.size)
         trained = {s.name: layout.padded_numel for s, layout in zip(specs, layouts, strict=True) if s.trainable}
-        self._homes.keep(trained, has_whole=any(whole))
+        self._parts.homes.keep(trained, has_whole=any(whole))
         buckets = []
         for spec, layout, owning in zip(specs, layouts, owners, strict=True):
             if source is None:
@@ -117,8 +104,8 @@ class Builder:
         Returns:
             Their new schedule.
         """
-        self._options = options
-        source = OtherBuckets(buckets, described_state(buckets), options.plan, self._collectives)
+        self._parts = replace(self._parts, options=options)
+        source = OtherBuckets(buckets, described_state(buckets), options.plan, self._parts.collectives)
         given_up = GivenUpMemory(options.plan)
         for place in range(len(buckets)):
             buckets[place] = self.moved(buckets[place], source, given_up)
@@ -129,32 +116,34 @@ class Builder:
     def _ordered(self, units: Sequence[PlacedUnit], buckets: Sequence[Bucket]) -> Schedule:
         """A schedule of units and buckets."""
         live_units = [LiveUnit(name, modules, [buckets[place] for place in places]) for name, modules, places in units]
-        return Schedule(live_units, buckets, self._options)
+        return Schedule(live_units, buckets, self._parts.options)
 
     def _bucket(self, spec: BucketSpec, layout: BucketLayout, owners: Sequence[int], initial: InitialValues) -> Bucket:
         """A bucket with rank 0's initial values. Collective."""
-        dtype = self._options.precision.of_bucket(spec.dtype).master
-        values = FlatBuffer.zeros(layout, dtype, self._collectives.world.device)
-        if self._collectives.shards.rank == 0:
+        dtype = self._parts.options.precision.of_bucket(spec.dtype).master
+        values = FlatBuffer.zeros(layout, dtype, self._parts.collectives.world.device)
+        if self._parts.collectives.shards.rank == 0:
             for target, parameter in zip(values.views(), spec.tensors, strict=True):
                 with initial.values_of(parameter) as value:
                     target.copy_(value)
-        wait_for_others(self._collectives, spec.name)
-        self._collectives.broadcast(values.tensor, name=spec.name)
+        wait_for_others(self._parts.collectives, spec.name)
+        self._parts.collectives.broadcast(values.tensor, name=spec.name)
         master = None
         if self._has_master(spec):
-            master = values.tensor[update_range(layout, self._options.plan, self._collectives.shards.rank)].clone()
+            master = values.tensor[
+                update_range(layout, self._parts.options.plan, self._parts.collectives.shards.rank)
+            ].clone()
         bucket = self._around(spec, layout, owners, values, master)
         initial.freed(bucket.weights.model_weight.tensor.nbytes)  # by the parameters, or by the bucket's whole values
         return bucket
 
     def _filled(self, spec: BucketSpec, layout: BucketLayout, owners: Sequence[int], source: Source) -> Bucket:
         """A bucket with the state of a source. Collective."""
-        plan, collectives = self._options.plan, self._collectives
+        plan, collectives = self._parts.options.plan, self._parts.collectives
         master = None
         if self._has_master(spec):
             where = update_range(layout, plan, collectives.shards.rank)
-            dtype = self._options.precision.of_bucket(spec.dtype).master
+            dtype = self._parts.options.precision.of_bucket(spec.dtype).master
             master = torch.zeros(where.stop - where.start, dtype=dtype, device=collectives.world.device)
         values = FlatBuffer.zeros(layout, spec.dtype, collectives.world.device)
         bucket = self._around(spec, layout, owners, values, master)
@@ -163,8 +152,8 @@ class Builder:
 
     def _has_master(self, spec: BucketSpec) -> bool:
         """Whether a bucket keeps a master weight apart from the model's."""
-        separate = self._options.precision.of_bucket(spec.dtype).separate_master
-        return spec.trainable and (separate or self._homes.update_on_host)
+        separate = self._parts.options.precision.of_bucket(spec.dtype).separate_master
+        return spec.trainable and (separate or self._parts.homes.update_on_host)
 
     def moved(self, old: Bucket, source: OtherBuckets, given_up: GivenUpMemory) -> Bucket:
         """A bucket as it lies under the options of now; the old one is used no more. Collective."""
@@ -193,33 +182,13 @@ class Builder:
             values: of the master dtype, or what the model reads.
             master: see `BucketUpdate`.
         """
-        weights = BucketWeights(
-            spec, layout, values, plan=self._options.plan, collectives=self._collectives, homes=self._homes
-        )
+        weights = BucketWeights(spec, layout, values, self._parts)
         bucket = Bucket(weights)
         if spec.trainable:
-            precision = self._options.precision.of_bucket(spec.dtype)
-            gradient = BucketGradient(
-                spec,
-                layout,
-                options=self._options,
-                collectives=self._collectives,
-                pools=self._pools,
-            )
-            update = BucketUpdate(
-                layout,
-                weights,
-                gradient,
-                master=master,
-                groups=self._groups,
-                owners=owners,
-                collectives=self._collectives,
-                pool=self._pools.pool_of(precision.master),
-                is_compiled=self._options.zero.compiled_update,
-                homes=self._homes,
-            )
+            gradient = BucketGradient(spec, layout, self._parts)
+            update = BucketUpdate(weights, gradient, master, owners, self._parts)
             bucket = TrainedBucket(weights, gradient=gradient, update=update)
-        if self._options.plan.shards_parameters:
+        if self._parts.options.plan.shards_parameters:
             # Now, not when all buckets are there: a large model must never be whole.
             weights.reshard()
         return bucket

@@ -423,7 +423,8 @@ def take_up(engine: ZeroEngine, path: str | os.PathLike[str]) -> tuple[Any, str 
     folder = engine._agreed_path("engine.load", "a checkpoint cannot be loaded", path)
     engine.held.wait_until_save_ended()
     folder, manifest = from_checkpoint.verified_manifest(folder, engine.held.holdings)
-    places, added = from_checkpoint.places_in(manifest), from_checkpoint.added_groups(manifest, engine.held.groups)
+    added = from_checkpoint.added_groups(manifest, engine.held.groups)
+    places = {name: [saved.trains, saved.group, saved.generation] for name, saved in manifest.parameters.items()}
 
     def adopt() -> bool:
         """Let train what trains in the checkpoint, in the groups it has."""

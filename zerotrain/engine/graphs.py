@@ -24,7 +24,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -36,7 +36,7 @@ from zerotrain.device.device import DONE, Graph, lies_on_host
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.agreement import CANNOT_REPLAY
 from zerotrain.engine.buckets.bucket import JointUpdate
-from zerotrain.engine.groups.hyperparameters import plain_values
+from zerotrain.engine.groups.hyperparameters import PLAIN_TYPES, plain_values
 from zerotrain.engine.optimizer_step import UpdateAhead, can_go_ahead
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.results import StepResult
@@ -48,7 +48,6 @@ from zerotrain.settings import AUTO
 
 Key = dict[str, Any]
 """The parts that make a step another, by their names for the user. One graph computes all steps with equal keys."""
-_PLAIN = frozenset({int, float, bool, str, type(None)})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NUM_WISHES = 2**20
 MAX_ANEW = 2
@@ -69,11 +68,25 @@ def why_never(options: EngineOptions, world: World) -> str:
     return ""
 
 
+BeforeEach = Callable[[int, int], object]
+"""Called with the numbers of a virtual rank, and of a micro-batch in it."""
+AfterEach = Callable[[int, int, torch.Tensor, Any], object]
+"""Called with the same numbers, the loss of the micro-batch, and the model's outputs beside it."""
+
+
 def no_seed(virtual_rank: int, micro_batch: int) -> None:
     """Nothing is done before a forward."""
 
 
 no_seed.only_seeds = True  # type: ignore[attr-defined]
+
+
+class Calls(NamedTuple):
+    """The calls of a user around each forward of a step: see `ZeroEngine.train_step`."""
+
+    before_each: BeforeEach = no_seed
+    after_each: AfterEach | None = None
+    with_outputs: bool = False
 
 
 def graphs_of(held: ShardedModel) -> "tuple[StepGraphs | None, list[str]]":
@@ -104,7 +117,7 @@ class Seeding:
     """Calls a user's `before_each`, and sees whether the model draws random numbers between two calls: on the device,
     where a graph draws anew in each replay, or on the host, where it would draw once for ever."""
 
-    def __init__(self, before_each: Callable[[int, int], object], generator: torch.Generator) -> None:
+    def __init__(self, before_each: BeforeEach, generator: torch.Generator) -> None:
         self._before_each, self._generator = before_each, generator
         self._state: tuple[object, object] | None = None
         self.is_seeded_between = before_each is not no_seed
@@ -204,47 +217,34 @@ class StepGraphs:
 
     # ---- a step
 
-    def train_step(
-        self, steps: Any, leaves: list[Any], before_each: Any, *, after_each: Any, with_outputs: bool
-    ) -> tuple[torch.Tensor, StepResult]:
+    def train_step(self, steps: Any, leaves: list[Any], calls: Calls) -> tuple[torch.Tensor, StepResult]:
         """One of a `Steps`, on the graphs' stream: what was told before is done before, and what is told later finds it
         done.
 
         Args:
             leaves: (micro-batch, weight) of each, by virtual rank.
-            before_each, after_each, with_outputs: as for `ZeroEngine.train_step`.
         """
-        looks = after_each is not None or with_outputs
         self._stream.wait(self._device.event())
         done = DONE
         try:
             with self._stream.current():
                 try:
-                    key, tensors = self._key_of(steps.held, leaves, before_each, looks)
+                    key, tensors = self._key_of(steps.held, leaves, calls)
                     if self.key is not None and (key == self.key or not self.is_alone):
-                        result = self._replayed(steps, leaves, before_each, tensors if key == self.key else None)
+                        result = self._replayed(steps, leaves, calls, tensors if key == self.key else None)
                         if result is not None:
                             return result
                     self.is_replaying = False
-                    seeding = Seeding(before_each, self._device.generator)
-                    return self._without(steps, leaves, seeding, after_each, with_outputs, key)
+                    return self._without(steps, leaves, calls, key)
                 finally:
                     steps.stamps.wish, self.is_replaying = 0, False
                     done = self._device.event()
         finally:
             done.wait()
 
-    def _without(
-        self,
-        steps: Any,
-        leaves: list[Any],
-        seeding: Seeding,
-        after_each: Any,
-        with_outputs: bool,
-        key: Key | None,
-    ) -> tuple[torch.Tensor, StepResult]:
+    def _without(self, steps: Any, leaves: list[Any], calls: Calls, key: Key | None) -> tuple[torch.Tensor, StepResult]:
         """A step without graphs. If it has the key of the last, the next may be recorded: if so all ranks say."""
-        wish = 0
+        seeding, wish = Seeding(calls.before_each, self._device.generator), 0
         if key is not None and key == self._candidate and key != self.key and not self._is_off:
             wish = self._hash(key)
         elif key is not None and self._candidate is not None:
@@ -253,7 +253,7 @@ class StepGraphs:
         buffers = list(steps.held.module.buffers()) if wish else []
         versions = [buffer._version for buffer in buffers]
         with self._device.noting_waits() if wish else nullcontext(list[str]()) as waits:
-            loss = steps.run_leaves(leaves, seeding, after_each, with_outputs)
+            loss = steps.run_leaves(leaves, calls._replace(before_each=seeding))
         seeding.look()
         if waits:
             self._tell_once(f"the model lets the host wait for the device {waits[0]}, as .item() does")
@@ -289,7 +289,7 @@ class StepGraphs:
         return loss, result
 
     def _replayed(
-        self, steps: Any, leaves: list[Any], before_each: Any, tensors: list[torch.Tensor] | None
+        self, steps: Any, leaves: list[Any], calls: Calls, tensors: list[torch.Tensor] | None
     ) -> tuple[torch.Tensor, StepResult] | None:
         """A step as graphs, which are recorded if there are none; None: it is to be computed without.
 
@@ -308,12 +308,12 @@ class StepGraphs:
                 static.copy_(tensor)
             for number, weighted in zip(steps.virtual_ranks, leaves, strict=True):
                 for index in range(len(weighted)):
-                    before_each(number, index)
+                    calls.before_each(number, index)
         schedule.gathers.settle()
 
         def compute() -> None:
             recorded = tree_unflatten(self._values, layout)
-            after["loss"] = steps.run_leaves(recorded, no_seed, None, False)
+            after["loss"] = steps.run_leaves(recorded, Calls())
             schedule.reductions.finish()
             for bucket in schedule.trained:
                 bucket.gradient.reduction.reduced()
@@ -397,11 +397,11 @@ class StepGraphs:
     # ---- of the optimizer's step
 
     def update(self, updates: Sequence[JointUpdate], factor: torch.Tensor | None, norm: torch.Tensor) -> UpdateAhead:
-        """See `HasGraphs`."""
+        """As the constructor of `UpdateAhead`, in a step that is replayed."""
         return ReplayedUpdate(self, updates, factor, norm)
 
     def begin_update(self) -> None:
-        """See `HasGraphs`. Also a step of single calls has the rates that graphs have."""
+        """A step is about to be made. Also a step of single calls has the rates that graphs have."""
         if self._goes_ahead:
             self._groups.bring_rates(self._world.device)
 
@@ -413,25 +413,22 @@ class StepGraphs:
         return self._after.get("factor"), self._after["norm"]
 
     def hear(self, wishes: Sequence[int]) -> None:
-        """See `HasGraphs`."""
+        """Take the word of each rank on its graph in this step. Raises an error of its own if all compute it anew."""
         self._heard = wishes
         if CANNOT_REPLAY in wishes:
             raise AnewError
 
     # ---- the key
 
-    def _key_of(
-        self, held: ShardedModel, leaves: list[Any], before_each: Any, looks: bool
-    ) -> tuple[Key | None, list[torch.Tensor]]:
+    def _key_of(self, held: ShardedModel, leaves: list[Any], calls: Calls) -> tuple[Key | None, list[torch.Tensor]]:
         """The key of a step, and the tensors in its micro-batches; None: it cannot be a graph, as is told."""
         values, layout = tree_flatten(leaves)
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        groups = [
-            {name: group[name] for name in group if name not in ("lr", "initial_lr")}
-            for group in self._groups.hyperparameters
-        ]
+        groups = []
+        for group in self._groups.hyperparameters:
+            groups.append({name: group[name] for name in group if name not in ("lr", "initial_lr")})
         hyperparameters, unread = plain_values(groups)
-        reason = self._reason(held, before_each, looks) or _reason_in(values)
+        reason = self._reason(held, calls) or _reason_in(values)
         if unread:
             reason = reason or "a hyperparameter beside the rate is a tensor of the device"
         if reason:
@@ -439,8 +436,10 @@ class StepGraphs:
             return None, tensors
         if not self._modules:
             self._modules = list(held.module.modules())
-        attributes = [value for module in self._modules for value in vars(module).values() if type(value) in _PLAIN]
-        buffers = [value for module in self._modules for value in module._buffers.values() if value is not None]
+        attributes, buffers = list[Any](), list[int]()
+        for module in self._modules:
+            attributes += [value for value in vars(module).values() if type(value) in PLAIN_TYPES]
+            buffers += [value.data_ptr() for value in module._buffers.values() if value is not None]
         shapes = [
             (value.shape, value.dtype, value.stride()) if isinstance(value, torch.Tensor) else value for value in values
         ]
@@ -449,14 +448,14 @@ class StepGraphs:
             "hyperparameters": hyperparameters,
             "settings": (held.options.plan, self._device.is_autocast),
             "attributes of the model": attributes,
-            "buffers of the model": [buffer.data_ptr() for buffer in buffers],
+            "buffers of the model": buffers,
         }, tensors
 
-    def _reason(self, held: ShardedModel, before_each: Any, looks: bool) -> str:
+    def _reason(self, held: ShardedModel, calls: Calls) -> str:
         """Why a step of such calls cannot be a graph; nothing where it may be one."""
-        if looks:
+        if calls.after_each is not None or calls.with_outputs:
             return "train_step(after_each=...) looks at each forward"
-        if not getattr(getattr(before_each, "func", before_each), "only_seeds", False):
+        if not getattr(getattr(calls.before_each, "func", calls.before_each), "only_seeds", False):
             return "train_step(before_each=...) is a function that does not say `only_seeds = True`"
         if held.collectives.across.size > 1:
             return f"with {argument('zero.shard_size', held.options.zero.shard_size)} collectives go along two axes"
@@ -494,7 +493,7 @@ def _reason_in(values: Sequence[Any]) -> str:
                 return "a micro-batch lies in the host's memory; move it to the GPU before train_step"
             if value.requires_grad:
                 return "a micro-batch requires a gradient"
-        elif type(value) not in _PLAIN:
+        elif type(value) not in PLAIN_TYPES:
             return f"a micro-batch holds a {type(value).__name__}"
     return ""
 

@@ -4,8 +4,9 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -18,12 +19,12 @@ from zerotrain.engine.buckets.update import BucketUpdate
 from zerotrain.engine.groups.optimizers import is_torchs_own
 from zerotrain.engine.model.forward import named_range
 from zerotrain.engine.model.precision import LossScaler
-from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.results import StepResult
 from zerotrain.engine.schedule.gathers import Gathers
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.named import GRADIENT, pieces
 from zerotrain.errors import EngineStateError, argument
+from zerotrain.settings import EngineConfig
 
 # The update told to a GPU before the host knows whether the step is skipped.
 #
@@ -87,21 +88,6 @@ class UpdateAhead:
             bucket.gradient.drop()
 
 
-class HasGraphs(Protocol):
-    """Steps that may be graphs of the device: see `zerotrain.engine.graphs`."""
-
-    is_replaying: bool
-
-    def update(self, updates: Sequence[JointUpdate], factor: torch.Tensor | None, norm: torch.Tensor) -> UpdateAhead:
-        """As the constructor of `UpdateAhead`, in a step that is replayed."""
-
-    def begin_update(self) -> None:
-        """A step is about to be made."""
-
-    def hear(self, wishes: Sequence[int]) -> None:
-        """Take the word of each rank on its graph in this step. Raises an error of its own if all compute it anew."""
-
-
 # The places where a gradient is not finite: told when so many steps were skipped that training stops.
 
 
@@ -128,12 +114,8 @@ def find_nonfinite(
                 nonfinite.append((order[piece.managed.names[0]], kind))
     position, kind = max(nonfinite)
     loss_kind = max((_kind(loss) for loss in losses), default=_FINITE)
-    local_numbers = torch.tensor([position, kind, loss_kind], dtype=torch.float64, device=collectives.world.device)
-    ranks = [
-        [int(number) for number in row]
-        for row in collectives.gather_small(local_numbers, name="where the gradient is not finite").tolist()
-    ]
-
+    local_numbers = torch.tensor([position, kind, loss_kind], dtype=torch.int64, device=collectives.world.device)
+    ranks = collectives.gather_small(local_numbers, name="where the gradient is not finite").tolist()
     position, kind = max((position, kind) for position, kind, _ in ranks)
     bad_losses = [f"{_WORDS[kind]} on rank {rank}" for rank, (_, _, kind) in enumerate(ranks) if kind != _FINITE]
     said_of_losses = f"the loss was {', '.join(bad_losses)}" if bad_losses else "the loss was finite on every rank"
@@ -149,31 +131,19 @@ def _kind(values: torch.Tensor) -> int:
 _ENDED = object()
 
 
+@dataclass(eq=False)
 class OptimizerStep:
-    """The parts of a step that are the same for all steps of an engine.
+    """The parts of a step that are the same for all steps of an engine."""
 
-    Args:
-        stamps: the values that ranks compare once a step.
-        loss_scaler: None for no scaling.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        options: EngineOptions,
-        collectives: Collectives,
-        stamps: StepStamps,
-        loss_scaler: LossScaler | None,
-    ) -> None:
-        self._model, self._collectives, self._stamps = model, collectives, stamps
-        self.graphs: HasGraphs | None = None
-        """The graphs of steps; None: no step is one."""
-        self.max_grad_norm = options.config.max_grad_norm
-        """The L2 norm that the whole gradient is clipped to; None: it is not clipped."""
-        self._loss_scaler = loss_scaler
-        self._max_skipped_steps = options.config.max_skipped_steps
-        """As many skipped one after another stop the training; 1 stops at once."""
-        self.num_skipped_in_a_row = 0
+    model: torch.nn.Module
+    config: EngineConfig
+    collectives: Collectives
+    stamps: StepStamps
+    """The values that ranks compare once a step."""
+    loss_scaler: LossScaler | None
+    graphs: Any = None
+    """The `StepGraphs` of `zerotrain.engine.graphs`; None: no step is one."""
+    num_skipped_in_a_row: int = 0
 
     def run(
         self,
@@ -189,7 +159,7 @@ class OptimizerStep:
         Args:
             losses: of the step's micro-batches, on this rank.
             loss: 0-dim fp64, the mean of this rank's virtual ranks; for all ranks to know the mean over all.
-            average_share: see `OptimizerState.update_average`; None: no average is due.
+            average_share: see `BucketUpdate.update_average`; None: no average is due.
             refusal: raised in place of an update, unless the ranks' groups differ.
 
         Returns:
@@ -199,8 +169,8 @@ class OptimizerStep:
         if self.graphs is not None:
             self.graphs.begin_update()
         schedule.reductions.finish()
-        self._stamps.writes_digest = written_to(schedule.buckets)
-        loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
+        self.stamps.writes_digest = written_to(schedule.buckets)
+        loss_scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
         exchanged, factor, read = self._norm(schedule.reductions.squares, loss, param_groups, loss_scale)
         ahead = None
         if self.graphs is not None and self.graphs.is_replaying and refusal is None:
@@ -225,12 +195,12 @@ class OptimizerStep:
         digits = rest[: len(exchanged.digit_sums)]
         skipped = not math.isfinite(norm)
         if skipped:
-            self._stamps.require_same(exchanged.stamps, param_groups)
+            self.stamps.require_same(exchanged.stamps, param_groups)
         if refusal is not None:
             raise refusal
         reason = self._reason_to_stop(skipped=skipped)
         if reason is not None:
-            reason += f". {find_nonfinite(self._model, schedule.trained, losses, self._collectives)}"
+            reason += f". {find_nonfinite(self.model, schedule.trained, losses, self.collectives)}"
         if skipped:
             schedule.drop_gradients()
         else:
@@ -258,14 +228,14 @@ class OptimizerStep:
         if not skipped:
             return None
         rate = argument("the optimizer's lr")
-        if self._loss_scaler is not None and self._loss_scaler.scale <= 1.0:
+        if self.loss_scaler is not None and self.loss_scaler.scale <= 1.0:
             return (
                 f"the gradient overflows fp16 even at a loss scale of 1; use {argument('precision', 'bf16')} or lower "
                 f"{rate}"
             )
-        if self.num_skipped_in_a_row < self._max_skipped_steps:
+        if self.num_skipped_in_a_row < self.config.max_skipped_steps:
             return None
-        in_a_row = "" if self._max_skipped_steps == 1 else f" in {self.num_skipped_in_a_row} steps in a row"
+        in_a_row = "" if self.config.max_skipped_steps == 1 else f" in {self.num_skipped_in_a_row} steps in a row"
         return (
             f"the gradient was not finite{in_a_row}; lower {rate}, look at the data, or let "
             f"more steps be skipped {argument('(max_skipped_steps)')}"
@@ -278,21 +248,21 @@ class OptimizerStep:
         them, a step's one wait for the device: it gives the norm, its coefficient, the loss, the digit sums and the
         signals."""
         sums = squares.digit_sums()
-        if self._stamps.wish == CANNOT_REPLAY:
+        if self.stamps.wish == CANNOT_REPLAY:
             sums = torch.full_like(sums, math.inf)  # no rank is to update with this gradient
         with named_range("norm of", "the gradient"):
-            exchanged = self._stamps.exchanged(sums, loss, param_groups)
-        coefficient = clip_coefficient(exchanged.norm, self.max_grad_norm)
+            exchanged = self.stamps.exchanged(sums, loss, param_groups)
+        coefficient = clip_coefficient(exchanged.norm, self.config.max_grad_norm)
         numbers = torch.stack([exchanged.norm, coefficient, exchanged.loss])
         # No watchdog sees what a graph waits for.
-        timeout_s = None if self.graphs is None else self._collectives.world.timeout_s
+        timeout_s = None if self.graphs is None else self.collectives.world.timeout_s
         read = reading(torch.cat([numbers, exchanged.digit_sums, exchanged.signals]), timeout_s)
-        is_scaled = self.max_grad_norm is not None or self._loss_scaler is not None
+        is_scaled = self.config.max_grad_norm is not None or self.loss_scaler is not None
         factor = coefficient / loss_scale if is_scaled else None
         return exchanged, factor, read if timeout_s is None else partial(self._read_in_time, read)
 
     def _read_in_time(self, read: Callable[[], list[float]]) -> list[float]:
-        with self._collectives.world.whereabouts.blame_others("norm of the gradient"):
+        with self.collectives.world.whereabouts.blame_others("norm of the gradient"):
             return read()
 
 
@@ -333,7 +303,7 @@ def update_all(
 
     Args:
         factor: 0-dim, what gradients are multiplied with: clipped, and without the loss scale; None for 1.
-        average_share: see `OptimizerState.update_average`; None: no average is due.
+        average_share: see `BucketUpdate.update_average`; None: no average is due.
     """
 
     def updating(joint: JointUpdate) -> Generator[None]:

@@ -99,17 +99,12 @@ class EngineOptions:
         """Whether a leaf travels in the master dtype, and is not rounded to the compute dtype before."""
         return self.zero.reduction == "fp32"
 
-    @property
-    def sends_masters(self) -> bool:
-        """Whether what travels, a leaf or a sum of leaves, is of the master dtype."""
-        return self.widens or self.leaves_per_rank > 1
-
     def loss_scaler(self) -> LossScaler | None:
         """A new one for fp16: with 5 bits of exponent, where fp32 has 8, gradients would leave its range."""
         if self.precision.name != "fp16":
             return None
         numerics = self.config.precision
-        return LossScaler(initial_scale=numerics.initial_scale, growth_interval=numerics.growth_interval)
+        return LossScaler(scale=numerics.initial_scale, growth_interval=numerics.growth_interval)
 
     def settings(self) -> dict[str, object]:
         """The settings that must be equal on all ranks: all, by the names that the reader of a message knows."""

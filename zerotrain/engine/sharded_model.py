@@ -15,7 +15,7 @@ from zerotrain.comm.handles import ScratchPools
 from zerotrain.device.kinds import device_of
 from zerotrain.device.memory import give_back_freed, set_heap
 from zerotrain.engine.agreement import require_same
-from zerotrain.engine.buckets.home import Homes
+from zerotrain.engine.buckets.home import EngineParts, Homes
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.build import Builder, share_unmanaged
 from zerotrain.engine.groups.optimizers import OptimizerFactory
@@ -205,15 +205,8 @@ class ShardedModel:
         self.pools = ScratchPools(world.device, self.collectives.zeros)
         self.homes = Homes(options.offload, world, options.zero.prefetch)
         share_unmanaged(walked, self.collectives)
-        self._builder = Builder(
-            model,
-            dtypes,
-            options=options,
-            groups=self.groups,
-            collectives=self.collectives,
-            pools=self.pools,
-            homes=self.homes,
-        )
+        parts = EngineParts(options, self.groups, collectives, self.pools, self.homes)
+        self._builder = Builder(model, dtypes, parts)
         self.newcomers = Newcomers(walked, dtypes)
         round_at_entry(walked, dtypes)
         if self.homes.saved is not None:

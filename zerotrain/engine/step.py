@@ -13,7 +13,7 @@ import torch
 from zerotrain.device.device import lies_on_host
 from zerotrain.engine.agreement import StepStamps
 from zerotrain.engine.buckets.life import Backward, Phase
-from zerotrain.engine.graphs import graphs_of, no_seed
+from zerotrain.engine.graphs import AfterEach, BeforeEach, Calls, graphs_of, no_seed
 from zerotrain.engine.model.forward import makes_memory, outside_graphs
 from zerotrain.engine.model.live_parameter import left_its_unit, reads_freed_memory
 from zerotrain.engine.model.precision import LossScaler, WideArguments, require_one_dtype
@@ -29,10 +29,6 @@ from zerotrain.errors import CommError, ConfigError, EngineStateError, TrainingE
 MicroBatch = Sequence[Any] | Mapping[str, Any]
 """The model's inputs, or named ones; it returns the loss."""
 Weight = float | torch.Tensor
-BeforeEach = Callable[[int, int], object]
-"""Called with the numbers of a virtual rank, and of a micro-batch in it."""
-AfterEach = Callable[[int, int, torch.Tensor, Any], object]
-"""Called with the same numbers, the loss of the micro-batch, and the model's outputs beside it."""
 
 
 def weighs_nothing(weight: Weight) -> bool:
@@ -187,10 +183,10 @@ class Steps:
     def __init__(self, held: ShardedModel, loss_scaler: LossScaler | None) -> None:
         self.loss_scaler = loss_scaler
         self.stamps = StepStamps(held.collectives)
-        leaves = held.options.leaves_per_rank
+        config, leaves = held.options.config, held.options.leaves_per_rank
         self.virtual_ranks = range(held.world.shards.rank * leaves, (held.world.shards.rank + 1) * leaves)
         """Those that this rank runs."""
-        self.optimizer_step = OptimizerStep(held.module, held.options, held.collectives, self.stamps, loss_scaler)
+        self.optimizer_step = OptimizerStep(held.module, config, held.collectives, self.stamps, loss_scaler)
         self.held = held
         self.graphs, self.graph_reasons = graphs_of(held)
         """The graphs that steps are replayed from, if any; and the reasons for steps without, each once."""
@@ -469,29 +465,23 @@ class Steps:
         Raises:
             EngineStateError: the virtual ranks of this rank cannot share the micro-batches evenly.
         """
+        calls = Calls(before_each, after_each, with_outputs)
         leaves = shared_out(micro_batches, weights, len(self.virtual_ranks))
         if self.graphs is None or before_update is not None:
-            self._loss = self.run_leaves(leaves, before_each, after_each, with_outputs)
+            self._loss = self.run_leaves(leaves, calls)
             if before_update is not None:
                 with self._clean_after_error():
                     before_update()
             return TrainStepResult(loss=self._loss, **vars(self.step()))
-        looks: dict[str, Any] = {"after_each": after_each, "with_outputs": with_outputs}
-        loss, result = self.graphs.train_step(self, list(leaves), before_each, **looks)
+        loss, result = self.graphs.train_step(self, list(leaves), calls)
         return TrainStepResult(loss=loss, **vars(result))
 
-    def run_leaves(
-        self,
-        leaves: Iterable[Sequence[tuple[MicroBatch, Weight]]],
-        before_each: BeforeEach,
-        after_each: AfterEach | None,
-        with_outputs: bool,
-    ) -> torch.Tensor:
+    def run_leaves(self, leaves: Iterable[Sequence[tuple[MicroBatch, Weight]]], calls: Calls) -> torch.Tensor:
         """Forward and backward of the micro-batches of each virtual rank. Returns the mean loss, 0-dim fp64."""
         total = torch.zeros((), dtype=torch.float64, device=self.held.world.device)
         with self._clean_after_error():
             for number, weighted in zip(self.each_virtual_rank(), leaves, strict=True):
-                total += self._run_leaf(number, weighted, before_each, after_each, with_outputs)
+                total += self._run_leaf(number, weighted, calls)
         return total / len(self.virtual_ranks)
 
     def finish_step(self, loss: torch.Tensor) -> StepResult:
@@ -526,7 +516,7 @@ class Steps:
         """
         (weighted,) = shared_out(micro_batches, weights, 1)
         with self._leaf_alone(in_last_leaf=False):
-            self._run_leaf(virtual_rank, weighted, before_each, after_each)
+            self._run_leaf(virtual_rank, weighted, Calls(before_each, after_each))
             return {
                 managed.names[0]: gradient
                 for bucket in self.held.schedule.trained
@@ -534,12 +524,7 @@ class Steps:
             }
 
     def run_discarded(
-        self,
-        virtual_rank: int,
-        micro_batches: Sequence[MicroBatch],
-        weights: Sequence[Weight] | None,
-        before_each: BeforeEach = no_seed,
-        with_outputs: bool = False,
+        self, virtual_rank: int, micro_batches: Sequence[MicroBatch], weights: Sequence[Weight] | None, calls: Calls
     ) -> None:
         """Compute the leaf of any virtual rank as a step does, in the same memory, and discard it where it would be
         added to others. Arguments are those of `leaf` and `train_step`. All ranks call it together, each for a leaf at
@@ -547,7 +532,7 @@ class Steps:
         (weighted,) = shared_out(micro_batches, weights, 1)
         is_last = (virtual_rank + 1) % len(self.virtual_ranks) == 0
         with self._leaf_alone(in_last_leaf=is_last, discards=True):
-            self._run_leaf(virtual_rank, weighted, before_each, with_outputs=with_outputs)
+            self._run_leaf(virtual_rank, weighted, calls)
             if not is_last:
                 self.held.schedule.reductions.close_leaf(discards=True)
         self.held.schedule.end_update()  # no backward will come through the forwards of this
@@ -569,29 +554,23 @@ class Steps:
                 for buffer, former in buffers:
                     buffer.copy_(former)
 
-    def _run_leaf(
-        self,
-        number: int,
-        weighted: Sequence[tuple[MicroBatch, Weight]],
-        before_each: BeforeEach,
-        after_each: AfterEach | None = None,
-        with_outputs: bool = False,
-    ) -> torch.Tensor:
+    def _run_leaf(self, number: int, weighted: Sequence[tuple[MicroBatch, Weight]], calls: Calls) -> torch.Tensor:
         """Forward and backward of a virtual rank's micro-batches. Returns the weighted sum of their losses, 0-dim."""
         total = torch.zeros((), dtype=torch.float32, device=self.held.world.device)
         for index, (inputs, weight) in enumerate(weighted):
-            before_each(number, index)
+            calls.before_each(number, index)
             require_micro_batch(inputs)
-            result = call_model(self, inputs, with_outputs=True) if with_outputs else (call_model(self, inputs), None)
+            result = call_model(self, inputs, **({"with_outputs": True} if calls.with_outputs else {}))
+            result = result if calls.with_outputs else (result, None)
             if not isinstance(result, tuple) or len(result) != 2:
                 kind = type(result).__name__
                 raise EngineStateError(
                     f"a model that is called with with_outputs=True must return (loss, outputs), not a {kind}"
                 )
             loss, outputs = result
-            if after_each is not None:
+            if calls.after_each is not None:
                 with torch.no_grad():
-                    after_each(number, index, loss.detach(), outputs)
+                    calls.after_each(number, index, loss.detach(), outputs)
             del result, outputs
             with nullcontext() if index == len(weighted) - 1 else self.no_sync():
                 self.backward(loss, weight=weight)

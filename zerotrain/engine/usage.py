@@ -191,8 +191,8 @@ class Usage:
         held = sum(tensor.nbytes for bucket in trained for tensor in tensors_of_state(bucket.update.optimizer))
         state = (self._num_trained - num_whole) * (held // updated if updated else 0)
         state += self.held.groups.sampled_nbytes(num_whole, is_whole=True)
-        copies = [bucket for bucket in trained if bucket.update.state.separate_master_nbytes]
-        copies += [bucket for bucket in trained if bucket.update.state.average is not None]
+        copies = [bucket for bucket in trained if bucket.update.separate_master_nbytes]
+        copies += [bucket for bucket in trained if bucket.update.average is not None]
         return state + sum(bucket.layout.numel * bucket.update.master_weight.itemsize for bucket in copies)
 
     def _theory(self) -> dict[str, int]:

@@ -10,9 +10,9 @@ twice. A rank with several results is wrong, and so is one with another result t
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +20,77 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
-from zerotrain.engine.buckets.digest import Digest, digest, sum_of, wrong_element
 from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.graphs import Calls, no_seed
 from zerotrain.engine.step import MicroBatch, Weight
 from zerotrain.errors import CorruptionError
+
+# Digests: two sums over the bits of a tensor, by which ranks compare what they hold.
+#
+# For the words w[0], w[1], ... of a tensor a digest is (sum of w[i], sum of i * w[i]) modulo 2**64. If one word is
+# wrong by d, the first sum is wrong by d and the second by i * d: two digests tell the place of one wrong word. A
+# digest of a part, moved to its place, can be added to those of the other parts.
+
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_CHUNK = 2**18
+"""Words widened at a time."""
+
+
+@cache
+def _places(device: torch.device) -> torch.Tensor:
+    return torch.arange(_CHUNK, device=device)
+
+
+Digest = tuple[int, int]
+"""On the host, as whole numbers of 64 bits with a sign."""
+
+
+def sum_of(digests: Iterable[Digest]) -> Digest:
+    """The digest of a tensor by those of its parts, each at its place."""
+    first, second = (_signed(sum(numbers)) for numbers in zip(*digests, strict=True))
+    return first, second
+
+
+def word_nbytes(itemsize: int) -> int:
+    """Bytes of a word of elements of so many bytes."""
+    return min(itemsize, max(_WORDS))
+
+
+@torch.no_grad()
+def digest(values: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """(2,) int64, on the device of the values.
+
+    Args:
+        values: of any shape.
+        start: place of its first element in a larger tensor.
+    """
+    words = values.detach().contiguous().view(-1).view(_WORDS[word_nbytes(values.itemsize)])
+    first = start * values.itemsize // word_nbytes(values.itemsize)
+    sums = torch.zeros(2, dtype=torch.int64, device=values.device)
+    places = _places(values.device)
+    for place in range(0, words.numel(), _CHUNK):
+        chunk = words[place : place + _CHUNK].to(torch.int64)
+        total = chunk.sum()
+        sums[0] += total
+        sums[1] += (chunk * places[: len(chunk)]).sum() + (first + place) * total
+    return sums
+
+
+def wrong_element(first: Sequence[int], second: Sequence[int], itemsize: int) -> int | None:
+    """The place of the one element in which two tensors differ, by their digests; None: they differ in several."""
+    difference, moment = (_signed(one - other) for one, other in zip(first, second, strict=True))
+    if difference == 0 or abs(difference) >= 2**32 or moment % difference or moment // difference < 0:
+        return None
+    return moment // difference * word_nbytes(itemsize) // itemsize
+
+
+def _signed(number: int) -> int:
+    """The number of 64 bits with a sign that it is modulo 2**64."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+# The comparison of the ranks.
 
 _NUM_MORE = 2
 """Computations by each rank of a leaf in doubt."""
@@ -139,8 +206,8 @@ class Verification:
             For `train_step(before_update=...)`. It raises a CorruptionError on all ranks if they differ.
         """
         replicas, number = list(self._replicas()), leaf.virtual_rank % self.turns.leaves
-        looks = {name: arguments[name] for name in ("before_each", "with_outputs") if name in arguments}
-        again = self._compute(leaf, looks, replicas)
+        calls = Calls(arguments.get("before_each", no_seed), with_outputs=arguments.get("with_outputs", False))
+        again = self._compute(leaf, calls, replicas)
         self._watch()
         per_leaf = len(leaf.micro_batches)
         where, weights = slice(number * per_leaf, (number + 1) * per_leaf), arguments.get("weights")
@@ -160,7 +227,7 @@ class Verification:
                 checker, owner = doubts[0], (doubts[0] + distance) % size
                 results = {owner: [rows[owner][0]]}
                 results.setdefault(checker, []).append(rows[checker][1])
-                corruption = self._arbitrate(step, everyone[checker], everyone[owner], results, looks)
+                corruption = self._arbitrate(step, everyone[checker], everyone[owner], results, calls)
             if corruption is not None:
                 raise CorruptionError(corruption.describe(), asdict(corruption))
             self.num_steps, self.last_step = self.num_steps + 1, step
@@ -169,11 +236,10 @@ class Verification:
 
     # ---- the digests of this rank
 
-    def _compute(self, leaf: Leaf, looks: Mapping[str, Any], replicas: list[Replica]) -> torch.Tensor:
+    def _compute(self, leaf: Leaf, calls: Calls, replicas: list[Replica]) -> torch.Tensor:
         """(parameters, 2) the digests of a leaf, computed now.
 
         Args:
-            looks: further arguments of `run_discarded`.
             replicas: gets what gathers have brought meanwhile.
         """
         buckets, gathered = self._engine.schedule.buckets, dict[Bucket, list[torch.Tensor]]()
@@ -185,7 +251,7 @@ class Verification:
         for bucket in buckets if self._engine.plan.shards_parameters else ():
             bucket.weights.watch = partial(note_weights, bucket)
         try:
-            self._engine.run_discarded(*leaf, **looks)
+            self._engine.run_discarded(*leaf, calls)
         finally:
             for bucket in buckets:
                 bucket.weights.watch = None
@@ -292,7 +358,7 @@ class Verification:
         checker: Mapping[str, Any],
         owner: Mapping[str, Any],
         results: dict[int, list[Digest]],
-        looks: Mapping[str, Any],
+        calls: Calls,
     ) -> Corruption:
         """Let all ranks compute a leaf in doubt again, and say which are wrong about it. Collective."""
         self._engine.zero_grad()
@@ -307,7 +373,7 @@ class Verification:
             evidence = f"ranks {sorted(results)} have read other rows for virtual rank {leaf.virtual_rank}"
             return self._corruption(step, "gradient", name, place, [], evidence)
         for _ in range(_NUM_MORE):
-            for rank, (value,) in enumerate(self._exchange([digest(self._compute(leaf, looks, []))])):
+            for rank, (value,) in enumerate(self._exchange([digest(self._compute(leaf, calls, []))])):
                 results.setdefault(rank, []).append(value)
         _, votes, wrong = _majority(results)
         evidence = f"computed again, {votes} of {self._world.size} ranks agree"

@@ -282,9 +282,8 @@ class DiskTier(Tier):
         self, call: Callable[[int, memoryview], None], place: Place, on_host: torch.Tensor
     ) -> "list[Future[None]]":
         bytes_there = on_host.numpy().data
-        return [
-            self._threads.submit(
-                call, place.offset + start, bytes_there[start : min(start + PIECE_NBYTES, place.nbytes)]
-            )
-            for start in range(0, place.nbytes, PIECE_NBYTES)
-        ]
+        pieces = []
+        for start in range(0, place.nbytes, PIECE_NBYTES):
+            part = bytes_there[start : min(start + PIECE_NBYTES, place.nbytes)]
+            pieces.append(self._threads.submit(call, place.offset + start, part))
+        return pieces

@@ -528,8 +528,8 @@ def name_state(live: LiveMemory, engine: ZeroEngine) -> None:
         live.name("gradients", trained.gradient.shard)
         if not trained.update.home.moves:
             copy = [trained.update.master_weight] if trained.update.has_copy else []
-            average = [] if trained.update.state.average is None else [trained.update.state.average]
-            live.name("optimizer", *copy, *average, *trained.update.state.state_tensors())
+            average = [] if trained.update.average is None else [trained.update.average]
+            live.name("optimizer", *copy, *average, *trained.update.state_tensors())
     live.name(SCRATCH, *engine.held.homes.windows)
     live.name(OTHERS, *engine.module.buffers())
 

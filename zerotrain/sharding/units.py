@@ -216,8 +216,12 @@ def cut_units(walked: WalkedModel, patterns: Sequence[str] | None, max_numel: in
     resident: Unit[ModelParameter] = Unit(RESIDENT, [], is_root=True)
     late: Unit[ModelParameter] = Unit(LATE, [], is_root=True)
     root_numel = 0
-    last_block = next(reversed(blocks), None)
-    behind_blocks = _names_behind(walked, last_block) if last_block is not None else frozenset()
+    behind_blocks: set[str] = set()  # names of the parameters of modules registered behind the last, and not around it
+    if blocks:
+        modules, last = list(walked.modules.items()), next(reversed(blocks))
+        inside = max(index for index, (name, _) in enumerate(modules) if f"{name}.".startswith(f"{last}."))
+        for name, module in modules[inside + 1 :]:
+            behind_blocks |= {f"{name}.{attribute}" for attribute in module._parameters}
     for parameter in walked.managed:
         homes = {home.get(id(module)) for module, _ in parameter.owners}
         only_home = homes.pop() if len(homes) == 1 else None
@@ -232,12 +236,3 @@ def cut_units(walked: WalkedModel, patterns: Sequence[str] | None, max_numel: in
     for parameter in late.parameters:
         late.modules += [module for module, _ in parameter.owners if module not in late.modules]
     return [unit for unit in (resident, *units.values(), late) if unit.parameters or unit is resident]
-
-
-def _names_behind(walked: WalkedModel, block: str) -> frozenset[str]:
-    """Names of the parameters of modules registered after `block`, and not around it."""
-    modules = list(walked.modules.items())
-    inside = max(index for index, (name, _) in enumerate(modules) if f"{name}.".startswith(f"{block}."))
-    return frozenset(
-        f"{name}.{attribute}" for name, module in modules[inside + 1 :] for attribute in module._parameters
-    )

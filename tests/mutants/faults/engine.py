@@ -140,8 +140,8 @@ FAULTS = {
         "unit/engine/buckets/test_update.py::test_one_call_updates_the_spans_of_neighbouring_buckets_to_the_bits_of_plain_pytorch",
     ),
     "own-tensors-not-put-back": Fault(
-        "WholeTensors._rest_of_update",
-        Drop("copy_"),
+        "WholeTensors.update",
+        Drop("copy_", 2),
         "what an owner holds itself is never updated",
         "unit/engine/buckets/test_whole_tensors.py::test_every_tensor_is_updated_once_whole_by_its_owner_and_comes_back_to_where_it_lies",
     ),
@@ -171,7 +171,7 @@ FAULTS = {
     ),
     "order-not-compared": Fault(
         "StepStamps.stamp",
-        Swap("self._collectives.order", "0"),
+        Swap("self._collectives.journal.order", "0"),
         "ranks whose collectives came in another order go on",
         "unit/engine/test_engine_between_steps.py::test_ranks_whose_collectives_came_in_another_order_are_told_at_the_step",
     ),

@@ -137,7 +137,7 @@ FAULTS = {
         "unit/checkpoint/test_beside_training.py::test_what_changes_the_state_during_a_save_waits_or_copies",
     ),
     "checkpoint-buffers-not-copied": Fault(
-        "_Plan._file",
+        "_Plan.file",
         Swap("values.detach().reshape(-1).clone()", "values.detach().reshape(-1)"),
         "a batch norm's statistics are of a later step than the weights",
         "unit/checkpoint/test_beside_training.py::test_training_beside_a_save_comes_to_the_same_bits_and_the_state_at_its_begin_is_saved",

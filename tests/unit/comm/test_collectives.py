@@ -221,18 +221,18 @@ def small_ones(mine: OnARank) -> None:
 
 def other_comparisons(mine: OnARank) -> None:
     """gloo ended the process of a rank that got more than it expected (2026-11-23)."""
-    order = mine.collectives.order
+    order = mine.collectives.journal.order
     for number in (3, 300):
         name, numel = ("norm", 11) if mine.rank else ("engine.freeze", number)
         with pytest.raises(DisagreementError, match=r"engine.freeze on rank 0, norm on ranks? 1") as error:
             mine.collectives.gather_small(torch.zeros(numel, dtype=torch.float64), name=name)
         assert f"rank {mine.rank}, " in str(error.value)
-        assert mine.collectives.order == order
+        assert mine.collectives.journal.order == order
     with pytest.raises(DisagreementError, match=r"norm, 44 bytes, on rank 0, norm, 48 bytes, on ranks? 1"):
         mine.collectives.gather_small(torch.zeros(11 + min(mine.rank, 1)), name="norm")  # others by the same name
     with pytest.raises(DisagreementError, match=r"state on rank 0, files on ranks? 1"):
         mine.collectives.gather_objects(mine.rank, name="files" if mine.rank else "state")
-    assert mine.collectives.order == order
+    assert mine.collectives.journal.order == order
     large = torch.arange(100.0) + mine.rank
     assert mine.collectives.gather_small(large, name="large").tolist() == [
         (torch.arange(100.0) + rank).tolist() for rank in range(mine.size)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.unit.engine.parts import CPU
-from zerotrain.comm.handles import GatherSpec, Handle, ScratchPool
+from zerotrain.comm.handles import Handle, HandleSpec, ScratchPool
 from zerotrain.comm.ledger import Journal, Ledger
 from zerotrain.comm.whereabouts import Whereabouts
 from zerotrain.errors import CommError
@@ -12,10 +12,10 @@ from zerotrain.errors import CommError
 
 class Written(Handle):
     kind, ledger_kind = "gather", "gather"
+    sent_nbytes = 10
 
     def __init__(self, journal: Journal, fails: str = "") -> None:
-        full, shard = torch.zeros(12, dtype=torch.uint8), torch.zeros(2, dtype=torch.uint8)
-        super().__init__(GatherSpec("unit", journal, full, shard))
+        super().__init__(HandleSpec("unit", journal))
         self.told: list[str] = []
         self.fails, self.has_arrived = fails, False
 

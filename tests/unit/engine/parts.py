@@ -18,8 +18,9 @@ from zerotrain.comm.handles import ScratchPools
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
 from zerotrain.engine.buckets.gradient import BucketGradient
-from zerotrain.engine.buckets.home import Homes
+from zerotrain.engine.buckets.home import EngineParts, Homes
 from zerotrain.engine.buckets.weights import BucketWeights
+from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.options import EngineOptions
 from zerotrain.settings import EngineConfig, PrecisionConfig, ZeroConfig
 from zerotrain.sharding.bucketing import BucketSpec
@@ -70,22 +71,18 @@ class OneBucket:
         values = FlatBuffer(self.layout, torch.zeros(self.layout.padded_numel))
         for view, parameter in zip(values.views(), self.parameters, strict=True):
             view.copy_(parameter.detach())
-        homes = Homes(self.options.offload, self.world, self.options.zero.prefetch)
-        return BucketWeights(
-            self.spec, self.layout, values, plan=self.options.plan, collectives=self.collectives, homes=homes
-        )
+        return BucketWeights(self.spec, self.layout, values, self._parts())
 
     def gradient(self) -> BucketGradient:
         """Of parameters that are in the bucket's dtype."""
         for parameter in self.parameters:
             parameter.data = parameter.data.to(self.spec.dtype)
-        return BucketGradient(
-            self.spec,
-            self.layout,
-            options=self.options,
-            collectives=self.collectives,
-            pools=self.pools,
-        )
+        return BucketGradient(self.spec, self.layout, self._parts())
+
+    def _parts(self) -> EngineParts:
+        groups = ParamGroups(self.spec.parameters, self.spec.units, SGD, None, device=CPU)
+        homes = Homes(self.options.offload, self.world, self.options.zero.prefetch)
+        return EngineParts(self.options, groups, self.collectives, self.pools, homes)
 
     def flat(self, values: Sequence[torch.Tensor | float | None]) -> torch.Tensor:
         """(padded_numel,) fp32: one value or tensor for each parameter, None for zeros; zeros between."""

@@ -180,10 +180,10 @@ def test_it_is_offloaded_with_the_state_of_the_optimizer(precision, optimizer, p
         assert_average(engine, plain)
         assert engine.weights_sha256() == expected
         for update in (bucket.update for bucket in engine.schedule.trained):
-            average = update.state.average.nbytes if update.state.average is not None else 0
+            average = update.average.nbytes if update.average is not None else 0
             assert average == 4 * update.master_weight.numel()
-            state = sum(tensor.nbytes for tensor in update.state.state_tensors())
-            assert update.home.nbytes >= average + update.state.separate_master_nbytes + state
+            state = sum(tensor.nbytes for tensor in update.state_tensors())
+            assert update.home.nbytes >= average + update.separate_master_nbytes + state
         return engine.memory_bytes()
 
     for held in run_threads(on_a_rank, 2)[0]:

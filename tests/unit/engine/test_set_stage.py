@@ -89,7 +89,7 @@ def test_the_stage_changes_in_mid_run_and_the_bits_do_not(kind, size):
 def held_storages(engine: zerotrain.ZeroEngine) -> int:
     """Bytes of all memory behind master weights and optimizer state, also where no more than a part is in use."""
     updates = [bucket.update for bucket in engine.schedule.trained]
-    tensors = [tensor for update in updates for tensor in (update.master_weight, *update.state.state_tensors())]
+    tensors = [tensor for update in updates for tensor in (update.master_weight, *update.state_tensors())]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 

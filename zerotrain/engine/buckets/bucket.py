@@ -112,7 +112,7 @@ class JointUpdate:
 
         Args:
             factor: 0-dim, what gradients are multiplied with: clipped, and without the loss scale; None for 1.
-            average_share: see `OptimizerState.update_average`; None: the average is not due, or there is none.
+            average_share: see `BucketUpdate.update_average`; None: the average is not due, or there is none.
 
         Returns:
             The work. It pauses where whole tensors are on the wire or a gradient is on its way to the host, for other
@@ -165,27 +165,25 @@ class JointUpdate:
                 update.take_writes()
             try:
                 if first.is_compiled:
-                    self._run_compiled(factor, is_off)
+                    factor = number_on(first.device, 1.0 if factor is None else factor)
+                    is_off = number_on(first.device, 0.0 if is_off is None else is_off)
+                    for update in self._updates:
+                        update.run_compiled(factor, is_off)
                 else:
                     gradients, lent = self._scaled(factor) if on_host is None else ([on_host()], None)
                     self._step_spans(gradients, is_off)
                     if (whole := first.whole) is not None:
                         rest = whole.update(gradients[0], partial(self._step, first.whole_optimizer, is_off=is_off))
+                        next(rest)  # it has read the gradient
             finally:
                 if lent is not None:
                     self._pool.give_back(lent)
         yield from rest
         for update in self._updates:
             if average_share is not None:
-                update.state.update_average(average_share)
+                update.update_average(average_share)
             if not update.is_compiled:  # which renews the model weight in its pass
                 update.refilled()
-
-    def _run_compiled(self, factor: torch.Tensor | None, is_off: torch.Tensor | None) -> None:
-        factor = number_on(self._updates[0].device, 1.0 if factor is None else factor)
-        is_off = number_on(self._updates[0].device, 0.0 if is_off is None else is_off)
-        for update in self._updates:
-            update.run_compiled(factor, is_off)
 
     def changed(self) -> None:
         """See `BucketUpdate.changed`."""

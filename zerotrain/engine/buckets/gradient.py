@@ -5,13 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import Scratch, ScratchPools, Zeros
+from zerotrain.comm.handles import Scratch, ScratchPool
+from zerotrain.engine.buckets.home import EngineParts
 from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, Backward, GradientState, Life
 from zerotrain.engine.buckets.reduction import BucketReduction
 from zerotrain.engine.model.forward import named_range
 from zerotrain.engine.model.live_parameter import get_grad, set_grad
-from zerotrain.engine.options import EngineOptions
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout, slot_view
@@ -26,39 +25,21 @@ from zerotrain.sharding.layout import BucketLayout, slot_view
 
 
 class Subtrees:
-    """The sums of one bucket in wait for a neighbour, and the buffers for them.
+    """The sums of one bucket in wait for a neighbour.
 
     Args:
-        numel, dtype: of a leaf, in the dtype that leaves are added in.
-        zeros: makes the buffers.
+        pool: lends the buffers of leaves, in the dtype that these are added in.
     """
 
-    def __init__(self, numel: int, *, dtype: torch.dtype, zeros: Zeros) -> None:
-        self._numel, self._dtype, self._zeros = numel, dtype, zeros
+    def __init__(self, pool: ScratchPool) -> None:
+        self.pool = pool
         self._waiting: list[tuple[int, Scratch]] = []
         """(log2 of the leaves in it, their sum), the largest first."""
-        self._free: list[Scratch] = []
         self._root: Scratch | None = None
         """Buffer of the sum of this rank's leaves, on the wire until `clear`."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
-
-    @property
-    def held_nbytes(self) -> int:
-        """Bytes of all buffers here."""
-        waiting = [scratch for _, scratch in self._waiting] + ([] if self._root is None else [self._root])
-        return sum(scratch.storage.nbytes for scratch in (*waiting, *self._free))
-
-    def take(self) -> Scratch:
-        """A buffer for a leaf."""
-        if self._free:
-            return self._free.pop()
-        return Scratch(self._zeros(self._numel, dtype=self._dtype))
-
-    def give_back(self, scratch: Scratch) -> None:
-        """Take back a buffer, no longer needed."""
-        self._free.append(scratch)
 
     def add(self, leaf: Scratch) -> None:
         """One more leaf; the buffer is no longer the caller's."""
@@ -66,7 +47,7 @@ class Subtrees:
         while self._waiting and self._waiting[-1][0] == level:
             _, neighbour = self._waiting.pop()
             neighbour.storage.add_(leaf.storage)
-            self._free.append(leaf)
+            self.pool.give_back(leaf)
             leaf, level = neighbour, level + 1
         self._waiting.append((level, leaf))
 
@@ -75,7 +56,7 @@ class Subtrees:
         root = leaf
         while self._waiting:
             if self._root is not None:
-                self._free.append(self._root)
+                self.pool.give_back(self._root)
             _, self._root = self._waiting.pop()
             root = self._root.storage.add_(root)
         return root
@@ -83,10 +64,10 @@ class Subtrees:
     def clear(self) -> None:
         """Forget all sums; the buffers stay for the next step."""
         for _, scratch in self._waiting:
-            self._free.append(scratch)
+            self.pool.give_back(scratch)
         self._waiting.clear()
         if self._root is not None:
-            self._free.append(self._root)
+            self.pool.give_back(self._root)
             self._root = None
 
 
@@ -167,9 +148,6 @@ class BucketGradient:
     Unreduced gradients fill one flat buffer in the compute dtype: the bucket's own where gradients are replicated, one
     on loan where they are sharded. Over several micro-batches with a lower precision they are first summed
     in the master dtype; over several leaves the sums of those before the last lie in `Subtrees`.
-
-    Args:
-        pools: lend buffers for a part of a step.
     """
 
     watch: Callable[[torch.Tensor], object] | None = None
@@ -177,21 +155,13 @@ class BucketGradient:
     shard: torch.Tensor
     """(shard_numel,) compute dtype: this rank's part of the reduced gradient. See `reduction`."""
 
-    def __init__(
-        self,
-        spec: BucketSpec,
-        layout: BucketLayout,
-        *,
-        options: EngineOptions,
-        collectives: Collectives,
-        pools: ScratchPools,
-    ) -> None:
-        self.spec = spec
-        self.layout = layout
+    def __init__(self, spec: BucketSpec, layout: BucketLayout, parts: EngineParts) -> None:
+        options, collectives = parts.options, parts.collectives
+        self.spec, self.layout = spec, layout
         self.precision = options.precision.of_bucket(spec.dtype)
         self.life = Life(f"gradient of {spec.name}", GradientState.EMPTY, GRADIENT_TRANSITIONS)
         self.segments = cut_segments(spec, layout)
-        self._pool, sums_pool = pools.pool_of(spec.dtype), pools.pool_of(self.precision.master)
+        self._pool = parts.pools.pool_of(spec.dtype)
         self._widens = options.widens
         self._own: Scratch | None = None
         """The bucket's own buffer, where gradients are replicated."""
@@ -209,16 +179,10 @@ class BucketGradient:
             whole = torch.zeros(layout.padded_numel, dtype=self.precision.compute, device=collectives.world.device)
             self._own = Scratch(whole)
             self.shard = self._own.storage[layout.shard(collectives.shards.rank)]
-        self._subtrees = Subtrees(layout.padded_numel, dtype=self.precision.master, zeros=collectives.zeros)
-        self.reduction = BucketReduction(
-            spec.name,
-            self.shard,
-            None if self._own is None else self._own.storage,
-            options=options,
-            collectives=collectives,
-            wire_pool=sums_pool if options.sends_masters else self._pool,
-            sums_pool=sums_pool,
-        )
+        leaves = ScratchPool(dtype=self.precision.master, device=collectives.world.device, zeros=collectives.zeros)
+        self._subtrees = Subtrees(leaves)
+        whole_gradient = None if self._own is None else self._own.storage
+        self.reduction = BucketReduction(spec.name, self.shard, whole_gradient, parts)
 
     @property
     def held_nbytes(self) -> int:
@@ -228,7 +192,7 @@ class BucketGradient:
     @property
     def accumulator_nbytes(self) -> int:
         """Bytes of sums over micro-batches and over leaves in the master dtype, where they were needed."""
-        return self._subtrees.held_nbytes + (0 if self._accumulator is None else self._accumulator.storage.nbytes)
+        return self._subtrees.pool.held_nbytes
 
     @property
     def is_reduced(self) -> bool:
@@ -257,8 +221,8 @@ class BucketGradient:
         adds_up = not backward.reduces and self.precision.separate_master
         self._accumulates = not backward.in_last_leaf or adds_up
         if self._accumulates:
-            buffer, is_clean = self._accumulator or self._subtrees.take(), self._accumulator is not None
-            self._accumulator = buffer
+            is_clean = self._accumulator is not None
+            buffer = self._accumulator = self._accumulator or self._subtrees.pool.take(self.layout.padded_numel)
         else:
             buffer = self._own or self._pool.take(self.layout.padded_numel, self.layout)
             is_clean = self._own is not None
@@ -314,13 +278,15 @@ class BucketGradient:
         if self.watch is not None:
             self.watch(leaf.storage)
         if discards:
-            self._subtrees.give_back(leaf)
+            self._subtrees.pool.give_back(leaf)
         else:
             self._subtrees.add(leaf)
 
     def leaf_alone(self) -> list[torch.Tensor]:
         """The same for its own sake, a tensor for each parameter."""
-        return _cut(self.close_leaf(), self.layout)[1]
+        leaf = self.close_leaf()
+        self._subtrees.pool.lent_nbytes -= leaf.storage.nbytes  # the caller keeps it
+        return _cut(leaf, self.layout)[1]
 
     # ---- the reduction
 
@@ -379,7 +345,7 @@ class BucketGradient:
         if self._unreduced is not None and self._own is None:
             self._pool.give_back(self._unreduced)
         if self._accumulator is not None and self._widens:  # which was sent as it was
-            self._subtrees.give_back(self._accumulator)
+            self._subtrees.pool.give_back(self._accumulator)
             self._accumulator = None
 
     def _end_filling(self) -> None:

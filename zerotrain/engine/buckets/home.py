@@ -10,10 +10,14 @@ from pathlib import Path
 
 import torch
 
+from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.handles import ScratchPools
 from zerotrain.comm.world import World
 from zerotrain.device.device import DONE, Event, lies_on_host
 from zerotrain.device.kinds import device_of
 from zerotrain.device.memory import give_back_freed
+from zerotrain.engine.groups.param_groups import ParamGroups
+from zerotrain.engine.options import EngineOptions
 from zerotrain.errors import ConfigError
 from zerotrain.offload.disk import DiskTier
 from zerotrain.offload.saved import SavedTensors
@@ -411,3 +415,15 @@ class Homes:
     def update_on_host(self) -> bool:
         """Whether the optimizer's step is the host's. It needs a master weight there."""
         return self._settings.optimizer != "device" and self._settings.update == "host"
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """The parts of an engine that each of its buckets uses."""
+
+    options: EngineOptions
+    groups: ParamGroups
+    collectives: Collectives
+    pools: ScratchPools
+    """Lend buffers for a part of a step."""
+    homes: Homes

@@ -2,12 +2,11 @@
 
 import torch
 
-from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import Gather, Scratch, ScratchPool
+from zerotrain.comm.handles import Gather, Scratch
 from zerotrain.device.kinds import device_of
+from zerotrain.engine.buckets.home import EngineParts
 from zerotrain.engine.buckets.norm import block_squares
 from zerotrain.engine.model.forward import named_range
-from zerotrain.engine.options import EngineOptions
 
 
 class BucketReduction:
@@ -16,23 +15,16 @@ class BucketReduction:
     Args:
         shard: (shard_numel,) compute dtype: gets this rank's part.
         whole: (padded_numel,) around the shard, where gradients are replicated; None where they are sharded.
-        wire_pool: lends buffers of the dtype that is sent.
-        sums_pool: of the master dtype: parts of several backwards are added in it, and sums of several ranks sent.
     """
 
-    def __init__(
-        self,
-        name: str,
-        shard: torch.Tensor,
-        whole: torch.Tensor | None,
-        *,
-        options: EngineOptions,
-        collectives: Collectives,
-        wire_pool: ScratchPool,
-        sums_pool: ScratchPool,
-    ) -> None:
-        self._name, self._master, self._wire_pool = name, sums_pool.dtype, wire_pool
-        self.shard = shard
+    def __init__(self, name: str, shard: torch.Tensor, whole: torch.Tensor | None, parts: EngineParts) -> None:
+        options, collectives, self.shard = parts.options, parts.collectives, shard
+        self._name, self._master = name, options.precision.master
+        sums_pool = parts.pools.pool_of(self._master)
+        sends_masters = options.widens or options.leaves_per_rank > 1
+        wire_pool = self._wire_pool = sums_pool if sends_masters else parts.pools.pool_of(shard.dtype)
+        self.wire_itemsize = wire_pool.dtype.itemsize
+        """Bytes of an element while it is reduced."""
         # On a GPU an exact norm is of use where the gradients have fixed bits too.
         on_host, clips = device_of(shard.device).is_host, options.config.max_grad_norm is not None
         self.has_exact_norm = clips if on_host else options.ordered
@@ -54,11 +46,6 @@ class BucketReduction:
         self.gather: Gather | None = None
         if whole is not None and not options.plan.shards_optimizer:
             self.gather = collectives.gather(f"the gradient of {name}", whole, shard)
-
-    @property
-    def wire_itemsize(self) -> int:
-        """Bytes of an element while it is reduced."""
-        return self._wire_pool.dtype.itemsize
 
     @property
     def ends_with_gather(self) -> bool:

@@ -1,5 +1,6 @@
 """The update of one bucket: its master weight, and the torch optimizers to change it once the gradient is reduced."""
 
+import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,16 +8,13 @@ from typing import Any
 
 import torch
 
-from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import ScratchPool
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.compiled_update import update_span
 from zerotrain.engine.buckets.gradient import BucketGradient
-from zerotrain.engine.buckets.home import ALIGN_NBYTES, Home, Homes
+from zerotrain.engine.buckets.home import ALIGN_NBYTES, EngineParts, Home
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.buckets.whole_tensors import Updates, WholeTensors
 from zerotrain.engine.groups.optimizers import tensors_of_state
-from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout
@@ -58,61 +56,6 @@ def cut_spans(
     ]
 
 
-# The optimizer state of a bucket, for its home: the tensors, and the objects around them.
-
-
-@dataclass(eq=False)
-class OptimizerState:
-    """The tensors of a bucket's optimizer. They are apart from the bucket's update, which has the home: or each would
-    keep the other in memory."""
-
-    master_weight: torch.Tensor
-    has_copy: bool
-    """Whether it is kept apart from the model's weight."""
-    spans: Sequence[Span]
-    whole: WholeTensors | None
-    by_elements: torch.optim.Optimizer | None
-    of_whole: torch.optim.Optimizer | None
-    average: torch.Tensor | None = None
-    """Moving average of the master weight, over the same elements; None before its first update."""
-
-    def tensors(self) -> Iterator[tuple[Hashable, torch.Tensor]]:
-        """The tensors that belong at home."""
-        if self.has_copy:
-            yield "master weight", self.master_weight
-        if self.average is not None:
-            yield "average", self.average
-        for number, optimizer in enumerate((self.by_elements, self.of_whole)):
-            for place, state in enumerate(optimizer.state.values() if optimizer is not None else ()):
-                for name, value in state.items():
-                    if type(value) is torch.Tensor and value.ndim > 0:
-                        yield (number, place, name), value
-
-    @property
-    def separate_master_nbytes(self) -> int:
-        """Bytes of the master weight, 0 where it shares the model weight's storage."""
-        return self.master_weight.nbytes if self.has_copy else 0
-
-    def state_tensors(self) -> list[torch.Tensor]:
-        """All state of this rank (0-dim counters left out)."""
-        return [*tensors_of_state(self.by_elements), *tensors_of_state(self.of_whole)]
-
-    def update_average(self, share: float) -> None:
-        """Bring the average nearer to the master weight, which was updated: by this share of what lies between. At
-        first it is the weight itself."""
-        if self.average is None:
-            self.average = self.master_weight.detach().clone()
-        else:
-            self.average.lerp_(self.master_weight.detach(), share)
-
-    def follow_master(self) -> None:
-        """The master weight has other memory under it: so have the parts of it that are updated."""
-        for span in self.spans:
-            span.target.data = self.master_weight[span.where]
-        if self.whole is not None:
-            self.whole.follow_master()
-
-
 SWAPPED_NUMEL = 2**20
 """Elements of weights and average, exchanged at a time."""
 
@@ -124,30 +67,27 @@ class BucketUpdate:
     Args:
         master: over `where`, where a master weight is kept apart from the model's; None where they are one.
         owners: of each tensor that is updated whole (they come first in the bucket), the rank that updates it.
-        pool: lends buffers of the master dtype.
-        is_compiled: update by elements in one compiled pass, and not by torch's optimizer.
-        homes: where the optimizer's state lies between updates, the master weight among it if it is kept apart.
     """
+
+    average: torch.Tensor | None = None
+    """Moving average of the master weight, over the same elements; None before its first update."""
 
     def __init__(
         self,
-        layout: BucketLayout,
         weights: BucketWeights,
         gradient: BucketGradient,
-        *,
         master: torch.Tensor | None,
-        groups: ParamGroups,
         owners: Sequence[int],
-        collectives: Collectives,
-        pool: ScratchPool,
-        is_compiled: bool,
-        homes: Homes,
+        parts: EngineParts,
     ) -> None:
+        groups, collectives, homes = parts.groups, parts.collectives, parts.homes
         self.spec: BucketSpec = weights.spec
-        self.layout = layout
+        self.layout = layout = weights.layout
         self.owners = owners
         self._weights, self._gradient = weights, gradient
-        self.groups, self.pool, self.is_compiled = groups, pool, is_compiled
+        self.groups, self.pool = groups, parts.pools.pool_of(parts.options.precision.master)
+        self.is_compiled = parts.options.zero.compiled_update
+        """Update by elements in one compiled pass, and not by torch's optimizer."""
         self._is_sharded = weights.plan.shards_optimizer
         self.where = update_range(layout, weights.plan, collectives.shards.rank)
         """The elements of the bucket that this rank updates: its own shard, or all."""
@@ -171,19 +111,19 @@ class BucketUpdate:
                 is_sharded=self._is_sharded,
                 owners=owners,
                 collectives=collectives,
-                pool=pool,
+                pool=self.pool,
             )
             members = self.spec.parameters
             self.whole_optimizer = groups.optimizer_of(
                 (members[slot].group, target) for slot, target in self.whole.targets.items()
             )
-        optimizers = self.optimizer, self.whole_optimizer
-        self.state = OptimizerState(self.master_weight, self.has_copy, self.spans, self.whole, *optimizers)
+        # The update holds its home: a circle would keep the memory of both until Python collects it.
+        own = weakref.proxy(self)
         num_targets = len(self.spans) + (len(self.whole.targets) if self.whole is not None else 0)
         self.home: Home = homes.of_optimizer(
-            self.spec, lambda: self.planned_nbytes() + 2 * ALIGN_NBYTES * num_targets, self.state.tensors
+            self.spec, lambda: self.planned_nbytes() + 2 * ALIGN_NBYTES * num_targets, lambda: own.tensors()
         )
-        (self.home if self.has_copy else weights.home).tell(self.state.follow_master)
+        (self.home if self.has_copy else weights.home).tell(lambda: own.follow_master())
         self.home.put_away()
         self.home.forget()
         self.crossing = homes.crossing if self.home.moves else None
@@ -196,7 +136,26 @@ class BucketUpdate:
         """Bytes of the optimizer's state, once it is made, and of a master weight if that is a copy."""
         sampled, owned = self.groups.sampled_nbytes, self.whole.targets.values() if self.whole is not None else ()
         state = sampled(sum(span.target.numel() for span in self.spans), is_whole=False)
-        return self.state.separate_master_nbytes + state + sampled(sum(map(torch.numel, owned)), is_whole=True)
+        return self.separate_master_nbytes + state + sampled(sum(map(torch.numel, owned)), is_whole=True)
+
+    def tensors(self) -> Iterator[tuple[Hashable, torch.Tensor]]:
+        """The tensors that belong at home."""
+        if self.has_copy:
+            yield "master weight", self.master_weight
+        if self.average is not None:
+            yield "average", self.average
+        for number, optimizer in enumerate((self.optimizer, self.whole_optimizer)):
+            for place, state in enumerate(optimizer.state.values() if optimizer is not None else ()):
+                for name, value in state.items():
+                    if type(value) is torch.Tensor and value.ndim > 0:
+                        yield (number, place, name), value
+
+    def follow_master(self) -> None:
+        """The master weight has other memory under it: so have the parts of it that are updated."""
+        for span in self.spans:
+            span.target.data = self.master_weight[span.where]
+        if self.whole is not None:
+            self.whole.follow_master()
 
     # ---- a step
 
@@ -279,9 +238,17 @@ class BucketUpdate:
         self.take_writes()
         return self.master_weight
 
+    def update_average(self, share: float) -> None:
+        """Bring the average nearer to the master weight, which was updated: by this share of what lies between. At
+        first it is the weight itself."""
+        if self.average is None:
+            self.average = self.master_weight.detach().clone()
+        else:
+            self.average.lerp_(self.master_weight.detach(), share)
+
     def swap_average(self) -> None:
         """Let the average and the weights change places, between steps; a few MiB are held twice meanwhile."""
-        weight, average = self.current_weight(), self.state.average
+        weight, average = self.current_weight(), self.average
         assert average is not None  # it has been updated
         self._weights.about_to_change()
         for weights, averages in zip(weight.split(SWAPPED_NUMEL), average.split(SWAPPED_NUMEL), strict=True):
@@ -292,6 +259,15 @@ class BucketUpdate:
         self.changed()
 
     # ---- what is kept
+
+    @property
+    def separate_master_nbytes(self) -> int:
+        """Bytes of the master weight, 0 where it shares the model weight's storage."""
+        return self.master_weight.nbytes if self.has_copy else 0
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """All state of this rank (0-dim counters left out)."""
+        return [*tensors_of_state(self.optimizer), *tensors_of_state(self.whole_optimizer)]
 
     @property
     def sent_nbytes(self) -> int:
@@ -325,8 +301,8 @@ class BucketUpdate:
         """Bytes of optimizer state, separate master weight and average on the device between updates."""
         if self.home.nbytes:
             return 0
-        average = 0 if self.state.average is None else self.state.average.nbytes
-        return self.state.separate_master_nbytes + average + sum(tensor.nbytes for tensor in self.state.state_tensors())
+        average = 0 if self.average is None else self.average.nbytes
+        return self.separate_master_nbytes + average + sum(tensor.nbytes for tensor in self.state_tensors())
 
 
 def scaled(gradient: torch.Tensor, factor: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
@@ -359,11 +335,10 @@ def step_on_lent(optimizer: torch.optim.Optimizer, updates: Updates) -> None:
         for target, gradient in updates:
             target.grad = None
             _keep_apart(optimizer, target, gradient)
-        replaced = [
-            (target, memory)
-            for (target, _), memory in zip(updates, lent, strict=True)
-            if target.dtype != memory.dtype or not target.is_set_to(memory)
-        ]
+        replaced = []
+        for (target, _), memory in zip(updates, lent, strict=True):
+            if target.dtype != memory.dtype or not target.is_set_to(memory):
+                replaced.append((target, memory))
         if replaced:
             _bring_back(optimizer, replaced)
 

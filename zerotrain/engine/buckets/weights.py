@@ -5,15 +5,13 @@ from typing import Any
 
 import torch
 
-from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import Gather
-from zerotrain.engine.buckets.home import Homes
+from zerotrain.engine.buckets.home import EngineParts
 from zerotrain.engine.buckets.life import WEIGHT_TRANSITIONS, Life, WeightState
 from zerotrain.engine.model.forward import named_range
 from zerotrain.engine.model.live_parameter import UnreadyParameter, live_class, set_data, set_grad, settle
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout, FlatBuffer
-from zerotrain.sharding.plan import Plan
 
 _MODULUS = 2**50
 """fp64 holds whole numbers up to 2**53, and the stamp of a step is made of them."""
@@ -35,19 +33,9 @@ class BucketWeights:
     before_change: Callable[[], None] | None = None
     """Called by `about_to_change`, while a save reads the bucket beside the training."""
 
-    def __init__(
-        self,
-        spec: BucketSpec,
-        layout: BucketLayout,
-        values: FlatBuffer,
-        *,
-        plan: Plan,
-        collectives: Collectives,
-        homes: Homes,
-    ) -> None:
-        self.spec = spec
-        self.layout = layout
-        self.plan = plan
+    def __init__(self, spec: BucketSpec, layout: BucketLayout, values: FlatBuffer, parts: EngineParts) -> None:
+        plan, collectives = parts.options.plan, parts.collectives
+        self.spec, self.layout, self.plan = spec, layout, plan
         self.life = Life(f"weights of {spec.name}", WeightState.FULL, WEIGHT_TRANSITIONS)
         self.model_weight = values
         """(padded_numel,) compute dtype; the parameters are views of it. If they are sharded, it has memory only while
@@ -79,7 +67,7 @@ class BucketWeights:
                 self.refresh = collectives.gather_across(spec.name, self.part, self.shard)
         else:
             self.gather = collectives.gather(spec.name, whole, self.shard)
-        self.home = homes.of_shard(plan, self.part)
+        self.home = parts.homes.of_shard(plan, self.part)
         if self.refresh is not None:
             self.home.tell(self.follow_part)
         self.home.put_away()

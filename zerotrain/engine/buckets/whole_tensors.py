@@ -73,10 +73,7 @@ class WholeTensors:
             owned = [slot for slot, owner in enumerate(owners) if owner == rank]
             self.targets = {slot: self._at_rest.expand(slots[slot].shape) for slot in owned}
         else:
-            self.targets = {
-                index: master_weight[slot.offset : slot.end].view(slot.shape)
-                for index, slot in enumerate(slots[: len(owners)])
-            }
+            self.targets = {index: self._of_master(index) for index in range(len(owners))}
         self._places: dict[int, int] = {}
         """Start of each owned tensor in the scratch, where all are whole."""
         self._whole_numel = 0
@@ -88,8 +85,11 @@ class WholeTensors:
         """The master weight has other memory under it: so have the tensors that are parts of it."""
         if not self._is_sharded:
             for index, target in self.targets.items():
-                slot = self._slots[index]
-                target.data = self._master_weight[slot.offset : slot.end].view(slot.shape)
+                target.data = self._of_master(index)
+
+    def _of_master(self, index: int) -> torch.Tensor:
+        slot = self._slots[index]
+        return self._master_weight[slot.offset : slot.end].view(slot.shape)
 
     @property
     def sent_nbytes(self) -> int:
@@ -103,21 +103,21 @@ class WholeTensors:
         return numel * self._master_weight.itemsize
 
     def update(self, gradient: torch.Tensor, step: Callable[[Updates], None]) -> Iterator[None]:
-        """Begin to update the tensors: `gradient` is read before this returns.
+        """Update the tensors. `gradient` is read up to the first pause.
 
         Args:
             gradient: master dtype, over the bucket's optimizer range.
             step: runs the optimizer on the targets, which are whole then, and their gradients.
 
         Returns:
-            The rest of the work. It pauses where something is on the wire, for other buckets to go on meanwhile;
-            every rank must resume it at the same points.
+            The work. It pauses once the gradient is read, and where something is on the wire, for other buckets to go
+            on meanwhile; every rank must resume it at the same points.
         """
+        name, slots, master = self._name, self._slots, self._master_weight
         if not self._is_sharded:
-            slots = self._slots
             step([(t, gradient[slots[i].offset : slots[i].end].view(t.shape)) for i, t in self.targets.items()])
-            return iter(())
-        master = self._master_weight
+            yield
+            return
         whole = self._pool.take(2 * self._whole_numel)
         tensors, gradients = self._views(whole, 0), self._views(whole, self._whole_numel)
         for fragment in self._staying:
@@ -125,25 +125,13 @@ class WholeTensors:
             gradients[fragment.slot].view(-1)[fragment.in_tensor].copy_(gradient[fragment.in_shard])
         sent = [source[fragment.in_shard] for fragment in self._leaving for source in (master, gradient)]
         shipment = self._ship(sent, self._leaving, self._coming, num_parts=2)
-        return self._rest_of_update(whole, tensors, gradients, shipment, step)
-
-    def _rest_of_update(
-        self,
-        whole: Scratch,
-        tensors: dict[int, torch.Tensor],
-        gradients: dict[int, torch.Tensor],
-        shipment: Shipment | None,
-        step: Callable[[Updates], None],
-    ) -> Iterator[None]:
-        name = self._name
+        yield
         if shipment is not None:
             yield
             with named_range("wait for whole tensors", name):
-                parts = [
-                    whole_of[fragment.slot].view(-1)[fragment.in_tensor]
-                    for fragment in self._coming
-                    for whole_of in (tensors, gradients)
-                ]
+                parts = []
+                for fragment in self._coming:
+                    parts += [kind[fragment.slot].view(-1)[fragment.in_tensor] for kind in (tensors, gradients)]
                 self._unload(shipment, parts)
         with named_range("optimizer of whole tensors", name):
             for slot, target in self.targets.items():
@@ -153,7 +141,6 @@ class WholeTensors:
                 target.data = self._at_rest.expand(target.shape)
         updated = [tensors[fragment.slot].view(-1)[fragment.in_tensor] for fragment in self._coming]
         back = self._ship(updated, self._coming, self._leaving, num_parts=1)
-        master = self._master_weight
         for fragment in self._staying:
             master[fragment.in_shard].copy_(tensors[fragment.slot].view(-1)[fragment.in_tensor])
         self._pool.give_back(whole)

@@ -11,7 +11,7 @@ from zerotrain.checkpoint.manifest import DTYPES
 from zerotrain.device.device import lies_on_host
 from zerotrain.errors import EngineStateError, argument
 
-_PLAIN_TYPES = frozenset({float, int, bool, str, type(None)})
+PLAIN_TYPES = frozenset({float, int, bool, str, type(None)})
 _ON_THE_DEVICE = "on the device"
 _MISSING = object()
 
@@ -107,7 +107,7 @@ def as_plain(value: Any, *, reads: bool = False) -> Any:
     Args:
         reads: whether a tensor on a device is read.
     """
-    if type(value) in _PLAIN_TYPES:
+    if type(value) in PLAIN_TYPES:
         return value
     if isinstance(value, list | tuple):
         return [as_plain(element, reads=reads) for element in value]
@@ -119,7 +119,7 @@ def as_plain(value: Any, *, reads: bool = False) -> Any:
 def plain_values(groups: Iterable[Mapping[str, Any]]) -> tuple[str, list[torch.Tensor]]:
     """The values of all groups in their order: as text, and the tensors of a device, unread."""
     values = [value for group in groups for value in group.values()]
-    text = repr([value if type(value) in _PLAIN_TYPES else as_plain(value) for value in values])
+    text = repr([value if type(value) in PLAIN_TYPES else as_plain(value) for value in values])
     if _ON_THE_DEVICE not in text:
         return text, []
     nested = [element for value in values for element in (value if isinstance(value, list | tuple) else [value])]
@@ -136,11 +136,11 @@ def mixed(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def shown_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Each value as text, under a name such as "lr of group 'matrices'"; a tensor on a device is read."""
-    return {
-        f"{name} of group {group.get('name', index)!r}": str(as_plain(value, reads=True))
-        for index, group in enumerate(groups)
-        for name, value in group.items()
-    }
+    texts = {}
+    for index, group in enumerate(groups):
+        for name, value in group.items():
+            texts[f"{name} of group {group.get('name', index)!r}"] = str(as_plain(value, reads=True))
+    return texts
 
 
 # ---- out to a checkpoint, and back
@@ -189,7 +189,7 @@ def _fits(saved: Any, own: Any) -> bool:
 
 
 def _saved(value: Any) -> Any:
-    if type(value) in _PLAIN_TYPES:
+    if type(value) in PLAIN_TYPES:
         return value
     if isinstance(value, list | tuple):
         return [_saved(element) for element in value]

@@ -48,12 +48,11 @@ class MuonWithAdamW:
         Raises:
             ConfigError: there are none, a pattern matches none, or `matrices` is neither auto nor a list.
         """
-        two_dimensional = [
-            (unit, managed)
-            for unit in units
-            for managed in unit.parameters
-            if managed.parameter.requires_grad and managed.parameter.ndim == 2
-        ]
+        two_dimensional = []
+        for unit in units:
+            for managed in unit.parameters:
+                if managed.parameter.requires_grad and managed.parameter.ndim == 2:
+                    two_dimensional.append((unit, managed))
         if isinstance(self.matrices, str):
             if self.matrices != "auto":
                 raise ConfigError(
@@ -268,14 +267,12 @@ def widened_state(
 
 def _narrowed(
     optimizer: torch.optim.Optimizer, targets: Iterable[torch.Tensor]
-) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
+) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
     """(tensor, name, value) of the state that is kept in another dtype between updates."""
-    return [
-        (target, name, value)
-        for target in targets
-        for name, value in (optimizer.state[target].items() if target in optimizer.state else ())
-        if type(value) is torch.Tensor and value.dtype in NARROWED and value.shape == target.shape
-    ]
+    for target in targets:
+        for name, value in optimizer.state[target].items() if target in optimizer.state else ():
+            if type(value) is torch.Tensor and value.dtype in NARROWED and value.shape == target.shape:
+                yield target, name, value
 
 
 def _rounded_by_chance(values: torch.Tensor, weights: torch.Tensor, step: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from zerotrain.device.kinds import device_of
 from zerotrain.engine.groups import optimizers
 from zerotrain.engine.groups.hyperparameters import Hyperparameters, as_plain, shown_groups
 from zerotrain.engine.groups.probe import probe
-from zerotrain.errors import CheckpointError, ConfigError, EngineStateError, argument, naming_entry
+from zerotrain.errors import CheckpointError, ConfigError, EngineStateError, argument, naming_entry, noting, raise_noted
 from zerotrain.sharding.units import ManagedParameter, ModelParameter, Unit, matching, no_match
 
 OF_THE_REST = ("matrices", "others")
@@ -94,14 +94,11 @@ class ParamGroups:
         """Whether weight decay is for matrices alone."""
         self._classify(self.trainable)
         if param_groups is not None:
-            problems: list[str] = []
+            errors: list[ConfigError] = []
             for group in param_groups if isinstance(param_groups, Iterable) else [param_groups]:
-                try:
-                    self._add(group, num_failed=len(problems))
-                except ConfigError as error:
-                    problems += error.problems
-            if problems:
-                raise ConfigError(*problems)
+                with noting(errors):
+                    self._add(group, num_failed=len(errors))
+            raise_noted(errors)
         num_given = len(self.hyperparameters)
         rest = [parameter for parameter in self._names if parameter not in self._home]
         if param_groups is None or not decay_all:

@@ -10,7 +10,7 @@ A value is computed again if the constructor reads it: the constructor may do an
 
 import gc
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,19 +40,29 @@ class RecordedCall:
     generator: torch.Generator | None = None
     """Source of its random numbers, and that generator's state before it."""
     random_state: torch.Tensor | None = None
+    reads: Sequence["RefillableStorage"] = ()
+    """What it needs the values of, where it is a step of a storage."""
+    into: torch.Tensor | None = None
+    """For a call that made a tensor: the tensor, to which result number `output` is copied."""
+    output: int = 0
 
     def run(self) -> Any:
         return self.func(*self.args, **self.kwargs)
 
-    def repeat(self) -> Any:
+    def repeat(self) -> None:
+        for storage in self.reads:
+            storage.fill()
         if self.generator is None or self.random_state is None:
-            return self.run()
-        state = self.generator.get_state()
-        self.generator.set_state(self.random_state)
-        try:
-            return self.run()
-        finally:
-            self.generator.set_state(state)
+            result = self.run()
+        else:
+            state = self.generator.get_state()
+            self.generator.set_state(self.random_state)
+            try:
+                result = self.run()
+            finally:
+                self.generator.set_state(state)
+        if self.into is not None:
+            self.into.copy_(pytree.tree_leaves(result)[self.output])
 
     def leaves(self) -> list[Any]:
         return pytree.tree_leaves((self.args, self.kwargs))
@@ -67,24 +77,6 @@ class RecordedCall:
 
 
 @dataclass(eq=False)
-class Step:
-    """A call with a write to a storage."""
-
-    call: RecordedCall
-    reads: list["RefillableStorage"]
-    into: torch.Tensor | None = None
-    """For a call that made a tensor: the tensor, to which result number `output` is copied."""
-    output: int = 0
-
-    def repeat(self) -> None:
-        for storage in self.reads:
-            storage.fill()
-        result = self.call.repeat()
-        if self.into is not None:
-            self.into.copy_(pytree.tree_leaves(result)[self.output])
-
-
-@dataclass(eq=False)
 class RefillableStorage:
     """The memory behind some tensors, to give back and fill again."""
 
@@ -93,7 +85,7 @@ class RefillableStorage:
     nbytes: int
     live: set["RefillableStorage"]
     """All storages with memory now, of values to compute again."""
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RecordedCall] = field(default_factory=list)
     readers: list["RefillableStorage"] = field(default_factory=list)
     """Those with a step that reads this one, now or before."""
     held: bool = False
@@ -114,7 +106,7 @@ class RefillableStorage:
         self.live.discard(self)
         self.steps = []
 
-    def add(self, step: Step | None) -> None:
+    def add(self, step: RecordedCall | None) -> None:
         """Note what wrote it; None: nobody knows."""
         if step is None or len(self.steps) == MAX_STEPS:
             self.hold()
@@ -194,7 +186,7 @@ class InitialValues:
         """Let all have memory that is in somebody's hands and none of `parameters`: buffers, attributes, aliases."""
         gc.collect()
         steps = [step for storage in self._storages.values() for step in storage.steps]
-        ours = {id(leaf) for step in steps for leaf in (*step.call.leaves(), step.into)}
+        ours = {id(leaf) for step in steps for leaf in (*step.leaves(), step.into)}
         ours |= {id(parameter) for parameter in parameters.values()}
         objects = gc.get_objects() if self._storages else []
         for tensor in [thing for thing in objects if type(thing) in _PLAIN and id(thing) not in ours]:
@@ -269,7 +261,7 @@ class InitialValues:
             storage.add(step)
         return new_storages
 
-    def _step(self, call: RecordedCall, target: RefillableStorage) -> Step | None:
+    def _step(self, call: RecordedCall, target: RefillableStorage) -> RecordedCall | None:
         """The note of a call that wrote `target`; None where it used a large tensor that nothing is noted of."""
         reads: list[RefillableStorage] = []
         is_complete = True
@@ -287,7 +279,7 @@ class InitialValues:
             return leaf.detach()
 
         args, kwargs = pytree.tree_map(keep, (call.args, call.kwargs))
-        return Step(replace(call, args=args, kwargs=kwargs), reads) if is_complete else None
+        return replace(call, args=args, kwargs=kwargs, reads=reads) if is_complete else None
 
 
 class _NoteOperations(TorchDispatchMode):

@@ -328,39 +328,34 @@ MAX_SCALE = 2.0**32
 """Reached only where gradients vanish: then no scale is too large, and the scale must not leave fp32 itself."""
 
 
+@dataclass(kw_only=True)
 class LossScaler:
     """The scale of one run: halved by each overflow, doubled after `growth_interval` steps in a row without one.
 
     All ranks call `update` with the same values, so all have the same scale.
-
-    Args:
-        initial_scale: a power of two, from 1 to `MAX_SCALE`.
     """
 
     scale: float
-    """Factor of the loss in the next backward."""
-
-    def __init__(self, *, initial_scale: float, growth_interval: int) -> None:
-        self.scale = initial_scale
-        self.growth_interval = growth_interval
-        self._num_clean_steps = 0
+    """Factor of the loss in the next backward: a power of two, from 1 to `MAX_SCALE`."""
+    growth_interval: int
+    num_clean_steps: int = 0
 
     def update(self, *, overflowed: bool) -> None:
         """One step is over; `overflowed` says whether its gradient was not finite."""
         if overflowed:
             self.scale = max(self.scale / 2, 1.0)
-            self._num_clean_steps = 0
+            self.num_clean_steps = 0
             return
-        self._num_clean_steps += 1
-        if self._num_clean_steps == self.growth_interval:
+        self.num_clean_steps += 1
+        if self.num_clean_steps == self.growth_interval:
             self.scale = min(self.scale * 2, MAX_SCALE)
-            self._num_clean_steps = 0
+            self.num_clean_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
         """The state from which a resumed run goes on with the same scales."""
-        return {"scale": self.scale, "num_clean_steps": self._num_clean_steps}
+        return {"scale": self.scale, "num_clean_steps": self.num_clean_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the run that gave `state` was."""
         self.scale = state["scale"]
-        self._num_clean_steps = state["num_clean_steps"]
+        self.num_clean_steps = state["num_clean_steps"]

@@ -147,12 +147,12 @@ def fill_state(source: Source, bucket: Bucket) -> None:
                     values = values.to(bucket.update.groups.held_dtype(values.dtype, is_whole=is_whole))
                 state.values[role] = values
         bucket.update.home.put_away()
-    bucket.update.state.average = None
+    bucket.update.average = None
     if source.has_average:
         source.begin(bucket, AVERAGE)
         state = KeptState([], bucket.update.where, bucket.update.master_weight, {})
         average = _values(source, bucket, AVERAGE, state, KeptTensor(None, state.target.dtype))
-        bucket.update.state.average = average
+        bucket.update.average = average
     bucket.update.home.put_away()
     bucket.update.home.forget()
 

@@ -73,7 +73,7 @@ class OtherBuckets(Source):
             if (dtype := self._dtype(bucket, role)) is not None:
                 self._whole = named.capture(old, role, dtype, self._collectives)
             if role == AVERAGE:
-                old.update.state.average = None  # a rank has room for it once
+                old.update.average = None  # a rank has room for it once
             elif role != WEIGHT:
                 for state in named.kept_states(old):
                     if isinstance(state.where, slice):
@@ -90,7 +90,7 @@ class OtherBuckets(Source):
         if isinstance(where, slice) and self._whole is not None:
             # Not copied if all of it is kept: a bucket is whole but once.
             return self._whole[where].clone() if self._plan.shards_optimizer else self._whole[where]
-        for held, values in _held(self._old(bucket), role):
+        for held, values in named.held_values(self._old(bucket), role):
             if held == where:
                 return values
             if isinstance(held, int) or isinstance(where, int):
@@ -199,14 +199,3 @@ def _once(state: named.KeptState, name: str, value: Any) -> tuple[Any, Any]:
             "trains cannot change with it; freeze before build_engine instead"
         )
     return value.cpu(), not lies_on_host(value)
-
-
-def _held(bucket: Bucket, role: str) -> Iterator[tuple[slice | int, torch.Tensor]]:
-    """This rank's values of a bucket in one role, each with its elements of the bucket, or with its slot."""
-    if role == WEIGHT:
-        yield named.kept_range(bucket), named.current_weight(bucket)
-    elif role == AVERAGE and (average := named.current_average(bucket)) is not None:
-        yield named.kept_range(bucket), average
-    for state in named.kept_states(bucket):
-        if role in state.values:
-            yield state.where, state.values[role]

@@ -110,11 +110,6 @@ def verified_manifest(path: str | os.PathLike[str], holdings: Holdings) -> tuple
     return folder, manifest
 
 
-def places_in(manifest: Manifest) -> dict[str, list[Any]]:
-    """As `ParamGroups.places`, of a checkpoint."""
-    return {name: [saved.trains, saved.group, saved.generation] for name, saved in manifest.parameters.items()}
-
-
 def added_groups(manifest: Manifest, groups: ParamGroups) -> list[dict[str, Any]]:
     """The settings of groups beyond those of the engine."""
     added = []

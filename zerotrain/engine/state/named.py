@@ -44,29 +44,32 @@ class NamedPiece:
     """The place of the same elements in the bucket."""
 
 
+def held_values(bucket: Bucket, role: str) -> Iterator[tuple[slice | int, torch.Tensor]]:
+    """This rank's values of a bucket in one role, in place, each with its elements of the bucket, or with its slot."""
+    if role == WEIGHT:
+        yield kept_range(bucket), current_weight(bucket)
+    elif role == AVERAGE:
+        if (average := current_average(bucket)) is not None:
+            yield kept_range(bucket), average
+    elif role == GRADIENT and isinstance(bucket, TrainedBucket):
+        yield bucket.weights.own, bucket.gradient.shard
+    else:
+        for state in kept_states(bucket):
+            if role in state.tensors():
+                yield state.where, state.values[role]
+
+
 def pieces(bucket: Bucket, role: str, within: slice | None = None) -> Iterator[NamedPiece]:
     """Give this rank's parts of the parameters of a bucket in one role, in place, without empty ones.
 
     Args:
         within: only these elements of the bucket, and state of whole parameters; None: all.
     """
-    if role == WEIGHT:
-        yield from cut_pieces(bucket, role, current_weight(bucket), kept_range(bucket), within)
-    elif not isinstance(bucket, TrainedBucket):
-        return
-    elif role == GRADIENT:
-        yield from cut_pieces(bucket, role, bucket.gradient.shard, bucket.weights.own, within)
-    elif role == AVERAGE:
-        if (average := current_average(bucket)) is not None:
-            yield from cut_pieces(bucket, role, average, bucket.update.where, within)
-    else:
-        for state in kept_states(bucket):
-            if role in state.tensors():
-                values = state.values[role]
-                if isinstance(state.where, slice):
-                    yield from cut_pieces(bucket, role, values, state.where, within)
-                else:
-                    yield NamedPiece(state.members[0], role, values, None, None)
+    for where, values in held_values(bucket, role):
+        if isinstance(where, slice):
+            yield from cut_pieces(bucket, role, values, where, within)
+        else:
+            yield NamedPiece(bucket.spec.parameters[where], role, values, None, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +125,7 @@ def current_average(bucket: Bucket) -> torch.Tensor | None:
     if not isinstance(bucket, TrainedBucket):
         return None
     bucket.update.home.put_away()
-    return bucket.update.state.average
+    return bucket.update.average
 
 
 def capture(bucket: Bucket, role: str, dtype: torch.dtype, collectives: Collectives) -> torch.Tensor:
@@ -249,12 +252,11 @@ def full_state_dict(model: torch.nn.Module, buckets: Iterable[Bucket], collectiv
 @contextmanager
 def _in_place(whole: Mapping[ManagedParameter, torch.nn.Parameter]) -> Iterator[None]:
     """In here modules hold these in place of their parameters, where they still have those."""
-    places = [
-        (owner._parameters, name, managed.parameter, parameter)
-        for managed, parameter in whole.items()
-        for owner, name in managed.owners
-        if owner._parameters.get(name) is managed.parameter
-    ]
+    places = []
+    for managed, parameter in whole.items():
+        for owner, name in managed.owners:
+            if owner._parameters.get(name) is managed.parameter:
+                places.append((owner._parameters, name, managed.parameter, parameter))
     try:
         for held, name, _, parameter in places:
             held[name] = parameter

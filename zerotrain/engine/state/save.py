@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,13 @@ from msgspec import to_builtins
 from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.manifest import BUFFER, EXTRA_STATE, MAX_NBYTES, DescribedFile, Manifest, hash_of, head
 from zerotrain.checkpoint.tensor_file import CHUNK_NBYTES, Entry, TensorFile, chunks, flat_bytes
-from zerotrain.comm.ledger import Notes
 from zerotrain.device.device import Event, lies_on_host
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.groups.hyperparameters import saved_group
 from zerotrain.engine.state import named
 from zerotrain.engine.state.named import Holdings
-from zerotrain.engine.state.together import SharedError, attempt, exchange, joint, raise_first, shared_error
+from zerotrain.engine.state.together import SharedError, attempt, exchange, joint, on_all, shared_error
 from zerotrain.errors import CheckpointError, CommError, ConfigError, ZeroTrainError
 from zerotrain.files.untrusted import MAX_DEPTH, UntrustedFileError, read_json
 
@@ -102,13 +101,16 @@ class Snapshot:
         self._error: ZeroTrainError | None = None
         self._is_closed = False
         self._changed = threading.Condition()
-        for bucket, own in entries.items():
+
+    # ---- on the training thread
+
+    def begin(self) -> None:
+        """From now on it is read: be asked before a bucket changes."""
+        for bucket, own in self._unread.items():
             open_to_all = bucket.weights.model_weight.tensor.untyped_storage().data_ptr()
             if any(entry.values.untyped_storage().data_ptr() == open_to_all for entry in own):
                 self._versions[bucket] = _versions(bucket)
             bucket.weights.before_change = partial(self.keep, bucket)
-
-    # ---- on the training thread
 
     def keep(self, bucket: Bucket) -> None:
         """The bucket is about to change: copy its unread bytes, as soon as there is room."""
@@ -263,26 +265,30 @@ class _EndedByOthersError(Exception):
     """Another rank has failed, and this one need not go on."""
 
 
-@dataclass(eq=False, kw_only=True)
 class Writing:
-    """One rank's part, for a thread of its own."""
+    """One rank's part, for a thread of its own.
 
-    path: Path
-    """Path of the checkpoint."""
-    folder: Path
-    """Its name while it is written."""
-    file: TensorFile
-    snapshot: Snapshot
-    notes: Notes
-    rank: int
-    num_ranks: int
-    partial: PartialFolder | None
-    """On rank 0: it gives the folder its name, or removes it."""
-    content: dict[str, Any]
-    """The manifest's content but for the entries of the ranks' files."""
-    process_ends: threading.Event = field(default_factory=threading.Event)
-    _heard: dict[int, tuple[Any, float]] = field(default_factory=dict)
-    """The last note of other ranks, and since when there is no newer one."""
+    Args:
+        messages: those of the plans of all ranks.
+    """
+
+    def __init__(self, plan: "_Plan", messages: Sequence[Mapping[str, Any]]) -> None:
+        collectives = plan.holdings.collectives
+        self.path = plan.arguments.target
+        """Path of the checkpoint."""
+        self.folder = Path(messages[0]["folder"])
+        """Its name while it is written."""
+        self.file = plan.file(messages)
+        self.snapshot = Snapshot(plan.own, plan.arguments.staging_nbytes, ChunkReader(collectives.world.device))
+        self.notes = collectives.notes(f"save/{messages[0]['token']}")
+        self.rank, self.num_ranks = plan.rank, len(messages)
+        self.partial = plan.partial
+        """On rank 0: it gives the folder its name, or removes it."""
+        self.content = {} if plan.partial is None else plan.content(messages)
+        """The manifest's content but for the entries of the ranks' files."""
+        self.process_ends = threading.Event()
+        self._heard: dict[int, tuple[Any, float]] = {}
+        """The last note of other ranks, and since when there is no newer one."""
 
     def run(self) -> tuple[SharedError | None, BaseException | None]:
         """Write and wait for the others. Returns why the save has failed, the same on all ranks, and the error of this
@@ -436,21 +442,15 @@ def prepare(arguments: SaveArguments, holdings: Holdings, settle_former: Callabl
         settle_former: waits for the save before this one, and raises its error if nobody has read it.
     """
     collectives, doing = holdings.collectives, f"saving {arguments.target}"
-    writing: Writing | None = None
     plan, error = attempt(lambda: _Plan(arguments, holdings, settle_former))
     try:
         messages = exchange(collectives, None if plan is None else plan.message, error, doing=doing, outcome=LEFT)
         assert plan is not None
-        writing, error = attempt(lambda: plan.writing(messages))
-        raise_first(collectives, error, doing=doing, outcome=LEFT)
-        assert writing is not None
+        return on_all(collectives, partial(Writing, plan, messages), doing=doing, outcome=LEFT)
     except BaseException:
-        if writing is not None:
-            writing.snapshot.close()
         if plan is not None and plan.partial is not None:
             plan.partial.remove()
         raise
-    return writing
 
 
 def facts_of(arguments: SaveArguments) -> dict[str, object]:
@@ -495,22 +495,7 @@ class _Plan:
         if self.partial is not None:
             self.message |= {"token": self.partial.token, "folder": str(self.partial.path)}
 
-    def writing(self, messages: list[dict[str, Any]]) -> Writing:
-        """The job of the writing thread, from here on."""
-        collectives = self.holdings.collectives
-        return Writing(
-            path=self.arguments.target,
-            folder=Path(messages[0]["folder"]),
-            file=self._file(messages),
-            snapshot=Snapshot(self.own, self.arguments.staging_nbytes, ChunkReader(collectives.world.device)),
-            notes=collectives.notes(f"save/{messages[0]['token']}"),
-            rank=self.rank,
-            num_ranks=len(messages),
-            partial=self.partial,
-            content=self._content(messages) if self.partial is not None else {},
-        )
-
-    def _file(self, messages: list[dict[str, Any]]) -> TensorFile:
+    def file(self, messages: Sequence[Mapping[str, Any]]) -> TensorFile:
         """This rank's file. Rank 0 saves all buffers, any other rank its different ones: batch norms of other data."""
         rank, own = self.rank, [entry for of_bucket in self.own.values() for entry in of_bucket]
         for name, values in self.buffers.items():
@@ -524,7 +509,7 @@ class _Plan:
         about = {"save": messages[0]["token"], "step": step, "rank": str(rank)}
         return TensorFile(f"rank-{rank:05d}.safetensors", own, about)
 
-    def _content(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    def content(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The manifest but for its files and where each tensor lies in them: as the state is now."""
         holdings, arguments = self.holdings, self.arguments
         options, config = holdings.options, arguments.config
@@ -619,6 +604,7 @@ class SaveUnderWay:
         self._is_error_read = False
         # The thread alone has `writing`: when it is done, nothing of the engine's memory is kept.
         self._thread = threading.Thread(target=self._run, args=(writing,), name="zerotrain save", daemon=True)
+        self._snapshot.begin()
         _saves_under_way.add(self)
         self._thread.start()
 

@@ -499,13 +499,13 @@ def test_the_scales_are_those_of_torchs_own_scaler(growth_interval):
         theirs.step(optimizer)
         theirs.update()
     assert 1.0 < min(expected) < max(expected) < MAX_SCALE  # theirs knows neither limit
-    assert scales(LossScaler(initial_scale=2.0**12, growth_interval=growth_interval), overflows) == expected
+    assert scales(LossScaler(scale=2.0**12, growth_interval=growth_interval), overflows) == expected
 
 
 def test_it_never_comes_under_1_nor_leaves_fp32():
-    falling = LossScaler(initial_scale=4.0, growth_interval=1)
+    falling = LossScaler(scale=4.0, growth_interval=1)
     assert scales(falling, [True] * 4) == [4.0, 2.0, 1.0, 1.0]
-    rising = LossScaler(initial_scale=MAX_SCALE / 2, growth_interval=1)
+    rising = LossScaler(scale=MAX_SCALE / 2, growth_interval=1)
     assert scales(rising, [False] * 3) == [MAX_SCALE / 2, MAX_SCALE, MAX_SCALE]
 
 

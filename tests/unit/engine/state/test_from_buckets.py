@@ -85,7 +85,7 @@ def test_of_the_state_that_moved_a_rank_keeps_its_part_alone(world, stage):
     engine = engine_on(world, optimizer=MOMENTUM, zero={"stage": stage})
     train(engine, 0)
     engine.freeze("output.bias")
-    kept = [each for bucket in engine.schedule.trained for each in bucket.update.state.state_tensors()]
+    kept = [each for bucket in engine.schedule.trained for each in bucket.update.state_tensors()]
     assert kept
     assert [each.untyped_storage().nbytes() for each in kept] == [each.nbytes for each in kept]
 

@@ -20,6 +20,7 @@ from tests.unit.engine.state.weight_files import (
     MODELS,
     Tensors,
     assert_holds,
+    load_at_some_places,
     plain,
     saved,
     some_places,
@@ -45,22 +46,10 @@ from zerotrain.files.match import ModelTensor, StoredTensor
 def test_a_file_is_loaded_at_any_placement_as_plain_pytorch_loads_it(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    kind = MODELS[name]
-    path = saved(tensors_of(plain(kind, 7), dtype), tmp_path / "weights.safetensors")
-    state = load_file(path)
-
-    def on_a_rank(world: World, stage: int) -> str:
-        engine = build(world, kind, stage, seed=1)
-        loaded = engine.load_weights(path)
-        assert (loaded.missing, loaded.surplus, loaded.wrong_shape, loaded.wrong_dtype) == ((), (), (), ())
-        assert loaded.told() == [f"{len(state)} tensors loaded from {path}"]
-        assert_holds(engine, kind, state)
-        train(engine, 0)
-        return engine.weights_sha256()
-
-    for stage, size in some_places(list(MODELS).index(name) + (dtype is torch.bfloat16)):
-        results, _ = run_threads(lambda world, stage=stage: on_a_rank(world, stage), size, late_rank=size - 1)
-        assert len({*results}) == 1
+    path = saved(tensors_of(plain(MODELS[name], 7), dtype), tmp_path / "weights.safetensors")
+    state, number = load_file(path), list(MODELS).index(name) + (dtype is torch.bfloat16)
+    said = load_at_some_places(path, MODELS[name], state, number)
+    assert said == [f"{len(state)} tensors loaded from {path}"]
 
 
 @pytest.mark.case(

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.ranks.fake_wire import run_threads
 from tests.ranks.processes import run_ranks
-from tests.unit.checkpoint.runs import Kind, Matrices, build, train
+from tests.unit.checkpoint.runs import Kind, Matrices, build
 from tests.unit.engine.parts import alone
 from tests.unit.engine.state.weight_files import (
     HARD,
@@ -28,10 +28,10 @@ from tests.unit.engine.state.weight_files import (
     assert_holds,
     assert_loaded_whole,
     assert_refused_alike,
+    load_at_some_places,
     nbytes_read,
     plain,
     saved,
-    some_places,
     tensors_of,
 )
 from zerotrain.checkpoint import tensor_file
@@ -82,22 +82,10 @@ WRITERS = {"torch.save": in_a_file, "DCP of one process": in_one_piece, "DCP of 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.thinned(2)
 def test_it_is_loaded_at_any_placement_as_plain_pytorch_loads_it(name: str, writer: str, tmp_path: Path) -> None:
-    kind = MODELS[name]
-    state = tensors_of(plain(kind, 7))
-    path = WRITERS[writer](state, tmp_path / "weights")
-
-    def on_a_rank(world: World, stage: int) -> str:
-        engine = build(world, kind, stage, seed=1)
-        loaded = engine.load_weights(path)
-        assert (loaded.missing, loaded.surplus, loaded.wrong_shape, loaded.wrong_dtype) == ((), (), (), ())
-        assert loaded.told()[0].startswith(f"{len(state)} tensors loaded from {path}")
-        assert_holds(engine, kind, state)
-        train(engine, 0)
-        return engine.weights_sha256()
-
-    for stage, size in some_places(list(MODELS).index(name) + list(WRITERS).index(writer)):
-        results, _ = run_threads(lambda world, stage=stage: on_a_rank(world, stage), size, late_rank=size - 1)
-        assert len({*results}) == 1
+    state = tensors_of(plain(MODELS[name], 7))
+    path, number = WRITERS[writer](state, tmp_path / "weights"), list(MODELS).index(name) + list(WRITERS).index(writer)
+    said = load_at_some_places(path, MODELS[name], state, number)
+    assert said[0].startswith(f"{len(state)} tensors loaded from {path}")
 
 
 @pytest.mark.case(

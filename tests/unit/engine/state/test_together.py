@@ -35,7 +35,7 @@ def answers(
         except Exception as error:
             return type(error), str(error)
         finally:
-            assert mine.order == 0
+            assert mine.journal.order == 0
 
     return run_threads(on_a_rank, 3, late_rank=1)[0]
 

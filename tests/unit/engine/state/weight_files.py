@@ -110,6 +110,26 @@ def every_form(folder: Path) -> Path:
     return folder
 
 
+def load_at_some_places(path: Path, kind: Kind, state: Tensors, number: int) -> list[str]:
+    """Engines at each stage come to hold these and train on, alike on all ranks; returns what they say of the load."""
+
+    def on_a_rank(world: World, stage: int) -> tuple[str, list[str]]:
+        engine = build(world, kind, stage, seed=1)
+        loaded = engine.load_weights(path)
+        assert (loaded.missing, loaded.surplus, loaded.wrong_shape, loaded.wrong_dtype) == ((), (), (), ())
+        assert_holds(engine, kind, state)
+        train(engine, 0)
+        return engine.weights_sha256(), loaded.told()
+
+    said = []
+    for stage, size in some_places(number):
+        results, _ = run_threads(lambda world, stage=stage: on_a_rank(world, stage), size, late_rank=size - 1)
+        assert len({sha256 for sha256, _ in results}) == 1
+        said += [lines for _, lines in results]
+    assert all(lines == said[0] for lines in said)
+    return said[0]
+
+
 def assert_loaded_whole(path: Path, kind: Kind, state: Tensors) -> None:
     """Three ranks come to hold these, at both ends of the stages."""
 

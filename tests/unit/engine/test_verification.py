@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from zerotrain.engine.buckets import digest as digests
-from zerotrain.engine.buckets.digest import digest, sum_of, wrong_element
+from zerotrain.engine import verification
+from zerotrain.engine.verification import digest, sum_of, wrong_element
 
 
 def on_host(values: torch.Tensor, start: int = 0) -> tuple[int, int]:
@@ -16,8 +16,8 @@ def on_host(values: torch.Tensor, start: int = 0) -> tuple[int, int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 def test_the_one_wrong_element_is_found_wherever_it_lies(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "_CHUNK", 100)
-    digests._places.cache_clear()
+    monkeypatch.setattr(verification, "_CHUNK", 100)
+    verification._places.cache_clear()
     draw = random.Random(0)
     values = (torch.randn(1234) * 50).to(dtype)
     right = on_host(values)
@@ -27,7 +27,7 @@ def test_the_one_wrong_element_is_found_wherever_it_lies(dtype: torch.dtype, mon
         word = wrong[element : element + 1].view(torch.uint8)
         word[bit // 8] ^= 1 << bit % 8
         assert wrong_element(on_host(wrong), right, values.itemsize) == element
-    digests._places.cache_clear()
+    verification._places.cache_clear()
 
 
 def test_several_wrong_elements_are_seen_and_none_of_them_is_named() -> None:
