@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from zerotrain.checkpoint.folder import CHECKPOINTS, remove_all
 from zerotrain.config.compose import config_hash, save_config
@@ -19,7 +19,7 @@ from zerotrain.config.schema import Config
 from zerotrain.device.processes import num_cores
 from zerotrain.errors import ConfigError
 from zerotrain.files.lock import LOCK_NAME, holder, lock, note_holder, open_lock, whole
-from zerotrain.files.untrusted import Natural, NotRegularError, UntrustedFileError, parse_json, read_json
+from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, read_json
 from zerotrain.launching import exits
 from zerotrain.training.result import METRICS_NAME, RESULT_NAME, STEPS_NAME, RunResult
 
@@ -50,7 +50,16 @@ def locked(run_dir: Path) -> Iterator[None]:
         FolderInUseError: another run is under way there.
         ConfigError: it is no folder that can be written.
     """
-    with _open_lock_file(run_dir) as file:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = open_lock(run_dir / LOCK_NAME)
+    except OSError as error:
+        if error.errno not in _OF_THE_FOLDER:
+            raise
+        raise ConfigError(
+            f"hydra.run.dir: got {run_dir}, which cannot be written: {error.strerror}; give a folder that can"
+        ) from error
+    with file:
         try:
             try:
                 problem = lock(file)
@@ -72,23 +81,6 @@ def await_free(run_dir: Path) -> None:
     """Wait for the end of the run in a folder."""
     with suppress(OSError), open_lock(run_dir / LOCK_NAME, make=False) as file:
         lock(file, wait=True)
-
-
-def _open_lock_file(run_dir: Path) -> BinaryIO:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        return open_lock(run_dir / LOCK_NAME)
-    except NotRegularError as error:
-        raise ConfigError(
-            f"hydra.run.dir: got {run_dir}, whose {LOCK_NAME} cannot be locked: {error.strerror}; remove it, or give "
-            "another folder"
-        ) from error
-    except OSError as error:
-        if error.errno not in _OF_THE_FOLDER:
-            raise
-        raise ConfigError(
-            f"hydra.run.dir: got {run_dir}, which cannot be written: {error.strerror}; give a folder that can"
-        ) from error
 
 
 CONFIG_NAME = "config.yaml"
@@ -204,8 +196,7 @@ def write_refusal(
         if RunResult.read(run_dir / RESULT_NAME).status == "completed":
             return
     except FileNotFoundError:
-        if os.path.islink(run_dir / RESULT_NAME):
-            return
+        pass
     except (OSError, UntrustedFileError):  # nobody knows whose it is
         return
     RunResult(world_size=0, overrides=overrides, error=error, exit_code=code).write(run_dir)
