@@ -1,6 +1,5 @@
 """The work of one rank, however it was started."""
 
-import io
 import os
 import re
 import sys
@@ -10,7 +9,7 @@ from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, get_error_handler
@@ -38,7 +37,7 @@ class TerminalAndFile(StandIn):
     The file gets whole lines, without colours, and nothing of a line drawn again and again.
     """
 
-    def __init__(self, terminal: TextIO | io.TextIOBase, file: TextIO | io.TextIOBase) -> None:
+    def __init__(self, terminal: Any, file: Any) -> None:
         super().__init__(terminal)
         self._file = file
         self._unfinished_line = ""
@@ -50,7 +49,7 @@ class TerminalAndFile(StandIn):
         else:
             lines, newline, self._unfinished_line = (self._unfinished_line + text).rpartition("\n")
             self._file.write(_COLOUR.sub("", lines + newline))
-        num_chars = self._stream.write(text)
+        num_chars: int = self._stream.write(text)
         self._stream.flush()
         return num_chars
 
