@@ -167,21 +167,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
             raise ValueError(f"rank={rank} must be in 0..{num_ranks - 1} and seed={seed} in 0..2**63 - 1")
         _require_position(self.rows_consumed)
         self.fingerprint = {"rows": self.num_sequences} | dict(self.fingerprint or {})
-
-    @property
-    def global_batch_size(self) -> int:
-        """Sequences of one step over all ranks."""
-        return self.num_virtual_ranks * self.num_micro_batches * self.micro_batch_size
-
-    @property
-    def num_virtual_ranks(self) -> int:
+        self.num_virtual_ranks = num_ranks * self.leaves_per_rank
         """Virtual ranks of all ranks together."""
-        return self.num_ranks * self.leaves_per_rank
-
-    @property
-    def virtual_ranks(self) -> range:
+        self.virtual_ranks = range(rank * self.leaves_per_rank, (rank + 1) * self.leaves_per_rank)
         """Those of this rank."""
-        return range(self.rank * self.leaves_per_rank, (self.rank + 1) * self.leaves_per_rank)
+        self.global_batch_size = self.num_virtual_ranks * self.num_micro_batches * self.micro_batch_size
+        """Sequences of one step over all ranks."""
 
     def micro_batches(self, position: int, virtual_ranks: Sequence[int] | None = None) -> list[RowsToRead]:
         """The rows of one step, before which all ranks have read `position` sequences: the micro-batches of some

@@ -359,11 +359,8 @@ class ChatRows(Dataset[Any]):
     def __post_init__(self) -> None:
         self.longest_row = int(self.lengths.argmax()) if self.bins is None and len(self.lengths) else 0
         """The row that takes the most memory."""
-
-    @property
-    def order(self) -> Order | None:
+        self.order: Order | None = self._order_by_length if self.is_grouped else None
         """The order of its own, if it has one."""
-        return self._order_by_length if self.is_grouped else None
 
     def __len__(self) -> int:
         return len(self.lengths if self.bins is None else self.bins)
