@@ -404,14 +404,10 @@ def _policy(config: Config, resume_from: Sequence[str], every_steps: int | None)
     return CheckpointPolicy(
         every_steps=every_steps,
         every_s=float(every.number) if every is not None and every.unit == "seconds" else None,
-        keep=settings.keep,
-        keep_every=settings.keep_every,
-        best=settings.best,
-        asynchronous=settings.asynchronous,
+        **{name: getattr(settings, name) for name in ("keep", "keep_every", "best", "asynchronous", "strict")},
         at_end=settings.save_at_end is not False,
         resume=[Path(path) for path in resume_from],
         init_from=None if settings.init_from is None else Path(settings.init_from),
-        strict=settings.strict,
     )
 
 
