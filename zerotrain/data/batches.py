@@ -239,6 +239,12 @@ def require_at_least(name: str, value: int, minimum: int) -> None:
         raise ValueError(f"data.{name}={value} is too small; it must be at least {minimum}")
 
 
+def require_fraction(fraction: float) -> None:
+    """Refuse a part of the data to validate on that is none, with a ValueError."""
+    if not 0 <= fraction < 1:
+        raise ValueError(f"data.validation_fraction={fraction} is out of range; it must be 0 or between 0 and 1")
+
+
 def _require_position(rows_consumed: int) -> None:
     if not 0 <= rows_consumed < 1 << 63:
         raise ValueError(f"rows_consumed={rows_consumed} must be in 0..2**63 - 1")
