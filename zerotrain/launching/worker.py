@@ -6,7 +6,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -145,9 +144,7 @@ def _do(job: Job, presence: Presence, rank: int) -> dict[str, Any]:
         from zerotrain.saved import evaluating  # a training has no use for it
 
         return evaluating.run(job.config, job.run_dir, **job.evaluates, enter=presence.enter, tell=tell)
-    of_job = {field.name: getattr(job, field.name) for field in fields(job) if field.name != "evaluates"}
-    of_job |= {"config_hash": job.config_hash, "enter": presence.enter, "begin": presence.begin}
-    return factory.run(**of_job, tell=tell)
+    return factory.run(job, presence.enter, presence.begin, tell)
 
 
 def leave_overdue(ranks_dir: Path, rank: int, error: CommError | None) -> None:
