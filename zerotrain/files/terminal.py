@@ -31,6 +31,10 @@ class StandIn:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
+    def write(self, text: str) -> int:
+        """Write it."""
+        return int(self._stream.write(text))
+
     def writelines(self, lines: Iterable[str]) -> None:
         """Write some."""
         for line in lines:
