@@ -2,7 +2,7 @@
 
 Names are loaded when first used, so that `import zerotrain` costs no import of torch.
 """
-# ruff: noqa: I001 -- a line for each name of `errors` is too many
+# ruff: noqa: F401, I001 -- the names are for others, and a line for each of `errors` is too many
 
 import sys
 from importlib import import_module
@@ -32,36 +32,20 @@ _HOMES = {
     "zerotrain.engine": ["MuonWithAdamW"],
     "zerotrain.engine.results": ["LoadedWeights", "StageSwitch", "StepResult", "TrainStepResult"],
     "zerotrain.settings": ["OffloadConfig", "PrecisionConfig", "ZeroConfig"],
+    "zerotrain.errors": [
+        *("CheckpointError", "CommError", "ConfigError", "DisagreementError", "EngineStateError", "OffloadError"),
+        *("TrainingError", "ZeroTrainError"),
+    ],
 }
-"""The modules that define the names of `__all__`; errors are in `zerotrain.errors`."""
+"""The modules that define the names."""
 
-__all__ = [
-    "CheckpointError",
-    "CommError",
-    "ConfigError",
-    "DisagreementError",
-    "EngineStateError",
-    "LoadedWeights",
-    "MuonWithAdamW",
-    "OffloadConfig",
-    "OffloadError",
-    "PrecisionConfig",
-    "StageSwitch",
-    "StepResult",
-    "TrainStepResult",
-    "TrainingError",
-    "World",
-    "ZeroConfig",
-    "ZeroEngine",
-    "ZeroTrainError",
-    "build_engine",
-]
+__all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
 def __getattr__(name: str) -> object:
     if name == "checkpoint":
         return import_module("zerotrain.checkpoint")
-    if name not in __all__:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module 'zerotrain' has no attribute {name!r}")
-    home = next((home for home, names in _HOMES.items() if name in names), "zerotrain.errors")
     return getattr(import_module(home), name)

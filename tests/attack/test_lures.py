@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         scheduler={"_target_": "zerotrain.training.constant", "_partial_": True},
     )
     config.train.max_steps = config.train.eval_batches = config.train.sample_tokens = 1
-    factory.run(config, folder, overrides=[], config_hash="abc")
+    factory.run(factory.RunSpec(config, folder, []))
     return folder
 
 

@@ -67,12 +67,12 @@ def register_schema() -> None:
     for name, arguments in _SAMPLERS.items():
         target = {"_target_": f"optuna.samplers.{name}Sampler"}
         store.store(group="hydra/sweeper/sampler", name=name.lower(), node=target | arguments)
-    OmegaConf.register_new_resolver("slurm_job", _slurm_name, use_cache=True, replace=True)
-
-
-def _slurm_name(otherwise: str) -> str:
-    job = slurm_job(os.environ)
-    return otherwise if job is None else f"slurm-{job}"
+    OmegaConf.register_new_resolver(
+        "slurm_job",
+        lambda otherwise: f"slurm-{job}" if (job := slurm_job(os.environ)) else otherwise,
+        use_cache=True,
+        replace=True,
+    )
 
 
 def slurm_job(environment: Mapping[str, str]) -> str | None:

@@ -11,6 +11,7 @@ two attributes. More make it better served:
 * `decode(ids) -> text`: with it a run ends with a sample of generated text. `encode(text) -> ids` lets a user choose
   how it begins, and `end_of_text`, a token, where it stops.
 """
+# ruff: noqa: F401 -- the names are for others
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -23,15 +24,6 @@ if TYPE_CHECKING:
     from zerotrain.data.mix import Mix
     from zerotrain.data.synthetic import SyntheticTokens
 
-__all__ = [
-    "ChatDataset",
-    "GlobalBatchSampler",
-    "HuggingFaceDataset",
-    "Mix",
-    "SyntheticTokens",
-    "TextDataset",
-    "TokenFiles",
-]
 _HOMES = {
     "ChatDataset": "chat",
     "GlobalBatchSampler": "batches",
@@ -42,6 +34,8 @@ _HOMES = {
     "TokenFiles": "datasets",
 }
 """The modules of the names. A run imports the one of its dataset."""
+
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> object:

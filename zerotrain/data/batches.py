@@ -167,21 +167,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
             raise ValueError(f"rank={rank} must be in 0..{num_ranks - 1} and seed={seed} in 0..2**63 - 1")
         _require_position(self.rows_consumed)
         self.fingerprint = {"rows": self.num_sequences} | dict(self.fingerprint or {})
-
-    @property
-    def global_batch_size(self) -> int:
-        """Sequences of one step over all ranks."""
-        return self.num_virtual_ranks * self.num_micro_batches * self.micro_batch_size
-
-    @property
-    def num_virtual_ranks(self) -> int:
+        self.num_virtual_ranks = num_ranks * self.leaves_per_rank
         """Virtual ranks of all ranks together."""
-        return self.num_ranks * self.leaves_per_rank
-
-    @property
-    def virtual_ranks(self) -> range:
+        self.virtual_ranks = range(rank * self.leaves_per_rank, (rank + 1) * self.leaves_per_rank)
         """Those of this rank."""
-        return range(self.rank * self.leaves_per_rank, (self.rank + 1) * self.leaves_per_rank)
+        self.global_batch_size = self.num_virtual_ranks * self.num_micro_batches * self.micro_batch_size
+        """Sequences of one step over all ranks."""
 
     def micro_batches(self, position: int, virtual_ranks: Sequence[int] | None = None) -> list[RowsToRead]:
         """The rows of one step, before which all ranks have read `position` sequences: the micro-batches of some
@@ -246,6 +237,12 @@ def require_at_least(name: str, value: int, minimum: int) -> None:
     """Refuse too small a setting of the data, with a ValueError."""
     if value < minimum:
         raise ValueError(f"data.{name}={value} is too small; it must be at least {minimum}")
+
+
+def require_fraction(fraction: float) -> None:
+    """Refuse a part of the data to validate on that is none, with a ValueError."""
+    if not 0 <= fraction < 1:
+        raise ValueError(f"data.validation_fraction={fraction} is out of range; it must be 0 or between 0 and 1")
 
 
 def _require_position(rows_consumed: int) -> None:

@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from zerotrain.data import fetch, text_files
-from zerotrain.data.batches import IGNORED_LABEL, GlobalBatchSampler, Order, require_at_least, rows_at
+from zerotrain.data.batches import IGNORED_LABEL, GlobalBatchSampler, Order, require_at_least, require_fraction, rows_at
 from zerotrain.data.formats import files_matching
 from zerotrain.data.prepare import Recipe, cache_folder, prepare_in_cache
 from zerotrain.data.store import TokenStore
@@ -359,11 +359,8 @@ class ChatRows(Dataset[Any]):
     def __post_init__(self) -> None:
         self.longest_row = int(self.lengths.argmax()) if self.bins is None and len(self.lengths) else 0
         """The row that takes the most memory."""
-
-    @property
-    def order(self) -> Order | None:
+        self.order: Order | None = self._order_by_length if self.is_grouped else None
         """The order of its own, if it has one."""
-        return self._order_by_length if self.is_grouped else None
 
     def __len__(self) -> int:
         return len(self.lengths if self.bins is None else self.bins)
@@ -527,10 +524,7 @@ class ChatDataset:
                 raise ValueError(f"data.{field}={value} is not known; it must be {', '.join(allowed)}")
         if pack and group_by_length:
             raise ValueError("data.group_by_length=true has no effect with data.pack=true, which pads little; drop one")
-        if not 0 <= validation_fraction < 1:
-            raise ValueError(
-                f"data.validation_fraction={validation_fraction} is out of range; it must be 0 or between 0 and 1"
-            )
+        require_fraction(validation_fraction)
         if not isinstance(tokenizer, str):
             name = "null" if tokenizer is None else tokenizer
             raise ValueError(f"data.tokenizer={name}: chats need one; give a folder with it, or its name on the hub")

@@ -85,6 +85,8 @@ class TextDataset(_TokenDataset):
             path, tokenizer=tokenizer, document_end=document_end, text_field=text_field, cache_dir=cache_dir
         )
         self.tokenizer, self._num_files = recipe.tokenizer, len(recipe.sources.files)
+        self.end_of_text = None if self.tokenizer is None else self.tokenizer.end_of_text
+        """The token at the end of a text; None of bytes, and of a tokenizer without one."""
         needed, needing = NUM_BYTE_VALUES, "bytes of text need"
         if self.tokenizer is not None:
             needed, needing = self.tokenizer.vocab_size, f"the tokenizer of {tokenizer} needs"
@@ -99,11 +101,6 @@ class TextDataset(_TokenDataset):
     def fingerprint(self) -> dict[str, int | str]:
         """As of all datasets of tokens, with the tokenizer."""
         return super().fingerprint() | {"tokenizer": self.store.tokenizer or "bytes"}
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The token at the end of a text; None of bytes, and of a tokenizer without one."""
-        return None if self.tokenizer is None else self.tokenizer.end_of_text
 
     def encode(self, text: str) -> torch.Tensor:
         """Text to tokens: (num_tokens,) int64."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from zerotrain.data.batches import IGNORED_LABEL, require_at_least
+from zerotrain.data.batches import IGNORED_LABEL, require_at_least, require_fraction
 from zerotrain.data.text_files import CHAT_HINT, is_chat
 from zerotrain.data.tokenizer import DocumentEnd, TextTokenizer
 from zerotrain.files.terminal import package
@@ -258,8 +258,7 @@ def _split_rows(parts: list[Any], fraction: float, path: str) -> list[Any]:
     if len(parts) == 1:
         if fraction == 0 and len(train):
             return [train, train.select([])]
-        if not 0 < fraction < 1:
-            raise ValueError(f"data.validation_fraction={fraction} is out of range; it must be 0 or between 0 and 1")
+        require_fraction(fraction)
         num_trained = len(train) - max(1, round(len(train) * fraction))
         if num_trained >= 1:
             return [train.select(range(num_trained)), train.select(range(num_trained, len(train)))]

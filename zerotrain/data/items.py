@@ -223,12 +223,13 @@ def _ids_and_labels(batch: Any, name: str, model: str) -> tuple[torch.Tensor, to
 def _labels_repeat_ids(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     """Whether all labels that count equal the ids beside them, and some differ from the ids after them. Labels of a
     row of one token equal both."""
-    counts = [labels != IGNORED_LABEL for _, labels in items]
-    repeated = all((ids == labels)[count].all() for (ids, labels), count in zip(items, counts, strict=True))
-    next_ones = [
-        (ids[:, 1:] == labels[:, :-1])[count[:, :-1]] for (ids, labels), count in zip(items, counts, strict=True)
-    ]
-    return repeated and not all(matches.all() for matches in next_ones)
+    are_next = True
+    for ids, labels in items:
+        count = labels != IGNORED_LABEL
+        if not (ids == labels)[count].all():
+            return False
+        are_next = are_next and bool((ids[:, 1:] == labels[:, :-1])[count[:, :-1]].all())
+    return not are_next
 
 
 def _describe(part: torch.Tensor | None) -> str:

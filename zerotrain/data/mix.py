@@ -89,11 +89,8 @@ class MixedRows(Dataset[Any]):
         self.draws = any(map(draws, self._datasets))
         counts = parts_of(list(self.weights.values()))
         self._counts, (self._source_at, self._number_at) = np.array(counts), pattern(counts)
-
-    @property
-    def shares(self) -> dict[str, float]:
+        self.shares: dict[str, float] = dict(zip(self.sources, (self._counts / sum(counts)).tolist(), strict=True))
         """The part of the rows from each source."""
-        return dict(zip(self.sources, (self._counts / self._counts.sum()).tolist(), strict=True))
 
     def times_read(self, num_rows: int) -> dict[str, float]:
         """How often the rows of each source are read where so many rows are."""

@@ -9,7 +9,7 @@ A store's folder holds shards, which are tokens and nothing else, and an index t
     documents.bin   little-endian uint64: where in the row each document starts, rising, the first at 0
 
 `tokenizer` is a hash of the tokenizer, or null; `documents` is null where nobody knows where documents start. The index
-is written last, so a folder with an index is complete. An index from before 2026-11-23 has no `num_documents`.
+is written last, so a folder with an index is complete.
 """
 
 import json
@@ -93,7 +93,7 @@ class StoreIndex(Struct):
     tokenizer: str | None
     shards: list[ShardEntry]
     documents: FileName | None
-    num_documents: Natural | None = None
+    num_documents: Natural
 
 
 class TokenStore:
@@ -157,8 +157,6 @@ class TokenStore:
         documents = None
         if index.documents is not None:
             file, num_documents = folder / index.documents, index.num_documents
-            if num_documents is None:
-                num_documents = _nbytes(file) // DOCUMENT_NBYTES
             _require_size(file, num_documents * DOCUMENT_NBYTES, f"{num_documents} documents")
             documents = partial(_read_documents, file, tokens, num_documents)
         return cls(shards, dtype, vocab_size=index.vocab_size, tokenizer=index.tokenizer, documents=documents)
@@ -358,17 +356,13 @@ def _index_of(content: Any, file: Path) -> StoreIndex:
     return index
 
 
-def _nbytes(file: Path) -> int:
+def _require_size(file: Path, nbytes: int, what: str) -> None:
     try:
-        return file.stat().st_size
+        actual_nbytes = file.stat().st_size
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{file} is missing, and {INDEX_NAME} beside it names it; copy the store again"
         ) from None
-
-
-def _require_size(file: Path, nbytes: int, what: str) -> None:
-    actual_nbytes = _nbytes(file)
     if actual_nbytes != nbytes:
         raise ValueError(
             f"{file} has {actual_nbytes} bytes, but {INDEX_NAME} beside it says {nbytes} ({what}); make the store "

@@ -216,21 +216,17 @@ def _read_lines(file: BinaryIO, path: Path, start: int, reached: Callable[[], in
         line_text = line.decode("utf-8-sig" if position == len(line) else "utf-8", "replace")
         if line_text.strip():
             with naming_row(path, place):
-                value = _parse_row(line_text)
+                try:
+                    value = untrusted.parse_json(line_text, Any)
+                except untrusted.UntrustedFileError as error:
+                    problem = f"{str(error).removeprefix('it ')}; mend it, or leave the file out"
+                    raise ValueError(_ARRAY if line_text.lstrip().startswith("[") else problem) from error
             yield FileRow(value, place, position, reached())
 
 
 def _place_of_line(path: Path, offset: int) -> str:
     with ExitStack() as stack:
         return f"line {1 + _skip(_open_content(path, stack)[0], offset)}"
-
-
-def _parse_row(line: str) -> Any:
-    try:
-        return untrusted.parse_json(line, Any)
-    except untrusted.UntrustedFileError as error:
-        problem = f"{str(error).removeprefix('it ')}; mend it, or leave the file out"
-        raise ValueError(_ARRAY if line.lstrip().startswith("[") else problem) from error
 
 
 def _text_of(row: Any, field: str) -> str | None:

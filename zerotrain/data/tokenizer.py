@@ -145,6 +145,19 @@ class TextTokenizer:
         self.name = name_or_path
         # Some leave numbers out, and have tokens beyond their count.
         self.vocab_size = max([len(self._tokenizer), *(token + 1 for token in self._tokenizer.get_vocab().values())])
+        self.token_dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+        """The smallest unsigned integer for every token."""
+        self.end_of_text: int | None = self._tokenizer.eos_token_id
+        """The token behind a text; None where the tokenizer has none."""
+        self.beginning_of_text: int | None = self._tokenizer.bos_token_id
+        """The token before a text; None where the tokenizer has none."""
+        self.special_tokens: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
+        """The special tokens by the names that a template knows, such as eos_token."""
+        self.added_tokens: dict[str, int] = dict(self._tokenizer.added_tokens_encoder)
+        """Tokens that are no parts of words, such as those that end a turn."""
+        templates = self._tokenizer.chat_template or {}
+        self.chat_templates: dict[str, str] = templates if isinstance(templates, dict) else {"default": templates}
+        """By name; the only one is called default."""
         self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         """The tokenizer without transformers around it, which takes many texts on all cores, and does not warn of a
         text that is longer than the model's context; None for one that is written in Python."""
@@ -154,42 +167,8 @@ class TextTokenizer:
             self._backend.no_padding()
             self._backend.encode_special_tokens = bool(getattr(self._tokenizer, "split_special_tokens", False))
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # or it warns in each process that is started later
-
-    @property
-    def token_dtype(self) -> np.dtype:
-        """The smallest unsigned integer for every token."""
-        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The token behind a text; None where the tokenizer has none."""
-        return None if self._tokenizer.eos_token_id is None else int(self._tokenizer.eos_token_id)
-
-    @property
-    def beginning_of_text(self) -> int | None:
-        """The token before a text; None where the tokenizer has none."""
-        return None if self._tokenizer.bos_token_id is None else int(self._tokenizer.bos_token_id)
-
-    @property
-    def has_offsets(self) -> bool:
+        self.has_offsets = self._backend is not None
         """Whether it says where in a text its tokens are."""
-        return self._backend is not None
-
-    @property
-    def special_tokens(self) -> dict[str, Any]:
-        """The special tokens by the names that a template knows, such as eos_token."""
-        return dict(self._tokenizer.special_tokens_map)
-
-    @property
-    def added_tokens(self) -> dict[str, int]:
-        """Tokens that are no parts of words, such as those that end a turn."""
-        return dict(self._tokenizer.added_tokens_encoder)
-
-    @property
-    def chat_templates(self) -> dict[str, str]:
-        """By name; the only one is called default."""
-        templates = self._tokenizer.chat_template or {}
-        return templates if isinstance(templates, dict) else {"default": templates}
 
     def fingerprint(self) -> str:
         """Differs between tokenizers with other tokens."""

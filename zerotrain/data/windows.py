@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from zerotrain.data.batches import mix_bits
+from zerotrain.data.batches import mix_bits, require_fraction
 from zerotrain.data.store import TokenStore
 
 # The places of a dataset's rows: windows of seq_len tokens, one beside the other, in runs of a store's tokens.
@@ -270,8 +270,7 @@ def split(
         none = RowsWithinRuns(np.array([], dtype=np.int64), np.array([], dtype=np.int64), seq_len)
         train_windows = whole(store, seq_len=seq_len, vocab_size=vocab_size, source=source)
         return train_windows, TokenWindows(store, none, seq_len, vocab_size, source)
-    if not 0 < fraction < 1:
-        raise ValueError(f"data.validation_fraction={fraction} is out of range; it must be 0 or between 0 and 1")
+    require_fraction(fraction)
     documents, unit, sides = store.documents, "document", None
     if documents is not None:
         sides = _split_by_document(documents, store.tokens, seq_len, fraction)

@@ -6,7 +6,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,27 +22,26 @@ _errors: list[int] = []
 """Descriptors on which the user reads errors while a file takes what is printed."""
 
 
-class StandIn(io.TextIOBase):
+class StandIn:
     """Stands in the place of a stream, and answers questions as the stream does."""
 
-    def __init__(self, stream: TextIO | io.TextIOBase) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
 
-    def isatty(self) -> bool:
-        return self._stream.isatty()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
-    def fileno(self) -> int:
-        return self._stream.fileno()
+    def write(self, text: str) -> int:
+        """Write it."""
+        return int(self._stream.write(text))
 
-    def writable(self) -> bool:
-        return True
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write some."""
+        for line in lines:
+            self.write(line)
 
     def close(self) -> None:
         """Nothing: the stream is another's. Python calls this at the end, and tells of its errors since 3.13."""
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
 
 
 class LastingStream(StandIn):
@@ -68,9 +67,6 @@ class LastingStream(StandIn):
     def flush(self) -> None:
         """Flush, or do nothing."""
         self._attempt(self._stream.flush)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
     def _attempt(self, call: Callable[[], object]) -> None:
         try:
@@ -104,13 +100,6 @@ class StampedLines(StandIn):
         self._begins_line = text.endswith("\n") if text else self._begins_line
         self._stream.write(lines)
         return len(text)
-
-    def flush(self) -> None:
-        """Flush the stream."""
-        self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def run_command(main: Callable[[], int], *, only_prints: bool = False) -> NoReturn:

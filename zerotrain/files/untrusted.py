@@ -220,7 +220,7 @@ def _sentence(error: str, value: Any) -> str:
             expected = f"{'one of ' if len(words) > 1 else ''}{', '.join(words)}"
         else:
             expected = _KIND.sub(_in_words, names)
-        actual = None if is_key else _value_at(place, value)
+        actual = None if is_key else value_at(value, *re.findall(r"[^.\[\]]+|\.\.\.", place))
         got = shown(repr(actual)) if isinstance(actual, str | int | float) else _KIND.sub(_in_words, kind)
         problem = f"got {got}; it must be {expected}" if got else f"it must be {expected}"
     problem = re.sub("Object missing required field `(.*)`", r"\1 is missing", problem)
@@ -233,18 +233,12 @@ def _in_words(match: re.Match[str]) -> str:
     return " or ".join(_WORDS.get(kind, kind) for kind in kinds)
 
 
-def _value_at(place: str, value: Any) -> Any:
-    """The value at a place such as `files[3].nbytes`; None for one that msgspec does not name, as in `files[...]`."""
-    for name in re.findall(r"[^.\[\]]+|\.\.\.", place):
-        if name == "...":
-            return None
-        value = value[int(name) if isinstance(value, list | tuple) else name]
-    return value
-
-
 def value_at(value: Any, *names: str) -> Any:
-    """An inner value of dicts within each other, as anybody may have written them; None where there is none."""
+    """An inner value of dicts and lists within each other, as anybody may have written them; None where there is
+    none."""
     for name in names:
+        if isinstance(value, list | tuple):
+            value = {str(number): item for number, item in enumerate(value)}
         value = value.get(name) if isinstance(value, dict) else None
     return value
 

@@ -48,10 +48,7 @@ def put_options_last(arguments: list[str]) -> None:
         problems.append(untrusted.printable(f"{option}: there is no such option{meant} without dashes", keep=""))
     if problems:
         raise ConfigError(*problems)
-    try:
-        settings = get_args_parser().parse_intermixed_args(arguments[1:]).overrides
-    except TypeError:  # of a parser that has learnt what cannot be intermixed
-        return
+    settings = get_args_parser().parse_intermixed_args(arguments[1:]).overrides
     waiting, options = list(settings), []
     for argument in arguments[1:]:
         if waiting and argument == waiting[0]:

@@ -8,19 +8,19 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from zerotrain.checkpoint.folder import CHECKPOINTS, remove_all
-from zerotrain.config.compose import config_hash, save_config
+from zerotrain.config.compose import save_config
 from zerotrain.config.schema import Config
 from zerotrain.device.processes import num_cores
 from zerotrain.errors import ConfigError
 from zerotrain.files.lock import LOCK_NAME, holder, lock, note_holder, open_lock, whole
-from zerotrain.files.untrusted import Natural, NotRegularError, UntrustedFileError, parse_json, read_json
+from zerotrain.files.untrusted import UntrustedFileError, parse_json, read_json
 from zerotrain.launching import exits
+from zerotrain.run.factory import RunSpec
 from zerotrain.training.result import METRICS_NAME, RESULT_NAME, STEPS_NAME, RunResult
 
 # One run at a time in a run folder.
@@ -50,7 +50,16 @@ def locked(run_dir: Path) -> Iterator[None]:
         FolderInUseError: another run is under way there.
         ConfigError: it is no folder that can be written.
     """
-    with _open_lock_file(run_dir) as file:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = open_lock(run_dir / LOCK_NAME)
+    except OSError as error:
+        if error.errno not in _OF_THE_FOLDER:
+            raise
+        raise ConfigError(
+            f"hydra.run.dir: got {run_dir}, which cannot be written: {error.strerror}; give a folder that can"
+        ) from error
+    with file:
         try:
             try:
                 problem = lock(file)
@@ -74,23 +83,6 @@ def await_free(run_dir: Path) -> None:
         lock(file, wait=True)
 
 
-def _open_lock_file(run_dir: Path) -> BinaryIO:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        return open_lock(run_dir / LOCK_NAME)
-    except NotRegularError as error:
-        raise ConfigError(
-            f"hydra.run.dir: got {run_dir}, whose {LOCK_NAME} cannot be locked: {error.strerror}; remove it, or give "
-            "another folder"
-        ) from error
-    except OSError as error:
-        if error.errno not in _OF_THE_FOLDER:
-            raise
-        raise ConfigError(
-            f"hydra.run.dir: got {run_dir}, which cannot be written: {error.strerror}; give a folder that can"
-        ) from error
-
-
 CONFIG_NAME = "config.yaml"
 RANKS = "ranks"
 """The folder of the ranks' logs and states."""
@@ -104,33 +96,11 @@ _REFUSED = "refused.json"
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(RunSpec):
     """The job, as every rank of a run receives it."""
 
-    config: Config
-    run_dir: Path
-    """Absolute, and the same on all machines."""
-    overrides: list[str]
-    """The settings given on the command line."""
-    data_checked: dict[str, Any] | None = None
-    """Fingerprint of the data when it was checked; each rank compares its own with it."""
-    resume_from: list[str] = field(default_factory=list)
-    """Checkpoints to go on from, the best first; none to begin anew."""
-    restarts: Natural = 0
-    """How often its ranks were started again, after a failure."""
-    stage: int | None = None
-    """ZeRO stage of the engine at its start; None: the run's first."""
     evaluates: dict[str, Any] | None = None
     """The evaluation, as arguments of `zerotrain.saved.evaluating.run`; None: the job trains."""
-    trial: dict[str, Any] | None = None
-    """The arguments of `early_stopping.Trial`, for a pruner; None: there is no pruner."""
-    planned: dict[str, Any] | None = None
-    """The `Memory.usage_of` of the run's plan; None: it was not planned."""
-
-    @cached_property
-    def config_hash(self) -> str:
-        """Equal where all settings but those of `launch` are equal."""
-        return config_hash(self.config)
 
     @property
     def ranks_dir(self) -> Path:
@@ -204,8 +174,7 @@ def write_refusal(
         if RunResult.read(run_dir / RESULT_NAME).status == "completed":
             return
     except FileNotFoundError:
-        if os.path.islink(run_dir / RESULT_NAME):
-            return
+        pass
     except (OSError, UntrustedFileError):  # nobody knows whose it is
         return
     RunResult(world_size=0, overrides=overrides, error=error, exit_code=code).write(run_dir)
@@ -235,7 +204,6 @@ def write_ending(job: Job, world_size: int, *, status: str, error: str, code: in
     try:
         result = RunResult.read(job.run_dir / RESULT_NAME)
     except (OSError, UntrustedFileError):  # none, or cut off where the disk was full
-        stage = job.config.zero.stages[0] if job.stage is None else job.stage
-        result = RunResult(world_size, stage, job.overrides, job.config_hash, restarts=job.restarts)
+        result = RunResult(world_size, **job.facts())
     result.status, result.error, result.stopped_by, result.exit_code = status, error, None, code
     result.write(job.run_dir)

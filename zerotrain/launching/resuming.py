@@ -32,16 +32,11 @@ from zerotrain.launching import exits
 from zerotrain.launching.failures import RunError
 from zerotrain.launching.job import COMPOSITION, CONFIG_NAME, RANKS, Job, num_threads_per_rank
 from zerotrain.preflight.choice import as_chosen
-from zerotrain.preflight.plan import PLAN_NAME
 from zerotrain.settings import problems_in
 from zerotrain.training.callbacks.stages import stage_at, stages_from
-from zerotrain.training.result import METRICS_NAME, RESULT_NAME, STEPS_NAME, RunResult
+from zerotrain.training.result import RESULT_NAME, RunResult
 
 AUTO = "auto"
-_KINDS = dict.fromkeys((folder.CHECKPOINTS, RANKS, COMPOSITION), stat.S_IFDIR)
-_KINDS |= dict.fromkeys((RESULT_NAME, METRICS_NAME, STEPS_NAME, CONFIG_NAME, PLAN_NAME), stat.S_IFREG)
-_KINDS |= {f"{COMPOSITION}/{name}.yaml": stat.S_IFREG for name in ("config", "hydra", "overrides")}
-"""The files and folders of a run in its folder, by kind."""
 _OF_ONE_START = ("launch.", "checkpoint.", "sweep.")
 """Two runs may differ in these settings and still be the same."""
 _MAX_CONFIG_NBYTES = 2**20
@@ -186,20 +181,17 @@ def _differences(config: Config, run_hash: str | None, run_dir: Path) -> list[st
 
 
 def _foreign_file(run_dir: Path) -> str | None:
-    """Something else in the place of one of the run's files; it would stop the run. None if there is nothing."""
-    kinds = {run_dir / name: kind for name, kind in _KINDS.items()}
-    kinds |= dict.fromkeys(run_dir.glob(f"{RANKS}/*.*"), stat.S_IFREG)
-    kinds |= dict.fromkeys(folder.entries(run_dir / folder.CHECKPOINTS, folder.STEP), stat.S_IFDIR)
-    for path, kind in kinds.items():
-        name = path.relative_to(run_dir)
+    """Something else in the place of one of the run's folders; it would stop the run, after hours as `checkpoints`.
+    None if there is nothing."""
+    for name in (folder.CHECKPOINTS, RANKS, COMPOSITION):
         try:
-            mode = path.stat().st_mode
+            mode = (run_dir / name).stat().st_mode
         except OSError as error:
-            if os.path.lexists(path):
+            if os.path.lexists(run_dir / name):
                 return f"{name} is a link that leads nowhere ({error.strerror})"
             continue
-        if stat.S_IFMT(mode) != kind:
-            return f"{name} is {kind_of(mode)}, and must be {kind_of(kind)}"
+        if not stat.S_ISDIR(mode):
+            return f"{name} is {kind_of(mode)}, and must be a folder"
     return None
 
 

@@ -1,16 +1,14 @@
 """The work of one rank, however it was started."""
 
-import io
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, get_error_handler
@@ -38,7 +36,7 @@ class TerminalAndFile(StandIn):
     The file gets whole lines, without colours, and nothing of a line drawn again and again.
     """
 
-    def __init__(self, terminal: TextIO | io.TextIOBase, file: TextIO | io.TextIOBase) -> None:
+    def __init__(self, terminal: Any, file: Any) -> None:
         super().__init__(terminal)
         self._file = file
         self._unfinished_line = ""
@@ -50,7 +48,7 @@ class TerminalAndFile(StandIn):
         else:
             lines, newline, self._unfinished_line = (self._unfinished_line + text).rpartition("\n")
             self._file.write(_COLOUR.sub("", lines + newline))
-        num_chars = self._stream.write(text)
+        num_chars: int = self._stream.write(text)
         self._stream.flush()
         return num_chars
 
@@ -146,9 +144,7 @@ def _do(job: Job, presence: Presence, rank: int) -> dict[str, Any]:
         from zerotrain.saved import evaluating  # a training has no use for it
 
         return evaluating.run(job.config, job.run_dir, **job.evaluates, enter=presence.enter, tell=tell)
-    of_job = {field.name: getattr(job, field.name) for field in fields(job) if field.name != "evaluates"}
-    of_job |= {"config_hash": job.config_hash, "enter": presence.enter, "begin": presence.begin}
-    return factory.run(**of_job, tell=tell)
+    return factory.run(job, presence.enter, presence.begin, tell)
 
 
 def leave_overdue(ranks_dir: Path, rank: int, error: CommError | None) -> None:

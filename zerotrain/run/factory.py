@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.comm.ledger import Tell, tell_log
 from zerotrain.comm.world import World
 from zerotrain.config.checks import SETS, makes, takes
-from zerotrain.config.compose import checkpoint_settings, first_paragraph
+from zerotrain.config.compose import checkpoint_settings, config_hash, first_paragraph
 from zerotrain.config.schema import VALIDATION_FRACTION, Config, Rhythm, TrainConfig
 from zerotrain.config.words import find_references, word, words_of_config
 from zerotrain.data.fetch import fetch_rows, seeded
 from zerotrain.engine import WHOLE, OptimizerFactory, ParamGroups, ZeroEngine, assemble_engine
 from zerotrain.errors import ConfigError, noting, raise_noted
-from zerotrain.files.untrusted import printable, value_at
+from zerotrain.files.untrusted import Natural, printable, value_at
 from zerotrain.settings import EngineConfig, OffloadConfig, problems_in, value_of
 from zerotrain.sharding.units import ModelParameter, matching, model_parameters, no_match
 from zerotrain.training import Callback, Metric, Trainer
@@ -216,7 +216,7 @@ def _require_same(manifest: Manifest, groups: ParamGroups) -> None:
 ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps", "virtual_ranks")
 """The `train` settings that the engine gets."""
 _OF_NEITHER = ("num_epochs", "max_tokens", "deterministic", "on_corruption")
-LOOP_SETTINGS = tuple(field.name for field in fields(TrainConfig) if field.name not in (*ENGINE_SETTINGS, *_OF_NEITHER))
+LOOP_SETTINGS = tuple(entry.name for entry in fields(TrainConfig) if entry.name not in (*ENGINE_SETTINGS, *_OF_NEITHER))
 """Those that the Trainer gets."""
 _OF_DATA = re.compile(r"(?<![\w.])data\.(?!validation_sets\.)")
 """How the names of the arguments of data begin in its messages."""
@@ -224,52 +224,62 @@ TOO_LARGE_A_TENSOR = "Storage size calculation overflowed"
 """Torch's message for a tensor whose number of bytes overflows."""
 
 
+@dataclass(frozen=True)
+class RunSpec:
+    """A run, as each of its ranks receives it."""
+
+    config: Config
+    """Its values checked, which the process did that has started the ranks."""
+    run_dir: Path
+    """Absolute, and the same on all machines; it exists."""
+    overrides: list[str]
+    """The settings given on the command line."""
+    data_checked: dict[str, Any] | None = None
+    """Fingerprint of the data when it was checked; each rank compares its own with it."""
+    resume_from: list[str] = field(default_factory=list)
+    """Checkpoints to go on from, the best first; none to begin anew."""
+    restarts: Natural = 0
+    """How often its ranks were started again, after a failure."""
+    stage: int | None = None
+    """ZeRO stage of the engine at its start; None: the run's first."""
+    trial: dict[str, Any] | None = None
+    """The arguments of `early_stopping.Trial`, for a pruner; None: there is no pruner."""
+    planned: dict[str, Any] | None = None
+    """The `Memory.usage_of` of the run's plan; None: it was not planned."""
+
+    def facts(self) -> dict[str, Any]:
+        """Its fields of result.json."""
+        stage = self.config.zero.stages[0] if self.stage is None else self.stage
+        facts = {"stage": stage, "overrides": self.overrides, "config_hash": config_hash(self.config)}
+        facts |= {"restarts": self.restarts}
+        return facts if self.planned is None else facts | {"memory_bytes": {"planned": self.planned}}
+
+
 def run(
-    config: Config,
-    run_dir: Path,
-    overrides: list[str],
-    config_hash: str,
+    spec: RunSpec,
     enter: Callable[[str], None] = lambda phase: None,
     begin: Callable[[int], None] = lambda step: None,
-    data_checked: Mapping[str, Any] | None = None,
-    resume_from: Sequence[str] = (),
-    restarts: int = 0,
-    stage: int | None = None,
     tell: Tell = tell_log,
-    trial: Mapping[str, Any] | None = None,
-    planned: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train as one rank of a run, from joining the others to result.json; return the body of that file.
 
     Args:
-        config: its values checked, which the process did that has started the ranks.
-        run_dir: exists; rank 0 writes its files there.
-        overrides, config_hash: repeated in result.json.
         enter: told what is done from then on, such as "training".
         begin: told the number of each step, from 1, as it begins.
-        data_checked: what the data was for `zerotrain.preflight.check.check`.
-        resume_from: checkpoints to go on from, the best first.
-        restarts: repeated in result.json too.
-        stage: to build the engine at, which the first of `resume_from` is due to go on at; None: the run's first.
         tell: see `World.from_environment`.
-        trial: arguments of `zerotrain.training.callbacks.early_stopping.Trial`; None: nobody prunes this run.
-        planned: what a plan of this run said, see `RunResult.memory_bytes`; None: nobody has planned this run.
     """
-    stage = config.zero.stages[0] if stage is None else stage
-    facts = {"stage": stage, "overrides": overrides, "config_hash": config_hash, "restarts": restarts}
-    facts |= {} if planned is None else {"memory_bytes": {"planned": planned}}
+    config, parts = spec.config, dict[str, Any](begin=begin, run_facts=spec.facts())
     with joined_ranks(config, enter, tell) as world:
-        parts: dict[str, Any] = {"run_facts": facts, "begin": begin, "data_checked": data_checked}
-        if trial is not None and world.rank == 0:  # rank 0 alone has the pruner
+        if spec.trial is not None and world.rank == 0:  # rank 0 alone has the pruner
             from zerotrain.training.callbacks.early_stopping import Pruning, Trial
 
-            job = Trial(**trial)
+            job = Trial(**spec.trial)
             parts["pruning"] = Pruning(job, build("sweep.pruner", job.pruner))
         if config.checkpoint.mirror is not None and world.rank == 0:
             from zerotrain.training.callbacks.mirror import Mirror, RunMirror
 
             parts["mirror"] = RunMirror(Mirror(config.checkpoint.mirror), config.checkpoint.mirror_keep)
-        trainer = _trainer(config, world, run_dir, stage, resume_from, **parts)
+        trainer = _trainer(spec, world, **parts)
         enter(f"training {config.model.get('_target_')}")
         return trainer.run()
 
@@ -289,12 +299,10 @@ def joined_ranks(
         yield world
 
 
-def _trainer(
-    config: Config, world: World, run_dir: Path, stage: int, resume_from: Sequence[str], **arguments: Any
-) -> Trainer:
+def _trainer(spec: RunSpec, world: World, **arguments: Any) -> Trainer:
+    config, frozen = spec.config, dict[str, Any]()
     torch.manual_seed(config.seed)
-    frozen: dict[str, Any] = {}
-    engine = build_engine_of(config, world, stage, run_dir, frozen)
+    engine = build_engine_of(config, world, spec.stage, spec.run_dir, frozen)
     # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
     torch.manual_seed(config.seed + 1 + world.rank)
     dataset = build_data(config)
@@ -317,13 +325,14 @@ def _trainer(
         stages=config.zero.stages,
         frozen=frozen_steps(config, frozen, dataset.train, world.size),
         seed=config.seed,
-        run_dir=run_dir,
+        run_dir=spec.run_dir,
+        data_checked=spec.data_checked,
         model_flops=_model_flops(config, engine, dataset),
         num_workers=config.switches("data")["num_workers"],
         collate_fn=build_collate(config),
         settings=settings,
         callbacks=build_callbacks(config),
-        checkpoint=_policy(config, resume_from, steps["checkpoint.every"]),
+        checkpoint=_policy(spec, steps["checkpoint.every"]),
         exit_code_when_stopped=config.launch.exit_code_when_stopped,
         **arguments,
         **loop,
@@ -398,20 +407,16 @@ def add_config_loss(config: Config, model: torch.nn.Module) -> None:
         add_loss(model, function, config.switches("loss")["target"])
 
 
-def _policy(config: Config, resume_from: Sequence[str], every_steps: int | None) -> CheckpointPolicy:
+def _policy(spec: RunSpec, every_steps: int | None) -> CheckpointPolicy:
     """When a run saves; every so many steps, where that is not given as a time."""
-    settings, every = config.checkpoint, Rhythm.read(config.checkpoint.every)
+    settings, every = spec.config.checkpoint, Rhythm.read(spec.config.checkpoint.every)
     return CheckpointPolicy(
         every_steps=every_steps,
         every_s=float(every.number) if every is not None and every.unit == "seconds" else None,
-        keep=settings.keep,
-        keep_every=settings.keep_every,
-        best=settings.best,
-        asynchronous=settings.asynchronous,
+        **{name: getattr(settings, name) for name in ("keep", "keep_every", "best", "asynchronous", "strict")},
         at_end=settings.save_at_end is not False,
-        resume=[Path(path) for path in resume_from],
+        resume=[Path(path) for path in spec.resume_from],
         init_from=None if settings.init_from is None else Path(settings.init_from),
-        strict=settings.strict,
     )
 
 

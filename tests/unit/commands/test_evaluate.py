@@ -52,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     folder = tmp_path_factory.mktemp("run")
     config = Config(model={"_target_": f"{__name__}.Drawn"}, data=SYNTHETIC, optimizer=ADAMW, scheduler=COSINE)
     config.train.max_steps, config.train.eval_batches, config.seed = 2, 1, 5
-    result = factory.run(config, folder, overrides=[], config_hash="abc")
+    result = factory.run(factory.RunSpec(config, folder, []))
     return folder, result["final_val_loss"]
 
 
@@ -150,7 +150,7 @@ def test_text_is_prepared_where_the_user_says_and_never_where_a_file_does(tmp_pa
         config.train.max_steps, config.train.eval_batches = 1, 1
         folder = tmp_path / str(len(own[0]))
         folder.mkdir()
-        loss = factory.run(config, folder, overrides=[], config_hash="abc")["final_val_loss"]
+        loss = factory.run(factory.RunSpec(config, folder, []))["final_val_loss"]
         shutil.rmtree(of_file)
         monkeypatch.setenv("XDG_CACHE_HOME", str(mine))
         monkeypatch.chdir(tmp_path)

@@ -166,16 +166,6 @@ def test_a_file_of_documents_that_was_cut_or_has_grown_is_refused(tmp_path, chan
         _ = store.documents
 
 
-@pytest.mark.parametrize("documents", [None, [0, 3, 6]])
-def test_an_older_index_that_does_not_say_how_many_documents_there_are_is_read(tmp_path, documents):
-    write_store(tmp_path, [9], documents=documents)
-    index = json.loads((tmp_path / "index.json").read_text())
-    del index["num_documents"]
-    (tmp_path / "index.json").write_text(json.dumps(index))
-    found = TokenStore.open(tmp_path).documents
-    assert documents == (None if found is None else found.tolist())
-
-
 def overwrite(file):
     with file.open("r+b") as opened:
         opened.write(b"\1\2\3")

@@ -122,7 +122,7 @@ def test_an_ending_is_written_even_if_rank_0_never_wrote_any(job: Job):
     write_ending(job, 2, status="failed", error="rank 0 was killed by SIGKILL")
     written = json.loads((job.run_dir / "result.json").read_text())
     assert written["overrides"] == ["seed=3"]
-    assert written["config_hash"] == job.config_hash
+    assert written["config_hash"] == job.facts()["config_hash"]
     assert (written["world_size"], written["stage"], written["restarts"]) == (2, 2, 0)
 
 

@@ -27,7 +27,7 @@ def test_the_source_of_a_mix_whose_rows_are_bad_is_named_with_their_files(tmp_pa
     config.train.max_steps, config.train.eval_batches, config.train.sample_tokens = STEPS, 1, 0
     config.train.micro_batch_size, config.train.max_grad_norm, config.launch.threads_per_rank = 4, None, 1
     (tmp_path / "run").mkdir()
-    factory.run(config, tmp_path / "run", overrides=[], config_hash="")
+    factory.run(factory.RunSpec(config, tmp_path / "run", []))
 
     out = tmp_path / "replay.json"
     assert replay.main([str(tmp_path / "run"), "--step", str(STEPS), "--rows", "--out", str(out)]) == 0

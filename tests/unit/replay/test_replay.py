@@ -90,9 +90,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             folder = folders[precision] = tmp_path_factory.mktemp(precision)
             config = config_of(precision)
             config.checkpoint.keep = None
-            factory.run(config, folder, overrides=[], config_hash="")
+            factory.run(factory.RunSpec(config, folder, []))
             config.zero.stage = 1
-            factory.run(config, folder, [], "", resume_from=[str(folder / "checkpoints/step-00000004")])
+            factory.run(factory.RunSpec(config, folder, [], resume_from=[str(folder / "checkpoints/step-00000004")]))
     return folders
 
 
@@ -160,7 +160,7 @@ def test_a_run_says_the_command_as_a_step_stands_out_and_the_command_finds_the_r
     config = config_of()
     config.data, config.train.max_steps = {"_target_": f"{__name__}.Long"}, 44
     (tmp_path / "run").mkdir()
-    factory.run(config, tmp_path / "run", overrides=[], config_hash="")
+    factory.run(factory.RunSpec(config, tmp_path / "run", []))
     lines = [each for each in capsys.readouterr().out.splitlines() if "stands out" in each]
     lines_of_record = (tmp_path / "run/steps.jsonl").read_text().splitlines()[1:]
     losses = [json.loads(each)["loss"] for each in lines_of_record]

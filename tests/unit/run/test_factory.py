@@ -24,7 +24,7 @@ def run(folder: Path, **groups: Any) -> dict[str, Any]:
     settings.train.max_steps = 2
     settings.train.eval_batches = 1
     folder.mkdir(exist_ok=True)
-    return factory.run(settings, folder, overrides=["train.max_steps=2"], config_hash="abc")
+    return factory.run(factory.RunSpec(settings, folder, ["train.max_steps=2"]))
 
 
 def test_mfu_counts_no_operation_that_is_made_twice_to_save_memory(tmp_path, monkeypatch):
@@ -47,11 +47,11 @@ def test_an_engine_is_built_at_the_stage_that_it_goes_on_at(tmp_path: Path, caps
         zero=ZeroGroup(schedule={0: 0, 2: 3}), checkpoint=CheckpointConfig(every="3", save_at_end=False, keep=None)
     )
     settings.train.max_steps, settings.train.eval_batches = 4, 1
-    whole = factory.run(settings, tmp_path, overrides=[], config_hash="abc")
+    whole = factory.run(factory.RunSpec(settings, tmp_path, []))
     path = str(tmp_path / "checkpoints/step-00000003")
     for stage, is_changed in ((3, False), (1, True)):
         capsys.readouterr()
-        again = factory.run(settings, tmp_path, overrides=[], config_hash="abc", resume_from=[path], stage=stage)
+        again = factory.run(factory.RunSpec(settings, tmp_path, [], resume_from=[path], stage=stage))
         assert again["weights_sha256"] == whole["weights_sha256"]
         assert again["stage"] == 3
         assert (f"stage {stage} -> 3 after step 3: sent" in capsys.readouterr().out) == is_changed
@@ -81,7 +81,7 @@ def test_data_that_is_not_what_was_checked_is_refused_by_the_ranks(tmp_path: Pat
     checked = preflight.check(config())
     settings = config(data=SYNTHETIC | {"num_sequences": 65})
     with pytest.raises(ConfigError, match="rows: 64 when it was checked, 65 on all ranks"):
-        factory.run(settings, tmp_path, overrides=[], config_hash="abc", data_checked=checked)
+        factory.run(factory.RunSpec(settings, tmp_path, [], data_checked=checked))
 
 
 class Poisoned(torch.nn.Module):
@@ -98,7 +98,7 @@ def test_what_training_ends_with_is_said_in_words_of_the_config(tmp_path, monkey
     settings = config(model={"_target_": "zerotrain.models.Poisoned"})
     settings.train.max_skipped_steps, settings.train.eval_batches = 2, 1
     with pytest.raises(TrainingError, match=r"train\.on_nonfinite=skip, train\.max_skipped_steps"):
-        factory.run(settings, tmp_path, overrides=[], config_hash="abc")
+        factory.run(factory.RunSpec(settings, tmp_path, []))
 
 
 class Unordered(Poisoned):
@@ -119,7 +119,7 @@ def test_what_has_no_deterministic_variant_stops_a_deterministic_run_by_its_name
     settings.train.deterministic = True
     try:
         with pytest.raises(RuntimeError, match="put_"):
-            factory.run(settings, tmp_path, overrides=[], config_hash="abc")
+            factory.run(factory.RunSpec(settings, tmp_path, []))
         assert not torch.backends.cudnn.benchmark
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     finally:
@@ -141,12 +141,14 @@ def test_what_is_kept_of_a_run_is_as_the_config_says(every: str | None, steps: i
     given = CheckpointConfig(every=every, keep=None, keep_every=7, asynchronous=False, init_from="llama", strict=False)
     config = Config(checkpoint=given)
     in_steps = rhythms_in_steps(config, range(100), num_ranks=1)["checkpoint.every"]
-    policy = factory._policy(config, ["run/checkpoints/step-00000100"], in_steps)
+    spec = factory.RunSpec(config, Path(), [], resume_from=["run/checkpoints/step-00000100"])
+    policy = factory._policy(spec, in_steps)
     assert (policy.every_steps, policy.every_s) == (steps, seconds)
     assert (policy.keep, policy.keep_every, policy.asynchronous, policy.strict) == (None, 7, False, False)
     assert (policy.resume, policy.init_from) == ([Path("run/checkpoints/step-00000100")], Path("llama"))
     assert policy.at_end
-    assert not factory._policy(Config(checkpoint=CheckpointConfig(save_at_end=False)), [], None).at_end
+    given.save_at_end = False
+    assert not factory._policy(spec, in_steps).at_end
 
 
 def halving(step: int, max_steps: int, *, times: int = 1) -> float:
@@ -158,7 +160,7 @@ def test_any_function_may_be_the_schedule(tmp_path: Path) -> None:
     settings = config(scheduler=schedule)
     settings.train.max_steps, settings.train.log_every, settings.train.eval_every = 4, 1, 0
     preflight.check(settings)
-    factory.run(settings, tmp_path, overrides=[], config_hash="abc")
+    factory.run(factory.RunSpec(settings, tmp_path, []))
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert [line["lr"] for line in lines if "lr" in line] == [1e-3, 1e-3, 5e-4, 5e-4]
 
@@ -169,7 +171,7 @@ def test_without_validation_nothing_is_evaluated(tmp_path: Path, capsys: pytest.
     settings = config(data=text | {"validation_fraction": 0, "cache_dir": str(tmp_path / "cache")})
     settings.train.max_steps, settings.train.eval_every = 2, 1
     preflight.check(settings)
-    result = factory.run(settings, tmp_path, overrides=[], config_hash="abc")
+    result = factory.run(factory.RunSpec(settings, tmp_path, []))
     assert (result["status"], result["steps"], result["final_val_loss"]) == ("completed", 2, None)
     assert "val_loss" not in (tmp_path / "metrics.jsonl").read_text()
     assert "tokens after 16 of the training text" in capsys.readouterr().out

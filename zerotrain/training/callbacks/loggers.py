@@ -20,7 +20,7 @@ from msgspec import Meta, Struct, to_builtins
 from zerotrain.checkpoint.manifest import versions
 from zerotrain.device.kinds import device_of
 from zerotrain.files.lock import read_note, whole
-from zerotrain.files.untrusted import UntrustedFileError, dotted, parse_json, require_kind
+from zerotrain.files.untrusted import dotted, parse_json, require_kind
 from zerotrain.training.callback import Callback, Closing, Run
 from zerotrain.training.result import METRICS_NAME, MetricsFile, MetricSink, lines_of
 
@@ -328,9 +328,7 @@ class WandB(Curves):
         super().__init__()
         if mode not in (*MODES, None):
             raise ValueError(f"mode={mode}; it must be {', '.join(MODES)} or null")
-        job = _SweepJob()
-        with suppress(UntrustedFileError):
-            job = parse_json(os.environ.get(SWEEP_VARIABLE, "{}"), _SweepJob)
+        job = parse_json(os.environ.get(SWEEP_VARIABLE, "{}"), _SweepJob)
         self._mode = mode
         self._given: dict[str, Any] = {"project": project, "entity": entity, "tags": tags}
         self._given |= {"name": name or job.name or None, "group": group or job.group or None}

@@ -246,11 +246,8 @@ class MetricStates:
         names = [LOSS, *(name for name, metric in metrics.items() if metric.needs_outputs)]
         self._kept: dict[str, dict[int, States]] = {name: {} for name in names}
         """By name, and by the number of the micro-batch among those of all ranks."""
-
-    @property
-    def needs_outputs(self) -> bool:
+        self.needs_outputs = len(names) > 1
         """Whether the model is to be called for its outputs."""
-        return len(self._kept) > 1
 
     def add(self, number: int, loss: torch.Tensor, weight: float, outputs: Any, batch: Any, num_counted: int) -> None:
         """Measure a micro-batch, unless it weighs nothing: then its mean loss is nan in many models. The device is not

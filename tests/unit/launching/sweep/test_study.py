@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import math
-import os
 import pickle
 import sqlite3
 import statistics
@@ -199,27 +198,11 @@ def make_of_another_optuna(path: Path) -> None:
         database.execute("UPDATE alembic_version SET version_num = 'v99.0.0'")
 
 
-def make_of_others(path: Path) -> None:
-    with contextlib.closing(sqlite3.connect(path)) as database:
-        database.execute("CREATE TABLE books (title TEXT)")
-
-
 FILES = {
-    "database of others": (
-        make_of_others,
-        "which cannot be read: it is a database of something else, with books; move",
-    ),
-    "cut-off database": (
-        lambda path: path.write_bytes(b"SQLite format 3\0"),
-        "which cannot be read: file is not a data",
-    ),
-    "FIFO": (os.mkfifo, "study.db, which cannot be read: it is a FIFO, and must be"),
-    "folder": (Path.mkdir, "study.db, which cannot be read: "),
-    "text": (
-        lambda path: path.write_text("a=1"),
-        "study.db, which cannot be read: it is no database of SQLite; move it away",
-    ),
-    "link to nowhere": (lambda path: path.symlink_to("/nowhere/study.db"), "study.db, which cannot be read: "),
+    "cut-off database": (lambda path: path.write_bytes(b"SQLite format 3\0"), "study.db, which Optuna cannot open: "),
+    "folder": (Path.mkdir, "study.db, which Optuna cannot open: OperationalError: "),
+    "text": (lambda path: path.write_text("a=1"), "study.db, which Optuna cannot open: DatabaseError: "),
+    "link to nowhere": (lambda path: path.symlink_to("/nowhere/study.db"), "study.db, which Optuna cannot open: "),
     "another direction": (make_of_maximize, "sweep.objective: got minimize final_val_loss, but the study sweep in "),
     "another Optuna": (make_of_another_optuna, "study.db, which Optuna cannot open: RuntimeError: "),
 }

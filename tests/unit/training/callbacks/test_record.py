@@ -88,7 +88,7 @@ def train(folder, max_steps, *, stage=0, lr=0.001, resume=False, on_nonfinite="s
     config.train.on_nonfinite = on_nonfinite
     from_ = [str(folder / f"checkpoints/step-{3:08d}")] if resume else []
     folder.mkdir(exist_ok=True)
-    factory.run(config, folder, overrides=[], config_hash="", resume_from=from_)
+    factory.run(factory.RunSpec(config, folder, [], resume_from=from_))
     return [json.loads(line) for line in (folder / STEPS_NAME).read_text().splitlines()]
 
 
