@@ -127,13 +127,13 @@ def replay(
         with tempfile.TemporaryDirectory() as scratch, joined_ranks(config) as world:
             console.print(f"step {step}, on one rank with {virtual_ranks} virtual ranks", highlight=False)
             steps = opened_steps(config, world, checkpoints, Path(scratch), console, start.get("data"))
-            if step > steps.max_steps:
-                raise ConfigError(f"--step: got {step}; the run has {steps.max_steps} steps; give one of them")
+            if step > steps.trainer.max_steps:
+                raise ConfigError(f"--step: got {step}; the run has {steps.trainer.max_steps} steps; give one of them")
             lines = _go_on(steps, record, step - 1)
             report = report_of(steps, each_row=options.rows)
             if options.save_batch is not None:
                 keep_batch(batch_of(steps, report.worst.virtual_rank, report.worst.micro_batch))
-            lines += _go_on(steps, record, min(step + options.around, steps.max_steps))
+            lines += _go_on(steps, record, min(step + options.around, steps.trainer.max_steps))
             different: dict[str, Any] = next((line for line in lines if line["differs"]), {"differs": None})
             causes = []
             if different["differs"]:
@@ -165,7 +165,7 @@ def _go_on(steps: ReplayedSteps, record: Record, until: int) -> list[dict[str, A
             "skipped": outcome.skipped,
             "loss_scale": outcome.loss_scale,
             "update": outcome.update_hash,
-            "lr": max(float(group["lr"]) for group in steps.engine.param_groups),
+            "lr": max(float(group["lr"]) for group in steps.trainer.engine.param_groups),
             "as_recorded": None if step not in record.steps else differs is None,
             "differs": differs,
         }

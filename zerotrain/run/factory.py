@@ -269,7 +269,7 @@ def run(
             from zerotrain.training.callbacks.mirror import Mirror, RunMirror
 
             parts["mirror"] = RunMirror(Mirror(config.checkpoint.mirror), config.checkpoint.mirror_keep)
-        trainer = _trainer(config, world, run_dir, stage, resume_from, **parts)
+        trainer = build_trainer(config, world, run_dir, stage, resume_from, **parts)
         enter(f"training {config.model.get('_target_')}")
         return trainer.run()
 
@@ -289,9 +289,14 @@ def joined_ranks(
         yield world
 
 
-def _trainer(
+def build_trainer(
     config: Config, world: World, run_dir: Path, stage: int, resume_from: Sequence[str], **arguments: Any
 ) -> Trainer:
+    """The trainer of a run around its engine and data. Collective. Raises as `build_engine_of`, and as `build`.
+
+    Args:
+        arguments: for the trainer, beside those that the config says.
+    """
     torch.manual_seed(config.seed)
     frozen: dict[str, Any] = {}
     engine = build_engine_of(config, world, stage, run_dir, frozen)
