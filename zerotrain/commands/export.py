@@ -20,6 +20,7 @@ import math
 import os
 import re
 import secrets
+import shutil
 import stat
 import sys
 from argparse import Namespace
@@ -70,7 +71,7 @@ def require_free(out: Path, *, overwrite: bool) -> None:
         raise ConfigError(
             f"--out: got {out}, which is there already; give a new name, or --overwrite to replace an export"
         )
-    _files_of_export(out)
+    _require_export(out, out)
 
 
 def require_apart(out: Path, run: Path, sources: list[Path]) -> None:
@@ -114,10 +115,9 @@ def new_folder(out: Path, about: dict[str, Any], *, overwrite: bool) -> Iterator
         yield partial.path
         about = about | {FILES: _sync_files(partial.path)}
         write_file(partial.path / ABOUT, [json.dumps(about, indent=2).encode(), b"\n"])
-        replaced = []
         if overwrite and os.path.lexists(out):
             out.rename(old)
-            replaced = _files_of_export(old, final_path=out)  # once more: something may have come since
+            _require_export(old, out)  # once more: something may have come since
         partial.appear()
     except BaseException as error:
         disk_error = _disk_error(error, partial.path)
@@ -129,7 +129,7 @@ def new_folder(out: Path, about: dict[str, Any], *, overwrite: bool) -> Iterator
                 f"{disk_error.filename or out} cannot be written: {disk_error.strerror}"
             ) from disk_error
         raise
-    _remove(replaced, old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _disk_error(error: BaseException, folder: Path) -> OSError | None:
@@ -167,8 +167,8 @@ def _sync_files(folder: Path) -> list[str]:
     return names
 
 
-def _files_of_export(folder: Path, final_path: Path | None = None) -> list[Path]:
-    """The files of an export that has nothing else in its folder; `ABOUT` is the last.
+def _require_export(folder: Path, final_path: Path) -> None:
+    """Make sure that a folder holds an export and nothing else.
 
     Args:
         final_path: the name of the folder in messages.
@@ -176,50 +176,27 @@ def _files_of_export(folder: Path, final_path: Path | None = None) -> list[Path]
     Raises:
         ConfigError: it is no export, or something else lies there.
     """
-    final_path = final_path or folder
     if folder.is_symlink() or not (folder / ABOUT).is_file():
         raise ConfigError(f"--overwrite: {final_path} is no folder that zerotrain.export has written; {_GO_ON}")
     try:
         about = untrusted.read_json(folder / ABOUT, _About, max_nbytes=MAX_ABOUT_NBYTES)
     except (OSError, untrusted.UntrustedFileError) as error:
         raise ConfigError(f"--overwrite: {final_path / ABOUT} does not list the files of an export: {error}") from None
-    own = [folder / name for name in (*about[FILES], ABOUT)]
-    try:
-        foreign = _foreign(folder, own)
-    except OSError as error:
-        raise ConfigError(f"--overwrite: {error.filename or final_path} cannot be read: {error.strerror}") from None
-    if foreign is not None:
-        raise ConfigError(
-            f"--overwrite: {final_path / foreign} was not written by the export in that folder; move it away, or give "
-            "a new name"
-        )
-    return own
-
-
-def _foreign(folder: Path, own: list[Path]) -> Path | None:
-    """The first thing in a folder that is neither one of these files nor a folder of theirs."""
-    files, folders = set(own), {above for path in own for above in path.parents}
+    files = {folder / name for name in (*about[FILES], ABOUT)}
+    folders = {parent for path in files for parent in path.parents}
 
     def fail(error: OSError) -> None:
-        raise error
+        name, reason = error.filename or final_path, error.strerror
+        raise ConfigError(f"--overwrite: {name} cannot be read: {reason}") from None
 
     for place, inner, names in os.walk(folder, onerror=fail):
         for path in sorted(Path(place, name) for name in (*inner, *names)):
             mode = path.lstat().st_mode
             if not (path in folders if stat.S_ISDIR(mode) else path in files and stat.S_ISREG(mode)):
-                return path.relative_to(folder)
-    return None
-
-
-def _remove(files: list[Path], folder: Path) -> None:
-    """Remove files within a folder, and each folder that is empty then. All other files there stay."""
-    for path in files:
-        with suppress(OSError):
-            path.unlink()
-    above = {parent for path in files for parent in path.parents if parent.is_relative_to(folder)}
-    for parent in sorted(above, key=lambda parent: -len(parent.parts)):
-        with suppress(OSError):
-            parent.rmdir()
+                raise ConfigError(
+                    f"--overwrite: {final_path / path.relative_to(folder)} was not written by the export in that "
+                    "folder; move it away, or give a new name"
+                )
 
 
 def _lies_in(path: Path, folder: Path) -> bool:
