@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from zerotrain.report.rows import KINDS, NO_CURVE, Curve, Report, Row, jobs_named, names_of, points_over
+from zerotrain.report.rows import AXES, KINDS, NO_CURVE, Curve, Report, Row, jobs_named, names_of, points_over
 from zerotrain.report.values import in_bytes, is_number, shortened, value_text
 from zerotrain.training.report import short
 
@@ -139,7 +139,6 @@ NUM_LOST = 40
 """Each lost curve has a mark, if there are no more curves than these."""
 LABEL_ROOM = 0.075
 """Part of a picture's height taken by a label."""
-AXES = {"step": "steps", "tokens": "tokens", "train_s": "seconds of training"}
 LOSSES = {"val": "validation", "train": "training"}
 LOSS_NAMES = ("val_loss", "train_loss")
 MAX_LABEL, MAX_TITLE = 34, 60
@@ -328,6 +327,11 @@ _HELD_NOTE = (
     "Held by rank 0 between steps; the thin bar is the theory. The peak is that of the process, without libraries."
 )
 _SENT_NOTE = "By rank 0 in the last step; the thin bar is the theory."
+_HELD_REASON = " Where bytes differ from the theory, shards are padded, or one rank updates whole tensors."
+_SENT_REASON = (
+    " Where bytes differ from the theory, shards are padded, one rank updates whole tensors, ranks exchange numbers "
+    "for the norm, or gloo reduces by itself (zero.reduction=native on CPUs) and sends each byte twice."
+)
 _SPLIT_NOTE = (
     "Median of the steps of rank 0, and the mean of its parts. Communication is waiting for other ranks, which hides "
     "behind nothing."
@@ -372,20 +376,25 @@ def bar_charts(report: Report) -> list[BarChart]:
     """The bytes held by rank 0 at rest and sent in a step, and the time of a step, by their parts. A chart
     without numbers is left out."""
     charts = [
-        _byte_chart(report, "memory", "Memory", KINDS, _HELD_NOTE),
-        _byte_chart(report, "sent", "Sent in a step", ["sent"], _SENT_NOTE),
+        _byte_chart(report, "memory", "Memory", KINDS, _HELD_NOTE, _HELD_REASON),
+        _byte_chart(report, "sent", "Sent in a step", ["sent"], _SENT_NOTE, _SENT_REASON),
         _time_chart(report),
     ]
     return [chart for chart in charts if any(sum(bar.sizes) for bar in chart.bars)]
 
 
-def _byte_chart(report: Report, key: str, title: str, kinds: Sequence[str], note: str) -> BarChart:
-    """The bytes of each kind beside the theory. Jobs with equal bytes share a bar."""
+def _byte_chart(report: Report, key: str, title: str, kinds: Sequence[str], note: str, reason: str) -> BarChart:
+    """The bytes of each kind beside the theory. Jobs with equal bytes share a bar.
+
+    Args:
+        reason: words for the note where bytes differ from the theory.
+    """
     columns = [f"{prefix}{kind}_nbytes" for prefix in ("", "theory_") for kind in kinds]
     groups: dict[tuple[float, ...], list[Row]] = {}
     for row in report.rows:
         groups.setdefault(tuple(row[name] or 0.0 for name in columns), []).append(row)
     bars = []
+    is_as_in_theory = True
     for nbytes, rows in groups.items():
         if not any(nbytes):
             continue
@@ -394,10 +403,12 @@ def _byte_chart(report: Report, key: str, title: str, kinds: Sequence[str], note
         words = in_bytes(measured)
         if theory:
             is_near = abs(measured - theory) <= NEAR * theory
+            is_as_in_theory &= is_near
             words += ", as in theory" if is_near else f", theory {in_bytes(theory)}"
         if len(kinds) > 1 and (peaks := [peak for row in rows if (peak := row["peak_nbytes"])]):
             words += f", peak {in_bytes(max(peaks))}"
         bars.append(Bar(name=_bar_name(report, rows), words=words, sizes=sizes, theory=theory_sizes))
+    note += "" if is_as_in_theory else reason
     return BarChart(key=key, title=title, bars=bars, parts=kinds, note=note)
 
 
