@@ -327,10 +327,15 @@ _HELD_NOTE = (
     "Held by rank 0 between steps; the thin bar is the theory. The peak is that of the process, without libraries."
 )
 _SENT_NOTE = "By rank 0 in the last step; the thin bar is the theory."
-_HELD_REASON = " Where bytes differ from the theory, shards are padded, or one rank updates whole tensors."
-_SENT_REASON = (
-    " Where bytes differ from the theory, shards are padded, one rank updates whole tensors, ranks exchange numbers "
-    "for the norm, or gloo reduces by itself (zero.reduction=native on CPUs) and sends each byte twice."
+_HELD_REASONS = (
+    " It holds less where other ranks update whole tensors of its share.",
+    " It holds more where shards are padded, or where it updates whole tensors.",
+)
+"""Why bytes lie below the theory, and why above."""
+_SENT_REASONS = (
+    " It sends less where stage 3 keeps the first and the last unit gathered from the forward to the backward.",
+    " It sends more where shards are padded, or where gloo reduces by itself (zero.reduction=native on CPUs), which "
+    "sends each byte twice.",
 )
 _SPLIT_NOTE = (
     "Median of the steps of rank 0, and the mean of its parts. Communication is waiting for other ranks, which hides "
@@ -376,25 +381,27 @@ def bar_charts(report: Report) -> list[BarChart]:
     """The bytes held by rank 0 at rest and sent in a step, and the time of a step, by their parts. A chart
     without numbers is left out."""
     charts = [
-        _byte_chart(report, "memory", "Memory", KINDS, _HELD_NOTE, _HELD_REASON),
-        _byte_chart(report, "sent", "Sent in a step", ["sent"], _SENT_NOTE, _SENT_REASON),
+        _byte_chart(report, "memory", "Memory", KINDS, _HELD_NOTE, _HELD_REASONS),
+        _byte_chart(report, "sent", "Sent in a step", ["sent"], _SENT_NOTE, _SENT_REASONS),
         _time_chart(report),
     ]
     return [chart for chart in charts if any(sum(bar.sizes) for bar in chart.bars)]
 
 
-def _byte_chart(report: Report, key: str, title: str, kinds: Sequence[str], note: str, reason: str) -> BarChart:
+def _byte_chart(
+    report: Report, key: str, title: str, kinds: Sequence[str], note: str, reasons: tuple[str, str]
+) -> BarChart:
     """The bytes of each kind beside the theory. Jobs with equal bytes share a bar.
 
     Args:
-        reason: words for the note where bytes differ from the theory.
+        reasons: why bytes lie below the theory, and why above: for the note, where some do.
     """
     columns = [f"{prefix}{kind}_nbytes" for prefix in ("", "theory_") for kind in kinds]
     groups: dict[tuple[float, ...], list[Row]] = {}
     for row in report.rows:
         groups.setdefault(tuple(row[name] or 0.0 for name in columns), []).append(row)
     bars = []
-    is_as_in_theory = True
+    is_below = is_above = False
     for nbytes, rows in groups.items():
         if not any(nbytes):
             continue
@@ -403,12 +410,14 @@ def _byte_chart(report: Report, key: str, title: str, kinds: Sequence[str], note
         words = in_bytes(measured)
         if theory:
             is_near = abs(measured - theory) <= NEAR * theory
-            is_as_in_theory &= is_near
+            is_below |= not is_near and measured < theory
+            is_above |= not is_near and measured > theory
             words += ", as in theory" if is_near else f", theory {in_bytes(theory)}"
         if len(kinds) > 1 and (peaks := [peak for row in rows if (peak := row["peak_nbytes"])]):
             words += f", peak {in_bytes(max(peaks))}"
         bars.append(Bar(name=_bar_name(report, rows), words=words, sizes=sizes, theory=theory_sizes))
-    note += "" if is_as_in_theory else reason
+    below, above = reasons
+    note += (below if is_below else "") + (above if is_above else "")
     return BarChart(key=key, title=title, bars=bars, parts=kinds, note=note)
 
 

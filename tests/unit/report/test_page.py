@@ -158,10 +158,10 @@ def test_the_time_of_a_step_is_told_by_its_parts_where_they_were_measured(tmp_pa
 
 
 def test_a_note_says_why_bytes_differ_from_the_theory(tmp_path: Path):
-    equal = write_job(tmp_path / "equal")
-    assert "Where bytes differ" not in read(equal).text()
-    sent = {"sent": 600, "theory": 300}
-    assert read(write_job(tmp_path / "twice", comm_bytes_per_step=sent)).text().count("Where bytes differ") == 1
+    for sent, (less, more) in {300: (0, 0), 200: (1, 0), 600: (0, 1)}.items():
+        text = read(write_job(tmp_path / f"{sent}", comm_bytes_per_step={"sent": sent, "theory": 300})).text()
+        assert (text.count("It sends less where"), text.count("It sends more where")) == (less, more)
+        assert "It holds" not in text
 
 
 def time_of(folder: Path) -> str:
