@@ -558,16 +558,18 @@ def build_on_meta(config: Config) -> torch.nn.Module | None:
     """The model without memory; None where its constructor computes with values, which meta tensors do not have.
 
     Raises:
-        ConfigError: it cannot be built.
+        ConfigError: it cannot be built, or is no model.
         RuntimeError: `TOO_LARGE_A_TENSOR`.
     """
     try:
         with torch.device("meta"), _NothingDrawn():
-            return build("model", config.target("model"))
+            model: torch.nn.Module = build("model", config.target("model"))
     except RuntimeError as error:
         if TOO_LARGE_A_TENSOR in str(error):
             raise
         return None
+    require_kind("model", config.model, model, torch.nn.Module)
+    return model
 
 
 class _NothingDrawn(TorchFunctionMode):
