@@ -309,7 +309,6 @@ def build_trainer(
     settings: dict[str, Any] = json.loads(json.dumps(checkpoint_settings(config)))  # steps become texts
     settings["train"]["virtual_ranks"] = world.size * len(engine.virtual_ranks)
     settings["launch"]["threads_per_rank"] = torch.get_num_threads()
-    validation_sets = build_validation_sets(config)
     schedule: Any = build("scheduler", config.scheduler)
     if isinstance(schedule, partial):  # without Hydra's check of each call; `try_schedule` has made it once
         schedule = partial(schedule.func, *schedule.args, **schedule.keywords)
@@ -317,7 +316,7 @@ def build_trainer(
         engine=engine,
         world=world,
         dataset=dataset,
-        validation_sets=validation_sets,
+        validation_sets=build_validation_sets(config),
         schedule=schedule,
         stages=config.zero.stages,
         frozen=frozen_steps(config, frozen, dataset.train, world.size),
@@ -547,10 +546,9 @@ def in_group(group: str, error: Exception, values: Any) -> str:
 
 def ended_in(group: str, ending: SystemExit, values: dict[str, Any]) -> str:
     """The problem of a class that ends its process."""
-    code = 0 if ending.code is None else ending.code
     return (
-        f"{group}._target_: got {values.get('_target_')}, which ended the process with exit code {code} during a "
-        "test call; it must return or raise an exception"
+        f"{group}._target_: got {values.get('_target_')}, which ended the process with exit code "
+        f"{ending.code or 0} during a test call; it must return or raise an exception"
     )
 
 
